@@ -1,0 +1,57 @@
+"""Random streams are named by keys (DESIGN 2.12)."""
+
+import random
+
+import numpy as np
+import torch
+
+from trainkit import rng
+
+
+def draws() -> tuple[float, float, float, float]:
+    return random.random(), random.gauss(), float(np.random.rand()), float(torch.rand(()))
+
+
+def test_seeding_the_host_is_what_the_libraries_do() -> None:
+    state = rng.save_host()
+    rng.seed_host(123)
+    ours = draws()
+    random.seed(123)
+    np.random.seed(123)
+    torch.manual_seed(123)
+    assert draws() == ours
+    rng.restore_host(state)
+
+
+def test_preserved_puts_every_generator_back() -> None:
+    state = rng.save_host()
+    expected = draws()
+    rng.restore_host(state)
+    with rng.preserved():
+        rng.seed_all(1)
+        draws()
+    assert draws() == expected
+
+
+def test_streams_do_not_collide() -> None:
+    seeds = {
+        rng.sample_seed(seed, epoch, index)
+        for seed in range(3)
+        for epoch in range(3)
+        for index in range(2000)
+    }
+    seeds |= {rng.order_seed(s, e) for s in range(50) for e in range(50)}
+    seeds |= {rng.device_seed(s, r) for s in range(50) for r in range(50)}
+    assert len(seeds) == 3 * 3 * 2000 + 2 * 50 * 50
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_seeds_are_the_same_for_ever() -> None:
+    # A change of these changes the data order of every user's run.
+    assert rng.derive(0, "order", 0) == rng.order_seed(0, 0) == ORDER
+    assert rng.sample_seed(0, 0, 0) == SAMPLE
+    assert rng.sample_seed(0, 0, "name") == rng.derive(rng.sample_stream(0, 0), "name")
+
+
+ORDER = 2094333682667709378
+SAMPLE = 1094569409595171448

@@ -1,0 +1,44 @@
+"""The errors that trainkit raises: one base class, and one class for each kind of cause."""
+
+__all__ = [
+    "ConfigError",
+    "DataError",
+    "DistributedError",
+    "NonFiniteError",
+    "TrainkitError",
+]
+
+
+class TrainkitError(Exception):
+    """The base class of every error that trainkit raises on purpose."""
+
+
+class ConfigError(TrainkitError, ValueError):
+    """A setting or an argument that cannot work; raised before the first step."""
+
+
+class DataError(TrainkitError, ValueError):
+    """A data set, loader or batch that does not hold what was promised."""
+
+
+class DistributedError(TrainkitError, RuntimeError):
+    """Processes that disagree, or a collective that only some of them would call."""
+
+
+class NonFiniteError(TrainkitError, ArithmeticError):
+    """A loss or gradient that is NaN or infinite.
+
+    Args:
+        message: What was found, where, and what to do.
+        step: Updates applied before the bad one.
+        process: Rank of the process that saw it.
+        parameter: Name of the first bad parameter, where known.
+    """
+
+    def __init__(
+        self, message: str, *, step: int, process: int, parameter: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.step = step
+        self.process = process
+        self.parameter = parameter
