@@ -1,0 +1,42 @@
+"""Refuse collectives in code that trainkit runs on some processes only (DESIGN 2.34).
+
+Such a collective would wait for processes that never come. The place is marked by `only`, and
+every collective of `Processes` asks `check` first. It also raises on one process, where it could
+do no harm: the mistake is found before the job is scaled up.
+"""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from trainkit.errors import DistributedError
+
+__all__ = ["check", "only"]
+
+
+class _Place(threading.local):
+    name: str | None = None
+
+
+_place = _Place()
+
+
+@contextmanager
+def only(place: str) -> Iterator[None]:
+    """Mark the code inside as run by some processes only; `place` names it in the error."""
+    outer = _place.name
+    _place.name = place
+    try:
+        yield
+    finally:
+        _place.name = outer
+
+
+def check(collective: str) -> None:
+    """Raise DistributedError if this thread is inside `only`; `collective` is what it wanted."""
+    if _place.name is not None:
+        raise DistributedError(
+            f"`{collective}` was called inside `{_place.name}`, which not all processes run at "
+            "this moment, but every process must call it. Call it outside, on all processes, "
+            "and use its result inside."
+        )

@@ -1,0 +1,269 @@
+"""The processes of a job and the collectives between them."""
+
+import atexit
+import os
+from typing import Any, ClassVar, Literal
+
+import torch
+import torch.distributed
+from torch import Tensor
+from torch.distributed import ProcessGroup, ReduceOp, Work
+
+from trainkit.distributed import codec, guard
+from trainkit.distributed.group import Membership, failed, join
+from trainkit.errors import ConfigError, DistributedError
+from trainkit.world import World
+
+__all__ = ["Pending", "Processes", "Reduction"]
+
+Reduction = Literal["sum", "mean", "max", "min"]
+
+_HEADER = 8  # bytes of a payload's length in front of it
+_SMALLEST_CAPACITY = 512
+# Above it a payload travels in a second collective of its own size: the first one, whose
+# fixed-size buffers every later call fills again, must stay cheap.
+_LARGEST_CAPACITY = 1 << 18
+
+
+class Pending:
+    """A reduction under way; `wait` returns the reduced tensor.
+
+    Args:
+        target: The tensor that the caller gave; it holds the result after `wait`.
+        buffer: What travels: the memory of `target`, or a contiguous copy of it.
+        work: The collective; None if there is nothing to wait for.
+        divisor: What the sum is divided by.
+    """
+
+    def __init__(self, target: Tensor, buffer: Tensor, work: Work | None, divisor: int) -> None:
+        self._target = target
+        self._buffer = buffer
+        self._work = work
+        self._divisor = divisor
+
+    def wait(self) -> Tensor:
+        """Return the reduced tensor; blocks the host on the CPU, the stream on CUDA."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+            if self._divisor != 1:
+                self._buffer.div_(self._divisor)
+            if self._buffer.data_ptr() != self._target.data_ptr():
+                self._target.detach().copy_(self._buffer)
+        return self._target
+
+
+class Processes:
+    """The processes of a job and the collectives between them.
+
+    Every process of the job calls the same collectives in the same order. On one process they
+    return at once. Code that only some processes run gets an error (DESIGN 2.34).
+
+    Args:
+        membership: The part of this process in the job.
+        device: The device of this process.
+    """
+
+    _live: ClassVar["Processes | None"] = None
+
+    def __init__(self, membership: Membership, device: torch.device) -> None:
+        self.world: World = membership.world
+        self.rank: int = self.world.rank
+        self.size: int = self.world.size
+        self.is_main: bool = self.world.is_main
+        self.owned: bool = membership.owned
+        self.control: ProcessGroup | None = membership.control
+        self.device = device
+        self._membership = membership
+        self._capacity = _SMALLEST_CAPACITY
+        self._pid = os.getpid()
+        self._closed = False
+
+    @classmethod
+    def start(cls, *, device: torch.device | None = None) -> "Processes":
+        """Return the processes of this job; joins the group that exists, or makes one.
+
+        Blocks until all processes have called it. A later call returns the same object as long
+        as its group lives. A group that we made ends with the process, or with `close`.
+
+        Args:
+            device: The device of this process; its own CUDA device by default, else the CPU.
+        """
+        live = cls._live
+        if live is not None and live._is_usable() and device in (None, live.device):
+            return live
+        membership, device = join(device)
+        live = cls(membership, device)
+        cls._live = live
+        if live.owned:
+            atexit.register(live._close_at_exit)
+        return live
+
+    def all_reduce(self, tensor: Tensor, op: Reduction = "sum") -> Tensor:
+        """Reduce `tensor` over all processes, in place, and return it."""
+        return self._reduce(tensor, op, "all_reduce").wait()
+
+    def all_reduce_async(self, tensor: Tensor, op: Reduction = "sum") -> Pending:
+        """Start to reduce `tensor` in place; it must not be touched before `wait`."""
+        return self._reduce(tensor, op, "all_reduce_async")
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
+        """Overwrite `tensor` with that of process `source`, of the same shape; return it."""
+        guard.check("broadcast")
+        self._check_source(source)
+        if self.size > 1:
+            buffer = tensor.detach().contiguous()
+            torch.distributed.broadcast(buffer, source, self._group_of(buffer))
+            if buffer.data_ptr() != tensor.data_ptr():
+                tensor.detach().copy_(buffer)
+        return tensor
+
+    def all_gather_bytes(self, payload: bytes) -> list[bytes]:
+        """Return the payloads of all processes, in their order.
+
+        One collective of a fixed size over the CPU group as long as all payloads fit into it;
+        else a second one that fits the longest. The size follows the payloads.
+        """
+        guard.check("all_gather_bytes")
+        if self.size == 1:
+            return [payload]
+        capacity = self._capacity
+        first = payload if _HEADER + len(payload) <= capacity else b""
+        rows = self._gather_rows(len(payload).to_bytes(_HEADER, "little") + first, capacity)
+        lengths = [int.from_bytes(row[:_HEADER], "little") for row in rows]
+        longest = max(lengths)
+        self._capacity = _next_capacity(capacity, _HEADER + longest)
+        if _HEADER + longest <= capacity:
+            rows = [row[_HEADER:] for row in rows]
+        else:
+            rows = self._gather_rows(payload, longest)
+        return [bytes(row[:length]) for row, length in zip(rows, lengths, strict=True)]
+
+    def all_gather_objects(self, value: Any, *, allow_pickle: bool = False) -> list[Any]:
+        """Return the values of all processes, in their order; copies, tensors on the CPU.
+
+        Args:
+            value: Built-in types, tensors, arrays, dataclasses (see `codec`).
+            allow_pickle: Whether what the codec cannot hold may travel by pickle.
+
+        Raises:
+            DistributedError: On all processes, if the value of one cannot travel.
+        """
+        guard.check("all_gather_objects")
+        if self.size == 1:
+            return [value]
+        packets = self.all_gather_bytes(_pack(value, allow_pickle))
+        return [_unpack(packet, rank, allow_pickle) for rank, packet in enumerate(packets)]
+
+    def broadcast_object(self, value: Any, source: int = 0) -> Any:
+        """Return the value of process `source` on all; the others' is not looked at."""
+        guard.check("broadcast_object")
+        self._check_source(source)
+        if self.size == 1:
+            return value
+        is_source = self.rank == source
+        payload = _pack(value, allow_pickle=False) if is_source else b""
+        header = torch.tensor([len(payload)], dtype=torch.int64)
+        torch.distributed.broadcast(header, source, self.control)
+        buffer = bytearray(payload) if is_source else bytearray(int(header[0]))
+        packet = torch.frombuffer(buffer, dtype=torch.uint8)
+        torch.distributed.broadcast(packet, source, self.control)
+        received = _unpack(bytes(buffer), source, allow_pickle=False)
+        return value if is_source else received
+
+    def barrier(self) -> None:
+        """Return when all processes have called it; does not wait for work on the device."""
+        guard.check("barrier")
+        if self.control is not None:
+            torch.distributed.barrier(self.control)
+
+    def close(self) -> None:
+        """Destroy the groups that trainkit made; those of the user stay."""
+        if self._is_usable():
+            self._membership.leave()
+        self._closed = True
+        if Processes._live is self:
+            Processes._live = None
+        atexit.unregister(self._close_at_exit)
+
+    def _close_at_exit(self) -> None:
+        # After a failure the others may sit in a collective; leaving in order would wait for them.
+        if not failed():
+            self.close()
+
+    def _is_usable(self) -> bool:
+        """Return whether the group lives, and in this process: a fork has none."""
+        return not self._closed and self._pid == os.getpid() and self._membership.lives()
+
+    def _reduce(self, tensor: Tensor, op: Reduction, name: str) -> Pending:
+        guard.check(name)
+        reduce_op = _OPS.get(op)
+        if reduce_op is None:
+            raise ConfigError(f"`op` must be one of {', '.join(_OPS)}, but is {op!r}.")
+        if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
+            raise ConfigError(
+                f'`op="mean"` needs a floating-point tensor, but its dtype is {tensor.dtype}. '
+                "Convert it first, or use `sum`."
+            )
+        if self.size == 1:
+            return Pending(tensor, tensor, None, 1)
+        buffer = tensor.detach().contiguous()
+        work = torch.distributed.all_reduce(
+            buffer, reduce_op, self._group_of(buffer), async_op=True
+        )
+        return Pending(tensor, buffer, work, self.size if op == "mean" else 1)
+
+    def _group_of(self, tensor: Tensor) -> ProcessGroup | None:
+        """Return the group that can move `tensor`; None for the default one."""
+        on_cpu = tensor.device.type == "cpu"
+        return self.control if on_cpu and not self._membership.reaches_cpu else None
+
+    def _check_source(self, source: int) -> None:
+        if not 0 <= source < self.size:
+            raise ConfigError(
+                f"`source` must be the number of a process, in [0, {self.size}), but is {source}."
+            )
+
+    def _gather_rows(self, row: bytes, width: int) -> list[memoryview]:
+        """Gather one row of at most `width` bytes from each process; the rest is arbitrary."""
+        mine = bytearray(width)
+        mine[: len(row)] = row
+        everything = bytearray(width * self.size)
+        rows = torch.frombuffer(everything, dtype=torch.uint8).view(self.size, width)
+        torch.distributed.all_gather(
+            list(rows.unbind(0)), torch.frombuffer(mine, dtype=torch.uint8), self.control
+        )
+        view = memoryview(everything)
+        return [view[rank * width : (rank + 1) * width] for rank in range(self.size)]
+
+
+_OPS: dict[str, Any] = {
+    "sum": ReduceOp.SUM,
+    "mean": ReduceOp.SUM,  # and divided afterwards: not every backend and dtype can average
+    "max": ReduceOp.MAX,
+    "min": ReduceOp.MIN,
+}
+
+
+def _next_capacity(capacity: int, needed: int) -> int:
+    """Return the capacity of the next gather; depends on what all processes know alike."""
+    if needed > capacity:
+        power = 1 << (needed - 1).bit_length()
+        return max(capacity, min(power, _LARGEST_CAPACITY))
+    if needed <= capacity // 4:
+        return max(capacity // 2, _SMALLEST_CAPACITY)
+    return capacity
+
+
+def _pack(value: Any, allow_pickle: bool) -> bytes:
+    """Return the encoded value, or the reason why it cannot travel, for all to raise."""
+    try:
+        return b"+" + codec.encode(value, allow_pickle=allow_pickle)
+    except codec.Unencodable as error:
+        return b"-" + str(error).encode()
+
+
+def _unpack(packet: bytes, rank: int, allow_pickle: bool) -> Any:
+    if packet[:1] == b"-":
+        raise DistributedError(f"The value of process {rank} cannot travel. {packet[1:].decode()}")
+    return codec.decode(packet[1:], allow_pickle=allow_pickle)
