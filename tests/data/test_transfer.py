@@ -1,0 +1,68 @@
+"""Batches on their way to the device (DESIGN 2.18)."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests.data.toys import CPU, Noisy, Place, loader_of
+from trainkit.data import training_loader
+from trainkit.data.transfer import transfer_for
+
+
+def test_on_the_cpu_nothing_is_touched() -> None:
+    batches = iter([{"x": torch.arange(3)}])
+    transfer = transfer_for(CPU)
+    assert transfer.ahead(batches) is batches
+    batch = object()
+    assert transfer.finish(transfer.start(batch)) is batch
+
+
+def test_other_devices_get_the_batch_when_it_is_due() -> None:
+    moved = transfer_for(torch.device("meta"))
+    (batch,) = moved.ahead(iter([{"x": torch.arange(3), "text": ["a"]}]))
+    assert batch["x"].device.type == "meta"
+    assert batch["text"] == ["a"]
+
+
+def test_an_error_of_the_fetch_ahead_waits_for_its_turn() -> None:
+    def batches() -> Iterator[Any]:
+        yield torch.arange(3)
+        yield None
+        raise ValueError("bad")
+
+    ahead = transfer_for(torch.device("meta")).ahead(batches())
+    assert next(ahead).shape == (3,)
+    assert next(ahead) is None
+    with pytest.raises(ValueError, match="bad"):
+        next(ahead)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("pin", [False, True])
+def test_cuda_gets_the_same_batches(workers: int, pin: bool) -> None:
+    place: Any = Place()
+    device = torch.device("cuda")
+    loader = loader_of(Noisy(40), batch_size=3, shuffle=True, num_workers=workers, pin_memory=pin)
+    expected = list(training_loader(loader, processes=place, device=CPU, seed=7))
+    found = []
+    for batch in training_loader(loader, processes=place, device=device, seed=7):
+        assert batch.device.type == "cuda"
+        torch.cuda._sleep(1_000_000)  # type: ignore[no-untyped-call]
+        found.append(batch * 1)
+        del batch
+    assert all(torch.equal(a, b.cpu()) for a, b in zip(expected, found, strict=True))
+
+
+@pytest.mark.gpu
+def test_memory_of_a_batch_is_not_reused_while_it_is_read() -> None:
+    transfer = transfer_for(torch.device("cuda"))
+    sources = [torch.full((1 << 20,), float(i)) for i in range(20)]
+    sums = []
+    for batch in transfer.ahead(iter(sources)):
+        torch.cuda._sleep(10_000_000)  # type: ignore[no-untyped-call]
+        sums.append(batch.sum())
+        del batch
+    assert [float(s) for s in sums] == [float(i << 20) for i in range(20)]

@@ -1,0 +1,250 @@
+"""Loaders whose counts the processes agree on, one round ahead (DESIGN 2.17)."""
+
+import logging
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import override
+
+from trainkit.data.feeds import Feed
+from trainkit.data.loader import Preparation, PreparedLoader, length_of
+from trainkit.data.repeat import Repeat
+from trainkit.data.stream import Piece
+from trainkit.data.transfer import Transfer, transfer_for
+from trainkit.data.window import MicroBatch, Window
+from trainkit.errors import DataError
+
+if TYPE_CHECKING:
+    from trainkit.distributed.processes import Processes
+
+__all__ = ["AgreedLoader"]
+
+logger = logging.getLogger(__name__)
+
+# What a process says instead of its count.
+_FAILED = -1  # its data raised
+_LACKS = -2  # it has no samples, and no batch that it could repeat
+_COUNT_BYTES = 8
+
+
+@dataclass(slots=True)
+class _Round:
+    """A round that all processes have read: its counts, and what this process has of it."""
+
+    counts: tuple[int, ...]
+    total: int
+    pending: Any = None  # on its way to the device
+    spare: tuple[Any, int] | None = None
+    fault: Exception | None = None  # raised when the round is due
+    lacking: int | None = None  # a process that has nothing to repeat
+
+
+class _Pass:
+    """One pass over a feed; every process asks for each round."""
+
+    def __init__(
+        self, feed: Feed, processes: "Processes", transfer: Transfer, pieces: Iterator[Piece]
+    ) -> None:
+        self._feed = feed
+        self._processes = processes
+        self._transfer = transfer
+        self._pieces = pieces
+        self._had_some = feed.has_spare
+
+    def read(self) -> _Round:
+        """Read the next round; no error is raised before all processes know of it."""
+        fault: Exception | None = None
+        piece = Piece(_FAILED)
+        try:
+            piece = next(self._pieces)
+        except Exception as error:
+            fault = error
+        self._had_some = self._had_some or piece.count > 0 or piece.spare is not None
+        word = piece.count if piece.count or self._had_some else _LACKS
+        words = self._agree(word)
+        if fault is None and _FAILED in words:
+            rank = words.index(_FAILED)
+            fault = DataError(
+                f"Process {rank} could not read its next batch; its own report says why."
+            )
+        counts = tuple(max(word, 0) for word in words)
+        pending = self._transfer.start(piece.data) if piece.count > 0 else None
+        lacking = words.index(_LACKS) if _LACKS in words else None
+        return _Round(counts, sum(counts), pending, piece.spare, fault, lacking)
+
+    def _agree(self, word: int) -> tuple[int, ...]:
+        if self._processes.size == 1:
+            return (word,)
+        payload = word.to_bytes(_COUNT_BYTES, "little", signed=True)
+        words = self._processes.all_gather_bytes(payload)
+        return tuple(int.from_bytes(word, "little", signed=True) for word in words)
+
+
+class AgreedLoader(PreparedLoader):
+    """A prepared loader over a feed: streams, keys of whole batches, loaders of other kinds.
+
+    Args:
+        source: The loader of the user.
+        feed: Where the rounds come from.
+        preparation: What it is prepared for.
+        batch_size: Samples of one process in a full round; None where that varies.
+        whole: Whether the epoch ends before the first round that is not full.
+        samples_per_epoch: Samples of an epoch, where known.
+        batches_per_epoch: Rounds of an epoch, where known.
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        feed: Feed,
+        preparation: Preparation,
+        *,
+        batch_size: int | None = None,
+        whole: bool = False,
+        samples_per_epoch: int | None = None,
+        batches_per_epoch: int | None = None,
+    ) -> None:
+        super().__init__(source, preparation)
+        self.batch_size = batch_size
+        self.samples_per_epoch = samples_per_epoch
+        self.batches_per_epoch = batches_per_epoch
+        self._feed = feed
+        self._least = 1  # samples of a round that is not the end
+        if whole and batch_size is not None:
+            self._least = self.processes.size * batch_size
+        self._transfer = transfer_for(self.device)
+        self._refuse_empty(length_of(getattr(source, "dataset", source)))
+
+    @override
+    def windows(
+        self, epoch: int, *, position: int = 0, accumulation: int = 1, drop_last: bool = False
+    ) -> Generator[Window, None, None]:
+        micro_batches = self._micro_batches(epoch, position, accumulation)
+        is_idle = position == 0
+        try:
+            for window in self._cut(micro_batches, accumulation if drop_last else None):
+                is_idle = False
+                yield window
+        finally:
+            micro_batches.close()
+        if is_idle:
+            self._refuse_idle(epoch)
+
+    @override
+    def batches(self, epoch: int, *, position: int = 0) -> Generator[MicroBatch, None, None]:
+        return self._micro_batches(epoch, position, 1)
+
+    @override
+    def close(self) -> None:
+        self._feed.close()
+
+    def _cut(self, micro_batches: Iterator[MicroBatch], full: int | None) -> Iterator[Window]:
+        """Yield the windows; with `full`, not a last one of fewer micro-batches or samples."""
+        if full is None:
+            for first in micro_batches:
+                parts = _window_of(first, micro_batches)
+                yield Window(parts)
+                for _ in parts:  # what the caller left of the window
+                    pass
+            return
+        nominal = self.nominal_window(full)
+        following = next(micro_batches, None)
+        while following is not None:
+            read = list(_window_of(following, micro_batches))
+            total = sum(part.total for part in read)
+            following = next(micro_batches, None)
+            is_short = len(read) < full or (nominal is not None and total < nominal)
+            if following is not None or not is_short:
+                yield Window(iter(read), total, len(read))
+
+    def _micro_batches(
+        self, epoch: int, position: int, accumulation: int
+    ) -> Generator[MicroBatch, None, None]:
+        rank, active = self.processes.rank, self.active
+        repeat = Repeat()
+        left = accumulation
+        if active is not None:
+            active.began(self)
+        try:
+            for data, current, ahead in self._due(epoch, position, repeat):
+                count = current.counts[rank]
+                if active is not None:
+                    active.yielded(self, current.counts, count or repeat.size)
+                left -= 1
+                last = left == 0 or self._is_end(ahead)
+                yield MicroBatch(data, count, current.total, last)
+                left = left or accumulation
+        finally:
+            if active is not None:
+                active.ended(self)
+
+    def _due(
+        self, epoch: int, position: int, repeat: Repeat
+    ) -> Iterator[tuple[Any, _Round, _Round]]:
+        """Yield the data of each round from `position` on, the round, and the one after it."""
+        rank = self.processes.rank
+        done = position if self._feed.finds_position else 0
+        for current, ahead in self._rounds(epoch, position):
+            data = None
+            if current.counts[rank]:
+                data = self._transfer.finish(current.pending)
+                if not ahead.counts[rank]:
+                    repeat.keep(data, current.counts[rank])
+            if done < position:
+                done += current.total
+                if done > position:
+                    break
+                continue
+            if not current.counts[rank]:
+                data = self._repeated(repeat, epoch, current)
+            yield data, current, ahead
+        if done != position and position:
+            raise DataError(
+                f"The position is {position}, but no global batch starts there: one ends after "
+                f"{done} samples. Keep the global batch and the data set of the checkpoint."
+            )
+
+    def _rounds(self, epoch: int, position: int) -> Iterator[tuple[_Round, _Round]]:
+        """Yield each round of the epoch with the one after it."""
+        if position:
+            logger.warning(
+                "`%s` cannot jump to a position: the first %d samples of epoch %d are read again.",
+                type(self.source).__name__,
+                position,
+                epoch,
+            )
+        pieces = self._feed.pieces(epoch, position if self._feed.finds_position else 0)
+        reading = _Pass(self._feed, self.processes, self._transfer, pieces)
+        ahead = reading.read()
+        while not self._is_end(ahead):
+            current = ahead
+            if current.fault is not None:
+                raise current.fault
+            if current.lacking is not None:
+                raise DataError(
+                    f"Process {current.lacking} has no batch in epoch {epoch}, while others have, "
+                    f"so it cannot take part in their collectives. {self._feed.advice}"
+                )
+            ahead = reading.read()
+            yield current, ahead
+
+    def _is_end(self, ahead: _Round) -> bool:
+        return ahead.fault is None and ahead.total < self._least
+
+    def _repeated(self, repeat: Repeat, epoch: int, current: _Round) -> Any:
+        if not repeat.size:
+            spare = self._feed.spare(epoch) if current.spare is None else current.spare
+            data, size = spare
+            repeat.keep(self._transfer.finish(self._transfer.start(data)), size)
+        return repeat.take()
+
+
+def _window_of(first: MicroBatch, following: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+    yield first
+    if first.last:
+        return
+    for micro_batch in following:
+        yield micro_batch
+        if micro_batch.last:
+            return

@@ -1,0 +1,185 @@
+"""Where rounds come from if their counts are only known once they are read."""
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from functools import partial
+from itertools import chain, count, islice
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+from typing_extensions import override
+
+from trainkit import rng
+from trainkit.data.fetch import Fetch
+from trainkit.data.order import KeyedOrder, announce_epoch
+from trainkit.data.stream import Piece, StreamReader
+from trainkit.data.tree import count_samples
+from trainkit.data.workers import Source, datasets_of, source_for
+
+__all__ = ["Feed", "ForeignFeed", "KeyFeed", "StreamFeed"]
+
+
+class Feed(ABC):
+    """The rounds of one process, an endless row of pieces: those after the end are empty."""
+
+    finds_position: bool = False  # whether `pieces` begins after `position` by itself
+    has_spare: bool = False  # whether `spare` works
+    advice: str  # for users where a process never had a batch
+
+    @abstractmethod
+    def pieces(self, epoch: int, position: int) -> Iterator[Piece]:
+        """Yield this process's piece of each round."""
+
+    def spare(self, epoch: int) -> tuple[Any, int]:
+        """Return a batch and its number of samples, for a process that had none in this epoch."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Stop what runs in the background."""
+        return
+
+
+class StreamFeed(Feed):
+    """An iterable data set, read here or in workers.
+
+    Args:
+        reader: Reads the slices of this process.
+        loader: The loader of the user; its settings of workers are used.
+        base_seed: What the workers' own generators start from.
+        device: Where the batches go in the end.
+        told: Whether the data set hears of epochs by `set_epoch`.
+    """
+
+    advice = "Give the data set at least as many shards with samples as there are processes."
+
+    def __init__(
+        self,
+        reader: StreamReader,
+        loader: DataLoader[Any],
+        *,
+        base_seed: int,
+        device: torch.device,
+        told: bool,
+    ) -> None:
+        self._reader = reader
+        self._loader = loader
+        self._told = told
+        self._runs = count()
+        self._source_of = partial(
+            source_for, loader=loader, base_seed=base_seed, told=told, device=device, alone=True
+        )
+        self._workers: Source | None = None
+        # A position counts the samples of all shards, which one shard alone cannot find.
+        self.finds_position = not reader.is_sharded
+
+    @override
+    def pieces(self, epoch: int, position: int) -> Iterator[Piece]:
+        if self._told:
+            announce_epoch(datasets_of(self._loader.dataset), epoch)
+        run = next(self._runs)
+        return self._source().batches(epoch, lambda: ((run, position, k) for k in count()))
+
+    @override
+    def close(self) -> None:
+        if self._workers is not None:
+            self._workers.close()
+
+    def _source(self) -> Source:
+        if self._loader.num_workers == 0:
+            # A reader of its own, so that passes at the same time do not disturb each other.
+            return self._source_of(copy.copy(self._reader))
+        if self._workers is None:
+            self._workers = self._source_of(self._reader)
+        return self._workers
+
+
+class KeyFeed(Feed):
+    """A map-style data set whose sampler yields the keys of whole batches (`batch_size=None`).
+
+    Args:
+        order: Runs the sampler.
+        fetch: Turns a key into a batch.
+        source: Where it is fetched.
+        rank: This process.
+        size: Number of processes.
+        told: Whether sampler and data set hear of epochs by `set_epoch`.
+    """
+
+    has_spare = True
+
+    def __init__(
+        self, order: KeyedOrder, fetch: Fetch, source: Source, *, rank: int, size: int, told: bool
+    ) -> None:
+        self._order = order
+        self._fetch = fetch
+        self._source = source
+        self._rank = rank
+        self._size = size
+        self._told = told
+
+    @override
+    def pieces(self, epoch: int, position: int) -> Iterator[Piece]:
+        keys = self._keys(epoch)
+        mine = keys[self._rank :: self._size]
+        yield from _filled(self._source.batches(epoch, partial(iter, mine)))
+        while True:
+            yield Piece(0)
+
+    @override
+    def spare(self, epoch: int) -> tuple[Any, int]:
+        batch = self._source.fetch(epoch, self._keys(epoch)[0])
+        return batch, count_samples(batch)
+
+    @override
+    def close(self) -> None:
+        self._source.close()
+
+    def _keys(self, epoch: int) -> list[Any]:
+        if self._told:
+            announce_epoch([*self._order.samplers, *datasets_of(self._fetch.dataset)], epoch)
+        return self._order.run(epoch)
+
+
+class ForeignFeed(Feed):
+    """Any iterable of batches, read as it is.
+
+    Args:
+        loader: The iterable.
+        seed: The seed of the run, or of evaluation.
+        rank: This process.
+        told: Whether it hears of epochs by `set_epoch`.
+    """
+
+    advice = "Give each process's loader at least one batch."
+
+    def __init__(self, loader: Any, *, seed: int, rank: int, told: bool) -> None:
+        self._loader = loader
+        self._seed = seed
+        self._rank = rank
+        self._told = told
+
+    @override
+    def pieces(self, epoch: int, position: int) -> Iterator[Piece]:
+        loader = self._loader
+        if self._told:
+            batch_sampler = getattr(loader, "batch_sampler", None)
+            parts = [loader, getattr(loader, "sampler", None), batch_sampler]
+            parts += [getattr(batch_sampler, "sampler", None)]
+            announce_epoch(parts + datasets_of(getattr(loader, "dataset", None)), epoch)
+        with rng.preserved():
+            # Most iterators draw what they need when they are made, or for their first batch.
+            rng.seed_host(rng.derive(rng.order_seed(self._seed, epoch), "process", self._rank))
+            iterator = iter(loader)
+            first = list(islice(iterator, 1))
+        yield from _filled(chain(first, iterator))
+        while True:
+            yield Piece(0)
+
+
+def _filled(batches: Iterator[Any]) -> Iterator[Piece]:
+    for batch in batches:
+        size = count_samples(batch)
+        if size:  # an empty one would look like the end
+            yield Piece(size, batch)

@@ -1,0 +1,241 @@
+"""Turns the indices of a batch into a batch, under the keys of its samples (DESIGN 2.13, 2.18)."""
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    StackDataset,
+    Subset,
+    TensorDataset,
+    default_collate,
+    default_convert,
+)
+from typing_extensions import override
+
+from trainkit import rng
+
+__all__ = ["Fetch", "collates_silently", "fetch_for", "sample_key"]
+
+
+class Fetch(ABC):
+    """What turns one task into one batch, here or in a worker; holds no state of a pass.
+
+    Args:
+        dataset: The data set that workers see.
+        seed: The seed of the run, or of evaluation.
+    """
+
+    seeds: bool = False  # whether it seeds the global generators and leaves them changed
+
+    def __init__(self, dataset: Any, seed: int) -> None:
+        self.dataset = dataset
+        self.seed = seed
+
+    @abstractmethod
+    def fetch(self, epoch: int, task: Any) -> Any:
+        """Return the batch that `task` names."""
+
+
+class _TensorFetch(Fetch):
+    """Selects the rows of a `TensorDataset` at once; nothing is drawn, nothing is a view."""
+
+    def __init__(self, dataset: Any, seed: int, base: TensorDataset, mapping: Any) -> None:
+        super().__init__(dataset, seed)
+        self._tensors = base.tensors
+        self._mapping = None if mapping is None else torch.as_tensor(mapping, dtype=torch.int64)
+
+    @override
+    def fetch(self, epoch: int, task: Any) -> list[Tensor]:
+        try:
+            index = task if type(task) is Tensor else torch.as_tensor(task, dtype=torch.int64)
+            if self._mapping is not None:
+                index = self._mapping[index]
+            return [tensor.index_select(0, index) for tensor in self._tensors]
+        except Exception as error:
+            _note(error, f"while it read the samples {_listed(task)}", epoch, self.dataset)
+            raise
+
+
+class _BatchFetch(Fetch):
+    """Asks the data set once per batch, by `__getitems__`."""
+
+    def __init__(self, dataset: Any, seed: int, base: Any, mapping: Any, collation: Any) -> None:
+        super().__init__(dataset, seed)
+        self._base = base
+        self._mapping = mapping
+        self._collate, self._seeds_collate, self._seeds_samples = collation
+        self.seeds = self._seeds_collate or self._seeds_samples
+
+    @override
+    def fetch(self, epoch: int, task: Any) -> Any:
+        indices = _as_list(task)
+        inner = indices if self._mapping is None else [self._mapping[i] for i in indices]
+        stream = rng.sample_stream(self.seed, epoch) if self.seeds else 0
+        if self._seeds_samples:
+            rng.seed_host(sample_key(stream, indices[0]))
+        try:
+            samples = self._base.__getitems__(inner)
+        except Exception as error:
+            _note(error, f"while it read the samples {_listed(indices)}", epoch, self.dataset)
+            raise
+        if self._seeds_collate:
+            rng.seed_host(sample_key(stream, indices[0]))
+        return _collated(self, self._collate, samples, indices, epoch)
+
+
+class _SampleFetch(Fetch):
+    """Asks the data set for one sample after the other."""
+
+    def __init__(self, dataset: Any, seed: int, base: Any, mapping: Any, collation: Any) -> None:
+        super().__init__(dataset, seed)
+        self._base = base
+        self._mapping = mapping
+        self._collate, self._seeds_collate, self._seeds_samples = collation
+        self.seeds = self._seeds_collate or self._seeds_samples
+
+    @override
+    def fetch(self, epoch: int, task: Any) -> Any:
+        indices = _as_list(task)
+        base, mapping, seeds = self._base, self._mapping, self._seeds_samples
+        stream = rng.sample_stream(self.seed, epoch) if self.seeds else 0
+        samples: list[Any] = []
+        try:
+            for index in indices:
+                if seeds:
+                    rng.seed_host(sample_key(stream, index))
+                samples.append(base[index if mapping is None else mapping[index]])
+        except Exception as error:
+            _note(error, f"at sample {indices[len(samples)]!r}", epoch, self.dataset)
+            raise
+        if self._seeds_collate:
+            rng.seed_host(sample_key(stream, indices[0]))
+        return _collated(self, self._collate, samples, indices, epoch)
+
+
+class _KeyFetch(Fetch):
+    """Asks the data set for whole batches by the sampler's keys (`batch_size=None`)."""
+
+    def __init__(self, dataset: Any, seed: int, collation: Any) -> None:
+        super().__init__(dataset, seed)
+        self._collate, collate_draws, samples_draw = collation
+        self.seeds = collate_draws or samples_draw
+
+    @override
+    def fetch(self, epoch: int, task: Any) -> Any:
+        if self.seeds:
+            rng.seed_host(sample_key(rng.sample_stream(self.seed, epoch), task))
+        try:
+            samples = self.dataset[task]
+        except Exception as error:
+            _note(error, f"at key {task!r}", epoch, self.dataset)
+            raise
+        return _collated(self, self._collate, samples, [task], epoch)
+
+
+def fetch_for(loader: DataLoader[Any], seed: int, sample_seeding: bool) -> Fetch:
+    """Return the cheapest way to fetch the batches of a map-style `loader`.
+
+    Args:
+        loader: Its data set, `collate_fn` and kind of sampler count.
+        seed: The seed of the run, or of evaluation.
+        sample_seeding: Whether what may draw random numbers runs under keys.
+    """
+    dataset, collate = loader.dataset, loader.collate_fn
+    collation = (
+        collate,
+        sample_seeding and not collates_silently(collate),
+        sample_seeding and not _is_silent(dataset),
+    )
+    if loader.batch_sampler is None:
+        return _KeyFetch(dataset, seed, collation)
+    base, mapping = _look_through(dataset)
+    if type(base) is TensorDataset and collate is default_collate and _is_plain(base):
+        return _TensorFetch(dataset, seed, base, mapping)
+    if _hands_out_batches(base):
+        return _BatchFetch(dataset, seed, base, mapping, collation)
+    return _SampleFetch(dataset, seed, base, mapping, collation)
+
+
+def collates_silently(collate: Any) -> bool:
+    """Return whether `collate` is known to draw no random numbers."""
+    return collate is default_collate or collate is default_convert
+
+
+def sample_key(stream: int, index: Any) -> int:
+    """Return the seed of sample `index`; equal integers of other types have the same."""
+    if type(index) is not int and type(index) is not str:
+        whole = isinstance(index, Tensor) and index.numel() == 1
+        index = int(index) if whole or type(index).__module__ == "numpy" else repr(index)
+    return rng.in_stream(stream, index)
+
+
+def _look_through(dataset: Any) -> tuple[Any, list[Any] | None]:
+    """Return the data set under plain subsets, and its index for each outer one."""
+    mapping: list[Any] | None = None
+    while type(dataset) is Subset:
+        inner = dataset.indices
+        mapping = list(inner) if mapping is None else [inner[index] for index in mapping]
+        dataset = dataset.dataset
+    return dataset, mapping
+
+
+def _hands_out_batches(dataset: Any) -> bool:
+    if type(dataset) is StackDataset:
+        # Its own method falls back to single samples, which want a key each.
+        parts = dataset.datasets
+        return all(map(_hands_out_batches, parts.values() if isinstance(parts, dict) else parts))
+    if isinstance(dataset, Subset) and type(dataset).__getitems__ is Subset.__getitems__:
+        return False
+    return callable(getattr(dataset, "__getitems__", None))
+
+
+def _is_silent(dataset: Any) -> bool:
+    """Return whether `dataset` is known to draw no random numbers."""
+    kind = type(dataset)
+    if kind is TensorDataset or kind is list or kind is tuple:
+        return True
+    if kind is Subset:
+        return _is_silent(dataset.dataset)
+    if kind is ConcatDataset:
+        return all(map(_is_silent, dataset.datasets))
+    if kind is StackDataset:
+        parts = dataset.datasets
+        return all(map(_is_silent, parts.values() if isinstance(parts, dict) else parts))
+    if (kind.__module__, kind.__name__) == ("datasets.arrow_dataset", "Dataset"):
+        return bool(dataset.format["type"] != "custom")  # "custom" is a transform
+    return False
+
+
+def _is_plain(dataset: TensorDataset) -> bool:
+    return all(
+        tensor.layout == torch.strided and tensor.device.type == "cpu" and type(tensor) is Tensor
+        for tensor in dataset.tensors
+    )
+
+
+def _as_list(task: Any) -> list[Any]:
+    return task.tolist() if type(task) is Tensor else task
+
+
+def _collated(fetch: Fetch, collate: Any, samples: Any, indices: list[Any], epoch: int) -> Any:
+    try:
+        return collate(samples)
+    except Exception as error:
+        name = getattr(collate, "__qualname__", type(collate).__name__)
+        where = f"while `{name}` made a batch of the samples {_listed(indices)}"
+        _note(error, where, epoch, fetch.dataset)
+        raise
+
+
+def _listed(task: Any) -> str:
+    indices = _as_list(task)
+    shown = ", ".join(repr(index) for index in indices[:32])
+    return f"[{shown}, ... {len(indices)} in all]" if len(indices) > 32 else f"[{shown}]"
+
+
+def _note(error: Exception, where: str, epoch: int, dataset: Any) -> None:
+    error.add_note(f"Raised {where} of the data set `{type(dataset).__name__}`, epoch {epoch}.")

@@ -1,0 +1,152 @@
+"""PreparedLoader: what the training loop and the evaluation read batches from."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from trainkit.data.active import ActiveLoaders
+from trainkit.data.window import MicroBatch, Window
+from trainkit.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from trainkit.distributed.processes import Processes
+
+__all__ = ["Preparation", "PreparedLoader", "length_of"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Preparation:
+    """What a loader is prepared for.
+
+    Args:
+        processes: The processes of the job.
+        device: Where the batches go.
+        seed: The seed of the run, or of evaluation.
+        trains: Training's rules or evaluation's (epochs, `set_epoch`, `drop_last`).
+        split_batches: Whether the loader's batch size is that of all processes together.
+        sample_seeding: Whether data sets that may draw random numbers run under keys.
+        active: Told which batch is under way; None where nobody asks.
+    """
+
+    processes: "Processes"
+    device: torch.device
+    seed: int
+    trains: bool
+    split_batches: bool = False
+    sample_seeding: bool = True
+    active: ActiveLoaders | None = None
+
+
+class PreparedLoader(ABC):
+    """A loader whose samples are shared out over the processes, each used exactly once an epoch.
+
+    Every process gets equally many micro-batches; one without samples for a micro-batch that
+    others have gets a repeat with `count` 0 (DESIGN 2.16). The order depends on seed and epoch
+    only, and a pass changes no global generator.
+
+    Args:
+        source: The loader of the user.
+        preparation: What it is prepared for. Passes of `iter(loader)` are the epochs 0, 1, ... of
+            training, and always epoch 0 of evaluation.
+    """
+
+    batches_per_epoch: int | None = None  # micro-batches of one process; None: not known
+    samples_per_epoch: int | None = None  # over all processes, after `drop_last`; None: not known
+    batch_size: int | None = None  # of one process; None: it varies
+
+    def __init__(self, source: Any, preparation: Preparation) -> None:
+        self.source = source
+        self.processes = preparation.processes
+        self.device = preparation.device
+        self.active = preparation.active
+        self._trains = preparation.trains
+        self._next_epoch = 0
+
+    @abstractmethod
+    def windows(
+        self, epoch: int, *, position: int = 0, accumulation: int = 1, drop_last: bool = False
+    ) -> Generator[Window, None, None]:
+        """Yield the windows of an epoch, for training.
+
+        Args:
+            epoch: Which epoch, from 0.
+            position: Samples of the epoch that were consumed before, over all processes.
+            accumulation: Micro-batches in a full window.
+            drop_last: Whether a last window that is smaller than the others is left out.
+
+        Raises:
+            DataError: No micro-batch starts at `position`, or the epoch has no window at all.
+        """
+
+    @abstractmethod
+    def batches(self, epoch: int, *, position: int = 0) -> Generator[MicroBatch, None, None]:
+        """Yield the micro-batches of an epoch; arguments and errors as for `windows`."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Stop the workers; a later pass starts them again."""
+
+    def _refuse_empty(self, samples: int | None) -> None:
+        """Raise ConfigError where training would have no step, of data with `samples` samples."""
+        if not self._trains or self.batches_per_epoch != 0:
+            return
+        if samples:
+            raise ConfigError(
+                f"0 training steps per epoch: {samples} samples, batch {self.batch_size} x "
+                f"{self.processes.size} processes, drop_last=True. Use a smaller batch size, or "
+                "`drop_last=False`."
+            )
+        data = getattr(self.source, "dataset", self.source)
+        raise ConfigError(
+            f"The training data, a `{type(data).__name__}`, is empty. Give a data set, sampler or "
+            "list with at least one sample."
+        )
+
+    def _refuse_idle(self, epoch: int) -> None:
+        """Raise DataError for an epoch that turned out to have no window."""
+        # Going on would look for the next step in empty epochs for ever.
+        raise DataError(
+            f"Epoch {epoch} of the training loader, a `{type(self.source).__name__}`, has no step: "
+            "the data is empty, or used up, or `drop_last` leaves nothing of it."
+        )
+
+    def nominal_window(self, accumulation: int) -> int | None:
+        """Return the samples of a full window over all processes; None where they vary."""
+        if self.batch_size is None:
+            return None
+        return accumulation * self.processes.size * self.batch_size
+
+    def steps_per_epoch(self, accumulation: int, drop_last: bool) -> int | None:
+        """Return the number of windows in an epoch; None where it is not known ahead."""
+        if self.batches_per_epoch is None:
+            return None
+        if not drop_last:
+            return -(-self.batches_per_epoch // accumulation)
+        nominal = self.nominal_window(accumulation)
+        if nominal is None or self.samples_per_epoch is None:
+            return self.batches_per_epoch // accumulation
+        return self.samples_per_epoch // nominal
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the data of an epoch's micro-batches, for loops of the user's own."""
+        epoch = self._next_epoch
+        self._next_epoch += self._trains
+        for micro_batch in self.batches(epoch):
+            yield micro_batch.data
+
+    def __len__(self) -> int:
+        """Return the number of micro-batches of one process; TypeError where it is not known."""
+        if self.batches_per_epoch is None:
+            raise TypeError(f"The length of this `{type(self).__name__}` is not known ahead.")
+        return self.batches_per_epoch
+
+
+def length_of(thing: Any) -> int | None:
+    """Return `len(thing)`; None where it has no length."""
+    try:
+        return len(thing)
+    except (TypeError, NotImplementedError):
+        return None

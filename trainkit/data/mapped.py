@@ -1,0 +1,146 @@
+"""Loaders of map-style data sets: all counts are known from the order, without a collective."""
+
+from collections.abc import Generator
+from functools import partial
+from itertools import islice
+from typing import Any
+
+from torch.utils.data import DataLoader
+from typing_extensions import override
+
+from trainkit import rng
+from trainkit.data.fetch import fetch_for
+from trainkit.data.loader import Preparation, PreparedLoader, length_of
+from trainkit.data.order import BatchPlan, FlatPlan, KeyedOrder, Plan, announce_epoch, divide
+from trainkit.data.repeat import Repeat
+from trainkit.data.transfer import transfer_for
+from trainkit.data.window import MicroBatch, Window
+from trainkit.data.workers import datasets_of, source_for
+
+__all__ = ["MappedLoader"]
+
+
+class MappedLoader(PreparedLoader):
+    """A prepared loader over a map-style data set with a batch size or a batch sampler.
+
+    Args:
+        loader: The loader of the user.
+        preparation: What it is prepared for.
+    """
+
+    def __init__(self, loader: DataLoader[Any], preparation: Preparation) -> None:
+        super().__init__(loader, preparation)
+        seed, size = preparation.seed, self.processes.size
+        self._order = KeyedOrder(loader, seed)
+        self._split = preparation.split_batches
+        self._unit = 1
+        batch_sampler: Any = loader.batch_sampler
+        if not self._order.yields_batches:
+            given = batch_sampler.batch_size
+            self.batch_size = divide(given, size) if self._split else given
+            if batch_sampler.drop_last:
+                self._unit = self.batch_size * (size if self._trains else 1)
+        self._source = source_for(
+            fetch_for(loader, seed, preparation.sample_seeding),
+            loader,
+            base_seed=rng.derive(seed, "workers", self.processes.rank),
+            told=self._trains,
+            device=self.device,
+        )
+        self._transfer = transfer_for(self.device)
+        self._measure()
+        self._refuse_empty(length_of(self._order.sampler))
+
+    @override
+    def windows(
+        self, epoch: int, *, position: int = 0, accumulation: int = 1, drop_last: bool = False
+    ) -> Generator[Window, None, None]:
+        plan = self._plan(epoch)
+        first = plan.round_at(position)
+        stop = plan.rounds
+        if drop_last and stop > first:
+            start = stop - ((stop - first) % accumulation or accumulation)
+            nominal = self.nominal_window(accumulation)
+            short = stop - start < accumulation
+            if nominal is not None:
+                short = plan.total(start, stop) < nominal
+            stop = start if short else stop
+        if stop == 0:
+            self._refuse_idle(epoch)
+        micro_batches = self._micro_batches(plan, epoch, first, stop, accumulation)
+        try:
+            for start in range(first, stop, accumulation):
+                end = start + accumulation
+                end = stop if end > stop else end
+                parts = islice(micro_batches, end - start)
+                yield Window(parts, plan.total(start, end), end - start)
+                for _ in parts:  # what the caller left of the window
+                    pass
+        finally:
+            micro_batches.close()
+
+    @override
+    def batches(self, epoch: int, *, position: int = 0) -> Generator[MicroBatch, None, None]:
+        plan = self._plan(epoch)
+        return self._micro_batches(plan, epoch, plan.round_at(position), plan.rounds, 1)
+
+    @override
+    def close(self) -> None:
+        self._source.close()
+
+    def _micro_batches(
+        self, plan: Plan, epoch: int, first: int, stop: int, accumulation: int
+    ) -> Generator[MicroBatch, None, None]:
+        rank, zero_rounds, active = self.processes.rank, plan.zero_rounds, self.active
+        repeat = Repeat()
+        until_last = accumulation
+        if active is not None:
+            active.began(self)
+        fetched = self._source.batches(epoch, partial(plan.tasks, first, stop))
+        try:
+            index = first
+            for data in self._transfer.ahead(fetched):
+                counts, total = plan.shares(index)
+                index += 1
+                until_last -= 1
+                if index - 1 in zero_rounds:
+                    data = self._repeated(repeat, plan, epoch)
+                elif index in zero_rounds:
+                    repeat.keep(data, counts[rank])
+                if active is not None:
+                    active.yielded(self, counts, counts[rank] or repeat.size)
+                last = until_last == 0 or index == stop
+                yield MicroBatch(data, counts[rank], total, last)
+                until_last = until_last or accumulation
+        finally:
+            if active is not None:
+                active.ended(self)
+
+    def _repeated(self, repeat: Repeat, plan: Plan, epoch: int) -> Any:
+        if not repeat.size:
+            indices = plan.spare()
+            fetched = self._source.fetch(epoch, indices)
+            repeat.keep(self._transfer.finish(self._transfer.start(fetched)), len(indices))
+        return repeat.take()
+
+    def _plan(self, epoch: int) -> Plan:
+        if self._trains:
+            datasets = datasets_of(self.source.dataset)
+            announce_epoch([*self._order.samplers, *datasets], epoch)
+        rank, size = self.processes.rank, self.processes.size
+        order = self._order.run(epoch)
+        if self.batch_size is None:
+            batches = [list(batch) for batch in order]
+            kept = [batch for batch in batches if batch]
+            return BatchPlan(kept, rank=rank, size=size, split=self._split)
+        return FlatPlan(order, batch_size=self.batch_size, rank=rank, size=size, unit=self._unit)
+
+    def _measure(self) -> None:
+        length, size = length_of(self._order.sampler), self.processes.size
+        if length is None:
+            return
+        if self.batch_size is None:
+            self.batches_per_epoch = length if self._split else -(-length // size)
+            return
+        self.samples_per_epoch = length - length % self._unit
+        self.batches_per_epoch = -(-self.samples_per_epoch // (size * self.batch_size))

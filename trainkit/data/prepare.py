@@ -1,0 +1,194 @@
+"""Prepares loaders of all kinds for training or evaluation."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from trainkit import rng
+from trainkit.data.active import ActiveLoaders
+from trainkit.data.agreed import AgreedLoader
+from trainkit.data.feeds import ForeignFeed, KeyFeed, StreamFeed
+from trainkit.data.fetch import fetch_for
+from trainkit.data.loader import Preparation, PreparedLoader, length_of
+from trainkit.data.mapped import MappedLoader
+from trainkit.data.order import KeyedOrder, divide
+from trainkit.data.presharded import Presharded
+from trainkit.data.stream import StreamReader
+from trainkit.data.workers import source_for
+from trainkit.errors import ConfigError
+
+if TYPE_CHECKING:
+    from trainkit.distributed.processes import Processes
+
+__all__ = ["evaluation_loader", "training_loader"]
+
+
+def training_loader(
+    loader: Any,
+    *,
+    processes: "Processes",
+    device: torch.device,
+    seed: int,
+    split_batches: bool = False,
+    sample_seeding: bool = True,
+    active: ActiveLoaders | None = None,
+) -> PreparedLoader:
+    """Prepare `loader` for training: shared out over the processes, in the order of its epoch.
+
+    Args:
+        loader: A `DataLoader`, or on one process any iterable of batches.
+        processes: The processes of the job.
+        device: Where the batches go.
+        seed: The seed of the run.
+        split_batches: Whether the loader's batch size is that of all processes together.
+        sample_seeding: Whether data sets that may draw random numbers run under keys.
+        active: Told which batch is under way; None where nobody asks.
+
+    Raises:
+        ConfigError: The loader cannot work, or has nothing to train on.
+    """
+    return _prepared(
+        loader,
+        Preparation(
+            processes=processes,
+            device=device,
+            seed=seed,
+            trains=True,
+            split_batches=split_batches,
+            sample_seeding=sample_seeding,
+            active=active,
+        ),
+    )
+
+
+def evaluation_loader(
+    loader: Any,
+    *,
+    processes: "Processes",
+    device: torch.device,
+    seed: int,
+    sample_seeding: bool = True,
+    active: ActiveLoaders | None = None,
+) -> PreparedLoader:
+    """Prepare `loader` for evaluation: the same order in each pass, none of training's streams.
+
+    The arguments and errors are those of `training_loader`.
+    """
+    return _prepared(
+        loader,
+        Preparation(
+            processes=processes,
+            device=device,
+            seed=rng.derive(seed, "evaluation"),
+            trains=False,
+            sample_seeding=sample_seeding,
+            active=active,
+        ),
+    )
+
+
+def _prepared(loader: Any, preparation: Preparation) -> PreparedLoader:
+    if isinstance(loader, PreparedLoader):
+        raise ConfigError(
+            "The loader is prepared already, and would be shared out twice. Give the loader that "
+            "it was made from."
+        )
+    if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
+        return _foreign(loader, preparation)
+    if isinstance(loader.dataset, IterableDataset):
+        return _streamed(loader, preparation)
+    if loader.batch_sampler is None:
+        return _keyed(loader, preparation)
+    return MappedLoader(loader, preparation)
+
+
+def _streamed(loader: DataLoader[Any], preparation: Preparation) -> PreparedLoader:
+    processes, size = preparation.processes, loader.batch_size
+    if preparation.split_batches and size is not None:
+        size = divide(size, processes.size)
+    reader = StreamReader(
+        loader.dataset,
+        loader.collate_fn,
+        seed=preparation.seed,
+        batch_size=size,
+        rank=processes.rank,
+        size=processes.size,
+        sample_seeding=preparation.sample_seeding,
+        whole=loader.drop_last and not preparation.trains,
+    )
+    feed = StreamFeed(
+        reader,
+        loader,
+        base_seed=rng.derive(preparation.seed, "workers", processes.rank),
+        device=preparation.device,
+        told=preparation.trains,
+    )
+    samples = None if reader.is_sharded or size is None else length_of(loader.dataset)
+    batches = None
+    if samples is not None and size is not None:
+        unit = size * processes.size if preparation.trains else size
+        samples -= samples % unit if loader.drop_last else 0
+        batches = -(-samples // (size * processes.size))
+    return AgreedLoader(
+        loader,
+        feed,
+        preparation,
+        batch_size=size,
+        whole=loader.drop_last and preparation.trains,
+        samples_per_epoch=samples,
+        batches_per_epoch=batches,
+    )
+
+
+def _keyed(loader: DataLoader[Any], preparation: Preparation) -> PreparedLoader:
+    processes, seed = preparation.processes, preparation.seed
+    if preparation.split_batches:
+        raise ConfigError(
+            "`split_batches` divides the loader's batch size, but the loader has "
+            "`batch_size=None`. Give it a batch size, or leave `split_batches` out."
+        )
+    order = KeyedOrder(loader, seed)
+    fetch = fetch_for(loader, seed, preparation.sample_seeding)
+    source = source_for(
+        fetch,
+        loader,
+        base_seed=rng.derive(seed, "workers", processes.rank),
+        told=preparation.trains,
+        device=preparation.device,
+    )
+    feed = KeyFeed(
+        order,
+        fetch,
+        source,
+        rank=processes.rank,
+        size=processes.size,
+        told=preparation.trains,
+    )
+    keys = length_of(loader.sampler)
+    batches = None if keys is None else -(-keys // processes.size)
+    return AgreedLoader(loader, feed, preparation, batches_per_epoch=batches)
+
+
+def _foreign(loader: Any, preparation: Preparation) -> PreparedLoader:
+    processes = preparation.processes
+    inner = loader.loader if isinstance(loader, Presharded) else loader
+    if processes.size > 1 and inner is loader:
+        raise ConfigError(
+            f"The loader, a `{type(loader).__name__}`, is not a plain `DataLoader`, so trainkit "
+            f"cannot share it out over {processes.size} processes. Use a `DataLoader`, or wrap it "
+            "in `trainkit.data.presharded` if each process's loader holds its own share."
+        )
+    if not hasattr(inner, "__iter__"):
+        raise ConfigError(
+            f"A loader must be a `DataLoader` or an iterable of batches, but is a "
+            f"`{type(inner).__name__}`."
+        )
+    if preparation.split_batches:
+        raise ConfigError(
+            f"`split_batches` divides the batch size of a plain `DataLoader`, but the loader is a "
+            f"`{type(inner).__name__}`. Leave `split_batches` out."
+        )
+    feed = ForeignFeed(inner, seed=preparation.seed, rank=processes.rank, told=preparation.trains)
+    batches = length_of(inner) if processes.size == 1 else None
+    return AgreedLoader(loader, feed, preparation, batches_per_epoch=batches)

@@ -1,0 +1,147 @@
+"""Brings batches to the device, one ahead of their use on CUDA (DESIGN 2.18)."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from trainkit.data.tree import is_opaque, map_leaves
+
+__all__ = ["Transfer", "transfer_for"]
+
+
+class Transfer(ABC):
+    """Moves batches to a device."""
+
+    @abstractmethod
+    def start(self, data: Any) -> Any:
+        """Begin to move `data`; return what `finish` takes. Does not wait for the device."""
+
+    @abstractmethod
+    def finish(self, pending: Any) -> Any:
+        """Return the data of `start`, ready for the current stream."""
+
+    def ahead(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield `batches` on the device; the next is on its way while one is used.
+
+        None stays None. An error of `batches` is raised when its batch is due.
+        """
+        pending, error = self._following(batches)
+        while error is None:
+            ready = None if pending is None else self.finish(pending)
+            pending, error = self._following(batches)
+            yield ready
+        if not isinstance(error, StopIteration):
+            raise error
+
+    def _following(self, batches: Iterator[Any]) -> tuple[Any, Exception | None]:
+        try:
+            data = next(batches)
+            return None if data is None else self.start(data), None
+        except Exception as error:
+            return None, error
+
+
+class HostTransfer(Transfer):
+    """Leaves batches where they are: on the CPU."""
+
+    @override
+    def start(self, data: Any) -> Any:
+        return data
+
+    @override
+    def finish(self, pending: Any) -> Any:
+        return pending
+
+    @override
+    def ahead(self, batches: Iterator[Any]) -> Iterator[Any]:
+        return batches
+
+
+class PlainTransfer(Transfer):
+    """Moves batches by `to(device)` when they are due.
+
+    Args:
+        device: Where to.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    @override
+    def start(self, data: Any) -> Any:
+        return data
+
+    @override
+    def finish(self, pending: Any) -> Any:
+        return map_leaves(pending, self._move)
+
+    def _move(self, leaf: Any) -> Any:
+        return leaf.to(self._device) if hasattr(leaf, "to") else leaf
+
+
+@dataclass(slots=True)
+class _Copies:
+    """A batch on its way: its tree, the tensors on the device, and when they have arrived."""
+
+    tree: Any = None
+    tensors: list[Tensor] = field(default_factory=list)
+    has_opaque: bool = False
+    arrival: Any = None
+
+
+class CudaTransfer(Transfer):
+    """Copies from pinned memory on a stream of its own.
+
+    Args:
+        device: A CUDA device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    @override
+    def start(self, data: Any) -> _Copies:
+        copies = _Copies()
+
+        def send(leaf: Any) -> Any:
+            if isinstance(leaf, Tensor):
+                if leaf.device.type == "cpu":
+                    # A pinned source is kept by its allocator until the copy is done.
+                    pinned = leaf if leaf.is_pinned() else leaf.pin_memory()
+                    leaf = pinned.to(self._device, non_blocking=True)
+                    copies.tensors.append(leaf)
+                return leaf
+            copies.has_opaque = copies.has_opaque or is_opaque(leaf)
+            return leaf
+
+        with torch.cuda.stream(self._stream):
+            copies.tree = map_leaves(data, send)
+            copies.arrival = self._stream.record_event()
+        return copies
+
+    @override
+    def finish(self, pending: _Copies) -> Any:
+        current = torch.cuda.current_stream(self._device)
+        current.wait_event(pending.arrival)
+        for tensor in pending.tensors:
+            tensor.record_stream(current)  # else its memory could be used again too early
+        if pending.has_opaque:
+            # What their `to` allocates is out of sight, so it must be on the current stream.
+            return map_leaves(pending.tree, self._move_opaque)
+        return pending.tree
+
+    def _move_opaque(self, leaf: Any) -> Any:
+        return leaf.to(self._device) if is_opaque(leaf) else leaf
+
+
+def transfer_for(device: torch.device) -> Transfer:
+    """Return the transfer that suits `device`."""
+    if device.type == "cpu":
+        return HostTransfer()
+    return CudaTransfer(device) if device.type == "cuda" else PlainTransfer(device)

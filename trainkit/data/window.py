@@ -1,0 +1,47 @@
+"""What the training loop gets from a loader: windows of micro-batches (DESIGN 2.1)."""
+
+from collections.abc import Iterator
+from typing import Any
+
+__all__ = ["MicroBatch", "Window"]
+
+
+class MicroBatch:
+    """What one forward of one process sees.
+
+    Args:
+        data: The batch, on the device.
+        count: Real samples of this process; 0 for a zero-weight repeat (DESIGN 2.16).
+        total: Real samples over all processes, at least 1.
+        last: Whether no further micro-batch follows in this window.
+    """
+
+    __slots__ = ("count", "data", "last", "total")
+
+    def __init__(self, data: Any, count: int, total: int, last: bool) -> None:
+        self.data = data
+        self.count = count
+        self.total = total
+        self.last = last
+
+
+class Window:
+    """The micro-batches of one step; iterate it once.
+
+    Args:
+        parts: The micro-batches, made as they are asked for.
+        total: Real samples of the window over all processes; None where not known ahead.
+        size: Number of micro-batches; None where not known ahead.
+    """
+
+    __slots__ = ("_parts", "size", "total")
+
+    def __init__(
+        self, parts: Iterator[MicroBatch], total: int | None = None, size: int | None = None
+    ) -> None:
+        self._parts = parts
+        self.total = total
+        self.size = size
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        return self._parts

@@ -1,0 +1,253 @@
+"""Where batches are fetched: in this process, or in the workers of a `DataLoader`."""
+
+import os
+import sys
+import traceback
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, get_worker_info
+from typing_extensions import override
+
+from trainkit import rng
+from trainkit.data.fetch import Fetch
+from trainkit.data.order import announce_epoch
+from trainkit.errors import ConfigError
+
+__all__ = ["Here", "Source", "Workers", "datasets_of", "source_for"]
+
+Tasks: TypeAlias = Callable[[], Iterator[Any]]
+
+
+class Source(ABC):
+    """Runs a `Fetch` over tasks.
+
+    Args:
+        fetch: What makes the batches.
+    """
+
+    def __init__(self, fetch: Fetch) -> None:
+        self._fetch = fetch
+
+    @abstractmethod
+    def batches(self, epoch: int, tasks: Tasks) -> Iterator[Any]:
+        """Yield the batch of each task, in order; None for a task that is None.
+
+        Args:
+            epoch: The epoch of the samples' keys.
+            tasks: Returns a new iterator over the tasks.
+        """
+
+    def fetch(self, epoch: int, task: Any) -> Any:
+        """Return one batch, made in this process; the global generators are as before."""
+        if not self._fetch.seeds:
+            return self._fetch.fetch(epoch, task)
+        with rng.preserved():
+            return self._fetch.fetch(epoch, task)
+
+    def close(self) -> None:
+        """Stop what runs in the background; a later pass starts it again."""
+        return
+
+
+class Here(Source):
+    """Fetches in this process, when a batch is asked for."""
+
+    @override
+    def batches(self, epoch: int, tasks: Tasks) -> Iterator[Any]:
+        fetch = self.fetch if self._fetch.seeds else self._fetch.fetch
+        for task in tasks():
+            yield None if task is None else fetch(epoch, task)
+
+
+class Workers(Source):
+    """Fetches ahead, in the workers that the user's loader asks for.
+
+    Args:
+        fetch: What makes the batches; copied to each worker.
+        loader: The user's loader; its settings of workers are used.
+        base_seed: What the workers' own generators start from; differs between processes.
+        told: The epochs reach the `set_epoch` of the data set in the workers.
+        alone: The data set sees itself in the only worker.
+        pin: Batches come in pinned memory, if the loader asks for it.
+    """
+
+    def __init__(
+        self,
+        fetch: Fetch,
+        loader: DataLoader[Any],
+        *,
+        base_seed: int,
+        told: bool,
+        alone: bool,
+        pin: bool,
+    ) -> None:
+        super().__init__(fetch)
+        if not getattr(loader, "in_order", True):
+            raise ConfigError(
+                "The loader has `in_order=False`, but the batches of an epoch have a fixed order, "
+                "which a resume and the evaluation rely on. Leave `in_order` out."
+            )
+        self._loader = loader
+        self._base_seed = base_seed
+        self._side = _WorkerSide(fetch, loader.worker_init_fn, told, alone)
+        self._pin = pin and loader.pin_memory
+        self._keys = _Keys()
+        self._inner: DataLoader[Any] | None = None
+        self._pid = os.getpid()  # a fork must not stop our workers
+
+    @override
+    def batches(self, epoch: int, tasks: Tasks) -> Iterator[Any]:
+        if self._inner is None:
+            self._inner = self._make()
+        # Set before each pass: else the loader would draw from the global generators.
+        generator = self._inner.generator
+        assert isinstance(generator, torch.Generator)
+        generator.manual_seed(rng.derive(self._base_seed, epoch))
+        self._keys.start(epoch, tasks)
+        iterator = iter(self._inner)
+        self._pid = os.getpid()
+        try:
+            yield from iterator
+        finally:
+            if not self._loader.persistent_workers:
+                self._stop(iterator)
+
+    @override
+    def close(self) -> None:
+        if self._inner is not None:
+            self._stop(getattr(self._inner, "_iterator", None))
+        self._inner = None
+
+    def _stop(self, iterator: Any) -> None:
+        # Torch leaves this to the garbage collector wherever an error holds the iterator in a
+        # cycle; then it may run much later, or in a forked child, and wait for seconds.
+        stop = getattr(iterator, "_shutdown_workers", None)
+        if stop is not None and self._pid == os.getpid():
+            stop()
+
+    def _make(self) -> DataLoader[Any]:
+        loader = self._loader
+        return DataLoader(
+            self._side,  # type: ignore[arg-type]
+            batch_size=None,
+            sampler=self._keys,
+            collate_fn=_identity,
+            num_workers=loader.num_workers,
+            prefetch_factor=loader.prefetch_factor,
+            persistent_workers=loader.persistent_workers,
+            pin_memory=self._pin,
+            timeout=loader.timeout,
+            worker_init_fn=_start_worker,
+            multiprocessing_context=loader.multiprocessing_context,
+            generator=torch.Generator(),
+        )
+
+
+class _Keys:
+    """The tasks of the pass under way; torch asks for the iterator more than once."""
+
+    def __init__(self) -> None:
+        self._epoch = 0
+        self._tasks: Tasks = lambda: iter(())
+
+    def start(self, epoch: int, tasks: Tasks) -> None:
+        self._epoch, self._tasks = epoch, tasks
+
+    def __iter__(self) -> Iterator[tuple[int, Any]]:
+        epoch = self._epoch
+        for task in self._tasks():
+            # A tensor would travel through shared memory and a file descriptor.
+            yield epoch, task.tolist() if type(task) is Tensor else task
+
+
+class _WorkerSide:
+    """The data set of the inner loader: what a worker does with a key."""
+
+    def __init__(self, fetch: Fetch, init: Any, told: bool, alone: bool) -> None:
+        self._fetch = fetch
+        self._init = init
+        self._told = told
+        self._alone = alone
+        self._epoch: int | None = None
+
+    def start(self, worker: int) -> None:
+        """Show the worker the user's data set, and run the user's `worker_init_fn`."""
+        info = get_worker_info()
+        assert info is not None
+        # Frozen by torch; no worker has begun to read.
+        object.__setattr__(info, "dataset", self._fetch.dataset)
+        if self._alone:
+            object.__setattr__(info, "id", 0)
+            object.__setattr__(info, "num_workers", 1)
+            worker = 0
+        if self._init is not None:
+            self._init(worker)
+
+    def __getitem__(self, key: tuple[int, Any]) -> Any:
+        epoch, task = key
+        if self._told and epoch != self._epoch:
+            announce_epoch(datasets_of(self._fetch.dataset), epoch)
+            self._epoch = epoch
+        if task is None:
+            return None
+        try:
+            return self._fetch.fetch(epoch, task)
+        except Exception as error:
+            if _travels(type(error)):
+                raise
+            text = "".join(traceback.format_exception(error))
+        raise RuntimeError(text)
+
+
+def source_for(
+    fetch: Fetch,
+    loader: DataLoader[Any],
+    *,
+    base_seed: int,
+    told: bool,
+    device: torch.device,
+    alone: bool = False,
+) -> Source:
+    """Return the source that fetches where `loader` says; the arguments are those of `Workers`."""
+    if loader.num_workers == 0:
+        return Here(fetch)
+    pin = device.type == "cuda"
+    return Workers(fetch, loader, base_seed=base_seed, told=told, alone=alone, pin=pin)
+
+
+def datasets_of(dataset: Any) -> list[Any]:
+    """Return `dataset` and those inside of it (subsets, concatenations, stacks)."""
+    parts = getattr(dataset, "datasets", ())
+    if isinstance(parts, dict):
+        parts = parts.values()
+    # A chain may hold a generator, which must not be used up here.
+    inner = [] if isinstance(parts, Iterator) else list(parts)
+    if hasattr(dataset, "indices") and hasattr(dataset, "dataset"):
+        inner.append(dataset.dataset)
+    return [dataset, *(deeper for part in inner for deeper in datasets_of(part))]
+
+
+def _start_worker(worker: int) -> None:
+    info = get_worker_info()
+    assert info is not None
+    side: Any = info.dataset
+    side.start(worker)
+
+
+def _identity(batch: Any) -> Any:
+    return batch
+
+
+def _travels(kind: type[BaseException]) -> bool:
+    """Return whether torch can raise an error of this class again in the main process.
+
+    It sends the class by name, and one that has no name would never arrive; it would take a
+    StopIteration for the end of the epoch; and it fails on classes with an attribute `message`.
+    """
+    module = sys.modules.get(kind.__module__)
+    named = getattr(module, kind.__qualname__, None) is kind
+    return named and not issubclass(kind, StopIteration) and not hasattr(kind, "message")
