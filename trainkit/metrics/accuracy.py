@@ -1,0 +1,51 @@
+"""The share of samples whose class is predicted right."""
+
+import math
+from typing import Any
+
+from torch import Tensor
+from typing_extensions import override
+
+from trainkit.metrics.local_metric import Figures, LocalMetric
+from trainkit.metrics.samples import class_labels
+
+__all__ = ["Accuracy"]
+
+
+class Accuracy(LocalMetric):
+    """The share of samples whose predicted class is the true one, in [0, 1].
+
+    Args:
+        normalize: False: their number (or the sum of their weights) and not their share.
+    """
+
+    name = "accuracy"
+    keys = ("accuracy",)
+    _sums: tuple[Any, Any]  # what is right, what there is; stays on the device of the data
+
+    def __init__(self, *, normalize: bool = True) -> None:
+        super().__init__(normalize=normalize)
+        self.normalize = normalize
+
+    @override
+    def _zero(self) -> tuple[int, int]:
+        return 0, 0
+
+    @override
+    def _add(self, predictions: Any, references: Any, weights: Tensor | None) -> None:
+        predicted = class_labels(self.name, "predictions", predictions)
+        expected = class_labels(self.name, "references", references).to(predicted.device)
+        right, total = self._sums
+        is_right = predicted == expected
+        if weights is None:
+            self._sums = right + is_right.sum(), total + len(is_right)
+        else:
+            weights = weights.to(predicted.device)
+            self._sums = right + weights[is_right].sum(), total + weights.sum()
+
+    @override
+    def _figures(self) -> Figures:
+        right, total = (float(value) for value in self._sums)
+        if not self.normalize:
+            return {"accuracy": right}
+        return {"accuracy": right / total if total else math.nan}

@@ -1,0 +1,215 @@
+"""Precision, recall and F1: scores from the counts of each class."""
+
+import math
+import warnings
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from trainkit.errors import ConfigError, DataError
+from trainkit.metrics.local_metric import Figures, LocalMetric
+from trainkit.metrics.samples import class_labels
+
+__all__ = ["F1", "ClassScore", "Precision", "Recall"]
+
+Average: TypeAlias = Literal["binary", "macro", "micro", "weighted"] | None
+Counts: TypeAlias = Sequence[float]
+"""Of one class, or of several together: samples that are predicted right, predicted, true."""
+
+_AVERAGES = ("binary", "macro", "micro", "weighted", None)
+
+
+class ClassScore(LocalMetric):
+    """A score of each class, and its average, from exact counts.
+
+    Args:
+        average: `"binary"`: the score of the class `pos_label` of at most two. `"micro"`: the
+            score of the counts over all classes. `"macro"`: the mean of the classes' scores.
+            `"weighted"`: the same, weighted by how often each class is true. None: one figure
+            for each class.
+        labels: The classes to look at, in this order; all classes that were seen, in ascending
+            order, where not given. Not for `"binary"`.
+        pos_label: The class that `"binary"` looks at.
+        zero_division: The score of a class where the score would divide by zero: 0, 1, or NaN
+            (left out of averages). `"warn"`: 0, and a warning.
+
+    Raises:
+        ConfigError: An option is unknown, or has no effect together with the others.
+    """
+
+    _asks: ClassVar[str]  # what a class must have for the score to be defined
+    _sums: dict[int, list[float]]  # counts by class: whole numbers unless weighted
+
+    def __init__(
+        self,
+        *,
+        average: Average = "binary",
+        labels: Sequence[int] | None = None,
+        pos_label: int = 1,
+        zero_division: float | Literal["warn"] = "warn",
+    ) -> None:
+        super().__init__(
+            average=average, labels=labels, pos_label=pos_label, zero_division=zero_division
+        )
+        self.average = average
+        self.labels = None if labels is None else [int(label) for label in labels]
+        self.pos_label = pos_label
+        self.zero_division = zero_division
+        _check_options(self)
+        self.keys = self._known_keys()
+
+    @override
+    def _zero(self) -> dict[int, list[float]]:
+        return {}
+
+    @override
+    def _add(self, predictions: Any, references: Any, weights: Tensor | None) -> None:
+        predicted = class_labels(self.name, "predictions", predictions).cpu()
+        expected = class_labels(self.name, "references", references).cpu()
+        weights = None if weights is None else weights.cpu()
+        classes, places = torch.unique(torch.cat([predicted, expected]), return_inverse=True)
+        predicted, expected = places.chunk(2)
+        is_right = predicted == expected
+
+        def count(of: Tensor, weights: Tensor | None) -> Tensor:
+            return torch.bincount(of, weights, minlength=len(classes))
+
+        right = count(expected[is_right], None if weights is None else weights[is_right])
+        counts = torch.stack([right, count(predicted, weights), count(expected, weights)], dim=1)
+        for label, new in zip(classes.tolist(), counts.tolist(), strict=True):
+            old = self._sums.get(label, (0, 0, 0))
+            self._sums[label] = [a + b for a, b in zip(old, new, strict=True)]
+
+    @override
+    def _figures(self) -> Figures:
+        counts: list[Counts] = [self._sums.get(label, (0, 0, 0)) for label in self._scored()]
+        if self.average == "micro":
+            counts = [[sum(column) for column in zip(*counts, strict=True)]]
+        scores = [self._score(entry) for entry in counts]
+        if self.average is not None:
+            weights = [entry[2] if self.average == "weighted" else 1 for entry in counts]
+            return {self.name: _mean(scores, weights)}
+        return {self.name: scores if len(scores) > 1 else scores[0]}
+
+    @override
+    def _flat(self, figures: Figures) -> dict[str, float]:
+        if self.average is not None or not figures:
+            return super()._flat(figures)
+        scores = figures[self.name]
+        scores = scores if isinstance(scores, list) else [scores]
+        # Named by class and not by place: a class that never comes up would shift the others.
+        pairs = zip(self._scored(), scores, strict=True)
+        return {f"{self.name}/{label}": score for label, score in pairs}
+
+    def _scored(self) -> Sequence[int]:
+        """Return the classes to score, in order."""
+        if self.average != "binary":
+            return sorted(self._sums) if self.labels is None else self.labels
+        seen = sorted(self._sums)
+        if len(seen) > 2 or (len(seen) == 2 and self.pos_label not in seen):
+            raise DataError(
+                f'The metric `{self.name}` with `average="binary"` needs two classes with '
+                f"`pos_label={self.pos_label}` among them, but saw {seen[:20]}. Choose `average` "
+                'of "macro", "micro", "weighted", None, or another `pos_label`.'
+            )
+        return [self.pos_label]
+
+    def _score(self, counts: Counts) -> float:
+        numerator, denominator = self._ratio(*counts)
+        if denominator != 0:
+            return numerator / denominator
+        if self.zero_division != "warn":
+            return float(self.zero_division)
+        warnings.warn(
+            f"`{self.name}` is set to 0 where no sample is {self._asks}. Set `zero_division` to "
+            "say what it should be.",
+            stacklevel=2,
+        )
+        return 0.0
+
+    def _known_keys(self) -> tuple[str, ...] | None:
+        if self.average is not None:
+            return (self.name,)
+        if self.labels is None:
+            return None
+        return tuple(f"{self.name}/{label}" for label in self.labels)
+
+    @abstractmethod
+    def _ratio(self, right: float, predicted: float, true: float) -> tuple[float, float]:
+        """Return numerator and denominator of the score."""
+
+
+class Precision(ClassScore):
+    """The share of what is predicted to be of a class that is of it. See `ClassScore`."""
+
+    name = "precision"
+    _asks = "predicted to be of the class"
+
+    @override
+    def _ratio(self, right: float, predicted: float, true: float) -> tuple[float, float]:
+        return right, predicted
+
+
+class Recall(ClassScore):
+    """The share of what is of a class that is predicted to be of it. See `ClassScore`."""
+
+    name = "recall"
+    _asks = "of the class"
+
+    @override
+    def _ratio(self, right: float, predicted: float, true: float) -> tuple[float, float]:
+        return right, true
+
+
+class F1(ClassScore):
+    """The harmonic mean of precision and recall. See `ClassScore`."""
+
+    name = "f1"
+    _asks = "of the class, and none is predicted to be"
+
+    @override
+    def _ratio(self, right: float, predicted: float, true: float) -> tuple[float, float]:
+        return 2 * right, predicted + true
+
+
+def _mean(scores: list[float], weights: Sequence[float]) -> float:
+    """Return the weighted mean without NaN; the plain mean where all weights are 0."""
+    pairs = [(s, w) for s, w in zip(scores, weights, strict=True) if not math.isnan(s)]
+    if not pairs:
+        return math.nan
+    total = math.fsum(weight for _, weight in pairs)
+    if total == 0:
+        return math.fsum(score for score, _ in pairs) / len(pairs)
+    return math.fsum(score * weight for score, weight in pairs) / total
+
+
+def _check_options(metric: ClassScore) -> None:
+    name, average, labels = metric.name, metric.average, metric.labels
+    if average not in _AVERAGES:
+        raise ConfigError(
+            f"`average` of `{name}` must be one of {list(_AVERAGES)}, but is {average!r}."
+        )
+    if average == "binary" and labels is not None:
+        raise ConfigError(
+            f'`labels` of `{name}` is {labels}, but `average="binary"` looks at `pos_label` only. '
+            'Choose another `average`, such as "macro", or leave `labels` out.'
+        )
+    if average != "binary" and metric.pos_label != 1:
+        raise ConfigError(
+            f'`pos_label` of `{name}` is {metric.pos_label}, but only `average="binary"` looks at '
+            f"it. Use `labels=[{metric.pos_label}]` to score a single class."
+        )
+    if labels is not None and (not labels or len(set(labels)) != len(labels)):
+        raise ConfigError(
+            f"`labels` of `{name}` must name at least one class, each once, but is {labels}."
+        )
+    zero = metric.zero_division
+    is_nan = zero != zero
+    if not (is_nan or zero in (0, 1, "warn")):
+        raise ConfigError(
+            f'`zero_division` of `{name}` must be 0, 1, NaN or "warn", but is {zero!r}.'
+        )

@@ -1,0 +1,106 @@
+"""A module of the `evaluate` library as a metric."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from trainkit.errors import ConfigError, DataError
+from trainkit.metrics.collecting import CollectingMetric
+from trainkit.metrics.figures import flatten
+from trainkit.metrics.samples import is_array
+
+__all__ = ["EvaluateMetric"]
+
+
+class EvaluateMetric(CollectingMetric):
+    """Calls the module's `compute` once, with all samples, in memory.
+
+    Args:
+        module: What `evaluate.load` or `evaluate.combine` returned. Its first input other than
+            `references` gets the predictions.
+        name: What error texts call the metric; the module's own name where not given.
+        options: Passed on to the module's `compute`, such as `average="macro"`.
+
+    Raises:
+        ConfigError: The module is set up to gather from several processes itself.
+    """
+
+    def __init__(self, module: Any, *, name: str | None = None, **options: Any) -> None:
+        self._parts: list[Any] = getattr(module, "evaluation_modules", [module])
+        super().__init__("+".join(str(part.name) for part in self._parts) if name is None else name)
+        for part in self._parts:
+            if part.num_process != 1:
+                raise ConfigError(
+                    f"The metric `{self.name}` has `num_process={part.num_process}`, but must have "
+                    "1: every process gets all samples. Load it without `num_process`."
+                )
+        self.module = module
+        self._options = options
+
+    @override
+    def compute(self, *, predictions: Any = None, references: Any = None, **options: Any) -> Any:
+        """Return the figures over what was seen, or the module's own result for given data.
+
+        Args:
+            predictions: If given, nothing else is looked at.
+            references: The true values that belong to `predictions`.
+            options: Passed on to the module's `compute`, before those of the constructor.
+        """
+        if predictions is not None or references is not None:
+            return self._ask(predictions, references, options)
+        if options:
+            raise ConfigError(
+                f"`compute` of `{self.name}` got {sorted(options)} without data. Give options to "
+                "`EvaluateMetric(module, ...)`, or pass `predictions` and `references`."
+            )
+        return super().compute()
+
+    @override
+    def _compute(self, predictions: Any, references: Any) -> dict[str, float]:
+        return flatten(self.name, self._ask(predictions, references, {}))
+
+    def _ask(self, predictions: Any, references: Any, options: dict[str, Any]) -> Any:
+        inputs = {"predictions": _plain(predictions), "references": _plain(references)}
+        if self._parts == [self.module]:
+            inputs = _by_input_name(self.module, **inputs)
+        with _in_memory(self._parts):
+            result = self.module.compute(**inputs, **{**self._options, **options})
+        if result is None:
+            raise DataError(f"The metric `{self.name}` returned nothing.")
+        return result
+
+
+def _by_input_name(module: Any, predictions: Any, references: Any) -> dict[str, Any]:
+    features = module.features[0] if isinstance(module.features, list) else module.features
+    names = list(features)
+    inputs = {"references": references} if "references" in names else {}
+    first = next((name for name in names if name != "references"), "predictions")
+    return {first: predictions, **inputs}
+
+
+def _plain(values: Any) -> Any:
+    """Return what Arrow can read: arrays as NumPy arrays, of more dimensions as nested lists."""
+    if isinstance(values, list):
+        return [value.tolist() if is_array(value) else value for value in values]
+    if isinstance(values, Tensor):
+        values = values.detach().cpu()
+        values = values.float() if values.dtype is torch.bfloat16 else values
+        return values.numpy() if values.ndim == 1 else values.tolist()
+    return values.tolist() if is_array(values) and values.ndim > 1 else values
+
+
+@contextmanager
+def _in_memory(modules: list[Any]) -> Iterator[None]:
+    """Keep `modules` from writing cache files, for which all processes of a machine compete."""
+    before = [module.keep_in_memory for module in modules]
+    try:
+        for module in modules:
+            module.keep_in_memory = True
+        yield
+    finally:
+        for module, value in zip(modules, before, strict=True):
+            module.keep_in_memory = value

@@ -1,0 +1,99 @@
+"""Metrics by name, and whatever can serve as a metric as one."""
+
+import difflib
+import inspect
+import sys
+from typing import Any
+
+from trainkit.errors import ConfigError
+from trainkit.metrics.accuracy import Accuracy
+from trainkit.metrics.class_scores import F1, Precision, Recall
+from trainkit.metrics.evaluate_metric import EvaluateMetric
+from trainkit.metrics.function_metric import FunctionMetric
+from trainkit.metrics.local_metric import LocalMetric
+from trainkit.metrics.metric import Metric
+from trainkit.metrics.perplexity import Perplexity
+from trainkit.metrics.regression import MAE, MSE
+from trainkit.metrics.torch_metric import TorchMetric
+
+__all__ = ["as_metric", "load"]
+
+_SHIPPED: dict[str, type[LocalMetric]] = {
+    metric.name: metric for metric in (Accuracy, F1, MAE, MSE, Perplexity, Precision, Recall)
+}
+
+
+def load(name: str, **options: Any) -> LocalMetric | EvaluateMetric:
+    """Return the metric of that name.
+
+    Args:
+        name: `accuracy`, `f1`, `mae`, `mse`, `perplexity`, `precision` or `recall`, which need
+            neither a network nor the `evaluate` library; or what `evaluate.load` knows: a name
+            on the hub, or the path of a script.
+        options: Those of the metric's class, or of `evaluate.load`.
+
+    Raises:
+        ConfigError: There is no metric of that name, or it has no such option.
+    """
+    if name not in _SHIPPED:
+        return _load_from_evaluate(name, options)
+    metric = _SHIPPED[name]
+    known = list(inspect.signature(metric).parameters)
+    unknown = sorted(set(options) - set(known))
+    if unknown:
+        raise ConfigError(f"The metric `{name}` has no option {unknown}. It has {known}.")
+    return metric(**options)
+
+
+def as_metric(thing: Any) -> Metric:
+    """Return `thing` as a metric.
+
+    Args:
+        thing: A metric, a name for `load`, a module of `evaluate`, a metric or collection of
+            torchmetrics, or a function `(predictions, references) -> float | dict`.
+
+    Raises:
+        ConfigError: It is none of these, or a class where an object is needed.
+    """
+    if isinstance(thing, Metric):
+        return thing
+    if isinstance(thing, str):
+        return load(thing)
+    if isinstance(thing, type):
+        raise ConfigError(
+            f"A metric must be an object, but is the class `{thing.__name__}`. Make one: "
+            f"`{thing.__name__}()`."
+        )
+    if _is_from("evaluate", ("EvaluationModule", "CombinedEvaluations"), thing):
+        return EvaluateMetric(thing)
+    if _is_from("torchmetrics", ("Metric", "MetricCollection"), thing):
+        return TorchMetric(thing)
+    if callable(thing):
+        return FunctionMetric(thing)
+    raise ConfigError(
+        f"A metric must be a name, a `Metric`, a module of `evaluate`, a metric of torchmetrics or "
+        f"a function of predictions and references, but is {thing!r}."
+    )
+
+
+def _is_from(library: str, classes: tuple[str, ...], thing: Any) -> bool:
+    """Whether `thing` is of one of the library's classes, without importing the library."""
+    module = sys.modules.get(library)
+    found = (getattr(module, name, None) for name in classes)
+    return isinstance(thing, tuple(cls for cls in found if isinstance(cls, type)))
+
+
+def _load_from_evaluate(name: str, options: dict[str, Any]) -> EvaluateMetric:
+    try:
+        import evaluate
+
+        return EvaluateMetric(evaluate.load(name, **options))
+    except ConfigError:
+        raise
+    except Exception as error:  # a missing network shows up as one of many classes
+        nearest = difflib.get_close_matches(name.lower(), _SHIPPED, n=1)
+        hint = f"Did you mean `{nearest[0]}`? " if nearest else ""
+        raise ConfigError(
+            f"There is no metric {name!r}. {hint}trainkit has {sorted(_SHIPPED)}; for any other "
+            f"name `evaluate.load` must find it, which failed: {error}"
+        ) from error
