@@ -1,0 +1,164 @@
+"""Imports point down, and what must not be called is not called (DESIGN 1.2, 2.28)."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# Lowest first: the list of DESIGN 1.2, with the small modules put where they belong in it.
+# A room sees the rows below its own, and itself.
+LAYERS = (
+    ("errors", "types"),
+    ("world", "state", "rng", "config", "schedule", "steps"),
+    ("distributed",),
+    ("precision", "data", "metrics", "logs"),
+    ("strategies", "weighting"),
+    ("accelerator", "parts"),
+    ("run",),
+    ("callback",),
+    ("callbacks", "evaluation"),
+    ("phases",),
+    ("loop",),
+    ("trainer",),
+)
+LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
+CALLBACKS = "callbacks"
+
+PICKLERS = {"pickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
+FORBIDDEN_NAMES = {"eval", "exec", "compile", "__import__"}
+FORBIDDEN_ATTRIBUTES = {
+    ("torch", "load"),
+    ("torch", "save"),
+    ("yaml", "load"),
+    ("yaml", "unsafe_load"),
+    ("os", "system"),
+    ("os", "popen"),
+    # These unpickle what another process sent.
+    ("dist", "all_gather_object"),
+    ("dist", "broadcast_object_list"),
+    ("dist", "gather_object"),
+    ("dist", "scatter_object_list"),
+}
+# The one place that pickles: objects that a user hands to a gather, and nothing of ours.
+PICKLES_FOR_USERS = "trainkit/distributed/codec.py"
+
+
+def _files() -> list[Path]:
+    core = [path for path in (ROOT / "trainkit").rglob("*.py") if not _is_linked(path)]
+    return sorted(core + list((ROOT / CALLBACKS).rglob("*.py")))
+
+
+def _is_linked(path: Path) -> bool:
+    return (ROOT / "trainkit" / CALLBACKS) in path.parents
+
+
+def _name(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+def _room(path: Path) -> str:
+    """Return the part of trainkit that `path` belongs to; empty for the public face."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    room = CALLBACKS if parts[0] == CALLBACKS else parts[1]
+    return "" if room == "__init__" else room
+
+
+def _imports(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yield the line and the full name of each import, those under TYPE_CHECKING too."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                yield node.lineno, f"{'.' * node.level}{node.module or ''}.{alias.name}"
+
+
+def _rooms_seen(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yield the line and the room of each import from trainkit."""
+    for line, name in _imports(tree):
+        parts = name.split(".")
+        if parts[0] == "trainkit":
+            yield line, parts[1] if len(parts) > 1 else ""
+
+
+def _upward(room: str, tree: ast.Module) -> Iterator[str]:
+    for line, seen in _rooms_seen(tree):
+        if seen == room or (room == "trainer" and seen == CALLBACKS):
+            continue
+        # A name that is no room comes through the public face, which is above everything.
+        if seen == CALLBACKS or LEVEL.get(seen, len(LAYERS)) >= LEVEL[room]:
+            yield f"line {line} imports trainkit.{seen}"
+
+
+@pytest.mark.parametrize("path", _files(), ids=_name)
+def test_imports_point_down(path: Path) -> None:
+    room = _room(path)
+    if room:  # the public face names everything
+        assert room in LEVEL, f"{room} has no place among the layers of this test"
+        assert not list(_upward(room, _tree(path)))
+
+
+@pytest.mark.parametrize("path", _files(), ids=_name)
+def test_imports_are_absolute(path: Path) -> None:
+    assert not [line for line, name in _imports(_tree(path)) if name.startswith(".")]
+
+
+def test_only_one_line_of_the_trainer_imports_callbacks() -> None:
+    places = [
+        _name(path)
+        for path in _files()
+        if _room(path) != CALLBACKS
+        for node in ast.walk(_tree(path))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("trainkit.callbacks")
+    ]
+    assert places == ["trainkit/trainer.py"]
+
+
+def _forbidden(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(func=ast.Name(id=name)) if name in FORBIDDEN_NAMES:
+                yield f"line {node.lineno} calls {name}"
+            case ast.Attribute(value=ast.Name(id=owner), attr=attribute):
+                if (owner, attribute) in FORBIDDEN_ATTRIBUTES:
+                    yield f"line {node.lineno} uses {owner}.{attribute}"
+            case ast.keyword(arg="shell", value=ast.Constant(value=True)):
+                yield f"line {node.lineno} asks for a shell"
+
+
+@pytest.mark.parametrize("path", _files(), ids=_name)
+def test_nothing_runs_foreign_code(path: Path) -> None:
+    tree = _tree(path)
+    assert not list(_forbidden(tree))
+    if _name(path) != PICKLES_FOR_USERS:
+        assert not [n for _, n in _imports(tree) if n.split(".")[0] in PICKLERS]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "eval('1')",
+        "import torch\ntorch.load('file')",
+        "from torch import distributed as dist\ndist.broadcast_object_list([1])",
+        "import subprocess\nsubprocess.run('ls', shell=True)",
+    ],
+)
+def test_the_search_finds_what_it_looks_for(source: str) -> None:
+    assert list(_forbidden(ast.parse(source)))
+
+
+def test_the_search_sees_imports_for_type_checkers() -> None:
+    source = "if TYPE_CHECKING:\n    from trainkit.trainer import Trainer\n"
+    assert list(_upward("run", ast.parse(source))) == ["line 2 imports trainkit.trainer"]
+    assert list(_upward(CALLBACKS, ast.parse("import trainkit.loop")))
+    assert list(_upward("loop", ast.parse("import trainkit.callbacks")))
+    assert list(_upward("run", ast.parse("from trainkit import Trainer")))
+    assert not list(_upward(CALLBACKS, ast.parse("from trainkit.run import AnyRun")))

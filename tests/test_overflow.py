@@ -1,0 +1,122 @@
+"""An overflow on one process skips the step on all of them (DESIGN 2.9)."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.helpers.ranks import run_ranks
+from trainkit import Callback, Run, StepResult, Trainer, TrainkitError
+from trainkit.precision import FP16
+
+SPOILED_STEP = 3  # counted from 0
+
+
+class Watch(Callback):
+    """Keeps what a skip must not change, before and after."""
+
+    def __init__(self) -> None:
+        self.before: dict[str, Any] = {}
+        self.skips: list[int] = []
+        self.unchanged = False
+        self.gradients = 0
+
+    def state_of(self, run: Run) -> dict[str, Any]:
+        assert run.lr_schedule is not None
+        state = run.optimizer.state_dict()["state"]
+        return {
+            "parameters": [p.detach().clone() for p in run.module.parameters()],
+            "optimizer": {(i, k): v.clone() for i, s in state.items() for k, v in s.items()},
+            "scheduler": dict(run.lr_schedule.scheduler.state_dict()),
+            "lr": run.optimizer.param_groups[0]["lr"],
+            "step": run.state.step,
+        }
+
+    def on_step_start(self, run: Run) -> None:
+        self.before = self.state_of(run)
+
+    def on_gradients(self, run: Run) -> None:
+        self.gradients += 1
+
+    def on_step_skipped(self, run: Run, result: StepResult) -> None:
+        after = self.state_of(run)
+        self.skips.append(run.state.step)
+        self.unchanged = equal(self.before, after) and result.skipped
+        assert all(p.grad is None for p in run.module.parameters())
+
+
+def equal(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(equal, a, b))
+    return bool(a == b)
+
+
+def spoiled_fit(rank: int, size: int, fused: bool, accumulation: int) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    inputs, targets = torch.randn(96, 4), torch.randn(96, 2)
+    batch, window = 2, 2 * size * accumulation
+    # The last slice of the window is that of the last process.
+    targets[SPOILED_STEP * window + window - 1] = 1e18
+    watch = Watch()
+    trainer = Trainer(
+        max_steps=6,
+        precision=FP16(init_scale=256.0),  # so that nothing else overflows
+        gradient_accumulation_steps=accumulation,
+        callbacks=[watch],
+    )
+    result = trainer.fit(
+        model,
+        DataLoader(TensorDataset(inputs, targets), batch_size=batch),
+        optimizer=partial(AdamW, lr=1e-2, fused=fused),
+        lr_scheduler=lambda optimizer: LambdaLR(optimizer, lambda step: 0.9**step),
+        loss_fn=nn.functional.mse_loss,
+    )
+    return {
+        "step": result.step,
+        "skipped": result.skipped_steps,
+        "samples": result.samples_seen,
+        "skips": watch.skips,
+        "unchanged": watch.unchanged,
+        "gradients": watch.gradients,
+        "window": window,
+        "scale": trainer.precision.scale,  # type: ignore[attr-defined]
+        "lr": trainer.run.optimizer.param_groups[0]["lr"],  # type: ignore[union-attr]
+        "weights": [p.detach().clone() for p in model.parameters()],
+    }
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(("size", "accumulation"), [(1, 1), (2, 1), (2, 2), (3, 1)])
+def test_overflow_on_one_process_skips_on_all(size: int, accumulation: int, fused: bool) -> None:
+    results = run_ranks(size, spoiled_fit, size, fused, accumulation)
+    for result in results:
+        assert (result["step"], result["skipped"]) == (6, 1)
+        assert result["skips"] == [SPOILED_STEP]
+        assert result["unchanged"]
+        assert result["gradients"] == 6  # not after an overflow
+        assert result["samples"] == 7 * result["window"]  # the position moved on
+        assert result["scale"] == 128.0
+        assert result["lr"] == pytest.approx(1e-2 * 0.9**6)
+        assert equal(result["weights"], results[0]["weights"])
+
+
+def test_too_many_skips_in_a_row_end_the_run() -> None:
+    data = TensorDataset(torch.randn(16, 4), torch.full((16, 2), 1e18))
+    trainer = Trainer(max_steps=5, precision="fp16", callbacks=[], max_consecutive_skips=3)
+    with pytest.raises(TrainkitError, match=r"4 windows in a row were skipped.*`max_consecutive"):
+        trainer.fit(
+            nn.Linear(4, 2),
+            DataLoader(data, batch_size=2),
+            optimizer=partial(AdamW, lr=1e-2),
+            loss_fn=nn.functional.mse_loss,
+        )

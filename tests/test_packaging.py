@@ -1,0 +1,53 @@
+"""What is installed is what is in the tree."""
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import trainkit
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def _project() -> dict[str, Any]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+def test_the_package_list_is_the_tree() -> None:
+    listed = _project()["tool"]["setuptools"]["packages"]
+    core = [path.parent for path in (ROOT / "trainkit").rglob("__init__.py")]  # skips links
+    extra = [path.parent for path in (ROOT / "callbacks").rglob("__init__.py")]
+    found = {".".join(path.relative_to(ROOT).parts) for path in core}
+    found |= {".".join(("trainkit", *path.relative_to(ROOT).parts)) for path in extra}
+    assert sorted(listed) == sorted(found)
+
+
+def test_the_link_leads_to_the_callbacks() -> None:
+    link = ROOT / "trainkit" / "callbacks"
+    assert link.is_symlink()
+    assert link.readlink() == Path("../callbacks")
+    assert link.resolve() == ROOT / "callbacks"
+
+
+def test_callbacks_refuse_their_folder_s_name() -> None:
+    command = [sys.executable, "-c", "import callbacks"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    assert "ImportError: Import `trainkit.callbacks`" in result.stderr
+
+
+def test_the_version_stands_once_more_in_the_package() -> None:
+    assert trainkit.__version__ == _project()["project"]["version"]
+
+
+def test_the_types_are_announced() -> None:
+    assert (ROOT / "trainkit" / "py.typed").is_file()
+    assert _project()["tool"]["setuptools"]["package-data"] == {"trainkit": ["py.typed"]}
+
+
+def test_torch_is_a_range_in_the_project_and_a_pin_in_the_constraints() -> None:
+    assert "torch>=2.6" in _project()["project"]["dependencies"]
+    lines = (ROOT / "constraints-cpu.txt").read_text(encoding="utf-8").splitlines()
+    assert [line for line in lines if not line.startswith("#")] == ["torch==2.13.0"]

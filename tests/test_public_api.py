@@ -1,0 +1,90 @@
+"""The public names are the ones that stand here; a new one is added on purpose."""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+PUBLIC = [
+    "Accelerator",
+    "Callback",
+    "ConfigError",
+    "DataError",
+    "DistributedError",
+    "FitResult",
+    "LRSchedule",
+    "NonFiniteError",
+    "Run",
+    "StepOutput",
+    "StepResult",
+    "TrainState",
+    "Trainer",
+    "TrainkitError",
+]
+CALLBACKS = [
+    "EarlyStopping",
+    "Evaluation",
+    "JSONLLogger",
+    "LRMonitor",
+    "MainProcess",
+    "NaNGuard",
+    "ProgressBar",
+    "Summary",
+    "TensorBoardLogger",
+    "main_process_only",
+]
+MODULES_OVER_TORCH = 60  # DESIGN part 4
+
+COUNT = """
+import json, sys
+import torch
+before = set(sys.modules)
+from trainkit import Trainer
+print(json.dumps(sorted(set(sys.modules) - before)))
+"""
+# Each costs seconds, and is imported where it is used.
+HEAVY = {
+    "datasets",
+    "evaluate",
+    "pandas",
+    "scipy",
+    "sklearn",
+    "tensorboard",
+    "torchmetrics",
+    "tqdm",
+    "transformers",
+}
+
+
+@pytest.mark.parametrize(
+    ("module", "names"), [("trainkit", PUBLIC), ("trainkit.callbacks", CALLBACKS)]
+)
+def test_the_public_names_are_these(module: str, names: list[str]) -> None:
+    loaded = importlib.import_module(module)
+    assert sorted(loaded.__all__) == sorted(names)
+    assert set(names) <= set(dir(loaded))
+    for name in names:
+        value = getattr(loaded, name)
+        assert isinstance(value, str) or (value.__doc__ or "").strip(), f"{name} has no docstring"
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    loaded = importlib.import_module("trainkit")
+    with pytest.raises(AttributeError, match="has no attribute 'Trianer'"):
+        _ = loaded.Trianer
+
+
+def test_the_import_is_light() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    result = subprocess.run(
+        [sys.executable, "-c", COUNT], env=environment, capture_output=True, text=True, check=True
+    )
+    added = json.loads(result.stdout)
+    assert not {name.split(".")[0] for name in added} & HEAVY
+    assert len(added) <= MODULES_OVER_TORCH, added

@@ -1,0 +1,196 @@
+"""Callbacks: what users hang on a training, and how it is called."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Concatenate, ParamSpec
+
+from trainkit.errors import ConfigError
+from trainkit.run import Run
+from trainkit.types import Batch, Scalars, StepResult
+
+__all__ = ["Callback", "CallbackList"]
+
+P = ParamSpec("P")
+
+
+class Callback:
+    """Watches a training and leaves requests on its `Run`; override the hooks you need.
+
+    The hooks run in this order. Indented ones repeat; `?` marks those that may not come::
+
+        on_fit_start
+            on_epoch_start
+                on_step_start
+                    on_microbatch_start
+                    on_microbatch_end
+                on_gradients ?
+                on_step_end | on_step_skipped
+                on_log ?
+                on_evaluation_start ?
+                    on_evaluation_batch_end
+                on_evaluation_end ?
+            on_epoch_end
+        on_exception ?
+        on_fit_end
+
+    After the last step of an epoch, `on_epoch_end` comes before logging and evaluation, which
+    then happen once for both (DESIGN 2.5). A hook runs on every process, in the order of the
+    list of callbacks; one that nobody overrides is never called. Counters are equal on all
+    processes at every hook. A callback reads the run and asks it (`run.log`,
+    `run.request_stop`, `run.request_evaluation`, `run.request_skip`); it never steps by itself.
+    """
+
+    schedules_evaluation = False
+    """True in a callback that decides when to evaluate; then epochs no longer end with one."""
+
+    _name: str | None = None
+
+    @property
+    def name(self) -> str:
+        """What this callback is called, unique in a run; its class's name unless set."""
+        return type(self).__name__ if self._name is None else self._name
+
+    @name.setter
+    def name(self, name: str) -> None:
+        self._name = name
+
+    def on_fit_start(self, run: Run) -> None:
+        """All parts are made, nothing has been trained."""
+
+    def on_epoch_start(self, run: Run) -> None:
+        """An epoch begins. Not repeated where a run resumes inside an epoch."""
+
+    def on_step_start(self, run: Run) -> None:
+        """A window begins."""
+
+    def on_microbatch_start(self, run: Run, batch: Batch) -> None:
+        """The forward of `batch`, on the device, comes next. Not for zero-weight repeats."""
+
+    def on_microbatch_end(self, run: Run, batch: Batch) -> None:
+        """The backward of `batch` is done."""
+
+    def on_gradients(self, run: Run) -> None:
+        """Gradients are accumulated, reduced, normalised and unscaled, not yet clipped.
+
+        Not called after an overflow. The last place for `run.request_skip`.
+        """
+
+    def on_step_end(self, run: Run, result: StepResult) -> None:
+        """The update was applied; `run.state.step` counts it already."""
+
+    def on_step_skipped(self, run: Run, result: StepResult) -> None:
+        """The window ended without an update: an overflow, or a request to skip."""
+
+    def on_log(self, run: Run, values: Scalars) -> None:
+        """`values` are the figures since the last log, over all processes."""
+
+    def on_evaluation_start(self, run: Run) -> None:
+        """An evaluation begins."""
+
+    def on_evaluation_batch_end(self, run: Run) -> None:
+        """One batch of an evaluation is done on every process."""
+
+    def on_evaluation_end(self, run: Run, metrics: Scalars) -> None:
+        """`metrics` are the figures of all loaders, over all processes."""
+
+    def on_epoch_end(self, run: Run) -> None:
+        """An epoch is complete; `run.state.epoch` counts it already."""
+
+    def on_exception(self, run: Run, error: BaseException) -> None:
+        """`error` ends the training on this process. No collective may be called here."""
+
+    def on_fit_end(self, run: Run) -> None:
+        """The training is over, well or not."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what must survive a restart."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` returned."""
+        if state:
+            raise ConfigError(
+                f"The callback `{self.name}` keeps no state, but was given {sorted(state)}. "
+                "Override `load_state_dict` along with `state_dict`."
+            )
+
+
+HOOKS: tuple[str, ...] = tuple(name for name in vars(Callback) if name.startswith("on_"))
+
+
+class CallbackList:
+    """The callbacks of a run; for each hook it holds only those that override it."""
+
+    def __init__(self, callbacks: Iterable[Callback]) -> None:
+        self.callbacks = tuple(callbacks)
+        _check(self.callbacks)
+        self._listeners: dict[Callable[..., None], tuple[Callable[..., None], ...]] = {
+            getattr(Callback, hook): tuple(
+                getattr(callback, hook) for callback in self.callbacks if _overrides(callback, hook)
+            )
+            for hook in HOOKS
+        }
+
+    def emit(
+        self, hook: Callable[Concatenate[Any, P], None], *args: P.args, **kwargs: P.kwargs
+    ) -> None:
+        """Call `hook`, a method of `Callback`, on every callback that overrides it."""
+        for listener in self._listeners[hook]:
+            try:
+                listener(*args, **kwargs)
+            except BaseException as error:
+                error.add_note(f"In the hook `{hook.__name__}` of {_place(listener)}.")
+                raise
+
+    def emit_to_all(
+        self, hook: Callable[Concatenate[Any, P], None], *args: P.args, **kwargs: P.kwargs
+    ) -> BaseException | None:
+        """Call `hook` on every callback even if some raise; return the first error."""
+        first: BaseException | None = None
+        for listener in self._listeners[hook]:
+            try:
+                listener(*args, **kwargs)
+            except BaseException as error:
+                error.add_note(f"In the hook `{hook.__name__}` of {_place(listener)}.")
+                first = first or error
+        return first
+
+    def listens(self, hook: Callable[..., None]) -> bool:
+        """Whether any callback overrides `hook`."""
+        return bool(self._listeners[hook])
+
+    @property
+    def schedule_evaluation(self) -> bool:
+        """Whether any callback decides when to evaluate."""
+        return any(callback.schedules_evaluation for callback in self.callbacks)
+
+
+def _overrides(callback: Callback, hook: str) -> bool:
+    own = getattr(callback, hook)
+    return getattr(own, "__func__", own) is not getattr(Callback, hook)
+
+
+def _place(listener: Callable[..., None]) -> str:
+    owner = getattr(listener, "__self__", None)
+    return f"the callback `{owner.name}`" if isinstance(owner, Callback) else "a callback"
+
+
+def _check(callbacks: tuple[Callback, ...]) -> None:
+    names: set[str] = set()
+    for callback in callbacks:
+        if isinstance(callback, type):
+            raise ConfigError(
+                f"`callbacks` must hold instances, but holds the class `{callback.__name__}`. "
+                f"Write `{callback.__name__}(...)`."
+            )
+        if not isinstance(callback, Callback):
+            raise ConfigError(
+                f"`callbacks` must hold instances of `trainkit.Callback`, but holds "
+                f"{type(callback).__name__!r}. Inherit from `Callback`."
+            )
+        if callback.name in names:
+            raise ConfigError(
+                f"Two callbacks are called {callback.name!r}; their states could not be told "
+                "apart. Set `name` of one of them, for example `callback.name = "
+                f'"{callback.name}-2"`.'
+            )
+        names.add(callback.name)

@@ -1,0 +1,164 @@
+"""The figures of a run since its last log: kept on the device, reduced in one collective."""
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from trainkit.distributed import Processes
+from trainkit.errors import ConfigError
+from trainkit.types import Scalars
+
+__all__ = ["LogSums", "Reduction"]
+
+Reduction: TypeAlias = Literal["mean", "sum", "max", "last"]
+"""How the values of a name are put together, over steps and over processes."""
+
+_REDUCTIONS = ("mean", "sum", "max", "last")
+_Packet: TypeAlias = dict[str, tuple[str, float, float]]
+
+
+@dataclass(slots=True)
+class _Entry:
+    """What was logged under one name: for a mean the sums, else the value so far."""
+
+    reduce: Reduction
+    value: Tensor | float = 0.0
+    weight: Tensor | float = 0.0
+
+
+class LogSums:
+    """Weighted means, sums, maxima and last values by name (DESIGN 2.35).
+
+    Nothing is read from the device before `reduce`. Sums are kept in fp64.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[str, _Entry] = {}
+
+    def add(
+        self,
+        name: str,
+        value: Tensor | float,
+        weight: Tensor | float = 1,
+        reduce: Reduction = "mean",
+    ) -> None:
+        """Take in one value; tensors must hold one element and stay on their device."""
+        entry = self._entries.get(name)
+        if entry is None:
+            entry = self._entries[name] = _new_entry(name, reduce)
+        elif entry.reduce != reduce:
+            raise ConfigError(
+                f"`{name}` was logged with reduce={entry.reduce!r} before, and now with "
+                f"reduce={reduce!r}. Use one of them, or two names."
+            )
+        if isinstance(value, Tensor):
+            value = _scalar(name, value)
+        if reduce == "mean":
+            _add_weighted(entry, value, weight)
+        else:
+            _add_plain(entry, value)
+
+    def reduce(self, processes: Processes) -> Scalars:
+        """Return the figures over all processes, sorted by name, and start afresh.
+
+        Every process must call it. It reads the device once and makes one collective.
+        """
+        packets: list[_Packet] = processes.all_gather_objects(self._take())
+        names = sorted({name for packet in packets for name in packet})
+        figures = {name: _combine(name, [p[name] for p in packets if name in p]) for name in names}
+        return {name: figure for name, figure in figures.items() if figure is not None}
+
+    def _take(self) -> _Packet:
+        entries, self._entries = self._entries, {}
+        tensors = [
+            number.double()
+            for entry in entries.values()
+            for number in (entry.value, entry.weight)
+            if isinstance(number, Tensor)
+        ]
+        numbers = iter(torch.stack(tensors).tolist() if tensors else [])
+
+        def host(number: Tensor | float) -> float:
+            return next(numbers) if isinstance(number, Tensor) else float(number)
+
+        return {
+            name: (entry.reduce, host(entry.value), host(entry.weight))
+            for name, entry in entries.items()
+        }
+
+
+def _new_entry(name: str, reduce: Reduction) -> _Entry:
+    if reduce not in _REDUCTIONS:
+        raise ConfigError(f"`reduce` of `{name}` must be one of {_REDUCTIONS}, but is {reduce!r}.")
+    return _Entry(reduce)
+
+
+def _scalar(name: str, value: Tensor) -> Tensor:
+    if value.numel() != 1:
+        raise ConfigError(
+            f"`{name}` must be a single number to be logged, but has the shape "
+            f"{tuple(value.shape)}. Log its mean, with the number of items as `weight`."
+        )
+    return value.detach().reshape(())
+
+
+def _add_weighted(entry: _Entry, value: Tensor | float, weight: Tensor | float) -> None:
+    if isinstance(weight, Tensor):
+        weight = weight.detach().double().reshape(())
+        # A mean over no items is NaN and must not count.
+        value = torch.where(weight > 0, torch.as_tensor(value, device=weight.device), 0.0)
+        entry.value = entry.value + value * weight
+    elif weight == 0:
+        return
+    elif isinstance(value, Tensor):
+        if not isinstance(entry.value, Tensor):
+            start = entry.value
+            entry.value = torch.full((), start, dtype=torch.float64, device=value.device)
+        entry.value.add_(value, alpha=weight)
+    else:
+        entry.value = entry.value + value * weight
+    entry.weight = entry.weight + weight
+
+
+def _add_plain(entry: _Entry, value: Tensor | float) -> None:
+    if isinstance(value, Tensor):
+        value = value.double().clone()
+    seen, entry.weight = entry.weight, 1.0
+    if entry.reduce == "sum":
+        entry.value = entry.value + value
+    elif entry.reduce == "max" and seen:
+        entry.value = _maximum(entry.value, value)
+    else:
+        entry.value = value
+
+
+def _maximum(first: Tensor | float, second: Tensor | float) -> Tensor | float:
+    """Return the larger; NaN where either is, because it must be seen."""
+    if isinstance(first, Tensor) or isinstance(second, Tensor):
+        device = first.device if isinstance(first, Tensor) else torch.as_tensor(second).device
+        return torch.maximum(
+            torch.as_tensor(first, dtype=torch.float64, device=device),
+            torch.as_tensor(second, dtype=torch.float64, device=device),
+        )
+    return first if first != first or first > second else second
+
+
+def _combine(name: str, parts: list[tuple[str, float, float]]) -> float | None:
+    """Put together what the processes hold under one name; None where nothing had weight."""
+    kinds = sorted({kind for kind, _, _ in parts})
+    if len(kinds) > 1:
+        raise ConfigError(
+            f"`{name}` was logged with reduce={kinds[0]!r} on one process and {kinds[1]!r} on "
+            "another. Use the same on all."
+        )
+    values = [value for _, value, _ in parts]
+    if kinds[0] == "mean":
+        weight = sum(weight for _, _, weight in parts)
+        return sum(values) / weight if weight else None
+    if kinds[0] == "sum":
+        return sum(values)
+    if kinds[0] == "max":
+        return next((value for value in values if value != value), max(values))
+    return values[0]

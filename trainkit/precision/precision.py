@@ -1,0 +1,58 @@
+"""The interface of precision plugins."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from trainkit.errors import ConfigError
+
+__all__ = ["Precision"]
+
+
+class Precision(ABC):
+    """Decides the number format of forward, backward and update.
+
+    Only `autocast` must be written; everything else does what plain fp32 training does.
+    """
+
+    name: ClassVar[str]
+    device: torch.device
+
+    def setup(self, device: torch.device) -> None:
+        """Bind to the device; raises `ConfigError` where it lacks the format."""
+        self.device = device
+
+    @abstractmethod
+    def autocast(self) -> AbstractContextManager[object]:
+        """Return the context that the step, model and loss, runs in."""
+
+    def backward(self, loss: Tensor) -> None:
+        """Accumulate the gradients of `loss`."""
+        loss.backward()
+
+    def unscale(self, optimizer: Optimizer, agree: Callable[[Tensor], Tensor]) -> bool:
+        """Bring the gradients to their true scale; return whether they overflowed anywhere.
+
+        Args:
+            optimizer: The optimizer whose gradients are meant.
+            agree: Takes a float tensor, 1.0 where this process overflowed, and makes it, in
+                place, the maximum over all processes.
+        """
+        return False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what must survive a restart."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` returned."""
+        if state:
+            raise ConfigError(
+                f"Precision `{self.name}` has no state, but was given {sorted(state)}. "
+                "Resume with the precision that the state was saved with."
+            )

@@ -1,0 +1,234 @@
+"""The parts of one training and the requests made of it: what callbacks see."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trainkit import rng
+from trainkit.accelerator import Accelerator
+from trainkit.config import TrainConfig
+from trainkit.data import PreparedLoader
+from trainkit.distributed import Processes, Vote
+from trainkit.errors import TrainkitError
+from trainkit.logs import LogSums, Reduction
+from trainkit.metrics import Metric
+from trainkit.precision import Precision
+from trainkit.schedule import LRSchedule
+from trainkit.state import TrainState
+from trainkit.strategies import Strategy
+from trainkit.types import Batch, Scalars
+from trainkit.weighting import Weighting
+
+__all__ = ["FitResult", "Requests", "Run"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FitResult:
+    """What a training came to."""
+
+    step: int
+    """Updates applied."""
+    skipped_steps: int
+    """Windows that ended without an update."""
+    epoch: int
+    """Epochs completed."""
+    samples_seen: int
+    """Samples consumed, all processes together, repeats excluded."""
+    metrics: Scalars
+    """Figures of the last evaluation."""
+    best_metrics: Scalars
+    """Best value of each figure: the lowest of losses and errors, else the highest."""
+    stop_reason: str
+    """"max_epochs", "max_steps", or the reason that `request_stop` was given."""
+    output_dir: Path | None
+    """Where the files are."""
+
+
+@dataclass(slots=True)
+class Requests:
+    """What was asked of a run and not yet served."""
+
+    stop: str | None = None
+    evaluation: bool = False
+    skip: str | None = None
+    voted_stop: str | None = None  # asked by this process, to be agreed by all
+    voted_evaluation: bool = False
+    _sent_stop: str | None = None  # in the vote under way
+
+    def exchange(self, vote: Vote, processes: Processes) -> None:
+        """Act on the votes of the window before, and start those of this one (DESIGN 2.34)."""
+        agreed = vote.exchange((self.voted_stop is not None, self.voted_evaluation))
+        self._act(agreed, processes)
+        self._sent_stop, self.voted_stop = self.voted_stop, None
+        self.voted_evaluation = False
+
+    def drain(self, vote: Vote, processes: Processes) -> None:
+        """Act on the votes still under way."""
+        self._act(vote.drain(), processes)
+
+    def _act(self, agreed: tuple[int, ...], processes: Processes) -> None:
+        stop, evaluation = agreed
+        self.evaluation |= bool(evaluation)
+        if stop and self.stop is None:
+            reasons = processes.all_gather_objects(self._sent_stop)
+            self.stop = next(reason for reason in reasons if reason is not None)
+
+
+@dataclass(kw_only=True, slots=True)
+class Run:
+    """The parts of one training. Callbacks read it, and ask it by `log` and `request_...`."""
+
+    config: TrainConfig
+    accelerator: Accelerator
+    strategy: Strategy
+    precision: Precision
+    model: nn.Module  # as wrapped by the strategy: what the training step gets
+    module: nn.Module  # the user's own
+    optimizer: Optimizer
+    lr_schedule: LRSchedule | None
+    train_loader: PreparedLoader
+    evaluation_loaders: Mapping[str, PreparedLoader]
+    training_step: Callable[[nn.Module, Batch], Any]
+    evaluation_step: Callable[[nn.Module, Batch], Mapping[str, Any]]
+    weighting: Weighting
+    planned_steps: int | None
+    output_dir: Path | None = None
+    state: TrainState = field(default_factory=TrainState)
+    evaluation_metrics: list[Metric] = field(default_factory=list)
+    metrics: Scalars = field(default_factory=dict)
+    """Figures of the latest evaluation."""
+    best_metrics: Scalars = field(default_factory=dict)
+    """Best value of each figure so far: the lowest of losses and errors, else the highest."""
+    stop_reason: str | None = None
+    """Why the training ended; None while it goes on."""
+    zero_weight: bool = False
+    """True inside a repeat that only keeps the processes in step and counts for nothing."""
+    phase: str = "setup"
+    """What the run is doing: setup, train, log, evaluate, end."""
+    requests: Requests = field(default_factory=Requests)
+    sums: LogSums = field(default_factory=LogSums)
+    logs: bool = False  # whether any callback of any process listens to `on_log`
+    evaluates_epochs: bool = False  # whether epochs end with an evaluation by themselves
+    evaluates_end: bool = False  # whether the last step is evaluated in any case
+    last_logged_step: int = 0
+    last_evaluated_attempt: int = -1
+    vote: Vote | None = None  # None on one process
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is process 0."""
+        return self.accelerator.is_main_process
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters that the optimizer updates."""
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    @property
+    def is_log_step(self) -> bool:
+        """Whether `on_log` comes after this step; ask in `on_step_end`."""
+        return self.state.step % self.config.log_every_n_steps == 0
+
+    def log(
+        self,
+        values: Mapping[str, Tensor | float],
+        weight: Tensor | float = 1,
+        reduce: Reduction = "mean",
+    ) -> None:
+        """Add figures to the next log.
+
+        Args:
+            values: Numbers or one-element tensors by name. Tensors are not read before the log.
+            weight: How much they count in a mean, such as the number of samples.
+            reduce: How they are put together over the steps since the last log and over all
+                processes: "mean" (weighted), "sum", "max" or "last".
+        """
+        if not self.zero_weight:
+            for name, value in values.items():
+                self.sums.add(name, value, weight, reduce)
+
+    def request_stop(self, reason: str, *, agreed: bool = False) -> None:
+        """Ask for the end of training.
+
+        Args:
+            reason: Stands in `FitResult.stop_reason`.
+            agreed: True where every process asks the same at the same hook, as after a decision
+                from reduced metrics: acts at once. Else the processes vote, and all stop at the
+                end of the same window, at most one later.
+        """
+        if agreed or self.vote is None:
+            self.requests.stop = self.requests.stop or reason
+        else:
+            self.requests.voted_stop = self.requests.voted_stop or reason
+
+    def request_evaluation(self, *, agreed: bool = False) -> None:
+        """Ask for an evaluation after this step; `agreed` as in `request_stop`."""
+        if agreed or self.vote is None:
+            self.requests.evaluation = True
+        else:
+            self.requests.voted_evaluation = True
+
+    def request_skip(self, reason: str) -> None:
+        """Ask, inside `on_gradients`, that this window's update is not applied.
+
+        The decision must come from a value that is equal on all processes.
+        """
+        self.requests.skip = reason
+
+    def gather_for_metrics(self, input_data: Any) -> Any:
+        """Return every real sample's entry of all processes; see `Accelerator`."""
+        return self.accelerator.gather_for_metrics(input_data)
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print on the main process."""
+        self.accelerator.print(*args, **kwargs)
+
+    def result(self) -> FitResult:
+        """Return what the training came to."""
+        return FitResult(
+            step=self.state.step,
+            skipped_steps=self.state.skipped_steps,
+            epoch=self.state.epoch,
+            samples_seen=self.state.samples_seen,
+            metrics=dict(self.metrics),
+            best_metrics=dict(self.best_metrics),
+            stop_reason=self.stop_reason or "",
+            output_dir=self.output_dir,
+        )
+
+    def refuse_more_skips(self, reason: str) -> None:
+        """Raise where too many windows in a row were skipped, the last one for `reason`."""
+        skips, limit = self.state.consecutive_skips, self.config.max_consecutive_skips
+        if skips > limit:
+            raise TrainkitError(
+                f"{skips} windows in a row were skipped, the last one because {reason}; "
+                f"`max_consecutive_skips` is {limit}. Lower the learning rate, look for "
+                "non-finite inputs, or use bf16 or fp32."
+            )
+
+    def place(self) -> str:
+        """Return where the run is, in words, for reports."""
+        state = self.state
+        return (
+            f"trainkit: process {self.accelerator.process_index} of "
+            f"{self.accelerator.num_processes}, epoch {state.epoch}, after step {state.step} "
+            f"({state.epoch_samples} samples of this epoch consumed), phase: {self.phase}."
+        )
+
+    @contextmanager
+    def as_zero_weight(self) -> Iterator[None]:
+        """Run a micro-batch that counts for nothing: buffers and random streams are put back."""
+        buffers = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
+        self.zero_weight = True
+        try:
+            with rng.preserved(self.strategy.device):
+                yield
+        finally:
+            self.zero_weight = False
+            for buffer, before in buffers:
+                buffer.copy_(before)

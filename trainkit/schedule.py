@@ -1,0 +1,57 @@
+"""When a learning-rate scheduler advances."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from trainkit.errors import ConfigError
+from trainkit.types import AnyScheduler, Scalars
+
+__all__ = ["LRSchedule"]
+
+
+@dataclass(frozen=True, slots=True)
+class LRSchedule:
+    """A scheduler and when it advances: once per applied step unless said otherwise.
+
+    Args:
+        scheduler: The scheduler. `ReduceLROnPlateau` needs `metric`.
+        every: "step": after each applied update. "epoch": at the end of each epoch.
+        metric: A figure such as "eval/loss"; the scheduler then advances after each evaluation
+            and is given its value.
+    """
+
+    scheduler: AnyScheduler
+    every: Literal["step", "epoch"] = "step"
+    metric: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.every not in ("step", "epoch"):
+            raise ConfigError(f'`every` must be "step" or "epoch", but is {self.every!r}.')
+        if isinstance(self.scheduler, ReduceLROnPlateau) and self.metric is None:
+            raise ConfigError(
+                "`ReduceLROnPlateau` must know which figure to watch. Return "
+                '`LRSchedule(scheduler, metric="eval/loss")` from the scheduler callable.'
+            )
+
+    def advance_step(self) -> None:
+        """Advance after an applied update, if that is this schedule's pace."""
+        if self.metric is None and self.every == "step":
+            self.scheduler.step()  # type: ignore[call-arg]
+
+    def advance_epoch(self) -> None:
+        """Advance at the end of an epoch, if that is this schedule's pace."""
+        if self.metric is None and self.every == "epoch":
+            self.scheduler.step()  # type: ignore[call-arg]
+
+    def advance_evaluation(self, metrics: Scalars) -> None:
+        """Advance after an evaluation, if this schedule watches one of its figures."""
+        if self.metric is None:
+            return
+        if self.metric not in metrics:
+            raise ConfigError(
+                f"`LRSchedule` watches {self.metric!r}, but the evaluation gave only "
+                f"{sorted(metrics)}. Use one of these."
+            )
+        self.scheduler.step(metrics[self.metric])

@@ -1,0 +1,118 @@
+"""What a training step and an evaluation step do unless they are overridden."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from trainkit.errors import ConfigError
+from trainkit.types import Batch, LossFn, StepOutput
+
+__all__ = ["evaluation_step", "training_step"]
+
+IGNORED = -100
+"""The label that losses leave out by convention (torch, transformers)."""
+
+
+def training_step(
+    model: nn.Module, module: nn.Module, batch: Batch, loss_fn: LossFn | None
+) -> StepOutput:
+    """Return the loss of `batch`: that of `loss_fn`, or the model's own.
+
+    Args:
+        model: What is called.
+        module: The user's module behind it.
+        batch: `(inputs, targets)` with `loss_fn`; else keyword arguments of the model.
+        loss_fn: `(outputs, targets) -> loss`, a mean over the samples.
+    """
+    if loss_fn is not None:
+        inputs, targets = _pair(batch)
+        return StepOutput(loss_fn(model(inputs), targets))
+    if not isinstance(batch, Mapping):
+        raise ConfigError(
+            f"The loader yields {type(batch).__name__!r}, and no `loss_fn` was given. Pass "
+            "`loss_fn=` to `fit` for batches `(inputs, targets)`, yield mappings for models that "
+            "compute their own loss, or override `training_step`."
+        )
+    loss = _get(model(**batch), "loss")
+    if loss is None:
+        raise ConfigError(
+            f"`{type(module).__name__}` returned no `loss` for a batch with the keys "
+            f"{sorted(map(str, batch))}. Models of transformers need `labels`; for others pass "
+            "`loss_fn=` to `fit` or override `training_step`."
+        )
+    return StepOutput(loss, _label_count(module, batch))
+
+
+def evaluation_step(
+    model: nn.Module, module: nn.Module, batch: Batch, loss_fn: LossFn | None
+) -> dict[str, Any]:
+    """Return `predictions`, and `references`, `loss` and its `weight` where the batch has them.
+
+    `predictions` are `logits.argmax(-1)` where the references are integers with one dimension
+    less, else the outputs themselves.
+    """
+    if isinstance(batch, Mapping):
+        outputs = model(**batch)
+        loss, logits = _get(outputs, "loss"), _get(outputs, "logits")
+        references = batch.get("labels")
+        result = {"loss": loss, "weight": _label_count(module, batch) if loss is not None else None}
+        predictions = outputs if logits is None else logits
+    elif isinstance(batch, Sequence) and len(batch) == 2:
+        inputs, references = batch
+        predictions = model(inputs)
+        result = {"loss": None if loss_fn is None else loss_fn(predictions, references)}
+    else:
+        inputs = batch[0] if isinstance(batch, Sequence) and len(batch) == 1 else batch
+        predictions, references, result = model(inputs), None, {}
+    result["predictions"] = _classes(predictions, references)
+    result["references"] = references
+    return {name: value for name, value in result.items() if value is not None}
+
+
+def _pair(batch: Batch) -> tuple[Any, Any]:
+    if isinstance(batch, Sequence) and len(batch) == 2:
+        return batch[0], batch[1]
+    raise ConfigError(
+        "`loss_fn` was given, so the loader must yield pairs `(inputs, targets)`, but it yields "
+        f"{type(batch).__name__!r}. Override `training_step` for anything else."
+    )
+
+
+def _get(outputs: Any, name: str) -> Any:
+    if isinstance(outputs, Mapping):
+        return outputs.get(name)
+    return getattr(outputs, name, None)
+
+
+def _classes(predictions: Any, references: Any) -> Any:
+    if (
+        isinstance(predictions, Tensor)
+        and isinstance(references, Tensor)
+        and not references.is_floating_point()
+        and predictions.dim() == references.dim() + 1
+    ):
+        return predictions.argmax(-1)
+    return predictions
+
+
+def _label_count(module: nn.Module, batch: Mapping[str, Any]) -> Tensor | None:
+    """Return how many labels the loss of a transformers model averages, on the device.
+
+    None, which means the number of samples, for models and labels that are not of that kind.
+    """
+    labels = batch.get("labels")
+    if not isinstance(labels, Tensor) or labels.is_floating_point():
+        return None
+    if not hasattr(module, "loss_function"):  # not a model of transformers
+        return None
+    if _is_causal(module):
+        labels = labels[..., 1:]
+    return (labels != IGNORED).sum()
+
+
+def _is_causal(module: nn.Module) -> bool:
+    """Whether the loss compares each position with the label of the next."""
+    kind = getattr(module, "loss_type", None)
+    # transformers finds no kind in names such as GPT2LMHeadModel, and then shifts.
+    return kind == "ForCausalLM" or (kind is None and type(module).__name__.endswith("LMHeadModel"))

@@ -1,0 +1,352 @@
+"""Trainer: the face for people who want the loop to be there."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trainkit import evaluation, loop, parts, rng, steps
+from trainkit.accelerator import Accelerator
+from trainkit.callback import Callback, CallbackList
+from trainkit.config import TrainConfig
+from trainkit.data import PreparedLoader, evaluation_loader, training_loader
+from trainkit.distributed import Vote
+from trainkit.errors import ConfigError
+from trainkit.metrics import as_metric
+from trainkit.precision import Precision
+from trainkit.run import FitResult, Run
+from trainkit.schedule import LRSchedule
+from trainkit.strategies import Strategy
+from trainkit.types import (
+    AnyScheduler,
+    Batch,
+    LossFn,
+    OptimizerFactory,
+    Scalars,
+    SchedulerFactory,
+    StepOutput,
+)
+from trainkit.weighting import Weighting
+
+__all__ = ["Trainer"]
+
+
+class Trainer:
+    """Trains a model. Subclass it, or pass callbacks; both are good ways in.
+
+    Args:
+        max_epochs: Passes over the training data. Give this or `max_steps`, not both.
+        max_steps: Updates to apply.
+        strategy: "single", "ddp" or a `Strategy`; "auto" is DDP where several processes were
+            launched, else the single device.
+        precision: "fp32", "bf16", "fp16" or a `Precision`.
+        gradient_accumulation_steps: Micro-batches of one process for each update.
+        max_grad_norm: L2 norm to which the gradients are clipped; None: not clipped.
+        max_grad_value: Absolute value to which each gradient element is clipped; None: not.
+        callbacks: In the order in which they run. None: a progress bar and a summary. []: none.
+        output_dir: Where loggers write; on storage that all machines share.
+        seed: The one seed of the run: order of the data, augmentation, dropout.
+        deterministic: Ask torch for deterministic algorithms while `fit` runs.
+        log_every_n_steps: Updates between two logs.
+        drop_last_window: Drop the smaller last window of an epoch instead of applying it.
+        split_batches: The loader's batch size is that of all processes together.
+        sample_seeding: Seed the global generators while samples are fetched (DESIGN 2.13).
+        max_consecutive_skips: Skipped updates in a row after which training gives up.
+
+    Raises:
+        ConfigError: Where a setting cannot work.
+    """
+
+    accelerator: Accelerator
+    """The processes and their verbs, from construction on."""
+
+    run: Run | None = None
+    """The parts of the latest `fit`."""
+
+    loss_fn: LossFn | None = None
+    """What `fit` was given; the default steps use it."""
+
+    planned_steps: int | None = None
+    """Updates that the present `fit` will apply, where known; for schedules."""
+
+    def __init__(
+        self,
+        *,
+        max_epochs: int | None = None,
+        max_steps: int | None = None,
+        strategy: Literal["auto", "single", "ddp"] | Strategy = "auto",
+        precision: Literal["fp32", "bf16", "fp16"] | Precision = "fp32",
+        gradient_accumulation_steps: int = 1,
+        max_grad_norm: float | None = None,
+        max_grad_value: float | None = None,
+        callbacks: Iterable[Callback] | None = None,
+        output_dir: str | Path | None = None,
+        seed: int = 0,
+        deterministic: bool = False,
+        log_every_n_steps: int = 50,
+        drop_last_window: bool = False,
+        split_batches: bool = False,
+        sample_seeding: bool = True,
+        max_consecutive_skips: int = 64,
+    ) -> None:
+        self.config = TrainConfig(
+            max_epochs=max_epochs,
+            max_steps=max_steps,
+            gradient_accumulation_steps=gradient_accumulation_steps,
+            max_grad_norm=max_grad_norm,
+            max_grad_value=max_grad_value,
+            seed=seed,
+            deterministic=deterministic,
+            log_every_n_steps=log_every_n_steps,
+            drop_last_window=drop_last_window,
+            split_batches=split_batches,
+            sample_seeding=sample_seeding,
+            max_consecutive_skips=max_consecutive_skips,
+        )
+        self.callbacks = CallbackList(_default_callbacks() if callbacks is None else callbacks)
+        self.output_dir = None if output_dir is None else Path(output_dir)
+        self.precision = parts.make_precision(precision)
+        self.strategy = parts.make_strategy(strategy)
+        self.strategy.setup()
+        device = self.strategy.device
+        self.precision.setup(device)
+        self.accelerator = Accelerator(processes=self.strategy.processes, device=device)
+
+    # What people override.
+
+    def training_step(
+        self, model: nn.Module, batch: Batch
+    ) -> Tensor | Mapping[str, Any] | StepOutput:
+        """Return the mean loss of `batch`, or a `StepOutput` with its weight.
+
+        Args:
+            model: As wrapped by the strategy. Call it; the user's own module is `run.module`.
+            batch: What the loader yields, on the device.
+        """
+        return steps.training_step(model, self.strategy.unwrap(model), batch, self.loss_fn)
+
+    def evaluation_step(self, model: nn.Module, batch: Batch) -> Mapping[str, Any]:
+        """Return `predictions`, `references`, `loss` of `batch`; see `evaluation.evaluate`."""
+        return steps.evaluation_step(model, self.strategy.unwrap(model), batch, self.loss_fn)
+
+    def configure_optimizer(self, model: nn.Module) -> Optimizer:
+        """Return the optimizer; the default makes what `fit` was given."""
+        return parts.make_optimizer(self._optimizer, model)
+
+    def configure_lr_scheduler(self, optimizer: Optimizer) -> AnyScheduler | LRSchedule | None:
+        """Return the scheduler; the default makes what `fit` was given."""
+        return parts.make_lr_schedule(self._lr_scheduler, optimizer)
+
+    # What people call.
+
+    def fit(
+        self,
+        model: nn.Module,
+        loaders: Any,
+        *,
+        optimizer: Optimizer | OptimizerFactory | None = None,
+        lr_scheduler: AnyScheduler | LRSchedule | SchedulerFactory | None = None,
+        loss_fn: LossFn | None = None,
+    ) -> FitResult:
+        """Train `model` in place; a second call is a new training.
+
+        Args:
+            model: Any module.
+            loaders: A DataLoader, a pair `(train, eval)`, or a mapping with "train" and "eval",
+                where "eval" may be a mapping of named loaders. Ordinary loaders: they are shared
+                out over the processes here.
+            optimizer: A callable `params -> Optimizer` such as `partial(AdamW, lr=3e-4)`, or an
+                optimizer on the model's parameters.
+            lr_scheduler: A callable `optimizer -> LRScheduler`, or a ready-made one. It advances
+                once for each update; `LRSchedule` says otherwise. `planned_steps` is known when
+                the callable runs.
+            loss_fn: `(outputs, targets) -> loss`, a mean over samples, for loaders of pairs
+                `(inputs, targets)`. Without it the model computes its own loss.
+
+        Raises:
+            ConfigError: Where an argument cannot work, before the first step.
+        """
+        self._optimizer, self._lr_scheduler, self.loss_fn = optimizer, lr_scheduler, loss_fn
+        train, evaluations = parts.split_loaders(loaders)
+        with ExitStack() as stack:
+            loader = stack.enter_context(self._prepared_training(train))
+            evaluation_loaders = {
+                name: stack.enter_context(self._prepared_evaluation(evaluation_data))
+                for name, evaluation_data in evaluations.items()
+            }
+            self.run = run = self._make_run(parts.check_model(model), loader, evaluation_loaders)
+            stack.enter_context(_determinism(self.config.deterministic))
+            rng.seed_all(rng.device_seed(self.config.seed, self.accelerator.process_index))
+            stack.enter_context(_mode_of_training(model))
+            loop.fit(run, self.callbacks)
+        return run.result()
+
+    def evaluate(
+        self, model: nn.Module, loader: Any, *, metrics: Iterable[Any] | None = None
+    ) -> Scalars:
+        """Return the figures of `model` on `loader`, equal on all processes.
+
+        Args:
+            model: Any module; it is moved to the device.
+            loader: A DataLoader, or a mapping of named ones.
+            metrics: Names, functions `(predictions, references) -> float | dict`, metrics of
+                `evaluate` or of torchmetrics. The mean loss is always there, if there is one.
+        """
+        chosen = [as_metric(metric) for metric in metrics or ()]
+        figures: Scalars = {}
+        for name, data in parts.name_loaders(loader).items():
+            with self._prepared_evaluation(data) as prepared:
+                figures |= evaluation.evaluate(
+                    self._placed(model),
+                    prepared,
+                    accelerator=self.accelerator,
+                    precision=self.precision,
+                    step=self.evaluation_step,
+                    metrics=chosen,
+                    prefix=f"eval/{name}/" if name else "eval/",
+                )
+        return figures
+
+    def predict(self, model: nn.Module, loader: Any) -> Any:
+        """Return the predictions for every sample once, in the loader's order."""
+        with self._prepared_evaluation(loader) as prepared:
+            return evaluation.predict(
+                self._placed(model),
+                prepared,
+                accelerator=self.accelerator,
+                precision=self.precision,
+                step=self.evaluation_step,
+            )
+
+    def close(self) -> None:
+        """Leave the process group, if this trainer made it."""
+        self.strategy.close()
+
+    # How the parts are put together.
+
+    @contextmanager
+    def _prepared_training(self, data: Any) -> Iterator[PreparedLoader]:
+        config = self.config
+        loader = training_loader(
+            data,
+            processes=self.accelerator.processes,
+            device=self.accelerator.device,
+            seed=config.seed,
+            split_batches=config.split_batches,
+            sample_seeding=config.sample_seeding,
+        )
+        try:
+            yield loader
+        finally:
+            loader.close()
+
+    @contextmanager
+    def _prepared_evaluation(self, data: Any) -> Iterator[PreparedLoader]:
+        loader = evaluation_loader(
+            data,
+            processes=self.accelerator.processes,
+            device=self.accelerator.device,
+            seed=self.config.seed,
+            sample_seeding=self.config.sample_seeding,
+            active=self.accelerator.loaders,
+        )
+        try:
+            yield loader
+        finally:
+            loader.close()
+
+    def _make_run(
+        self, module: nn.Module, loader: PreparedLoader, evaluations: dict[str, PreparedLoader]
+    ) -> Run:
+        config, processes = self.config, self.accelerator.processes
+        self.planned_steps = _planned_steps(config, loader)
+        model = self.strategy.wrap(module)
+        optimizer = self.configure_optimizer(module)
+        parts.check_optimizer(optimizer, module)
+        schedule = parts.make_lr_schedule(self.configure_lr_scheduler(optimizer), optimizer)
+        accumulation = config.gradient_accumulation_steps
+        listens = self.callbacks.listens(Callback.on_log)
+        own_evaluation = bool(evaluations) and not self.callbacks.schedule_evaluation
+        return Run(
+            config=config,
+            accelerator=self.accelerator,
+            strategy=self.strategy,
+            precision=self.precision,
+            model=model,
+            module=module,
+            optimizer=optimizer,
+            lr_schedule=schedule,
+            train_loader=loader,
+            evaluation_loaders=evaluations,
+            training_step=self.training_step,
+            evaluation_step=self.evaluation_step,
+            weighting=Weighting(
+                processes,
+                nominal=loader.nominal_window(accumulation),
+                accumulation=accumulation,
+            ),
+            planned_steps=self.planned_steps,
+            output_dir=self.output_dir,
+            # One process alone may have a logger, but all must reduce.
+            logs=any(processes.all_gather_objects(listens)),
+            evaluates_epochs=own_evaluation,
+            evaluates_end=own_evaluation,
+            vote=Vote(processes, size=2) if processes.size > 1 else None,
+        )
+
+    def _placed(self, model: nn.Module) -> nn.Module:
+        return self.strategy.unwrap(model).to(self.accelerator.device)
+
+
+def _planned_steps(config: TrainConfig, loader: PreparedLoader) -> int | None:
+    per_epoch = loader.steps_per_epoch(config.gradient_accumulation_steps, config.drop_last_window)
+    if per_epoch == 0:
+        raise ConfigError(
+            f"0 training steps per epoch: the loader gives {loader.batches_per_epoch} "
+            "micro-batches to each process, `gradient_accumulation_steps` is "
+            f"{config.gradient_accumulation_steps} and `drop_last_window` is True. Accumulate "
+            "less, or keep the last window."
+        )
+    if config.max_steps is not None:
+        return config.max_steps
+    assert config.max_epochs is not None
+    return None if per_epoch is None else per_epoch * config.max_epochs
+
+
+@contextmanager
+def _mode_of_training(model: nn.Module) -> Iterator[None]:
+    """Put a model that was left in evaluation mode into training mode, and back afterwards.
+
+    One in training mode is left alone, so that submodules which the user froze stay frozen.
+    """
+    if model.training:
+        yield
+        return
+    model.train()
+    try:
+        yield
+    finally:
+        model.eval()
+
+
+@contextmanager
+def _determinism(wanted: bool) -> Iterator[None]:
+    if not wanted:
+        yield
+        return
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+def _default_callbacks() -> list[Callback]:
+    from trainkit.callbacks import default_callbacks  # the one place that knows callbacks
+
+    return default_callbacks()
