@@ -144,7 +144,9 @@ class _Chunks:
             return []
         names = ["predictions"] if keep else ["predictions", "references"]
         self.outputs.append({name: _require(outputs, name) for name in names})
-        self.infos.append(self.accelerator.loaders.current(self.loader))
+        info = self.accelerator.loaders.current(self.loader)
+        assert info is not None  # the loader has just yielded
+        self.infos.append(info)
         return self.flush() if len(self.outputs) == GATHER_EVERY else []
 
     def flush(self) -> list[Any]:

@@ -37,21 +37,21 @@ def make_strategy(strategy: str | Strategy) -> Strategy:
         return strategy
     if strategy == "auto":
         return DDP() if World.from_env().size > 1 else SingleDevice()
-    return _look_up("strategy", strategy, STRATEGIES, Strategy, ("auto",))()
+    return _look_up("strategy", strategy, STRATEGIES, "Strategy", ("auto",))()
 
 
 def make_precision(precision: str | Precision) -> Precision:
     """Return the precision plugin of a name."""
     if isinstance(precision, Precision):
         return precision
-    return _look_up("precision", precision, PRECISIONS, Precision)()
+    return _look_up("precision", precision, PRECISIONS, "Precision")()
 
 
 def _look_up(
     argument: str,
     name: object,
     known: Mapping[str, type[T]],
-    interface: type[T],
+    interface: str,
     also: tuple[str, ...] = (),
 ) -> type[T]:
     if isinstance(name, str) and name in known:
@@ -66,7 +66,7 @@ def _look_up(
     if isinstance(name, type):
         hint = f" Pass an instance: `{name.__name__}(...)`."
     raise ConfigError(
-        f"`{argument}` must be one of {names} or a `{interface.__name__}`, but is {name!r}.{hint}"
+        f"`{argument}` must be one of {names} or a `{interface}`, but is {name!r}.{hint}"
     )
 
 

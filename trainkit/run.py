@@ -134,6 +134,11 @@ class Run:
         """Whether `on_log` comes after this step; ask in `on_step_end`."""
         return self.state.step % self.config.log_every_n_steps == 0
 
+    @property
+    def lacks_last_evaluation(self) -> bool:
+        """Whether the last step is to be evaluated and has not been."""
+        return self.evaluates_end and self.last_evaluated_attempt != self.state.attempts
+
     def log(
         self,
         values: Mapping[str, Tensor | float],

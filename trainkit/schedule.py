@@ -54,4 +54,4 @@ class LRSchedule:
                 f"`LRSchedule` watches {self.metric!r}, but the evaluation gave only "
                 f"{sorted(metrics)}. Use one of these."
             )
-        self.scheduler.step(metrics[self.metric])
+        self.scheduler.step(metrics[self.metric])  # type: ignore[arg-type]

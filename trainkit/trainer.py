@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainkit import evaluation, loop, parts, rng, steps
+from trainkit import metrics as metric_forms
 from trainkit.accelerator import Accelerator
 from trainkit.callback import Callback, CallbackList
 from trainkit.config import TrainConfig
 from trainkit.data import PreparedLoader, evaluation_loader, training_loader
 from trainkit.distributed import Vote
 from trainkit.errors import ConfigError
-from trainkit.metrics import as_metric
 from trainkit.precision import Precision
 from trainkit.run import FitResult, Run
 from trainkit.schedule import LRSchedule
@@ -196,7 +196,7 @@ class Trainer:
             metrics: Names, functions `(predictions, references) -> float | dict`, metrics of
                 `evaluate` or of torchmetrics. The mean loss is always there, if there is one.
         """
-        chosen = [as_metric(metric) for metric in metrics or ()]
+        chosen = [metric_forms.as_metric(metric) for metric in metrics or ()]
         figures: Scalars = {}
         for name, data in parts.name_loaders(loader).items():
             with self._prepared_evaluation(data) as prepared:

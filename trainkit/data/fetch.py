@@ -102,14 +102,16 @@ class _SampleFetch(Fetch):
         indices = _as_list(task)
         base, mapping, seeds = self._base, self._mapping, self._seeds_samples
         stream = rng.sample_stream(self.seed, epoch) if self.seeds else 0
-        samples: list[Any] = []
+        samples: list[Any] = [None] * len(indices)
+        position = 0
         try:
-            for index in indices:
+            for position, index in enumerate(indices):
                 if seeds:
-                    rng.seed_host(sample_key(stream, index))
-                samples.append(base[index if mapping is None else mapping[index]])
+                    whole = type(index) is int
+                    rng.seed_host((rng.in_stream if whole else sample_key)(stream, index))
+                samples[position] = base[index if mapping is None else mapping[index]]
         except Exception as error:
-            _note(error, f"at sample {indices[len(samples)]!r}", epoch, self.dataset)
+            _note(error, f"at sample {indices[position]!r}", epoch, self.dataset)
             raise
         if self._seeds_collate:
             rng.seed_host(sample_key(stream, indices[0]))

@@ -66,7 +66,7 @@ class FP16(Precision):
 
     @override
     def backward(self, loss: Tensor) -> None:
-        self.scaler.scale(loss).backward()
+        self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
 
     @override
     def unscale(self, optimizer: Optimizer, agree: Callable[[Tensor], Tensor]) -> bool:

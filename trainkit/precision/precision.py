@@ -33,7 +33,7 @@ class Precision(ABC):
 
     def backward(self, loss: Tensor) -> None:
         """Accumulate the gradients of `loss`."""
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
 
     def unscale(self, optimizer: Optimizer, agree: Callable[[Tensor], Tensor]) -> bool:
         """Bring the gradients to their true scale; return whether they overflowed anywhere.

@@ -1,0 +1,139 @@
+"""Stop when a figure no longer improves."""
+
+import math
+from collections.abc import Iterable, Mapping
+from difflib import SequenceMatcher
+from typing import Any, Literal
+
+from typing_extensions import override
+
+from trainkit.callback import Callback
+from trainkit.errors import ConfigError
+from trainkit.run import Run
+from trainkit.types import Scalars
+
+__all__ = ["EarlyStopping"]
+
+SHOWN_NAMES = 20
+
+
+class EarlyStopping(Callback):
+    """Stops the run after `patience` evaluations in a row without a new best value of `metric`.
+
+    NaN is never better. Whether `metric` exists is checked before the first step where all names
+    are known by then, else at the first evaluation.
+
+    Args:
+        metric: A figure of the evaluation, such as "eval/loss".
+        patience: Evaluations without a better value after which to stop, at least 1.
+        mode: "min" where lower is better, "max" where higher is.
+        min_delta: By how much a better value must differ, in the unit of the metric, at least 0.
+    """
+
+    def __init__(
+        self,
+        metric: str,
+        *,
+        patience: int,
+        mode: Literal["min", "max"],
+        min_delta: float = 0.0,
+    ) -> None:
+        _check_patience(patience)
+        if mode not in ("min", "max"):
+            raise ConfigError(
+                f'`mode` must be "min" (lower is better) or "max" (higher is), but is {mode!r}.'
+            )
+        if not (math.isfinite(min_delta) and min_delta >= 0):
+            raise ConfigError(
+                f"`min_delta` must be a finite number of at least 0, but is {min_delta!r}."
+            )
+        self.metric = metric
+        self.patience = patience
+        self.mode = mode
+        self.min_delta = min_delta
+        self._best: float
+        self._bad_evaluations: int
+        self._reset()
+
+    @override
+    def on_fit_start(self, run: Run) -> None:
+        if not run.evaluation_loaders:
+            raise ConfigError(
+                f"`EarlyStopping` watches {self.metric!r}, but `fit` was given no evaluation "
+                "loader. Call `fit(model, (train, eval), ...)`, or leave the callback out."
+            )
+        if run.state.attempts == 0:  # else the state was loaded before
+            self._reset()
+
+    @override
+    def on_epoch_start(self, run: Run) -> None:
+        # Not in on_fit_start: callbacks further down the list may still add metrics there.
+        names = _known_names(run)
+        if names is not None:
+            self._check_metric(names)
+
+    @override
+    def on_evaluation_end(self, run: Run, metrics: Scalars) -> None:
+        self._check_metric(metrics)
+        value = metrics[self.metric]
+        gain = self._best - value if self.mode == "min" else value - self._best
+        if gain > self.min_delta:
+            self._best, self._bad_evaluations = value, 0
+            return
+        self._bad_evaluations += 1
+        if self._bad_evaluations >= self.patience:
+            run.request_stop(
+                f"{self.metric} has not improved for {self.patience} evaluations", agreed=True
+            )
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self._best, "bad_evaluations": self._bad_evaluations}
+
+    @override
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if set(state) != set(self.state_dict()):
+            raise ConfigError(
+                f"The state of `{self.name}` must have exactly the keys "
+                f"{sorted(self.state_dict())}, but has {sorted(state)}."
+            )
+        self._best = state["best"]
+        self._bad_evaluations = state["bad_evaluations"]
+
+    def _reset(self) -> None:
+        self._best = math.inf if self.mode == "min" else -math.inf
+        self._bad_evaluations = 0
+
+    def _check_metric(self, names: Iterable[str]) -> None:
+        names = list(names)
+        if self.metric not in names:
+            shown = sorted(names, key=self._distance)[:SHOWN_NAMES]
+            raise ConfigError(
+                f"`EarlyStopping` watches {self.metric!r}, but the evaluation gives only {shown}. "
+                "Use one of these, or add the metric to `Evaluation(metrics=[...])`."
+            )
+
+    def _distance(self, name: str) -> float:
+        return -SequenceMatcher(None, self.metric, name).ratio()
+
+
+def _check_patience(patience: object) -> None:
+    if not isinstance(patience, int) or isinstance(patience, bool) or patience < 1:
+        raise ConfigError(f"`patience` must be a whole number of at least 1, but is {patience!r}.")
+
+
+def _known_names(run: Run) -> list[str] | None:
+    """Return the figures that an evaluation can give; None where they are not known ahead."""
+    # An evaluation step of the user's own may return any figure.
+    if not run.evaluation_step.__module__.startswith("trainkit."):
+        return None
+    names = ["loss"]
+    for metric in run.evaluation_metrics:
+        if metric.keys is None:
+            return None
+        names += metric.keys
+    return [
+        f"eval/{loader}/{name}" if loader else f"eval/{name}"
+        for loader in run.evaluation_loaders
+        for name in names
+    ]

@@ -1,0 +1,88 @@
+"""Evaluate every so often while training."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from typing_extensions import override
+
+from trainkit.callback import Callback
+from trainkit.errors import ConfigError
+from trainkit.metrics import as_metric
+from trainkit.run import Run
+from trainkit.types import StepResult
+
+__all__ = ["Evaluation"]
+
+
+class Evaluation(Callback):
+    """Decides when a run is evaluated, and by which metrics.
+
+    With neither `every_n_steps` nor `every_n_epochs` it is after every epoch; with both, at each
+    of them. Triggers that coincide give one evaluation (DESIGN 2.5).
+
+    Args:
+        metrics: Names, functions `(predictions, references) -> float | dict`, metrics of
+            `evaluate` or of torchmetrics. The mean loss is always there, if there is one.
+        every_n_steps: Updates between two evaluations, counted from the start of the run.
+        every_n_epochs: Epochs between two evaluations.
+        at_end: Whether the last step is evaluated in any case.
+    """
+
+    schedules_evaluation = True
+
+    def __init__(
+        self,
+        metrics: Iterable[Any] = (),
+        *,
+        every_n_steps: int | None = None,
+        every_n_epochs: int | None = None,
+        at_end: bool = True,
+    ) -> None:
+        if isinstance(metrics, str):
+            raise ConfigError(
+                f"`metrics` must be a list, but is the text {metrics!r}. Write "
+                f"`metrics=[{metrics!r}]`."
+            )
+        _check_interval("every_n_steps", every_n_steps)
+        _check_interval("every_n_epochs", every_n_epochs)
+        if every_n_steps is None and every_n_epochs is None:
+            every_n_epochs = 1
+        self.metrics = [as_metric(metric) for metric in metrics]
+        self.every_n_steps = every_n_steps
+        self.every_n_epochs = every_n_epochs
+        self.at_end = at_end
+
+    @override
+    def on_fit_start(self, run: Run) -> None:
+        if not run.evaluation_loaders:
+            raise ConfigError(
+                "`Evaluation` has nothing to evaluate on: `fit` was given no evaluation loader. "
+                'Call `fit(model, (train, eval), ...)` or `fit(model, {"train": ..., "eval": '
+                "...}, ...)`."
+            )
+        known = {key for metric in run.evaluation_metrics for key in metric.keys or ()}
+        for metric in self.metrics:
+            twice = sorted(known.intersection(metric.keys or ()))
+            if twice:
+                raise ConfigError(
+                    f"Two metrics of this run give a figure called `{twice[0]}`. Leave one out."
+                )
+            known.update(metric.keys or ())
+            run.evaluation_metrics.append(metric)
+        run.evaluates_end |= self.at_end
+
+    @override
+    def on_step_end(self, run: Run, result: StepResult) -> None:
+        if self.every_n_steps is not None and run.state.step % self.every_n_steps == 0:
+            run.request_evaluation(agreed=True)
+
+    @override
+    def on_epoch_end(self, run: Run) -> None:
+        if self.every_n_epochs is not None and run.state.epoch % self.every_n_epochs == 0:
+            run.request_evaluation(agreed=True)
+
+
+def _check_interval(name: str, value: object) -> None:
+    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
+        return
+    raise ConfigError(f"`{name}` must be a whole number of at least 1 or None, but is {value!r}.")

@@ -1,0 +1,140 @@
+"""Write the figures of a run as lines of JSON."""
+
+import json
+import math
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+from typing_extensions import override
+
+from trainkit.callback import Callback
+from trainkit.callbacks.places import log_place
+from trainkit.errors import ConfigError
+from trainkit.run import Run
+from trainkit.types import Scalars, StepResult
+
+__all__ = ["JSONLLogger"]
+
+SECONDS = "time/seconds"
+RESERVED = ("step", "epoch", "samples", "kind", SECONDS)
+
+
+class JSONLLogger(Callback):
+    """Writes one JSON object a line: where the run is, then the figures.
+
+    Each line has `step` (updates applied), `epoch` (completed), `samples` (consumed since the
+    start, all processes), `kind` and `time/seconds` (since this process began to train). `kind`
+    is "train" for logged figures, "eval" for evaluations under their own names, and "skip" for a
+    window without an update, with `skipped_steps`. A logged figure that is itself called like one
+    of these stands as `log/<name>`.
+
+    The lines are strict JSON: a figure that is not finite is the text "NaN", "Infinity" or
+    "-Infinity", which `float` reads. Each line is on its way to the disk once written, so a
+    killed run loses none. A resumed run first cuts what was written after its step. A new run
+    moves the file of an older one to `<name>.1`, or the next number that is free. Only the main
+    process writes.
+
+    Args:
+        path: The file; by default `<output_dir>/metrics.jsonl`.
+    """
+
+    def __init__(self, path: str | Path | None = None) -> None:
+        self.path = path
+        self._file: TextIO | None = None
+        self._start = 0.0
+
+    @override
+    def on_fit_start(self, run: Run) -> None:
+        path = log_place(run, self.path, "metrics.jsonl", owner="JSONLLogger", argument="path")
+        if not run.is_main_process:
+            return
+        self._start = time.monotonic()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and run.state.attempts > 0:
+            _cut(path, run.state.step, run.state.skipped_steps)
+        elif path.exists() and path.stat().st_size > 0:
+            path.rename(_free_name(path))
+        self._file = path.open("a", buffering=1, encoding="utf-8")  # by line
+
+    @override
+    def on_step_skipped(self, run: Run, result: StepResult) -> None:
+        self._write(run, "skip", {"skipped_steps": run.state.skipped_steps})
+
+    @override
+    def on_log(self, run: Run, values: Scalars) -> None:
+        self._write(run, "train", values)
+
+    @override
+    def on_evaluation_end(self, run: Run, metrics: Scalars) -> None:
+        self._write(run, "eval", metrics)
+
+    @override
+    def on_fit_end(self, run: Run) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _write(self, run: Run, kind: str, values: Mapping[str, float]) -> None:
+        if self._file is None:
+            return
+        state = run.state
+        entry: dict[str, Any] = {
+            "step": state.step,
+            "epoch": state.epoch,
+            "samples": state.samples_seen,
+            "kind": kind,
+        }
+        for name, value in values.items():
+            entry[f"log/{name}" if name in RESERVED else name] = _readable(value)
+        entry[SECONDS] = round(time.monotonic() - self._start, 3)
+        self._file.write(json.dumps(entry, allow_nan=False) + "\n")
+
+
+def _readable(value: float) -> float | str:
+    """Return `value`, as text where strict JSON has no number for it."""
+    if math.isfinite(value):
+        return value
+    if math.isnan(value):
+        return "NaN"
+    return "Infinity" if value > 0 else "-Infinity"
+
+
+def _free_name(path: Path) -> Path:
+    number = 1
+    while path.with_name(f"{path.name}.{number}").exists():
+        number += 1
+    return path.with_name(f"{path.name}.{number}")
+
+
+def _cut(path: Path, step: int, skipped_steps: int) -> None:
+    """Keep only what was written up to `step`; a half line at the end goes in any case."""
+    lines = path.read_bytes().splitlines(keepends=True)
+    if lines and not lines[-1].endswith(b"\n"):
+        lines.pop()  # the process was killed while it wrote
+    kept = [
+        line
+        for number, line in enumerate(lines, 1)
+        if _is_up_to(line, step, skipped_steps, f"{path}, line {number}")
+    ]
+    scratch = path.with_name(f".{path.name}.cut")
+    with scratch.open("wb") as file:
+        file.writelines(kept)
+        file.flush()
+        os.fsync(file.fileno())
+    scratch.replace(path)
+
+
+def _is_up_to(line: bytes, step: int, skipped_steps: int, place: str) -> bool:
+    try:
+        entry = json.loads(line)
+        written, skips = entry["step"], entry.get("skipped_steps", 0)
+        is_skip = entry["kind"] == "skip"
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ConfigError(
+            f"{place}: this is no line of `JSONLLogger`, so the file was left as it is. Pass "
+            "another `path`, or move the file away."
+        ) from None
+    return bool(written <= step and not (is_skip and skips > skipped_steps))

@@ -1,0 +1,150 @@
+"""Show how far a training is: in a terminal, in a notebook, in a log file."""
+
+import math
+import sys
+import time
+
+from torch import Tensor
+from typing_extensions import override
+
+from trainkit.callback import Callback
+from trainkit.callbacks.progress_display import Display, Progress, choose_display
+from trainkit.callbacks.texts import figures
+from trainkit.run import Run
+from trainkit.types import Scalars, StepResult
+
+__all__ = ["ProgressBar"]
+
+REFRESH_SECONDS = 0.2
+NEWEST = 0.3  # share of the latest interval in the speed that is shown
+
+
+class ProgressBar(Callback):
+    """Shows epoch, loss, learning rate, samples per second and the time left, all the fit in one.
+
+    The main process writes to stderr: one bar in a terminal or a notebook; elsewhere, such as in
+    a log file, a plain line every 30 seconds. The figures of each evaluation get a line.
+
+    The loss is that of one step on the main process. On accelerators it is read at log steps only,
+    because reading it more often would hold up the device. The mean over steps and processes is
+    what loggers write; this callback does not ask for it, so that it costs almost nothing.
+    """
+
+    def __init__(self) -> None:
+        self._display: Display | None = None
+        self._next_refresh = math.inf  # on the clock of time.monotonic
+
+    @override
+    def on_fit_start(self, run: Run) -> None:
+        self._close()
+        self._is_cpu = run.strategy.device.type == "cpu"
+        self._epoch = run.state.epoch + 1
+        self._loss: float | None = None
+        self._rate: float | None = None  # as of the latest read
+        self._speed: float | None = None  # samples/s
+        self._evaluated = 0  # batches in the evaluation under way
+        self._mark = (time.monotonic(), run.state.samples_seen)
+        if run.is_main_process:
+            self._display = choose_display(
+                total=run.planned_steps, initial=run.state.step, stream=sys.stderr
+            )
+            self._next_refresh = 0.0
+
+    @override
+    def on_epoch_start(self, run: Run) -> None:
+        self._epoch = run.state.epoch + 1
+        now = time.monotonic()
+        if run.state.samples_seen == self._mark[1]:
+            self._mark = (now, run.state.samples_seen)  # what came before was no training
+        self._show(run, now)
+        self._next_refresh = min(self._next_refresh, now)  # the first step is shown at once
+
+    @override
+    def on_step_end(self, run: Run, result: StepResult) -> None:
+        now, is_last = time.monotonic(), run.state.step == run.planned_steps
+        is_due = is_last or now >= self._next_refresh
+        if self._display is None:
+            return
+        if is_due if self._is_cpu else is_last or run.is_log_step:
+            self._loss = result.loss.item()
+            self._rate = _learning_rate(run)
+        if is_due:
+            self._show(run, now)
+
+    @override
+    def on_step_skipped(self, run: Run, result: StepResult) -> None:
+        now = time.monotonic()
+        if now >= self._next_refresh:
+            self._show(run, now)
+
+    @override
+    def on_evaluation_start(self, run: Run) -> None:
+        self._evaluated = 0
+        self._show(run, time.monotonic(), evaluation=True)
+
+    @override
+    def on_evaluation_batch_end(self, run: Run) -> None:
+        self._evaluated += 1
+        now = time.monotonic()
+        if now >= self._next_refresh:
+            self._show(run, now, evaluation=True)
+
+    @override
+    def on_evaluation_end(self, run: Run, metrics: Scalars) -> None:
+        if self._display is not None:
+            self._display.note(f"step {run.state.step}: {figures(metrics)}")
+            self._mark = (time.monotonic(), run.state.samples_seen)
+            self._show(run, self._mark[0])
+
+    @override
+    def on_fit_end(self, run: Run) -> None:
+        self._show(run, time.monotonic())
+        self._close()
+
+    def _show(self, run: Run, now: float, *, evaluation: bool = False) -> None:
+        if self._display is None:
+            return
+        self._next_refresh = now + REFRESH_SECONDS
+        self._measure(run, now)
+        texts = [  # narrow terminals cut the end
+            self._evaluation_text(run) if evaluation else None,
+            None if self._loss is None else f"loss {self._loss:.4g}",
+            None if self._rate is None else f"lr {self._rate:.3g}",
+            None if self._speed is None else f"{self._speed:,.0f} samples/s",
+            f"{run.state.skipped_steps} skipped" if run.state.skipped_steps else None,
+        ]
+        epochs = run.config.max_epochs
+        self._display.show(
+            Progress(
+                title=f"epoch {self._epoch}" + (f"/{epochs}" if epochs is not None else ""),
+                step=run.state.step,
+                details=", ".join(text for text in texts if text is not None),
+            )
+        )
+
+    def _measure(self, run: Run, now: float) -> None:
+        """Bring the speed up to date; evaluations are left out of it."""
+        since, samples = self._mark
+        done = run.state.samples_seen - samples
+        if done and now - since >= REFRESH_SECONDS / 2:  # less is too short to measure
+            speed = done / (now - since)
+            old = speed if self._speed is None else self._speed
+            self._speed = old + NEWEST * (speed - old)
+            self._mark = (now, run.state.samples_seen)
+
+    def _evaluation_text(self, run: Run) -> str:
+        batches = [loader.batches_per_epoch for loader in run.evaluation_loaders.values()]
+        if None in batches:
+            return f"evaluating {self._evaluated}"
+        return f"evaluating {self._evaluated}/{sum(count or 0 for count in batches)}"
+
+    def _close(self) -> None:
+        self._next_refresh = math.inf
+        if self._display is not None:
+            self._display.close()
+            self._display = None
+
+
+def _learning_rate(run: Run) -> float:
+    rate = run.optimizer.param_groups[0]["lr"]
+    return rate.item() if isinstance(rate, Tensor) else float(rate)

@@ -1,0 +1,106 @@
+"""Say what is about to be trained, and what came of it."""
+
+import time
+from pathlib import Path
+
+from typing_extensions import override
+
+from trainkit.callback import Callback
+from trainkit.callbacks.texts import duration, figures
+from trainkit.run import Run
+
+__all__ = ["Summary"]
+
+SHOWN_FILES = 8
+
+
+class Summary(Callback):
+    """Prints the make-up of a run at its start and its outcome at the end, on the main process."""
+
+    def __init__(self) -> None:
+        self._start: float | None = None
+        self._error: BaseException | None = None
+
+    @override
+    def on_fit_start(self, run: Run) -> None:
+        self._start = time.monotonic()
+        self._error = None
+        run.print(_block(f"trainkit: training {type(run.module).__name__}", _make_up(run)))
+
+    @override
+    def on_exception(self, run: Run, error: BaseException) -> None:
+        self._error = error
+
+    @override
+    def on_fit_end(self, run: Run) -> None:
+        if self._start is None:
+            return  # a callback further up failed before this one began
+        seconds = duration(time.monotonic() - self._start)
+        self._start = None
+        if self._error is None:
+            title = f"trainkit: done in {seconds} ({run.stop_reason})"
+        else:
+            title = f"trainkit: ended by {type(self._error).__name__} after {seconds}"
+            self._error = None  # its traceback holds the whole run
+        run.print(_block(title, _outcome(run)))
+
+
+def _block(title: str, rows: dict[str, str]) -> str:
+    return "\n".join([title, *(f"  {name:<13} {text}" for name, text in rows.items() if text)])
+
+
+def _make_up(run: Run) -> dict[str, str]:
+    counts = [(p.numel(), p.requires_grad) for p in run.module.parameters()]
+    trainable = sum(count for count, trains in counts if trains)
+    return {
+        "parameters": f"{sum(count for count, _ in counts):,} ({trainable:,} trainable)",
+        "strategy": f"{run.strategy.name}, {_count(run.accelerator.num_processes, 'processes')}, "
+        f"{run.strategy.device}",
+        "precision": run.precision.name,
+        "global batch": _global_batch(run),
+        "planned": _plan(run),
+        "output": "" if run.output_dir is None else str(run.output_dir),
+    }
+
+
+def _outcome(run: Run) -> dict[str, str]:
+    state = run.state
+    skipped = f", {state.skipped_steps:,} skipped" if state.skipped_steps else ""
+    return {
+        "steps": f"{state.step:,}{skipped} ({_count(state.epoch, 'epochs')} completed, "
+        f"{_count(state.samples_seen, 'samples')})",
+        "best": figures(run.best_metrics),
+        "last": figures(run.metrics),
+        "files": "" if run.output_dir is None else _files(run.output_dir),
+    }
+
+
+def _global_batch(run: Run) -> str:
+    accumulation = run.config.gradient_accumulation_steps
+    size, processes = run.train_loader.batch_size, run.accelerator.num_processes
+    factors = f"{_count(processes, 'processes')} x {_count(accumulation, 'micro-batches')}"
+    if size is None:
+        return f"varies ({factors})"
+    return f"{_count(size * processes * accumulation, 'samples')} ({size} x {factors})"
+
+
+def _plan(run: Run) -> str:
+    steps = None if run.planned_steps is None else _count(run.planned_steps, "steps")
+    epochs = None if run.config.max_epochs is None else _count(run.config.max_epochs, "epochs")
+    return ", ".join(text for text in (steps, epochs) if text is not None)
+
+
+def _files(folder: Path) -> str:
+    """Return the folder and what is in it."""
+    if not folder.is_dir():
+        return ""
+    entries = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+    names = [f"{path.name}/" if path.is_dir() else path.name for path in entries]
+    more = f" and {len(names) - SHOWN_FILES} more" if len(names) > SHOWN_FILES else ""
+    return f"{folder}: {', '.join(names[:SHOWN_FILES])}{more}" if names else ""
+
+
+def _count(number: int, plural: str) -> str:
+    """Return number and noun; one `processes` is one `process`."""
+    ending = "es" if plural.endswith(("sses", "ches")) else "s"
+    return f"{number:,} {plural.removesuffix(ending) if number == 1 else plural}"

@@ -1,0 +1,75 @@
+"""Write the figures of a run for TensorBoard."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from typing_extensions import override
+
+from trainkit.callback import Callback
+from trainkit.callbacks.places import log_place
+from trainkit.run import Run
+from trainkit.types import Scalars
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard.writer import SummaryWriter
+
+__all__ = ["TensorBoardLogger"]
+
+FLUSH_SECONDS = 30
+
+
+class TensorBoardLogger(Callback):
+    """Writes logged figures as `train/<name>` and evaluations under their own names.
+
+    The axis is `run.state.step`. A resumed run takes what was written after its step out of the
+    curves. A new run in a folder that holds the events of an old one takes those out of the
+    curves; their files stay. Only the main process writes.
+
+    Args:
+        directory: Folder of the event files; by default `<output_dir>/tensorboard`.
+    """
+
+    def __init__(self, directory: str | Path | None = None) -> None:
+        self.directory = directory
+        self._writer: SummaryWriter | None = None
+
+    @override
+    def on_fit_start(self, run: Run) -> None:
+        place = log_place(
+            run, self.directory, "tensorboard", owner="TensorBoardLogger", argument="directory"
+        )
+        if not run.is_main_process:
+            return
+        from torch.utils.tensorboard.writer import SummaryWriter  # takes seconds
+
+        self._writer = SummaryWriter(
+            str(place), purge_step=_first_new_step(run, place), flush_secs=FLUSH_SECONDS
+        )
+
+    @override
+    def on_log(self, run: Run, values: Scalars) -> None:
+        self._add(run, {f"train/{name}": value for name, value in values.items()})
+
+    @override
+    def on_evaluation_end(self, run: Run, metrics: Scalars) -> None:
+        self._add(run, metrics)
+        if self._writer is not None:
+            self._writer.flush()
+
+    @override
+    def on_fit_end(self, run: Run) -> None:
+        if self._writer is not None:
+            self._writer.close()  # flushes
+            self._writer = None
+
+    def _add(self, run: Run, values: Scalars) -> None:
+        if self._writer is not None:
+            for name, value in values.items():
+                self._writer.add_scalar(name, value, run.state.step)
+
+
+def _first_new_step(run: Run, place: Path) -> int | None:
+    """Return the step from which older events no longer count; None where there are none."""
+    if run.state.step > 0:
+        return run.state.step + 1  # what was written at the step itself is not written again
+    return 0 if any(place.glob("events.out.tfevents.*")) else None

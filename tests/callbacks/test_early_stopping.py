@@ -1,0 +1,108 @@
+"""Tests of stopping when a figure no longer improves."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from torch import nn
+
+from tests.helpers.ranks import run_ranks
+from tests.helpers.toys import fit, make_trainer, toy_loaders
+from trainkit import ConfigError, Trainer
+from trainkit.callbacks import EarlyStopping, Evaluation
+
+
+class _Scripted(Trainer):
+    """Evaluates to the figures that it was given, one after the other."""
+
+    values: list[float]
+
+    def evaluation_step(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:
+        assert self.run is not None
+        return {"mine": self.values[self.run.state.epoch - 1]}
+
+
+def _epochs(values: list[float], stopping: EarlyStopping) -> int:
+    trainer = _Scripted(max_epochs=len(values), callbacks=[stopping])
+    trainer.values = values
+    return fit(trainer).epoch
+
+
+@pytest.mark.parametrize(
+    ("mode", "values", "epochs"),
+    [
+        ("min", [3.0, 2.0, 2.0, 2.5, 1.0], 4),
+        ("max", [1.0, 2.0, 1.5, 2.0, 3.0], 4),
+        ("max", [1.0, 2.0, 1.5, 3.0, 4.0], 5),
+        ("min", [2.0, math.nan, math.nan, 1.0], 3),
+        ("min", [math.nan, 1.0, 2.0, 0.5], 4),
+    ],
+)
+def test_it_stops_after_patience_evaluations_without_a_new_best(
+    mode: Any, values: list[float], epochs: int
+) -> None:
+    assert _epochs(values, EarlyStopping("eval/mine", patience=2, mode=mode)) == epochs
+
+
+def test_less_than_min_delta_is_no_improvement() -> None:
+    stopping = EarlyStopping("eval/mine", patience=2, mode="min", min_delta=0.5)
+    assert _epochs([3.0, 2.8, 2.6, 1.0], stopping) == 3
+
+
+def test_the_reason_names_metric_and_patience() -> None:
+    stopping = EarlyStopping("eval/accuracy", patience=1, mode="max", min_delta=2.0)
+    trainer = make_trainer(max_epochs=9, callbacks=[stopping, Evaluation(["accuracy"])])
+    result = fit(trainer)
+    assert result.epoch == 2
+    assert result.stop_reason == "eval/accuracy has not improved for 1 evaluations"
+
+
+def test_an_unknown_metric_is_an_error_before_the_first_step_that_lists_the_known() -> None:
+    stopping = EarlyStopping("eval/acuracy", patience=1, mode="max")
+    trainer = make_trainer(callbacks=[stopping, Evaluation(["accuracy"])])
+    with pytest.raises(ConfigError, match=r"only \['eval/accuracy', 'eval/loss'\]"):
+        fit(trainer)
+    assert trainer.run is not None
+    assert trainer.run.state.step == 0
+
+
+def test_where_names_are_not_known_ahead_the_first_evaluation_decides() -> None:
+    trainer = _Scripted(
+        max_epochs=2, callbacks=[EarlyStopping("eval/yours", patience=1, mode="min")]
+    )
+    trainer.values = [1.0, 2.0]
+    with pytest.raises(ConfigError, match=r"only \['eval/mine'\]"):
+        fit(trainer)
+
+
+def test_without_an_evaluation_loader_it_is_refused() -> None:
+    stopping = EarlyStopping("eval/loss", patience=1, mode="min")
+    with pytest.raises(ConfigError, match="no evaluation loader"):
+        fit(make_trainer(callbacks=[stopping]), toy_loaders()[0])
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"patience": 0}, {"mode": "auto"}, {"min_delta": -1.0}, {"min_delta": math.nan}]
+)
+def test_bad_arguments_are_refused(arguments: Any) -> None:
+    with pytest.raises(ConfigError, match=f"`{next(iter(arguments))}` must be"):
+        EarlyStopping("eval/loss", **{"patience": 1, "mode": "min", **arguments})
+
+
+def test_a_state_with_other_keys_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"exactly the keys \['bad_evaluations', 'best'\]"):
+        EarlyStopping("eval/loss", patience=1, mode="min").load_state_dict({"best": 1.0})
+
+
+def _stop(rank: int) -> tuple[int, str]:
+    stopping = EarlyStopping("eval/loss", patience=1, mode="min", min_delta=100.0)
+    trainer = make_trainer(max_epochs=9, callbacks=[stopping])
+    result = fit(trainer)
+    trainer.close()
+    return result.step, result.stop_reason
+
+
+def test_two_processes_stop_at_the_same_step() -> None:
+    first, second = run_ranks(2, _stop)
+    assert first == second == (8, "eval/loss has not improved for 1 evaluations")

@@ -1,0 +1,67 @@
+"""Tests of what is printed at the start and at the end."""
+
+import contextlib
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.ranks import run_ranks
+from tests.helpers.toys import fit, make_trainer, toy_model
+from trainkit import Callback, ConfigError, Run, StepResult
+from trainkit.callbacks import Evaluation, JSONLLogger, Summary
+
+
+class _Fails(Callback):
+    def on_step_end(self, run: Run, result: StepResult) -> None:
+        raise ValueError("enough")
+
+
+def test_it_says_what_is_trained_and_what_came_of_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = toy_model()
+    next(model.parameters()).requires_grad_(False)
+    callbacks = [Summary(), Evaluation(["accuracy"]), JSONLLogger()]
+    trainer = make_trainer(
+        max_epochs=2, callbacks=callbacks, output_dir=tmp_path, gradient_accumulation_steps=2
+    )
+    result = fit(trainer, model=model)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:7] == [
+        "trainkit: training Sequential",
+        "  parameters    58 (26 trainable)",
+        "  strategy      single, 1 process, cpu",
+        "  precision     fp32",
+        "  global batch  8 samples (4 x 1 process x 2 micro-batches)",
+        "  planned       8 steps, 2 epochs",
+        f"  output        {tmp_path}",
+    ]
+    assert lines[7].endswith("(max_epochs)")
+    assert lines[8] == "  steps         8 (2 epochs completed, 64 samples)"
+    assert f"eval/accuracy {result.best_metrics['eval/accuracy']:.4g}" in lines[9]
+    assert lines[11] == f"  files         {tmp_path}: metrics.jsonl"
+
+
+def test_a_training_that_failed_says_by_what(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match="enough"):
+        fit(make_trainer(callbacks=[Summary(), _Fails()]))
+    assert "trainkit: ended by ValueError after 00:00" in capsys.readouterr().out
+
+
+def test_it_is_silent_where_it_never_began(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match="output_dir"):
+        fit(make_trainer(callbacks=[JSONLLogger(), Summary()]))
+    assert capsys.readouterr().out == ""
+
+
+def _train(rank: int, folder: Path) -> None:
+    with (folder / str(rank)).open("w") as file, contextlib.redirect_stdout(file):
+        trainer = make_trainer(callbacks=[Summary()])
+        fit(trainer)
+        trainer.close()
+
+
+def test_only_the_main_process_prints(tmp_path: Path) -> None:
+    run_ranks(2, _train, tmp_path)
+    assert "ddp, 2 processes, cpu" in (tmp_path / "0").read_text()
+    assert (tmp_path / "1").read_text() == ""
