@@ -112,7 +112,7 @@ def predict(
     step: EvaluationStep,
 ) -> Any:
     """Return the `predictions` of every sample once, in the loader's order, on all processes."""
-    parts: list[Any] = []
+    parts: list[tuple[Any, int]] = []
     chunks = _Chunks(accelerator, loader, [])
     with _undisturbed(module, accelerator.device):
         for micro_batch in loader.batches(0):
@@ -120,7 +120,9 @@ def predict(
                 outputs = _mapping(step(module, micro_batch.data))
             parts += chunks.add({"predictions": _require(outputs, "predictions")}, keep=True)
         parts += chunks.flush()
-    return concatenate([part["predictions"] for part in parts])
+    return concatenate(
+        [part["predictions"] for part, _ in parts], [samples for _, samples in parts]
+    )
 
 
 _LOSS_WEIGHT = "\0loss weight"
@@ -137,8 +139,8 @@ class _Chunks:
     outputs: list[dict[str, Any]] = field(default_factory=list)
     infos: list[BatchInfo] = field(default_factory=list)
 
-    def add(self, outputs: Mapping[str, Any], *, keep: bool = False) -> list[Any]:
-        """Take in the outputs of one batch; return what was gathered, if it was time to."""
+    def add(self, outputs: Mapping[str, Any], *, keep: bool = False) -> list[tuple[Any, int]]:
+        """Take in the outputs of one batch; return what `flush` does, if it was time to."""
         wanted = [metric for metric in self.metrics if metric.uses == "predictions"]
         if not wanted and not keep:
             return []
@@ -149,8 +151,8 @@ class _Chunks:
         self.infos.append(info)
         return self.flush() if len(self.outputs) == GATHER_EVERY else []
 
-    def flush(self) -> list[Any]:
-        """Gather what is held, feed the metrics, and return it."""
+    def flush(self) -> list[tuple[Any, int]]:
+        """Gather what is held, feed the metrics, and return it with its number of samples."""
         if not self.outputs:
             return []
         gathered = gather_samples(
@@ -162,8 +164,9 @@ class _Chunks:
         for metric in self.metrics:
             if metric.uses == "predictions":
                 metric.update(gathered["predictions"], gathered["references"])
+        samples = sum(sum(info.counts) for info in self.infos)
         self.outputs, self.infos = [], []
-        return [gathered]
+        return [(gathered, samples)]
 
 
 @contextmanager

@@ -253,6 +253,13 @@ def test_lengths_are_checked_before_memory_is_taken() -> None:
         decode(pickle.dumps(1))
 
 
+def test_tensors_of_another_device_go_where_the_receiver_wants_them() -> None:
+    from_accelerator = b"X" + encode(torch.ones(2))[1:]  # the tag that such a tensor gets
+    assert decode(from_accelerator).device.type == "cpu"
+    assert decode(from_accelerator, device=torch.device("meta")).device.type == "meta"
+    assert decode(encode(torch.ones(2)), device=torch.device("meta")).device.type == "cpu"
+
+
 def test_a_long_list_of_numbers_is_exact() -> None:
     values = [math.pi * index for index in range(10_000)]
     assert round_trip(values) == values

@@ -128,14 +128,21 @@ def test_what_a_process_without_real_samples_computes_does_not_matter(value: Any
         assert torch.equal(gathered, torch.arange(6).view(2, 3))
 
 
-def _none_has_any(rank: int) -> Any:
+def _none_has_any(rank: int, odd: bool) -> Any:
     value = {"x": torch.ones(2, 3, dtype=torch.bfloat16), "names": ["a", "b"]}
-    return gather_samples(Processes.start(), [value], [(0, 0)], [2])
+    batch = None if odd and rank == 0 else value
+    return gather_samples(Processes.start(), [batch], [(0, 0)], [2])
 
 
-def test_without_any_real_sample_structure_dtype_and_later_dimensions_are_kept() -> None:
-    for gathered in run_ranks(2, _none_has_any):
+@pytest.mark.parametrize("odd", [False, True])
+def test_without_any_real_sample_structure_dtype_and_later_dimensions_are_kept(odd: bool) -> None:
+    for gathered in run_ranks(2, _none_has_any, odd):
         assert same(gathered, {"x": torch.empty(0, 3, dtype=torch.bfloat16), "names": []})
+
+
+def test_without_any_real_sample_and_without_structure_there_is_an_error() -> None:
+    with pytest.raises(DataError, match="`value` is a NoneType, but the batch has 2 samples"):
+        gather_samples(Processes.start(), [None], [(0,)], [2])
 
 
 def _local_class(rank: int) -> tuple[str, int]:
@@ -180,6 +187,14 @@ def test_on_one_process_the_same_objects_come_back() -> None:
 def test_on_one_process_padding_is_cut_too() -> None:
     gathered = gather_samples(Processes.start(), [(torch.arange(4), list("abcd"))], [(3,)], [4])
     assert same(gathered, (torch.arange(3), list("abc")))
+
+
+def test_an_ambiguous_list_is_cut_either_way() -> None:
+    processes, value = Processes.start(), [torch.ones(2), torch.zeros(2)]
+    container = gather_samples(processes, [value], [(1,)], [2])
+    assert same(container, [torch.ones(1), torch.zeros(1)])
+    entries = gather_samples(processes, [value], [(1,)], [2], memory={"value": "samples"})
+    assert same(entries, [torch.ones(2)])
 
 
 def _mixed_dtypes(rank: int) -> Any:

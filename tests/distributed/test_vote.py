@@ -13,7 +13,7 @@ def _vote(rank: int) -> list[tuple[int, ...]]:
     answers = [vote.drain(), vote.exchange((0, 0))]
     answers.append(vote.exchange((int(rank == 1), 0)))
     assert processes.all_gather_bytes(bytes([rank]))[1] == b"\1"  # another collective in between
-    answers.append(vote.exchange((0, 7 * (rank == 0))))
+    answers.append(vote.exchange((0, 7 - rank)))
     answers += [vote.drain(), vote.drain()]
     return answers
 
