@@ -15,7 +15,7 @@ LAYERS = (
     ("world", "state", "rng", "config", "schedule", "steps"),
     ("distributed",),
     ("precision", "data", "metrics", "logs"),
-    ("strategies", "weighting"),
+    ("strategies", "weighting", "agreement", "checkpoint"),
     ("accelerator", "parts"),
     ("run",),
     ("callback",),
@@ -23,6 +23,7 @@ LAYERS = (
     ("phases",),
     ("loop",),
     ("trainer",),
+    ("cli",),
 )
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 CALLBACKS = "callbacks"

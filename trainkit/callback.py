@@ -1,8 +1,10 @@
 """Callbacks: what users hang on a training, and how it is called."""
 
+import difflib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Concatenate, ParamSpec
 
+from trainkit.distributed import guard
 from trainkit.errors import ConfigError
 from trainkit.run import Run
 from trainkit.types import Batch, Scalars, StepResult
@@ -114,6 +116,9 @@ class Callback:
             )
 
 
+PARTIAL_HOOKS = ("on_microbatch_start", "on_microbatch_end")
+"""Hooks that a process with nothing but a zero-weight repeat does not run (DESIGN 2.16)."""
+
 HOOKS: tuple[str, ...] = tuple(name for name in vars(Callback) if name.startswith("on_"))
 
 
@@ -125,7 +130,9 @@ class CallbackList:
         _check(self.callbacks)
         self._listeners: dict[Callable[..., None], tuple[Callable[..., None], ...]] = {
             getattr(Callback, hook): tuple(
-                getattr(callback, hook) for callback in self.callbacks if _overrides(callback, hook)
+                _listener(callback, hook)
+                for callback in self.callbacks
+                if _overrides(callback, hook)
             )
             for hook in HOOKS
         }
@@ -169,9 +176,35 @@ def _overrides(callback: Callback, hook: str) -> bool:
     return getattr(own, "__func__", own) is not getattr(Callback, hook)
 
 
+def _listener(callback: Callback, hook: str) -> Callable[..., None]:
+    """Return what to call for a hook; a collective in one that not all processes run raises."""
+    own: Callable[..., None] = getattr(callback, hook)
+    if hook not in PARTIAL_HOOKS:
+        return own
+
+    def guarded(*args: Any, **kwargs: Any) -> None:
+        with guard.only(hook):
+            own(*args, **kwargs)
+
+    guarded.__self__ = callback  # type: ignore[attr-defined]  # for `_place`
+    return guarded
+
+
 def _place(listener: Callable[..., None]) -> str:
     owner = getattr(listener, "__self__", None)
     return f"the callback `{owner.name}`" if isinstance(owner, Callback) else "a callback"
+
+
+def _check_hooks(callback: Callback) -> None:
+    """Raise for a method that looks like a hook but would never be called."""
+    for name in dir(type(callback)):
+        if name.startswith("on_") and name not in HOOKS:
+            near = difflib.get_close_matches(name, HOOKS, n=1, cutoff=0.0)[0]
+            raise ConfigError(
+                f"`{type(callback).__name__}.{name}` is no hook and would never be called. The "
+                f"nearest hook is `{near}`; the docstring of `Callback` lists them all. Give the "
+                "method a name without `on_` if it is not meant as one."
+            )
 
 
 def _check(callbacks: tuple[Callback, ...]) -> None:
@@ -194,3 +227,4 @@ def _check(callbacks: tuple[Callback, ...]) -> None:
                 f'"{callback.name}-2"`.'
             )
         names.add(callback.name)
+        _check_hooks(callback)

@@ -1,6 +1,10 @@
 """The errors that trainkit raises: one base class, and one class for each kind of cause."""
 
+from pathlib import Path
+
 __all__ = [
+    "CheckpointCorrupt",
+    "CheckpointError",
     "ConfigError",
     "DataError",
     "DistributedError",
@@ -42,3 +46,31 @@ class NonFiniteError(TrainkitError, ArithmeticError):
         self.step = step
         self.process = process
         self.parameter = parameter
+
+
+class CheckpointError(TrainkitError, RuntimeError):
+    """A checkpoint that cannot be written, found, read or used.
+
+    Args:
+        message: What happened, where, and what to do.
+        path: The checkpoint, or the folder that checkpoints are in.
+        file: Name of the file inside `path` that is at fault, where it is one.
+        errno: Number of the operating system's error, where it was one.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        path: Path | None = None,
+        file: str | None = None,
+        errno: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.path = path
+        self.file = file
+        self.errno = errno
+
+
+class CheckpointCorrupt(CheckpointError):
+    """A checkpoint that is not what was once written; nothing of it has been used."""

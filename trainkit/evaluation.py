@@ -1,21 +1,25 @@
 """Evaluation and prediction: every sample once, whatever the number of processes."""
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from trainkit import rng
 from trainkit.accelerator import Accelerator
 from trainkit.callback import Callback, CallbackList
-from trainkit.data import BatchInfo, PreparedLoader
+from trainkit.data import BatchInfo, MicroBatch, PreparedLoader
 from trainkit.distributed import concatenate, gather_samples
-from trainkit.errors import DataError
+from trainkit.errors import DataError, TrainkitError
 from trainkit.logs import LogSums
-from trainkit.metrics import Metric
+from trainkit.metrics.metric import Metric
 from trainkit.precision import Precision
 from trainkit.run import Run
 from trainkit.types import Batch, Scalars
@@ -31,6 +35,7 @@ GATHER_EVERY = 16
 def evaluate_run(run: Run, callbacks: CallbackList) -> None:
     """Evaluate the model of a run on all its loaders, between the evaluation hooks."""
     phase, run.phase = run.phase, "evaluate"
+    run.strategy.share_buffers(run.module)
     callbacks.emit(Callback.on_evaluation_start, run)
     metrics: Scalars = {}
     for name, loader in run.evaluation_loaders.items():
@@ -42,16 +47,79 @@ def evaluate_run(run: Run, callbacks: CallbackList) -> None:
             step=run.evaluation_step,
             metrics=run.evaluation_metrics,
             prefix=f"eval/{name}/" if name else "eval/",
-            after_batch=lambda: callbacks.emit(Callback.on_evaluation_batch_end, run),
+            watch=partial(_announce, run, callbacks),
         )
     run.requests.evaluation = False
     run.last_evaluated_attempt = run.state.attempts
     run.metrics = metrics
-    _keep_best(run.best_metrics, metrics)
+    _keep_best(run, metrics)
     if run.lr_schedule is not None:
         run.lr_schedule.advance_evaluation(metrics)
     callbacks.emit(Callback.on_evaluation_end, run, metrics)
     run.phase = phase
+
+
+def _announce(
+    run: Run, callbacks: CallbackList, batches: Iterator[MicroBatch]
+) -> Iterator[MicroBatch]:
+    for micro_batch in batches:
+        yield micro_batch
+        callbacks.emit(Callback.on_evaluation_batch_end, run)
+
+
+def rehearse(run: Run) -> set[str] | None:
+    """Evaluate one batch of each loader and forget it; return the names of the figures.
+
+    So what cannot work, such as metrics that do not fit the outputs, is said before the first
+    step. The names are None where they are not known: a metric of others may refuse so little
+    data, and a loader that can be read only once is left alone.
+    """
+    metrics = [_Rehearsed(metric) for metric in run.evaluation_metrics]
+    names: set[str] = set()
+    for name, loader in run.evaluation_loaders.items():
+        if isinstance(loader.source, Iterator):
+            return None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about so little data
+            names |= evaluate(
+                run.module,
+                loader,
+                accelerator=run.accelerator,
+                precision=run.precision,
+                step=run.evaluation_step,
+                metrics=[*metrics],
+                prefix=f"eval/{name}/" if name else "eval/",
+                watch=lambda batches: islice(batches, 1),
+            ).keys()
+    return None if any(metric.refused for metric in metrics) else names
+
+
+class _Rehearsed(Metric):
+    """A metric that may refuse to compute, unless it is our own error that says why."""
+
+    def __init__(self, metric: Metric) -> None:
+        self.metric = metric
+        self.name = metric.name
+        self.uses = metric.uses  # type: ignore[misc]
+        self.refused = False
+
+    @override
+    def reset(self) -> None:
+        self.metric.reset()
+
+    @override
+    def update(self, predictions: Any, references: Any) -> None:
+        self.metric.update(predictions, references)
+
+    @override
+    def compute(self) -> dict[str, float]:
+        try:
+            return self.metric.compute()
+        except TrainkitError:
+            raise
+        except Exception:
+            self.refused = True
+            return {}
 
 
 def evaluate(
@@ -63,7 +131,7 @@ def evaluate(
     step: EvaluationStep,
     metrics: list[Metric],
     prefix: str = "eval/",
-    after_batch: Callable[[], None] | None = None,
+    watch: Callable[[Iterator[MicroBatch]], Iterator[MicroBatch]] = iter,
 ) -> Scalars:
     """Return the figures of `module` on `loader`, equal on all processes.
 
@@ -80,21 +148,19 @@ def evaluate(
             samples), a tensor with one number for each sample counts each once.
         metrics: Computed from all predictions and references, or from the mean loss.
         prefix: Stands before each name in the result.
-        after_batch: Called after each batch on every process.
+        watch: Stands between the loader's batches and the evaluation.
     """
     for metric in metrics:
         metric.reset()
     sums = LogSums()
     chunks = _Chunks(accelerator, loader, metrics)
-    with _undisturbed(module, accelerator.device):
-        for micro_batch in loader.batches(0):
+    with _undisturbed(module, accelerator), closing(loader.batches(0)) as batches:
+        for micro_batch in watch(batches):
             with precision.autocast():
                 outputs = _mapping(step(module, micro_batch.data))
             chunks.add(outputs)
             if micro_batch.count:
                 _add_means(sums, outputs, micro_batch.count)
-            if after_batch is not None:
-                after_batch()
         chunks.flush()
     figures = sums.reduce(accelerator.processes)
     weight = figures.pop(_LOSS_WEIGHT, 0.0)
@@ -114,8 +180,8 @@ def predict(
     """Return the `predictions` of every sample once, in the loader's order, on all processes."""
     parts: list[tuple[Any, int]] = []
     chunks = _Chunks(accelerator, loader, [])
-    with _undisturbed(module, accelerator.device):
-        for micro_batch in loader.batches(0):
+    with _undisturbed(module, accelerator), closing(loader.batches(0)) as batches:
+        for micro_batch in batches:
             with precision.autocast():
                 outputs = _mapping(step(module, micro_batch.data))
             parts += chunks.add({"predictions": _require(outputs, "predictions")}, keep=True)
@@ -170,10 +236,10 @@ class _Chunks:
 
 
 @contextmanager
-def _undisturbed(module: nn.Module, device: torch.device) -> Iterator[None]:
+def _undisturbed(module: nn.Module, accelerator: Accelerator) -> Iterator[None]:
     modes = [(part, part.training) for part in module.modules()]
     try:
-        with rng.preserved(device), torch.no_grad():
+        with rng.preserved(accelerator.device), accelerator.loaders.apart(), torch.no_grad():
             module.eval()
             yield
     finally:
@@ -200,14 +266,15 @@ def _require(outputs: Mapping[str, Any], name: str) -> Any:
 
 
 def _add_means(sums: LogSums, outputs: Mapping[str, Any], count: int) -> None:
-    weight = outputs.get("weight", count)
+    weight = outputs.get("weight")
+    weight = count if weight is None else weight
     for name, value in outputs.items():
         if name in _NOT_AVERAGED:
             continue
-        if isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1):
-            sums.add(name, value, weight)
-        elif isinstance(value, Tensor) and value.shape == (count,):
+        if isinstance(value, Tensor) and value.shape == (count,) and name != "loss":
             sums.add(name, value.double().mean(), count)
+        elif isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1):
+            sums.add(name, value, weight)
         else:
             raise DataError(
                 f"`evaluation_step` returned `{name}` as {_shape(value)}, but the batch has "
@@ -242,9 +309,18 @@ def _all_figures(metrics: list[Metric], means: Scalars, loss_weight: float) -> S
     return figures
 
 
-def _keep_best(best: Scalars, metrics: Scalars) -> None:
+def _keep_best(run: Run, metrics: Scalars) -> None:
+    """Note the best value of the figures of which it is known what is better."""
+    higher = {"loss": False}
+    for metric in run.evaluation_metrics:
+        if metric.keys is not None and metric.higher_is_better is not None:
+            higher |= dict.fromkeys(metric.keys, metric.higher_is_better)
     for name, value in metrics.items():
-        lower = name.rsplit("/", 1)[-1].endswith(("loss", "error", "mse", "mae", "perplexity"))
-        known = best.get(name)
-        if value == value and (known is None or (value < known if lower else value > known)):
-            best[name] = value
+        upward = higher.get(
+            name.removeprefix("eval/").split("/", 1)[-1], higher.get(name.removeprefix("eval/"))
+        )
+        if upward is None or value != value:
+            continue
+        known = run.best_metrics.get(name)
+        if known is None or (value > known if upward else value < known):
+            run.best_metrics[name] = value

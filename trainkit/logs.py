@@ -107,9 +107,9 @@ def _scalar(name: str, value: Tensor) -> Tensor:
 def _add_weighted(entry: _Entry, value: Tensor | float, weight: Tensor | float) -> None:
     if isinstance(weight, Tensor):
         weight = weight.detach().double().reshape(())
+        number = value if isinstance(value, Tensor) else torch.full_like(weight, value)
         # A mean over no items is NaN and must not count.
-        value = torch.where(weight > 0, torch.as_tensor(value, device=weight.device), 0.0)
-        entry.value = entry.value + value * weight
+        entry.value = entry.value + torch.where(weight > 0, number, 0.0) * weight
     elif weight == 0:
         return
     elif isinstance(value, Tensor):
@@ -136,12 +136,12 @@ def _add_plain(entry: _Entry, value: Tensor | float) -> None:
 
 def _maximum(first: Tensor | float, second: Tensor | float) -> Tensor | float:
     """Return the larger; NaN where either is, because it must be seen."""
-    if isinstance(first, Tensor) or isinstance(second, Tensor):
-        device = first.device if isinstance(first, Tensor) else torch.as_tensor(second).device
-        return torch.maximum(
-            torch.as_tensor(first, dtype=torch.float64, device=device),
-            torch.as_tensor(second, dtype=torch.float64, device=device),
-        )
+    if isinstance(first, Tensor) and isinstance(second, Tensor):
+        return torch.maximum(first, second)
+    if isinstance(first, Tensor):
+        return torch.maximum(first, torch.full_like(first, float(second)))
+    if isinstance(second, Tensor):
+        return torch.maximum(torch.full_like(second, first), second)
     return first if first != first or first > second else second
 
 

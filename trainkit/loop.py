@@ -4,7 +4,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from trainkit.callback import Callback, CallbackList
 from trainkit.data import MicroBatch, Window
-from trainkit.phases import finish, serve
+from trainkit.phases import begin, finish, serve
 from trainkit.run import Run
 from trainkit.types import StepResult
 from trainkit.weighting import scale_gradients
@@ -20,13 +20,14 @@ def fit(run: Run, callbacks: CallbackList) -> None:
     try:
         run.optimizer.zero_grad(set_to_none=True)
         callbacks.emit(Callback.on_fit_start, run)
+        begin(run)
         run.phase = "train"
         while run.stop_reason is None:
             train_epoch(run, callbacks)
         finish(run, callbacks)
     except BaseException as error:
         failed = True
-        error.add_note(run.place())
+        run.note(error)
         callbacks.emit_to_all(Callback.on_exception, run, error)
         raise
     finally:
@@ -37,15 +38,13 @@ def fit(run: Run, callbacks: CallbackList) -> None:
 
 def train_epoch(run: Run, callbacks: CallbackList) -> None:
     """Train on what is left of the current epoch, or until a request to stop."""
-    state, config = run.state, run.config
+    state = run.state
     if state.epoch_samples == 0:
         callbacks.emit(Callback.on_epoch_start, run)
-    windows = run.train_loader.windows(
-        state.epoch,
-        position=state.epoch_samples,
-        accumulation=config.gradient_accumulation_steps,
-        drop_last=config.drop_last_window,
-    )
+    run.stop_reason = run.requests.stop
+    if run.stop_reason is not None:
+        return
+    windows = run.windows()
     window = next(windows, None)
     while window is not None:
         train_step(run, callbacks, window)
@@ -74,6 +73,8 @@ def train_step(run: Run, callbacks: CallbackList, window: Window) -> None:
     correction = weighting.correction()
     if correction is not None:
         scale_gradients(run.parameters, correction)
+    if state.attempts == 0:
+        run.strategy.check_gradients(run.module)
     overflowed = run.precision.unscale(run.optimizer, run.strategy.agree)
     if not overflowed:
         callbacks.emit(Callback.on_gradients, run)

@@ -1,23 +1,30 @@
 """Turns what users pass to a Trainer into its parts, with an error where that cannot work."""
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.utils.data import DataLoader
 
+from trainkit.data import PreparedLoader
 from trainkit.errors import ConfigError
+from trainkit.metrics.metric import Metric
 from trainkit.precision import BF16, FP16, FP32, Precision
 from trainkit.schedule import LRSchedule
 from trainkit.strategies import DDP, SingleDevice, Strategy
-from trainkit.types import OptimizerFactory, SchedulerFactory
+from trainkit.types import LossFn, OptimizerFactory, SchedulerFactory
 from trainkit.world import World
 
 __all__ = [
+    "check_callbacks",
+    "check_evaluations",
+    "check_loss_fn",
     "check_model",
     "make_lr_schedule",
+    "make_metrics",
     "make_optimizer",
     "make_precision",
     "make_strategy",
@@ -65,6 +72,8 @@ def _look_up(
     hint = f' Did you mean "{near[0]}"?' if near else ""
     if isinstance(name, type):
         hint = f" Pass an instance: `{name.__name__}(...)`."
+    if name == "fsdp":
+        hint = " FSDP is not there yet."
     raise ConfigError(
         f"`{argument}` must be one of {names} or a `{interface}`, but is {name!r}.{hint}"
     )
@@ -101,6 +110,11 @@ def split_loaders(loaders: Any) -> tuple[Any, dict[str, Any]]:
                 '`{"train": ..., "eval": {"a": ..., "b": ...}}`.'
             )
         return loaders[0], name_loaders(loaders[1])
+    if isinstance(loaders, list) and any(isinstance(loader, DataLoader) for loader in loaders):
+        raise ConfigError(
+            f"`loaders` is a list of {len(loaders)} loaders. Pass one loader, a tuple "
+            '`(train, eval)`, or a mapping with "train" and "eval".'
+        )
     return loaders, {}
 
 
@@ -116,6 +130,48 @@ def name_loaders(loaders: Any) -> dict[str, Any]:
             f"Evaluation loaders are named by words without `/`, but one is called {bad[0]!r}."
         )
     return dict(loaders)
+
+
+def check_evaluations(loaders: Mapping[str, PreparedLoader]) -> None:
+    """Raise where an evaluation during training would have nothing to look at."""
+    for name, loader in loaders.items():
+        if loader.samples_per_epoch == 0 or loader.batches_per_epoch == 0:
+            raise ConfigError(
+                f"The evaluation loader{f' `{name}`' if name else ''} is empty, so `fit` could "
+                "never give a figure. Give it samples, or leave it out."
+            )
+
+
+def make_metrics(metrics: Iterable[Any] | None) -> list[Metric]:
+    """Return the metrics of names, functions, and objects of `evaluate` and torchmetrics."""
+    if isinstance(metrics, str) or (metrics is not None and not isinstance(metrics, Iterable)):
+        raise ConfigError(
+            f"`metrics` must be a list, but is {metrics!r}. Write `metrics=[{metrics!r}]`."
+        )
+    from trainkit.metrics import as_metric  # most runs need no metric before they have one
+
+    return [as_metric(metric) for metric in metrics or ()]
+
+
+def check_callbacks(callbacks: object) -> None:
+    """Raise where `callbacks` is one callback instead of a list."""
+    if callbacks is None:
+        return
+    if isinstance(callbacks, str) or not isinstance(callbacks, Iterable):
+        raise ConfigError(
+            f"`callbacks` must be a list of callbacks, but is {type(callbacks).__name__!r}. Write "
+            "`callbacks=[...]`."
+        )
+
+
+def check_loss_fn(loss_fn: LossFn) -> LossFn:
+    """Return `loss_fn` if it can be called with outputs and targets."""
+    if isinstance(loss_fn, type) or not callable(loss_fn):
+        raise ConfigError(
+            "`loss_fn` must be a callable `(outputs, targets) -> loss`, but is "
+            f"{loss_fn!r}. Pass for example `nn.CrossEntropyLoss()`, with the brackets."
+        )
+    return loss_fn
 
 
 def make_optimizer(optimizer: Optimizer | OptimizerFactory | None, module: nn.Module) -> Optimizer:
@@ -142,9 +198,19 @@ def make_optimizer(optimizer: Optimizer | OptimizerFactory | None, module: nn.Mo
 
 
 def check_optimizer(optimizer: Optimizer, module: nn.Module) -> None:
-    """Raise where the optimizer holds parameters that are not those of `module`."""
+    """Raise where the optimizer cannot train `module`."""
+    if isinstance(optimizer, LBFGS):
+        raise ConfigError(
+            "`LBFGS` evaluates the loss several times in a step, which this loop does not do. Use "
+            "another optimizer."
+        )
     own = {id(p) for p in module.parameters()}
     held = [p for group in optimizer.param_groups for p in group["params"]]
+    if not any(p.requires_grad for p in held):
+        raise ConfigError(
+            f"None of the {len(held)} parameters of the optimizer is trainable "
+            "(`requires_grad`): training would change nothing. Give it the parameters to train."
+        )
     foreign = [tuple(p.shape) for p in held if id(p) not in own]
     if foreign:
         raise ConfigError(

@@ -1,6 +1,6 @@
 """The parts of one training and the requests made of it: what callbacks see."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,11 +12,11 @@ from torch.optim import Optimizer
 from trainkit import rng
 from trainkit.accelerator import Accelerator
 from trainkit.config import TrainConfig
-from trainkit.data import PreparedLoader
-from trainkit.distributed import Processes, Vote
-from trainkit.errors import TrainkitError
+from trainkit.data import PreparedLoader, Window
+from trainkit.distributed import Processes, Vote, guard
+from trainkit.errors import ConfigError, TrainkitError
 from trainkit.logs import LogSums, Reduction
-from trainkit.metrics import Metric
+from trainkit.metrics.metric import Metric
 from trainkit.precision import Precision
 from trainkit.schedule import LRSchedule
 from trainkit.state import TrainState
@@ -60,19 +60,15 @@ class Requests:
     voted_evaluation: bool = False
     _sent_stop: str | None = None  # in the vote under way
 
-    def exchange(self, vote: Vote, processes: Processes) -> None:
-        """Act on the votes of the window before, and start those of this one (DESIGN 2.34)."""
-        agreed = vote.exchange((self.voted_stop is not None, self.voted_evaluation))
-        self._act(agreed, processes)
+    def start_vote(self, vote: Vote) -> None:
+        """Put what this process alone asked for to the vote (DESIGN 2.34)."""
+        vote.exchange((self.voted_stop is not None, self.voted_evaluation))
         self._sent_stop, self.voted_stop = self.voted_stop, None
         self.voted_evaluation = False
 
-    def drain(self, vote: Vote, processes: Processes) -> None:
-        """Act on the votes still under way."""
-        self._act(vote.drain(), processes)
-
-    def _act(self, agreed: tuple[int, ...], processes: Processes) -> None:
-        stop, evaluation = agreed
+    def read_vote(self, vote: Vote, processes: Processes) -> None:
+        """Take over what the processes agreed on in the vote under way, if there is one."""
+        stop, evaluation = vote.drain()
         self.evaluation |= bool(evaluation)
         if stop and self.stop is None:
             reasons = processes.all_gather_objects(self._sent_stop)
@@ -112,6 +108,8 @@ class Run:
     """What the run is doing: setup, train, log, evaluate, end."""
     requests: Requests = field(default_factory=Requests)
     sums: LogSums = field(default_factory=LogSums)
+    expected_figures: set[str] | None = None
+    """Names of the figures that an evaluation gives; None where that is not known ahead."""
     logs: bool = False  # whether any callback of any process listens to `on_log`
     evaluates_epochs: bool = False  # whether epochs end with an evaluation by themselves
     evaluates_end: bool = False  # whether the last step is evaluated in any case
@@ -128,6 +126,15 @@ class Run:
     def parameters(self) -> list[nn.Parameter]:
         """The parameters that the optimizer updates."""
         return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def windows(self) -> Generator[Window, None, None]:
+        """Return the windows of what is left of the current epoch."""
+        return self.train_loader.windows(
+            self.state.epoch,
+            position=self.state.epoch_samples,
+            accumulation=self.config.gradient_accumulation_steps,
+            drop_last=self.config.drop_last_window,
+        )
 
     @property
     def is_log_step(self) -> bool:
@@ -166,6 +173,8 @@ class Run:
                 from reduced metrics: acts at once. Else the processes vote, and all stop at the
                 end of the same window, at most one later.
         """
+        if agreed:
+            guard.check("request_stop(agreed=True)")
         if agreed or self.vote is None:
             self.requests.stop = self.requests.stop or reason
         else:
@@ -173,6 +182,8 @@ class Run:
 
     def request_evaluation(self, *, agreed: bool = False) -> None:
         """Ask for an evaluation after this step; `agreed` as in `request_stop`."""
+        if agreed:
+            guard.check("request_evaluation(agreed=True)")
         if agreed or self.vote is None:
             self.requests.evaluation = True
         else:
@@ -183,6 +194,7 @@ class Run:
 
         The decision must come from a value that is equal on all processes.
         """
+        guard.check("request_skip")
         self.requests.skip = reason
 
     def gather_for_metrics(self, input_data: Any) -> Any:
@@ -192,6 +204,10 @@ class Run:
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on the main process."""
         self.accelerator.print(*args, **kwargs)
+
+    def unwrap(self) -> None:
+        """Drop the strategy's wrapper; a second fit makes its own."""
+        self.model = self.module
 
     def result(self) -> FitResult:
         """Return what the training came to."""
@@ -206,6 +222,20 @@ class Run:
             output_dir=self.output_dir,
         )
 
+    def check_agreement(self) -> None:
+        """Raise, on all processes, if their callbacks would evaluate differently."""
+        names = [metric.name for metric in self.evaluation_metrics]
+        plans = self.accelerator.processes.all_gather_objects(
+            [self.evaluates_epochs, self.evaluates_end, names]
+        )
+        for rank, plan in enumerate(plans):
+            if plan != plans[0]:
+                raise ConfigError(
+                    f"Process 0 evaluates with the metrics {plans[0][2]}, process {rank} with "
+                    f"{plan[2]}, or at other times. Give every process the same `Evaluation` "
+                    "callbacks; `MainProcess` is for callbacks that only look."
+                )
+
     def refuse_more_skips(self, reason: str) -> None:
         """Raise where too many windows in a row were skipped, the last one for `reason`."""
         skips, limit = self.state.consecutive_skips, self.config.max_consecutive_skips
@@ -215,6 +245,13 @@ class Run:
                 f"`max_consecutive_skips` is {limit}. Lower the learning rate, look for "
                 "non-finite inputs, or use bf16 or fp32."
             )
+
+    def note(self, error: BaseException) -> None:
+        """Add to an error that ends the training where the run was."""
+        error.add_note(self.place())
+        text = str(error)
+        if isinstance(error, RuntimeError) and ("closed by peer" in text or "Gloo" in text):
+            error.add_note("Another process ended before this one: its own error says why.")
 
     def place(self) -> str:
         """Return where the run is, in words, for reports."""
@@ -228,12 +265,16 @@ class Run:
     @contextmanager
     def as_zero_weight(self) -> Iterator[None]:
         """Run a micro-batch that counts for nothing: buffers and random streams are put back."""
-        buffers = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
+        before = [
+            (module, name, buffer, buffer.clone())
+            for module in self.module.modules()
+            for name, buffer in module.named_buffers(recurse=False)
+        ]
         self.zero_weight = True
         try:
             with rng.preserved(self.strategy.device):
                 yield
         finally:
             self.zero_weight = False
-            for buffer, before in buffers:
-                buffer.copy_(before)
+            for module, name, buffer, value in before:
+                setattr(module, name, buffer.copy_(value))

@@ -1,5 +1,6 @@
 """When a learning-rate scheduler advances."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -35,6 +36,24 @@ class LRSchedule:
                 '`LRSchedule(scheduler, metric="eval/loss")` from the scheduler callable.'
             )
 
+    def check(self, figures: Iterable[str] | None) -> None:
+        """Raise where the schedule could never advance.
+
+        Args:
+            figures: Names that an evaluation gives; empty without one, None where not known.
+        """
+        if self.metric is None or figures is None or self.metric in figures:
+            return
+        if not figures:
+            raise ConfigError(
+                f"`LRSchedule` watches {self.metric!r}, but `fit` was given no evaluation loader. "
+                "Pass `(train_loader, eval_loader)`."
+            )
+        raise ConfigError(
+            f"`LRSchedule` watches {self.metric!r}, but the evaluation gives only "
+            f"{sorted(figures)}. Use one of these."
+        )
+
     def advance_step(self) -> None:
         """Advance after an applied update, if that is this schedule's pace."""
         if self.metric is None and self.every == "step":
@@ -47,11 +66,7 @@ class LRSchedule:
 
     def advance_evaluation(self, metrics: Scalars) -> None:
         """Advance after an evaluation, if this schedule watches one of its figures."""
+        self.check(metrics)
         if self.metric is None:
             return
-        if self.metric not in metrics:
-            raise ConfigError(
-                f"`LRSchedule` watches {self.metric!r}, but the evaluation gave only "
-                f"{sorted(metrics)}. Use one of these."
-            )
         self.scheduler.step(metrics[self.metric])  # type: ignore[arg-type]

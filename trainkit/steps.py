@@ -1,6 +1,8 @@
 """What a training step and an evaluation step do unless they are overridden."""
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 from torch import Tensor, nn
@@ -106,13 +108,25 @@ def _label_count(module: nn.Module, batch: Mapping[str, Any]) -> Tensor | None:
         return None
     if not hasattr(module, "loss_function"):  # not a model of transformers
         return None
-    if _is_causal(module):
+    if _shifts(type(module).forward, getattr(module, "loss_type", None)):
         labels = labels[..., 1:]
-    return (labels != IGNORED).sum()
+    # Segmentation models have an ignored label of their own.
+    ignored = getattr(getattr(module, "config", None), "semantic_loss_ignore_index", IGNORED)
+    return (labels != ignored).sum()
 
 
-def _is_causal(module: nn.Module) -> bool:
-    """Whether the loss compares each position with the label of the next."""
-    kind = getattr(module, "loss_type", None)
-    # transformers finds no kind in names such as GPT2LMHeadModel, and then shifts.
-    return kind == "ForCausalLM" or (kind is None and type(module).__name__.endswith("LMHeadModel"))
+@cache
+def _shifts(forward: Callable[..., Any], loss_type: str | None) -> bool:
+    """Whether the loss of a transformers model compares each position with the next label.
+
+    The shift is in `ForCausalLMLoss`, which models reach by `self.loss_function` where their
+    `loss_type` names it or nothing at all; a few shift by themselves. Others, such as XLNet and
+    T5, have a loss of their own that does not.
+    """
+    code = getattr(inspect.unwrap(forward), "__code__", None)
+    if code is None:
+        return False
+    if "shift_labels" in code.co_varnames:
+        return True
+    by_name = loss_type in (None, "ForCausalLM", "ForConditionalGeneration")
+    return by_name and "loss_function" in code.co_names

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainkit import evaluation, loop, parts, rng, steps
-from trainkit import metrics as metric_forms
+from trainkit import agreement, evaluation, loop, parts, rng, steps
 from trainkit.accelerator import Accelerator
 from trainkit.callback import Callback, CallbackList
 from trainkit.config import TrainConfig
@@ -107,6 +106,7 @@ class Trainer:
             sample_seeding=sample_seeding,
             max_consecutive_skips=max_consecutive_skips,
         )
+        parts.check_callbacks(callbacks)
         self.callbacks = CallbackList(_default_callbacks() if callbacks is None else callbacks)
         self.output_dir = None if output_dir is None else Path(output_dir)
         self.precision = parts.make_precision(precision)
@@ -170,7 +170,8 @@ class Trainer:
         Raises:
             ConfigError: Where an argument cannot work, before the first step.
         """
-        self._optimizer, self._lr_scheduler, self.loss_fn = optimizer, lr_scheduler, loss_fn
+        self._optimizer, self._lr_scheduler = optimizer, lr_scheduler
+        self.loss_fn = type(self).loss_fn if loss_fn is None else parts.check_loss_fn(loss_fn)
         train, evaluations = parts.split_loaders(loaders)
         with ExitStack() as stack:
             loader = stack.enter_context(self._prepared_training(train))
@@ -182,11 +183,17 @@ class Trainer:
             stack.enter_context(_determinism(self.config.deterministic))
             rng.seed_all(rng.device_seed(self.config.seed, self.accelerator.process_index))
             stack.enter_context(_mode_of_training(model))
+            stack.callback(run.unwrap)
             loop.fit(run, self.callbacks)
         return run.result()
 
     def evaluate(
-        self, model: nn.Module, loader: Any, *, metrics: Iterable[Any] | None = None
+        self,
+        model: nn.Module,
+        loader: Any,
+        *,
+        metrics: Iterable[Any] | None = None,
+        loss_fn: LossFn | None = None,
     ) -> Scalars:
         """Return the figures of `model` on `loader`, equal on all processes.
 
@@ -195,8 +202,11 @@ class Trainer:
             loader: A DataLoader, or a mapping of named ones.
             metrics: Names, functions `(predictions, references) -> float | dict`, metrics of
                 `evaluate` or of torchmetrics. The mean loss is always there, if there is one.
+            loss_fn: As for `fit`; what the latest `fit` was given, if left out.
         """
-        chosen = [metric_forms.as_metric(metric) for metric in metrics or ()]
+        if loss_fn is not None:
+            self.loss_fn = parts.check_loss_fn(loss_fn)
+        chosen = parts.make_metrics(metrics)
         figures: Scalars = {}
         for name, data in parts.name_loaders(loader).items():
             with self._prepared_evaluation(data) as prepared:
@@ -238,6 +248,7 @@ class Trainer:
             seed=config.seed,
             split_batches=config.split_batches,
             sample_seeding=config.sample_seeding,
+            active=self.accelerator.loaders,
         )
         try:
             yield loader
@@ -263,7 +274,10 @@ class Trainer:
         self, module: nn.Module, loader: PreparedLoader, evaluations: dict[str, PreparedLoader]
     ) -> Run:
         config, processes = self.config, self.accelerator.processes
+        parts.check_evaluations(evaluations)
+        agreement.check_alike(processes, agreement.facts_of(config, module, loader, evaluations))
         self.planned_steps = _planned_steps(config, loader)
+        self.precision.setup(self.accelerator.device)  # its state is that of one training
         model = self.strategy.wrap(module)
         optimizer = self.configure_optimizer(module)
         parts.check_optimizer(optimizer, module)
@@ -339,11 +353,12 @@ def _determinism(wanted: bool) -> Iterator[None]:
         yield
         return
     before = torch.are_deterministic_algorithms_enabled()
+    only_warned = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True)
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before)
+        torch.use_deterministic_algorithms(before, warn_only=only_warned)
 
 
 def _default_callbacks() -> list[Callback]:

@@ -53,6 +53,8 @@ class StepOutput:
         loss: Scalar with a graph: the mean loss over the micro-batch's items.
         weight: Number of items (samples, tokens, ...) that `loss` averages, at least 0. A tensor
             stays on its device. None: the number of samples in the micro-batch (DESIGN 2.6).
+            With weight 0 the loss may be NaN, but its gradient must not be: torch's
+            `cross_entropy` over ignored labels alone is fine, `sum() / count` is not.
     """
 
     loss: Tensor

@@ -6,6 +6,7 @@ average that the strategy takes over processes gives that sum; where the total o
 known ahead, the reduced gradients are multiplied once more at the end of the window.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -40,7 +41,7 @@ class Weighting:
         self._processes = processes
         self._nominal = nominal
         self._accumulation = accumulation
-        self._checked = False
+        self._by_sample: bool | None = None  # None: no micro-batch was seen
 
     def begin(self, window: Window) -> None:
         """Start a window."""
@@ -54,20 +55,26 @@ class Weighting:
     def weigh(self, output: object, micro_batch: MicroBatch) -> Tensor:
         """Return the loss to run backward on, for what the training step returned."""
         loss, weight = _parse(output)
-        if not self._checked:
-            _check(loss, weight)
-            self._checked = True
+        if self._by_sample is None:
+            self._by_sample = self._agree(loss, weight)
+        if loss.ndim:
+            loss = loss.reshape(())
         if self._alone is None:
             self._alone = self._processes.size == 1 and micro_batch.last
         count = micro_batch.count
         self.samples += micro_batch.total
-        self._losses.append((loss.detach(), count if weight is None or count == 0 else weight))
+        if not self._by_sample:
+            return self._by_weight(loss, count if weight is None else weight, count)
+        if weight is not None:
+            raise DataError(
+                "`training_step` returned a weight, after it had returned none for the first "
+                "micro-batch of the run. Return one always, or never."
+            )
+        self._losses.append((loss.detach(), count))
         if self._alone:
             return loss
-        if weight is None:
-            factor = count * self._processes.size / self._base(micro_batch)
-            return loss if factor == 1 else loss * factor
-        return self._by_weight(loss, weight, count)
+        factor = count * self._processes.size / self._base(micro_batch)
+        return loss if factor == 1 else loss * factor
 
     def correction(self) -> Tensor | float | None:
         """Return what the reduced gradients must be multiplied by, None for nothing.
@@ -77,11 +84,9 @@ class Weighting:
         if self._alone:
             return None
         if self._total is not None:
-            if self._processes.size > 1:
-                self._processes.all_reduce(self._total)
-            assert self.reference is not None
-            scale = self.reference / self._total
-            return torch.where(self._total > 0, scale, torch.zeros_like(scale))
+            total = self._processes.all_reduce(self._total.clone())
+            scale = (self.reference or 1.0) / total
+            return torch.where(total > 0, scale, torch.zeros_like(scale))
         if self._window_total is None and self.samples != self._base(None):
             return self._base(None) / self.samples
         return None
@@ -107,18 +112,40 @@ class Weighting:
             self.reference = float(micro_batch.total * self._accumulation)
         return self.reference
 
-    def _by_weight(self, loss: Tensor, weight: Tensor | float, count: int) -> Tensor:
-        weight = torch.as_tensor(weight, device=loss.device).detach().double().reshape(())
+    def _by_weight(self, loss: Tensor, given: Tensor | float, count: int) -> Tensor:
+        weight = _on_device(given, loss)
         if count == 0:
             weight = torch.zeros_like(weight)
+        self._losses.append((loss.detach(), weight))
+        # A mean over no items is NaN; it must not reach the sum.
+        if self._alone:
+            return torch.where(weight > 0, loss, torch.zeros_like(loss))
         self._total = weight if self._total is None else self._total + weight
         if self.reference is None:
-            # Once in a run: read on the host, so that every later window divides by a number.
-            total = self._processes.all_reduce(weight.clone()).item()
-            self.reference = max(1.0, total * (self._size or self._accumulation))
-        factor = (weight * (self._processes.size / self.reference)).to(loss.dtype)
-        # A mean over no items is NaN; it must add nothing instead of spoiling the window.
-        return torch.where(weight > 0, loss * factor, torch.zeros_like(loss))
+            self._set_reference(weight)
+        factor = weight * (self._processes.size / (self.reference or 1.0))
+        return torch.where(weight > 0, loss * factor.to(loss.dtype), torch.zeros_like(loss))
+
+    def _set_reference(self, weight: Tensor) -> None:
+        """Estimate a window's total from the first micro-batch that has any weight.
+
+        Once in a run the host reads it, so that every later window divides by a known number.
+        """
+        total = self._processes.all_reduce(weight.clone()).item()
+        if total > 0:
+            self.reference = total * (self._size or self._accumulation)
+
+    def _agree(self, loss: Tensor, weight: Tensor | float | None) -> bool:
+        """Return whether the run weighs by samples, once all processes said the same."""
+        _check(loss, weight)
+        kinds = self._processes.all_gather_objects(weight is None)
+        if len(set(kinds)) > 1:
+            raise DataError(
+                "`training_step` returned a weight on some processes only: those that did are "
+                f"{[rank for rank, none in enumerate(kinds) if not none]} of {len(kinds)}. Return "
+                "one on all, or on none."
+            )
+        return weight is None
 
 
 def _parse(output: object) -> tuple[Tensor, Tensor | float | None]:
@@ -144,7 +171,7 @@ def _describe(output: object) -> str:
     return f"{type(output).__name__!r}"
 
 
-def _check(loss: object, weight: object) -> None:
+def _check(loss: object, weight: Tensor | float | None) -> None:
     if not isinstance(loss, Tensor):
         raise ConfigError(
             f"The loss must be a tensor with a graph, but is {type(loss).__name__!r}. Return what "
@@ -161,8 +188,18 @@ def _check(loss: object, weight: object) -> None:
             "Return the loss itself, not `loss.detach()` or `loss.item()`, and compute it "
             "outside `torch.no_grad()`."
         )
-    if isinstance(weight, int | float) and not weight >= 0:
-        raise DataError(f"`weight` must be at least 0, but `training_step` returned {weight}.")
+    if weight is not None and not (math.isfinite(float(weight)) and float(weight) >= 0):
+        raise DataError(
+            f"`weight` must be a finite number of at least 0, but `training_step` returned "
+            f"{float(weight)}. It is the number of items that the loss averages."
+        )
+
+
+def _on_device(weight: Tensor | float, loss: Tensor) -> Tensor:
+    """Return a weight as a scalar in fp64 beside the loss; numbers are not copied over."""
+    if isinstance(weight, Tensor):
+        return weight.detach().to(loss.device, torch.float64).reshape(())
+    return torch.full((), weight, dtype=torch.float64, device=loss.device)
 
 
 def _times(loss: Tensor, weight: Tensor | float) -> Tensor:

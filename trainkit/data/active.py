@@ -1,5 +1,7 @@
 """Which batch is under way: what `gather_for_metrics` asks (DESIGN 2.19)."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +48,16 @@ class ActiveLoaders:
         entry = self._under_way.pop(id(loader), None)
         if entry is not None:
             self._ended = entry
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Forget the loaders under way for a while, as in an evaluation inside training."""
+        outer = self._under_way, self._ended
+        self._under_way, self._ended = {}, None
+        try:
+            yield
+        finally:
+            self._under_way, self._ended = outer
 
     def current(self, loader: Any = None) -> BatchInfo | None:
         """Return what is known of the batch yielded last; None where no loader ever was under way.

@@ -29,6 +29,7 @@ class Fetch(ABC):
         seed: The seed of the run, or of evaluation.
     """
 
+    in_training = True  # an evaluation has no epochs to speak of
     seeds: bool = False  # whether it seeds the global generators and leaves them changed
 
     def __init__(self, dataset: Any, seed: int) -> None:
@@ -38,6 +39,11 @@ class Fetch(ABC):
     @abstractmethod
     def fetch(self, epoch: int, task: Any) -> Any:
         """Return the batch that `task` names."""
+
+    def note(self, error: Exception, where: str, epoch: int) -> None:
+        """Add to an error where it came from."""
+        when = f"epoch {epoch}" if self.in_training else "while evaluating"
+        error.add_note(f"Raised {where} of the data set `{type(self.dataset).__name__}`, {when}.")
 
 
 class _TensorFetch(Fetch):
@@ -56,7 +62,7 @@ class _TensorFetch(Fetch):
                 index = self._mapping[index]
             return [tensor.index_select(0, index) for tensor in self._tensors]
         except Exception as error:
-            _note(error, f"while it read the samples {_listed(task)}", epoch, self.dataset)
+            self.note(error, f"while it read the samples {_listed(task)}", epoch)
             raise
 
 
@@ -80,7 +86,7 @@ class _BatchFetch(Fetch):
         try:
             samples = self._base.__getitems__(inner)
         except Exception as error:
-            _note(error, f"while it read the samples {_listed(indices)}", epoch, self.dataset)
+            self.note(error, f"while it read the samples {_listed(indices)}", epoch)
             raise
         if self._seeds_collate:
             rng.seed_host(sample_key(stream, indices[0]))
@@ -111,7 +117,7 @@ class _SampleFetch(Fetch):
                     rng.seed_host((rng.in_stream if whole else sample_key)(stream, index))
                 samples[position] = base[index if mapping is None else mapping[index]]
         except Exception as error:
-            _note(error, f"at sample {indices[position]!r}", epoch, self.dataset)
+            self.note(error, f"at sample {indices[position]!r}", epoch)
             raise
         if self._seeds_collate:
             rng.seed_host(sample_key(stream, indices[0]))
@@ -133,7 +139,7 @@ class _KeyFetch(Fetch):
         try:
             samples = self.dataset[task]
         except Exception as error:
-            _note(error, f"at key {task!r}", epoch, self.dataset)
+            self.note(error, f"at key {task!r}", epoch)
             raise
         return _collated(self, self._collate, samples, [task], epoch)
 
@@ -229,7 +235,7 @@ def _collated(fetch: Fetch, collate: Any, samples: Any, indices: list[Any], epoc
     except Exception as error:
         name = getattr(collate, "__qualname__", type(collate).__name__)
         where = f"while `{name}` made a batch of the samples {_listed(indices)}"
-        _note(error, where, epoch, fetch.dataset)
+        fetch.note(error, where, epoch)
         raise
 
 
@@ -237,7 +243,3 @@ def _listed(task: Any) -> str:
     indices = _as_list(task)
     shown = ", ".join(repr(index) for index in indices[:32])
     return f"[{shown}, ... {len(indices)} in all]" if len(indices) > 32 else f"[{shown}]"
-
-
-def _note(error: Exception, where: str, epoch: int, dataset: Any) -> None:
-    error.add_note(f"Raised {where} of the data set `{type(dataset).__name__}`, epoch {epoch}.")

@@ -40,8 +40,10 @@ class MappedLoader(PreparedLoader):
             self.batch_size = divide(given, size) if self._split else given
             if batch_sampler.drop_last:
                 self._unit = self.batch_size * (size if self._trains else 1)
+        fetch = fetch_for(loader, seed, preparation.sample_seeding)
+        fetch.in_training = self._trains
         self._source = source_for(
-            fetch_for(loader, seed, preparation.sample_seeding),
+            fetch,
             loader,
             base_seed=rng.derive(seed, "workers", self.processes.rank),
             told=self._trains,

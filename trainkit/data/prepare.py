@@ -150,6 +150,7 @@ def _keyed(loader: DataLoader[Any], preparation: Preparation) -> PreparedLoader:
         )
     order = KeyedOrder(loader, seed)
     fetch = fetch_for(loader, seed, preparation.sample_seeding)
+    fetch.in_training = preparation.trains
     source = source_for(
         fetch,
         loader,

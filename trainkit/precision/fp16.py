@@ -70,12 +70,12 @@ class FP16(Precision):
 
     @override
     def unscale(self, optimizer: Optimizer, agree: Callable[[Tensor], Tensor]) -> bool:
+        if not any(p.grad is not None for g in optimizer.param_groups for p in g["params"]):
+            return False  # the scaler would wait for an update that cannot come
         self.scaler.unscale_(optimizer)
         # torch has no public name for the flag that GradScaler.step reads.
-        found = list(self.scaler._found_inf_per_device(optimizer).values())
-        if not found:
-            return False
-        overflow = agree(found[0])
+        (found,) = self.scaler._found_inf_per_device(optimizer).values()
+        overflow = agree(found)
         self.scaler.update()
         return overflow.item() != 0  # the one read a step that fp16 costs
 

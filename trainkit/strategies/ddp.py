@@ -8,6 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from trainkit.distributed import Processes
+from trainkit.errors import ConfigError
 from trainkit.strategies.strategy import Strategy
 from trainkit.world import World
 
@@ -22,7 +23,6 @@ class DDP(Strategy):
         find_unused_parameters: Set it where a step does not use every parameter; costs a walk
             over the graph each forward.
         bucket_cap_mb: Size of a gradient bucket in MiB.
-        static_graph: Tell DDP that every step uses the same parameters in the same way.
     """
 
     name = "ddp"
@@ -33,12 +33,10 @@ class DDP(Strategy):
         device: torch.device | str | None = None,
         find_unused_parameters: bool = False,
         bucket_cap_mb: float | None = None,
-        static_graph: bool = False,
     ) -> None:
         super().__init__(device=device)
         self.find_unused_parameters = find_unused_parameters
         self.bucket_cap_mb = bucket_cap_mb
-        self.static_graph = static_graph
 
     @override
     def setup(self) -> None:
@@ -58,7 +56,6 @@ class DDP(Strategy):
             bucket_cap_mb=self.bucket_cap_mb,
             find_unused_parameters=self.find_unused_parameters,
             gradient_as_bucket_view=True,
-            static_graph=self.static_graph,
         )
 
     @override
@@ -68,6 +65,29 @@ class DDP(Strategy):
             assert isinstance(module, nn.Module)
             return module
         return model
+
+    @override
+    def check_gradients(self, module: nn.Module) -> None:
+        if self.processes.size == 1 or self.find_unused_parameters:
+            return
+        trainable = ((n, p) for n, p in module.named_parameters() if p.requires_grad)
+        unused = self.processes.all_gather_objects([n for n, p in trainable if p.grad is None])
+        names = sorted({name for of_process in unused for name in of_process})
+        if names:
+            shown = ", ".join(f"`{name}`" for name in names[:5])
+            raise ConfigError(
+                f"{len(names)} trainable parameters got no gradient in the first step "
+                f"({shown}{', ...' if len(names) > 5 else ''}), so the gradients of the processes "
+                "would not be averaged. Freeze what the step does not use by "
+                "`requires_grad_(False)`, or pass "
+                "`strategy=DDP(find_unused_parameters=True)`."
+            )
+
+    @override
+    def share_buffers(self, module: nn.Module) -> None:
+        if self.processes.size > 1:
+            for buffer in module.buffers():
+                self.processes.broadcast(buffer)
 
     @override
     def no_sync(self, model: nn.Module) -> AbstractContextManager[object]:

@@ -49,6 +49,16 @@ class Strategy(ABC):
         """Return a context in which backward accumulates without reducing over processes."""
         return _NOTHING
 
+    def check_gradients(self, module: nn.Module) -> None:
+        """Raise, on all processes, if the first backward left gradients unreduced."""
+
+    def share_buffers(self, module: nn.Module) -> None:
+        """Give every process the buffers of process 0, such as batch statistics.
+
+        Called before an evaluation and at the end of training: what is evaluated and saved is
+        one model.
+        """
+
     def agree(self, overflow: Tensor) -> Tensor:
         """Make `overflow` the maximum over all processes, in place.
 
