@@ -59,7 +59,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def mean_loss(logits: torch.Tensor, labels: torch.Tensor) -> float:
-    return float(nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()))
+    return float(nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()).detach())
 
 
 @pytest.mark.parametrize("kind", MODELS)
