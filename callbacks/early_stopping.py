@@ -67,10 +67,8 @@ class EarlyStopping(Callback):
 
     @override
     def on_epoch_start(self, run: Run) -> None:
-        # Not in on_fit_start: callbacks further down the list may still add metrics there.
-        names = _known_names(run)
-        if names is not None:
-            self._check_metric(names)
+        if run.expected_figures is not None:
+            self._check_metric(run.expected_figures)
 
     @override
     def on_evaluation_end(self, run: Run, metrics: Scalars) -> None:
@@ -105,7 +103,7 @@ class EarlyStopping(Callback):
         self._bad_evaluations = 0
 
     def _check_metric(self, names: Iterable[str]) -> None:
-        names = list(names)
+        names = sorted(names)
         if self.metric not in names:
             shown = sorted(names, key=self._distance)[:SHOWN_NAMES]
             raise ConfigError(
@@ -120,20 +118,3 @@ class EarlyStopping(Callback):
 def _check_patience(patience: object) -> None:
     if not isinstance(patience, int) or isinstance(patience, bool) or patience < 1:
         raise ConfigError(f"`patience` must be a whole number of at least 1, but is {patience!r}.")
-
-
-def _known_names(run: Run) -> list[str] | None:
-    """Return the figures that an evaluation can give; None where they are not known ahead."""
-    # An evaluation step of the user's own may return any figure.
-    if not run.evaluation_step.__module__.startswith("trainkit."):
-        return None
-    names = ["loss"]
-    for metric in run.evaluation_metrics:
-        if metric.keys is None:
-            return None
-        names += metric.keys
-    return [
-        f"eval/{loader}/{name}" if loader else f"eval/{name}"
-        for loader in run.evaluation_loaders
-        for name in names
-    ]

@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from trainkit.callback import Callback
 from trainkit.callbacks.progress_display import Display, Progress, choose_display
-from trainkit.callbacks.texts import figures
+from trainkit.callbacks.texts import figures_by_loader
 from trainkit.run import Run
 from trainkit.types import Scalars, StepResult
 
@@ -92,9 +92,10 @@ class ProgressBar(Callback):
     @override
     def on_evaluation_end(self, run: Run, metrics: Scalars) -> None:
         if self._display is not None:
-            self._display.note(f"step {run.state.step}: {figures(metrics)}")
             self._mark = (time.monotonic(), run.state.samples_seen)
-            self._show(run, self._mark[0])
+            self._show(run, self._mark[0])  # first, because a note draws the bar anew
+            lines = figures_by_loader(metrics, run.evaluation_loaders)
+            self._display.note("\n".join(f"step {run.state.step}: {line}" for line in lines))
 
     @override
     def on_fit_end(self, run: Run) -> None:
@@ -106,7 +107,7 @@ class ProgressBar(Callback):
             return
         self._next_refresh = now + REFRESH_SECONDS
         self._measure(run, now)
-        texts = [  # narrow terminals cut the end
+        texts = [  # narrow terminals leave out the last ones
             self._evaluation_text(run) if evaluation else None,
             None if self._loss is None else f"loss {self._loss:.4g}",
             None if self._rate is None else f"lr {self._rate:.3g}",
@@ -118,7 +119,7 @@ class ProgressBar(Callback):
             Progress(
                 title=f"epoch {self._epoch}" + (f"/{epochs}" if epochs is not None else ""),
                 step=run.state.step,
-                details=", ".join(text for text in texts if text is not None),
+                details=tuple(text for text in texts if text is not None),
             )
         )
 

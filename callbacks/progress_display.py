@@ -4,7 +4,7 @@ import os
 import sys
 import time
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TextIO
 
 from typing_extensions import override
@@ -16,8 +16,7 @@ __all__ = ["Display", "Progress", "choose_display"]
 FIRST_LINE_SECONDS = 2.0
 LINE_SECONDS = 30.0
 
-UNKNOWN_SIZE = {"ncols": 80, "nrows": 24}  # assumed where a terminal says that it has none
-
+USUAL_COLUMNS, USUAL_ROWS = 80, 24  # assumed where a terminal claims to have none
 WITH_TOTAL = (
     "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
 )
@@ -32,8 +31,8 @@ class Progress:
     """Such as "epoch 1/3"."""
     step: int
     """Updates applied."""
-    details: str
-    """Figures for the right end."""
+    details: tuple[str, ...]
+    """Figures for the right end, the important ones first."""
 
 
 class Display(ABC):
@@ -63,11 +62,11 @@ def choose_display(*, total: int | None, initial: int, stream: TextIO) -> Displa
     if _in_notebook():
         from tqdm.auto import tqdm  # draws with widgets
 
-        return _Bar(tqdm, total, initial, sys.stdout)
+        return _Bar(tqdm, total, initial, sys.stdout, dynamic_ncols=True)
     if stream.isatty():
         from tqdm import tqdm
 
-        return _Bar(tqdm, total, initial, stream)
+        return _TerminalBar(tqdm, total, initial, stream)
     return _Lines(total, initial, stream)
 
 
@@ -78,19 +77,20 @@ def _in_notebook() -> bool:
     return shell is not None and "IPKernelApp" in shell.config
 
 
-def _size(stream: TextIO) -> dict[str, Any]:
-    """Return what tells tqdm the size; some containers give their terminal 0 columns."""
+def _columns(stream: TextIO) -> int:
+    """Return the width of a terminal."""
     try:
-        columns = os.get_terminal_size(stream.fileno()).columns
-    except (OSError, ValueError):  # a notebook
-        columns = 1
-    return {"dynamic_ncols": True} if columns else UNKNOWN_SIZE
+        return os.get_terminal_size(stream.fileno()).columns or USUAL_COLUMNS
+    except (OSError, ValueError):  # the console of some editors
+        return USUAL_COLUMNS
 
 
 class _Bar(Display):
     """One line that tqdm redraws at each `show`."""
 
-    def __init__(self, tqdm: Any, total: int | None, initial: int, stream: TextIO) -> None:
+    def __init__(
+        self, tqdm: Any, total: int | None, initial: int, stream: TextIO, **size: Any
+    ) -> None:
         class Bar(tqdm):  # type: ignore[misc]
             monitor_interval = 0  # no thread: whoever calls `show` decides when to draw
 
@@ -100,7 +100,7 @@ class _Bar(Display):
             initial=initial,
             file=stream,
             bar_format=WITHOUT_TOTAL if total is None else WITH_TOTAL,
-            **_size(stream),
+            **size,
             mininterval=0,
             miniters=0,
             smoothing=0.05,
@@ -110,7 +110,7 @@ class _Bar(Display):
     @override
     def show(self, progress: Progress) -> None:
         self._bar.set_description_str(progress.title, refresh=False)
-        self._bar.set_postfix_str(progress.details, refresh=False)
+        self._bar.set_postfix_str(", ".join(progress.details), refresh=False)
         self._bar.update(progress.step - self._bar.n)
 
     @override
@@ -120,6 +120,29 @@ class _Bar(Display):
     @override
     def close(self) -> None:
         self._bar.close()
+
+
+class _TerminalBar(_Bar):
+    """A bar as wide as the terminal, whatever becomes of its size."""
+
+    def __init__(self, tqdm: Any, total: int | None, initial: int, stream: TextIO) -> None:
+        # The rows are given, because some containers give their terminal 0 of them.
+        super().__init__(tqdm, total, initial, stream, ncols=USUAL_COLUMNS - 1, nrows=USUAL_ROWS)
+
+    @override
+    def show(self, progress: Progress) -> None:
+        width = _columns(self._stream) - 1  # in the last column some terminals begin a new line
+        self._bar.ncols = width
+        details = progress.details
+        while details and self._least_width(progress, details) > width:
+            details = details[:-1]
+        super().show(replace(progress, details=details))
+
+    def _least_width(self, progress: Progress, details: tuple[str, ...]) -> int:
+        """Return the columns of a line with these details; its bar is then 10 wide."""
+        state = {**self._bar.format_dict, "ncols": None, "n": progress.step}
+        state |= {"prefix": progress.title, "postfix": ", ".join(details)}
+        return len(self._bar.format_meter(**state))
 
 
 class _Lines(Display):
@@ -159,5 +182,4 @@ class _Lines(Display):
             texts[1] += f"/{self._total}"
             if done and left:
                 texts.append(f"{duration(elapsed / done * left)} left")
-        texts.append(progress.details)
-        self.note(", ".join(text for text in texts if text))
+        self.note(", ".join([*texts, *progress.details]))

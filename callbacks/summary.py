@@ -1,13 +1,16 @@
 """Say what is about to be trained, and what came of it."""
 
 import time
+from collections.abc import Iterable
+from itertools import chain, repeat
 from pathlib import Path
 
 from typing_extensions import override
 
 from trainkit.callback import Callback
-from trainkit.callbacks.texts import duration, figures
+from trainkit.callbacks.texts import duration, figures_by_loader
 from trainkit.run import Run
+from trainkit.types import Scalars
 
 __all__ = ["Summary"]
 
@@ -46,7 +49,11 @@ class Summary(Callback):
 
 
 def _block(title: str, rows: dict[str, str]) -> str:
-    return "\n".join([title, *(f"  {name:<13} {text}" for name, text in rows.items() if text)])
+    lines = [title]
+    for name, text in rows.items():
+        labels = chain([name], repeat(""))  # only the first line of a text has it
+        lines += (f"  {next(labels):<13} {line}" for line in text.splitlines())
+    return "\n".join(lines)
 
 
 def _make_up(run: Run) -> dict[str, str]:
@@ -65,14 +72,21 @@ def _make_up(run: Run) -> dict[str, str]:
 
 def _outcome(run: Run) -> dict[str, str]:
     state = run.state
+    best = figures_by_loader(_in_order(run.best_metrics, run.metrics), run.evaluation_loaders)
+    last = figures_by_loader(run.metrics, run.evaluation_loaders)
     skipped = f", {state.skipped_steps:,} skipped" if state.skipped_steps else ""
     return {
         "steps": f"{state.step:,}{skipped} ({_count(state.epoch, 'epochs')} completed, "
         f"{_count(state.samples_seen, 'samples')})",
-        "best": figures(run.best_metrics),
-        "last": figures(run.metrics),
+        "best": "\n".join(best),
+        "last": "\n".join(line for line in last if line not in best),
         "files": "" if run.output_dir is None else _files(run.output_dir),
     }
+
+
+def _in_order(values: Scalars, names: Iterable[str]) -> Scalars:
+    """Return values in the order of `names`, then the others."""
+    return {name: values[name] for name in dict.fromkeys([*names, *values]) if name in values}
 
 
 def _global_batch(run: Run) -> str:

@@ -1,8 +1,8 @@
 """How callbacks write numbers for people."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
-__all__ = ["duration", "figures"]
+__all__ = ["duration", "figures", "figures_by_loader"]
 
 
 def duration(seconds: float) -> str:
@@ -15,3 +15,14 @@ def duration(seconds: float) -> str:
 def figures(values: Mapping[str, float]) -> str:
     """Return figures by name on one line, with four digits each; NaN is written `nan`."""
     return ", ".join(f"{name} {value:.4g}" for name, value in values.items())
+
+
+def figures_by_loader(values: Mapping[str, float], loaders: Iterable[str]) -> list[str]:
+    """Return figures of an evaluation, in a line for each loader that has a name."""
+    lines, rest = [], dict(values)
+    for prefix in (f"eval/{loader}/" for loader in loaders if loader):
+        names = [name for name in values if name.startswith(prefix)]
+        own = {name.removeprefix(prefix): rest.pop(name) for name in names}
+        if own:
+            lines.append(f"{prefix.removesuffix('/')}: {figures(own)}")
+    return [*lines, figures(rest)] if rest else lines

@@ -6,8 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 SECONDS = 120
@@ -21,10 +19,21 @@ def _blocks(language: str) -> list[str]:
     return [code for found, code in FENCE.findall(README.read_text("utf-8")) if found == language]
 
 
-@pytest.mark.parametrize("index", range(len(_blocks("python"))))
-def test_a_python_block_runs(index: int, tmp_path: Path) -> None:
-    script = tmp_path / "block.py"
-    script.write_text(_blocks("python")[index], encoding="utf-8")
+def _script() -> str:
+    """Return the Python blocks, each on the lines that it has in the README."""
+    text = README.read_text("utf-8")
+    lines = [""] * len(text.splitlines())
+    for block in FENCE.finditer(text):
+        if block[1] == "python":
+            first = text.count("\n", 0, block.start(2))
+            code = block[2].splitlines()
+            lines[first : first + len(code)] = code
+    return "\n".join(lines)
+
+
+def test_the_python_blocks_run_one_after_the_other(tmp_path: Path) -> None:
+    script = tmp_path / "README.py"
+    script.write_text(_script(), encoding="utf-8")
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     result = subprocess.run(
         [sys.executable, script.name],
@@ -35,7 +44,7 @@ def test_a_python_block_runs(index: int, tmp_path: Path) -> None:
         check=False,
         timeout=SECONDS,
     )
-    assert result.returncode == 0, f"{script.read_text('utf-8')}\n{result.stderr}"
+    assert result.returncode == 0, result.stderr
 
 
 def test_shell_blocks_name_what_exists() -> None:

@@ -95,7 +95,11 @@ def rehearse(run: Run) -> set[str] | None:
 
 
 class _Rehearsed(Metric):
-    """A metric that may refuse to compute, unless it is our own error that says why."""
+    """A metric that may refuse to compute, unless it is our own error that says why.
+
+    Attributes:
+        refused: Whether the names of its figures remain unknown.
+    """
 
     def __init__(self, metric: Metric) -> None:
         self.metric = metric
@@ -114,12 +118,15 @@ class _Rehearsed(Metric):
     @override
     def compute(self) -> dict[str, float]:
         try:
-            return self.metric.compute()
+            figures = self.metric.compute()
         except TrainkitError:
             raise
         except Exception:
             self.refused = True
             return {}
+        # Figures for each class are those of the classes in this one batch.
+        self.refused |= self.metric.keys is None and any("/" in name for name in figures)
+        return figures
 
 
 def evaluate(
@@ -299,7 +306,9 @@ def _all_figures(metrics: list[Metric], means: Scalars, loss_weight: float) -> S
                     "`evaluation_step` returned none. Pass `loss_fn`, or return `loss`."
                 )
             metric.update([means["loss"]], [loss_weight])
-        for name, value in metric.compute().items():
+        computed = metric.compute()
+        metric.figures = tuple(computed)
+        for name, value in computed.items():
             if name in figures:
                 raise DataError(
                     f"Two figures of an evaluation are called `{name}`. Rename the one that "
@@ -313,8 +322,8 @@ def _keep_best(run: Run, metrics: Scalars) -> None:
     """Note the best value of the figures of which it is known what is better."""
     higher = {"loss": False}
     for metric in run.evaluation_metrics:
-        if metric.keys is not None and metric.higher_is_better is not None:
-            higher |= dict.fromkeys(metric.keys, metric.higher_is_better)
+        if metric.higher_is_better is not None:
+            higher |= dict.fromkeys(metric.figures, metric.higher_is_better)
     for name, value in metrics.items():
         upward = higher.get(
             name.removeprefix("eval/").split("/", 1)[-1], higher.get(name.removeprefix("eval/"))

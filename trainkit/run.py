@@ -42,7 +42,7 @@ class FitResult:
     metrics: Scalars
     """Figures of the last evaluation."""
     best_metrics: Scalars
-    """Best value of each figure: the lowest of losses and errors, else the highest."""
+    """Best value of each figure of which it is known what is better."""
     stop_reason: str
     """"max_epochs", "max_steps", or the reason that `request_stop` was given."""
     output_dir: Path | None
@@ -99,7 +99,7 @@ class Run:
     metrics: Scalars = field(default_factory=dict)
     """Figures of the latest evaluation."""
     best_metrics: Scalars = field(default_factory=dict)
-    """Best value of each figure so far: the lowest of losses and errors, else the highest."""
+    """Best value so far of each figure of which it is known what is better."""
     stop_reason: str | None = None
     """Why the training ended; None while it goes on."""
     zero_weight: bool = False

@@ -9,7 +9,7 @@ from torch import nn
 
 from tests.helpers.ranks import run_ranks
 from tests.helpers.toys import fit, make_trainer, toy_loaders
-from trainkit import ConfigError, Trainer
+from trainkit import Callback, ConfigError, Run, Trainer
 from trainkit.callbacks import EarlyStopping, Evaluation
 
 
@@ -21,6 +21,13 @@ class _Scripted(Trainer):
     def evaluation_step(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:
         assert self.run is not None
         return {"mine": self.values[self.run.state.epoch - 1]}
+
+
+class _Forgets(Callback):
+    """Makes a run one whose figures are not known ahead."""
+
+    def on_epoch_start(self, run: Run) -> None:
+        run.expected_figures = None
 
 
 def _epochs(values: list[float], stopping: EarlyStopping) -> int:
@@ -61,19 +68,30 @@ def test_the_reason_names_metric_and_patience() -> None:
 def test_an_unknown_metric_is_an_error_before_the_first_step_that_lists_the_known() -> None:
     stopping = EarlyStopping("eval/acuracy", patience=1, mode="max")
     trainer = make_trainer(callbacks=[stopping, Evaluation(["accuracy"])])
-    with pytest.raises(ConfigError, match=r"only \['eval/accuracy', 'eval/loss'\]"):
+    nearest_first = r"only \['eval/accuracy', 'eval/loss'\]"
+    with pytest.raises(ConfigError, match=nearest_first):
+        fit(trainer)
+    assert trainer.run is not None
+    assert trainer.run.state.step == 0
+
+
+def test_so_is_one_that_an_evaluation_step_of_the_user_does_not_give() -> None:
+    stopping = EarlyStopping("eval/yours", patience=1, mode="min")
+    trainer = _Scripted(max_epochs=2, callbacks=[stopping])
+    trainer.values = [1.0, 2.0]
+    with pytest.raises(ConfigError, match=r"only \['eval/mine'\]"):
         fit(trainer)
     assert trainer.run is not None
     assert trainer.run.state.step == 0
 
 
 def test_where_names_are_not_known_ahead_the_first_evaluation_decides() -> None:
-    trainer = _Scripted(
-        max_epochs=2, callbacks=[EarlyStopping("eval/yours", patience=1, mode="min")]
-    )
-    trainer.values = [1.0, 2.0]
-    with pytest.raises(ConfigError, match=r"only \['eval/mine'\]"):
+    stopping = EarlyStopping("eval/acuracy", patience=1, mode="max")
+    trainer = make_trainer(callbacks=[_Forgets(), stopping, Evaluation(["accuracy"])])
+    with pytest.raises(ConfigError, match=r"only \['eval/accuracy', 'eval/loss'\]"):
         fit(trainer)
+    assert trainer.run is not None
+    assert trainer.run.state.step == 8
 
 
 def test_without_an_evaluation_loader_it_is_refused() -> None:

@@ -31,11 +31,14 @@ class _Skips(Callback):
 
 
 def _in_terminal(
-    monkeypatch: pytest.MonkeyPatch, *callbacks: Callback, columns: int = 120, **settings: Any
+    monkeypatch: pytest.MonkeyPatch,
+    *callbacks: Callback,
+    size: tuple[int, int] = (24, 120),
+    **settings: Any,
 ) -> str:
-    """Return everything that a training writes to a terminal."""
+    """Return everything that a training writes to a terminal of so many rows and columns."""
     ours, theirs = pty.openpty()
-    termios.tcsetwinsize(theirs, (24 if columns else 0, columns))
+    termios.tcsetwinsize(theirs, size)
     terminal = os.fdopen(theirs, "w")
     monkeypatch.setattr(sys, "stderr", terminal)
     error: BaseException | None = None
@@ -64,8 +67,30 @@ def test_a_terminal_gets_one_bar_that_ends_full(monkeypatch: pytest.MonkeyPatch)
     assert text.endswith("\r\n")
 
 
-def test_a_terminal_that_claims_no_columns_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "| 8/8 [" in _in_terminal(monkeypatch, columns=0)
+@pytest.mark.parametrize("size", [(0, 0), (0, 80), (24, 0)])
+def test_a_terminal_that_claims_to_have_no_size_gets_a_bar(
+    size: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "| 8/8 [" in _in_terminal(monkeypatch, size=size)
+
+
+@pytest.mark.parametrize(("columns", "has_loss"), [(62, True), (50, False)])
+def test_a_narrow_terminal_leaves_out_the_last_figures(
+    columns: int, has_loss: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = re.split(r"[\r\n]+", _in_terminal(monkeypatch, size=(24, columns)))
+    bars = [line for line in lines if " 8/8 [" in line]
+    assert all(re.fullmatch(r"epoch 1/1: 100%\|.{10,}\| 8/8 \[.*\]", bar) for bar in bars)
+    assert all(len(bar) < columns and "lr" not in bar for bar in bars)
+    assert ("loss 0." in bars[-1]) == has_loss
+
+
+def test_the_bar_below_the_figures_of_an_evaluation_is_that_of_training(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    text = _in_terminal(monkeypatch, size=(24, 200))
+    assert "evaluating" in text
+    assert "evaluating" not in text.split("step 8: eval/loss")[1]
 
 
 def test_the_bar_is_closed_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,6 +111,15 @@ def test_a_log_file_gets_plain_lines(capsys: pytest.CaptureFixture[str]) -> None
     assert [line.split(":")[0] for line in lines[:2]] == ["step 8", "step 16"]
     assert re.match(r"epoch 2/2, step 16/16, 00:00 elapsed, loss 0\.\d+, lr 0\.1", lines[2])
     assert len(lines) == 3
+
+
+def test_each_named_loader_has_its_line(capsys: pytest.CaptureFixture[str]) -> None:
+    train, evaluation = toy_loaders()
+    loaders = {"train": train, "eval": {"dev": evaluation, "test": evaluation}}
+    fit(make_trainer(callbacks=[ProgressBar(), Evaluation(["accuracy"])]), loaders)
+    lines = capsys.readouterr().err.splitlines()
+    for name, line in zip(("dev", "test"), lines, strict=False):
+        assert re.fullmatch(rf"step 8: eval/{name}: loss \S+, accuracy \S+", line)
 
 
 def test_a_line_comes_now_and_then(

@@ -1,12 +1,14 @@
 """Tests of what is printed at the start and at the end."""
 
 import contextlib
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.helpers.ranks import run_ranks
-from tests.helpers.toys import fit, make_trainer, toy_model
+from tests.helpers.toys import fit, make_trainer, toy_loaders, toy_model
 from trainkit import Callback, ConfigError, Run, StepResult
 from trainkit.callbacks import Evaluation, JSONLLogger, Summary
 
@@ -39,7 +41,37 @@ def test_it_says_what_is_trained_and_what_came_of_it(
     assert lines[7].endswith("(max_epochs)")
     assert lines[8] == "  steps         8 (2 epochs completed, 64 samples)"
     assert f"eval/accuracy {result.best_metrics['eval/accuracy']:.4g}" in lines[9]
-    assert lines[11] == f"  files         {tmp_path}: metrics.jsonl"
+    assert lines[-1] == f"  files         {tmp_path}: metrics.jsonl"
+
+
+def _outcome(capsys: pytest.CaptureFixture[str], *metrics: Any, loaders: Any = None) -> list[str]:
+    """Return the lines about figures that a training prints at its end."""
+    fit(make_trainer(callbacks=[Summary(), Evaluation(metrics)]), loaders)
+    lines = capsys.readouterr().out.splitlines()
+    start = next(at for at, line in enumerate(lines) if line.startswith("  steps"))
+    return [re.sub(r"\d\.\d+", "#", line) for line in lines[start + 1 :]]
+
+
+def test_last_figures_that_are_the_best_are_not_said_twice(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert _outcome(capsys, "mse") == ["  best          eval/loss #, eval/mse #"]
+
+
+def test_a_figure_of_unknown_direction_has_no_best(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _outcome(capsys, lambda predictions, references: {"odd": 0.25}) == [
+        "  best          eval/loss #",
+        "  last          eval/loss #, eval/odd #",
+    ]
+
+
+def test_each_named_loader_has_its_line(capsys: pytest.CaptureFixture[str]) -> None:
+    train, evaluation = toy_loaders()
+    loaders = {"train": train, "eval": {"dev": evaluation, "test": evaluation}}
+    assert _outcome(capsys, "mse", loaders=loaders) == [
+        "  best          eval/dev: loss #, mse #",
+        "                eval/test: loss #, mse #",
+    ]
 
 
 def test_a_training_that_failed_says_by_what(capsys: pytest.CaptureFixture[str]) -> None:

@@ -107,6 +107,13 @@ def test_a_module_without_parameters_is_a_function() -> None:
     assert metric.compute() == {"MSELoss": 2.0}
 
 
+def test_whether_higher_is_better_is_for_the_user_to_say() -> None:
+    assert FunctionMetric(exact_match).higher_is_better is None
+    assert FunctionMetric(exact_match, higher_is_better=True).higher_is_better is True
+    with pytest.raises(ConfigError, match="must be True, False or None, but is 'max'"):
+        FunctionMetric(exact_match, higher_is_better="max")  # type: ignore[arg-type]
+
+
 def test_functions_of_other_parameters_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"takes \(evaluation: Any\).*two parameters"):
         as_metric(_of_one_argument)

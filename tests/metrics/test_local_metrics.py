@@ -1,6 +1,7 @@
 """What all metrics that trainkit computes itself have in common."""
 
 import math
+import re
 from typing import Any
 
 import numpy
@@ -121,10 +122,19 @@ def test_outputs_must_stay_as_many() -> None:
 
 
 def test_binary_average_needs_two_classes() -> None:
-    with pytest.raises(DataError, match=r'saw \[0, 1, 2\].*"macro"'):
+    remedy = re.escape('`metrics.load("f1", average="macro")`')
+    with pytest.raises(DataError, match=rf"saw \[0, 1, 2\]\..*{remedy}"):
         F1().compute(predictions=[0, 1, 2], references=[0, 1, 2])
-    with pytest.raises(DataError, match="`pos_label=1`"):
-        F1().compute(predictions=[0, 2], references=[0, 2])
+    with pytest.raises(DataError, match=r"saw \[0, .*, 9\] and 20 more\."):
+        F1().compute(predictions=range(30), references=range(30))
+    remedy = re.escape('`metrics.load("recall", pos_label=2)`')
+    with pytest.raises(DataError, match=f"the class 1, but .*{remedy}"):
+        Recall().compute(predictions=[0, 2], references=[0, 2])
+
+
+@pytest.mark.parametrize("metric_class", SHIPPED)
+def test_each_says_whether_higher_is_better(metric_class: type[LocalMetric]) -> None:
+    assert metric_class().higher_is_better == (metric_class not in (MSE, MAE, Perplexity))
 
 
 @pytest.mark.parametrize(

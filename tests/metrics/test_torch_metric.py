@@ -44,6 +44,15 @@ def test_collections_keep_their_keys() -> None:
     assert fed(collection) == pytest.approx({"acc": 4 / 7, "rec": 4 / 7})
 
 
+def test_whether_higher_is_better_is_what_the_metric_says() -> None:
+    accuracy, error = torchmetrics.classification.BinaryAccuracy(), torchmetrics.MeanSquaredError()
+    assert TorchMetric(accuracy).higher_is_better is True
+    assert TorchMetric(error).higher_is_better is False
+    assert TorchMetric(torchmetrics.SumMetric()).higher_is_better is None
+    assert TorchMetric(torchmetrics.MetricCollection([accuracy])).higher_is_better is True
+    assert TorchMetric(torchmetrics.MetricCollection([accuracy, error])).higher_is_better is None
+
+
 def test_nothing_seen_gives_no_figures() -> None:
     metric = TorchMetric(torchmetrics.MeanSquaredError())
     metric.update(torch.tensor([]), torch.tensor([]))

@@ -21,6 +21,7 @@ class Accuracy(LocalMetric):
 
     name = "accuracy"
     keys = ("accuracy",)
+    higher_is_better = True
     _sums: tuple[Any, Any]  # what is right, what there is; stays on the device of the data
 
     def __init__(self, *, normalize: bool = True) -> None:

@@ -20,6 +20,8 @@ Average: TypeAlias = Literal["binary", "macro", "micro", "weighted"] | None
 Counts: TypeAlias = Sequence[float]
 """Of one class, or of several together: samples that are predicted right, predicted, true."""
 
+SHOWN_LABELS = 10
+
 _AVERAGES = ("binary", "macro", "micro", "weighted", None)
 
 
@@ -41,6 +43,7 @@ class ClassScore(LocalMetric):
         ConfigError: An option is unknown, or has no effect together with the others.
     """
 
+    higher_is_better = True
     _asks: ClassVar[str]  # what a class must have for the score to be defined
     _sums: dict[int, list[float]]  # counts by class: whole numbers unless weighted
 
@@ -110,11 +113,18 @@ class ClassScore(LocalMetric):
         if self.average != "binary":
             return sorted(self._sums) if self.labels is None else self.labels
         seen = sorted(self._sums)
-        if len(seen) > 2 or (len(seen) == 2 and self.pos_label not in seen):
+        if len(seen) > 2:
             raise DataError(
-                f'The metric `{self.name}` with `average="binary"` needs two classes with '
-                f"`pos_label={self.pos_label}` among them, but saw {seen[:20]}. Choose `average` "
-                'of "macro", "micro", "weighted", None, or another `pos_label`.'
+                f'The metric `{self.name}` with `average="binary"` needs two classes, but saw '
+                f"{_shown(seen)}. Average over classes: "
+                f'`metrics.load("{self.name}", average="macro")`, or "micro", or "weighted"; with '
+                "None each class has its figure."
+            )
+        if len(seen) == 2 and self.pos_label not in seen:
+            raise DataError(
+                f'The metric `{self.name}` with `average="binary"` looks at the class '
+                f"{self.pos_label}, but saw only {seen}. Name one of these: "
+                f'`metrics.load("{self.name}", pos_label={seen[-1]})`.'
             )
         return [self.pos_label]
 
@@ -174,6 +184,13 @@ class F1(ClassScore):
     @override
     def _ratio(self, right: float, predicted: float, true: float) -> tuple[float, float]:
         return 2 * right, predicted + true
+
+
+def _shown(labels: list[int]) -> str:
+    """Return the first labels, and how many there are where that is not all."""
+    if len(labels) <= SHOWN_LABELS:
+        return str(labels)
+    return f"{labels[:SHOWN_LABELS]} and {len(labels) - SHOWN_LABELS} more"
 
 
 def _mean(scores: list[float], weights: Sequence[float]) -> float:

@@ -22,15 +22,29 @@ class FunctionMetric(CollectingMetric):
             evaluation step returned tensors.
         name: Key of the figure where `function` returns a single number; the function's own name
             where not given.
+        higher_is_better: Whether the higher figure is the better one, for all figures; None: no
+            value of them counts as the best.
 
     Raises:
         ConfigError: `function` cannot be called with predictions and references in this order.
     """
 
-    def __init__(self, function: Callable[[Any, Any], Any], *, name: str | None = None) -> None:
+    def __init__(
+        self,
+        function: Callable[[Any, Any], Any],
+        *,
+        name: str | None = None,
+        higher_is_better: bool | None = None,
+    ) -> None:
         super().__init__(_function_name(function) if name is None else name)
         _check_parameters(self.name, function)
+        if higher_is_better is not None and not isinstance(higher_is_better, bool):
+            raise ConfigError(
+                f"`higher_is_better` of `{self.name}` must be True, False or None, but is "
+                f"{higher_is_better!r}."
+            )
         self._function = function
+        self.higher_is_better = higher_is_better
 
     @override
     def _compute(self, predictions: Any, references: Any) -> dict[str, float]:

@@ -22,6 +22,12 @@ class Metric(ABC):
     keys: tuple[str, ...] | None = None
     """Names of the figures, where they are known before the metric runs."""
 
+    higher_is_better: bool | None = None
+    """Whether the higher figure is the better one, for all figures; None where nobody can say."""
+
+    figures: tuple[str, ...] = ()
+    """Names of the figures that the latest evaluation got from it; set by the evaluation."""
+
     @abstractmethod
     def reset(self) -> None:
         """Forget what was seen."""

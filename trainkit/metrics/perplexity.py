@@ -24,6 +24,7 @@ class Perplexity(LocalMetric):
     name = "perplexity"
     uses: ClassVar[Literal["predictions", "loss"]] = "loss"
     keys = ("perplexity",)
+    higher_is_better = False
     _sums: tuple[Any, Any]  # weighted losses, weights; on the device of the data
 
     def __init__(self) -> None:

@@ -28,6 +28,7 @@ class MeanError(LocalMetric):
         ConfigError: `multioutput` is none of these.
     """
 
+    higher_is_better = False
     _sums: tuple[Any, Any]  # errors of shape [outputs], weights; on the device of the data
 
     def __init__(self, *, multioutput: MultiOutput = "uniform_average", **options: Any) -> None:

@@ -30,6 +30,7 @@ class TorchMetric(Metric):
     def __init__(self, metric: nn.Module, *, name: str | None = None) -> None:
         self.name = type(metric).__name__ if name is None else name
         self.metric: Any = metric
+        self.higher_is_better = _direction(metric)
         self._samples = 0
 
     @override
@@ -64,6 +65,16 @@ class TorchMetric(Metric):
             return values
         parts = self._parts()
         return torch.as_tensor(values, device=parts[0].device if parts else None).detach()
+
+
+def _direction(metric: Any) -> bool | None:
+    """Return `higher_is_better` of a metric, or of a collection whose metrics all say the same."""
+    own = getattr(metric, "higher_is_better", None)
+    values = getattr(metric, "values", None)
+    if own is not None or values is None:
+        return own
+    said = {_direction(part) for part in values()}
+    return said.pop() if len(said) == 1 else None
 
 
 def _never() -> bool:
