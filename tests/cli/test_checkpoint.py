@@ -1,0 +1,200 @@
+"""`trainkit checkpoint` shows what is there, and exits with 1 where something is wrong."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.checkpoint.toys import RUN, save_alone
+from trainkit.checkpoint import CheckpointStore, RunLock
+from trainkit.cli.main import main
+
+ROOT = Path(__file__).resolve().parents[2]
+NO_TORCH = """
+import sys
+from trainkit.cli.main import main
+code = main(sys.argv[1:])
+assert not {"torch", "numpy", "safetensors"} & set(sys.modules)
+sys.exit(code)
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Return the directory of a run with the steps 10, 20 and 30."""
+    store = CheckpointStore(tmp_path / "checkpoints")
+    for step in (10, 20, 30):
+        model = {"weight": torch.full((2, 3), float(step)), "bias": torch.zeros(4)}
+        parts = {"model": model, "counters": {"step": step, "epoch": 1}}
+        save_alone(store, step, parts, metrics={"eval/accuracy": 1 / step})
+    store.pin(20)
+    return tmp_path
+
+
+def damage(run: Path, step: int = 20) -> None:
+    file = run / "checkpoints" / f"step-{step:08d}" / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
+def command(*arguments: object) -> int:
+    return main(["checkpoint", *(str(argument) for argument in arguments)])
+
+
+def folders(run: Path) -> list[str]:
+    return sorted(path.name for path in (run / "checkpoints").iterdir() if path.is_dir())
+
+
+def test_ls_lists_steps_and_pins(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for directory in (run, run / "checkpoints"):
+        assert command("ls", directory) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[0].split() == ["STEP", "CREATED", "SIZE", "FILES", "PROCESSES", "FOLDER"]
+        assert [line.split()[0] for line in lines[1:]] == ["10", "20", "30"]
+        assert [line.endswith("step-00000020  pinned") for line in lines[1:]] == [
+            False,
+            True,
+            False,
+        ]
+
+
+def test_ls_names_what_is_broken(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "checkpoints" / "step-00000010" / "manifest.json").write_text("{")
+    (run / "checkpoints" / "step-00000030" / "counters.json").unlink()
+    assert command("ls", run) == 1
+    output = capsys.readouterr().out
+    assert "BROKEN step-00000010: " in output
+    assert "`counters.json` is missing" in output
+
+
+def test_verify_finds_a_bit(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command("verify", run) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "ok step-00000010",
+        "ok step-00000020",
+        "ok step-00000030",
+    ]
+    damage(run)
+    assert command("verify", run) == 1
+    assert "BROKEN step-00000020: " in capsys.readouterr().out
+    assert command("verify", run / "checkpoints" / "step-00000020") == 1
+    assert "`model.safetensors`: its content has changed" in capsys.readouterr().out
+    assert command("verify", run / "checkpoints" / "step-00000030") == 0
+
+
+def test_show_names_tensors_and_values(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command("show", run) == 0
+    output = capsys.readouterr().out
+    assert f"step 30, made 20" in output  # noqa: F541
+    assert f"of the run {RUN!r}" in output
+    rows = [line.split("  ") for line in output.splitlines()]
+    cells = [[cell.strip() for cell in row if cell] for row in rows]
+    assert ["model", "weight", "F32", "[2, 3]", "24 B"] in cells
+    assert ["step", "30"] in cells
+    assert any(row[0] == "metrics.eval/accuracy" for row in cells)
+
+
+def test_what_a_terminal_would_obey_is_shown_and_not_sent(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_alone(CheckpointStore(tmp_path), 1, {"x": {"\x1b[2Jname": torch.ones(1)}})
+    assert command("show", tmp_path) == 0
+    output = capsys.readouterr().out
+    assert "\x1b" not in output
+    assert r"\x1b[2Jname" in output
+
+
+def test_diff_names_what_differs(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, last = (run / "checkpoints" / f"step-000000{step}" for step in (10, 30))
+    assert command("diff", first, first) == 0
+    assert capsys.readouterr().out == "The checkpoints hold the same.\n"
+    assert command("diff", first, last) == 1
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [row[:2] for row in rows[1:]] == [
+        ["metadata", "metrics.eval/accuracy"],
+        ["model", "weight"],
+        ["counters", "step"],
+    ]
+    assert rows[-1] == ["counters", "step", "10", "30"]
+
+
+def test_diff_and_show_refuse_what_is_broken(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    damage(run)
+    broken = run / "checkpoints" / "step-00000020"
+    assert command("show", broken) == 1
+    assert command("diff", broken, run) == 1
+    assert capsys.readouterr().err.count("`model.safetensors`: its content has changed") == 2
+
+
+def test_prune_removes_what_no_option_keeps(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command("prune", run, "--keep-last", 1, "--dry-run") == 0
+    assert capsys.readouterr().out == "would remove step-00000010\n"
+    assert len(folders(run)) == 3
+    assert command("prune", run, "--keep-last", 1, "--keep-best", "eval/accuracy:max:1") == 0
+    assert capsys.readouterr().out == "Nothing to remove.\n"
+    assert command("prune", run / "checkpoints", "--keep-last", 1) == 0
+    assert folders(run) == ["step-00000020", "step-00000030"]
+
+
+def test_prune_does_not_touch_the_directory_of_a_run_under_way(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with RunLock(run):
+        assert command("prune", run, "--keep-last", 1) == 1
+    assert "is locked by process" in capsys.readouterr().err
+    assert len(folders(run)) == 3
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["ls"],
+        ["burn", "."],
+        ["prune", "."],
+        ["prune", ".", "--keep-last", "many"],
+        ["prune", ".", "--keep-last", "1", "--keep-best", "loss"],
+        ["prune", ".", "--keep-last", "1", "--keep-best", "loss:low:1"],
+    ],
+)
+def test_arguments_that_make_no_sense_exit_with_2(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        command(*arguments)
+    assert caught.value.code == 2
+
+
+@pytest.mark.parametrize("arguments", [["ls"], ["verify"], ["show"], ["prune", "--keep-last", "1"]])
+def test_a_directory_that_is_not_there_is_an_error(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, *options = arguments
+    assert command(name, tmp_path / "none", *options) == 1
+    assert "is no folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["ls"], ["verify"], ["show"], ["prune", "--keep-last", "1", "--dry-run"]],
+    ids=lambda arguments: arguments[0],
+)
+def test_no_command_imports_torch(run: Path, arguments: list[str]) -> None:
+    name, *options = arguments
+    command_line = [sys.executable, "-c", NO_TORCH, "checkpoint", name, str(run), *options]
+    subprocess.run(command_line, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+
+
+def test_a_reader_that_has_seen_enough_gets_no_traceback(run: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        [sys.executable, "-m", "trainkit.cli", "checkpoint", "show", str(run)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""

@@ -1,0 +1,136 @@
+"""The only place that changes the disk: one small function for each operation of a commit.
+
+The others call these through the module (`files.rename(...)`), so that a test can record every
+operation, leave one out, or let one fail. Files and folders are writable by their owner alone,
+whatever the umask. All functions raise `OSError` with the name of the file.
+"""
+
+import os
+import stat
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+__all__ = [
+    "close",
+    "create",
+    "make_directories",
+    "make_directory",
+    "remove_directory",
+    "remove_file",
+    "remove_tree",
+    "rename",
+    "sync",
+    "sync_directory",
+    "write",
+    "write_file",
+]
+
+_LARGEST_WRITE = 1 << 30  # Linux writes at most 2 GiB at once
+
+
+def make_directory(path: Path) -> None:
+    """Make a folder that must not exist."""
+    os.mkdir(path, 0o755)
+
+
+def make_directories(path: Path) -> None:
+    """Make a folder and those above it, where they are missing, so that a power cut keeps them."""
+    if not path.parent.exists():
+        make_directories(path.parent)
+    with suppress(FileExistsError):
+        make_directory(path)
+    # Also where it exists: whoever made it may have been stopped before this.
+    sync_directory(path.parent)
+
+
+def create(path: Path) -> int:
+    """Create a file that must not exist; return its descriptor."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    return os.open(path, flags, 0o644)
+
+
+def write(descriptor: int, data: bytes | memoryview) -> None:
+    """Write all of `data`."""
+    left = memoryview(data).cast("B")
+    while left:
+        left = left[os.write(descriptor, left[:_LARGEST_WRITE]) :]
+
+
+def sync(descriptor: int) -> None:
+    """Wait until what was written to a file survives a power cut."""
+    os.fsync(descriptor)
+
+
+def close(descriptor: int) -> None:
+    """Close a file."""
+    os.close(descriptor)
+
+
+def sync_directory(path: Path) -> None:
+    """Wait until the names in a folder survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        error.filename = str(path)
+        raise
+    finally:
+        os.close(descriptor)
+
+
+def rename(source: Path, target: Path) -> None:
+    """Give a file or folder another name in the same folder, at once or not at all."""
+    os.rename(source, target)
+
+
+def remove_file(directory: int, name: str, path: Path) -> None:
+    """Remove the file or link `name` from the open folder `directory`, whose path is `path`."""
+    os.unlink(name, dir_fd=directory)
+
+
+def remove_directory(path: Path) -> None:
+    """Remove an empty folder."""
+    os.rmdir(path)
+
+
+def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
+    """Create a file with this content, and wait until it survives a power cut."""
+    descriptor = create(path)
+    try:
+        for chunk in chunks:
+            write(descriptor, chunk)
+        sync(descriptor)
+    except OSError as error:
+        error.filename = str(path)
+        raise
+    finally:
+        close(descriptor)
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a file, or a folder with all that is in it; links are removed, never followed."""
+    if not stat.S_ISDIR(os.lstat(path).st_mode):
+        _remove_single(path)
+        return
+    for name, folders, others, directory in os.fwalk(path, topdown=False, follow_symlinks=False):
+        links = [folder for folder in folders if _is_link(directory, folder)]  # fwalk calls them so
+        for other in [*others, *links]:
+            remove_file(directory, other, Path(name))
+        remove_directory(Path(name))
+
+
+def _is_link(directory: int, name: str) -> bool:
+    try:
+        os.readlink(name, dir_fd=directory)
+    except OSError:
+        return False  # also a folder that has been removed by now
+    return True
+
+
+def _remove_single(path: Path) -> None:
+    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        remove_file(directory, path.name, path.parent)
+    finally:
+        os.close(directory)

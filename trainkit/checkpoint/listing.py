@@ -1,0 +1,59 @@
+"""Which checkpoints a directory holds."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainkit.checkpoint.manifest import Manifest, read_manifest
+from trainkit.errors import CheckpointError
+
+__all__ = ["Entry", "broken_folders", "committed", "folders"]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A checkpoint whose manifest has been read; its files may still be broken."""
+
+    path: Path
+    step: int
+    manifest: Manifest
+
+
+def folders(directory: Path) -> list[Path]:
+    """Return the visible folders in a directory; links are left out."""
+    try:
+        with os.scandir(directory) as found:
+            names = [
+                entry.name
+                for entry in found
+                if not entry.name.startswith(".") and entry.is_dir(follow_symlinks=False)
+            ]
+    except FileNotFoundError:
+        return []  # nothing has been saved yet
+    return [directory / name for name in sorted(names)]
+
+
+def committed(directory: Path) -> list[Entry]:
+    """Return the checkpoints in a directory by step, the newest last.
+
+    A folder without a valid manifest is none (DESIGN 2.24).
+    """
+    entries = []
+    for path in folders(directory):
+        try:
+            manifest = read_manifest(path)
+        except CheckpointError:
+            continue
+        entries.append(Entry(path, manifest.step, manifest))
+    return sorted(entries, key=lambda entry: (entry.step, entry.manifest.revision))
+
+
+def broken_folders(directory: Path) -> Iterator[tuple[Path, CheckpointError]]:
+    """Yield the folders that are named like checkpoints but have no valid manifest, and why."""
+    for path in folders(directory):
+        if path.name.startswith("step-"):
+            try:
+                read_manifest(path)
+            except CheckpointError as error:
+                yield path, error

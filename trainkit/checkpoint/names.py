@@ -1,0 +1,54 @@
+"""The names that parts, files and folders of a checkpoint may have (DESIGN part 3)."""
+
+import re
+
+__all__ = [
+    "JSON_SUFFIX",
+    "MANIFEST",
+    "PINS",
+    "TEMPORARY",
+    "TENSOR_SUFFIX",
+    "TRASH",
+    "folder_name",
+    "is_allowed",
+    "part_of",
+    "why_refused",
+]
+
+MANIFEST = "manifest.json"
+PINS = "pins.json"
+TENSOR_SUFFIX = ".safetensors"
+JSON_SUFFIX = ".json"
+TEMPORARY = ".tmp-"
+TRASH = ".trash-"
+
+_ALLOWED = re.compile(r"[A-Za-z0-9_=-][A-Za-z0-9._=-]{0,127}", re.ASCII)
+_LONGEST_PART = 128 - len(TENSOR_SUFFIX)
+
+
+def is_allowed(name: str) -> bool:
+    """Return whether a file in a checkpoint may have this name."""
+    return _ALLOWED.fullmatch(name) is not None
+
+
+def why_refused(part: object) -> str | None:
+    """Return what is wrong with the name of a part, or None."""
+    if not isinstance(part, str):
+        return "is no text"
+    if len(part) > _LONGEST_PART:
+        return f"has {len(part)} characters, but at most {_LONGEST_PART} fit"
+    if not is_allowed(part):
+        return "may only have letters, digits and `._=-`, and no dot in front"
+    if part.lower() == "manifest":
+        return "is taken by the list of files"
+    return None
+
+
+def part_of(file: str) -> str:
+    """Return the part whose file has this name; the name itself if no part's file has it."""
+    return file.removesuffix(TENSOR_SUFFIX if file.endswith(TENSOR_SUFFIX) else JSON_SUFFIX)
+
+
+def folder_name(step: int, revision: int) -> str:
+    """Return the name of the folder of a step; `revision` counts earlier saves of that step."""
+    return f"step-{step:08d}" + (f".{revision}" if revision else "")

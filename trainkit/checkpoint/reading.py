@@ -1,0 +1,132 @@
+"""Read the files of a checkpoint without following links, blocking, or trusting a length."""
+
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Self
+
+import xxhash
+
+from trainkit.errors import CheckpointCorrupt
+
+__all__ = ["HashedFile", "names_in", "open_directory", "open_file"]
+
+_CHUNK = 1 << 22  # bytes read at once where the content is only hashed
+
+
+@contextmanager
+def open_directory(path: Path) -> Iterator[int]:
+    """Open the folder `path`, which must not be a link; close it at the end.
+
+    Raises:
+        CheckpointCorrupt: It is missing, a link, or no folder.
+    """
+    try:
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(path, flags)
+    except OSError as error:
+        if path.is_symlink():
+            text = f"`{path}` is a link. Pass the folder itself, not a link to it."
+        elif isinstance(error, FileNotFoundError):
+            text = f"There is no checkpoint `{path}`."
+        else:
+            text = f"The checkpoint `{path}` cannot be opened: {error}."
+        raise CheckpointCorrupt(text, path=path, errno=error.errno) from error
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def names_in(directory: int) -> list[str]:
+    """Return the names in an open folder."""
+    with os.scandir(directory) as entries:
+        return sorted(entry.name for entry in entries)
+
+
+@contextmanager
+def open_file(directory: int, name: str, path: Path) -> Iterator["HashedFile"]:
+    """Open the ordinary file `name` in the open folder `directory`; close it at the end.
+
+    Args:
+        path: The folder's path, for errors.
+
+    Raises:
+        CheckpointCorrupt: The file is missing, a link, a pipe or a device, or cannot be read,
+            also where that shows while the caller reads.
+    """
+    descriptor = -1
+    try:
+        # Looked at before it is opened: opening a pipe waits, and opening a device may act.
+        _check_is_ordinary(os.stat(name, dir_fd=directory, follow_symlinks=False), name, path)
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        descriptor = os.open(name, flags, dir_fd=directory)
+        status = os.fstat(descriptor)
+        _check_is_ordinary(status, name, path)
+        yield HashedFile(descriptor, status.st_size, name, path)
+    except FileNotFoundError as error:
+        text = f"The checkpoint `{path}` is broken: `{name}` is missing."
+        raise CheckpointCorrupt(text, path=path, file=name, errno=error.errno) from error
+    except OSError as error:
+        text = f"The checkpoint `{path}` is broken: `{name}` cannot be read: {error}."
+        raise CheckpointCorrupt(text, path=path, file=name, errno=error.errno) from error
+    finally:
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+def _check_is_ordinary(status: os.stat_result, name: str, path: Path) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        kind = "a link" if stat.S_ISLNK(status.st_mode) else "not an ordinary file"
+        raise CheckpointCorrupt(
+            f"The checkpoint `{path}` is broken: `{name}` is {kind}.", path=path, file=name
+        )
+
+
+class HashedFile:
+    """An open file whose content is hashed as it is read, from its beginning to its end."""
+
+    def __init__(self, descriptor: int, size: int, name: str, path: Path) -> None:
+        self.size = size  # bytes
+        self.name = name
+        self.path = path
+        self._descriptor = descriptor
+        self._hash = xxhash.xxh3_128()
+
+    def read(self, size: int) -> bytes:
+        """Return the next `size` bytes."""
+        data = bytearray(size)
+        self.read_into(memoryview(data))
+        return bytes(data)
+
+    def read_into(self, target: memoryview) -> None:
+        """Fill `target` with the next bytes.
+
+        Raises:
+            CheckpointCorrupt: The file ends before.
+        """
+        left = target
+        while left:
+            count = os.readv(self._descriptor, [left])
+            if count == 0:
+                raise self.broken("it is cut")
+            left = left[count:]
+        self._hash.update(target)
+
+    def skip_rest(self) -> Self:
+        """Hash what has not been read yet."""
+        buffer = memoryview(bytearray(min(_CHUNK, max(1, self.size))))
+        while count := os.readv(self._descriptor, [buffer]):
+            self._hash.update(buffer[:count])
+        return self
+
+    def digest(self) -> str:
+        """Return the xxh3-128 of all that was read, in hexadecimal."""
+        return self._hash.hexdigest()
+
+    def broken(self, why: str) -> CheckpointCorrupt:
+        """Return the error that says why this file cannot be used."""
+        text = f"The checkpoint `{self.path}` is broken: `{self.name}`: {why}."
+        return CheckpointCorrupt(text, path=self.path, file=self.name)

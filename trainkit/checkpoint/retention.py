@@ -1,0 +1,140 @@
+"""Which checkpoints stay (DESIGN 2.27); the store knows how to remove the others."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from trainkit.checkpoint.listing import Entry
+from trainkit.checkpoint.opened import verify
+from trainkit.checkpoint.store import CheckpointStore
+from trainkit.errors import CheckpointError, ConfigError
+
+__all__ = ["Best", "KeepPolicy", "Retention", "newest_valid", "removable", "rotate"]
+
+Best = tuple[str, Literal["min", "max"], int]
+"""A metric, which end of it is good, and how many checkpoints to keep for it."""
+
+
+class Retention(Protocol):
+    """Chooses what stays; what `rotate` protects stays in any case."""
+
+    def keep(self, entries: Sequence[Entry]) -> set[int]:
+        """Return the steps to keep of `entries`, which are in order of their steps."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KeepPolicy:
+    """Keeps the last, the best, and every so many steps; a checkpoint stays if one reason holds.
+
+    Args:
+        keep_last: How many of the newest steps stay, at least 1; None: all.
+        keep_best: A metric as in `metadata["metrics"]`, `"min"` or `"max"`, and how many stay.
+            NaN is never best; of equals the older stays.
+        keep_every: Steps that are multiples of this stay.
+        pinned: Steps that stay, beside those pinned in the store.
+    """
+
+    keep_last: int | None = 1
+    keep_best: Best | None = None
+    keep_every: int | None = None
+    pinned: frozenset[int] = frozenset()
+
+    def __post_init__(self) -> None:
+        for name in ("keep_last", "keep_every"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise ConfigError(f"`{name}` must be a whole number from 1 on, but is {value!r}.")
+        if self.keep_best is not None:
+            _check_best(self.keep_best)
+
+    def keep(self, entries: Sequence[Entry]) -> set[int]:
+        """Return the steps to keep."""
+        steps = sorted({entry.step for entry in entries})
+        kept = set(steps if self.keep_last is None else steps[-self.keep_last :])
+        kept |= self.pinned.intersection(steps)
+        if self.keep_every is not None:
+            kept.update(step for step in steps if step % self.keep_every == 0)
+        if self.keep_best is not None:
+            kept.update(best_steps(entries, self.keep_best))
+        return kept
+
+
+def _check_best(best: Any) -> None:
+    if type(best) is not tuple or len(best) != 3 or type(best[0]) is not str:
+        wanted = '("eval/loss", "min", 1)'
+        raise ConfigError(f"`keep_best` must be a tuple such as {wanted}, but is {best!r}.")
+    if best[1] not in ("min", "max"):
+        raise ConfigError(f'`keep_best` must say "min" or "max", but says {best[1]!r}.')
+    if type(best[2]) is not int or best[2] < 1:
+        raise ConfigError(f"`keep_best` must keep a number from 1 on, but keeps {best[2]!r}.")
+
+
+def best_steps(entries: Sequence[Entry], best: Best) -> list[int]:
+    """Return the steps with the best values of a metric, the best first."""
+    metric, mode, count = best
+    sign = 1.0 if mode == "min" else -1.0
+    values = {entry.step: _metric(entry, metric) for entry in entries}
+    found = [(sign * value, step) for step, value in values.items() if not math.isnan(value)]
+    return [step for _, step in sorted(found)[:count]]
+
+
+def _metric(entry: Entry, name: str) -> float:
+    """Return a metric that was saved with a checkpoint; NaN where there is none."""
+    metrics = entry.manifest.metadata.get("metrics")
+    value: Any = metrics.get(name) if isinstance(metrics, dict) else None
+    return float(value) if type(value) in (int, float) else math.nan
+
+
+def rotate(
+    store: CheckpointStore, policy: Retention, resumed_from: int | None = None
+) -> list[Entry]:
+    """Remove what `removable` returns, and return it; call it after a commit, on process 0.
+
+    Raises:
+        CheckpointError: The list of pins is broken, or something cannot be removed.
+    """
+    entries = removable(store, policy, resumed_from)
+    for entry in entries:
+        store.remove(entry)
+    return entries
+
+
+def removable(
+    store: CheckpointStore, policy: Retention, resumed_from: int | None = None
+) -> list[Entry]:
+    """Return the checkpoints that nobody needs.
+
+    Kept beside what `policy` keeps: what is pinned, the newest one that is valid, the one saved
+    last, those of other runs, and the step `resumed_from` until a newer one is valid.
+
+    Raises:
+        CheckpointError: The list of pins is broken.
+    """
+    every = store.checkpoints()
+    newest = newest_valid(store, every)
+    run = store.last_saved or newest
+    if newest is None or run is None:
+        return []  # where nothing is known to be good, nothing is given up
+    entries = [entry for entry in every if entry.manifest.run_id == run.manifest.run_id]
+    kept = policy.keep(entries) | store.pinned() | {newest.step, run.step}
+    if resumed_from is not None and newest.step <= resumed_from:
+        kept.add(resumed_from)
+    return [entry for entry in entries if entry.step not in kept]
+
+
+def newest_valid(store: CheckpointStore, entries: Sequence[Entry]) -> Entry | None:
+    """Return the newest of `entries` that verifies, or None.
+
+    The one that was committed last through `store` is not read again.
+    """
+    for entry in reversed(entries):
+        if store.last_saved is not None and entry.path == store.last_saved.path:
+            return entry
+        try:
+            verify(entry.path)
+        except CheckpointError:
+            continue
+        return entry
+    return None

@@ -1,0 +1,158 @@
+"""Saves the checkpoints of a run, now or in the background, and rotates them."""
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainkit.checkpoint.lock import RunLock
+from trainkit.checkpoint.retention import Retention, rotate
+from trainkit.checkpoint.snapshot import Snapshot
+from trainkit.checkpoint.store import CheckpointStore
+from trainkit.distributed import Processes, apart, on_main
+from trainkit.errors import CheckpointError, ConfigError
+
+__all__ = ["Saver"]
+
+
+@dataclass(slots=True)
+class _Job:
+    """A save under way in a thread of its own."""
+
+    thread: threading.Thread
+    path: Path | None = None
+    error: BaseException | None = None
+
+
+class Saver:
+    """Commits checkpoints of one run into its directory, which it locks (DESIGN 2.24 to 2.27).
+
+    Every process makes one and calls the same methods in the same order.
+
+    Args:
+        directory: The run's directory; checkpoints go to `checkpoints/` in it.
+        processes: The processes of the run.
+        retention: What stays after each commit.
+        run_id: Names the run in every manifest.
+        resumed_from: The step that the run was resumed from, None for a fresh one.
+        background: Write while training goes on: `save` only takes a snapshot.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        processes: Processes,
+        retention: Retention,
+        *,
+        run_id: str,
+        resumed_from: int | None,
+        background: bool = False,
+    ) -> None:
+        self.store = CheckpointStore(directory / "checkpoints")
+        self.background = background
+        self._processes = processes
+        self._writers = apart(processes) if background else processes
+        self._retention = retention
+        self._run_id = run_id
+        self._resumed_from = resumed_from
+        self._snapshot = Snapshot()
+        self._job: _Job | None = None
+        self._lock = RunLock(directory, run_id=run_id)
+        on_main(processes, self._take_directory)
+
+    def save(self, step: int, parts: Mapping[str, Any], metadata: Mapping[str, Any]) -> Path | None:
+        """Save a checkpoint; return its folder, None where it is still under way.
+
+        Blocks for an earlier save in the background.
+
+        Raises:
+            CheckpointError: This save, or the earlier one, failed; on all processes.
+        """
+        metadata = {**metadata, "run_id": self._run_id}
+        if not self.background:
+            return self._commit(self._processes, step, parts, metadata)
+        self.wait()
+        taken = self._snapshot.take(parts)
+        job = _Job(threading.Thread(target=lambda: None))
+        job.thread = threading.Thread(
+            target=self._write, args=(job, step, taken, metadata), name="checkpoint", daemon=True
+        )
+        self._job = job
+        job.thread.start()
+        return None
+
+    def poll(self) -> Path | None:
+        """Return the folder of a save that every process knows to be committed, once.
+
+        Raises:
+            CheckpointError: The save failed.
+        """
+        job = self._job
+        if job is None or job.thread.is_alive():
+            return None
+        return self.wait()
+
+    def wait(self) -> Path | None:
+        """Block until the save under way is committed; return its folder, once.
+
+        Raises:
+            CheckpointError: The save failed.
+        """
+        job, self._job = self._job, None
+        if job is None:
+            return None
+        job.thread.join()
+        if job.error is not None:
+            raise job.error
+        return job.path
+
+    def close(self) -> None:
+        """Give the directory back; a save under way on one process alone is still completed."""
+        if self._processes.size == 1 and self._job is not None:
+            self._job.thread.join()
+        self._lock.release()
+
+    def _take_directory(self) -> None:
+        self._lock.acquire()
+        existing = self.store.checkpoints()
+        if existing and self._resumed_from is None:
+            self._lock.release()
+            raise ConfigError(
+                f"`{self.store.directory}` holds {len(existing)} checkpoints, the newest of step "
+                f"{existing[-1].step}, but a new training was asked for. Pass "
+                '`fit(..., resume="auto")` to go on from it, or choose another `output_dir`.'
+            )
+        self.store.clean()
+
+    def _write(
+        self, job: _Job, step: int, parts: Mapping[str, Any], metadata: Mapping[str, Any]
+    ) -> None:
+        try:
+            job.path = self._commit(self._writers, step, parts, metadata)
+        except BaseException as error:
+            job.error = error
+
+    def _commit(
+        self,
+        processes: Processes,
+        step: int,
+        parts: Mapping[str, Any],
+        metadata: Mapping[str, Any],
+    ) -> Path:
+        path = self.store.save(
+            step,
+            parts,
+            metadata=metadata,
+            gather=processes.all_gather_objects,
+            rank=processes.rank,
+        )
+        on_main(processes, self._rotate)
+        return path
+
+    def _rotate(self) -> None:
+        try:
+            rotate(self.store, self._retention, self._resumed_from)
+        except CheckpointError as error:
+            error.add_note("The new checkpoint is committed; only removing older ones failed.")
+            raise

@@ -1,0 +1,194 @@
+"""Where checkpoints are: how they are saved, found and removed. When, and what stays, is policy."""
+
+import os
+import stat
+import uuid
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from trainkit.checkpoint import files
+from trainkit.checkpoint.listing import Entry, broken_folders, committed
+from trainkit.checkpoint.names import TEMPORARY, TRASH
+from trainkit.checkpoint.opened import Checkpoint, verify
+from trainkit.checkpoint.pins import read_pins, write_pins
+from trainkit.checkpoint.saving import Save, throw_away
+from trainkit.errors import CheckpointError, ConfigError
+
+__all__ = ["CheckpointStore", "Entry"]
+
+
+class CheckpointStore:
+    """The checkpoints in a directory.
+
+    Args:
+        directory: Usually `<output_dir>/checkpoints`; made by the first save.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = Path(directory)
+        self.last_saved: Entry | None = None
+        """What was committed last through this store; None on other processes than 0."""
+
+    def save(
+        self,
+        step: int,
+        parts: Mapping[str, Any],
+        *,
+        metadata: Mapping[str, Any],
+        gather: Callable[[Any], list[Any]],
+        rank: int,
+    ) -> Path:
+        """Write a checkpoint and return its folder, once it survives a power cut.
+
+        Every process calls it; it returns when process 0 has committed. An earlier save of the
+        same step by the same run is replaced, and removed after the commit.
+
+        Args:
+            step: Updates applied; the same on all processes.
+            parts: What this process writes: the state by name of the part. Names are unique over
+                all processes.
+            metadata: Small values for the manifest, of which those of process 0 count; `run_id`
+                names the run, and `metrics` is what the best are chosen by.
+            gather: Returns what each process passes to it, in order of their ranks.
+            rank: Which process this is; 0 commits.
+
+        Raises:
+            CheckpointError: The save failed on some process; raised by all. Nothing of it is
+                left, and earlier checkpoints are untouched.
+        """
+        if type(step) is not int or step < 0:
+            raise ConfigError(f"`step` must be a whole number from 0 on, but is {step!r}.")
+        save = Save(self.directory, step, metadata, gather, rank)
+        path = save.run(parts)
+        self.last_saved = save.entry
+        return path
+
+    def probe(self) -> None:
+        """Make the directory and try out there all that a save does; call it before training.
+
+        Raises:
+            CheckpointError: The directory cannot be written to; says why.
+        """
+        temporary = self.directory / f"{TEMPORARY}probe-{uuid.uuid4().hex[:12]}"
+        renamed = temporary.with_name(f"{temporary.name}-renamed")
+        try:
+            files.make_directories(self.directory)
+            files.write_file(temporary, [b"probe"])
+            files.rename(temporary, renamed)
+            files.sync_directory(self.directory)
+        except OSError as error:
+            raise CheckpointError(
+                f"The directory `{self.directory}` cannot be written to: {error}. Choose another "
+                "`output_dir`, or change its permissions.",
+                path=self.directory,
+                errno=error.errno,
+            ) from error
+        finally:
+            for path in (temporary, renamed):
+                with suppress(OSError):
+                    files.remove_tree(path)
+
+    def checkpoints(self) -> list[Entry]:
+        """Return the committed checkpoints by the step in their manifests, the newest last."""
+        return committed(self.directory)
+
+    def newest_valid(self, report: Callable[[str], None]) -> Checkpoint | None:
+        """Return the newest checkpoint that verifies, or None.
+
+        Args:
+            report: Called with a sentence on each broken one that is newer, or has no step.
+        """
+        for _, error in broken_folders(self.directory):
+            report(f"Ignored: {error}")
+        for entry in reversed(self.checkpoints()):
+            try:
+                return self.open(entry.path)
+            except CheckpointError as error:
+                report(f"Skipped step {entry.step}: {error}")
+        return None
+
+    def open(self, path: Path) -> Checkpoint:
+        """Return a checkpoint after every byte of it was verified.
+
+        Raises:
+            CheckpointCorrupt: Something is broken; names the file and says why.
+            CheckpointError: A newer version of the format.
+        """
+        return Checkpoint(Path(path), verify(Path(path)))
+
+    def clean(self) -> None:
+        """Remove what interrupted saves and removals left; the caller holds the run's lock.
+
+        Raises:
+            CheckpointError: Something cannot be removed.
+        """
+        try:
+            names = os.listdir(self.directory)
+        except FileNotFoundError:
+            return  # nothing has been saved yet
+        for name in names:
+            if name.startswith((TEMPORARY, TRASH)):
+                _removing(self.directory / name, files.remove_tree)
+
+    def remove(self, entry: Entry) -> None:
+        """Remove a checkpoint; links are not followed.
+
+        Raises:
+            CheckpointError: It is not a folder in this directory, or cannot be removed.
+        """
+        path = entry.path
+        if path.parent != self.directory or not stat.S_ISDIR(_mode(path)):
+            raise CheckpointError(
+                f"`{path}` is not a folder in `{self.directory}`. It is left alone.", path=path
+            )
+        _removing(path, throw_away)
+
+    def pinned(self) -> frozenset[int]:
+        """Return the steps that rotation never removes.
+
+        Raises:
+            CheckpointError: `pins.json` is broken.
+        """
+        return read_pins(self.directory)
+
+    def pin(self, step: int) -> None:
+        """Let rotation never remove a step.
+
+        Raises:
+            CheckpointError: There is no checkpoint of that step, or `pins.json` fails.
+        """
+        steps = [entry.step for entry in self.checkpoints()]
+        if step not in steps:
+            raise CheckpointError(
+                f"`step` must be one of the checkpoints {steps}, but is {step!r}.",
+                path=self.directory,
+            )
+        write_pins(self.directory, self.pinned() | {step})
+
+    def unpin(self, step: int) -> None:
+        """Let rotation decide on a step again.
+
+        Raises:
+            CheckpointError: `pins.json` fails.
+        """
+        write_pins(self.directory, self.pinned() - {step})
+
+
+def _mode(path: Path) -> int:
+    try:
+        return os.lstat(path).st_mode
+    except FileNotFoundError:
+        return 0
+
+
+def _removing(path: Path, remove: Callable[[Path], None]) -> None:
+    try:
+        remove(path)
+    except OSError as error:
+        raise CheckpointError(
+            f"`{path}` cannot be removed: {error}. Remove it by hand, or change its permissions.",
+            path=path,
+            errno=error.errno,
+        ) from error

@@ -1,0 +1,129 @@
+"""Plan the files of the parts that one process writes, and write them with their digests."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from trainkit.checkpoint import codec, files, strict_json, tensor_file
+from trainkit.checkpoint.names import JSON_SUFFIX, TENSOR_SUFFIX, why_refused
+from trainkit.errors import CheckpointError
+
+__all__ = ["PlannedFile", "check_unique", "plan", "write"]
+
+Written = tuple[str, int, str]
+"""Name, bytes and digest of a file."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedFile:
+    """A file that will be written.
+
+    Args:
+        size: Bytes.
+        chunks: Returns its content, piece by piece; called once.
+    """
+
+    name: str
+    size: int
+    chunks: Callable[[], Iterable[bytes | memoryview]]
+
+
+def plan(parts: Mapping[str, Any]) -> list[PlannedFile]:
+    """Return the files of some parts; tensors are copied when they are written, not before.
+
+    Raises:
+        CheckpointError: A name is not allowed, or a state has no form; names its path.
+    """
+    planned = []
+    for name, state in parts.items():
+        why = why_refused(name)
+        if why is not None:
+            raise CheckpointError(f"The part {name!r:.200} {why}. Give it another name.")
+        planned += _plan_part(name, state)
+    return planned
+
+
+def _plan_part(name: str, state: Any) -> list[PlannedFile]:
+    encoded = codec.encode(state, name)
+    planned = []
+    if encoded.pieces:
+        metadata = {"format": "pt"}  # which readers of transformers ask for
+        if encoded.is_plain:
+            metadata["container"] = encoded.container
+        header = tensor_file.encode_header(encoded.pieces, metadata)
+        if len(header) > tensor_file.LARGEST_HEADER:
+            raise CheckpointError(
+                f"`{name}` has {len(encoded.pieces)} tensors, too many for one file. Split it "
+                "into several parts, or stack its tensors."
+            )
+        size = len(header) + sum(piece.size for piece in encoded.pieces.values())
+        chunks = partial(tensor_file.chunks, encoded.pieces, header)
+        planned.append(PlannedFile(name + TENSOR_SUFFIX, size, chunks))
+    if not encoded.is_plain:
+        content = strict_json.dump(encoded.tree)
+        if len(content) > strict_json.LARGEST:
+            raise _too_large(name, len(content), encoded.tree)
+        planned.append(PlannedFile(name + JSON_SUFFIX, len(content), lambda: [content]))
+    return planned
+
+
+def _too_large(name: str, size: int, tree: Any) -> CheckpointError:
+    inside = {}
+    if type(tree) is dict:
+        inside = {key: len(strict_json.dump(value)) for key, value in tree.items()}
+    largest = max(inside, key=inside.__getitem__, default="")
+    place = f", most of it in `{name}.{largest}`" if largest else ""
+    return CheckpointError(
+        f"`{name}` makes {size} bytes of JSON{place}, but at most {strict_json.LARGEST} are "
+        "allowed. Store large numbers of values as tensors or arrays."
+    )
+
+
+def check_unique(names: Iterable[Iterable[str]]) -> None:
+    """Check the names of the files of each process.
+
+    Raises:
+        CheckpointError: Two have one name, or names that differ only in case.
+    """
+    owners: dict[str, int] = {}
+    for rank, mine in enumerate(names):
+        for name in mine:
+            other = owners.setdefault(name.lower(), rank)
+            if other != rank or sum(name.lower() == one.lower() for one in mine) > 1:
+                raise CheckpointError(
+                    f"The file `{name}` is written twice, by process {other} and by process "
+                    f"{rank}. Give their parts names that differ in more than case."
+                )
+
+
+def write(planned: Iterable[PlannedFile], folder: Path) -> list[Written]:
+    """Write files into a folder and return what they must be, once they survive a power cut.
+
+    Raises:
+        CheckpointError: A tensor has changed its size since `plan`.
+        OSError: Writing failed.
+    """
+    return [_write(file, folder / file.name) for file in planned]
+
+
+def _write(file: PlannedFile, path: Path) -> Written:
+    digest, size = xxhash.xxh3_128(), 0
+
+    def hashed() -> Iterator[bytes | memoryview]:
+        nonlocal size
+        for chunk in file.chunks():
+            digest.update(chunk)
+            size += len(chunk)
+            yield chunk
+
+    files.write_file(path, hashed())
+    if size != file.size:
+        raise CheckpointError(
+            f"`{file.name}` should have {file.size} bytes, but {size} were written: a tensor has "
+            "been changed while it was being saved. Save at the end of a step."
+        )
+    return file.name, size, digest.hexdigest()

@@ -1,0 +1,1 @@
+"""The command `trainkit`; a command imports torch only where it needs it."""

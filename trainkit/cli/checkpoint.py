@@ -1,0 +1,215 @@
+"""`trainkit checkpoint`: list, verify, show, compare and thin out checkpoints."""
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from trainkit.checkpoint.listing import Entry, broken_folders
+from trainkit.checkpoint.lock import RunLock
+from trainkit.checkpoint.names import MANIFEST
+from trainkit.checkpoint.opened import check_sizes, verify
+from trainkit.checkpoint.retention import Best, KeepPolicy, removable, rotate
+from trainkit.checkpoint.store import CheckpointStore
+from trainkit.cli.contents import Contents, TensorSummary, leaves, read_contents
+from trainkit.cli.tables import print_table, readable_size
+from trainkit.errors import CheckpointError, ConfigError
+
+__all__ = ["add_to"]
+
+_FOLDER = "checkpoints"
+_MOST_VALUES = 20  # of one part that `show` prints
+
+
+def add_to(commands: Any) -> None:
+    """Add the command and its own commands to the parser's `commands`."""
+    help_text = "list, verify, show, compare and thin out checkpoints"
+    parser = commands.add_parser("checkpoint", help=help_text, description=help_text)
+    own = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    where = "a run's directory, or the folder with its checkpoints"
+    one = "the folder of one checkpoint; for a run's directory the newest"
+    _add(own, "ls", _list, "list the checkpoints", DIR=where)
+    _add(own, "verify", _verify, "read and check every byte", DIR=f"{where}, or of one")
+    _add(own, "show", _show, "show what is in a checkpoint", CKPT=one)
+    _add(own, "diff", _diff, "compare two checkpoints; exit with 1 if they differ", A=one, B=one)
+    prune = _add(own, "prune", _prune, "remove checkpoints that no option keeps", DIR=where)
+    prune.add_argument("--keep-last", type=int, metavar="N", required=True, help="the newest N")
+    prune.add_argument(
+        "--keep-best", type=_best, metavar="METRIC:MODE:M", help="such as eval/accuracy:max:2"
+    )
+    prune.add_argument("--keep-every", type=int, metavar="N", help="steps that are multiples of N")
+    prune.add_argument("--dry-run", action="store_true", help="only say what would be removed")
+
+
+def _add(
+    commands: Any,
+    name: str,
+    run: Callable[[argparse.Namespace], int],
+    help_text: str,
+    **positional: str,
+) -> argparse.ArgumentParser:
+    parser = cast(
+        argparse.ArgumentParser,
+        commands.add_parser(name, help=help_text, description=help_text),
+    )
+    for argument, meaning in positional.items():
+        parser.add_argument(argument.lower(), metavar=argument, type=Path, help=meaning)
+    parser.set_defaults(run=run)
+    return parser
+
+
+def _best(text: str) -> Best:
+    metric, mode, count = (["", "", "", *text.rsplit(":", 2)])[-3:]
+    if not metric or mode not in ("min", "max") or not count.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} must look like eval/accuracy:max:2")
+    return metric, "min" if mode == "min" else "max", int(count)
+
+
+def _store(directory: Path) -> CheckpointStore:
+    """Return the checkpoints in a run's directory, or in the folder itself."""
+    inside = directory / _FOLDER
+    if not directory.is_dir():
+        raise ConfigError(f"`{directory}` is no folder. Pass a run's directory.")
+    return CheckpointStore(inside if inside.is_dir() else directory)
+
+
+def _single(path: Path) -> Path:
+    """Return the folder of one checkpoint: the one passed, or the newest of a run."""
+    if (path / MANIFEST).exists():
+        return path
+    entries = _store(path).checkpoints()
+    if not entries:
+        raise CheckpointError(f"There is no checkpoint in `{path}`.", path=path)
+    return entries[-1].path
+
+
+def _list(options: argparse.Namespace) -> int:
+    store = _store(options.dir)
+    pinned = store.pinned()
+    rows = []
+    broken = [(path.name, str(error)) for path, error in broken_folders(store.directory)]
+    for entry in store.checkpoints():
+        problem = _problem(check_sizes, entry.path)
+        broken += [(entry.path.name, problem)] if problem else []
+        notes = ["pinned"] * (entry.step in pinned) + ["BROKEN"] * bool(problem)
+        manifest = entry.manifest
+        size = readable_size(manifest.size)
+        columns = (entry.step, manifest.created, size, len(manifest.files), manifest.world_size)
+        rows.append((*columns, entry.path.name, " ".join(notes)))
+    print_table(("STEP", "CREATED", "SIZE", "FILES", "PROCESSES", "FOLDER", ""), rows)
+    for name, problem in broken:
+        print(f"BROKEN {name}: {problem}")
+    return int(bool(broken))
+
+
+def _problem(check: Callable[[Path], object], path: Path) -> str:
+    try:
+        check(path)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def _verify(options: argparse.Namespace) -> int:
+    path: Path = options.dir
+    if (path / MANIFEST).exists() or path.name.startswith("step-"):
+        paths = [path]
+    else:
+        store = _store(path)
+        paths = [broken for broken, _ in broken_folders(store.directory)]
+        paths += [entry.path for entry in store.checkpoints()]
+    if not paths:
+        raise CheckpointError(f"There is no checkpoint in `{path}`.", path=path)
+    failed = False
+    for each in paths:
+        problem = _problem(verify, each)
+        failed = failed or bool(problem)
+        print(f"BROKEN {each.name}: {problem}" if problem else f"ok {each.name}")
+    return int(failed)
+
+
+def _show(options: argparse.Namespace) -> int:
+    path = _single(options.ckpt)
+    contents = read_contents(path)
+    manifest = contents.manifest
+    print(f"{path}: step {manifest.step}, made {manifest.created} by {manifest.world_size}", end="")
+    print(f" process(es) of the run {manifest.run_id!r}, {readable_size(manifest.size)}")
+    _print_values("metadata", _metadata(contents))
+    rows = [
+        (part, name, tensor.dtype, list(tensor.shape), readable_size(tensor.size))
+        for part, tensors in contents.tensors.items()
+        for name, tensor in tensors.items()
+    ]
+    print_table(("PART", "TENSOR", "DTYPE", "SHAPE", "SIZE"), rows)
+    for part, values in contents.values.items():
+        _print_values(part, values)
+    return 0
+
+
+def _metadata(contents: Contents) -> dict[str, Any]:
+    return dict(leaves(dict(contents.manifest.metadata)))
+
+
+def _print_values(part: str, values: Mapping[str, Any]) -> None:
+    shown = list(values.items())[:_MOST_VALUES]
+    print_table((part.upper(), ""), [(name, _short(value)) for name, value in shown])
+    if len(values) > len(shown):
+        print(f"... and {len(values) - len(shown)} more")
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _diff(options: argparse.Namespace) -> int:
+    old, new = (read_contents(_single(path)) for path in (options.a, options.b))
+    rows = _differences("metadata", _metadata(old), _metadata(new))
+    for part in sorted({*old.tensors, *new.tensors}):
+        rows += _differences(part, old.tensors.get(part, {}), new.tensors.get(part, {}))
+    for part in sorted({*old.values, *new.values}):
+        rows += _differences(part, old.values.get(part, {}), new.values.get(part, {}))
+    if not rows:
+        print("The checkpoints hold the same.")
+        return 0
+    print_table(("PART", "NAME", "A", "B"), rows)
+    return 1
+
+
+def _differences(
+    part: str, old: Mapping[str, Any], new: Mapping[str, Any]
+) -> list[tuple[str, str, str, str]]:
+    """Return a row for each name whose values differ; `-` stands for none."""
+    rows = []
+    for name in dict.fromkeys([*old, *new]):
+        left = _described(old[name]) if name in old else "-"
+        right = _described(new[name]) if name in new else "-"
+        if left != right:
+            rows.append((part, name, left, right))
+    return rows
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, TensorSummary):
+        return f"{value.dtype} {list(value.shape)} {value.digest[:8]}"
+    return _short(value)
+
+
+def _prune(options: argparse.Namespace) -> int:
+    policy = KeepPolicy(
+        keep_last=options.keep_last, keep_best=options.keep_best, keep_every=options.keep_every
+    )
+    store = _store(options.dir)
+    if options.dry_run:
+        return _print_removed("would remove", removable(store, policy))
+    is_inside = store.directory.resolve().name == _FOLDER
+    with RunLock(store.directory.resolve().parent if is_inside else store.directory):
+        return _print_removed("removed", rotate(store, policy))
+
+
+def _print_removed(verb: str, entries: Sequence[Entry]) -> int:
+    for entry in entries:
+        print(f"{verb} {entry.path.name}")
+    if not entries:
+        print("Nothing to remove.")
+    return 0
