@@ -4,6 +4,7 @@ if __name__ != "trainkit.callbacks":
     raise ImportError("Import `trainkit.callbacks`, not the folder `callbacks`.")
 
 from trainkit.callback import Callback
+from trainkit.callbacks.checkpoint import Checkpoint
 from trainkit.callbacks.early_stopping import EarlyStopping
 from trainkit.callbacks.evaluation import Evaluation
 from trainkit.callbacks.jsonl_logger import JSONLLogger
@@ -13,8 +14,10 @@ from trainkit.callbacks.nan_guard import NaNGuard
 from trainkit.callbacks.progress_bar import ProgressBar
 from trainkit.callbacks.summary import Summary
 from trainkit.callbacks.tensorboard_logger import TensorBoardLogger
+from trainkit.callbacks.time_limit import TimeLimit
 
 __all__ = [
+    "Checkpoint",
     "EarlyStopping",
     "Evaluation",
     "JSONLLogger",
@@ -24,6 +27,7 @@ __all__ = [
     "ProgressBar",
     "Summary",
     "TensorBoardLogger",
+    "TimeLimit",
     "main_process_only",
 ]
 

@@ -66,6 +66,10 @@ class NaNGuard(Callback):
         self._check(run)
 
     @override
+    def on_checkpoint_start(self, run: Run) -> None:
+        self._check(run)
+
+    @override
     def on_exception(self, run: Run, error: BaseException) -> None:
         self._first_bad = None  # a check is a collective, which the others may not come to
 

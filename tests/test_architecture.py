@@ -12,14 +12,15 @@ ROOT = Path(__file__).resolve().parent.parent
 # A room sees the rows below its own, and itself.
 LAYERS = (
     ("errors", "types"),
-    ("world", "state", "rng", "config", "schedule", "steps"),
+    ("world", "state", "rng", "config", "signals"),
+    ("schedule", "steps"),
     ("distributed",),
     ("precision", "data", "metrics", "logs"),
     ("strategies", "weighting", "agreement", "checkpoint"),
     ("accelerator", "parts"),
     ("run",),
     ("callback",),
-    ("callbacks", "evaluation"),
+    ("callbacks", "evaluation", "contents"),
     ("phases",),
     ("loop",),
     ("trainer",),

@@ -83,7 +83,10 @@ FOREIGN = SGD(nn.Linear(3, 1).parameters(), lr=0.1)
         ({"loaders": (1, 2, 3)}, r"must be `\(train, eval\)`, but has 3"),
         ({"loss_fn": nn.MSELoss(reduction="none")}, r"must be a scalar.*\(2, 1\).*`loss.mean\(\)`"),
         ({"loss_fn": lambda outputs, targets: outputs.detach().mean()}, "The loss has no graph"),
-        ({"loss_fn": lambda outputs, targets: 1.0}, "must be a tensor with a graph, but is 'float'"),
+        (
+            {"loss_fn": lambda outputs, targets: 1.0},
+            "must be a tensor with a graph, but is 'float'",
+        ),
         ({"loss_fn": None}, "no `loss_fn` was given"),
     ],
 )

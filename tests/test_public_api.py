@@ -14,10 +14,13 @@ ROOT = Path(__file__).resolve().parent.parent
 PUBLIC = [
     "Accelerator",
     "Callback",
+    "CheckpointCorrupt",
+    "CheckpointError",
     "ConfigError",
     "DataError",
     "DistributedError",
     "FitResult",
+    "Interrupted",
     "LRSchedule",
     "NonFiniteError",
     "Run",
@@ -28,6 +31,7 @@ PUBLIC = [
     "TrainkitError",
 ]
 CALLBACKS = [
+    "Checkpoint",
     "EarlyStopping",
     "Evaluation",
     "JSONLLogger",
@@ -37,6 +41,7 @@ CALLBACKS = [
     "ProgressBar",
     "Summary",
     "TensorBoardLogger",
+    "TimeLimit",
     "main_process_only",
 ]
 MODULES_OVER_TORCH = 60  # DESIGN part 4

@@ -78,7 +78,9 @@ def test_the_weight_is_the_number_of_labels_in_the_loss(kind: str) -> None:
     # Which labels were averaged is seen from the loss itself.
     shifted, plain = mean_loss(logits[:, :-1], labels[:, 1:]), mean_loss(logits, labels)
     expected = 10 if abs(float(output.loss.detach()) - shifted) < 1e-4 else 12
-    assert float(output.loss.detach()) == pytest.approx(shifted if expected == 10 else plain, abs=1e-4)
+    assert float(output.loss.detach()) == pytest.approx(
+        shifted if expected == 10 else plain, abs=1e-4
+    )
     assert output.weight is not None
     assert int(output.weight) == expected
 

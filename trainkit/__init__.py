@@ -7,6 +7,8 @@ if TYPE_CHECKING:
     from trainkit.accelerator import Accelerator
     from trainkit.callback import Callback
     from trainkit.errors import (
+        CheckpointCorrupt,
+        CheckpointError,
         ConfigError,
         DataError,
         DistributedError,
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
     )
     from trainkit.run import FitResult, Run
     from trainkit.schedule import LRSchedule
+    from trainkit.signals import Interrupted
     from trainkit.state import TrainState
     from trainkit.trainer import Trainer
     from trainkit.types import StepOutput, StepResult
@@ -22,10 +25,13 @@ if TYPE_CHECKING:
 __all__ = [
     "Accelerator",
     "Callback",
+    "CheckpointCorrupt",
+    "CheckpointError",
     "ConfigError",
     "DataError",
     "DistributedError",
     "FitResult",
+    "Interrupted",
     "LRSchedule",
     "NonFiniteError",
     "Run",
@@ -36,15 +42,16 @@ __all__ = [
     "TrainkitError",
 ]
 
-__version__ = "0.1.0"
-
 _HOME = {
     "Accelerator": "accelerator",
     "Callback": "callback",
+    "CheckpointCorrupt": "errors",
+    "CheckpointError": "errors",
     "ConfigError": "errors",
     "DataError": "errors",
     "DistributedError": "errors",
     "FitResult": "run",
+    "Interrupted": "signals",
     "LRSchedule": "schedule",
     "NonFiniteError": "errors",
     "Run": "run",
@@ -58,6 +65,8 @@ _HOME = {
 
 def __getattr__(name: str) -> Any:
     """Import a public name when it is first asked for (PEP 562)."""
+    if name == "__version__":
+        return import_module("trainkit.state").VERSION
     if name not in _HOME:
         raise AttributeError(f"module `trainkit` has no attribute {name!r}")
     return getattr(import_module(f"trainkit.{_HOME[name]}"), name)

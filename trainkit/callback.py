@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any, Concatenate, ParamSpec
 
 from trainkit.distributed import guard
@@ -20,6 +21,7 @@ class Callback:
     The hooks run in this order. Indented ones repeat; `?` marks those that may not come::
 
         on_fit_start
+            on_checkpoint_loaded ?
             on_epoch_start
                 on_step_start
                     on_microbatch_start
@@ -30,15 +32,18 @@ class Callback:
                 on_evaluation_start ?
                     on_evaluation_batch_end
                 on_evaluation_end ?
+                on_checkpoint_start ?
+                on_checkpoint_saved ?
             on_epoch_end
         on_exception ?
         on_fit_end
 
-    After the last step of an epoch, `on_epoch_end` comes before logging and evaluation, which
-    then happen once for both (DESIGN 2.5). A hook runs on every process, in the order of the
+    After the last step of an epoch, `on_epoch_end` comes before logging, evaluation and saving,
+    which then happen once for both (DESIGN 2.5). A hook runs on every process, in the order of the
     list of callbacks; one that nobody overrides is never called. Counters are equal on all
-    processes at every hook. A callback reads the run and asks it (`run.log`,
-    `run.request_stop`, `run.request_evaluation`, `run.request_skip`); it never steps by itself.
+    processes at every hook. A callback reads the run and asks it (`run.log`, `run.request_stop`,
+    `run.request_evaluation`, `run.request_checkpoint`, `run.request_skip`); it never steps by
+    itself.
     """
 
     schedules_evaluation = False
@@ -93,6 +98,18 @@ class Callback:
 
     def on_evaluation_end(self, run: Run, metrics: Scalars) -> None:
         """`metrics` are the figures of all loaders, over all processes."""
+
+    def on_checkpoint_loaded(self, run: Run, path: Path) -> None:
+        """The run goes on from the checkpoint in the folder `path`."""
+
+    def on_checkpoint_start(self, run: Run) -> None:
+        """The state is about to be taken for a checkpoint; the last place to refuse it."""
+
+    def on_checkpoint_saved(self, run: Run, path: Path) -> None:
+        """A checkpoint is committed in the folder `path`: it survives whatever comes.
+
+        One that is written in the background may be that of an earlier step.
+        """
 
     def on_epoch_end(self, run: Run) -> None:
         """An epoch is complete; `run.state.epoch` counts it already."""

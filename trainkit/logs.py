@@ -1,7 +1,8 @@
 """The figures of a run since its last log: kept on the device, reduced in one collective."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -70,8 +71,34 @@ class LogSums:
         figures = {name: _combine(name, [p[name] for p in packets if name in p]) for name in names}
         return {name: figure for name, figure in figures.items() if figure is not None}
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the open sums of this process; reads the device once."""
+        return self._packet()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` returned."""
+        self._entries = {
+            name: _Entry(reduce, value, weight) for name, (reduce, value, weight) in state.items()
+        }
+
+    def merge(self, state: Mapping[str, Any]) -> None:
+        """Add the open sums of another process, in place of which this one goes on."""
+        for name, (reduce, value, weight) in state.items():
+            entry = self._entries.get(name)
+            if entry is None:
+                self._entries[name] = _Entry(reduce, value, weight)
+            elif reduce == "mean":
+                entry.value, entry.weight = entry.value + value, entry.weight + weight
+            else:
+                _add_plain(entry, value)
+
     def _take(self) -> _Packet:
-        entries, self._entries = self._entries, {}
+        packet = self._packet()
+        self._entries = {}
+        return packet
+
+    def _packet(self) -> _Packet:
+        entries = self._entries
         tensors = [
             number.double()
             for entry in entries.values()

@@ -20,8 +20,7 @@ def fit(run: Run, callbacks: CallbackList) -> None:
     try:
         run.optimizer.zero_grad(set_to_none=True)
         callbacks.emit(Callback.on_fit_start, run)
-        begin(run)
-        run.phase = "train"
+        begin(run, callbacks)
         while run.stop_reason is None:
             train_epoch(run, callbacks)
         finish(run, callbacks)

@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 from torch import nn
@@ -15,7 +16,7 @@ from trainkit.metrics.metric import Metric
 from trainkit.precision import BF16, FP16, FP32, Precision
 from trainkit.schedule import LRSchedule
 from trainkit.strategies import DDP, SingleDevice, Strategy
-from trainkit.types import LossFn, OptimizerFactory, SchedulerFactory
+from trainkit.types import LossFn, OptimizerFactory, SchedulerFactory, Stateful
 from trainkit.world import World
 
 __all__ = [
@@ -23,6 +24,8 @@ __all__ = [
     "check_evaluations",
     "check_loss_fn",
     "check_model",
+    "check_resume",
+    "check_stateful",
     "make_lr_schedule",
     "make_metrics",
     "make_optimizer",
@@ -140,6 +143,39 @@ def check_evaluations(loaders: Mapping[str, PreparedLoader]) -> None:
                 f"The evaluation loader{f' `{name}`' if name else ''} is empty, so `fit` could "
                 "never give a figure. Give it samples, or leave it out."
             )
+
+
+def check_resume(resume: object, schedule: object) -> None:
+    """Raise where the arguments of a resume make no sense."""
+    if schedule not in (None, "keep", "rescale"):
+        raise ConfigError(f'`schedule` must be "keep" or "rescale", but is {schedule!r}.')
+    if schedule is not None and resume is None:
+        raise ConfigError(
+            f'`schedule="{schedule}"` says how to resume, but `resume` was not given. Pass '
+            '`resume="auto"`, or leave it out.'
+        )
+    if not isinstance(resume, str | Path | None) or resume == "":
+        raise ConfigError(
+            f'`resume` must be None, "auto", "must" or the folder of a checkpoint, but is '
+            f"{resume!r}."
+        )
+
+
+def check_stateful(name: str, part: object, known: Mapping[str, object]) -> None:
+    """Raise where `part` cannot be registered for checkpointing under `name`."""
+    if isinstance(part, type) or not isinstance(part, Stateful):
+        raise ConfigError(
+            f"`{name}` was registered for checkpointing, but {type(part).__name__!r} has no "
+            "`state_dict` and `load_state_dict`. Give it both."
+        )
+    if name in known:
+        raise ConfigError(
+            f"Two objects were registered for checkpointing as {name!r}. Name one of them: "
+            f"`register_for_checkpointing({name.lower()}_2=...)`."
+        )
+    from trainkit.checkpoint import check_encodable  # runs without checkpoints need none of it
+
+    check_encodable(part.state_dict(), name)
 
 
 def make_metrics(metrics: Iterable[Any] | None) -> list[Metric]:

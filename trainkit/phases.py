@@ -1,47 +1,94 @@
-"""What is served between two windows, in this order: log, evaluate, stop (DESIGN 2.5)."""
+"""What is served between two windows: log, evaluate, checkpoint, stop (DESIGN 2.5)."""
+
+from pathlib import Path
 
 from trainkit.callback import Callback, CallbackList
+from trainkit.contents import collect, describe, restore_streams
 from trainkit.evaluation import evaluate_run, rehearse
 from trainkit.run import Run
 
 __all__ = ["begin", "finish", "serve"]
 
 
-def begin(run: Run) -> None:
-    """Say what cannot work before any work is lost."""
+def begin(run: Run, callbacks: CallbackList) -> None:
+    """Say what cannot work before any work is lost, and put the random streams back."""
+    if run.resumed_from is not None and run.checkpoint is not None:
+        callbacks.emit(Callback.on_checkpoint_loaded, run, run.checkpoint)
     run.check_agreement()
     run.expected_figures = rehearse(run)
     if run.lr_schedule is not None:
         run.lr_schedule.check(run.expected_figures)
+    restore_streams(run)
+    run.phase = "train"
 
 
 def serve(run: Run, callbacks: CallbackList) -> None:
     """Serve what is due after a window, or after an epoch."""
     requests = run.requests
-    if run.vote is not None:
-        requests.read_vote(run.vote, run.accelerator.processes)
+    _read_requests(run)
     stops = requests.stop is not None
     if run.logs and (run.is_log_step or stops) and run.state.step != run.last_logged_step:
         _write_log(run, callbacks)
     if requests.evaluation or (stops and run.lacks_last_evaluation):
         evaluate_run(run, callbacks)
+    if run.saver is not None:
+        _save(run, callbacks)
     if run.vote is not None:
-        requests.start_vote(run.vote)
+        requests.start_vote(run.vote, run.interrupts.received)
     if requests.stop is not None:
         run.stop_reason = requests.stop
 
 
 def finish(run: Run, callbacks: CallbackList) -> None:
-    """Serve what was asked for while the last window was served."""
+    """Serve what was asked for while the last window was served, and save the last step."""
     run.phase = "end"
-    if run.vote is not None:
-        run.requests.read_vote(run.vote, run.accelerator.processes)
+    _read_requests(run)
     asked = run.requests.evaluation and run.last_evaluated_attempt != run.state.attempts
     if asked or run.lacks_last_evaluation:
         evaluate_run(run, callbacks)
     if run.logs:
         _write_log(run, callbacks)
     run.strategy.share_buffers(run.module)
+    if run.saver is not None:
+        run.requests.checkpoint |= run.last_saved_attempt != run.state.attempts
+        _save(run, callbacks)
+        _note_saved(run, callbacks, run.saver.wait())
+
+
+def _read_requests(run: Run) -> None:
+    """Take over what all processes know of; a signal asks for a checkpoint and the end."""
+    if run.vote is not None:
+        run.requests.read_vote(run.vote, run.accelerator.processes)
+    elif run.interrupts.received:
+        run.requests.signal = run.interrupts.received
+    if not run.requests.signal:
+        return
+    run.requests.stop = f"signal {run.requests.signal}"
+    run.requests.checkpoint |= run.saver is not None
+    run.evaluates_end = False  # whoever sends a signal does not want to wait
+
+
+def _save(run: Run, callbacks: CallbackList) -> None:
+    """Save a checkpoint if one is due, and tell of one that was committed meanwhile."""
+    saver = run.saver
+    assert saver is not None
+    _note_saved(run, callbacks, saver.poll())
+    due, run.requests.checkpoint = run.requests.checkpoint, False
+    if not due or run.last_saved_attempt == run.state.attempts:
+        return
+    phase, run.phase = run.phase, "save"
+    callbacks.emit(Callback.on_checkpoint_start, run)
+    _note_saved(run, callbacks, saver.wait())
+    path = saver.save(run.state.step, collect(run, callbacks), describe(run))
+    run.last_saved_attempt = run.state.attempts
+    _note_saved(run, callbacks, path)
+    run.phase = phase
+
+
+def _note_saved(run: Run, callbacks: CallbackList, path: Path | None) -> None:
+    if path is not None:
+        run.checkpoint = path
+        callbacks.emit(Callback.on_checkpoint_saved, run, path)
 
 
 def _write_log(run: Run, callbacks: CallbackList) -> None:

@@ -1,10 +1,13 @@
 """The parts of one training and the requests made of it: what callbacks see."""
 
+import signal
+import sys
+import uuid
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -19,10 +22,15 @@ from trainkit.logs import LogSums, Reduction
 from trainkit.metrics.metric import Metric
 from trainkit.precision import Precision
 from trainkit.schedule import LRSchedule
+from trainkit.signals import Interrupted, Interrupts
 from trainkit.state import TrainState
 from trainkit.strategies import Strategy
-from trainkit.types import Batch, Scalars
+from trainkit.types import Batch, Scalars, Stateful
 from trainkit.weighting import Weighting
+
+if TYPE_CHECKING:
+    from trainkit.checkpoint import Retention
+    from trainkit.checkpoint.saver import Saver
 
 __all__ = ["FitResult", "Requests", "Run"]
 
@@ -47,6 +55,8 @@ class FitResult:
     """"max_epochs", "max_steps", or the reason that `request_stop` was given."""
     output_dir: Path | None
     """Where the files are."""
+    checkpoint: Path | None = None
+    """The last checkpoint that was committed."""
 
 
 @dataclass(slots=True)
@@ -58,17 +68,23 @@ class Requests:
     skip: str | None = None
     voted_stop: str | None = None  # asked by this process, to be agreed by all
     voted_evaluation: bool = False
+    checkpoint: bool = False
+    voted_checkpoint: bool = False
+    signal: int = 0  # the signal that ends the run, once all know of it
     _sent_stop: str | None = None  # in the vote under way
 
-    def start_vote(self, vote: Vote) -> None:
-        """Put what this process alone asked for to the vote (DESIGN 2.34)."""
-        vote.exchange((self.voted_stop is not None, self.voted_evaluation))
+    def start_vote(self, vote: Vote, signum: int) -> None:
+        """Put what this process alone knows or asked for to the vote (DESIGN 2.34)."""
+        stop, evaluation = self.voted_stop is not None, self.voted_evaluation
+        vote.exchange((stop, evaluation, self.voted_checkpoint, signum))
         self._sent_stop, self.voted_stop = self.voted_stop, None
-        self.voted_evaluation = False
+        self.voted_evaluation = self.voted_checkpoint = False
 
     def read_vote(self, vote: Vote, processes: Processes) -> None:
         """Take over what the processes agreed on in the vote under way, if there is one."""
-        stop, evaluation = vote.drain()
+        stop, evaluation, checkpoint, signum = vote.drain()
+        self.signal = self.signal or signum
+        self.checkpoint |= bool(checkpoint)
         self.evaluation |= bool(evaluation)
         if stop and self.stop is None:
             reasons = processes.all_gather_objects(self._sent_stop)
@@ -115,6 +131,16 @@ class Run:
     evaluates_end: bool = False  # whether the last step is evaluated in any case
     last_logged_step: int = 0
     last_evaluated_attempt: int = -1
+    last_saved_attempt: int = -1
+    objects: Mapping[str, Stateful] = field(default_factory=dict)
+    """What the user registered for checkpointing, by name."""
+    interrupts: Interrupts = field(default_factory=Interrupts)
+    saver: "Saver | None" = None  # None where nothing is to be saved
+    checkpoint: Path | None = None
+    """The last checkpoint that was committed, or resumed from."""
+    run_id: str = ""
+    resumed_from: int | None = None  # step of the checkpoint that this fit went on from
+    streams: tuple[rng.HostState, Tensor | None] | None = None  # to be put back at the start
     vote: Vote | None = None  # None on one process
 
     @property
@@ -189,6 +215,43 @@ class Run:
         else:
             self.requests.voted_evaluation = True
 
+    def request_checkpoint(self, *, agreed: bool = False) -> None:
+        """Ask for a checkpoint after this step; `agreed` as in `request_stop`."""
+        if self.saver is None:
+            raise ConfigError(
+                "A checkpoint was requested, but nothing says where and which to keep. Add the "
+                "callback `Checkpoint(...)`."
+            )
+        if agreed:
+            guard.check("request_checkpoint(agreed=True)")
+        if agreed or self.vote is None:
+            self.requests.checkpoint = True
+        else:
+            self.requests.voted_checkpoint = True
+
+    def save_checkpoints(self, retention: "Retention", *, background: bool = False) -> None:
+        """Make this run one that saves checkpoints, and lock its directory.
+
+        Every process must call it, in `on_fit_start`.
+        """
+        if self.saver is not None or self.output_dir is None:
+            raise ConfigError(
+                "A run saves checkpoints under its `output_dir`, by one `Checkpoint` callback. "
+                "Leave one out, or pass `Trainer(output_dir=...)`."
+            )
+        from trainkit.checkpoint.saver import Saver  # runs without checkpoints need none of it
+
+        processes = self.accelerator.processes
+        self.run_id = processes.broadcast_object(self.run_id or uuid.uuid4().hex)
+        self.saver = Saver(
+            self.output_dir,
+            processes,
+            retention,
+            run_id=self.run_id,
+            resumed_from=self.resumed_from,
+            background=background,
+        )
+
     def request_skip(self, reason: str) -> None:
         """Ask, inside `on_gradients`, that this window's update is not applied.
 
@@ -205,9 +268,21 @@ class Run:
         """Print on the main process."""
         self.accelerator.print(*args, **kwargs)
 
-    def unwrap(self) -> None:
-        """Drop the strategy's wrapper; a second fit makes its own."""
+    def close(self) -> None:
+        """Give back the directory and the strategy's wrapper; a second fit makes its own."""
+        if self.saver is not None:
+            self.saver.close()
         self.model = self.module
+
+    def interruption(self) -> Interrupted:
+        """Return what ends the program after a signal, and say so."""
+        signum = self.requests.signal
+        saved = f"checkpoint `{self.checkpoint}`" if self.saver is not None else "nothing saved"
+        message = (
+            f"trainkit: ended by {signal.Signals(signum).name} at step {self.state.step}, {saved}."
+        )
+        self.print(message, file=sys.stderr)
+        return Interrupted(signum, message)
 
     def result(self) -> FitResult:
         """Return what the training came to."""

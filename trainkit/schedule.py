@@ -7,6 +7,7 @@ from typing import Literal
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from trainkit.errors import ConfigError
+from trainkit.state import TrainState
 from trainkit.types import AnyScheduler, Scalars
 
 __all__ = ["LRSchedule"]
@@ -53,6 +54,12 @@ class LRSchedule:
             f"`LRSchedule` watches {self.metric!r}, but the evaluation gives only "
             f"{sorted(figures)}. Use one of these."
         )
+
+    def catch_up(self, state: TrainState) -> None:
+        """Bring a schedule that was made for a new horizon to where the training is."""
+        if self.metric is None:
+            for _ in range(state.step if self.every == "step" else state.epoch):
+                self.scheduler.step()  # type: ignore[call-arg]
 
     def advance_step(self) -> None:
         """Advance after an applied update, if that is this schedule's pace."""

@@ -5,7 +5,10 @@ from dataclasses import asdict, dataclass, fields
 
 from trainkit.errors import ConfigError
 
-__all__ = ["TrainState"]
+__all__ = ["VERSION", "TrainState"]
+
+VERSION = "0.1.0"
+"""The version of trainkit, as it stands in checkpoints."""
 
 
 @dataclass(kw_only=True, slots=True)

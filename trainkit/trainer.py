@@ -1,7 +1,7 @@
 """Trainer: the face for people who want the loop to be there."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainkit import agreement, evaluation, loop, parts, rng, steps
+from trainkit import agreement, contents, evaluation, loop, parts, rng, steps
 from trainkit.accelerator import Accelerator
 from trainkit.callback import Callback, CallbackList
 from trainkit.config import TrainConfig
@@ -27,6 +27,7 @@ from trainkit.types import (
     OptimizerFactory,
     Scalars,
     SchedulerFactory,
+    Stateful,
     StepOutput,
 )
 from trainkit.weighting import Weighting
@@ -108,6 +109,7 @@ class Trainer:
         )
         parts.check_callbacks(callbacks)
         self.callbacks = CallbackList(_default_callbacks() if callbacks is None else callbacks)
+        self._objects: dict[str, Stateful] = {}
         self.output_dir = None if output_dir is None else Path(output_dir)
         self.precision = parts.make_precision(precision)
         self.strategy = parts.make_strategy(strategy)
@@ -151,6 +153,8 @@ class Trainer:
         optimizer: Optimizer | OptimizerFactory | None = None,
         lr_scheduler: AnyScheduler | LRSchedule | SchedulerFactory | None = None,
         loss_fn: LossFn | None = None,
+        resume: str | Path | None = None,
+        schedule: Literal["keep", "rescale"] | None = None,
     ) -> FitResult:
         """Train `model` in place; a second call is a new training.
 
@@ -167,24 +171,39 @@ class Trainer:
             loss_fn: `(outputs, targets) -> loss`, a mean over samples, for loaders of pairs
                 `(inputs, targets)`. Without it the model computes its own loss.
 
+            resume: None: a new training. "auto": from the newest checkpoint in `output_dir` that
+                verifies, afresh without one. "must": as "auto", but an error without one. A
+                path: from the checkpoint in this folder.
+            schedule: Needed where a resume changes `max_epochs` or `max_steps`. "keep": the
+                learning-rate schedule goes on as it was. "rescale": it is that of the new horizon.
+
         Raises:
             ConfigError: Where an argument cannot work, before the first step.
+            CheckpointError: Where the run cannot be resumed, or a save failed.
+            Interrupted: After SIGTERM, SIGINT, SIGUSR1 or the time limit, when all is saved;
+                leaves the program with the code 143, 130 or 75.
         """
+        parts.check_resume(resume, schedule)
         self._optimizer, self._lr_scheduler = optimizer, lr_scheduler
         self.loss_fn = type(self).loss_fn if loss_fn is None else parts.check_loss_fn(loss_fn)
         train, evaluations = parts.split_loaders(loaders)
         with ExitStack() as stack:
-            loader = stack.enter_context(self._prepared_training(train))
+            loader = stack.enter_context(closing(self._training_loader(train)))
             evaluation_loaders = {
-                name: stack.enter_context(self._prepared_evaluation(evaluation_data))
+                name: stack.enter_context(closing(self._evaluation_loader(evaluation_data)))
                 for name, evaluation_data in evaluations.items()
             }
             self.run = run = self._make_run(parts.check_model(model), loader, evaluation_loaders)
             stack.enter_context(_determinism(self.config.deterministic))
             rng.seed_all(rng.device_seed(self.config.seed, self.accelerator.process_index))
             stack.enter_context(_mode_of_training(model))
-            stack.callback(run.unwrap)
+            if resume is not None:
+                run.checkpoint = contents.restore(run, self.callbacks, resume, schedule)
+            stack.enter_context(run.interrupts)
+            stack.callback(run.close)
             loop.fit(run, self.callbacks)
+        if run.requests.signal:
+            raise run.interruption()
         return run.result()
 
     def evaluate(
@@ -209,7 +228,7 @@ class Trainer:
         chosen = parts.make_metrics(metrics)
         figures: Scalars = {}
         for name, data in parts.name_loaders(loader).items():
-            with self._prepared_evaluation(data) as prepared:
+            with closing(self._evaluation_loader(data)) as prepared:
                 figures |= evaluation.evaluate(
                     self._placed(model),
                     prepared,
@@ -223,7 +242,7 @@ class Trainer:
 
     def predict(self, model: nn.Module, loader: Any) -> Any:
         """Return the predictions for every sample once, in the loader's order."""
-        with self._prepared_evaluation(loader) as prepared:
+        with closing(self._evaluation_loader(loader)) as prepared:
             return evaluation.predict(
                 self._placed(model),
                 prepared,
@@ -232,32 +251,40 @@ class Trainer:
                 step=self.evaluation_step,
             )
 
+    def register_for_checkpointing(self, *objects: Stateful, **named: Stateful) -> None:
+        """Save and restore more objects with every checkpoint.
+
+        Args:
+            *objects: With `state_dict` and `load_state_dict`; called by the name of their class.
+            **named: The same, under names of your own.
+
+        Raises:
+            ConfigError: An object has no state, or a name is taken.
+            CheckpointError: A state holds what cannot be saved; names it by its path.
+        """
+        for name, part in [*((type(o).__name__, o) for o in objects), *named.items()]:
+            parts.check_stateful(name, part, self._objects)
+            self._objects[name] = part
+
     def close(self) -> None:
         """Leave the process group, if this trainer made it."""
         self.strategy.close()
 
     # How the parts are put together.
 
-    @contextmanager
-    def _prepared_training(self, data: Any) -> Iterator[PreparedLoader]:
-        config = self.config
-        loader = training_loader(
+    def _training_loader(self, data: Any) -> PreparedLoader:
+        return training_loader(
             data,
             processes=self.accelerator.processes,
             device=self.accelerator.device,
-            seed=config.seed,
-            split_batches=config.split_batches,
-            sample_seeding=config.sample_seeding,
+            seed=self.config.seed,
+            split_batches=self.config.split_batches,
+            sample_seeding=self.config.sample_seeding,
             active=self.accelerator.loaders,
         )
-        try:
-            yield loader
-        finally:
-            loader.close()
 
-    @contextmanager
-    def _prepared_evaluation(self, data: Any) -> Iterator[PreparedLoader]:
-        loader = evaluation_loader(
+    def _evaluation_loader(self, data: Any) -> PreparedLoader:
+        return evaluation_loader(
             data,
             processes=self.accelerator.processes,
             device=self.accelerator.device,
@@ -265,10 +292,6 @@ class Trainer:
             sample_seeding=self.config.sample_seeding,
             active=self.accelerator.loaders,
         )
-        try:
-            yield loader
-        finally:
-            loader.close()
 
     def _make_run(
         self, module: nn.Module, loader: PreparedLoader, evaluations: dict[str, PreparedLoader]
@@ -283,7 +306,6 @@ class Trainer:
         parts.check_optimizer(optimizer, module)
         schedule = parts.make_lr_schedule(self.configure_lr_scheduler(optimizer), optimizer)
         accumulation = config.gradient_accumulation_steps
-        listens = self.callbacks.listens(Callback.on_log)
         own_evaluation = bool(evaluations) and not self.callbacks.schedule_evaluation
         return Run(
             config=config,
@@ -306,10 +328,11 @@ class Trainer:
             planned_steps=self.planned_steps,
             output_dir=self.output_dir,
             # One process alone may have a logger, but all must reduce.
-            logs=any(processes.all_gather_objects(listens)),
+            logs=any(processes.all_gather_objects(self.callbacks.listens(Callback.on_log))),
             evaluates_epochs=own_evaluation,
             evaluates_end=own_evaluation,
-            vote=Vote(processes, size=2) if processes.size > 1 else None,
+            vote=Vote(processes, size=4) if processes.size > 1 else None,
+            objects=self._objects,
         )
 
     def _placed(self, model: nn.Module) -> nn.Module:

@@ -1,0 +1,102 @@
+"""Save checkpoints: when, and what stays."""
+
+import time
+from typing import Literal
+
+from typing_extensions import override
+
+from trainkit.callback import Callback
+from trainkit.checkpoint import KeepPolicy
+from trainkit.errors import ConfigError
+from trainkit.run import Run
+from trainkit.types import StepResult
+
+__all__ = ["Checkpoint"]
+
+
+class Checkpoint(Callback):
+    """Saves checkpoints under `<output_dir>/checkpoints`, and the last step in any case.
+
+    Without any `every_...`, each epoch. A fit resumes from them by `fit(..., resume="auto")`.
+
+    Args:
+        every_n_steps: Updates between two saves.
+        every_n_epochs: Epochs between two saves.
+        every_minutes: Minutes between two saves, on the clock of process 0.
+        keep_last: How many of the newest stay; None: all.
+        keep_best: A figure of the evaluation and "min" or "max": its best checkpoint stays too.
+        keep_every: Checkpoints of steps that are multiples of this stay too.
+        background: Write while training goes on; training waits for a copy in memory only.
+    """
+
+    def __init__(
+        self,
+        *,
+        every_n_steps: int | None = None,
+        every_n_epochs: int | None = None,
+        every_minutes: float | None = None,
+        keep_last: int | None = 1,
+        keep_best: tuple[str, Literal["min", "max"]] | None = None,
+        keep_every: int | None = None,
+        background: bool = False,
+    ) -> None:
+        for name, value in (("every_n_steps", every_n_steps), ("every_n_epochs", every_n_epochs)):
+            if value is not None and (type(value) is not int or value < 1):
+                raise ConfigError(f"`{name}` must be a whole number from 1 on, but is {value!r}.")
+        if every_minutes is not None and not every_minutes > 0:
+            raise ConfigError(f"`every_minutes` must be positive, but is {every_minutes!r}.")
+        if keep_best is not None and (type(keep_best) is not tuple or len(keep_best) != 2):
+            raise ConfigError(
+                '`keep_best` must be a figure and its good end, such as `("eval/loss", "min")`, '
+                f"but is {keep_best!r}."
+            )
+        if every_n_steps is None and every_n_epochs is None and every_minutes is None:
+            every_n_epochs = 1
+        self.every_n_steps = every_n_steps
+        self.every_n_epochs = every_n_epochs
+        self.every_minutes = every_minutes
+        self.policy = KeepPolicy(
+            keep_last=keep_last,
+            keep_best=None if keep_best is None else (*keep_best, 1),
+            keep_every=keep_every,
+        )
+        self.background = background
+        self._due = 0.0  # on the clock of time.monotonic
+
+    @override
+    def on_fit_start(self, run: Run) -> None:
+        if run.output_dir is None:
+            raise ConfigError(
+                "`Checkpoint` saves under the output directory, but the trainer has none. Pass "
+                "`Trainer(output_dir=...)`."
+            )
+        run.save_checkpoints(self.policy, background=self.background)
+        self._wait_again()
+
+    @override
+    def on_epoch_start(self, run: Run) -> None:
+        best = self.policy.keep_best
+        known = run.expected_figures
+        if best is not None and known is not None and best[0] not in known:
+            raise ConfigError(
+                f"`Checkpoint` keeps the best by {best[0]!r}, but the evaluation gives only "
+                f"{sorted(known)}. Use one of these."
+            )
+
+    @override
+    def on_step_end(self, run: Run, result: StepResult) -> None:
+        if self.every_n_steps is not None and run.state.step % self.every_n_steps == 0:
+            run.request_checkpoint(agreed=True)
+        if self.every_minutes is not None and time.monotonic() >= self._due:
+            self._wait_again()
+            if run.is_main_process:
+                run.request_checkpoint()
+
+    @override
+    def on_epoch_end(self, run: Run) -> None:
+        if self.every_n_epochs is not None and run.state.epoch % self.every_n_epochs == 0:
+            run.request_checkpoint(agreed=True)
+
+    def _wait_again(self) -> None:
+        if self.every_minutes is not None:
+            self._due = time.monotonic() + 60 * self.every_minutes

@@ -1,0 +1,39 @@
+"""End a training in time, with a checkpoint."""
+
+import signal
+import time
+
+from typing_extensions import override
+
+from trainkit.callback import Callback
+from trainkit.errors import ConfigError
+from trainkit.run import Run
+from trainkit.types import StepResult
+
+__all__ = ["TimeLimit"]
+
+
+class TimeLimit(Callback):
+    """Ends the program after a checkpoint when the time is up, with exit code 75.
+
+    The code means "try again later": a scheduler that starts the job anew with
+    `resume="auto"` goes on from the checkpoint.
+
+    Args:
+        minutes: Time from the start of `fit`, on the clock of process 0.
+    """
+
+    def __init__(self, minutes: float) -> None:
+        if not minutes > 0:
+            raise ConfigError(f"`minutes` must be positive, but is {minutes!r}.")
+        self.minutes = minutes
+        self._end = 0.0
+
+    @override
+    def on_fit_start(self, run: Run) -> None:
+        self._end = time.monotonic() + 60 * self.minutes
+
+    @override
+    def on_step_end(self, run: Run, result: StepResult) -> None:
+        if run.is_main_process and time.monotonic() >= self._end:
+            run.interrupts.ask(signal.SIGUSR1)

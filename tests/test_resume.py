@@ -1,0 +1,236 @@
+"""A resumed run is the same run, bit by bit (DESIGN 2.29 to 2.31)."""
+
+import json
+import random
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader, Dataset
+
+from tests.helpers.ranks import RanksError, run_ranks
+from trainkit import Callback, CheckpointError, ConfigError, Run, Trainer
+from trainkit.callbacks import Checkpoint, Evaluation, JSONLLogger, LRMonitor
+from trainkit.precision import FP16
+
+SAMPLES = 30
+
+
+class Augmented(Dataset[tuple[int, Tensor, Tensor]]):
+    """Noise on every sample, drawn from the global generators."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[int, Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        inputs = torch.randn(5, generator=generator) + 0.1 * torch.randn(5) + 0.1 * random.random()
+        target = inputs.sum().reshape(1)
+        return index, inputs, target * 1e18 if index == 13 else target
+
+
+class Ema:
+    """An average of the weights, registered for checkpointing."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.average = [p.detach().clone() for p in module.parameters()]
+
+    def update(self) -> None:
+        for average, parameter in zip(self.average, self.module.parameters(), strict=True):
+            average.lerp_(parameter.detach(), 0.1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"average": list(self.average)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.average = [tensor.clone() for tensor in state["average"]]
+
+
+class Journal(Callback):
+    """Keeps what was seen; ends the process at a step, as a kill would."""
+
+    def __init__(self, ema: Ema, die_at: int | None) -> None:
+        self.ema = ema
+        self.die_at = die_at
+        self.seen: list[tuple[int, int, list[int], float]] = []
+
+    def on_microbatch_start(self, run: Run, batch: Any) -> None:
+        self.seen.append(
+            (run.state.epoch, run.state.attempts, batch[0].tolist(), float(batch[1].sum()))
+        )
+
+    def on_step_end(self, run: Run, result: Any) -> None:
+        self.ema.update()
+        if run.state.attempts == self.die_at:
+            raise KeyboardInterrupt
+
+    def on_step_skipped(self, run: Run, result: Any) -> None:
+        if run.state.attempts == self.die_at:
+            raise KeyboardInterrupt
+
+
+class Noisy(Trainer):
+    def training_step(self, model: nn.Module, batch: Any) -> Tensor:
+        return nn.functional.mse_loss(model(batch[1]), batch[2])
+
+    def evaluation_step(self, model: nn.Module, batch: Any) -> dict[str, Any]:
+        return {"loss": self.training_step(model, batch).nan_to_num(posinf=1e9)}
+
+
+def fit(
+    rank: int, folder: Path, die_at: int | None, resume: str | None, options: dict[str, Any]
+) -> dict[str, Any]:
+    options = dict(options)
+    workers, accumulation = options.pop("workers", 0), options.pop("accumulation", 1)
+    batch_size, precision = options.pop("batch_size", 2), options.pop("precision", "fp32")
+    save = options.pop("save", {"every_n_steps": 3})
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 9), nn.ReLU(), nn.Dropout(0.2), nn.Linear(9, 1))
+    ema = Ema(model)
+    journal = Journal(ema, die_at)
+    trainer = Noisy(
+        **({"max_epochs": 3} | options),
+        precision=FP16(init_scale=256.0) if precision == "fp16" else precision,
+        gradient_accumulation_steps=accumulation,
+        max_grad_norm=1.0,
+        callbacks=[journal, Evaluation(), JSONLLogger(), LRMonitor(), Checkpoint(**save)],
+        output_dir=folder,
+        log_every_n_steps=2,
+    )
+    trainer.register_for_checkpointing(ema=ema)
+    try:
+        result = trainer.fit(
+            model,
+            (
+                DataLoader(Augmented(), batch_size, shuffle=True, num_workers=workers),
+                DataLoader(Augmented(), 4),
+            ),
+            optimizer=partial(AdamW, lr=1e-2),
+            lr_scheduler=lambda o: LambdaLR(o, lambda step: 1 / (1 + 0.1 * step)),
+            resume=resume,
+        )
+        counts = (result.step, result.skipped_steps, result.epoch, result.samples_seen)
+    except KeyboardInterrupt:
+        counts = ()
+    run = trainer.run
+    assert run is not None
+    return {
+        "seen": journal.seen,
+        "counts": counts,
+        "resumed_from": run.resumed_from,
+        "weights": [p.detach().clone() for p in model.parameters()],
+        "ema": ema.average,
+        "optimizer": [v.clone() for s in run.optimizer.state.values() for v in s.values()],
+        "scaler": run.precision.state_dict(),
+        "draw": torch.rand(3),
+        "metrics": run.metrics,
+    }
+
+
+def equal(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, list | tuple) and a and isinstance(a[0], Tensor):
+        return len(a) == len(b) and all(map(torch.equal, a, b))
+    return bool(a == b)
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in rows]
+
+
+CASES = [
+    (1, {}, 7),
+    (1, {"workers": 2}, 8),
+    (1, {"accumulation": 3}, 4),
+    (1, {"precision": "bf16", "accumulation": 2}, 6),
+    (1, {"precision": "fp16"}, 17),
+    (1, {"save": {"every_n_steps": 2, "background": True}}, 9),
+    (2, {}, 5),
+    (2, {"precision": "fp16", "accumulation": 3, "workers": 2}, 6),
+    (2, {"save": {"every_n_steps": 2, "background": True}}, 6),
+    (3, {}, 4),
+]
+
+
+@pytest.mark.parametrize(("size", "options", "die_at"), CASES)
+def test_a_resumed_run_is_the_same_run(
+    size: int, options: dict[str, Any], die_at: int, tmp_path: Path
+) -> None:
+    whole = run_ranks(size, fit, tmp_path / "whole", None, None, options)
+    first = run_ranks(size, fit, tmp_path / "cut", die_at, "auto", options)
+    second = run_ranks(size, fit, tmp_path / "cut", None, "must", options)
+    for before, after, expected in zip(first, second, whole, strict=True):
+        assert after["resumed_from"] > 0
+        start = after["seen"][0][1]
+        seen = [entry for entry in before["seen"] if entry[1] < start] + after["seen"]
+        assert seen == expected["seen"]
+        for name in ("counts", "weights", "ema", "optimizer", "scaler", "draw", "metrics"):
+            assert equal(after[name], expected[name]), name
+    assert lines(tmp_path / "cut") == lines(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 3)])
+def test_a_run_goes_on_with_other_processes(before: int, after: int, tmp_path: Path) -> None:
+    options = {"batch_size": 6, "split_batches": True}
+    whole = run_ranks(1, fit, tmp_path / "whole", None, None, options)[0]
+    first = run_ranks(before, fit, tmp_path / "cut", 8, "auto", options)
+    second = run_ranks(after, fit, tmp_path / "cut", None, "must", options)
+    start = second[0]["seen"][0][1]
+    seen: dict[int, set[Any]] = {}
+    for result in [*first, *second]:
+        part = result["seen"] if result in second else [e for e in result["seen"] if e[1] < start]
+        for _, attempt, indices, _ in part:
+            seen.setdefault(attempt, set()).update(indices)
+    assert seen == {attempt: set(indices) for _, attempt, indices, _ in whole["seen"]}
+    assert second[0]["counts"] == whole["counts"]
+
+
+def test_the_same_directory_needs_a_resume(tmp_path: Path) -> None:
+    fit(0, tmp_path, None, None, {"max_epochs": 1})
+    with pytest.raises(ConfigError, match=r'holds 1 checkpoints.*resume="auto"'):
+        fit(0, tmp_path, None, None, {"max_epochs": 1})
+
+
+def test_must_needs_a_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no checkpoint that verifies"):
+        fit(0, tmp_path, None, "must", {})
+
+
+def test_a_changed_horizon_must_be_spelt_out(tmp_path: Path) -> None:
+    fit(0, tmp_path, None, None, {"max_epochs": 1})
+    with pytest.raises(CheckpointError, match=r'`max_epochs` was 1 and is 3.*schedule="keep"'):
+        fit(0, tmp_path, None, "auto", {"max_epochs": 3})
+
+
+def test_what_does_not_fit_is_listed(tmp_path: Path) -> None:
+    fit(0, tmp_path, None, None, {"max_epochs": 1})
+    with pytest.raises(CheckpointError, match=r"(?s)global batch: 2 .*, 3 now") as caught:
+        fit(0, tmp_path, None, "auto", {"max_epochs": 1, "batch_size": 3, "seed": 4})
+    assert "seed: 0 in the checkpoint, 4 now" in str(caught.value)
+
+
+def fail_to_save(rank: int, folder: Path) -> None:
+    class Huge(Callback):
+        def state_dict(self) -> dict[str, Any]:
+            return {"function": lambda: None} if rank == 0 else {}
+
+    model = nn.Linear(5, 1)
+    Noisy(max_steps=2, callbacks=[Huge(), Checkpoint(every_n_steps=1)], output_dir=folder).fit(
+        model, DataLoader(Augmented(), 2), optimizer=partial(AdamW, lr=1e-2)
+    )
+
+
+def test_a_failed_save_raises_on_all_processes(tmp_path: Path) -> None:
+    with pytest.raises(RanksError) as caught:
+        run_ranks(2, fail_to_save, tmp_path)
+    assert all("callbacks.Huge.function" in text for text in caught.value.failures.values())
+    assert len(caught.value.failures) == 2
+    assert not list(tmp_path.glob("checkpoints/step-*"))

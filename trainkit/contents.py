@@ -1,0 +1,358 @@
+"""What a checkpoint of a run holds, and how it is put back (DESIGN 2.22, 2.29 to 2.31)."""
+
+import platform
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from trainkit import rng
+from trainkit.callback import Callback, CallbackList
+from trainkit.distributed import on_main, together
+from trainkit.errors import CheckpointError, ConfigError
+from trainkit.run import Run
+from trainkit.state import VERSION
+
+if TYPE_CHECKING:
+    from trainkit.checkpoint import Checkpoint, CheckpointStore
+
+__all__ = ["Schedule", "collect", "describe", "restore", "restore_streams"]
+
+Schedule = Literal["keep", "rescale"]
+
+
+def collect(run: Run, callbacks: CallbackList) -> dict[str, Any]:
+    """Return what this process writes: its own streams, and on process 0 everything else.
+
+    Every process must call it: a callback may need the others to tell its state.
+    """
+    states = {c.name: c.state_dict() for c in callbacks.callbacks if _has_state(c)}
+    own = {_process_part(run.accelerator.process_index): _streams(run)}
+    if not run.is_main_process:
+        return own
+    return own | {
+        "model": run.module.state_dict(),
+        "optimizer": _optimizer_state(run.optimizer, run.module),
+        "trainer": {
+            "counters": run.state.state_dict(),
+            "lr_scheduler": run.lr_schedule and run.lr_schedule.scheduler.state_dict(),
+            "precision": run.precision.state_dict(),
+            "weight_reference": run.weighting.reference,
+            "metrics": run.metrics,
+            "best_metrics": run.best_metrics,
+            "last_logged_step": run.last_logged_step,
+            "last_evaluated_attempt": run.last_evaluated_attempt,
+            "callbacks": states,
+            "objects": {name: part.state_dict() for name, part in run.objects.items()},
+        },
+    }
+
+
+def describe(run: Run) -> dict[str, Any]:
+    """Return what stands in the manifest: for people, for retention, and to compare at a resume."""
+    evaluated = run.last_evaluated_attempt == run.state.attempts
+    return {
+        "epoch": run.state.epoch,
+        "metrics": dict(run.metrics) if evaluated else {},
+        "config": asdict(run.config),
+        "strategy": run.strategy.name,
+        "versions": {
+            "trainkit": VERSION,
+            "torch": str(torch.__version__),
+            "python": platform.python_version(),
+        },
+        "fingerprint": _fingerprint(run),
+    }
+
+
+def restore(
+    run: Run, callbacks: CallbackList, resume: str | Path, schedule: Schedule | None
+) -> Path | None:
+    """Put a run back to where a checkpoint was made; return its folder, None for a fresh start.
+
+    Nothing of the run changes before all of the checkpoint is known to be good and to fit.
+
+    Args:
+        run: A run that has not begun.
+        callbacks: Its callbacks.
+        resume: "auto", "must", or the folder of a checkpoint.
+        schedule: What to do where `max_epochs` or `max_steps` changed.
+
+    Raises:
+        CheckpointError: Nothing can be resumed, or the checkpoint does not fit; on all processes.
+    """
+    processes = run.accelerator.processes
+    found: list[str | None] = [None]
+    on_main(processes, lambda: found.__setitem__(0, _find(run, resume)))
+    path = processes.broadcast_object(found[0])
+    if path is None:
+        return None
+    loaded: list[_Loaded] = []
+    together(processes, lambda: loaded.append(_load(run, callbacks, Path(path), schedule)))
+    _apply(run, callbacks, loaded[0], schedule)
+    return Path(path)
+
+
+def restore_streams(run: Run) -> None:
+    """Put the random streams back: the last thing before the first step."""
+    if run.streams is not None:
+        state, device_state = run.streams
+        rng.restore_host(state)
+        if device_state is not None:
+            getattr(torch, run.strategy.device.type).set_rng_state(
+                device_state, run.strategy.device
+            )
+        run.streams = None
+
+
+@dataclass(slots=True)
+class _Loaded:
+    """The parts of a checkpoint, in memory, verified and compared with the run."""
+
+    checkpoint: "Checkpoint"
+    model: dict[str, Any]
+    optimizer: dict[str, Any]
+    trainer: dict[str, Any]
+    processes: list[dict[str, Any]]
+
+
+def _find(run: Run, resume: str | Path) -> str | None:
+    """Return the folder to resume from; process 0 decides."""
+    if resume not in ("auto", "must"):
+        path = Path(resume)
+        _store(path.parent).open(path)
+        return str(path)
+    if run.output_dir is None:
+        raise ConfigError(
+            f'`resume="{resume}"` looks for checkpoints in the output directory, but the trainer '
+            "has none. Pass `Trainer(output_dir=...)`."
+        )
+    store = _store(run.output_dir / "checkpoints")
+    checkpoint = store.newest_valid(run.print)
+    if checkpoint is not None:
+        run.print(f"trainkit: resuming from `{checkpoint.path}` (step {checkpoint.step}).")
+        return str(checkpoint.path)
+    if resume == "must":
+        raise CheckpointError(
+            f'`resume="must"` was given, but `{store.directory}` holds no checkpoint that '
+            'verifies. Use `resume="auto"` to start afresh in this case.',
+            path=store.directory,
+        )
+    run.print(f"trainkit: no checkpoint in `{store.directory}`: a fresh start.")
+    return None
+
+
+def _store(directory: Path) -> "CheckpointStore":
+    from trainkit.checkpoint import CheckpointStore  # runs without checkpoints need none of it
+
+    return CheckpointStore(directory)
+
+
+def _load(run: Run, callbacks: CallbackList, path: Path, schedule: Schedule | None) -> _Loaded:
+    checkpoint = _store(path.parent).open(path)
+    manifest = checkpoint.manifest
+    rank, size = run.accelerator.process_index, run.accelerator.num_processes
+    same_size = manifest.world_size == size
+    ranks = [rank] if same_size else range(manifest.world_size)
+    loaded = _Loaded(
+        checkpoint,
+        checkpoint.read("model"),
+        checkpoint.read("optimizer"),
+        checkpoint.read("trainer"),
+        [checkpoint.read(_process_part(index)) for index in ranks],
+    )
+    problems = [
+        *_differences(manifest.metadata["fingerprint"], _fingerprint(run)),
+        *_name_problems("callback", loaded.trainer["callbacks"], _stateful(callbacks)),
+        *_name_problems("registered object", loaded.trainer["objects"], run.objects),
+        *_horizon_problems(manifest.metadata["config"], run, schedule),
+        *_model_problems(loaded.model, run.module.state_dict()),
+    ]
+    if problems:
+        listed = "\n".join(f"  - {problem}" for problem in problems)
+        raise CheckpointError(f"The checkpoint `{path}` does not fit:\n{listed}", path=path)
+    return loaded
+
+
+def _apply(run: Run, callbacks: CallbackList, loaded: _Loaded, schedule: Schedule | None) -> None:
+    trainer = loaded.trainer
+    run.module.load_state_dict(loaded.model)
+    run.state.load_state_dict(trainer["counters"])
+    rescaled = schedule == "rescale" and run.lr_schedule is not None
+    _load_optimizer(run, loaded.optimizer, rescaled=rescaled)
+    if run.lr_schedule is not None and not rescaled:
+        run.lr_schedule.scheduler.load_state_dict(trainer["lr_scheduler"])
+    run.precision.load_state_dict(trainer["precision"])
+    run.weighting.reference = trainer["weight_reference"]
+    run.metrics, run.best_metrics = trainer["metrics"], trainer["best_metrics"]
+    run.last_logged_step = trainer["last_logged_step"]
+    run.last_evaluated_attempt = trainer["last_evaluated_attempt"]
+    run.last_saved_attempt = run.state.attempts
+    for callback in callbacks.callbacks:
+        if _has_state(callback):
+            callback.load_state_dict(trainer["callbacks"][callback.name])
+    for name, part in run.objects.items():
+        part.load_state_dict(trainer["objects"][name])
+    run.run_id = loaded.checkpoint.manifest.run_id
+    run.resumed_from = loaded.checkpoint.step
+    _apply_streams(run, loaded)
+
+
+def _apply_streams(run: Run, loaded: _Loaded) -> None:
+    """Take this process's streams, or derive them where there are other processes now."""
+    rank, step = run.accelerator.process_index, run.state.step
+    if loaded.checkpoint.manifest.world_size == run.accelerator.num_processes:
+        (own,) = loaded.processes
+        run.sums.load_state_dict(own["log_sums"])
+        run.streams = ((own["python"], own["numpy"], own["torch"]), own["device"])
+        return
+    if run.is_main_process:
+        for of_process in loaded.processes:
+            run.sums.merge(of_process["log_sums"])
+    rng.seed_all(rng.device_seed(run.config.seed, rank, step))
+
+
+def _streams(run: Run) -> dict[str, Any]:
+    python, numpy, host = rng.save_host()
+    device = run.strategy.device
+    module = None if device.type == "cpu" else getattr(torch, device.type)
+    return {
+        "python": python,
+        "numpy": numpy,
+        "torch": host,
+        "device": None if module is None else module.get_rng_state(device),
+        "log_sums": run.sums.state_dict(),
+    }
+
+
+def _process_part(rank: int) -> str:
+    return f"process-{rank:05d}"
+
+
+def _has_state(callback: Callback) -> bool:
+    own = getattr(callback.state_dict, "__func__", None)
+    return own is not Callback.state_dict
+
+
+def _stateful(callbacks: CallbackList) -> dict[str, Callback]:
+    return {c.name: c for c in callbacks.callbacks if _has_state(c)}
+
+
+def _names(module: nn.Module) -> dict[int, str]:
+    return {id(parameter): name for name, parameter in module.named_parameters()}
+
+
+def _optimizer_state(optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
+    """Return an optimizer's state with parameters called by their names."""
+    names = _names(module)
+    groups = [
+        {**group, "params": [names[id(p)] for p in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+    state = {names[id(p)]: dict(values) for p, values in optimizer.state.items()}
+    return {"state": state, "groups": groups}
+
+
+def _load_optimizer(run: Run, saved: dict[str, Any], *, rescaled: bool) -> None:
+    optimizer = run.optimizer
+    if rescaled:
+        assert run.lr_schedule is not None
+        run.lr_schedule.catch_up(run.state)
+    order = [name for group in saved["groups"] for name in group["params"]]
+    groups, first = [], 0
+    for group, present in zip(saved["groups"], optimizer.param_groups, strict=True):
+        numbers = list(range(first, first + len(group["params"])))
+        first += len(numbers)
+        # A rescaled schedule has set the learning rate of this step already.
+        values = {k: v for k, v in present.items() if k != "params"} if rescaled else group
+        groups.append({**values, "params": numbers})
+    state = {order.index(name): values for name, values in saved["state"].items()}
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _fingerprint(run: Run) -> dict[str, Any]:
+    names = _names(run.module)
+    loader = run.train_loader
+    return {
+        "parameters": {name: list(p.shape) for name, p in run.module.named_parameters()},
+        "optimizer": type(run.optimizer).__name__,
+        "optimizer groups": [
+            [names[id(p)] for p in group["params"]] for group in run.optimizer.param_groups
+        ],
+        "scheduler": run.lr_schedule and type(run.lr_schedule.scheduler).__name__,
+        "precision": run.precision.name,
+        "data set length": loader.samples_per_epoch,
+        "global batch": loader.nominal_window(run.config.gradient_accumulation_steps),
+        "seed": run.config.seed,
+    }
+
+
+def _differences(saved: Mapping[str, Any], present: Mapping[str, Any]) -> list[str]:
+    problems = _key_problems("parameter", saved["parameters"], present["parameters"])
+    if saved["parameters"] == present["parameters"]:
+        groups = saved["optimizer groups"], present["optimizer groups"]
+        if groups[0] != groups[1]:
+            problems.append("the optimizer's groups hold other parameters")
+    for name in ("optimizer", "scheduler", "precision", "data set length", "global batch", "seed"):
+        if saved[name] != present[name]:
+            problems.append(f"{name}: {saved[name]!r} in the checkpoint, {present[name]!r} now")
+    return problems
+
+
+def _model_problems(saved: Mapping[str, Any], present: Mapping[str, Any]) -> list[str]:
+    return _key_problems(
+        "tensor of the model",
+        {name: list(tensor.shape) for name, tensor in saved.items()},
+        {name: list(tensor.shape) for name, tensor in present.items()},
+    )
+
+
+def _key_problems(what: str, saved: Mapping[str, Any], present: Mapping[str, Any]) -> list[str]:
+    missing = [name for name in present if name not in saved]
+    extra = [name for name in saved if name not in present]
+    shapes = [
+        f"`{name}` {saved[name]} in the checkpoint, {present[name]} now"
+        for name in present
+        if name in saved and saved[name] != present[name]
+    ]
+    problems = []
+    for words, names in (
+        ("not in the checkpoint", missing),
+        ("only in the checkpoint", extra),
+        ("of another shape", shapes),
+    ):
+        if names:
+            shown = ", ".join(names[:10]) + (", ..." if len(names) > 10 else "")
+            problems.append(f"{len(names)} x {what} {words}: {shown}")
+    return problems
+
+
+def _name_problems(what: str, saved: Mapping[str, Any], present: Mapping[str, Any]) -> list[str]:
+    problems = []
+    extra, missing = sorted(set(saved) - set(present)), sorted(set(present) - set(saved))
+    if extra:
+        problems.append(f"{what}s in the checkpoint that the run does not have: {extra}")
+    if missing:
+        problems.append(f"{what}s of the run that the checkpoint does not have: {missing}")
+    return problems
+
+
+def _horizon_problems(saved: Mapping[str, Any], run: Run, schedule: Schedule | None) -> list[str]:
+    if schedule is not None:
+        return []
+    changed = [
+        f"`{name}` was {saved[name]} and is {getattr(run.config, name)}"
+        for name in ("max_epochs", "max_steps")
+        if saved[name] != getattr(run.config, name)
+    ]
+    if not changed:
+        return []
+    return [
+        f'the horizon changed: {", ".join(changed)}. Pass `fit(..., schedule="keep")` to go on '
+        'with the learning-rate schedule as it was, or `schedule="rescale"` to stretch it to the '
+        "new horizon"
+    ]

@@ -1,0 +1,80 @@
+"""Signals that ask a training to end: a checkpoint, then the exit (DESIGN 2.33)."""
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+from typing_extensions import override
+
+__all__ = ["EXIT_LATER", "Interrupted", "Interrupts", "exit_code"]
+
+EXIT_LATER = 75
+"""Exit code after SIGUSR1 or the time limit: EX_TEMPFAIL of sysexits.h, "try again later"."""
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+def exit_code(signum: int) -> int:
+    """Return the code to exit with: 143 for SIGTERM, 130 for SIGINT, 75 for SIGUSR1."""
+    return EXIT_LATER if signum == signal.SIGUSR1 else 128 + signum
+
+
+class Interrupted(SystemExit):
+    """Ends the program after a signal, or the time limit, once everything is saved.
+
+    Args:
+        signum: The signal.
+        message: What happened and what was saved.
+    """
+
+    def __init__(self, signum: int, message: str) -> None:
+        super().__init__(exit_code(signum))
+        self.signum = signum
+        self.message = message
+
+    @override
+    def __str__(self) -> str:
+        return self.message
+
+
+class Interrupts:
+    """Notes the first signal, for the loop to serve; a second one ends the process at once.
+
+    Handlers that were there before are called too, and put back at the end. In other threads
+    than the main one, where Python allows no handlers, nothing is caught.
+    """
+
+    def __init__(self) -> None:
+        self.received = 0
+        self._before: dict[int, Any] = {}
+
+    def ask(self, signum: int) -> None:
+        """Act as if the signal had come."""
+        self.received = self.received or signum
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            for signum in _SIGNALS:
+                self._before[signum] = signal.signal(signum, self._handle)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for signum, handler in self._before.items():
+            signal.signal(signum, handler)
+        self._before = {}
+
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
+        if self.received:
+            os._exit(exit_code(signum))
+        self.received = signum
+        before: Callable[..., Any] | int | None = self._before.get(signum)
+        if callable(before) and before is not signal.default_int_handler:
+            before(signum, frame)
