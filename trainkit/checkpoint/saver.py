@@ -111,6 +111,8 @@ class Saver:
         """Give the directory back; a save under way on one process alone is still completed."""
         if self._processes.size == 1 and self._job is not None:
             self._job.thread.join()
+        if self._writers is not self._processes and self._job is None:
+            self._writers.close()
         self._lock.release()
 
     def _take_directory(self) -> None:

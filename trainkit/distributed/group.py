@@ -1,8 +1,10 @@
-"""Join the process group of a job, or make it."""
+"""Join the process group of a job, or make it, and leave it."""
 
+import gc
 import os
 import sys
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed
@@ -19,33 +21,51 @@ INIT_METHOD = "TRAINKIT_INIT_METHOD"
 """Environment variable with the rendezvous to use instead of `env://`."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Membership:
     """The part of this process in a job.
+
+    Nothing else in trainkit may hold the groups: `leave` ends their threads by giving them up.
 
     Args:
         world: The place of this process.
         owned: Whether trainkit made the default process group and has to destroy it.
-        control: A gloo group of all processes, for votes and metadata; None on one process.
+        control: A gloo group of all processes, for whatever is on the CPU; None on one process.
         default: The default process group; None if there is none.
-        reaches_cpu: Whether the default group can reduce tensors on the CPU.
     """
 
     world: World
     owned: bool = False
     control: ProcessGroup | None = None
     default: ProcessGroup | None = None
-    reaches_cpu: bool = True
 
     def lives(self) -> bool:
         """Return whether the default group is still the one that was joined."""
         return _default_group() is self.default
 
     def leave(self) -> None:
-        """Destroy the groups that trainkit made."""
-        if self.control is None or not self.lives():
+        """Destroy the groups that trainkit made, and wait for the end of their threads.
+
+        A gloo thread keeps the tensors of a collective a moment longer than its caller waits, and
+        needs the interpreter to let go of them. One that does so while the interpreter ends
+        aborts the process. Threads end when nothing refers to their group any more, which
+        `destroy_process_group` alone does not bring about.
+        """
+        if self.control is None:
             return
-        torch.distributed.destroy_process_group(None if self.owned else self.control)
+        default, control = self.default, self.control
+        owned = [default, control] if self.owned and default is not None else [control]
+        backends = [backend for group in owned for backend in _backends(group)]
+        if self.lives():
+            torch.distributed.destroy_process_group(None if self.owned else control)
+        self.default = self.control = None
+        del default, control, owned
+        gc.collect()  # a DistributedDataParallel is part of cycles, and holds the default group
+        # Groups wait for their threads while they hold the interpreter lock in older versions of
+        # torch, and threads wait for the lock; backends let go of it. The default one is first:
+        # its end frees processes that wait for this one in it.
+        while backends:
+            del backends[0]
 
 
 def default_device(world: World, device: torch.device | None = None) -> torch.device:
@@ -89,9 +109,18 @@ def join(device: torch.device | None) -> tuple[Membership, torch.device]:
         owned=not adopted,
         control=control,
         default=_default_group(),
-        reaches_cpu=torch.distributed.get_backend() != "nccl",
     )
     return membership, device
+
+
+def _backends(group: ProcessGroup) -> list[Any]:
+    """Return what does the work of a group: one backend, or one for each type of device."""
+    found: list[Any] = []
+    for device in group._device_types:
+        backend = group._get_backend(device)
+        if all(backend is not other for other in found):
+            found.append(backend)
+    return found
 
 
 def _default_group() -> ProcessGroup | None:

@@ -72,7 +72,6 @@ class Processes:
         self.size: int = self.world.size
         self.is_main: bool = self.world.is_main
         self.owned: bool = membership.owned
-        self.control: ProcessGroup | None = membership.control
         self.device = device
         self._membership = membership
         self._capacity = _SMALLEST_CAPACITY
@@ -95,9 +94,20 @@ class Processes:
         membership, device = join(device)
         live = cls(membership, device)
         cls._live = live
-        if live.owned:
+        if live.size > 1:
             atexit.register(live._close_at_exit)
         return live
+
+    @property
+    def control(self) -> ProcessGroup | None:
+        """The gloo group of all processes; None on one. Do not keep it: `close` gives it up."""
+        group = self._membership.control
+        if group is None and self.size > 1:
+            raise DistributedError(
+                "This process has left its process group by `close`. Make a new `Trainer`, "
+                "`Accelerator` or `Processes` on all processes."
+            )
+        return group
 
     def all_reduce(self, tensor: Tensor, op: Reduction = "sum") -> Tensor:
         """Reduce `tensor` over all processes, in place, and return it."""
@@ -178,8 +188,12 @@ class Processes:
             torch.distributed.barrier(self.control)
 
     def close(self) -> None:
-        """Destroy the groups that trainkit made; those of the user stay."""
-        if self._is_usable():
+        """Destroy the groups that trainkit made; those of the user stay.
+
+        Returns when their threads have ended, so it waits for collectives under way. A
+        `DistributedDataParallel` that is still referred to keeps the default group's threads.
+        """
+        if self._pid == os.getpid():  # a fork has the groups, but not their threads
             self._membership.leave()
         self._closed = True
         if Processes._live is self:
@@ -214,9 +228,13 @@ class Processes:
         return Pending(tensor, buffer, work, self.size if op == "mean" else 1)
 
     def _group_of(self, tensor: Tensor) -> ProcessGroup | None:
-        """Return the group that can move `tensor`; None for the default one."""
-        on_cpu = tensor.device.type == "cpu"
-        return self.control if on_cpu and not self._membership.reaches_cpu else None
+        """Return the group that can move `tensor`; None for the default one.
+
+        The default one may have no backend for the CPU, and its threads may outlive `close`: then
+        none of them may have a tensor of Python's.
+        """
+        control = self.control
+        return control if tensor.device.type == "cpu" else None
 
     def _check_source(self, source: int) -> None:
         if not 0 <= source < self.size:

@@ -38,12 +38,15 @@ def on_main(processes: Processes, action: Callable[[], Any]) -> None:
 
 
 def apart(processes: Processes) -> Processes:
-    """Return the same processes with a CPU group of their own, for another thread."""
+    """Return the same processes with a CPU group of their own, for another thread.
+
+    Every process must call it, and `close` what it returns.
+    """
     if processes.control is None:
         return processes
     group = torch.distributed.new_group(backend="gloo")
     torch.distributed.barrier(group)
-    membership = dataclasses.replace(processes._membership, control=group)
+    membership = dataclasses.replace(processes._membership, owned=False, control=group)
     return Processes(membership, processes.device)
 
 

@@ -25,7 +25,7 @@ class Vote:
     """
 
     def __init__(self, processes: Processes, size: int) -> None:
-        self._group = processes.control
+        self._processes = processes
         self._size = size
         self._buffer = torch.zeros(size, dtype=torch.int64)
         self._work: torch.distributed.Work | None = None
@@ -36,12 +36,13 @@ class Vote:
             raise DistributedError(
                 f"This vote is on {self._size} flags, but got {len(flags)}: {tuple(flags)}."
             )
-        if self._group is None:
+        group = self._processes.control
+        if group is None:
             return tuple(flags)
         agreed = self.drain()
         self._buffer = torch.tensor(flags, dtype=torch.int64)
         self._work = torch.distributed.all_reduce(
-            self._buffer, torch.distributed.ReduceOp.MAX, self._group, async_op=True
+            self._buffer, torch.distributed.ReduceOp.MAX, group, async_op=True
         )
         return agreed
 
