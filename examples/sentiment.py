@@ -41,6 +41,7 @@ from transformers import (
 
 from trainkit import Accelerator, Trainer
 from trainkit.callbacks import (
+    Checkpoint,
     Evaluation,
     JSONLLogger,
     LRMonitor,
@@ -79,6 +80,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--model", help="a pretrained model's directory or hub name (default: a new small BERT)")
     add("--output-dir", type=Path, default=Path("runs/sentiment"))
     add("--seed", type=int, default=0)
+    add("--resume", choices=["auto", "must"], help="go on from the checkpoints in --output-dir")
     add("--tiny", action="store_true", help="a few reviews and steps, to see that all of it runs")
     arguments = parser.parse_args()
     if arguments.tiny and arguments.max_steps is None:
@@ -102,6 +104,7 @@ def make_trainer(arguments: argparse.Namespace) -> Trainer:
             TensorBoardLogger(),
             JSONLLogger(),
             LRMonitor(),
+            Checkpoint(keep_best=("eval/accuracy", "max")),
         ],
         output_dir=arguments.output_dir,
         seed=arguments.seed,
@@ -227,6 +230,7 @@ def main() -> None:
         loaders,
         optimizer=partial(AdamW, lr=arguments.learning_rate, weight_decay=0.01),
         lr_scheduler=partial(warm_up_then_fall, trainer),
+        resume=arguments.resume,
     )
     metrics = trainer.evaluate(model, loaders[1], metrics=METRICS)
     if accelerator.is_main_process:
