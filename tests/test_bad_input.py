@@ -26,7 +26,9 @@ def fit(
     **options: Any,
 ) -> Any:
     trainer = trainer or Trainer(max_steps=2, callbacks=[])
-    options = {"optimizer": partial(SGD, lr=0.1), "loss_fn": nn.functional.mse_loss} | options
+    defaults: dict[str, Any] = {"optimizer": partial(SGD, lr=0.1)}
+    defaults["loss_fn"] = nn.functional.mse_loss
+    options = defaults | options
     return trainer.fit(
         nn.Linear(3, 1) if model is None else model,
         DataLoader(data(), batch_size=2) if loaders is None else loaders,
@@ -101,7 +103,7 @@ def test_empty_data_set() -> None:
 
 
 def test_distributed_sampler() -> None:
-    sampler = DistributedSampler(data(), num_replicas=2, rank=0)
+    sampler: DistributedSampler[Any] = DistributedSampler(data(), num_replicas=2, rank=0)
     with pytest.raises(ConfigError, match=r"DistributedSampler.*[Rr]emove"):
         fit(loaders=DataLoader(data(), batch_size=2, sampler=sampler))
 

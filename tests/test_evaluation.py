@@ -18,7 +18,7 @@ from trainkit import Callback, ConfigError, DataError, Run, Trainer
 CLASSES = 3
 
 
-def make_model() -> nn.Module:
+def make_model() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, CLASSES))
 
@@ -116,7 +116,8 @@ def test_keys_may_differ_between_processes() -> None:
 
 
 def states() -> tuple[Any, ...]:
-    return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    numpy_state: Any = np.random.get_state()
+    return random.getstate(), numpy_state[1].tolist(), torch.get_rng_state().tolist()
 
 
 class Noisy(Classifier):

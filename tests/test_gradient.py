@@ -90,7 +90,7 @@ def big_batch_gradients(samples: int, seed: int, window: int, by_token: bool) ->
         batch = join(data.rows[first : first + window])
         model.zero_grad()
         loss = token_loss(model, batch)[0] if by_token else sample_loss(model, batch)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         result.append(torch.cat([p.grad.flatten().clone() for p in model.parameters()]))  # type: ignore[union-attr]
     return result
 

@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -37,6 +38,7 @@ def schedule(optimizer: torch.optim.Optimizer) -> LambdaLR:
 
 def plain_loop(precision: str, *, spoiled: bool) -> tuple[nn.Module, int]:
     model, loader = make_model(), make_loader(spoiled=spoiled)
+    data: Any = loader.dataset
     optimizer = AdamW(model.parameters(), lr=1e-2)
     scheduler = schedule(optimizer)
     scaler = torch.amp.GradScaler("cpu", enabled=precision == "fp16")
@@ -52,11 +54,11 @@ def plain_loop(precision: str, *, spoiled: bool) -> tuple[nn.Module, int]:
             window = batches[first : first + ACCUMULATION]
             total = sum(len(batch) for batch in window)
             for batch in window:
-                inputs, targets = (tensor[batch] for tensor in loader.dataset.tensors)
+                inputs, targets = data[batch]
                 dtype = DTYPES.get(precision)
                 with torch.autocast("cpu", dtype=dtype) if dtype else nullcontext():
                     loss = nn.functional.mse_loss(model(inputs), targets)
-                scaler.scale(loss * (len(batch) / total)).backward()
+                scaler.scale(loss * (len(batch) / total)).backward()  # type: ignore[no-untyped-call]
             scaler.unscale_(optimizer)
             nn.utils.clip_grad_norm_(model.parameters(), 0.5)
             before = scaler.get_scale()

@@ -115,9 +115,9 @@ def fit(
             lr_scheduler=lambda o: LambdaLR(o, lambda step: 1 / (1 + 0.1 * step)),
             resume=resume,
         )
-        counts = (result.step, result.skipped_steps, result.epoch, result.samples_seen)
+        counts: Any = (result.step, result.skipped_steps, result.epoch, result.samples_seen)
     except KeyboardInterrupt:
-        counts = ()
+        counts = None
     run = trainer.run
     assert run is not None
     return {

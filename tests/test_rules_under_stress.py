@@ -37,7 +37,9 @@ def make_model() -> nn.Module:
 
 
 def fit(trainer: Trainer, model: nn.Module | None = None, **options: Any) -> Any:
-    options = {"optimizer": partial(SGD, lr=0.1), "loss_fn": nn.functional.mse_loss} | options
+    defaults: dict[str, Any] = {"optimizer": partial(SGD, lr=0.1)}
+    defaults["loss_fn"] = nn.functional.mse_loss
+    options = defaults | options
     loaders = options.pop("loaders", None) or make_loader()
     return trainer.fit(model or make_model(), loaders, **options)
 
@@ -172,7 +174,7 @@ def differ(rank: int, what: str) -> None:
     )
     loaders: Any = data
     if what == "split":
-        first, _ = random_split(data.dataset, [6, 2], torch.Generator().manual_seed(rank))  # type: ignore[arg-type]
+        first, _ = random_split(data.dataset, [6, 2], torch.Generator().manual_seed(rank))
         loaders = DataLoader(first, batch_size=2)
     if what == "evaluation":
         loaders = {"train": data, "eval": {f"dev{rank}": make_loader()}}

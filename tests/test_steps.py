@@ -65,7 +65,7 @@ def mean_loss(logits: torch.Tensor, labels: torch.Tensor) -> float:
 @pytest.mark.parametrize("kind", MODELS)
 def test_the_weight_is_the_number_of_labels_in_the_loss(kind: str) -> None:
     model_name, config_name = kind.split("/")
-    transformers.logging.set_verbosity_error()
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     torch.manual_seed(0)
     config = getattr(transformers, f"{config_name}Config")(**MODELS[kind])
     model = getattr(transformers, model_name)(config).eval()
