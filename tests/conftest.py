@@ -11,8 +11,31 @@ import torch._dynamo
 import torch.distributed.fsdp
 import torch.distributed.tensor
 
+from tests.audit import Audit
+
+_AUDIT = Audit()  # before trainkit is imported
+
 # Set by libraries when they are first imported, or by pytest itself.
 _ENVIRONMENT_OF_OTHERS = ("PYTEST_", "KMP_")
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail a session in which trainkit did what it must never do, in whatever process."""
+    if _AUDIT.findings() and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say what the audit found."""
+    if findings := _AUDIT.findings():
+        terminalreporter.section("what trainkit must not do", red=True)
+        for finding in findings:
+            terminalreporter.line(finding)
+
+
+def pytest_unconfigure() -> None:
+    """Remove the log of the audit."""
+    _AUDIT.close()
 
 
 def _environment() -> dict[str, str]:

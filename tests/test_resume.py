@@ -193,6 +193,26 @@ def test_a_run_goes_on_with_other_processes(before: int, after: int, tmp_path: P
     assert second[0]["counts"] == whole["counts"]
 
 
+def test_a_checkpoint_can_be_saved_after_the_training_and_not_during_it(tmp_path: Path) -> None:
+    class Impatient(Callback):
+        def on_step_end(self, run: Run, result: Any) -> None:
+            with pytest.raises(ConfigError, match=r"`run.request_checkpoint\(\)`"):
+                trainer.save_checkpoint()
+
+    def make(*callbacks: Callback, max_steps: int) -> Noisy:
+        return Noisy(max_steps=max_steps, callbacks=callbacks, output_dir=tmp_path)
+
+    trainer, model = make(Impatient(), max_steps=4), nn.Linear(5, 1)
+    options: dict[str, Any] = {"optimizer": partial(AdamW, lr=1e-2)}
+    trainer.fit(model, DataLoader(Augmented(), 2), **options)
+    path = trainer.save_checkpoint()
+    assert trainer.save_checkpoint() == path  # once is enough
+    other = nn.Linear(5, 1)
+    result = make(max_steps=4).fit(other, DataLoader(Augmented(), 2), **options, resume=path)
+    assert result.step == 4
+    assert torch.equal(other.weight, model.weight)
+
+
 def test_the_same_directory_needs_a_resume(tmp_path: Path) -> None:
     fit(0, tmp_path, None, None, {"max_epochs": 1})
     with pytest.raises(ConfigError, match=r'holds 1 checkpoints.*resume="auto"'):

@@ -20,7 +20,7 @@ from trainkit.state import VERSION
 if TYPE_CHECKING:
     from trainkit.checkpoint import Checkpoint, CheckpointStore
 
-__all__ = ["Schedule", "collect", "describe", "restore", "restore_streams"]
+__all__ = ["Schedule", "collect", "describe", "restore", "restore_streams", "save_now"]
 
 Schedule = Literal["keep", "rescale"]
 
@@ -67,6 +67,34 @@ def describe(run: Run) -> dict[str, Any]:
         },
         "fingerprint": _fingerprint(run),
     }
+
+
+def save_now(run: Run | None, callbacks: CallbackList) -> Path:
+    """Save a checkpoint of a training that has ended, and return its folder.
+
+    Raises:
+        ConfigError: There was no training, or it is under way, or has no output directory.
+    """
+    if run is None or run.phase != "done":
+        raise ConfigError(
+            "A checkpoint can be saved by the trainer only after `fit`. During `fit`, ask for one "
+            "by `run.request_checkpoint()`: it is saved when the step is complete."
+        )
+    if run.checkpoint is not None and run.last_saved_attempt == run.state.attempts:
+        return run.checkpoint
+    from trainkit.checkpoint import KeepPolicy  # runs without checkpoints need none of it
+
+    run.resumed_from = run.state.step  # what is in the directory is its own
+    run.saver = None
+    run.save_checkpoints(KeepPolicy(keep_last=None))
+    assert run.saver is not None
+    try:
+        path = run.saver.save(run.state.step, collect(run, callbacks), describe(run))
+    finally:
+        run.saver.close()
+    assert path is not None
+    run.checkpoint, run.last_saved_attempt = path, run.state.attempts
+    return path
 
 
 def restore(

@@ -121,7 +121,7 @@ class Run:
     zero_weight: bool = False
     """True inside a repeat that only keeps the processes in step and counts for nothing."""
     phase: str = "setup"
-    """What the run is doing: setup, train, log, evaluate, end."""
+    """What the run is doing: setup, train, evaluate, save, end, done."""
     requests: Requests = field(default_factory=Requests)
     sums: LogSums = field(default_factory=LogSums)
     expected_figures: set[str] | None = None
@@ -273,6 +273,7 @@ class Run:
         if self.saver is not None:
             self.saver.close()
         self.model = self.module
+        self.phase = "done"
 
     def interruption(self) -> Interrupted:
         """Return what ends the program after a signal, and say so."""

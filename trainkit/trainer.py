@@ -266,6 +266,10 @@ class Trainer:
             parts.check_stateful(name, part, self._objects)
             self._objects[name] = part
 
+    def save_checkpoint(self) -> Path:
+        """Save a checkpoint after `fit`; every process calls it. Returns its folder."""
+        return contents.save_now(self.run, self.callbacks)
+
     def close(self) -> None:
         """Leave the process group, if this trainer made it."""
         self.strategy.close()

@@ -66,8 +66,8 @@ class _TensorFetch(Fetch):
             raise
 
 
-class _BatchFetch(Fetch):
-    """Asks the data set once per batch, by `__getitems__`."""
+class _CollatedFetch(Fetch):
+    """Reads samples and lets `collate_fn` make a batch of them."""
 
     def __init__(self, dataset: Any, seed: int, base: Any, mapping: Any, collation: Any) -> None:
         super().__init__(dataset, seed)
@@ -75,6 +75,10 @@ class _BatchFetch(Fetch):
         self._mapping = mapping
         self._collate, self._seeds_collate, self._seeds_samples = collation
         self.seeds = self._seeds_collate or self._seeds_samples
+
+
+class _BatchFetch(_CollatedFetch):
+    """Asks the data set once per batch, by `__getitems__`."""
 
     @override
     def fetch(self, epoch: int, task: Any) -> Any:
@@ -93,15 +97,8 @@ class _BatchFetch(Fetch):
         return _collated(self, self._collate, samples, indices, epoch)
 
 
-class _SampleFetch(Fetch):
+class _SampleFetch(_CollatedFetch):
     """Asks the data set for one sample after the other."""
-
-    def __init__(self, dataset: Any, seed: int, base: Any, mapping: Any, collation: Any) -> None:
-        super().__init__(dataset, seed)
-        self._base = base
-        self._mapping = mapping
-        self._collate, self._seeds_collate, self._seeds_samples = collation
-        self.seeds = self._seeds_collate or self._seeds_samples
 
     @override
     def fetch(self, epoch: int, task: Any) -> Any:
