@@ -213,6 +213,15 @@ def test_a_checkpoint_can_be_saved_after_the_training_and_not_during_it(tmp_path
     assert torch.equal(other.weight, model.weight)
 
 
+@pytest.mark.parametrize("limit", [{"max_epochs": 1}, {"max_epochs": None, "max_steps": 4}])
+def test_a_run_that_had_ended_trains_no_further(limit: dict[str, Any], tmp_path: Path) -> None:
+    first = fit(0, tmp_path, None, "auto", limit)
+    again = fit(0, tmp_path, None, "auto", limit)
+    assert again["seen"] == []
+    assert again["counts"] == first["counts"]
+    assert equal(again["weights"], first["weights"])
+
+
 def test_the_same_directory_needs_a_resume(tmp_path: Path) -> None:
     fit(0, tmp_path, None, None, {"max_epochs": 1})
     with pytest.raises(ConfigError, match=r'holds 1 checkpoints.*resume="auto"'):

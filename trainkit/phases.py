@@ -20,6 +20,7 @@ def begin(run: Run, callbacks: CallbackList) -> None:
         run.lr_schedule.check(run.expected_figures)
     restore_streams(run)
     run.phase = "train"
+    run.stop_reason = run.end_reached  # where a run is resumed that had ended
 
 
 def serve(run: Run, callbacks: CallbackList) -> None:

@@ -163,6 +163,16 @@ class Run:
         )
 
     @property
+    def end_reached(self) -> str | None:
+        """Which limit of the configuration is reached, if any."""
+        config, state = self.config, self.state
+        if config.max_steps is not None and state.step >= config.max_steps:
+            return "max_steps"
+        if config.max_epochs is not None and state.epoch >= config.max_epochs:
+            return "max_epochs"
+        return None
+
+    @property
     def is_log_step(self) -> bool:
         """Whether `on_log` comes after this step; ask in `on_step_end`."""
         return self.state.step % self.config.log_every_n_steps == 0
