@@ -239,6 +239,44 @@ def test_a_changed_horizon_must_be_spelt_out(tmp_path: Path) -> None:
         fit(0, tmp_path, None, "auto", {"max_epochs": 3})
 
 
+def rates(folder: Path, epochs: int, schedule: Any) -> list[float]:
+    class Rates(Callback):
+        def __init__(self) -> None:
+            self.seen: list[float] = []
+
+        def on_step_start(self, run: Run) -> None:
+            self.seen.append(round(run.optimizer.param_groups[0]["lr"], 6))
+
+    watch = Rates()
+    trainer = Noisy(max_epochs=epochs, callbacks=[watch, Checkpoint()], output_dir=folder)
+
+    def falling(optimizer: torch.optim.Optimizer) -> LambdaLR:
+        horizon = trainer.planned_steps
+        assert horizon is not None
+        return LambdaLR(optimizer, lambda step: max(0.0, 1 - step / horizon))
+
+    trainer.fit(
+        nn.Linear(5, 1),
+        DataLoader(Augmented(), 10),
+        optimizer=partial(AdamW, lr=1.0),
+        lr_scheduler=falling,
+        resume="auto",
+        schedule=schedule,
+    )
+    return watch.seen
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [("keep", [0.0, 0.0, 0.0]), ("rescale", [0.5, round(1 / 3, 6), round(1 / 6, 6)])],
+)
+def test_a_changed_horizon_keeps_or_stretches_the_schedule(
+    schedule: str, expected: list[float], tmp_path: Path
+) -> None:
+    assert rates(tmp_path, 1, None) == [1.0, round(2 / 3, 6), round(1 / 3, 6)]
+    assert rates(tmp_path, 2, schedule) == expected
+
+
 def test_what_does_not_fit_is_listed(tmp_path: Path) -> None:
     fit(0, tmp_path, None, None, {"max_epochs": 1})
     with pytest.raises(CheckpointError, match=r"(?s)global batch: 2 .*, 3 now") as caught:

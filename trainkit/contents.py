@@ -1,7 +1,7 @@
 """What a checkpoint of a run holds, and how it is put back (DESIGN 2.22, 2.29 to 2.31)."""
 
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,6 +15,7 @@ from trainkit.callback import Callback, CallbackList
 from trainkit.distributed import on_main, together
 from trainkit.errors import CheckpointError, ConfigError
 from trainkit.run import Run
+from trainkit.schedule import LRSchedule
 from trainkit.state import VERSION
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ def describe(run: Run) -> dict[str, Any]:
         "epoch": run.state.epoch,
         "metrics": dict(run.metrics) if evaluated else {},
         "config": asdict(run.config),
+        "planned_steps": run.planned_steps,
         "strategy": run.strategy.name,
         "versions": {
             "trainkit": VERSION,
@@ -98,7 +100,11 @@ def save_now(run: Run | None, callbacks: CallbackList) -> Path:
 
 
 def restore(
-    run: Run, callbacks: CallbackList, resume: str | Path, schedule: Schedule | None
+    run: Run,
+    callbacks: CallbackList,
+    resume: str | Path,
+    schedule: Schedule | None,
+    remake: Callable[[int | None], LRSchedule | None],
 ) -> Path | None:
     """Put a run back to where a checkpoint was made; return its folder, None for a fresh start.
 
@@ -109,6 +115,7 @@ def restore(
         callbacks: Its callbacks.
         resume: "auto", "must", or the folder of a checkpoint.
         schedule: What to do where `max_epochs` or `max_steps` changed.
+        remake: Makes the learning-rate schedule for another number of planned steps.
 
     Raises:
         CheckpointError: Nothing can be resumed, or the checkpoint does not fit; on all processes.
@@ -121,6 +128,9 @@ def restore(
         return None
     loaded: list[_Loaded] = []
     together(processes, lambda: loaded.append(_load(run, callbacks, Path(path), schedule)))
+    planned = loaded[0].checkpoint.manifest.metadata["planned_steps"]
+    if schedule == "keep" and planned != run.planned_steps:
+        run.lr_schedule = remake(planned)  # it must end where it would have ended
     _apply(run, callbacks, loaded[0], schedule)
     return Path(path)
 

@@ -1,5 +1,6 @@
 """When a learning-rate scheduler advances."""
 
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
@@ -57,7 +58,10 @@ class LRSchedule:
 
     def catch_up(self, state: TrainState) -> None:
         """Bring a schedule that was made for a new horizon to where the training is."""
-        if self.metric is None:
+        if self.metric is not None:
+            return
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch misses the updates, which were made before
             for _ in range(state.step if self.every == "step" else state.epoch):
                 self.scheduler.step()  # type: ignore[call-arg]
 

@@ -198,7 +198,9 @@ class Trainer:
             rng.seed_all(rng.device_seed(self.config.seed, self.accelerator.process_index))
             stack.enter_context(_mode_of_training(model))
             if resume is not None:
-                run.checkpoint = contents.restore(run, self.callbacks, resume, schedule)
+                run.checkpoint = contents.restore(
+                    run, self.callbacks, resume, schedule, self._make_schedule
+                )
             stack.enter_context(run.interrupts)
             stack.callback(run.close)
             loop.fit(run, self.callbacks)
@@ -308,7 +310,7 @@ class Trainer:
         model = self.strategy.wrap(module)
         optimizer = self.configure_optimizer(module)
         parts.check_optimizer(optimizer, module)
-        schedule = parts.make_lr_schedule(self.configure_lr_scheduler(optimizer), optimizer)
+        schedule = self._make_schedule(self.planned_steps, optimizer)
         accumulation = config.gradient_accumulation_steps
         own_evaluation = bool(evaluations) and not self.callbacks.schedule_evaluation
         return Run(
@@ -338,6 +340,19 @@ class Trainer:
             vote=Vote(processes, size=4) if processes.size > 1 else None,
             objects=self._objects,
         )
+
+    def _make_schedule(
+        self, planned_steps: int | None, optimizer: Optimizer | None = None
+    ) -> LRSchedule | None:
+        """Return the schedule for a horizon, of the run's optimizer unless another is given."""
+        if optimizer is None:
+            assert self.run is not None
+            optimizer = self.run.optimizer
+        present, self.planned_steps = self.planned_steps, planned_steps
+        try:
+            return parts.make_lr_schedule(self.configure_lr_scheduler(optimizer), optimizer)
+        finally:
+            self.planned_steps = present
 
     def _placed(self, model: nn.Module) -> nn.Module:
         return self.strategy.unwrap(model).to(self.accelerator.device)
