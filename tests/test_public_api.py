@@ -88,8 +88,9 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 def test_the_import_is_light() -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     result = subprocess.run(
-        [sys.executable, "-c", COUNT], env=environment, capture_output=True, text=True, check=True
+        [sys.executable, "-c", COUNT], env=environment, capture_output=True, text=True, check=False
     )
+    assert result.returncode == 0, result.stderr
     added = json.loads(result.stdout)
     assert not {name.split(".")[0] for name in added} & HEAVY
     assert len(added) <= MODULES_OVER_TORCH, added

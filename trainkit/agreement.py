@@ -14,7 +14,7 @@ from trainkit.data import PreparedLoader
 from trainkit.distributed import Processes
 from trainkit.errors import ConfigError
 
-__all__ = ["check_alike", "facts_of"]
+__all__ = ["check_alike", "check_evaluation", "facts_of"]
 
 
 def facts_of(
@@ -46,6 +46,25 @@ def check_alike(processes: Processes, facts: Mapping[str, str]) -> None:
             raise ConfigError(
                 f"The processes differ in {name}: {shown}. Every process must build the same; "
                 "seed what is random in it, such as `random_split(..., generator=...)`."
+            )
+
+
+def check_evaluation(processes: Processes, epochs: bool, end: bool, metrics: list[str]) -> None:
+    """Raise, on all processes, where their callbacks would evaluate differently.
+
+    Args:
+        processes: The processes of the run.
+        epochs: Whether epochs end with an evaluation by themselves.
+        end: Whether the last step is evaluated.
+        metrics: Names of the metrics.
+    """
+    plans = processes.all_gather_objects([epochs, end, metrics])
+    for rank, plan in enumerate(plans):
+        if plan != plans[0]:
+            raise ConfigError(
+                f"Process 0 evaluates with the metrics {plans[0][2]}, process {rank} with "
+                f"{plan[2]}, or at other times. Give every process the same `Evaluation` "
+                "callbacks; `MainProcess` is for callbacks that only look."
             )
 
 

@@ -1,10 +1,10 @@
 """What a checkpoint of a run holds, and how it is put back (DESIGN 2.22, 2.29 to 2.31)."""
 
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -14,6 +14,14 @@ from trainkit import rng
 from trainkit.callback import Callback, CallbackList
 from trainkit.distributed import on_main, together
 from trainkit.errors import CheckpointError, ConfigError
+from trainkit.fingerprint import (
+    differences,
+    fingerprint,
+    horizon_problems,
+    model_problems,
+    name_problems,
+    parameter_names,
+)
 from trainkit.run import Run
 from trainkit.schedule import LRSchedule
 from trainkit.state import VERSION
@@ -21,9 +29,7 @@ from trainkit.state import VERSION
 if TYPE_CHECKING:
     from trainkit.checkpoint import Checkpoint, CheckpointStore
 
-__all__ = ["Schedule", "collect", "describe", "restore", "restore_streams", "save_now"]
-
-Schedule = Literal["keep", "rescale"]
+__all__ = ["collect", "describe", "restore", "save_now"]
 
 
 def collect(run: Run, callbacks: CallbackList) -> dict[str, Any]:
@@ -67,7 +73,7 @@ def describe(run: Run) -> dict[str, Any]:
             "torch": str(torch.__version__),
             "python": platform.python_version(),
         },
-        "fingerprint": _fingerprint(run),
+        "fingerprint": fingerprint(run),
     }
 
 
@@ -103,7 +109,7 @@ def restore(
     run: Run,
     callbacks: CallbackList,
     resume: str | Path,
-    schedule: Schedule | None,
+    schedule: str | None,
     remake: Callable[[int | None], LRSchedule | None],
 ) -> Path | None:
     """Put a run back to where a checkpoint was made; return its folder, None for a fresh start.
@@ -133,18 +139,6 @@ def restore(
         run.lr_schedule = remake(planned)  # it must end where it would have ended
     _apply(run, callbacks, loaded[0], schedule)
     return Path(path)
-
-
-def restore_streams(run: Run) -> None:
-    """Put the random streams back: the last thing before the first step."""
-    if run.streams is not None:
-        state, device_state = run.streams
-        rng.restore_host(state)
-        if device_state is not None:
-            getattr(torch, run.strategy.device.type).set_rng_state(
-                device_state, run.strategy.device
-            )
-        run.streams = None
 
 
 @dataclass(slots=True)
@@ -190,7 +184,7 @@ def _store(directory: Path) -> "CheckpointStore":
     return CheckpointStore(directory)
 
 
-def _load(run: Run, callbacks: CallbackList, path: Path, schedule: Schedule | None) -> _Loaded:
+def _load(run: Run, callbacks: CallbackList, path: Path, schedule: str | None) -> _Loaded:
     checkpoint = _store(path.parent).open(path)
     manifest = checkpoint.manifest
     rank, size = run.accelerator.process_index, run.accelerator.num_processes
@@ -204,11 +198,11 @@ def _load(run: Run, callbacks: CallbackList, path: Path, schedule: Schedule | No
         [checkpoint.read(_process_part(index)) for index in ranks],
     )
     problems = [
-        *_differences(manifest.metadata["fingerprint"], _fingerprint(run)),
-        *_name_problems("callback", loaded.trainer["callbacks"], _stateful(callbacks)),
-        *_name_problems("registered object", loaded.trainer["objects"], run.objects),
-        *_horizon_problems(manifest.metadata["config"], run, schedule),
-        *_model_problems(loaded.model, run.module.state_dict()),
+        *differences(manifest.metadata["fingerprint"], fingerprint(run)),
+        *name_problems("callback", loaded.trainer["callbacks"], _stateful(callbacks)),
+        *name_problems("registered object", loaded.trainer["objects"], run.objects),
+        *horizon_problems(manifest.metadata["config"], run, schedule),
+        *model_problems(loaded.model, run.module.state_dict()),
     ]
     if problems:
         listed = "\n".join(f"  - {problem}" for problem in problems)
@@ -216,7 +210,7 @@ def _load(run: Run, callbacks: CallbackList, path: Path, schedule: Schedule | No
     return loaded
 
 
-def _apply(run: Run, callbacks: CallbackList, loaded: _Loaded, schedule: Schedule | None) -> None:
+def _apply(run: Run, callbacks: CallbackList, loaded: _Loaded, schedule: str | None) -> None:
     trainer = loaded.trainer
     run.module.load_state_dict(loaded.model)
     run.state.load_state_dict(trainer["counters"])
@@ -280,13 +274,9 @@ def _stateful(callbacks: CallbackList) -> dict[str, Callback]:
     return {c.name: c for c in callbacks.callbacks if _has_state(c)}
 
 
-def _names(module: nn.Module) -> dict[int, str]:
-    return {id(parameter): name for name, parameter in module.named_parameters()}
-
-
 def _optimizer_state(optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
     """Return an optimizer's state with parameters called by their names."""
-    names = _names(module)
+    names = parameter_names(module)
     groups = [
         {**group, "params": [names[id(p)] for p in group["params"]]}
         for group in optimizer.param_groups
@@ -310,87 +300,3 @@ def _load_optimizer(run: Run, saved: dict[str, Any], *, rescaled: bool) -> None:
         groups.append({**values, "params": numbers})
     state = {order.index(name): values for name, values in saved["state"].items()}
     optimizer.load_state_dict({"state": state, "param_groups": groups})
-
-
-def _fingerprint(run: Run) -> dict[str, Any]:
-    names = _names(run.module)
-    loader = run.train_loader
-    return {
-        "parameters": {name: list(p.shape) for name, p in run.module.named_parameters()},
-        "optimizer": type(run.optimizer).__name__,
-        "optimizer groups": [
-            [names[id(p)] for p in group["params"]] for group in run.optimizer.param_groups
-        ],
-        "scheduler": run.lr_schedule and type(run.lr_schedule.scheduler).__name__,
-        "precision": run.precision.name,
-        "data set length": loader.samples_per_epoch,
-        "global batch": loader.nominal_window(run.config.gradient_accumulation_steps),
-        "seed": run.config.seed,
-    }
-
-
-def _differences(saved: Mapping[str, Any], present: Mapping[str, Any]) -> list[str]:
-    problems = _key_problems("parameter", saved["parameters"], present["parameters"])
-    if saved["parameters"] == present["parameters"]:
-        groups = saved["optimizer groups"], present["optimizer groups"]
-        if groups[0] != groups[1]:
-            problems.append("the optimizer's groups hold other parameters")
-    for name in ("optimizer", "scheduler", "precision", "data set length", "global batch", "seed"):
-        if saved[name] != present[name]:
-            problems.append(f"{name}: {saved[name]!r} in the checkpoint, {present[name]!r} now")
-    return problems
-
-
-def _model_problems(saved: Mapping[str, Any], present: Mapping[str, Any]) -> list[str]:
-    return _key_problems(
-        "tensor of the model",
-        {name: list(tensor.shape) for name, tensor in saved.items()},
-        {name: list(tensor.shape) for name, tensor in present.items()},
-    )
-
-
-def _key_problems(what: str, saved: Mapping[str, Any], present: Mapping[str, Any]) -> list[str]:
-    missing = [name for name in present if name not in saved]
-    extra = [name for name in saved if name not in present]
-    shapes = [
-        f"`{name}` {saved[name]} in the checkpoint, {present[name]} now"
-        for name in present
-        if name in saved and saved[name] != present[name]
-    ]
-    problems = []
-    for words, names in (
-        ("not in the checkpoint", missing),
-        ("only in the checkpoint", extra),
-        ("of another shape", shapes),
-    ):
-        if names:
-            shown = ", ".join(names[:10]) + (", ..." if len(names) > 10 else "")
-            problems.append(f"{len(names)} x {what} {words}: {shown}")
-    return problems
-
-
-def _name_problems(what: str, saved: Mapping[str, Any], present: Mapping[str, Any]) -> list[str]:
-    problems = []
-    extra, missing = sorted(set(saved) - set(present)), sorted(set(present) - set(saved))
-    if extra:
-        problems.append(f"{what}s in the checkpoint that the run does not have: {extra}")
-    if missing:
-        problems.append(f"{what}s of the run that the checkpoint does not have: {missing}")
-    return problems
-
-
-def _horizon_problems(saved: Mapping[str, Any], run: Run, schedule: Schedule | None) -> list[str]:
-    if schedule is not None:
-        return []
-    changed = [
-        f"`{name}` was {saved[name]} and is {getattr(run.config, name)}"
-        for name in ("max_epochs", "max_steps")
-        if saved[name] != getattr(run.config, name)
-    ]
-    if not changed:
-        return []
-    return [
-        f'the horizon changed: {", ".join(changed)}. Pass `fit(..., schedule="keep")` to go on '
-        'with the learning-rate schedule as it was, or `schedule="rescale"` to stretch it to the '
-        "new horizon"
-    ]

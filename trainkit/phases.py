@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
+from trainkit.agreement import check_evaluation
 from trainkit.callback import Callback, CallbackList
-from trainkit.contents import collect, describe, restore_streams
 from trainkit.evaluation import evaluate_run, rehearse
 from trainkit.run import Run
 
@@ -14,11 +14,12 @@ def begin(run: Run, callbacks: CallbackList) -> None:
     """Say what cannot work before any work is lost, and put the random streams back."""
     if run.resumed_from is not None and run.checkpoint is not None:
         callbacks.emit(Callback.on_checkpoint_loaded, run, run.checkpoint)
-    run.check_agreement()
+    names = [metric.name for metric in run.evaluation_metrics]
+    check_evaluation(run.accelerator.processes, run.evaluates_epochs, run.evaluates_end, names)
     run.expected_figures = rehearse(run)
     if run.lr_schedule is not None:
         run.lr_schedule.check(run.expected_figures)
-    restore_streams(run)
+    run.restore_streams()
     run.phase = "train"
     run.stop_reason = run.end_reached  # where a run is resumed that had ended
 
@@ -71,6 +72,8 @@ def _read_requests(run: Run) -> None:
 
 def _save(run: Run, callbacks: CallbackList) -> None:
     """Save a checkpoint if one is due, and tell of one that was committed meanwhile."""
+    from trainkit.contents import collect, describe  # runs without checkpoints need none of it
+
     saver = run.saver
     assert saver is not None
     _note_saved(run, callbacks, saver.poll())

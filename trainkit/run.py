@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -308,19 +309,16 @@ class Run:
             output_dir=self.output_dir,
         )
 
-    def check_agreement(self) -> None:
-        """Raise, on all processes, if their callbacks would evaluate differently."""
-        names = [metric.name for metric in self.evaluation_metrics]
-        plans = self.accelerator.processes.all_gather_objects(
-            [self.evaluates_epochs, self.evaluates_end, names]
-        )
-        for rank, plan in enumerate(plans):
-            if plan != plans[0]:
-                raise ConfigError(
-                    f"Process 0 evaluates with the metrics {plans[0][2]}, process {rank} with "
-                    f"{plan[2]}, or at other times. Give every process the same `Evaluation` "
-                    "callbacks; `MainProcess` is for callbacks that only look."
-                )
+    def restore_streams(self) -> None:
+        """Put the random streams of a checkpoint back: the last thing before the first step."""
+        if self.streams is None:
+            return
+        state, device_state = self.streams
+        rng.restore_host(state)
+        if device_state is not None:
+            device = self.strategy.device
+            getattr(torch, device.type).set_rng_state(device_state, device)
+        self.streams = None
 
     def refuse_more_skips(self, reason: str) -> None:
         """Raise where too many windows in a row were skipped, the last one for `reason`."""

@@ -1,7 +1,8 @@
 """Trainer: the face for people who want the loop to be there."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainkit import agreement, contents, evaluation, loop, parts, rng, steps
+from trainkit import agreement, evaluation, loop, parts, rng, steps
 from trainkit.accelerator import Accelerator
 from trainkit.callback import Callback, CallbackList
 from trainkit.config import TrainConfig
@@ -187,20 +188,19 @@ class Trainer:
         self._optimizer, self._lr_scheduler = optimizer, lr_scheduler
         self.loss_fn = type(self).loss_fn if loss_fn is None else parts.check_loss_fn(loss_fn)
         train, evaluations = parts.split_loaders(loaders)
+        split = self.config.split_batches
         with ExitStack() as stack:
-            loader = stack.enter_context(closing(self._training_loader(train)))
+            loader = stack.enter_context(self._prepare(training_loader, train, split_batches=split))
             evaluation_loaders = {
-                name: stack.enter_context(closing(self._evaluation_loader(evaluation_data)))
-                for name, evaluation_data in evaluations.items()
+                name: stack.enter_context(self._prepare(evaluation_loader, data))
+                for name, data in evaluations.items()
             }
             self.run = run = self._make_run(parts.check_model(model), loader, evaluation_loaders)
             stack.enter_context(_determinism(self.config.deterministic))
             rng.seed_all(rng.device_seed(self.config.seed, self.accelerator.process_index))
             stack.enter_context(_mode_of_training(model))
             if resume is not None:
-                run.checkpoint = contents.restore(
-                    run, self.callbacks, resume, schedule, self._make_schedule
-                )
+                self._resume(run, resume, schedule)
             stack.enter_context(run.interrupts)
             stack.callback(run.close)
             loop.fit(run, self.callbacks)
@@ -230,7 +230,7 @@ class Trainer:
         chosen = parts.make_metrics(metrics)
         figures: Scalars = {}
         for name, data in parts.name_loaders(loader).items():
-            with closing(self._evaluation_loader(data)) as prepared:
+            with self._prepare(evaluation_loader, data) as prepared:
                 figures |= evaluation.evaluate(
                     self._placed(model),
                     prepared,
@@ -244,7 +244,7 @@ class Trainer:
 
     def predict(self, model: nn.Module, loader: Any) -> Any:
         """Return the predictions for every sample once, in the loader's order."""
-        with closing(self._evaluation_loader(loader)) as prepared:
+        with self._prepare(evaluation_loader, loader) as prepared:
             return evaluation.predict(
                 self._placed(model),
                 prepared,
@@ -270,6 +270,8 @@ class Trainer:
 
     def save_checkpoint(self) -> Path:
         """Save a checkpoint after `fit`; every process calls it. Returns its folder."""
+        from trainkit import contents
+
         return contents.save_now(self.run, self.callbacks)
 
     def close(self) -> None:
@@ -278,26 +280,19 @@ class Trainer:
 
     # How the parts are put together.
 
-    def _training_loader(self, data: Any) -> PreparedLoader:
-        return training_loader(
-            data,
-            processes=self.accelerator.processes,
-            device=self.accelerator.device,
-            seed=self.config.seed,
-            split_batches=self.config.split_batches,
-            sample_seeding=self.config.sample_seeding,
-            active=self.accelerator.loaders,
-        )
-
-    def _evaluation_loader(self, data: Any) -> PreparedLoader:
-        return evaluation_loader(
+    def _prepare(
+        self, make: Callable[..., PreparedLoader], data: Any, **options: Any
+    ) -> closing[PreparedLoader]:
+        loader = make(
             data,
             processes=self.accelerator.processes,
             device=self.accelerator.device,
             seed=self.config.seed,
             sample_seeding=self.config.sample_seeding,
             active=self.accelerator.loaders,
+            **options,
         )
+        return closing(loader)
 
     def _make_run(
         self, module: nn.Module, loader: PreparedLoader, evaluations: dict[str, PreparedLoader]
@@ -310,7 +305,7 @@ class Trainer:
         model = self.strategy.wrap(module)
         optimizer = self.configure_optimizer(module)
         parts.check_optimizer(optimizer, module)
-        schedule = self._make_schedule(self.planned_steps, optimizer)
+        schedule = self._make_schedule(optimizer, self.planned_steps)
         accumulation = config.gradient_accumulation_steps
         own_evaluation = bool(evaluations) and not self.callbacks.schedule_evaluation
         return Run(
@@ -341,13 +336,14 @@ class Trainer:
             objects=self._objects,
         )
 
-    def _make_schedule(
-        self, planned_steps: int | None, optimizer: Optimizer | None = None
-    ) -> LRSchedule | None:
-        """Return the schedule for a horizon, of the run's optimizer unless another is given."""
-        if optimizer is None:
-            assert self.run is not None
-            optimizer = self.run.optimizer
+    def _resume(self, run: Run, resume: str | Path, schedule: str | None) -> None:
+        from trainkit import contents  # runs without checkpoints need none of it
+
+        remake = partial(self._make_schedule, run.optimizer)
+        run.checkpoint = contents.restore(run, self.callbacks, resume, schedule, remake)
+
+    def _make_schedule(self, optimizer: Optimizer, planned_steps: int | None) -> LRSchedule | None:
+        """Return the schedule for a horizon."""
         present, self.planned_steps = self.planned_steps, planned_steps
         try:
             return parts.make_lr_schedule(self.configure_lr_scheduler(optimizer), optimizer)

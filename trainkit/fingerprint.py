@@ -1,0 +1,111 @@
+"""What a checkpoint must have in common with the run that resumes from it (DESIGN 2.22, 2.29)."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from trainkit.run import Run
+
+__all__ = [
+    "differences",
+    "fingerprint",
+    "horizon_problems",
+    "model_problems",
+    "name_problems",
+    "parameter_names",
+]
+
+
+def fingerprint(run: Run) -> dict[str, Any]:
+    """Return what must not change between a save and a resume."""
+    names = parameter_names(run.module)
+    loader = run.train_loader
+    return {
+        "parameters": {name: list(p.shape) for name, p in run.module.named_parameters()},
+        "optimizer": type(run.optimizer).__name__,
+        "optimizer groups": [
+            [names[id(p)] for p in group["params"]] for group in run.optimizer.param_groups
+        ],
+        "scheduler": run.lr_schedule and type(run.lr_schedule.scheduler).__name__,
+        "precision": run.precision.name,
+        "data set length": loader.samples_per_epoch,
+        "global batch": loader.nominal_window(run.config.gradient_accumulation_steps),
+        "seed": run.config.seed,
+    }
+
+
+def differences(saved: Mapping[str, Any], present: Mapping[str, Any]) -> list[str]:
+    """Return, in words, where two fingerprints differ."""
+    problems = _key_problems("parameter", saved["parameters"], present["parameters"])
+    if saved["parameters"] == present["parameters"]:
+        groups = saved["optimizer groups"], present["optimizer groups"]
+        if groups[0] != groups[1]:
+            problems.append("the optimizer's groups hold other parameters")
+    for name in ("optimizer", "scheduler", "precision", "data set length", "global batch", "seed"):
+        if saved[name] != present[name]:
+            problems.append(f"{name}: {saved[name]!r} in the checkpoint, {present[name]!r} now")
+    return problems
+
+
+def model_problems(saved: Mapping[str, Any], present: Mapping[str, Any]) -> list[str]:
+    """Return, in words, what keeps a saved state out of a model."""
+    return _key_problems(
+        "tensor of the model",
+        {name: list(tensor.shape) for name, tensor in saved.items()},
+        {name: list(tensor.shape) for name, tensor in present.items()},
+    )
+
+
+def name_problems(what: str, saved: Mapping[str, Any], present: Mapping[str, Any]) -> list[str]:
+    """Return, in words, which states have no owner, and which owners no state."""
+    problems = []
+    extra, missing = sorted(set(saved) - set(present)), sorted(set(present) - set(saved))
+    if extra:
+        problems.append(f"{what}s in the checkpoint that the run does not have: {extra}")
+    if missing:
+        problems.append(f"{what}s of the run that the checkpoint does not have: {missing}")
+    return problems
+
+
+def horizon_problems(saved: Mapping[str, Any], run: Run, schedule: str | None) -> list[str]:
+    """Return, in words, a change of the horizon that nobody decided on."""
+    if schedule is not None:
+        return []
+    changed = [
+        f"`{name}` was {saved[name]} and is {getattr(run.config, name)}"
+        for name in ("max_epochs", "max_steps")
+        if saved[name] != getattr(run.config, name)
+    ]
+    if not changed:
+        return []
+    return [
+        f'the horizon changed: {", ".join(changed)}. Pass `fit(..., schedule="keep")` to go on '
+        'with the learning-rate schedule as it was, or `schedule="rescale"` to stretch it to the '
+        "new horizon"
+    ]
+
+
+def parameter_names(module: nn.Module) -> dict[int, str]:
+    """Return the names of the parameters by their identity."""
+    return {id(parameter): name for name, parameter in module.named_parameters()}
+
+
+def _key_problems(what: str, saved: Mapping[str, Any], present: Mapping[str, Any]) -> list[str]:
+    missing = [name for name in present if name not in saved]
+    extra = [name for name in saved if name not in present]
+    shapes = [
+        f"`{name}` {saved[name]} in the checkpoint, {present[name]} now"
+        for name in present
+        if name in saved and saved[name] != present[name]
+    ]
+    problems = []
+    for words, names in (
+        ("not in the checkpoint", missing),
+        ("only in the checkpoint", extra),
+        ("of another shape", shapes),
+    ):
+        if names:
+            shown = ", ".join(names[:10]) + (", ..." if len(names) > 10 else "")
+            problems.append(f"{len(names)} x {what} {words}: {shown}")
+    return problems
