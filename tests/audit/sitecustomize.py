@@ -1,0 +1,132 @@
+"""The hook that records what trainkit must never do; Python imports it where it is on the path.
+
+An event counts where a frame of trainkit stands on its stack, and none of Python's own transport
+between processes comes before it. Only the standard library may be used here: every process of the
+test suite pays for it.
+"""
+
+import importlib.machinery
+import importlib.util
+import os
+import sys
+from types import FrameType
+from typing import Any
+
+LOG_VARIABLE = "TRAINKIT_AUDIT_LOG"
+
+_HERE = os.path.dirname(os.path.abspath(__file__))
+_ROOT = os.path.dirname(os.path.dirname(_HERE)) + os.sep
+_OURS = (_ROOT + "trainkit" + os.sep, _ROOT + "callbacks" + os.sep)
+_LIBRARY = os.path.dirname(os.__file__)
+
+# Text that becomes code: what matters is who asks, as imports and libraries do it all day.
+_CODE = frozenset({"exec", "compile", "code.__new__"})
+_ACTIONS = frozenset(
+    {
+        "ctypes.dlopen",
+        "marshal.load",
+        "marshal.loads",
+        "os.exec",
+        "os.posix_spawn",
+        "os.spawn",
+        "os.system",
+        "pickle.find_class",
+        "shutil.unpack_archive",
+        "socket.connect",
+        "subprocess.Popen",
+        "urllib.Request",
+    }
+)
+_EVENTS = _CODE | _ACTIONS
+
+# What a `DataLoader` moves to and from its workers, and an import statement.
+_TRANSPORT = (
+    os.path.join(_LIBRARY, "multiprocessing") + os.sep,
+    os.sep + os.path.join("torch", "multiprocessing") + os.sep,
+    "<frozen importlib",
+)
+
+# Objects that a user hands to a gather may be pickled: by this function, called by one of these.
+_UNPICKLER = ("distributed/codec.py", "_get_pickle")
+_GATHERS = {("accelerator.py", "gather_object"), ("distributed/gather.py", "_exchange")}
+
+
+def install() -> None:
+    """Install the hook in this process, once."""
+    if not getattr(sys, "trainkit_audit", False):
+        sys.trainkit_audit = True  # type: ignore[attr-defined]
+        sys.addaudithook(_hook)
+
+
+def _hook(event: str, arguments: Any) -> None:
+    if event in _EVENTS:
+        frame = sys._getframe().f_back  # None where Python itself starts a script
+        culprit = _asked_by_us(frame) if event in _CODE else _culprit(frame)
+        if culprit is not None and not (event == "socket.connect" and _is_local(arguments[1])):
+            _report(event, arguments, culprit)
+
+
+def _asked_by_us(frame: FrameType | None) -> FrameType | None:
+    return frame if frame is not None and frame.f_code.co_filename.startswith(_OURS) else None
+
+
+def _culprit(frame: FrameType | None) -> FrameType | None:
+    """Return the innermost frame of trainkit, None where there is none or all is in order."""
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if any(part in file for part in _TRANSPORT):
+            return None
+        if file.startswith(_OURS):
+            return None if _is_for_users(frame) else frame
+        frame = frame.f_back
+    return None
+
+
+def _is_for_users(frame: FrameType) -> bool:
+    if _place(frame) != _UNPICKLER:
+        return False
+    outer = frame.f_back
+    while outer is not None and _place(outer) not in _GATHERS:
+        outer = outer.f_back
+    return outer is not None
+
+
+def _place(frame: FrameType) -> tuple[str, str]:
+    file = frame.f_code.co_filename.removeprefix(_OURS[0])
+    return file.replace(os.sep, "/"), frame.f_code.co_name
+
+
+def _is_local(address: Any) -> bool:
+    """Return whether an address is of this machine: a path, or a loopback address."""
+    if not isinstance(address, tuple):
+        return True
+    host = str(address[0])
+    return host in ("localhost", "::1", "") or host.startswith("127.")
+
+
+def _report(event: str, arguments: Any, frame: FrameType) -> None:
+    code = frame.f_code
+    file = code.co_filename.removeprefix(_ROOT)
+    shown = " ".join(repr(argument)[:60] for argument in arguments[:2])
+    text = f"{event} {shown} under {file}:{frame.f_lineno} in {code.co_name}"
+    line = text.replace("\n", " ").encode("utf-8", "replace") + b"\n"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+    descriptor = os.open(os.environ[LOG_VARIABLE], flags, 0o600)
+    try:
+        os.write(descriptor, line)
+    finally:
+        os.close(descriptor)
+
+
+def _run_the_one_behind() -> None:
+    """Run the `sitecustomize` of the installation, which this one stands in front of."""
+    others = [path for path in sys.path if os.path.abspath(path or ".") != _HERE]
+    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", others)
+    if spec is not None and spec.loader is not None:
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+if __name__ == "sitecustomize":
+    if LOG_VARIABLE in os.environ:
+        install()
+    _run_the_one_behind()
