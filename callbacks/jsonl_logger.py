@@ -14,6 +14,7 @@ from trainkit.callback import Callback
 from trainkit.callbacks.places import log_place
 from trainkit.errors import ConfigError
 from trainkit.run import Run
+from trainkit.state import TrainState
 from trainkit.types import Scalars, StepResult
 
 __all__ = ["JSONLLogger"]
@@ -54,7 +55,7 @@ class JSONLLogger(Callback):
         self._start = time.monotonic()
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and run.state.attempts > 0:
-            _cut(path, run.state.step, run.state.skipped_steps)
+            _cut(path, run.state)
         elif path.exists() and path.stat().st_size > 0:
             path.rename(_free_name(path))
         self._file = path.open("a", buffering=1, encoding="utf-8")  # by line
@@ -109,15 +110,15 @@ def _free_name(path: Path) -> Path:
     return path.with_name(f"{path.name}.{number}")
 
 
-def _cut(path: Path, step: int, skipped_steps: int) -> None:
-    """Keep only what was written up to `step`; a half line at the end goes in any case."""
+def _cut(path: Path, state: TrainState) -> None:
+    """Keep only what was written up to `state`; a half line at the end goes in any case."""
     lines = path.read_bytes().splitlines(keepends=True)
     if lines and not lines[-1].endswith(b"\n"):
         lines.pop()  # the process was killed while it wrote
     kept = [
         line
         for number, line in enumerate(lines, 1)
-        if _is_up_to(line, step, skipped_steps, f"{path}, line {number}")
+        if _is_up_to(line, state, f"{path}, line {number}")
     ]
     scratch = path.with_name(f".{path.name}.cut")
     with scratch.open("wb") as file:
@@ -127,14 +128,17 @@ def _cut(path: Path, step: int, skipped_steps: int) -> None:
     scratch.replace(path)
 
 
-def _is_up_to(line: bytes, step: int, skipped_steps: int, place: str) -> bool:
+def _is_up_to(line: bytes, state: TrainState, place: str) -> bool:
     try:
         entry = json.loads(line)
         written, skips = entry["step"], entry.get("skipped_steps", 0)
+        samples = entry["samples"]
         is_skip = entry["kind"] == "skip"
     except (ValueError, KeyError, TypeError, AttributeError):
         raise ConfigError(
             f"{place}: this is no line of `JSONLLogger`, so the file was left as it is. Pass "
             "another `path`, or move the file away."
         ) from None
-    return bool(written <= step and not (is_skip and skips > skipped_steps))
+    # A skipped window moves on in the data but not in the steps.
+    seen = written <= state.step and samples <= state.samples_seen
+    return bool(seen and not (is_skip and skips > state.skipped_steps))

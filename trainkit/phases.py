@@ -29,7 +29,8 @@ def serve(run: Run, callbacks: CallbackList) -> None:
     requests = run.requests
     _read_requests(run)
     stops = requests.stop is not None
-    if run.logs and (run.is_log_step or stops) and run.state.step != run.last_logged_step:
+    due = run.is_log_step or (stops and not _is_interrupted(run))
+    if run.logs and due and run.state.step != run.last_logged_step:
         _write_log(run, callbacks)
     if requests.evaluation or (stops and run.lacks_last_evaluation):
         evaluate_run(run, callbacks)
@@ -45,16 +46,22 @@ def finish(run: Run, callbacks: CallbackList) -> None:
     """Serve what was asked for while the last window was served, and save the last step."""
     run.phase = "end"
     _read_requests(run)
+    logs = run.logs and not _is_interrupted(run)
+    if logs and run.state.step != run.last_logged_step:
+        _write_log(run, callbacks)
     asked = run.requests.evaluation and run.last_evaluated_attempt != run.state.attempts
     if asked or run.lacks_last_evaluation:
         evaluate_run(run, callbacks)
-    if run.logs:
+    if logs:
         _write_log(run, callbacks)
     run.strategy.share_buffers(run.module)
     if run.saver is not None:
         run.requests.checkpoint |= run.last_saved_attempt != run.state.attempts
         _save(run, callbacks)
         _note_saved(run, callbacks, run.saver.wait())
+    if run.vote is not None:  # a signal may have come since the last window
+        run.requests.start_vote(run.vote, run.interrupts.received)
+    _read_requests(run)
 
 
 def _read_requests(run: Run) -> None:
@@ -68,6 +75,14 @@ def _read_requests(run: Run) -> None:
     run.requests.stop = f"signal {run.requests.signal}"
     run.requests.checkpoint |= run.saver is not None
     run.evaluates_end = False  # whoever sends a signal does not want to wait
+
+
+def _is_interrupted(run: Run) -> bool:
+    """Return whether a signal ends the run too early.
+
+    Its open sums then stay in the checkpoint: the resumed run must log what this one would have.
+    """
+    return run.requests.signal != 0 and run.end_reached is None
 
 
 def _save(run: Run, callbacks: CallbackList) -> None:

@@ -1,5 +1,6 @@
 """Signals that ask a training to end: a checkpoint, then the exit (DESIGN 2.33)."""
 
+import multiprocessing
 import os
 import signal
 import threading
@@ -9,12 +10,13 @@ from typing import Any, Self
 
 from typing_extensions import override
 
-__all__ = ["EXIT_LATER", "Interrupted", "Interrupts", "exit_code"]
+__all__ = ["CAUGHT", "EXIT_LATER", "Interrupted", "Interrupts", "exit_code"]
 
 EXIT_LATER = 75
 """Exit code after SIGUSR1 or the time limit: EX_TEMPFAIL of sysexits.h, "try again later"."""
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+CAUGHT = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+"""The signals that ask a training to end."""
 
 
 def exit_code(signum: int) -> int:
@@ -57,7 +59,7 @@ class Interrupts:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            for signum in _SIGNALS:
+            for signum in CAUGHT:
                 self._before[signum] = signal.signal(signum, self._handle)
         return self
 
@@ -73,8 +75,17 @@ class Interrupts:
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         if self.received:
-            os._exit(exit_code(signum))
+            try:
+                _kill_daemons()  # workers ignore the signal, and outlive us by seconds
+            finally:
+                os._exit(exit_code(signum))
         self.received = signum
         before: Callable[..., Any] | int | None = self._before.get(signum)
         if callable(before) and before is not signal.default_int_handler:
             before(signum, frame)
+
+
+def _kill_daemons() -> None:
+    for child in multiprocessing.active_children():
+        if child.daemon:
+            child.kill()

@@ -1,16 +1,19 @@
 """Saves the checkpoints of a run, now or in the background, and rotates them."""
 
 import threading
+import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from trainkit.checkpoint.lock import RunLock
 from trainkit.checkpoint.retention import Retention, rotate
 from trainkit.checkpoint.snapshot import Snapshot
 from trainkit.checkpoint.store import CheckpointStore
-from trainkit.distributed import Processes, apart, on_main
+from trainkit.distributed import Processes, apart, on_main, together
 from trainkit.errors import CheckpointError, ConfigError
 
 __all__ = ["Saver"]
@@ -18,9 +21,10 @@ __all__ = ["Saver"]
 
 @dataclass(slots=True)
 class _Job:
-    """A save under way in a thread of its own."""
+    """A save under way in a thread of its own, which waits until it may begin."""
 
     thread: threading.Thread
+    begin: threading.Event = field(default_factory=threading.Event)
     path: Path | None = None
     error: BaseException | None = None
 
@@ -73,25 +77,31 @@ class Saver:
         if not self.background:
             return self._commit(self._processes, step, parts, metadata)
         self.wait()
-        taken = self._snapshot.take(parts)
+        taken: list[Any] = []
+        together(self._processes, lambda: taken.append(self._snapshot.take(parts)))
         job = _Job(threading.Thread(target=lambda: None))
         job.thread = threading.Thread(
-            target=self._write, args=(job, step, taken, metadata), name="checkpoint", daemon=True
+            target=self._write, args=(job, step, taken[0], metadata), name="checkpoint", daemon=True
         )
         self._job = job
         job.thread.start()
+        # Without it the thread would work, and keep the interpreter, before `start` returns.
+        job.begin.set()
         return None
 
     def poll(self) -> Path | None:
         """Return the folder of a save that every process knows to be committed, once.
 
+        Every process must call it. A collective, but only while a save is under way: processes
+        that learned of a failure at different steps would leave each other waiting.
+
         Raises:
             CheckpointError: The save failed.
         """
-        job = self._job
-        if job is None or job.thread.is_alive():
+        if self._job is None:
             return None
-        return self.wait()
+        alive = torch.tensor([int(self._job.thread.is_alive())])
+        return None if self._processes.all_reduce(alive, "max").item() else self.wait()
 
     def wait(self) -> Path | None:
         """Block until the save under way is committed; return its folder, once.
@@ -108,9 +118,15 @@ class Saver:
         return job.path
 
     def close(self) -> None:
-        """Give the directory back; a save under way on one process alone is still completed."""
-        if self._processes.size == 1 and self._job is not None:
-            self._job.thread.join()
+        """Give the directory back; a save under way on one process alone is still completed.
+
+        A failure that nobody has heard of becomes a warning: another error is on its way.
+        """
+        job = self._job
+        if job is not None and (self._processes.size == 1 or not job.thread.is_alive()):
+            job.thread.join()
+            if job.error is not None:
+                warnings.warn(f"A checkpoint in the background failed: {job.error}", stacklevel=2)
         if self._writers is not self._processes and self._job is None:
             self._writers.close()
         self._lock.release()
@@ -130,6 +146,7 @@ class Saver:
     def _write(
         self, job: _Job, step: int, parts: Mapping[str, Any], metadata: Mapping[str, Any]
     ) -> None:
+        job.begin.wait()
         try:
             job.path = self._commit(self._writers, step, parts, metadata)
         except BaseException as error:

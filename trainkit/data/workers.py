@@ -1,11 +1,15 @@
 """Where batches are fetched: in this process, or in the workers of a `DataLoader`."""
 
+import atexit
 import os
+import signal
 import sys
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeAlias
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -16,6 +20,7 @@ from trainkit import rng
 from trainkit.data.fetch import Fetch
 from trainkit.data.order import announce_epoch
 from trainkit.errors import ConfigError
+from trainkit.signals import CAUGHT
 
 __all__ = ["Here", "Source", "Workers", "datasets_of", "source_for"]
 
@@ -66,6 +71,8 @@ class Here(Source):
 class Workers(Source):
     """Fetches ahead, in the workers that the user's loader asks for.
 
+    They ignore the signals that ask a training to end: it still needs them to get there.
+
     Args:
         fetch: What makes the batches; copied to each worker.
         loader: The user's loader; its settings of workers are used.
@@ -97,7 +104,9 @@ class Workers(Source):
         self._pin = pin and loader.pin_memory
         self._keys = _Keys()
         self._inner: DataLoader[Any] | None = None
+        self._iterators: list[Any] = []  # of torch, which have workers
         self._pid = os.getpid()  # a fork must not stop our workers
+        _at_exit.add(self)
 
     @override
     def batches(self, epoch: int, tasks: Tasks) -> Iterator[Any]:
@@ -108,8 +117,13 @@ class Workers(Source):
         assert isinstance(generator, torch.Generator)
         generator.manual_seed(rng.derive(self._base_seed, epoch))
         self._keys.start(epoch, tasks)
-        iterator = iter(self._inner)
+        with _blocked(CAUGHT):  # until each worker has said that it ignores them
+            iterator = iter(self._inner)
+        if self._pid != os.getpid():
+            self._iterators.clear()  # those of the process that this one was forked from
         self._pid = os.getpid()
+        if iterator not in self._iterators:  # a persistent one comes back for each pass
+            self._iterators.append(iterator)
         try:
             yield from iterator
         finally:
@@ -118,16 +132,22 @@ class Workers(Source):
 
     @override
     def close(self) -> None:
-        if self._inner is not None:
-            self._stop(getattr(self._inner, "_iterator", None))
+        for iterator in list(self._iterators):
+            self._stop(iterator)
         self._inner = None
 
     def _stop(self, iterator: Any) -> None:
         # Torch leaves this to the garbage collector wherever an error holds the iterator in a
         # cycle; then it may run much later, or in a forked child, and wait for seconds.
-        stop = getattr(iterator, "_shutdown_workers", None)
-        if stop is not None and self._pid == os.getpid():
-            stop()
+        if self._pid != os.getpid():
+            return
+        iterator._shutdown_workers()
+        for worker in iterator._workers:
+            if worker.is_alive():  # stuck in the data set; torch has tried SIGTERM in vain
+                worker.kill()
+                worker.join()
+        if iterator in self._iterators:
+            self._iterators.remove(iterator)
 
     def _make(self) -> DataLoader[Any]:
         loader = self._loader
@@ -231,7 +251,30 @@ def datasets_of(dataset: Any) -> list[Any]:
     return [dataset, *(deeper for part in inner for deeper in datasets_of(part))]
 
 
+@contextmanager
+def _blocked(signals: tuple[signal.Signals, ...]) -> Iterator[None]:
+    """Hold signals to this thread back, and to processes that it starts until they let go."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+_at_exit: WeakSet[Workers] = WeakSet()
+
+
+@atexit.register
+def _stop_all() -> None:
+    # Else multiprocessing, which is told of the exit later, asks them by SIGTERM and waits.
+    for workers in list(_at_exit):
+        workers.close()
+
+
 def _start_worker(worker: int) -> None:
+    for signum in CAUGHT:
+        signal.signal(signum, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, CAUGHT)
     info = get_worker_info()
     assert info is not None
     side: Any = info.dataset

@@ -1,0 +1,296 @@
+"""The run that the tests of this folder kill, signal and resume, and all that it came to."""
+
+import json
+import os
+import pickle
+import random
+import struct
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
+from torch.utils.data import DataLoader, Dataset
+
+from trainkit import Callback, Run, Trainer
+from trainkit.callbacks import Checkpoint, Evaluation, JSONLLogger, LRMonitor, TimeLimit
+from trainkit.checkpoint.manifest import read_manifest
+from trainkit.precision import FP16
+
+BEGUN = -1  # what a process says when it catches signals; from 0 on: a step that is committed
+_MESSAGE = struct.Struct("<qq")  # rank and number: short enough for one write of several processes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What decides the outcome of a run; two runs with the same settings are the same run."""
+
+    size: int = 1  # processes
+    workers: int = 0
+    evaluation_workers: int = 0
+    accumulation: int = 1
+    precision: str = "fp32"  # with fp16, one sample overflows
+    samples: int = 30
+    batch_size: int = 2
+    max_epochs: int | None = 3
+    max_steps: int | None = None
+    evaluate_every: int | None = 6  # steps; None: epochs only
+    shuffle: bool = True
+    drop_last: bool = False
+    drop_last_window: bool = False
+    persistent: bool = False
+    optimizer: str = "adamw"  # or fused, sgd
+    scheduler: str = "lambda"  # or cycle, none
+    log_every: int = 2
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saving:
+    """When a run saves, which must not change its outcome."""
+
+    every_n_steps: int | None = 3
+    keep_last: int = 1
+    background: bool = False
+
+
+class Augmented(Dataset[tuple[int, Tensor, Tensor]]):
+    """Noise on every sample, drawn from all three global generators."""
+
+    def __init__(self, samples: int, *, overflows: bool) -> None:
+        self.samples = samples
+        self.overflows = overflows
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> tuple[int, Tensor, Tensor]:
+        inputs = torch.randn(5, generator=torch.Generator().manual_seed(index))
+        noise = 0.1 * torch.randn(5) + 0.1 * random.random() + 0.1 * numpy.random.random()
+        target = inputs.sum().reshape(1)
+        if self.overflows and index == self.samples // 3:
+            target = target * 1e18
+        return index, (inputs + noise).float(), target
+
+
+class Ema:
+    """An average of the weights, registered for checkpointing."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.average = [p.detach().clone() for p in module.parameters()]
+        self.updates = 0
+        self.on_save: Callable[[], None] = lambda: None
+
+    def update(self) -> None:
+        self.updates += 1
+        for average, parameter in zip(self.average, self.module.parameters(), strict=True):
+            average.lerp_(parameter.detach(), 0.1)
+
+    def state_dict(self) -> dict[str, Any]:
+        self.on_save()
+        return {"average": list(self.average), "updates": self.updates}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.average = [tensor.clone() for tensor in state["average"]]
+        self.updates = state["updates"]
+
+
+class Journal(Callback):
+    """Writes what each micro-batch holds; a resumed run first cuts what it does again."""
+
+    def __init__(self, path: Path, ema: Ema) -> None:
+        self.path = path
+        self.ema = ema
+
+    def on_fit_start(self, run: Run) -> None:
+        kept = [row for row in read_journal(self.path) if row[1] < run.state.attempts]
+        scratch = self.path.with_suffix(".new")
+        scratch.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        scratch.replace(self.path)
+        self.file = self.path.open("a", buffering=1)
+
+    def on_microbatch_start(self, run: Run, batch: Any) -> None:
+        values = [value.hex() for value in batch[1].double().sum(1).tolist()]
+        row = [run.state.epoch, run.state.attempts, batch[0].tolist(), values]
+        self.file.write(json.dumps(row) + "\n")
+
+    def on_step_end(self, run: Run, result: Any) -> None:
+        self.ema.update()
+
+
+class Announcer(Callback):
+    """Tells the process that started the run what is committed, when it is."""
+
+    def __init__(self, rank: int, pipe: int) -> None:
+        self.rank = rank
+        self.pipe = pipe
+
+    def say(self, number: int) -> None:
+        os.write(self.pipe, _MESSAGE.pack(self.rank, number))
+
+    def on_fit_start(self, run: Run) -> None:
+        self.say(BEGUN)
+
+    def on_checkpoint_saved(self, run: Run, path: Path) -> None:
+        self.say(read_manifest(path).step)
+
+
+class Noisy(Trainer):
+    def training_step(self, model: nn.Module, batch: Any) -> Tensor:
+        return nn.functional.mse_loss(model(batch[1]), batch[2])
+
+    def evaluation_step(self, model: nn.Module, batch: Any) -> dict[str, Any]:
+        return {"loss": self.training_step(model, batch).nan_to_num(posinf=1e9)}
+
+
+class Training:
+    """One process's part of a run, ready to begin."""
+
+    def __init__(
+        self,
+        rank: int,
+        folder: Path,
+        settings: Settings,
+        saving: Saving,
+        pipe: int,
+        *more: Callback,
+        minutes: float | None = None,
+    ) -> None:
+        self.rank, self.folder, self.settings = rank, folder, settings
+        torch.manual_seed(settings.seed)
+        self.model = nn.Sequential(nn.Linear(5, 9), nn.ReLU(), nn.Dropout(0.2), nn.Linear(9, 1))
+        self.ema = Ema(self.model)
+        folder.mkdir(parents=True, exist_ok=True)
+        callbacks = [
+            Announcer(rank, pipe),
+            Journal(folder / f"journal-{rank}", self.ema),
+            Evaluation(every_n_steps=settings.evaluate_every, every_n_epochs=1),
+            JSONLLogger(),
+            LRMonitor(),
+            Checkpoint(**asdict(saving), every_n_epochs=None if saving.every_n_steps else 1000),
+            *([] if minutes is None else [TimeLimit(minutes)]),
+            *more,
+        ]
+        fp16 = settings.precision == "fp16"
+        self.trainer = Noisy(
+            max_epochs=settings.max_epochs,
+            max_steps=settings.max_steps,
+            precision=FP16(init_scale=256.0, growth_interval=7) if fp16 else settings.precision,  # type: ignore[arg-type]
+            gradient_accumulation_steps=settings.accumulation,
+            drop_last_window=settings.drop_last_window,
+            max_grad_norm=1.0,
+            callbacks=callbacks,
+            output_dir=folder,
+            log_every_n_steps=settings.log_every,
+            seed=settings.seed,
+        )
+        self.trainer.register_for_checkpointing(ema=self.ema)
+
+    def fit(self) -> None:
+        """Train to the end, from the newest checkpoint if there is one."""
+        settings = self.settings
+        data = Augmented(settings.samples, overflows=settings.precision == "fp16")
+        train = DataLoader(
+            data,
+            settings.batch_size,
+            shuffle=settings.shuffle,
+            drop_last=settings.drop_last,
+            num_workers=settings.workers,
+            persistent_workers=settings.persistent,
+        )
+        held_out_data = Augmented(7, overflows=False)
+        held_out = DataLoader(held_out_data, 4, num_workers=settings.evaluation_workers)
+        self.trainer.fit(
+            self.model,
+            (train, held_out),
+            optimizer=_OPTIMIZERS[settings.optimizer],
+            lr_scheduler=_SCHEDULERS[settings.scheduler],
+            resume="auto",
+        )
+
+    def outcome(self) -> Any:
+        """Return all that the run came to on this process, so that `==` means bit by bit."""
+        run = self.trainer.run
+        assert run is not None
+        schedule = run.lr_schedule
+        return plain(
+            {
+                "model": self.model.state_dict(),
+                "optimizer": run.optimizer.state_dict(),
+                "scheduler": schedule and _without_functions(schedule.scheduler.state_dict()),
+                "scaler": run.precision.state_dict(),
+                "counters": run.state.state_dict(),
+                "ema": self.ema.state_dict(),
+                "metrics": [run.metrics, run.best_metrics],
+                "draws": [torch.rand(3), random.random(), float(numpy.random.random())],
+            }
+        )
+
+    def keep_outcome(self) -> None:
+        """Leave the outcome for the process that started the run."""
+        (self.folder / f"outcome-{self.rank}").write_bytes(pickle.dumps(self.outcome()))
+
+
+_OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    "adamw": partial(AdamW, lr=1e-2),
+    "fused": partial(AdamW, lr=1e-2, fused=True),
+    "sgd": partial(SGD, lr=1e-2, momentum=0.9),
+}
+_SCHEDULERS: dict[str, Any] = {
+    "lambda": lambda optimizer: LambdaLR(optimizer, lambda step: 1 / (1 + 0.1 * step)),
+    "cycle": partial(OneCycleLR, max_lr=1e-2, total_steps=400),
+    "none": None,
+}
+
+
+def _without_functions(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in state.items() if name != "lr_lambdas"}
+
+
+def plain(value: Any) -> Any:
+    """Return a value in which tensors are their bytes and floats their exact digits."""
+    if isinstance(value, Tensor):
+        data = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return str(value.dtype), tuple(value.shape), data
+    if isinstance(value, dict):
+        return {key: plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(entry) for entry in value]
+    return value.hex() if isinstance(value, float) else value
+
+
+def read_journal(path: Path) -> list[Any]:
+    """Return the complete lines of a journal."""
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """Return what was logged, without wall times."""
+    path = folder / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in rows]
+
+
+def read_outcome(folder: Path, size: int) -> dict[str, Any]:
+    """Return all that a run of `size` processes left, by name."""
+    found: dict[str, Any] = {"metrics.jsonl": read_metrics(folder)}
+    for rank in range(size):
+        path = folder / f"outcome-{rank}"
+        outcome = pickle.loads(path.read_bytes()) if path.exists() else {"outcome": "missing"}
+        found |= {f"{name} of process {rank}": value for name, value in outcome.items()}
+        found[f"samples of process {rank}"] = read_journal(folder / f"journal-{rank}")
+    return found
+
+
+def messages(data: bytes) -> list[tuple[int, int]]:
+    """Return the ranks and numbers that announcers wrote."""
+    whole = len(data) // _MESSAGE.size * _MESSAGE.size
+    return list(_MESSAGE.iter_unpack(data[:whole]))
