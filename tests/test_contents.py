@@ -236,7 +236,6 @@ def test_a_background_save_is_committed_when_the_fit_returns(tmp_path: Path) -> 
     assert saved == [tmp_path / "checkpoints" / "step-00000001"]
 
 
-@pytest.mark.xfail(reason="`Run.result` leaves `checkpoint` out")
 def test_the_result_names_the_last_checkpoint(tmp_path: Path) -> None:
     trainer = Weighted(max_steps=1, output_dir=tmp_path, callbacks=[Checkpoint()])
     result = trainer.fit(toy_model(), DataLoader(toy_dataset(), 4), optimizer=two_groups)

@@ -307,6 +307,7 @@ class Run:
             best_metrics=dict(self.best_metrics),
             stop_reason=self.stop_reason or "",
             output_dir=self.output_dir,
+            checkpoint=self.checkpoint,
         )
 
     def restore_streams(self) -> None:
