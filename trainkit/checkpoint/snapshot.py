@@ -11,7 +11,6 @@ from trainkit.checkpoint.tensors import refused_tensor
 
 __all__ = ["Snapshot"]
 
-_Path = tuple[Any, ...]
 _SHALLOW = (set, frozenset, bytearray)  # what they hold cannot change
 
 
@@ -19,7 +18,7 @@ class Snapshot:
     """Copies states into buffers in main memory, which are kept for the next copy."""
 
     def __init__(self) -> None:
-        self._buffers: dict[_Path, Tensor] = {}
+        self._last: Any = None
 
     def take(self, state: Any) -> Any:
         """Return a copy of `state`; the copy before it is overwritten.
@@ -27,13 +26,13 @@ class Snapshot:
         Tensors that are the same one stay so. What a checkpoint cannot hold is not copied: to
         refuse it, with its path, is up to the codec. Blocks until the copy is complete.
         """
-        walk = _Walk(self._buffers)
-        result = walk.copy(state, ())
+        walk = _Walk()
+        result = walk.copy(state, self._last, 0)
         if walk.sources:
             # One call for all: with many small tensors, calls take longer than copies.
             with torch.no_grad():
                 torch._foreach_copy_(walk.targets, walk.sources, non_blocking=True)
-        self._buffers = walk.used
+        self._last = None if walk.refused else result
         if walk.on_cuda:
             torch.cuda.synchronize()
         return result
@@ -42,55 +41,74 @@ class Snapshot:
 class _Walk:
     """One pass through a state: finds a buffer for each tensor, and copies the rest."""
 
-    def __init__(self, buffers: dict[_Path, Tensor]) -> None:
-        self.used: dict[_Path, Tensor] = {}
+    def __init__(self) -> None:
         self.sources: list[Tensor] = []
         self.targets: list[Tensor] = []
         self.on_cuda = False
-        self._buffers = buffers
-        self._seen: dict[int, list[int]] = {}  # address to places in `sources`
+        self.refused = False  # the copy has a tensor that is not a buffer
+        self._first: dict[int, int] = {}  # address to the first place in `sources`
+        self._more: dict[int, list[int]] = {}  # address to further ones: views, or empty tensors
+        self._taken: set[int] = set()  # buffers; what was one tensor may be two now
         self._count = 0
 
-    def copy(self, value: Any, path: _Path) -> Any:
-        """Return a copy of any value; its tensors are filled later."""
-        self._count += 1
-        if self._count > MOST_VALUES or len(path) > DEEPEST:
-            return value  # lists that hold themselves, which the codec refuses
-        if isinstance(value, Tensor):
-            return value if refused_tensor(value) else self._copy_tensor(value, path)
-        if isinstance(value, dict):
-            return self._copy_dict(value, path)
-        if type(value) is list or type(value) is tuple:
-            return type(value)([self.copy(item, (*path, i)) for i, item in enumerate(value)])
-        if type(value) in _SHALLOW:
-            return type(value)(value)
+    def copy(self, value: Any, last: Any, depth: int) -> Any:
+        """Return a copy of any value; its tensors are filled later.
+
+        Args:
+            last: What stands at the same place of the copy before.
+        """
         kind = type(value)
+        if kind is Tensor or isinstance(value, Tensor):
+            return self._copy_tensor(value, last)
+        self._count += 1
+        if self._count > MOST_VALUES or depth > DEEPEST:
+            return value  # lists that hold themselves, which the codec refuses
+        if isinstance(value, dict):
+            return self._copy_dict(value, last if isinstance(last, dict) else {}, depth + 1)
+        if kind is list or kind is tuple:
+            old = last if type(last) is kind and len(last) == len(value) else [None] * len(value)
+            return kind([self.copy(v, o, depth + 1) for v, o in zip(value, old, strict=True)])
+        if kind in _SHALLOW:
+            return kind(value)
         is_array = (kind.__module__, kind.__name__) == ("numpy", "ndarray")
         return value.copy() if is_array else value
 
-    def _copy_dict(self, value: dict[Any, Any], path: _Path) -> Any:
-        items = {key: self.copy(item, (*path, key)) for key, item in value.items()}
+    def _copy_dict(self, value: dict[Any, Any], last: dict[Any, Any], depth: int) -> Any:
+        items = {key: self.copy(item, last.get(key), depth) for key, item in value.items()}
         if type(value) is defaultdict:
             return defaultdict(value.default_factory, items)
         if type(value) is OrderedDict or type(value) is Counter:
             return type(value)(items)
         return items if type(value) is dict else value
 
-    def _copy_tensor(self, tensor: Tensor, path: _Path) -> Tensor:
-        alike = self._seen.setdefault(tensor.data_ptr(), [])
-        for index in alike:
-            if tensor.numel() and _is_same(tensor, self.sources[index]):
-                return self.targets[index]
-        alike.append(len(self.sources))
-        buffer = self._buffers.get(path)
-        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-            pin = tensor.device.type == "cuda"
-            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pin)
+    def _copy_tensor(self, tensor: Tensor, last: Any) -> Tensor:
+        if refused_tensor(tensor):
+            self.refused = True
+            return tensor
+        place, address = len(self.sources), tensor.data_ptr()
+        first = self._first.setdefault(address, place)
+        if first != place:
+            more = self._more.setdefault(address, [])
+            for index in (first, *more):
+                if tensor.numel() and _is_same(tensor, self.sources[index]):
+                    return self.targets[index]
+            more.append(place)
+        buffer = self._buffer_for(tensor, last)
+        self._taken.add(id(buffer))
         self.on_cuda |= tensor.is_cuda
         self.sources.append(tensor)
         self.targets.append(buffer)
-        self.used[path] = buffer
         return buffer
+
+    def _buffer_for(self, tensor: Tensor, last: Any) -> Tensor:
+        if (
+            isinstance(last, Tensor)
+            and last.shape == tensor.shape
+            and last.dtype == tensor.dtype
+            and id(last) not in self._taken
+        ):
+            return last
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
