@@ -1,6 +1,7 @@
 """An overflow on one process skips the step on all of them (DESIGN 2.9)."""
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.helpers.ranks import run_ranks
+from tests.helpers.toys import toy_loaders, toy_model
 from trainkit import Callback, Run, StepResult, Trainer, TrainkitError
+from trainkit.callbacks import Checkpoint
 from trainkit.precision import FP16
 
 SPOILED_STEP = 3  # counted from 0
@@ -120,3 +123,31 @@ def test_too_many_skips_in_a_row_end_the_run() -> None:
             optimizer=partial(AdamW, lr=1e-2),
             loss_fn=nn.functional.mse_loss,
         )
+
+
+def test_the_scale_grows_at_the_same_window_after_a_resume(tmp_path: Path) -> None:
+    def train(max_steps: int, **resume: Any) -> FP16:
+        precision = FP16(init_scale=1024.0, growth_interval=5)
+        trainer = Trainer(
+            max_steps=max_steps,
+            precision=precision,
+            callbacks=[Checkpoint()],
+            output_dir=tmp_path,
+        )
+        optimizer = partial(AdamW, lr=1e-3)
+        loss_fn = nn.CrossEntropyLoss()
+        trainer.fit(toy_model(), toy_loaders()[0], optimizer=optimizer, loss_fn=loss_fn, **resume)
+        return precision
+
+    assert train(3).scale == 1024
+    assert train(6, resume="must", schedule="keep").scale == 2048
+
+
+def test_an_overflow_that_only_another_process_saw_is_an_overflow() -> None:
+    precision = FP16(init_scale=1024.0)
+    precision.setup(torch.device("cpu"))
+    model = nn.Linear(2, 1)
+    optimizer = AdamW(model.parameters())
+    precision.backward(model(torch.ones(1, 2)).sum())
+    assert precision.unscale(optimizer, lambda found: found.fill_(1.0))
+    assert precision.scale == 512
