@@ -65,7 +65,7 @@ def finish(run: Run, callbacks: CallbackList) -> None:
 
 
 def _read_requests(run: Run) -> None:
-    """Take over what all processes know of; a signal asks for a checkpoint and the end."""
+    """Take over what all processes know of; a signal asks for the end, which saves."""
     if run.vote is not None:
         run.requests.read_vote(run.vote, run.accelerator.processes)
     elif run.interrupts.received:
@@ -73,7 +73,6 @@ def _read_requests(run: Run) -> None:
     if not run.requests.signal:
         return
     run.requests.stop = f"signal {run.requests.signal}"
-    run.requests.checkpoint |= run.saver is not None
     run.evaluates_end = False  # whoever sends a signal does not want to wait
 
 
