@@ -41,22 +41,26 @@ class FirstBad:
 
     def see_gradients(self, run: Run) -> None:
         """Look at the gradients of a window."""
-        gradients = [p.grad for p in self._parameters]
-        missing = [gradient is None for gradient in gradients]
+        missing = [p.grad is None for p in self._parameters]
+        gradients: list[Any] = run.strategy.local_gradients(self._parameters)
         if missing != self._missing:
             self._missing = missing
-            self._present = [i for i, g in enumerate(gradients) if g is not None and g.numel()]
+            there = [i for i, absent in enumerate(missing) if not absent]
+            # A shard may be empty.
+            self._present = [i for i, g in zip(there, gradients, strict=True) if g.numel()]
             self._positions = torch.tensor(self._present, device=self._device)
         self._window = None
-        if not self._present:
+        present = [g for g in gradients if g.numel()]
+        if not present:
             return
-        present: list[Any] = [gradients[i] for i in self._present]
         # The largest element, not the L2 norm: the square of a finite number may be infinite.
         norms = torch._foreach_norm(
             [g._values() if g.is_sparse else g for g in present], float("inf")
         )
         codes = self._positions + run.state.step * len(self._parameters)
-        self._window = torch.where(torch.isfinite(torch.stack(norms)), NEVER, codes).amin()
+        self._window = torch.where(
+            torch.isfinite(torch.stack(norms).to(self._device)), NEVER, codes
+        ).amin()
 
     def end_step(self, run: Run, loss: Tensor) -> None:
         """Look at the loss of a window that was applied, and keep what its gradients showed."""

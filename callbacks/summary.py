@@ -10,7 +10,7 @@ from typing_extensions import override
 from trainkit.callback import Callback
 from trainkit.callbacks.texts import duration, figures_by_loader
 from trainkit.run import Run
-from trainkit.types import Scalars
+from trainkit.types import Scalars, class_name
 
 __all__ = ["Summary"]
 
@@ -28,7 +28,7 @@ class Summary(Callback):
     def on_fit_start(self, run: Run) -> None:
         self._start = time.monotonic()
         self._error = None
-        run.print(_block(f"trainkit: training {type(run.module).__name__}", _make_up(run)))
+        run.print(_block(f"trainkit: training {class_name(run.module)}", _make_up(run)))
 
     @override
     def on_exception(self, run: Run, error: BaseException) -> None:

@@ -21,6 +21,7 @@ import torch
 __all__ = [
     "HostState",
     "derive",
+    "determinism",
     "device_seed",
     "in_stream",
     "init_seed",
@@ -135,3 +136,18 @@ def preserved(device: torch.device | None = None) -> Iterator[None]:
         restore_host(state)
         if module is not None:
             module.set_rng_state(device_state, device)
+
+
+@contextmanager
+def determinism(wanted: bool) -> Iterator[None]:
+    """Let torch use deterministic algorithms only, inside the context and where wanted."""
+    if not wanted:
+        yield
+        return
+    before = torch.are_deterministic_algorithms_enabled()
+    only_warned = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=only_warned)

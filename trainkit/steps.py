@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from trainkit.errors import ConfigError
-from trainkit.types import Batch, LossFn, StepOutput
+from trainkit.types import Batch, LossFn, StepOutput, class_name
 
 __all__ = ["evaluation_step", "training_step"]
 
@@ -39,7 +39,7 @@ def training_step(
     loss = _get(model(**batch), "loss")
     if loss is None:
         raise ConfigError(
-            f"`{type(module).__name__}` returned no `loss` for a batch with the keys "
+            f"`{class_name(module)}` returned no `loss` for a batch with the keys "
             f"{sorted(map(str, batch))}. Models of transformers need `labels`; for others pass "
             "`loss_fn=` to `fit` or override `training_step`."
         )

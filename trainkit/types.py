@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
@@ -15,9 +15,11 @@ __all__ = [
     "OptimizerFactory",
     "Scalars",
     "SchedulerFactory",
+    "Size",
     "Stateful",
     "StepOutput",
     "StepResult",
+    "class_name",
 ]
 
 Batch: TypeAlias = Any
@@ -25,6 +27,9 @@ Batch: TypeAlias = Any
 
 Scalars: TypeAlias = dict[str, float]
 """Figures by name, such as `{"eval/loss": 0.41}`."""
+
+Size: TypeAlias = int | str
+"""A number of bytes, or text such as "5GB" (10**9 bytes) or "1GiB" (2**30 bytes)."""
 
 AnyScheduler: TypeAlias = LRScheduler | ReduceLROnPlateau
 LossFn: TypeAlias = Callable[[Any, Any], Tensor]
@@ -73,3 +78,13 @@ class StepResult:
 
     skipped: bool = False
     """True where no update was applied."""
+
+
+def class_name(module: nn.Module) -> str:
+    """Return the name of a module's class as its author wrote it, for messages.
+
+    `fully_shard` puts a class of its own, with `FSDP` before the name, in front of it.
+    """
+    cls = type(module)
+    bases = [base.__name__ for base in cls.__bases__]
+    return bases[1] if bases[0] == "FSDPModule" and len(bases) > 1 else cls.__name__

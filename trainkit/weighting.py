@@ -7,7 +7,7 @@ known ahead, the reduced gradients are multiplied once more at the end of the wi
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from trainkit.distributed import Processes
 from trainkit.errors import ConfigError, DataError
 from trainkit.types import StepOutput
 
-__all__ = ["Weighting", "scale_gradients"]
+__all__ = ["Weighting"]
 
 
 class Weighting:
@@ -207,20 +207,3 @@ def _times(loss: Tensor, weight: Tensor | float) -> Tensor:
     if isinstance(weight, Tensor):
         return torch.where(weight > 0, loss * weight, torch.zeros_like(loss))
     return loss * weight if weight else torch.zeros_like(loss)
-
-
-def scale_gradients(parameters: Iterable[Tensor], scale: Tensor | float) -> None:
-    """Multiply all gradients by one number, in place."""
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    if isinstance(scale, Tensor):
-        for device_gradients in _by_dtype(gradients):
-            torch._foreach_mul_(device_gradients, scale.to(device_gradients[0].dtype))
-    elif gradients:
-        torch._foreach_mul_(gradients, scale)
-
-
-def _by_dtype(tensors: list[Tensor]) -> list[list[Tensor]]:
-    groups: dict[torch.dtype, list[Tensor]] = {}
-    for tensor in tensors:
-        groups.setdefault(tensor.dtype, []).append(tensor)
-    return list(groups.values())

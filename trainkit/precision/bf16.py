@@ -15,6 +15,7 @@ class BF16(Precision):
     """Runs matrix products in bfloat16; its range is that of fp32, so no loss is scaled."""
 
     name = "bf16"
+    dtype = torch.bfloat16
 
     @override
     def setup(self, device: torch.device) -> None:
@@ -32,4 +33,4 @@ class BF16(Precision):
 
     @override
     def autocast(self) -> AbstractContextManager[object]:
-        return torch.autocast(self.device.type, dtype=torch.bfloat16)
+        return torch.autocast(self.device.type, dtype=self.dtype)

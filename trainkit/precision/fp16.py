@@ -29,6 +29,7 @@ class FP16(Precision):
     """
 
     name = "fp16"
+    dtype = torch.float16
 
     def __init__(
         self,
@@ -62,7 +63,7 @@ class FP16(Precision):
 
     @override
     def autocast(self) -> AbstractContextManager[object]:
-        return torch.autocast(self.device.type, dtype=torch.float16)
+        return torch.autocast(self.device.type, dtype=self.dtype)
 
     @override
     def backward(self, loss: Tensor) -> None:

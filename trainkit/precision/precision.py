@@ -21,6 +21,9 @@ class Precision(ABC):
     """
 
     name: ClassVar[str]
+    dtype: ClassVar[torch.dtype | None] = None
+    """What parameters may be converted to for a forward; None: they stay what they are."""
+
     device: torch.device
 
     def setup(self, device: torch.device) -> None:
@@ -44,6 +47,10 @@ class Precision(ABC):
                 place, the maximum over all processes.
         """
         return False
+
+    def step(self, optimizer: Optimizer) -> None:
+        """Apply the update; the gradients are final. Not called where a step is skipped."""
+        optimizer.step()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what must survive a restart."""

@@ -1,6 +1,8 @@
 """Data parallelism by torch's DistributedDataParallel."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import TypeAlias
 
 import torch
 import torch.distributed
@@ -11,10 +13,13 @@ from typing_extensions import override
 
 from trainkit.distributed import Processes
 from trainkit.errors import ConfigError
+from trainkit.precision import Precision
 from trainkit.strategies.strategy import Strategy
 from trainkit.world import World
 
-__all__ = ["DDP"]
+__all__ = ["DDP", "Reduction"]
+
+Reduction: TypeAlias = Callable[[Processes, GradBucket], torch.futures.Future[Tensor]]
 
 
 class DDP(Strategy):
@@ -48,8 +53,9 @@ class DDP(Strategy):
         self.processes = Processes.start(device=self.device)
 
     @override
-    def wrap(self, model: nn.Module) -> nn.Module:
-        model = model.to(self.device)
+    def wrap(self, model: nn.Module, precision: Precision) -> nn.Module:
+        self.check_whole(model)
+        model = self.place(model)
         if self.processes.size == 1:
             return model
         wrapped = DistributedDataParallel(
@@ -59,9 +65,18 @@ class DDP(Strategy):
             find_unused_parameters=self.find_unused_parameters,
             gradient_as_bucket_view=True,
         )
-        if self.processes.size > 2:
-            wrapped.register_comm_hook(self.processes, _mean_in_rank_order)
+        reduction = self.reduction()
+        if reduction is not None:
+            wrapped.register_comm_hook(self.processes, reduction)
         return wrapped
+
+    def reduction(self) -> Reduction | None:
+        """Return how a bucket of gradients is averaged over processes; None: as torch does it.
+
+        For subclasses: a communication hook of DistributedDataParallel, whose state are the
+        processes. A resume is exact only if it does not depend on how buckets are laid out.
+        """
+        return _mean_in_rank_order if self.processes.size > 2 else None
 
     @override
     def unwrap(self, model: nn.Module) -> nn.Module:

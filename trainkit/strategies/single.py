@@ -6,6 +6,7 @@ from typing_extensions import override
 
 from trainkit.distributed import Processes
 from trainkit.errors import ConfigError
+from trainkit.precision import Precision
 from trainkit.strategies.strategy import Strategy
 from trainkit.world import World
 
@@ -32,5 +33,6 @@ class SingleDevice(Strategy):
         self.processes = Processes.start(device=self.device)
 
     @override
-    def wrap(self, model: nn.Module) -> nn.Module:
-        return model.to(self.device)
+    def wrap(self, model: nn.Module, precision: Precision) -> nn.Module:
+        self.check_whole(model)
+        return self.place(model)

@@ -1,17 +1,20 @@
 """The interface of strategies."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from trainkit.distributed import Processes
 from trainkit.errors import ConfigError
+from trainkit.precision import Precision
+from trainkit.types import class_name
 
-__all__ = ["Strategy"]
+__all__ = ["Strategy", "on_meta"]
 
 _NOTHING: AbstractContextManager[object] = nullcontext()
 
@@ -27,6 +30,11 @@ class Strategy(ABC):
     """
 
     name: ClassVar[str]
+    sharded: ClassVar[bool] = False
+    """Whether processes hold parts of the parameters, and each one saves its own."""
+    seed: int = 0
+    """The seed of the run; the Trainer sets it before `wrap`."""
+
     device: torch.device
     processes: Processes
 
@@ -38,8 +46,43 @@ class Strategy(ABC):
         """Find the device and join the other processes. Called once, before anything else."""
 
     @abstractmethod
-    def wrap(self, model: nn.Module) -> nn.Module:
-        """Move the model to the device and return what the training step calls."""
+    def wrap(self, model: nn.Module, precision: Precision) -> nn.Module:
+        """Move the model to the device and return what the training step calls.
+
+        Args:
+            model: The user's module.
+            precision: Bound to the device; for strategies that choose the format of what they
+                send and hold.
+        """
+
+    def place(self, model: nn.Module) -> nn.Module:
+        """Return a model that is only evaluated, on the device."""
+        model = self.unwrap(model)
+        if on_meta(model):
+            raise ConfigError(
+                f"The model is on the meta device: its parameters have no values. Build it on a "
+                f'real one for strategy "{self.name}"; `strategy="fsdp"` can fill it, in `fit`.'
+            )
+        return model.to(self.device)
+
+    def check_whole(self, model: nn.Module) -> None:
+        """Raise if another strategy has sharded the model in place.
+
+        Raises:
+            ConfigError: Parameters are `DTensor`s.
+        """
+        if any(hasattr(p, "full_tensor") for p in model.parameters()):
+            raise ConfigError(
+                f"The parameters of `{class_name(model)}` are sharded already, and strategy "
+                f'"{self.name}" cannot train it. Go on with the strategy that sharded it, or '
+                "export it by `save_model` and load it into a new model."
+            )
+
+    def adopt(self, optimizer: Optimizer, module: nn.Module) -> None:
+        """Make an optimizer of the parameters that `module` had before `wrap` one of its present.
+
+        Nothing is to be done where `wrap` keeps the parameters. The optimizer object stays.
+        """
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         """Return the user's own module behind what `wrap` returned."""
@@ -48,6 +91,21 @@ class Strategy(ABC):
     def no_sync(self, model: nn.Module) -> AbstractContextManager[object]:
         """Return a context in which backward accumulates without reducing over processes."""
         return _NOTHING
+
+    @contextmanager
+    def adding_nothing(self, module: nn.Module) -> Iterator[None]:
+        """Let a backward inside make its collectives, but add exact zeros to the gradients.
+
+        A loss that counts for nothing is multiplied by 0, which does not make zeros of infinite
+        or undefined gradients.
+        """
+        trainable = [p for p in module.parameters() if p.requires_grad]
+        hooks = [p.register_hook(torch.zeros_like) for p in trainable]  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def check_gradients(self, module: nn.Module) -> None:
         """Raise, on all processes, if the first backward left gradients unreduced."""
@@ -65,6 +123,23 @@ class Strategy(ABC):
         Nothing is to be done where every process holds the same reduced gradients.
         """
         return overflow
+
+    def local_gradients(self, parameters: Iterable[Tensor]) -> list[Tensor]:
+        """Return the gradients that there are, or of each the part that lies here, to be changed.
+
+        They share memory with the gradients.
+        """
+        return [p.grad for p in parameters if p.grad is not None]
+
+    def scale_gradients(self, parameters: Iterable[Tensor], scale: Tensor | float) -> None:
+        """Multiply all gradients by one number, in place."""
+        groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for gradient in self.local_gradients(parameters):
+            groups.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+        for (device, dtype), gradients in groups.items():
+            torch._foreach_mul_(
+                gradients, scale.to(device, dtype) if isinstance(scale, Tensor) else scale
+            )
 
     def clip_grad_norm(self, parameters: Iterable[Tensor], max_norm: float) -> Tensor:
         """Clip the global L2 norm of the gradients; return the norm before, on the device."""
@@ -95,3 +170,8 @@ class Strategy(ABC):
                 f'`strategy={type(self).__name__}(device="cpu")`.'
             )
         return torch.device("cuda", local_rank)
+
+
+def on_meta(model: nn.Module) -> bool:
+    """Return whether a tensor of the model is on the meta device, that is, has no values."""
+    return any(t.is_meta for t in (*model.parameters(), *model.buffers()))

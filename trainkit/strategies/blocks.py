@@ -1,0 +1,121 @@
+"""Which modules of a model are sharded on their own."""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+from torch import nn
+
+from trainkit.errors import ConfigError
+from trainkit.types import class_name
+
+__all__ = ["WrapPolicy", "find_blocks"]
+
+WrapPolicy = Collection[type[nn.Module]] | Callable[[str, nn.Module], bool]
+"""Classes of the modules to shard on their own, or `(name, module) -> bool`."""
+
+
+def find_blocks(model: nn.Module, policy: WrapPolicy | None = None) -> dict[str, nn.Module]:
+    """Return the modules to shard on their own by name, inner ones before those around them.
+
+    A module that shares a parameter with something outside of it is left out: the parameter can
+    be in one group only, and goes to the module around both.
+
+    Args:
+        model: The whole model, which is never among its blocks.
+        policy: None: the classes that a transformers model names as its blocks, else the
+            repeated children of the largest list of modules.
+
+    Raises:
+        ConfigError: The policy matches no module.
+    """
+    chosen = _by_default(model) if policy is None else _by_policy(model, policy)
+    names = _names_of_parameters(model)
+    return {
+        name: module
+        for name, module in reversed(chosen.items())
+        if any(True for _ in module.parameters()) and _is_apart(name, module, names)
+    }
+
+
+def _by_default(model: nn.Module) -> dict[str, nn.Module]:
+    """Return what the model says of itself, else what its structure says; may be empty."""
+    wanted = {
+        name
+        for module in model.modules()
+        for name in _strings(getattr(module, "_no_split_modules", None))
+    }
+    named = {
+        name: module
+        for name, module in model.named_modules()
+        if name and class_name(module) in wanted
+    }
+    return named or _repeated(model)
+
+
+def _strings(names: object) -> list[str]:
+    return [n for n in names if isinstance(n, str)] if isinstance(names, Iterable) else []
+
+
+def _repeated(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the children of the largest list whose children with parameters are of one class."""
+    largest, found = 0, {}
+    for prefix, container in model.named_modules():
+        if not isinstance(container, nn.ModuleList | nn.Sequential):
+            continue
+        children = {name: child for name, child in container.named_children() if _size(child)}
+        if len(children) < 2 or len({type(child) for child in children.values()}) > 1:
+            continue
+        if _size(container) > largest:
+            largest = _size(container)
+            found = {f"{prefix}.{n}" if prefix else n: child for n, child in children.items()}
+    return found
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _by_policy(model: nn.Module, policy: WrapPolicy) -> dict[str, nn.Module]:
+    inner = {name: module for name, module in model.named_modules() if name}
+    if isinstance(policy, Collection):
+        classes = tuple(policy)
+        wrong: list[Any] = [c for c in classes if not _is_module_class(c)]
+        if wrong:
+            raise ConfigError(
+                f"`wrap_policy` must hold classes of modules, but holds {wrong[0]!r}. Pass for "
+                "example `wrap_policy={nn.TransformerEncoderLayer}`, or a callable "
+                "`(name, module) -> bool`."
+            )
+        chosen = {name: module for name, module in inner.items() if isinstance(module, classes)}
+    else:
+        chosen = {name: module for name, module in inner.items() if policy(name, module)}
+    if not chosen:
+        counts = Counter(class_name(module) for module in inner.values())
+        listed = ", ".join(f"{name} ({count})" for name, count in counts.most_common())
+        raise ConfigError(
+            "`wrap_policy` matches no module of the model, so nothing would be sharded block by "
+            f"block. The model has these classes of modules: {listed or '(none)'}. Name the "
+            "class of its repeated blocks, or leave `wrap_policy` out."
+        )
+    return chosen
+
+
+def _is_module_class(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, nn.Module)
+
+
+def _names_of_parameters(model: nn.Module) -> dict[int, list[str]]:
+    """Return every name of each parameter, by its id."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return names
+
+
+def _is_apart(name: str, module: nn.Module, names: dict[int, list[str]]) -> bool:
+    return all(
+        alias.startswith(f"{name}.")
+        for parameter in module.parameters()
+        for alias in names[id(parameter)]
+    )

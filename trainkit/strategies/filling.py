@@ -1,0 +1,118 @@
+"""Gives a sharded model its values: those of process 0, of files, or of its own initialisation."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from trainkit.distributed import Processes, together
+from trainkit.errors import ConfigError
+from trainkit.strategies.initial import Skeleton
+from trainkit.strategies.shards import put
+from trainkit.strategies.strategy import on_meta
+from trainkit.strategies.weight_files import WeightFiles
+
+__all__ = ["Filling"]
+
+
+class Filling:
+    """Remembers, before a model is sharded, where its values come from, and fills it after.
+
+    No process ever holds more than one full tensor that it did not have before, or one block
+    where the model initialises itself. Nothing but tensors travels.
+
+    Args:
+        model: Not yet sharded.
+        blocks: The modules that are sharded on their own, by name.
+        processes: Those that share the model.
+        device: Where the shards live.
+        weights: Folder to read a model on the meta device from.
+        seed: That of the run.
+
+    Raises:
+        ConfigError: The processes have models that cannot be filled alike.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: dict[str, nn.Module],
+        processes: Processes,
+        device: torch.device,
+        weights: Path | None,
+        seed: int,
+    ) -> None:
+        self._processes, self._device, self._weights = processes, device, weights
+        self._empty = on_meta(model)
+        empty = processes.all_gather_objects(self._empty)
+        self._from_main = not empty[0]
+        if self._from_main:
+            self._values = {name: t.detach() for name, t in _tensors(model)}
+            if weights is not None:
+                raise ConfigError(
+                    "`weights` is for a model on the meta device, but that of process 0 has "
+                    'values. Build it under `torch.device("meta")`, or leave `weights` out.'
+                )
+        elif not all(empty):
+            raise ConfigError(
+                "The model of process 0 is on the meta device, but not that of process "
+                f"{empty.index(False)}. Build a real one on process 0, or none."
+            )
+        else:
+            self._skeleton = Skeleton(model, blocks, seed, processes.device)
+
+    def fill(self, model: nn.Module) -> None:
+        """Give every tensor its values; each process keeps its own rows."""
+        if self._empty:
+            model.to_empty(device=self._device)
+            for module in model.modules():
+                for name, buffer in module.named_buffers(recurse=False):
+                    setattr(module, name, buffer.to(self._processes.device))
+        if self._from_main:
+            self._send(model)
+        elif self._weights is None:
+            self._initialize(model, {name for name, _ in _tensors(model)})
+        else:
+            self._read(model, self._weights)
+
+    def _send(self, model: nn.Module) -> None:
+        """Send the values of process 0, one tensor at a time."""
+        processes = self._processes
+        if processes.size == 1:
+            return
+        for name, tensor in _tensors(model):
+            if processes.is_main:
+                processes.broadcast(self._values.pop(name).to(processes.device))
+            else:
+                empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=processes.device)
+                put(processes.broadcast(empty), tensor)
+
+    def _read(self, model: nn.Module, folder: Path) -> None:
+        """Read this process's rows, and compute what is in no file."""
+        saved = model.state_dict(keep_vars=True)
+        names: dict[int, list[str]] = {}
+        for name, tensor in saved.items():
+            if isinstance(tensor, Tensor):
+                names.setdefault(id(tensor), []).append(name)
+        tensors = dict(_tensors(model))
+        wanted = {name: t for name, t in tensors.items() if id(t) in names}
+
+        def read() -> None:
+            with WeightFiles(folder) as files:
+                files.read({name: (t, names[id(t)]) for name, t in wanted.items()})
+
+        together(self._processes, read)
+        self._initialize(model, tensors.keys() - wanted.keys())
+
+    def _initialize(self, model: nn.Module, wanted: set[str]) -> None:
+        if wanted:
+            tensors = dict(_tensors(model))
+            for name, value in self._skeleton.values(wanted):
+                put(value, tensors[name])
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield every parameter and buffer once, with its first name."""
+    yield from model.named_parameters()
+    yield from model.named_buffers()

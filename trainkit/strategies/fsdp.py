@@ -1,0 +1,317 @@
+"""Sharded data parallelism by torch's fully_shard."""
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
+
+from trainkit.distributed import Processes
+from trainkit.errors import ConfigError
+from trainkit.precision import Precision
+from trainkit.strategies import alone
+from trainkit.strategies.strategy import Strategy
+from trainkit.world import World
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from trainkit.strategies.blocks import WrapPolicy
+
+__all__ = ["FSDP"]
+
+
+@dataclass(slots=True)
+class _Sharded:
+    """What is known of a sharded model.
+
+    Attributes:
+        dtype: That of its parameters while they are used; None: their own.
+        replaced: The full parameters that were there before, by the name of the sharded one;
+            weak, so that they do not stay in memory.
+        hooks: Those of the strategy that the model was last wrapped by.
+    """
+
+    dtype: torch.dtype | None
+    replaced: dict[str, "weakref.ref[nn.Parameter]"]
+    hooks: list[RemovableHandle] = field(default_factory=list)
+
+
+_models: "weakref.WeakKeyDictionary[nn.Module, _Sharded]" = weakref.WeakKeyDictionary()
+
+
+class FSDP(Strategy):
+    """Holds a part of the parameters, gradients and optimizer state on each process.
+
+    A block's parameters are put together for its forward and backward, and given up after. The
+    model is sharded in place: its parameters become `DTensor`s, under the names they had. Every
+    process starts from the values of process 0.
+
+    A model may be on the meta device. Where that of process 0 is real, its values are sent;
+    else they are read from `weights`, or each module initialises itself, from the seed of the
+    run and its name.
+
+    Args:
+        wrap_policy: Which modules are sharded on their own: classes, or a callable
+            `(name, module) -> bool`. None: the blocks that a transformers model names, else the
+            children of the largest list of modules of one class.
+        reshard_after_forward: Give up a block's parameters between forward and backward; False
+            keeps them, for less communication and more memory.
+        cpu_offload: Keep parameters, gradients and optimizer state in the memory of the CPU.
+        activation_checkpointing: Compute the activations of each block again in backward
+            instead of keeping them.
+        replicas: Number of groups of processes that hold a whole model each; must divide the
+            number of processes. The model is sharded inside a group.
+        weights: Folder with safetensors files, as `save_pretrained` writes it, from which a
+            model on the meta device is read, by each process its own part.
+        device: Where the model runs; None: the GPU of the local rank (nccl), else the CPU (gloo).
+    """
+
+    name = "fsdp"
+    sharded = True
+
+    def __init__(
+        self,
+        *,
+        wrap_policy: "WrapPolicy | None" = None,
+        reshard_after_forward: bool = True,
+        cpu_offload: bool = False,
+        activation_checkpointing: bool = False,
+        replicas: int = 1,
+        weights: str | Path | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__(device=device)
+        self.wrap_policy = wrap_policy
+        self.reshard_after_forward = reshard_after_forward
+        self.cpu_offload = cpu_offload
+        self.activation_checkpointing = activation_checkpointing
+        self.replicas = replicas
+        self.weights = None if weights is None else Path(weights)
+        self._reduces = True  # whether the present backward reduces over processes
+        self._shares = True  # whether the next forward takes the buffers of process 0
+
+    @override
+    def setup(self) -> None:
+        world = World.from_env()
+        self.device = self._choose_device(world.local_rank)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        if world.size == 1:
+            alone.join(self.device)
+        self.processes = Processes.start(device=self.device)
+        if self.replicas < 1 or self.processes.size % self.replicas:
+            raise ConfigError(
+                f"`replicas` must divide the number of processes, but is {self.replicas} on "
+                f"{self.processes.size}. Pass a divisor, or leave it out."
+            )
+        if self.processes.size == 1 and not self.cpu_offload:
+            warnings.warn(
+                "FSDP gains nothing on one process: there is nobody to share the model with. "
+                'Start more processes, or use `strategy="single"`.',
+                stacklevel=2,
+            )
+        self._mesh = self._make_mesh()
+
+    @override
+    def wrap(self, model: nn.Module, precision: Precision) -> nn.Module:
+        known = _models.get(model)
+        if known is None:
+            self.check_whole(model)
+            known = _models[model] = self._shard(model, precision.dtype)
+        elif known.dtype != precision.dtype:
+            raise ConfigError(
+                f"The model was sharded for the precision {known.dtype or 'of its parameters'}, "
+                f"and cannot change to `{precision.name}`. Use the same precision, or start from "
+                "a model that is not sharded."
+            )
+        for hook in known.hooks:  # of an earlier strategy
+            hook.remove()
+        known.hooks = [
+            model.register_forward_pre_hook(_outside_graphs(self._before_forward)),
+            model.register_forward_hook(_outside_graphs(_after_forward)),
+        ]
+        self._reduces = self._shares = True
+        return model
+
+    @override
+    def place(self, model: nn.Module) -> nn.Module:
+        return model if model in _models else super().place(model)
+
+    @override
+    def adopt(self, optimizer: Optimizer, module: nn.Module) -> None:
+        sharded = dict(module.named_parameters())
+        replaced = {
+            id(full): sharded[name]
+            for name, reference in _models[module].replaced.items()
+            if (full := reference()) is not None
+        }
+        groups = [group["params"] for group in optimizer.param_groups]
+        if not any(id(p) in replaced for group in groups for p in group):
+            return
+        if optimizer.state:
+            raise ConfigError(
+                "The optimizer has state for the full parameters, which FSDP has replaced by "
+                "sharded ones. Pass a callable such as `partial(AdamW, lr=3e-4)`, or an optimizer "
+                "that has made no step, and go on from a checkpoint by `resume`."
+            )
+        for group in groups:
+            group[:] = [replaced.get(id(p), p) for p in group]
+
+    @override
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        model.set_requires_gradient_sync(False)  # type: ignore[operator]
+        self._reduces = False
+        try:
+            yield
+        finally:
+            self._reduces = True
+            model.set_requires_gradient_sync(True)  # type: ignore[operator]
+
+    @override
+    @contextmanager
+    def adding_nothing(self, module: nn.Module) -> Iterator[None]:
+        hooks: list[RemovableHandle] = []
+
+        def before_forward(inner: nn.Module, _: Any) -> None:
+            # Gradients are computed for the full parameters, which are there only in a forward.
+            trainable = [p for p in inner.parameters(recurse=False) if p.requires_grad]
+            hooks.extend(p.register_hook(torch.zeros_like) for p in trainable)  # type: ignore[no-untyped-call]
+
+        hooks += [inner.register_forward_pre_hook(before_forward) for inner in module.modules()]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    @override
+    def check_gradients(self, module: nn.Module) -> None:
+        trainable = ((n, p) for n, p in module.named_parameters() if p.requires_grad)
+        unused = self.processes.all_gather_objects([n for n, p in trainable if p.grad is None])
+        names = sorted({n for own in unused for n in own if not all(n in o for o in unused)})
+        if names:
+            raise ConfigError(
+                f"{len(names)} trainable parameters got a gradient in the first step on some "
+                f"processes only ({', '.join(f'`{name}`' for name in names[:5])}"
+                f"{', ...' if len(names) > 5 else ''}). Use the same parameters on all, or "
+                "freeze them by `requires_grad_(False)`."
+            )
+
+    @override
+    def share_buffers(self, module: nn.Module) -> None:
+        if self.processes.size == 1:
+            return
+        groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for buffer in module.buffers():
+            groups.setdefault((buffer.device, buffer.dtype), []).append(buffer)
+        for buffers in groups.values():
+            packed = self.processes.broadcast(torch.cat([b.detach().reshape(-1) for b in buffers]))
+            parts = torch.split(packed, [b.numel() for b in buffers])
+            for buffer, part in zip(buffers, parts, strict=True):
+                buffer.detach().copy_(part.view_as(buffer))
+
+    @override
+    def agree(self, overflow: Tensor) -> Tensor:
+        return self.processes.all_reduce(overflow, "max")
+
+    @override
+    def local_gradients(self, parameters: Iterable[Tensor]) -> list[Tensor]:
+        from trainkit.strategies.shards import local
+
+        return [local(p.grad) for p in parameters if p.grad is not None]
+
+    @override
+    def clip_grad_norm(self, parameters: Iterable[Tensor], max_norm: float) -> Tensor:
+        parameters = list(parameters)
+        norm = self.grad_norm(parameters)
+        self.scale_gradients(parameters, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+        return norm
+
+    @override
+    def clip_grad_value(self, parameters: Iterable[Tensor], max_value: float) -> None:
+        for gradient in self.local_gradients(parameters):
+            gradient.clamp_(-max_value, max_value)
+
+    @override
+    def grad_norm(self, parameters: Iterable[Tensor]) -> Tensor:
+        gradients = self.local_gradients(parameters)
+        norms = [torch.linalg.vector_norm(g).double() for g in gradients if g.numel()]
+        # In fp64 the square of a finite fp32 norm is finite too.
+        square = torch.zeros((), dtype=torch.float64, device=self.device)
+        if norms and self._counts:
+            square += torch.stack(norms).square().sum()
+        norm = self.processes.all_reduce(square).sqrt()
+        return norm.to(gradients[0].dtype if gradients else torch.float32)
+
+    @override
+    def close(self) -> None:
+        super().close()
+        alone.leave()
+
+    @property
+    def _counts(self) -> bool:
+        """Whether the shards here are those that count where there are several of each."""
+        return self.replicas == 1 or self._mesh.get_local_rank("replicas") == 0
+
+    def _make_mesh(self) -> "DeviceMesh":
+        from torch.distributed.device_mesh import init_device_mesh
+
+        kind, size = self.device.type, self.processes.size
+        if self.replicas == 1:
+            return init_device_mesh(kind, (size,), mesh_dim_names=("shards",))
+        sizes = (self.replicas, size // self.replicas)
+        return init_device_mesh(kind, sizes, mesh_dim_names=("replicas", "shards"))
+
+    def _shard(self, model: nn.Module, dtype: torch.dtype | None) -> _Sharded:
+        from trainkit.strategies.blocks import find_blocks
+        from trainkit.strategies.filling import Filling
+        from trainkit.strategies.sharding import shard
+
+        blocks = find_blocks(model, self.wrap_policy)
+        device = torch.device("cpu") if self.cpu_offload else self.device
+        filling = Filling(model, blocks, self.processes, device, self.weights, self.seed)
+        replaced = {name: weakref.ref(p) for name, p in model.named_parameters()}
+        shard(
+            model,
+            blocks,
+            self._mesh,
+            dtype=dtype,
+            reshard_after_forward=self.reshard_after_forward,
+            cpu_offload=self.cpu_offload,
+            activation_checkpointing=self.activation_checkpointing,
+        )
+        filling.fill(model)
+        return _Sharded(dtype, replaced)
+
+    def _before_forward(self, model: nn.Module, inputs: Any) -> None:
+        """Take the buffers of process 0, once for each reduction of gradients."""
+        if torch.is_grad_enabled() and model.training:
+            if self._shares:
+                self.share_buffers(model)
+            self._shares = self._reduces
+
+
+def _after_forward(model: nn.Module, inputs: Any, outputs: Any) -> None:
+    """Give up what no backward will: an evaluation leaves the parameters sharded."""
+    if not torch.is_grad_enabled():
+        from torch.distributed.fsdp import FSDPModule
+
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+
+def _outside_graphs(hook: Callable[..., None]) -> Callable[..., None]:
+    """Return a hook for which a compiled model leaves its graph."""
+    return torch.compiler.disable(hook)  # type: ignore[no-any-return,no-untyped-call]

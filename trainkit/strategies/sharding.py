@@ -1,0 +1,93 @@
+"""Shards a model in place by torch's fully_shard."""
+
+from collections.abc import Collection, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.utils.checkpoint import checkpoint
+
+from trainkit.errors import ConfigError
+
+__all__ = ["shard"]
+
+
+def shard(
+    model: nn.Module,
+    blocks: Mapping[str, nn.Module],
+    mesh: DeviceMesh,
+    *,
+    dtype: torch.dtype | None,
+    reshard_after_forward: bool,
+    cpu_offload: bool,
+    activation_checkpointing: bool,
+) -> None:
+    """Shard `model` over `mesh`, block by block; each process keeps rows of its own values.
+
+    Args:
+        model: Real, or on the meta device.
+        blocks: What is sharded on its own, inner modules before those around them.
+        mesh: Of one axis, over which everything is sharded, or of two, replicas and shards.
+        dtype: That of parameters while they are used; gradients are then reduced in fp32.
+        reshard_after_forward: Whether blocks give up their parameters after the forward.
+        cpu_offload: Whether parameters stay on the CPU while they are not used.
+        activation_checkpointing: Whether blocks compute their activations again in backward.
+
+    Raises:
+        ConfigError: A trainable parameter has no dimension, or nothing can be computed again.
+    """
+    frozen_scalars = _scalars(model)
+    if activation_checkpointing:
+        _checkpoint_activations(model, blocks.values())
+    pin = cpu_offload and mesh.device_type == "cuda"
+    apply = partial(
+        fully_shard,
+        mesh=mesh,
+        mp_policy=MixedPrecisionPolicy(
+            param_dtype=dtype, reduce_dtype=None if dtype is None else torch.float32
+        ),
+        offload_policy=CPUOffloadPolicy(pin_memory=pin) if cpu_offload else OffloadPolicy(),
+        ignored_params=frozen_scalars,
+    )
+    for block in blocks.values():
+        apply(block, reshard_after_forward=reshard_after_forward)
+    # What lies outside of the blocks is used first in backward, so it is kept until then.
+    apply(model, reshard_after_forward=None if reshard_after_forward else False)
+
+
+def _scalars(model: nn.Module) -> set[nn.Parameter]:
+    """Return the parameters without dimensions, which cannot be cut into rows."""
+    scalars = {name: p for name, p in model.named_parameters() if p.ndim == 0}
+    trainable = [name for name, p in scalars.items() if p.requires_grad]
+    if trainable:
+        raise ConfigError(
+            f"{len(trainable)} trainable parameters have no dimension, and cannot be sharded: "
+            f"{', '.join(f'`{name}`' for name in trainable[:5])}. Give them the shape (1,), freeze "
+            'them, or use `strategy="ddp"`.'
+        )
+    return set(scalars.values())
+
+
+def _checkpoint_activations(model: nn.Module, blocks: Collection[nn.Module]) -> None:
+    """Make blocks compute their activations again in backward; no name changes."""
+    if not blocks:
+        raise ConfigError(
+            f"`activation_checkpointing=True` was given, but `{type(model).__name__}` has no "
+            "blocks that could be computed again one by one. Name them by `wrap_policy`."
+        )
+    if getattr(model, "supports_gradient_checkpointing", False):
+        # Models of transformers also leave out their caches, which a second forward would fill.
+        earlier = getattr(model, "gradient_checkpointing_enable", None)  # its older name
+        enable: Any = getattr(model, "activation_checkpointing_enable", earlier)
+        enable({"use_reentrant": False})
+        return
+    for block in blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
