@@ -69,18 +69,28 @@ class Trial:
     signals: Signals | None = None
 
 
-def kill_trials(seed: int) -> Iterator[Trial]:
+def draw_size(chance: random.Random, strategy: str, shares: dict[int, float]) -> int:
+    """Return a number of processes; FSDP is tried on two."""
+    size = chance.choices([*shares], [*shares.values()])[0]
+    return 2 if strategy == "fsdp" else size
+
+
+def kill_trials(seed: int, strategy: str) -> Iterator[Trial]:
     """Yield trials of `survive_kills`, over the whole matrix again and again."""
     for number in count(seed):
         chance = random.Random(number)
-        size = chance.choices([*SHARES], [*SHARES.values()])[0]
+        size = draw_size(chance, strategy, SHARES)
         workers, accumulation, precision = MATRIX[number % len(MATRIX)]
         yield Trial(
             kind="kills",
             seed=number,
             row=f"{size} x {precision}, workers {workers}, accumulation {accumulation}",
             settings=Settings(
-                size=size, workers=workers, accumulation=accumulation, precision=precision
+                size=size,
+                strategy=strategy,
+                workers=workers,
+                accumulation=accumulation,
+                precision=precision,
             ),
             saving=Saving(
                 every_n_steps=chance.choice([1, 2, 3, 5]),
@@ -90,17 +100,18 @@ def kill_trials(seed: int) -> Iterator[Trial]:
         )
 
 
-def mid_epoch_trials(seed: int) -> Iterator[Trial]:
+def mid_epoch_trials(seed: int, strategy: str) -> Iterator[Trial]:
     """Yield trials of `survive_stop`, each with a configuration of its own."""
     for number in count(seed):
         chance = random.Random(number)
-        size = chance.choices([1, 2, 3], [0.7, 0.22, 0.08])[0]
+        size = draw_size(chance, strategy, {1: 0.7, 2: 0.22, 3: 0.08})
         workers, ends = chance.choice([0, 0, 0, 1, 2]), chance.random() < 0.7
         samples, batch_size = chance.randint(24, 60), chance.randint(1, 3)
         # At least two windows an epoch: else it has no middle.
         accumulation = chance.randint(1, min(4, samples // (2 * size * batch_size)))
         settings = Settings(
             size=size,
+            strategy=strategy,
             workers=workers,
             accumulation=accumulation,
             precision=chance.choice(["fp32", "bf16", "fp16"]),
@@ -127,12 +138,12 @@ def mid_epoch_trials(seed: int) -> Iterator[Trial]:
         yield Trial(kind="mid-epoch", seed=number, row=row, settings=settings, saving=saving)
 
 
-def signal_trials(seed: int) -> Iterator[Trial]:
+def signal_trials(seed: int, strategy: str) -> Iterator[Trial]:
     """Yield trials of `survive_signals`, over places, signals and targets."""
     for number in count(seed):
         chance = random.Random(number)
         place = PLACES[number % len(PLACES)]
-        size = chance.choices([1, 2, 3], [0.5, 0.4, 0.1])[0]
+        size = draw_size(chance, strategy, {1: 0.5, 2: 0.4, 3: 0.1})
         signals = Signals(
             signum=chance.choice([signal.SIGTERM, signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]),
             place=place,
@@ -153,6 +164,7 @@ def signal_trials(seed: int) -> Iterator[Trial]:
             row=f"{place}{', twice' if signals.again else ''}",
             settings=Settings(
                 size=size,
+                strategy=strategy,
                 workers=chance.choice([0, 2]),
                 accumulation=chance.choice([1, 3]),
                 precision=chance.choice(["fp32", "fp16"]),
@@ -167,7 +179,7 @@ def signal_trials(seed: int) -> Iterator[Trial]:
         )
 
 
-TRIALS: dict[str, Callable[[int], Iterator[Trial]]] = {
+TRIALS: dict[str, Callable[[int, str], Iterator[Trial]]] = {
     "kills": kill_trials,
     "mid-epoch": mid_epoch_trials,
     "signals": signal_trials,
@@ -198,16 +210,22 @@ def run_trial(trial: Trial) -> Report:
 def warm_up() -> None:
     """Import in the process that forks what a run imports late."""
     torch.set_num_threads(1)
-    run_trial(next(kill_trials(0)))
+    run_trial(next(kill_trials(0, "auto")))
     import trainkit.checkpoint.saver  # noqa: F401  # forked runs would import it one by one
 
 
 def run_trials(
-    pool: ProcessPoolExecutor, kind: str, wanted: int, seed: int, jobs: int, deadline: float
+    pool: ProcessPoolExecutor,
+    kind: str,
+    wanted: int,
+    seed: int,
+    jobs: int,
+    deadline: float,
+    strategy: str,
 ) -> dict[str, Counter[str]]:
     """Do trials until `wanted` kills, stops or signals, or the deadline; return rows of counts."""
     rows: dict[str, Counter[str]] = {}
-    trials = TRIALS[kind](seed)
+    trials = TRIALS[kind](seed, strategy)
     pending: dict[Future[Report], Trial] = {}
     done = 0
     while pending or (done < wanted and time.monotonic() < deadline):
@@ -254,6 +272,7 @@ def main() -> None:
     parser.add_argument("--mid-epoch", type=int, default=0, help="random configurations, stopped")
     parser.add_argument("--signals", type=int, default=0, help="signals and time limits")
     parser.add_argument("--seed", type=int, default=0, help="number of the first trial")
+    parser.add_argument("--strategy", choices=("auto", "fsdp"), default="auto")
     parser.add_argument("--jobs", type=int, default=2, help="trials at once")
     parser.add_argument("--minutes", type=float, default=1e9, help="no new trial after these")
     parser.add_argument("--output", type=Path)
@@ -268,7 +287,15 @@ def main() -> None:
             if not wanted:
                 continue
             start = time.monotonic()
-            rows = run_trials(pool, kind, wanted, arguments.seed, arguments.jobs, deadline)
+            rows = run_trials(
+                pool,
+                kind,
+                wanted,
+                arguments.seed,
+                arguments.jobs,
+                deadline,
+                arguments.strategy,
+            )
             total = show(kind, rows)
             print(f"{time.monotonic() - start:.0f} s")
             results[kind] = {"all": total, **rows}

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Dataset
@@ -17,6 +18,7 @@ from tests.helpers.ranks import RanksError, run_ranks
 from trainkit import Callback, CheckpointError, ConfigError, Run, Trainer
 from trainkit.callbacks import Checkpoint, Evaluation, JSONLLogger, LRMonitor
 from trainkit.precision import FP16
+from trainkit.strategies import FSDP
 
 SAMPLES = 30
 
@@ -39,17 +41,21 @@ class Ema:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.average = [p.detach().clone() for p in module.parameters()]
+        self.average: list[Tensor] = []  # made when the parameters are where they stay
 
     def update(self) -> None:
+        self.average = self._now()
         for average, parameter in zip(self.average, self.module.parameters(), strict=True):
             average.lerp_(parameter.detach(), 0.1)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"average": list(self.average)}
+        return {"average": self._now()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.average = [tensor.clone() for tensor in state["average"]]
+
+    def _now(self) -> list[Tensor]:
+        return self.average or [p.detach().clone() for p in self.module.parameters()]
 
 
 class Journal(Callback):
@@ -90,6 +96,9 @@ def fit(
     workers, accumulation = options.pop("workers", 0), options.pop("accumulation", 1)
     batch_size, precision = options.pop("batch_size", 2), options.pop("precision", "fp32")
     save = options.pop("save", {"every_n_steps": 3})
+    sharding = options.pop("fsdp", None)
+    if sharding is not None:
+        options["strategy"] = FSDP(wrap_policy=[nn.Linear], **sharding)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 9), nn.ReLU(), nn.Dropout(0.2), nn.Linear(9, 1))
     ema = Ema(model)
@@ -124,13 +133,19 @@ def fit(
         "seen": journal.seen,
         "counts": counts,
         "resumed_from": run.resumed_from,
-        "weights": [p.detach().clone() for p in model.parameters()],
-        "ema": ema.average,
-        "optimizer": [v.clone() for s in run.optimizer.state.values() for v in s.values()],
+        "weights": [local(p) for p in model.parameters()],
+        "ema": [local(average) for average in ema.average],
+        "optimizer": [local(v) for s in run.optimizer.state.values() for v in s.values()],
         "scaler": run.precision.state_dict(),
         "draw": torch.rand(3),
         "metrics": run.metrics,
     }
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return a copy of what this process holds of a tensor."""
+    held = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return held.detach().clone()
 
 
 def equal(a: Any, b: Any) -> bool:
@@ -157,6 +172,10 @@ CASES = [
     (2, {"precision": "fp16", "accumulation": 3, "workers": 2}, 6),
     (2, {"save": {"every_n_steps": 2, "background": True}}, 6),
     (3, {}, 4),
+    (2, {"fsdp": {}}, 5),
+    (2, {"fsdp": {"reshard_after_forward": False}, "precision": "fp16", "accumulation": 3}, 6),
+    (3, {"fsdp": {}, "save": {"every_n_steps": 2, "background": True}}, 7),
+    (4, {"fsdp": {"replicas": 2}}, 6),
 ]
 
 

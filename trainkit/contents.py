@@ -33,16 +33,45 @@ __all__ = ["collect", "describe", "restore", "save_now"]
 
 
 def collect(run: Run, callbacks: CallbackList) -> dict[str, Any]:
-    """Return what this process writes: its own streams, and on process 0 everything else.
+    """Return what this process writes: its own streams and shards, and on process 0 all else.
 
     Every process must call it: a callback may need the others to tell its state.
+
+    Raises:
+        CheckpointError: The sharded tensors are not the same on all processes.
     """
     states = {c.name: c.state_dict() for c in callbacks.callbacks if _has_state(c)}
-    own = {_process_part(run.accelerator.process_index): _streams(run)}
-    if not run.is_main_process:
-        return own
-    return own | {
-        "model": run.module.state_dict(),
+    rank = run.accelerator.process_index
+    own = {_process_part(rank): _streams(run)}
+    if run.strategy.sharded:
+        return own | _split(run, _common(run, states), rank)
+    return own | _common(run, states) if run.is_main_process else own
+
+
+def _split(run: Run, parts: dict[str, Any], rank: int) -> dict[str, Any]:
+    from trainkit.checkpoint.sharding import split  # other runs need none of it
+
+    mine: dict[str, Any] = {}
+    digests: list[str] = []
+
+    def take() -> None:
+        found, digest = split(parts, rank)
+        mine.update(found)
+        digests.append(digest)
+
+    together(run.accelerator.processes, take)
+    if len(set(run.accelerator.processes.all_gather_objects(digests[0]))) > 1:
+        raise CheckpointError(
+            "The states to be saved hold other sharded tensors on other processes. `state_dict` "
+            "of callbacks and registered objects must return the same `DTensor`s on all."
+        )
+    return mine
+
+
+def _common(run: Run, callbacks: dict[str, Any]) -> dict[str, Any]:
+    """Return what all processes have alike, or hold together."""
+    return {
+        "model": run.module.state_dict(),  # first: it shards what an evaluation has gathered
         "optimizer": _optimizer_state(run.optimizer, run.module),
         "trainer": {
             "counters": run.state.state_dict(),
@@ -53,7 +82,7 @@ def collect(run: Run, callbacks: CallbackList) -> dict[str, Any]:
             "best_metrics": run.best_metrics,
             "last_logged_step": run.last_logged_step,
             "last_evaluated_attempt": run.last_evaluated_attempt,
-            "callbacks": states,
+            "callbacks": callbacks,
             "objects": {name: part.state_dict() for name, part in run.objects.items()},
         },
     }
@@ -110,9 +139,9 @@ def restore(
     callbacks: CallbackList,
     resume: str | Path,
     schedule: str | None,
-    remake: Callable[[int | None], LRSchedule | None],
-) -> Path | None:
-    """Put a run back to where a checkpoint was made; return its folder, None for a fresh start.
+    remake: Callable[[Optimizer, int | None], LRSchedule | None],
+) -> None:
+    """Put a run back to where a checkpoint was made; one that finds none starts afresh.
 
     Nothing of the run changes before all of the checkpoint is known to be good and to fit.
 
@@ -121,7 +150,7 @@ def restore(
         callbacks: Its callbacks.
         resume: "auto", "must", or the folder of a checkpoint.
         schedule: What to do where `max_epochs` or `max_steps` changed.
-        remake: Makes the learning-rate schedule for another number of planned steps.
+        remake: Makes the learning-rate schedule of an optimizer for a number of planned steps.
 
     Raises:
         CheckpointError: Nothing can be resumed, or the checkpoint does not fit; on all processes.
@@ -131,14 +160,18 @@ def restore(
     on_main(processes, lambda: found.__setitem__(0, _find(run, resume)))
     path = processes.broadcast_object(found[0])
     if path is None:
-        return None
+        return
+    present = _present(run, callbacks) if run.strategy.sharded else {}
+    opened: list[Checkpoint] = []
+    share = (processes.rank, processes.size)
+    together(processes, lambda: opened.append(_store(Path(path).parent).open(Path(path), share)))
     loaded: list[_Loaded] = []
-    together(processes, lambda: loaded.append(_load(run, callbacks, Path(path), schedule)))
+    together(processes, lambda: loaded.append(_load(run, callbacks, opened[0], present, schedule)))
     planned = loaded[0].checkpoint.manifest.metadata["planned_steps"]
     if schedule == "keep" and planned != run.planned_steps:
-        run.lr_schedule = remake(planned)  # it must end where it would have ended
+        run.lr_schedule = remake(run.optimizer, planned)  # it must end where it would have ended
     _apply(run, callbacks, loaded[0], schedule)
-    return Path(path)
+    run.checkpoint = Path(path)
 
 
 @dataclass(slots=True)
@@ -184,17 +217,38 @@ def _store(directory: Path) -> "CheckpointStore":
     return CheckpointStore(directory)
 
 
-def _load(run: Run, callbacks: CallbackList, path: Path, schedule: str | None) -> _Loaded:
-    checkpoint = _store(path.parent).open(path)
+def _present(run: Run, callbacks: CallbackList) -> dict[str, Any]:
+    """Return where the run has sharded tensors, in the form of the parts of a checkpoint.
+
+    An optimizer has no state yet: what has the shape of a parameter lies as the parameter does.
+    """
+    stateful = _stateful(callbacks)
+    return {
+        "model": run.module.state_dict(),
+        "optimizer": {"state": dict(run.module.named_parameters())},
+        "trainer": {
+            "callbacks": {name: callback.state_dict() for name, callback in stateful.items()},
+            "objects": {name: part.state_dict() for name, part in run.objects.items()},
+        },
+    }
+
+
+def _load(
+    run: Run,
+    callbacks: CallbackList,
+    checkpoint: "Checkpoint",
+    present: dict[str, Any],
+    schedule: str | None,
+) -> _Loaded:
     manifest = checkpoint.manifest
     rank, size = run.accelerator.process_index, run.accelerator.num_processes
     same_size = manifest.world_size == size
     ranks = [rank] if same_size else range(manifest.world_size)
     loaded = _Loaded(
         checkpoint,
-        checkpoint.read("model"),
-        checkpoint.read("optimizer"),
-        checkpoint.read("trainer"),
+        checkpoint.read("model", present.get("model")),
+        checkpoint.read("optimizer", present.get("optimizer")),
+        checkpoint.read("trainer", present.get("trainer")),
         [checkpoint.read(_process_part(index)) for index in ranks],
     )
     problems = [
@@ -206,6 +260,7 @@ def _load(run: Run, callbacks: CallbackList, path: Path, schedule: str | None) -
     ]
     if problems:
         listed = "\n".join(f"  - {problem}" for problem in problems)
+        path = checkpoint.path
         raise CheckpointError(f"The checkpoint `{path}` does not fit:\n{listed}", path=path)
     return loaded
 

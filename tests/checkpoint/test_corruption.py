@@ -10,7 +10,10 @@ import pytest
 import torch
 
 from tests.checkpoint.toys import RUN, parts_of, save_alone
-from trainkit.checkpoint import CheckpointStore, opened
+from trainkit.checkpoint import CheckpointStore
+from trainkit.checkpoint.boxes import Box
+from trainkit.checkpoint.reading import HashedFile
+from trainkit.checkpoint.stored import StoredTensor
 from trainkit.errors import CheckpointCorrupt, CheckpointError
 
 Damage = Callable[[Path, Path, random.Random], str]
@@ -146,7 +149,16 @@ def _parts(step: int) -> dict[str, object]:
         "model": {"w": torch.randn(40, 40, generator=generator), "b": torch.randn(3)},
         "counters": {"step": step, "text": "x" * 50},
         "mixed": {"t": torch.full((9,), step), "n": [1, step]},
+        "sharded": {"w": StoredTensor("w", "F32", (step, 7), _SHARDS[step])},
+        "shard-0": {"w": torch.randn(1, 7, generator=generator)},
+        "shard-1": {"w": torch.randn(step - 1, 7, generator=generator)},
     }
+
+
+_SHARDS = {
+    1: (("shard-0", Box((0, 0), (1, 7))),),
+    2: (("shard-0", Box((0, 0), (1, 7))), ("shard-1", Box((1, 0), (1, 7)))),
+}
 
 
 def _campaign(tmp_path: Path, kind: str, mutations: int) -> None:
@@ -186,7 +198,7 @@ def test_damage_is_found_in_two_thousand_mutations(kind: str, tmp_path: Path) ->
 def test_without_digests_damage_would_be_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(opened, "_check_digest", lambda file, info: None)
+    monkeypatch.setattr(HashedFile, "check_digest", lambda file, expected: None)
     with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):
         _campaign(tmp_path, "one bit", 40)
 
@@ -231,7 +243,7 @@ def test_a_checkpoint_of_a_newer_format_is_refused_with_its_version(tmp_path: Pa
     manifest = store.checkpoints()[0].manifest
     newer = {name: getattr(manifest, name) for name in manifest.__slots__} | {"format_version": 9}
     (path / "manifest.json").write_bytes(type(manifest)(**newer).encode())
-    with pytest.raises(CheckpointError, match=r"version 9 .* reads up to 1\. Install a newer"):
+    with pytest.raises(CheckpointError, match=r"version 9 .* reads up to 2\. Install a newer"):
         store.open(path)
     with pytest.raises(CheckpointError, match=r"Saving step 1 failed: .* version 9"):
         save_alone(store, 1)

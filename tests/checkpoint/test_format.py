@@ -12,6 +12,7 @@ import xxhash
 from safetensors.torch import save_file
 
 from tests.checkpoint.fixtures.make_format_1 import content
+from tests.checkpoint.sharded import whole_parts
 from tests.checkpoint.test_codec import assert_same
 from tests.checkpoint.toys import save_alone
 from trainkit.checkpoint import CheckpointStore, decoding
@@ -33,7 +34,7 @@ def test_a_checkpoint_of_version_1_loads_for_ever() -> None:
 
 
 def test_the_documented_reader_needs_no_trainkit(tmp_path: Path) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", DOCUMENT, re.DOTALL)
+    code, _ = re.findall(r"```python\n(.*?)```", DOCUMENT, re.DOTALL)
     model = torch.nn.Linear(3, 2)
     tied = {"embed": model.weight, "head": model.weight, "bias": model.bias}
     parts = {"model": model.state_dict(), "tied": tied}
@@ -51,6 +52,16 @@ assert all(torch.equal(read[name], expected[name]) for name in read)
 assert not [name for name in sys.modules if name.startswith("trainkit")]
 """
     subprocess.run([sys.executable, "-c", script], cwd=tmp_path, check=True)
+
+
+def test_the_documented_reader_joins_shards() -> None:
+    _, code = re.findall(r"```python\n(.*?)```", DOCUMENT, re.DOTALL)
+    namespace: dict[str, Any] = {}
+    exec(code, namespace)
+    found = namespace["join_tensors"](FIXTURE.with_name("format_2"))
+    expected = whole_parts()["model"]
+    assert list(found) == list(expected)
+    assert all(torch.equal(found[name], expected[name]) for name in found)
 
 
 def test_every_form_of_a_value_is_documented() -> None:

@@ -27,12 +27,15 @@ KILLED = [
     (Settings(size=2), Saving(every_n_steps=2)),
     (Settings(size=2, precision="fp16", workers=2), Saving(every_n_steps=2, background=True)),
     (Settings(size=3, accumulation=3), Saving(every_n_steps=1)),
+    (Settings(size=2, strategy="fsdp"), Saving(every_n_steps=2, background=True)),
 ]
 
 STOPPED = [
     (Settings(samples=17, accumulation=2, workers=1), Saving(every_n_steps=2)),
     (Settings(precision="fp16", persistent=True, workers=2), Saving(every_n_steps=4)),
     (Settings(size=2, samples=19, optimizer="fused", scheduler="cycle"), Saving(every_n_steps=1)),
+    (Settings(size=2, strategy="fsdp", precision="fp16"), Saving(every_n_steps=1)),
+    (Settings(size=3, strategy="fsdp", optimizer="fused"), Saving(every_n_steps=2)),
     (Settings(size=3, shuffle=False, drop_last=True, optimizer="sgd"), Saving(every_n_steps=1)),
 ]
 

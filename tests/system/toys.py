@@ -14,6 +14,7 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from torch.utils.data import DataLoader, Dataset
@@ -22,6 +23,7 @@ from trainkit import Callback, Run, Trainer
 from trainkit.callbacks import Checkpoint, Evaluation, JSONLLogger, LRMonitor, TimeLimit
 from trainkit.checkpoint.manifest import read_manifest
 from trainkit.precision import FP16
+from trainkit.strategies import FSDP
 
 BEGUN = -1  # what a process says when it catches signals; from 0 on: a step that is committed
 _MESSAGE = struct.Struct("<qq")  # rank and number: short enough for one write of several processes
@@ -32,6 +34,7 @@ class Settings:
     """What decides the outcome of a run; two runs with the same settings are the same run."""
 
     size: int = 1  # processes
+    strategy: str = "auto"  # or fsdp
     workers: int = 0
     evaluation_workers: int = 0
     accumulation: int = 1
@@ -84,22 +87,26 @@ class Ema:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.average = [p.detach().clone() for p in module.parameters()]
+        self.average: list[Tensor] = []  # made when the parameters are where they stay
         self.updates = 0
         self.on_save: Callable[[], None] = lambda: None
 
     def update(self) -> None:
         self.updates += 1
+        self.average = self._now()
         for average, parameter in zip(self.average, self.module.parameters(), strict=True):
             average.lerp_(parameter.detach(), 0.1)
 
     def state_dict(self) -> dict[str, Any]:
         self.on_save()
-        return {"average": list(self.average), "updates": self.updates}
+        return {"average": self._now(), "updates": self.updates}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.average = [tensor.clone() for tensor in state["average"]]
         self.updates = state["updates"]
+
+    def _now(self) -> list[Tensor]:
+        return self.average or [p.detach().clone() for p in self.module.parameters()]
 
 
 class Journal(Callback):
@@ -180,6 +187,7 @@ class Training:
         ]
         fp16 = settings.precision == "fp16"
         self.trainer = Noisy(
+            strategy=_STRATEGIES[settings.strategy](),
             max_epochs=settings.max_epochs,
             max_steps=settings.max_steps,
             precision=FP16(init_scale=256.0, growth_interval=7) if fp16 else settings.precision,  # type: ignore[arg-type]
@@ -238,6 +246,10 @@ class Training:
         (self.folder / f"outcome-{self.rank}").write_bytes(pickle.dumps(self.outcome()))
 
 
+_STRATEGIES: dict[str, Callable[[], Any]] = {
+    "auto": lambda: "auto",
+    "fsdp": lambda: FSDP(wrap_policy=[nn.Linear]),
+}
 _OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "adamw": partial(AdamW, lr=1e-2),
     "fused": partial(AdamW, lr=1e-2, fused=True),
@@ -256,6 +268,8 @@ def _without_functions(state: dict[str, Any]) -> dict[str, Any]:
 
 def plain(value: Any) -> Any:
     """Return a value in which tensors are their bytes and floats their exact digits."""
+    if isinstance(value, DTensor):
+        return plain(value.to_local())
     if isinstance(value, Tensor):
         data = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         return str(value.dtype), tuple(value.shape), data

@@ -17,6 +17,8 @@ from datetime import timedelta
 from typing import Any
 
 from trainkit.checkpoint.decoding import FACTORIES, decode
+from trainkit.checkpoint.names import tensor_name
+from trainkit.checkpoint.stored import StoredTensor
 from trainkit.checkpoint.tensor_file import Piece
 from trainkit.checkpoint.tensors import Sharing, refused_tensor, tensor_piece
 from trainkit.errors import CheckpointError
@@ -39,12 +41,14 @@ class Encoded:
         pieces: The tensors by name.
         is_plain: Whether the state is a dict of tensors under the very names in `pieces`.
         container: Type of the outermost dict, `dict` or `OrderedDict`, where `is_plain`.
+        is_sharded: Whether it refers to tensors in other parts.
     """
 
     tree: Any
     pieces: Mapping[str, Piece]
     is_plain: bool
     container: str
+    is_sharded: bool = False
 
 
 def encode(state: Any, path: str) -> Encoded:
@@ -66,7 +70,8 @@ def encode(state: Any, path: str) -> Encoded:
         and bool(items)
         and all(node == {"$tensor": name} for name, node in items.items())
     )
-    return Encoded(tree, encoder.pieces, is_plain, type(state).__name__)
+    container = type(state).__name__
+    return Encoded(tree, encoder.pieces, is_plain, container, encoder.is_sharded)
 
 
 def encode_inline(state: Any, path: str) -> Any:
@@ -96,6 +101,7 @@ class _Encoder:
     def __init__(self, path: str, *, inline: bool = False) -> None:
         self.pieces: dict[str, Piece] = {}
         self.sharing = Sharing()
+        self.is_sharded = False
         self._path = path
         self._inline = inline
         self._keys: list[Any] = []  # from the root to the value that is being encoded
@@ -159,15 +165,14 @@ class _Encoder:
         self.pieces[name], node = tensor_piece(value, name)
         return self.sharing.add(value, name, node)
 
+    def put_sharded(self, value: StoredTensor) -> Any:
+        """Return the form of a tensor whose shards are parts of their own."""
+        self.is_sharded = True
+        return {"$sharded": value.node()}
+
     def new_name(self) -> str:
         """Return a name for what is stored for the current value, made from its path."""
-        name = ".".join(str(key) for key in self._keys)
-        if not 0 < len(name) <= 512 or name == "__metadata__" or not _is_unicode(name):
-            name = f"tensor-{len(self.pieces)}"
-        free, number = name, 1
-        while free in self.pieces:
-            free, number = f"{name}#{number}", number + 1
-        return free
+        return tensor_name(self._keys, self.pieces)
 
     def refused(self, why: str) -> CheckpointError:
         """Return the error on the current value."""
@@ -304,4 +309,5 @@ _WRITERS: dict[type, Callable[[_Encoder, Any], Any]] = {
     Counter: lambda encoder, value: {"$counter": encoder.put_pairs(value)},
     defaultdict: _put_defaultdict,
     timedelta: _put_timedelta,
+    StoredTensor: lambda encoder, value: encoder.put_sharded(value),
 }

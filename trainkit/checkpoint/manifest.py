@@ -20,7 +20,8 @@ from trainkit.errors import CheckpointCorrupt, CheckpointError
 
 __all__ = ["FORMAT_VERSION", "FileInfo", "Manifest", "read_manifest"]
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""The newest version, which is written only where tensors are sharded; others need 1."""
 
 _HEAD = b'{"manifest_xxh3_128": "'
 _HEAD_SIZE = len(_HEAD) + 32 + len(b'",\n')
@@ -48,7 +49,7 @@ class Manifest:
         metadata: What the run wrote beside the parts, such as `{"metrics": {...}}`.
     """
 
-    format_version: int = FORMAT_VERSION
+    format_version: int = 1
     step: int
     revision: int = 0
     run_id: str

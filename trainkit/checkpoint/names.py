@@ -1,6 +1,7 @@
 """The names that parts, files and folders of a checkpoint may have (DESIGN part 3)."""
 
 import re
+from collections.abc import Collection, Iterable
 
 __all__ = [
     "JSON_SUFFIX",
@@ -12,6 +13,7 @@ __all__ = [
     "folder_name",
     "is_allowed",
     "part_of",
+    "tensor_name",
     "why_refused",
 ]
 
@@ -47,6 +49,18 @@ def why_refused(part: object) -> str | None:
 def part_of(file: str) -> str:
     """Return the part whose file has this name; the name itself if no part's file has it."""
     return file.removesuffix(TENSOR_SUFFIX if file.endswith(TENSOR_SUFFIX) else JSON_SUFFIX)
+
+
+def tensor_name(keys: Iterable[object], taken: Collection[str]) -> str:
+    """Return a name, not yet taken, for the tensor at a place in a state."""
+    name = ".".join(str(key) for key in keys)
+    is_unicode = not any("\ud800" <= letter <= "\udfff" for letter in name)
+    if not 0 < len(name) <= 512 or name == "__metadata__" or not is_unicode:
+        name = f"tensor-{len(taken)}"
+    free, number = name, 1
+    while free in taken:
+        free, number = f"{name}#{number}", number + 1
+    return free
 
 
 def folder_name(step: int, revision: int) -> str:

@@ -1,13 +1,19 @@
 """A checkpoint that has been verified, and the verification itself."""
 
-from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from trainkit.checkpoint import decoding, strict_json, tensor_file, tensors
-from trainkit.checkpoint.manifest import FileInfo, Manifest, read_manifest_in
+from trainkit.checkpoint import strict_json
+from trainkit.checkpoint.decoding import MALFORMED
+from trainkit.checkpoint.manifest import Manifest, read_manifest_in
 from trainkit.checkpoint.names import JSON_SUFFIX, MANIFEST, TENSOR_SUFFIX, part_of
-from trainkit.checkpoint.reading import HashedFile, names_in, open_directory, open_file
+from trainkit.checkpoint.part_reader import PartReader, flat_items, stored_in, tree_of
+from trainkit.checkpoint.reading import names_in, open_directory, open_file
+from trainkit.checkpoint.stored import StoredTensor
+from trainkit.checkpoint.tensor_file import Header
+from trainkit.checkpoint.tensor_reader import TensorReader
 from trainkit.errors import CheckpointCorrupt, CheckpointError
 
 __all__ = ["Checkpoint", "check_sizes", "verify"]
@@ -23,6 +29,8 @@ class Checkpoint:
     def __init__(self, path: Path, manifest: Manifest) -> None:
         self.path = path
         self.manifest = manifest
+        self._headers: dict[str, Header] = {}
+        self._flat: dict[str, tuple[Mapping[str, Any], Mapping[str, StoredTensor]]] = {}
 
     @property
     def step(self) -> int:
@@ -33,16 +41,72 @@ class Checkpoint:
         """Return the names of the parts."""
         return sorted({part_of(file) for file in self.manifest.files})
 
-    def read(self, part: str) -> Any:
+    def read(self, part: str, like: Any = None) -> Any:
         """Return the state of a part; tensors are on the CPU, each in memory of its own.
 
         The state is made of the very bytes whose digest is compared with the manifest.
+
+        Args:
+            part: Its name.
+            like: A state of the same form, or what there is of it. In the place of each
+                `DTensor` in it the same is returned, and no more of it read than this process
+                holds. One in the place of a dict or list stands for all tensors of its shape in
+                there. All others are put together from their shards.
 
         Raises:
             CheckpointCorrupt: A file has changed since the checkpoint was opened, or is not of
                 the form that trainkit writes.
             CheckpointError: There is no such part.
         """
+        with self._reader() as reader:
+            tree, own = self._tree(reader, part)
+            with self._blaming(part):
+                return PartReader(reader, own).read(tree, like)
+
+    def layout(self, part: str) -> dict[str, StoredTensor]:
+        """Return where the tensors of a flat part are, in its order; tied ones are equal.
+
+        Raises:
+            CheckpointError: There is no such part, or it is no flat dict of tensors.
+        """
+        with self._reader() as reader:
+            nodes, own = self._nodes(reader, part)
+            with self._blaming(part):
+                found = {name: stored_in(nodes[name], own) for name in nodes}
+        for name, stored in found.items():
+            if stored is None:
+                raise CheckpointError(
+                    f"{name!r} in the part {part!r} of `{self.path}` is no tensor. Read such "
+                    "parts by `read`.",
+                    path=self.path,
+                )
+        return {name: stored for name, stored in found.items() if stored is not None}
+
+    def read_tensor(self, part: str, name: str) -> Any:
+        """Return one tensor of a flat part, whole; no other is held in memory.
+
+        Its digest is not compared again: that would need the whole file for each tensor.
+
+        Raises:
+            CheckpointCorrupt: A file has not the size or the header that it should have.
+            CheckpointError: There is no such part, or no such tensor in it.
+        """
+        with self._reader() as reader:
+            nodes, own = self._nodes(reader, part)
+            if name not in nodes:
+                raise CheckpointError(
+                    f"The part {part!r} of `{self.path}` has no tensor {name!r}.", path=self.path
+                )
+            with self._blaming(part):
+                return PartReader(reader, own).read(nodes[name], None, hashed=False)
+
+    @contextmanager
+    def _reader(self) -> Iterator[TensorReader]:
+        with open_directory(self.path) as directory:
+            yield TensorReader(directory, self.path, self.manifest.files, self._headers)
+
+    def _tree(self, reader: TensorReader, part: str) -> tuple[Any, dict[str, StoredTensor]]:
+        """Return the JSON of a part, and the tensors in its own file."""
         files = self.manifest.files
         tensor_name, tree_name = part + TENSOR_SUFFIX, part + JSON_SUFFIX
         if tensor_name not in files and tree_name not in files:
@@ -50,31 +114,60 @@ class Checkpoint:
                 f"The checkpoint `{self.path}` has no part {part!r}, only {self.names()}.",
                 path=self.path,
             )
-        found: dict[str, Any] = {}
-        with open_directory(self.path) as directory:
-            if tensor_name in files:
-                with open_file(directory, tensor_name, self.path) as file:
-                    found = _read_tensors(file, files[tensor_name])
-            if tree_name not in files:
-                return found
-            with open_file(directory, tree_name, self.path) as file:
-                return _read_tree(file, files[tree_name], found)
+        own = reader.of_part(part) if tensor_name in files else {}
+        if tree_name not in files:
+            return tree_of(reader.header(part)), own
+        with self._blaming(part):
+            return strict_json.parse(reader.read_whole(tree_name)), own
+
+    def _nodes(
+        self, reader: TensorReader, part: str
+    ) -> tuple[Mapping[str, Any], Mapping[str, StoredTensor]]:
+        if part not in self._flat:
+            tree, own = self._tree(reader, part)
+            with self._blaming(part):
+                self._flat[part] = flat_items(tree), own
+        return self._flat[part]
+
+    @contextmanager
+    def _blaming(self, part: str) -> Iterator[None]:
+        """Turn what a malformed part makes the decoder raise into an error on its file."""
+        try:
+            yield
+        except CheckpointError:
+            raise
+        except MALFORMED as error:
+            has_tree = part + JSON_SUFFIX in self.manifest.files
+            file = part + (JSON_SUFFIX if has_tree else TENSOR_SUFFIX)
+            raise CheckpointCorrupt(
+                f"The checkpoint `{self.path}` is broken: `{file}`: trainkit did not write it so: "
+                f"{error}.",
+                path=self.path,
+                file=file,
+            ) from error
 
 
-def verify(path: Path) -> Manifest:
+def verify(path: Path, share: tuple[int, int] = (0, 1)) -> Manifest:
     """Read every file of a checkpoint and compare it with the manifest, which is returned.
+
+    Args:
+        path: The checkpoint's folder.
+        share: (index, count): of the contents, read only every `count`-th file from `index` on,
+            as others read the rest; names and sizes are compared in any case.
 
     Raises:
         CheckpointCorrupt: A file is missing, added, cut, changed, exchanged or a link; the
             message names it.
         CheckpointError: A newer version of the format.
     """
+    index, count = share
     with open_directory(path) as directory:
         manifest = _check_names(directory, path)
-        for name, info in manifest.files.items():
+        for number, (name, info) in enumerate(manifest.files.items()):
             with open_file(directory, name, path) as file:
-                _check_size(file, info)
-                _check_digest(file.skip_rest(), info)
+                file.check_size(info.bytes)
+                if number % count == index:
+                    file.skip_rest().check_digest(info.xxh3_128)
     return manifest
 
 
@@ -88,7 +181,7 @@ def check_sizes(path: Path) -> Manifest:
         manifest = _check_names(directory, path)
         for name, info in manifest.files.items():
             with open_file(directory, name, path) as file:
-                _check_size(file, info)
+                file.check_size(info.bytes)
     return manifest
 
 
@@ -102,33 +195,3 @@ def _check_names(directory: int, path: Path) -> Manifest:
             f"The checkpoint `{path}` is broken: `{wrong[0]}` {why}.", path=path, file=wrong[0]
         )
     return manifest
-
-
-def _check_size(file: HashedFile, info: FileInfo) -> None:
-    if file.size != info.bytes:
-        raise file.broken(f"it has {file.size} bytes, but {info.bytes} were written")
-
-
-def _check_digest(file: HashedFile, info: FileInfo) -> None:
-    if file.digest() != info.xxh3_128:
-        raise file.broken(f"its content has changed (digest {file.digest()}, not {info.xxh3_128})")
-
-
-def _read_tensors(file: HashedFile, info: FileInfo) -> dict[str, Any]:
-    _check_size(file, info)
-    header = tensor_file.read_header(file)
-    found = tensors.read_tensors(file, header.in_file_order())
-    _check_digest(file, info)
-    is_ordered = header.metadata.get("container") == OrderedDict.__name__
-    container = OrderedDict if is_ordered else dict
-    return container((name, found[name]) for name in header.tensors)
-
-
-def _read_tree(file: HashedFile, info: FileInfo, found: dict[str, Any]) -> Any:
-    _check_size(file, info)
-    content = file.read(file.size)
-    _check_digest(file, info)
-    try:
-        return decoding.decode(strict_json.parse(content), found)
-    except decoding.MALFORMED as error:
-        raise file.broken(f"trainkit did not write it so: {error}") from error

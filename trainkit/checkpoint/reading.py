@@ -115,6 +115,26 @@ class HashedFile:
             left = left[count:]
         self._hash.update(target)
 
+    def read_at(self, begin: int, target: memoryview) -> None:
+        """Fill `target` with the bytes from `begin` on, without hashing them.
+
+        Raises:
+            CheckpointCorrupt: The file ends before.
+        """
+        left = target
+        while left:
+            count = os.preadv(self._descriptor, [left], begin + len(target) - len(left))
+            if count == 0:
+                raise self.broken("it is cut")
+            left = left[count:]
+
+    def skip(self, size: int) -> None:
+        """Hash the next `size` bytes, and do not keep them."""
+        buffer = memoryview(bytearray(min(_CHUNK, size)))
+        while size:
+            self.read_into(buffer[:size])
+            size -= min(len(buffer), size)
+
     def skip_rest(self) -> Self:
         """Hash what has not been read yet."""
         buffer = memoryview(bytearray(min(_CHUNK, max(1, self.size))))
@@ -125,6 +145,16 @@ class HashedFile:
     def digest(self) -> str:
         """Return the xxh3-128 of all that was read, in hexadecimal."""
         return self._hash.hexdigest()
+
+    def check_size(self, expected: int) -> None:
+        """Raise `CheckpointCorrupt` if the file has another number of bytes."""
+        if self.size != expected:
+            raise self.broken(f"it has {self.size} bytes, but {expected} were written")
+
+    def check_digest(self, expected: str) -> None:
+        """Raise `CheckpointCorrupt` if what was read has another digest."""
+        if self.digest() != expected:
+            raise self.broken(f"its content has changed (digest {self.digest()}, not {expected})")
 
     def broken(self, why: str) -> CheckpointCorrupt:
         """Return the error that says why this file cannot be used."""

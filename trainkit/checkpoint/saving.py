@@ -20,8 +20,8 @@ from trainkit.errors import CheckpointCorrupt, CheckpointError
 
 __all__ = ["Save", "throw_away"]
 
-Announced = Sequence[Sequence[tuple[str, int]]]
-"""The files that each process will write: names and bytes."""
+Announced = Sequence[Sequence[tuple[str, int, int]]]
+"""The files that each process will write: names, bytes, and versions of the format."""
 
 
 class Save:
@@ -60,32 +60,34 @@ class Save:
         """
         planned: list[PlannedFile] = []
 
-        def prepare() -> list[tuple[str, int]]:
+        def prepare() -> list[tuple[str, int, int]]:
             planned.extend(plan(parts))
-            return [(file.name, file.size) for file in planned]
+            return [(file.name, file.size, file.version) for file in planned]
 
         announced = self._stages.run(prepare)
-        self._stages.needed = sum(size for of_one in announced for _, size in of_one)
+        self._stages.needed = sum(size for of_one in announced for _, size, _ in of_one)
+        version = max((version for of_one in announced for *_, version in of_one), default=1)
         try:
             folder = self._stages.run_on_main(lambda: self._begin(announced))
             written = self._stages.run(lambda: write(planned, self._directory / folder))
-            name = self._stages.run_on_main(lambda: self._commit(written))
+            name = self._stages.run_on_main(lambda: self._commit(written, version))
         finally:
             # On process 0, where it exists until it is renamed; on others it never did.
             _discard(self._temporary)
         return self._directory / str(name)
 
     def _begin(self, announced: Announced) -> str:
-        check_unique([[name for name, _ in of_one] for of_one in announced])
+        check_unique([[name for name, *_ in of_one] for of_one in announced])
         files.make_directories(self._directory)
         self._replaced()
         files.make_directory(self._temporary)
         return self._temporary.name
 
-    def _commit(self, written: Sequence[Sequence[Written]]) -> str:
+    def _commit(self, written: Sequence[Sequence[Written]], version: int) -> str:
         """Publish what all have written; return the name of the folder."""
         replaced = self._replaced()
         manifest = Manifest(
+            format_version=version,
             step=self._step,
             revision=max((old.manifest.revision + 1 for old in replaced), default=0),
             run_id=self._run_id,

@@ -109,14 +109,19 @@ class CheckpointStore:
                 report(f"Skipped step {entry.step}: {error}")
         return None
 
-    def open(self, path: Path) -> Checkpoint:
+    def open(self, path: Path, share: tuple[int, int] = (0, 1)) -> Checkpoint:
         """Return a checkpoint after every byte of it was verified.
+
+        Args:
+            path: Its folder.
+            share: (index, count): verify only this share of the bytes, as other processes verify
+                the rest; none of them may use it before all have.
 
         Raises:
             CheckpointCorrupt: Something is broken; names the file and says why.
             CheckpointError: A newer version of the format.
         """
-        return Checkpoint(Path(path), verify(Path(path)))
+        return Checkpoint(Path(path), verify(Path(path), share))
 
     def clean(self) -> None:
         """Remove what interrupted saves and removals left; the caller holds the run's lock.

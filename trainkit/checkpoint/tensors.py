@@ -1,17 +1,15 @@
 """Tensors as bytes and back, and which of them share memory; torch is imported when asked for."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from trainkit.checkpoint.reading import HashedFile
-from trainkit.checkpoint.tensor_file import Piece, TensorInfo
+from trainkit.checkpoint.tensor_file import Piece
 from trainkit.errors import CheckpointError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Sharing", "read_tensors", "refused_tensor", "tensor_piece"]
+__all__ = ["Sharing", "bytes_of", "empty", "file_dtype", "refused_tensor", "tensor_piece"]
 
 _TORCH_NAMES = {
     "BOOL": "bool", "U8": "uint8", "U16": "uint16", "U32": "uint32", "U64": "uint64",
@@ -37,6 +35,18 @@ def refused_tensor(value: "Tensor") -> str | None:
     return None
 
 
+def file_dtype(dtype: Any) -> str:
+    """Return what safetensors calls a dtype of torch.
+
+    Raises:
+        ValueError: It has no name for it.
+    """
+    name = _FILE_NAMES.get(str(dtype))
+    if name is None:
+        raise ValueError(f"is of the dtype {dtype}, which safetensors lacks")
+    return name
+
+
 def tensor_piece(value: "Tensor", name: str) -> tuple[Piece, dict[str, Any]]:
     """Return what is written of a tensor, and the node of the tree that refers to it.
 
@@ -57,25 +67,26 @@ def _bytes_of(value: "Tensor") -> memoryview:
     return data.view(torch.uint8).numpy().data
 
 
-def read_tensors(
-    file: HashedFile, tensors: Iterable[tuple[str, TensorInfo]]
-) -> "dict[str, Tensor]":
-    """Read tensors, given in the order in which they stand, each into memory of its own.
+def empty(dtype: str, shape: tuple[int, ...]) -> "Tensor":
+    """Return a tensor to be filled, of a dtype by its name in safetensors.
 
     Raises:
-        CheckpointCorrupt: The file is cut, or names a shape that cannot be.
+        ValueError: No tensor can have this shape.
     """
     import torch
 
-    found = {}
-    for name, info in tensors:
-        try:
-            tensor = torch.empty(info.shape, dtype=getattr(torch, _TORCH_NAMES[info.dtype]))
-        except (OverflowError, RuntimeError, TypeError) as error:
-            raise file.broken(f"`{name}` cannot have the shape {info.shape}") from error
-        file.read_into(tensor.reshape(-1).view(torch.uint8).numpy().data)
-        found[name] = tensor
-    return found
+    try:
+        return torch.empty(shape, dtype=getattr(torch, _TORCH_NAMES[dtype]))
+    except (OverflowError, RuntimeError, TypeError) as error:
+        raise ValueError(f"no tensor can have the shape {shape}") from error
+
+
+def bytes_of(tensor: "Tensor") -> memoryview:
+    """Return the memory of a contiguous tensor, to be written to."""
+    import torch
+
+    data: memoryview = tensor.reshape(-1).view(torch.uint8).numpy().data
+    return data
 
 
 @dataclass(frozen=True, slots=True)

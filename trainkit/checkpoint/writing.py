@@ -25,11 +25,13 @@ class PlannedFile:
     Args:
         size: Bytes.
         chunks: Returns its content, piece by piece; called once.
+        version: The least version of the format that has what is in it.
     """
 
     name: str
     size: int
     chunks: Callable[[], Iterable[bytes | memoryview]]
+    version: int = 1
 
 
 def plan(parts: Mapping[str, Any]) -> list[PlannedFile]:
@@ -67,7 +69,8 @@ def _plan_part(name: str, state: Any) -> list[PlannedFile]:
         content = strict_json.dump(encoded.tree)
         if len(content) > strict_json.LARGEST:
             raise _too_large(name, len(content), encoded.tree)
-        planned.append(PlannedFile(name + JSON_SUFFIX, len(content), lambda: [content]))
+        version = 2 if encoded.is_sharded else 1
+        planned.append(PlannedFile(name + JSON_SUFFIX, len(content), lambda: [content], version))
     return planned
 
 
