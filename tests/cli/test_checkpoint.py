@@ -4,12 +4,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.checkpoint.toys import RUN, save_alone
 from trainkit.checkpoint import CheckpointStore, RunLock
+from trainkit.checkpoint.boxes import Box
+from trainkit.checkpoint.stored import StoredTensor
 from trainkit.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -198,3 +201,58 @@ def test_a_reader_that_has_seen_enough_gets_no_traceback(run: Path) -> None:
         assert process.stderr is not None
         process.stdout.close()
         assert process.stderr.read() == b""
+
+
+def sharded(run: Path, whole: dict[str, torch.Tensor], shards: int) -> Path:
+    """Save the state in row shards, as so many processes would."""
+    parts: dict[str, Any] = {"model": {}}
+    for name, tensor in whole.items():
+        pieces, begin, places = tensor.chunk(shards), 0, []
+        for rank, piece in enumerate(pieces):
+            part = f"model-shard-{rank:05d}"
+            parts.setdefault(part, {})[name] = piece
+            offsets = (begin, *(0 for _ in piece.shape[1:]))
+            places.append((part, Box(offsets, tuple(piece.shape))))
+            begin += piece.shape[0]
+        stored = StoredTensor(name, "F32", tuple(tensor.shape), tuple(places))
+        parts["model"][name] = stored
+    return save_alone(CheckpointStore(run / "checkpoints"), 40, parts)
+
+
+def test_sharded_tensors_are_shown_and_compared_as_whole_ones(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = {"weight": torch.randn(5, 3), "bias": torch.arange(4.0)}
+    whole = save_alone(CheckpointStore(tmp_path / "whole"), 40, {"model": model})
+    three = sharded(tmp_path, model, 3)
+    assert command("show", three) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    shown = [row for row in rows if row[:1] == ["model"]]
+    assert [row[:5] for row in shown] == [
+        ["model", "weight", "F32", "[5,", "3]"],
+        ["model", "bias", "F32", "[4]", "16"],
+    ]
+    assert not [row for row in rows if row and row[0].startswith("model-shard")]
+    assert command("diff", whole, three) == 0
+    model["bias"][3] = 9.0
+    assert command("diff", sharded(tmp_path / "other", model, 2), three) == 1
+    assert capsys.readouterr().out.count("bias") == 1
+    assert command("ls", tmp_path) == 0
+    assert command("verify", tmp_path) == 0
+    shard = three / "model-shard-00001.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1] + b"?")
+    assert command("verify", tmp_path) == 1
+    assert "`model-shard-00001.safetensors`" in capsys.readouterr().out
+
+
+def test_a_sharded_checkpoint_whose_shards_do_not_fit_cannot_be_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    box = Box((0,), (3,))
+    model = {"w": StoredTensor("w", "F32", (4,), (("shard", box),))}
+    parts = {"model": model, "shard": {"w": torch.zeros(3)}}
+    path = save_alone(CheckpointStore(tmp_path), 1, parts)
+    assert command("show", path) == 1
+    assert "`model.json`: trainkit did not write it so: `w`: its shards leave a gap" in (
+        capsys.readouterr().err
+    )

@@ -1,4 +1,4 @@
-"""`trainkit checkpoint`: list, verify, show, compare and thin out checkpoints."""
+"""`trainkit checkpoint`: list, verify, show, compare, thin out, export and import checkpoints."""
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +11,7 @@ from trainkit.checkpoint.names import MANIFEST
 from trainkit.checkpoint.opened import check_sizes, verify
 from trainkit.checkpoint.retention import Best, KeepPolicy, removable, rotate
 from trainkit.checkpoint.store import CheckpointStore
+from trainkit.cli import convert
 from trainkit.cli.contents import Contents, TensorSummary, leaves, read_contents
 from trainkit.cli.tables import print_table, readable_size
 from trainkit.errors import CheckpointError, ConfigError
@@ -23,7 +24,7 @@ _MOST_VALUES = 20  # of one part that `show` prints
 
 def add_to(commands: Any) -> None:
     """Add the command and its own commands to the parser's `commands`."""
-    help_text = "list, verify, show, compare and thin out checkpoints"
+    help_text = "list, verify, show, compare, thin out, export and import checkpoints"
     parser = commands.add_parser("checkpoint", help=help_text, description=help_text)
     own = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     where = "a run's directory, or the folder with its checkpoints"
@@ -39,6 +40,7 @@ def add_to(commands: Any) -> None:
     )
     prune.add_argument("--keep-every", type=int, metavar="N", help="steps that are multiples of N")
     prune.add_argument("--dry-run", action="store_true", help="only say what would be removed")
+    convert.add_to(own, _add, _single)
 
 
 def _add(

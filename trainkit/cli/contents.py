@@ -1,17 +1,21 @@
 """What a checkpoint holds, read without torch."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from trainkit.checkpoint import strict_json, tensor_file
+from trainkit.checkpoint import strict_json
+from trainkit.checkpoint.boxes import Box
 from trainkit.checkpoint.manifest import Manifest
-from trainkit.checkpoint.names import JSON_SUFFIX, part_of
+from trainkit.checkpoint.names import JSON_SUFFIX, TENSOR_SUFFIX, part_of
 from trainkit.checkpoint.opened import verify
-from trainkit.checkpoint.reading import HashedFile, open_directory, open_file
+from trainkit.checkpoint.reading import open_directory
+from trainkit.checkpoint.stored import StoredTensor
+from trainkit.checkpoint.tensor_reader import TensorReader
+from trainkit.errors import CheckpointCorrupt
 
 __all__ = ["Contents", "TensorSummary", "leaves", "read_contents"]
 
@@ -36,37 +40,75 @@ class Contents:
 
 
 def read_contents(path: Path) -> Contents:
-    """Verify a checkpoint and return what it holds.
+    """Verify a checkpoint and return what it holds; sharded tensors as if they were whole.
 
     Raises:
         CheckpointError: It is broken, or of a newer version of the format.
     """
     contents = Contents(verify(path))
+    files = contents.manifest.files
     with open_directory(path) as directory:
-        for name in contents.manifest.files:
-            with open_file(directory, name, path) as file:
-                if name.endswith(JSON_SUFFIX):
-                    contents.values[part_of(name)] = _read_values(file)
-                else:
-                    contents.tensors[part_of(name)] = _read_tensors(file)
+        reader = TensorReader(directory, path, files, {})
+        trees, tensors = _read_trees(reader, files, path)
+        shards = {part for own in tensors.values() for t in own.values() for part, _ in t.shards}
+        for part in sorted({part_of(name) for name in files} - shards):
+            if part + TENSOR_SUFFIX in files:
+                tensors[part] = reader.of_part(part) | tensors.get(part, {})
+            if tensors.get(part):
+                found = {name: _summary(reader, one) for name, one in tensors[part].items()}
+                contents.tensors[part] = found
+            if part in trees and not _is_plain(trees[part]):
+                contents.values[part] = dict(leaves(trees[part]))
     return contents
 
 
-def _read_values(file: HashedFile) -> dict[str, Any]:
-    try:
-        return dict(leaves(strict_json.parse(file.read(file.size))))
-    except ValueError as error:
-        raise file.broken(str(error)) from error
+def _read_trees(
+    reader: TensorReader, files: Iterable[str], path: Path
+) -> tuple[dict[str, Any], dict[str, dict[str, StoredTensor]]]:
+    """Return the JSON of the parts, in which no tensor is sharded, and those that are."""
+    trees: dict[str, Any] = {}
+    sharded: dict[str, dict[str, StoredTensor]] = {}
+    for name in files:
+        if name.endswith(JSON_SUFFIX):
+            try:
+                trees[part_of(name)] = tree = strict_json.parse(reader.read_whole(name))
+                sharded[part_of(name)] = dict(_take_sharded(tree))
+            except (TypeError, ValueError) as error:
+                text = f"`{name}`: trainkit did not write it so: {error}."
+                raise CheckpointCorrupt(
+                    f"The checkpoint `{path}` is broken: {text}", path=path, file=name
+                ) from error
+    return trees, sharded
 
 
-def _read_tensors(file: HashedFile) -> dict[str, TensorSummary]:
-    header = tensor_file.read_header(file)
-    found = {}
-    for name, info in header.in_file_order():
-        size = info.end - info.begin
-        digest = xxhash.xxh3_128_hexdigest(file.read(size))
-        found[name] = TensorSummary(info.dtype, info.shape, size, digest)
-    return {name: found[name] for name in header.tensors}
+def _take_sharded(node: Any) -> Iterator[tuple[str, StoredTensor]]:
+    """Yield the sharded tensors of a tree, and make each node that of a tensor of one piece."""
+    if type(node) is dict and "$sharded" in node:
+        stored = StoredTensor.parse(node.pop("$sharded"))
+        node["$tensor"] = stored.name
+        yield stored.name, stored
+    elif type(node) in (dict, list):
+        for value in node.values() if type(node) is dict else node:
+            yield from _take_sharded(value)
+
+
+def _is_plain(tree: Any) -> bool:
+    """Return whether there is nothing in a tree that the tensors by themselves do not tell."""
+    items = tree.get("$ordered", tree) if type(tree) is dict else None
+    return (
+        type(items) is dict
+        and bool(items)
+        and all(node == {"$tensor": name} for name, node in items.items())
+    )
+
+
+def _summary(reader: TensorReader, stored: StoredTensor) -> TensorSummary:
+    whole = Box.whole(stored.shape)
+    reader.check(stored, whole)
+    content = bytearray(stored.size)
+    reader.read([(stored, whole, memoryview(content))], hashed=False)
+    digest = xxhash.xxh3_128_hexdigest(content)
+    return TensorSummary(stored.dtype, stored.shape, stored.size, digest)
 
 
 def leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:

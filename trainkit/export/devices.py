@@ -1,0 +1,209 @@
+"""Device maps: which module of a model lives where."""
+
+import os
+from collections.abc import Collection, Iterable, Mapping
+
+import torch
+from torch import nn
+
+from trainkit.errors import ConfigError
+from trainkit.export.sizes import parse_size
+from trainkit.export.slots import slots_of
+from trainkit.types import Size
+
+__all__ = ["DeviceMap", "Place", "device_of", "infer_device_map", "places_of", "prefix_of"]
+
+Place = int | str | torch.device
+"""A device, or "disk"."""
+
+DeviceMap = Mapping[str, Place]
+"""Name of a module, parameter or buffer, "" for all, to its place."""
+
+_MAPPED = 0.9  # of the free memory of a device; the rest is for what a forward computes
+
+
+def places_of(device_map: Place | DeviceMap | None, names: Iterable[str]) -> dict[str, Place]:
+    """Return a device map in its full form, after a check; {} for None.
+
+    Args:
+        names: Of the model's tensors.
+
+    Raises:
+        ConfigError: A place is none, or tensors have no place.
+    """
+    if device_map is None:
+        return {}
+    places: dict[str, Place] = {}
+    if isinstance(device_map, Mapping):
+        places.update(device_map)
+    else:
+        places[""] = device_map
+    for name, place in places.items():
+        if place != "disk":
+            device_of(place, name)
+    lost = [name for name in names if prefix_of(name, places) is None]
+    if lost:
+        shown = ", ".join(f"`{name}`" for name in lost[:5]) + ", ..." * (len(lost) > 5)
+        raise ConfigError(
+            f"`device_map` gives no place to {len(lost)} tensors ({shown}"
+            '). Add their modules, or a place for `""`, which is for all that is left.'
+        )
+    return places
+
+
+def prefix_of(name: str, places: Collection[str]) -> str | None:
+    """Return the longest key that is `name`, or a module that it is in; None without one."""
+    while name not in places:
+        if not name:
+            return None
+        name = name.rpartition(".")[0]
+    return name
+
+
+def device_of(place: Place, name: str = "") -> torch.device:
+    """Return the device that a place names.
+
+    Raises:
+        ConfigError: It is no device.
+    """
+    accelerator = torch.accelerator.current_accelerator()
+    try:
+        if not isinstance(place, int):
+            device = torch.device(place)
+        else:
+            device = torch.device("cuda" if accelerator is None else accelerator.type, place)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(
+            f"`device_map` says {place!r} for `{name}`, but a place is a device such as "
+            '"cpu", "cuda:0" or 0, or "disk".'
+        ) from error
+    if device.type != "cpu" and (accelerator is None or accelerator.type != device.type):
+        raise ConfigError(
+            f"`device_map` says {place!r} for `{name}`, but this machine has no such device that "
+            'torch can use. Say "cpu" or "disk".'
+        )
+    return device
+
+
+def infer_device_map(
+    model: nn.Module,
+    *,
+    max_memory: Mapping[int | str, Size] | None = None,
+    no_split_module_classes: Iterable[str] = (),
+    dtype: torch.dtype | None = None,
+) -> dict[str, Place]:
+    """Return a device map that fills the GPUs first, then the host, then the disk.
+
+    Modules are placed in their order. One that does not fit where the last one went is split into
+    its children, or begins the next device.
+
+    Args:
+        max_memory: Bytes, or sizes such as "10GB", by number of the GPU and "cpu"; by default
+            nine tenths of what is free.
+        no_split_module_classes: Names of classes whose modules stay on one device.
+        dtype: Of floating tensors once they are loaded; None: as they are.
+    """
+    free = _free_memory() if max_memory is None else _parsed(max_memory)
+    sizes, ties = _sizes(model, dtype)
+    unsplit = frozenset(no_split_module_classes)
+    first = next(iter(free), "cpu")
+    if first != "cpu" and sum(sizes.values()) > sum(v for k, v in free.items() if k != "cpu"):
+        # What stays outside the GPUs visits the first one block by block.
+        free[first] = max(0, free[first] - _largest_block(model, sizes, unsplit))
+    return _Filling(free, sizes, ties, unsplit).run(model)
+
+
+class _Filling:
+    def __init__(
+        self,
+        free: Mapping[int | str, int],
+        sizes: Mapping[str, int],
+        ties: Mapping[str, str],
+        unsplit: frozenset[str],
+    ) -> None:
+        self._left = [*free.items(), ("disk", 1 << 62)]
+        self._sizes = sizes
+        self._ties = ties
+        self._unsplit = unsplit
+        self._places: dict[str, Place] = {}
+
+    def run(self, model: nn.Module) -> dict[str, Place]:
+        """Return the map of a whole model, in its shortest form."""
+        self._put(model, "")
+        used = set(self._places.values())
+        return {"": used.pop()} if len(used) == 1 else self._places
+
+    def _put(self, module: nn.Module, name: str) -> None:
+        if (first := self._tied_to(name)) is not None:
+            self._places[name] = self._places[first]
+            return
+        needed = _below(name, self._sizes)
+        own = [full for full in self._sizes if full.rpartition(".")[0] == name]
+        children = list(module.named_children())
+        while not self._take(name, needed):
+            if children and type(module).__name__ not in self._unsplit:
+                for full in own:
+                    while not self._take(full, self._sizes[full]):
+                        self._left.pop(0)
+                for child, inner in children:
+                    self._put(inner, f"{name}.{child}" if name else child)
+                return
+            self._left.pop(0)
+
+    def _tied_to(self, name: str) -> str | None:
+        """Return a key that is placed and holds the tensors of a module that has no others."""
+        below = [full for full in self._sizes if full.startswith(f"{name}.")]
+        if not below or not all(full in self._ties for full in below):
+            return None
+        return prefix_of(self._ties[below[0]], self._places)
+
+    def _take(self, name: str, needed: int) -> bool:
+        place, left = self._left[0]
+        if needed > left:
+            return False
+        self._left[0] = (place, left - needed)
+        self._places[name] = place
+        return True
+
+
+def _below(name: str, sizes: Mapping[str, int]) -> int:
+    return sum(size for full, size in sizes.items() if not name or full.startswith(f"{name}."))
+
+
+def _sizes(model: nn.Module, dtype: torch.dtype | None) -> tuple[dict[str, int], dict[str, str]]:
+    """Return the bytes of each tensor by name, and the first name of each that is tied to one."""
+    sizes: dict[str, int] = {}
+    ties: dict[str, str] = {}
+    for name, slot in slots_of(model).items():
+        tensor, first = slot.tensor, slot.names[0]
+        kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        sizes[name] = tensor.numel() * kind.itemsize if name == first else 0
+        if name != first:
+            ties[name] = first
+    return sizes, ties
+
+
+def _largest_block(model: nn.Module, sizes: Mapping[str, int], unsplit: frozenset[str]) -> int:
+    blocks = [
+        _below(name, sizes)
+        for name, module in model.named_modules()
+        if type(module).__name__ in unsplit or not list(module.children())
+    ]
+    return max(blocks, default=0)
+
+
+def _free_memory() -> dict[int | str, int]:
+    gpus = torch.cuda.device_count()
+    free: dict[int | str, int] = {
+        index: int(torch.cuda.mem_get_info(index)[0] * _MAPPED) for index in range(gpus)
+    }
+    host = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return {**free, "cpu": int(host * _MAPPED)}
+
+
+def _parsed(max_memory: Mapping[int | str, Size]) -> dict[int | str, int]:
+    parsed = {
+        place: 0 if size == 0 else parse_size(size, f"max_memory[{place!r}]")
+        for place, size in max_memory.items()
+    }
+    return dict(sorted(parsed.items(), key=lambda item: (item[0] == "cpu", str(item[0]))))

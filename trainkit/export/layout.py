@@ -1,0 +1,100 @@
+"""Which file of an export holds which tensor, and the names that `from_pretrained` reads."""
+
+import re
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from trainkit.checkpoint import strict_json
+from trainkit.checkpoint.tensor_file import LARGEST_HEADER, SIZES, Piece
+
+__all__ = ["METADATA", "Layout", "is_weights", "lay_out"]
+
+METADATA = {"format": "pt"}  # which readers of transformers ask for
+
+_STEMS = {True: "model", False: "pytorch_model"}
+_SUFFIXES = {True: ".safetensors", False: ".bin"}
+_WEIGHTS = re.compile(
+    r"model(-\d{5,}-of-\d{5,})?\.safetensors|model\.safetensors\.index\.json"
+    r"|pytorch_model(-\d{5,}-of-\d{5,})?\.bin|pytorch_model\.bin\.index\.json"
+)
+_PER_PICKLED_TENSOR = 1024  # bytes that a `.bin` file spends on names, places and alignment
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The files of an export.
+
+    Args:
+        files: Name of each file of tensors to the names of the tensors in it.
+        size: Bytes of all tensors.
+        index: Name of the file that says where each tensor is; None for a single file.
+    """
+
+    files: dict[str, list[str]]
+    size: int
+    index: str | None
+
+    @property
+    def entry(self) -> str:
+        """Return the file that readers open first."""
+        return self.index or next(iter(self.files))
+
+    def encode_index(self) -> bytes:
+        """Return the content of the index."""
+        weight_map = {name: file for file, names in self.files.items() for name in names}
+        body = {"metadata": {"total_size": self.size}, "weight_map": weight_map}
+        return strict_json.dump(body, indent=2) + b"\n"
+
+
+def lay_out(pieces: Mapping[str, Piece], limit: int, *, safe: bool) -> Layout:
+    """Share tensors out over files, in their order.
+
+    A tensor that alone is above the limit gets a file of its own, with a warning.
+
+    Args:
+        limit: Largest size of a file in bytes, its header included.
+        safe: Safetensors, not torch's own files.
+    """
+    base = (
+        8 + len(strict_json.dump({"__metadata__": METADATA})) + 8 if safe else _PER_PICKLED_TENSOR
+    )
+    groups: list[list[str]] = [[]]
+    used = heads = base
+    for name, piece in pieces.items():
+        head = _head(name, piece) if safe else _PER_PICKLED_TENSOR + len(name)
+        if base + head + piece.size > limit:
+            warnings.warn(
+                f"`{name}` alone has {piece.size} bytes, more than `max_shard_size` allows "
+                f"({limit}): its file will be larger.",
+                stacklevel=2,
+            )
+        if groups[-1] and (used + head + piece.size > limit or heads + head > LARGEST_HEADER):
+            groups.append([])
+            used = heads = base
+        groups[-1].append(name)
+        used += head + piece.size
+        heads += head
+    for group in groups:  # in the order in which the bytes will stand
+        group.sort(key=lambda name: -SIZES[pieces[name].dtype])
+    size = sum(piece.size for piece in pieces.values())
+    stem, suffix = _STEMS[safe], _SUFFIXES[safe]
+    if len(groups) == 1:
+        return Layout({f"{stem}{suffix}": groups[0]}, size, None)
+    files = {
+        f"{stem}-{number:05d}-of-{len(groups):05d}{suffix}": group
+        for number, group in enumerate(groups, 1)
+    }
+    return Layout(files, size, f"{stem}{suffix}.index.json")
+
+
+def is_weights(name: str) -> bool:
+    """Return whether a file of this name belongs to an export's weights."""
+    return _WEIGHTS.fullmatch(name) is not None
+
+
+def _head(name: str, piece: Piece) -> int:
+    """Return how many bytes of a header a tensor takes at most."""
+    offsets = [10**15, 10**15]
+    entry = {"dtype": piece.dtype, "shape": list(piece.shape), "data_offsets": offsets}
+    return len(strict_json.dump({name: entry}))

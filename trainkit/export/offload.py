@@ -1,0 +1,176 @@
+"""Modules whose tensors are elsewhere until their forward needs them."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from trainkit.checkpoint import files, tensor_file
+from trainkit.checkpoint.tensor_file import Piece
+from trainkit.checkpoint.tensors import tensor_piece
+from trainkit.data.tree import map_leaves
+from trainkit.errors import ConfigError
+from trainkit.export.layout import METADATA
+from trainkit.export.slots import Slot
+
+__all__ = ["align_devices", "offload", "read_back", "write_offloaded"]
+
+_FILE = "offloaded.safetensors"
+# Their forward uses the parameters of their children itself.
+_TAKEN_WHOLE = (nn.MultiheadAttention,)
+
+Read = Callable[[], Tensor]
+
+
+def write_offloaded(folder: Path, values: Mapping[str, tuple[Tensor, Read]]) -> Path:
+    """Write tensors into one file, one at a time in memory, and return it.
+
+    Args:
+        folder: Made where it is missing; an earlier file of this kind is replaced.
+        values: By name: a tensor of the shape and dtype, and what returns the values.
+
+    Raises:
+        ConfigError: The folder cannot be written to.
+    """
+    pieces = {name: _piece(name, like, read) for name, (like, read) in values.items()}
+    header = tensor_file.encode_header(pieces, METADATA)
+    path = folder / _FILE
+    try:
+        files.make_directories(folder)
+        path.unlink(missing_ok=True)  # a model that has mapped the earlier one keeps it
+        files.write_file(path, tensor_file.chunks(pieces, header))
+    except OSError as error:
+        raise ConfigError(
+            f"`offload_folder` (`{folder}`) cannot be written to: {error}. Pass another folder."
+        ) from error
+    return path
+
+
+def _piece(name: str, like: Tensor, read: Read) -> Piece:
+    piece, node = tensor_piece(like, name)
+    if "$tensor" not in node:
+        raise ConfigError(f"`{name}` has dtype {like.dtype}, which cannot be offloaded to disk.")
+    return Piece(piece.dtype, piece.shape, lambda: tensor_piece(read(), name)[0].data())
+
+
+def read_back(path: Path) -> Callable[[str], Tensor]:
+    """Return what reads a tensor of a file by its name; the file is mapped into memory."""
+    file: Any = safe_open(path, framework="pt")
+
+    def read(name: str) -> Tensor:
+        tensor: Tensor = file.get_tensor(name)
+        return tensor.clone()
+
+    return read
+
+
+def offload(
+    model: nn.Module,
+    slots: Mapping[str, tuple[Slot, Read, torch.device]],
+    whole_classes: frozenset[str] = frozenset(),
+) -> None:
+    """Let modules fetch tensors before their forward and give them up after it.
+
+    Args:
+        model: The model; from now on it is for inference.
+        slots: By name: where the tensor belongs, what reads it, and the device to run on.
+        whole_classes: Names of classes whose modules fetch all that is below them at once.
+    """
+    units: dict[nn.Module, _Unit] = {}
+    owners = _owners(model, whole_classes)
+    for slot, read, device in slots.values():
+        empty = torch.empty_like(slot.tensor, device="meta")
+        slot.replace(empty)
+        for module, name in slot.places:
+            owner = owners[module]
+            unit = units.setdefault(owner, _Unit(device))
+            unit.tensors.append((module, name, read, slot.tensor))
+    for owner, unit in units.items():
+        owner.register_forward_pre_hook(unit.fetch)
+        owner.register_forward_hook(unit.give_up, always_call=True)
+
+
+def _owners(model: nn.Module, whole_classes: frozenset[str]) -> dict[nn.Module, nn.Module]:
+    """Return for each module the one whose forward its tensors must be there for."""
+    owners: dict[nn.Module, nn.Module] = {}
+    for module in model.modules():
+        if isinstance(module, _TAKEN_WHOLE) or type(module).__name__ in whole_classes:
+            for inner in module.modules():
+                owners.setdefault(inner, owners.get(module, module))
+        owners.setdefault(module, module)
+    return owners
+
+
+class _Unit:
+    """What one module fetches: place, name, reader and what stands there without values."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.tensors: list[tuple[nn.Module, str, Read, Tensor]] = []
+        self._device = device
+
+    def fetch(self, module: nn.Module, inputs: Any) -> None:
+        """Fetch all tensors."""
+        for owner, name, read, empty in self.tensors:
+            value = read().to(self._device)
+            if isinstance(empty, nn.Parameter):
+                value = nn.Parameter(value, requires_grad=False)
+            _put(owner, name, value)
+
+    def give_up(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
+        """Give the memory of all back."""
+        for owner, name, _, empty in self.tensors:
+            _put(owner, name, empty)
+
+
+def _put(module: nn.Module, name: str, value: Tensor) -> None:
+    tensors: dict[str, Any] = module._parameters if name in module._parameters else module._buffers
+    tensors[name] = value
+
+
+def align_devices(model: nn.Module, devices: Mapping[str, torch.device]) -> None:
+    """Let modules move their inputs to their device, and the model its outputs back.
+
+    Args:
+        devices: By name of the module; names of single tensors are passed over.
+    """
+    modules = dict(model.named_modules())
+    for name, device in devices.items():
+        if name in modules:
+            modules[name].register_forward_pre_hook(_Mover(device), with_kwargs=True)
+    origin = _Origin()
+    model.register_forward_pre_hook(origin.note, with_kwargs=True, prepend=True)
+    model.register_forward_hook(origin.bring_back)
+
+
+class _Mover:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def __call__(self, module: nn.Module, inputs: Any, options: Any) -> Any:
+        return _moved(inputs, self._device), _moved(options, self._device)
+
+
+class _Origin:
+    def __init__(self) -> None:
+        self._devices: list[torch.device] = []
+
+    def note(self, module: nn.Module, inputs: Any, options: Any) -> None:
+        """Remember where the inputs are."""
+        self._devices.clear()
+        map_leaves((inputs, options), self._see)
+
+    def bring_back(self, module: nn.Module, inputs: Any, outputs: Any) -> Any:
+        """Return the outputs there."""
+        return _moved(outputs, self._devices[0]) if self._devices else outputs
+
+    def _see(self, leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            self._devices.append(leaf.device)
+        return leaf
+
+
+def _moved(tree: Any, device: torch.device) -> Any:
+    return map_leaves(tree, lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf)

@@ -1,0 +1,54 @@
+"""Torch's own files (`.bin`, `.pt`), which are pickles: written on request, read without running.
+
+The one place that calls `torch.load` and `torch.save`. Reading never falls back to pickle: torch's
+restricted reader builds tensors and plain containers and refuses every other global.
+"""
+
+import re
+import zipfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainkit.errors import CheckpointError
+
+__all__ = ["Allowed", "read_pickled", "write_pickled"]
+
+Allowed = Sequence[Callable[..., Any] | tuple[Callable[..., Any], str]]
+"""Globals that a file may name besides those that torch allows, as `safe_globals` takes them."""
+
+_GLOBAL = re.compile(r"GLOBAL ([\w.]+)")
+
+
+def read_pickled(path: Path, allowed: Allowed = (), advice: str = "") -> Any:
+    """Return what a file holds, on the CPU.
+
+    Args:
+        path: The file.
+        allowed: Globals that may be called besides those that torch allows.
+        advice: What to do where the file is refused.
+
+    Raises:
+        CheckpointError: It is missing or broken, or asks for code to be run.
+    """
+    try:
+        with torch.serialization.safe_globals(list(allowed)):
+            return torch.load(
+                path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path)
+            )
+    except FileNotFoundError as error:
+        raise CheckpointError(f"There is no file `{path}`.", path=path) from error
+    except Exception as error:  # whatever a broken or hostile file makes the reader raise
+        found = _GLOBAL.search(str(error))
+        why = "it is no file that `torch.save` wrote, or it is broken"
+        if found is not None:
+            why = f"it asks for `{found[1]}` to be called, which could run any code"
+        text = f"`{path}` is refused: {why}. {advice}".rstrip()
+        raise CheckpointError(text, path=path.parent, file=path.name) from None
+
+
+def write_pickled(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Write tensors as `torch.save` does."""
+    torch.save(tensors, path)

@@ -1,0 +1,97 @@
+"""The tensors of a module under plain names, however it is wrapped, compiled or sharded."""
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainkit.errors import ConfigError
+
+__all__ = ["is_sharded", "plain_name", "same_memory", "tensors_of", "unwrapped", "whole"]
+
+# Segments that wrappers put into names; no module of a user is called so.
+_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the module behind torch's wrappers for data parallelism and compilation."""
+    parallel = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+    while True:
+        inner = model.module if isinstance(model, parallel) else getattr(model, "_orig_mod", None)
+        if not isinstance(inner, nn.Module):
+            return model
+        model = inner
+
+
+def plain_name(name: str) -> str:
+    """Return the name of a tensor without what wrappers put into it."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return what a file of the model must hold: every tensor once, by its plain name.
+
+    Of tied tensors the first counts, but not one that transformers fills from another.
+
+    Raises:
+        ConfigError: Something is no tensor, or has no values.
+    """
+    module = unwrapped(model)
+    found = {plain_name(name): t for name, t in module.state_dict(keep_vars=True).items()}
+    ignored = set(getattr(module, "_keys_to_ignore_on_save", None) or ())
+    found = {name: value for name, value in found.items() if name not in ignored}
+    _check(found)
+    filled = set(getattr(module, "_tied_weights_keys", None) or ())
+    names: dict[Hashable, str] = {}
+    for name in sorted(found, key=lambda name: name in filled):
+        names.setdefault(same_memory(found[name]), name)
+    kept = set(names.values())
+    return {name: value.detach() for name, value in found.items() if name in kept}
+
+
+def _check(found: dict[str, Any]) -> None:
+    others = [name for name, value in found.items() if not isinstance(value, Tensor)]
+    if others:
+        raise ConfigError(
+            f"{_shown(others)} of the model's state hold no tensors, and files of weights can "
+            "hold nothing else. Remove their `get_extra_state`, or save a checkpoint instead."
+        )
+    empty = [name for name, value in found.items() if value.is_meta]
+    if empty:
+        raise ConfigError(
+            f"{_shown(empty)} of the model have no values: they are on the device `meta`. Fill "
+            "the model first, for example by `load_checkpoint_in_model`."
+        )
+
+
+def _shown(names: list[str]) -> str:
+    listed = ", ".join(f"`{name}`" for name in names[:5])
+    return f"{listed} and {len(names) - 5} more" if len(names) > 5 else listed
+
+
+def same_memory(tensor: Tensor) -> Hashable:
+    """Return a key that two tensors share where they are one: the same memory, seen equally."""
+    local = getattr(tensor, "_local_tensor", tensor)
+    if local.is_meta or local.layout is not torch.strided or not local.numel():
+        return id(tensor)
+    storage = local.untyped_storage().data_ptr()
+    place = (str(local.device), storage, local.storage_offset(), local.dtype)
+    return (*place, tuple(local.shape), local.stride(), tuple(tensor.shape))
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Return whether each process holds a part of `tensor` only (a DTensor)."""
+    return hasattr(tensor, "full_tensor")
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return all of a tensor; of a sharded one every process must ask for it."""
+    if not is_sharded(tensor):
+        return tensor.detach()
+    sharded: Any = tensor.detach()
+    with torch.no_grad():
+        if sharded.device.type != sharded.device_mesh.device_type:
+            sharded = sharded.to(sharded.device_mesh.device_type)  # offloaded to the host
+        full: Tensor = sharded.full_tensor()
+    return full
