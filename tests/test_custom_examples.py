@@ -1,0 +1,75 @@
+"""The examples of parts of one's own run on one process and two, and keep the contracts."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from custom_callback import BackOff
+from custom_precision import StochasticBF16
+from custom_strategy import CompressedDDP
+
+from trainkit.testing import check_callback, check_precision, check_strategy
+
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLES = ROOT / "examples"
+SECONDS = 120
+
+PRINTED = {
+    "custom_callback.py": r"stopped by: \w.*\njumps: \d+, accuracy 0\.\d+\n",
+    "custom_precision.py": r"rounded to nearest: accuracy 0\.\d+\n"
+    r"rounded at random: accuracy 0\.\d+\n",
+    "custom_strategy.py": r"gradients in fp32: accuracy 0\.\d+\n"
+    r"gradients in bfloat16: accuracy 0\.\d+\n",
+}
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("name", sorted(PRINTED))
+def test_the_example_runs(name: str, processes: int) -> None:
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    result = subprocess.run(
+        [sys.executable, *(launcher if processes > 1 else []), str(EXAMPLES / name), "--tiny"],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=SECONDS,
+    )
+    assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"
+    assert re.fullmatch(PRINTED[name], result.stdout), result.stdout  # by one process
+
+
+@pytest.mark.parametrize("processes", [2, 3])
+def test_the_strategy_keeps_the_contract(processes: int) -> None:
+    check_strategy(CompressedDDP, processes=processes, exact=False)
+
+
+def test_the_strategy_is_another_algorithm() -> None:
+    with pytest.raises(AssertionError, match="not those of one device"):
+        check_strategy(CompressedDDP, tolerance=1e-4)
+
+
+def test_the_precision_keeps_the_contract() -> None:
+    check_precision(StochasticBF16)
+
+
+def test_the_callback_keeps_the_contract() -> None:
+    check_callback(BackOff)
+
+
+def test_rounding_is_right_on_average_and_gives_bfloat16() -> None:
+    precision = StochasticBF16()
+    precision.setup(torch.device("cpu"))
+    value = torch.full((40_000,), 1 + 2**-9)  # a quarter of the way from 1 to the next number
+    rounded = precision.rounded(value)
+    assert torch.equal(rounded, rounded.bfloat16().float())
+    assert set(rounded.tolist()) == {1.0, 1 + 2**-7}
+    share = float((rounded > 1).double().mean())
+    assert abs(share - 0.25) < 0.011  # five standard deviations
+    assert torch.equal(precision.rounded(rounded), rounded)
+    assert torch.equal(precision.rounded(-rounded), -rounded)

@@ -1,0 +1,139 @@
+"""Every callback of trainkit keeps the contract, and broken ones are told what they break."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+
+import trainkit.callbacks
+from trainkit import Callback, Run, StepResult
+from trainkit.callbacks import (
+    Checkpoint,
+    EarlyStopping,
+    Evaluation,
+    JSONLLogger,
+    LRMonitor,
+    MainProcess,
+    NaNGuard,
+    ProgressBar,
+    Summary,
+    TensorBoardLogger,
+    TimeLimit,
+)
+from trainkit.testing import check_callback
+
+MAKE: dict[str, Callable[[], Callback]] = {
+    "Checkpoint": lambda: Checkpoint(every_n_steps=3, keep_last=None),
+    "EarlyStopping": lambda: EarlyStopping("eval/loss", patience=100, mode="min"),
+    "Evaluation": lambda: Evaluation(["accuracy"], every_n_steps=3),
+    "JSONLLogger": JSONLLogger,
+    "LRMonitor": LRMonitor,
+    "MainProcess": lambda: MainProcess(JSONLLogger()),
+    "NaNGuard": NaNGuard,
+    "ProgressBar": ProgressBar,
+    "Summary": Summary,
+    "TensorBoardLogger": TensorBoardLogger,
+    "TimeLimit": lambda: TimeLimit(60),
+}
+FUNCTIONS = {"main_process_only"}
+
+
+def test_every_callback_is_under_contract() -> None:
+    assert {*MAKE, *FUNCTIONS} == set(trainkit.callbacks.__all__)
+
+
+@pytest.mark.parametrize("name", sorted(MAKE))
+def test_callbacks(name: str) -> None:
+    check_callback(MAKE[name])
+
+
+class Nudges(Callback):
+    """Adds to the gradients."""
+
+    def on_gradients(self, run: Run) -> None:
+        for p in run.parameters:
+            assert p.grad is not None
+            p.grad += 1e-3 * torch.ones_like(p.grad)
+
+
+class Forgets(Callback):
+    """Stops after 9 steps, but counts them in no state."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def on_fit_start(self, run: Run) -> None:
+        self.steps = 0
+
+    def on_step_end(self, run: Run, result: StepResult) -> None:
+        self.steps += 1
+        if self.steps == 9:
+            run.request_stop("nine steps", agreed=True)
+
+
+class StopsOnce(Callback):
+    """Does not start anew in a second fit."""
+
+    def __init__(self) -> None:
+        self.stopped = False
+
+    def on_step_end(self, run: Run, result: StepResult) -> None:
+        if run.state.step == 7 and not self.stopped:
+            self.stopped = True
+            run.request_stop("seven steps", agreed=True)
+
+
+class CountsFits(Callback):
+    """Ends alike each time, but says so in other words."""
+
+    def __init__(self) -> None:
+        self.fits = 0
+
+    def on_fit_start(self, run: Run) -> None:
+        self.fits += 1
+
+    def on_step_end(self, run: Run, result: StepResult) -> None:
+        if run.state.step == 9:
+            run.request_stop(f"nine steps, fit {self.fits}", agreed=True)
+
+
+class LosesState(Callback):
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def on_step_end(self, run: Run, result: StepResult) -> None:
+        self.steps += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        pass
+
+
+class Raises(Callback):
+    def on_step_skipped(self, run: Run, result: StepResult) -> None:
+        raise ZeroDivisionError("in a hook that seldom comes")
+
+
+@pytest.mark.parametrize(
+    ("broken", "options", "message"),
+    [
+        (Nudges, {}, "must not change what is trained"),
+        (Forgets, {"changes_training": True}, "belongs in `state_dict`"),
+        (StopsOnce, {"changes_training": True}, "A second `fit`"),
+        (CountsFits, {"changes_training": True}, "A second `fit`.*nine steps, fit 2"),
+        (LosesState, {}, "must be what it was"),
+        (Raises, {}, "in a hook that seldom comes"),
+    ],
+)
+def test_a_broken_callback_is_found(
+    broken: type[Callback], options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(AssertionError, match=message):
+        check_callback(broken, processes=[1], timeout_seconds=60, **options)
+
+
+def test_a_callback_may_change_training_if_it_says_so() -> None:
+    check_callback(Nudges, processes=[1], changes_training=True)

@@ -1,0 +1,88 @@
+"""Every precision of trainkit keeps the contract, and broken ones are told what they break."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from trainkit.precision import BF16, FP16, FP32
+from trainkit.precision.precision import Precision
+from trainkit.testing import check_precision
+
+
+@pytest.mark.parametrize("precision", [FP32, BF16, FP16, lambda: FP16(growth_interval=2)])
+def test_precisions(precision: Callable[[], Precision]) -> None:
+    check_precision(precision)
+
+
+class NeverUnscales(FP16):
+    @override
+    def unscale(self, optimizer: Optimizer, agree: Callable[[Tensor], Tensor]) -> bool:
+        return False
+
+
+class NeverSkips(FP16):
+    @override
+    def unscale(self, optimizer: Optimizer, agree: Callable[[Tensor], Tensor]) -> bool:
+        super().unscale(optimizer, agree)
+        return False
+
+
+class Casts(FP32):
+    @override
+    def step(self, optimizer: Optimizer) -> None:
+        super().step(optimizer)
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                p.data = p.data.bfloat16().float() if p.ndim > 1 else p.data.double()
+
+
+class Noisy(FP32):
+    """Draws from a generator that it does not save."""
+
+    @override
+    def setup(self, device: torch.device) -> None:
+        super().setup(device)
+        self.generator = torch.Generator().manual_seed(0)
+
+    @override
+    def step(self, optimizer: Optimizer) -> None:
+        super().step(optimizer)
+        for p in optimizer.param_groups[0]["params"]:
+            p.data += 1e-3 * torch.randn(p.shape, generator=self.generator)
+
+
+class DrawsApart(FP32):
+    """Draws from the global generator, which differs between processes."""
+
+    @override
+    def step(self, optimizer: Optimizer) -> None:
+        super().step(optimizer)
+        for p in optimizer.param_groups[0]["params"]:
+            p.data += 1e-3 * torch.randn(p.shape)
+
+
+class LosesState(FP16):
+    @override
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        (NeverUnscales, "`unscale` must undo what `backward` scaled"),
+        (NeverSkips, "`unscale` did not return True"),
+        (Casts, "float32"),
+        (Noisy, "What a precision draws or adapts belongs in `state_dict`"),
+        (DrawsApart, "must be alike on all processes"),
+        (lambda: LosesState(growth_interval=2), "must be what it was"),
+    ],
+)
+def test_a_broken_precision_is_found(broken: Callable[[], Precision], message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        check_precision(broken, timeout_seconds=60)

@@ -1,0 +1,82 @@
+"""torch.compile, in place: the model keeps its class, its keys and, afterwards, its ways."""
+
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainkit.errors import ConfigError
+
+__all__ = ["compile_options", "compiled"]
+
+
+def compile_options(wanted: bool | Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the options of torch.compile that were asked for; None: nothing is compiled.
+
+    Raises:
+        ConfigError: `wanted` is neither a boolean nor options that torch.compile has.
+    """
+    if isinstance(wanted, bool):
+        return {} if wanted else None
+    if not isinstance(wanted, Mapping):
+        raise ConfigError(
+            "`compile` must be True, False or a mapping with options of `torch.compile`, but is "
+            f'{wanted!r}. Write for example `compile={{"mode": "reduce-overhead"}}`.'
+        )
+    known = sorted(set(inspect.signature(torch.compile).parameters) - {"model"})
+    for name in wanted:
+        if name not in known:
+            near = get_close_matches(str(name), known, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(
+                f"`compile` has the option {name!r}, which `torch.compile` does not know.{hint} "
+                f"It takes {known}."
+            )
+    return dict(wanted)
+
+
+@contextmanager
+def compiled(module: nn.Module, options: Mapping[str, Any] | None) -> Iterator[None]:
+    """Run `module` compiled inside the context, and as it was before after it.
+
+    It is compiled in place, before a strategy wraps it: no key of a state dict changes, and
+    DistributedDataParallel still splits the graph by its buckets. What was compiled stays in
+    torch's cache, so that the next context with the same options compiles nothing again.
+
+    Args:
+        module: The user's own module.
+        options: Keyword arguments of torch.compile; None: the context does nothing.
+
+    Raises:
+        ConfigError: torch refuses the options.
+    """
+    if options is None:
+        yield
+        return
+    before = module._compiled_call_impl
+    try:
+        _compile(module, options)
+    except Exception as error:  # torch has one class for each kind of bad option
+        raise ConfigError(
+            f"`torch.compile` refuses the options {dict(options)!r}: {error}"
+        ) from error
+    try:
+        yield
+    finally:
+        module._compiled_call_impl = before
+
+
+def _compile(module: nn.Module, options: Mapping[str, Any]) -> None:
+    if not type(module).forward.__module__.startswith("torch.nn."):
+        module.compile(**options)
+        return
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    # torch never starts to compile at functions of its own, such as `nn.Sequential.forward`.
+    module._compiled_call_impl = torch.compile(call, **options)

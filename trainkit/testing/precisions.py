@@ -1,0 +1,203 @@
+"""The contract of precisions."""
+
+import copy
+import math
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainkit.checkpoint import check_encodable
+from trainkit.precision import FP32, Precision
+from trainkit.testing.processes import on_processes
+from trainkit.testing.task import (
+    GLOBAL_BATCH,
+    STEPS_PER_EPOCH,
+    Network,
+    Record,
+    Save,
+    fit,
+    loaders,
+    same,
+    weights,
+)
+from trainkit.trainer import Trainer
+
+__all__ = ["check_precision"]
+
+MakePrecision = Callable[[], Precision]
+
+STEPS = 2 * STEPS_PER_EPOCH
+SAVED_STEP = STEPS_PER_EPOCH + 2  # in the middle of an epoch
+CLOSE = 0.1  # relative; two bytes hold a number to 0.4 %, and errors add up
+
+
+def check_precision(
+    make_precision: MakePrecision,
+    *,
+    processes: Sequence[int] = (1, 2),
+    timeout_seconds: float = 120.0,
+) -> None:
+    """Check every promise of the `Precision` interface, by training on real processes.
+
+    A precision is tried on a network with parameters in fp32, on the CPU.
+
+    Args:
+        make_precision: Returns a new precision; called many times, in every process.
+        processes: With how many processes to train.
+        timeout_seconds: For each number of processes.
+
+    Raises:
+        AssertionError: A promise is broken; says which.
+    """
+    for size in processes:
+        with tempfile.TemporaryDirectory(prefix="trainkit-") as folder:
+            arguments = (make_precision, size, Path(folder))
+            found = on_processes(size, _observe, *arguments, timeout_seconds=timeout_seconds)
+        assert same(found), (
+            f"On {size} processes, weights or precision states differ between processes. What is "
+            "random in a precision must be drawn alike on all."
+        )
+
+
+def _observe(rank: int, make_precision: MakePrecision, size: int, folder: Path) -> Any:
+    if size == 1:
+        _check_gradients(make_precision())
+        _check_overflow(make_precision())
+    _check_state(make_precision)
+    _check_norm(make_precision, size)
+    return _check_resume(make_precision, GLOBAL_BATCH // size, folder)
+
+
+def _set_up(precision: Precision) -> Precision:
+    precision.setup(torch.device("cpu"))
+    return precision
+
+
+def _backward(precision: Precision, model: nn.Module, factor: float = 1.0) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    inputs, targets = next(iter(loaders(GLOBAL_BATCH, torch.float32)[1]))
+    with precision.autocast():
+        loss = nn.functional.cross_entropy(model(inputs), targets) * factor
+    precision.backward(loss)
+    return optimizer
+
+
+def _agree(overflow: Tensor) -> Tensor:
+    return overflow
+
+
+def _check_gradients(precision: Precision) -> None:
+    """Check that after `unscale` gradients have their true size, in accumulation too."""
+    found = _gradients(_set_up(precision))
+    expected = _gradients(_set_up(FP32()))
+    error = float((found - expected).norm() / expected.norm())
+    assert error <= CLOSE, (
+        f"After two backwards and `unscale`, gradients are off from those of fp32 by the relative "
+        f"error {error:.2g}, more than {CLOSE}. `unscale` must undo what `backward` scaled."
+    )
+
+
+def _gradients(precision: Precision) -> Tensor:
+    model = Network(torch.float32)
+    _backward(precision, model)
+    optimizer = _backward(precision, model)
+    overflowed = precision.unscale(optimizer, _agree)
+    assert overflowed is False, (
+        f"`unscale` must return False where gradients are finite, but returned {overflowed!r}."
+    )
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def _check_overflow(precision: Precision) -> None:
+    """Check that a precision which scales the loss reports an overflow and gets over it."""
+    _set_up(precision)
+    model = Network(torch.float32)
+    optimizer = _backward(precision, model, factor=1.0)
+    scaled = model.last.bias.grad
+    assert scaled is not None
+    true_scale = _set_up(FP32())
+    other = Network(torch.float32)
+    _backward(true_scale, other)
+    assert other.last.bias.grad is not None
+    if float(scaled.norm() / other.last.bias.grad.norm()) < 2:
+        return  # it scales nothing, so a gradient that is not finite is not its affair
+    precision.unscale(optimizer, _agree)
+    optimizer.zero_grad()
+    optimizer = _backward(precision, model, factor=math.inf)
+    assert precision.unscale(optimizer, _agree) is True, (
+        "The gradients overflowed, but `unscale` did not return True: a step would be applied "
+        "that ruins the weights."
+    )
+    optimizer.zero_grad()
+    optimizer = _backward(precision, model)
+    assert precision.unscale(optimizer, _agree) is False, "An overflow is still reported later."
+
+
+def _train(
+    precision: Precision, batch: int, *, resume: Path | None = None, folder: Path | None = None
+) -> tuple[nn.Module, Record]:
+    record = Record()
+    model = Network(torch.float32, seed=0 if resume is None else 1)
+    trainer = Trainer(
+        max_epochs=2,
+        strategy="auto",
+        precision=precision,
+        gradient_accumulation_steps=2,
+        max_grad_norm=0.5,
+        callbacks=[record, *([] if folder is None else [Save(SAVED_STEP)])],
+        log_every_n_steps=1,
+        output_dir=folder,
+    )
+    fit(trainer, model, loaders(batch // 2, torch.float32), resume=resume)
+    return model, record
+
+
+def _check_state(make_precision: MakePrecision) -> None:
+    used, fresh = make_precision(), _set_up(make_precision())
+    _train(used, GLOBAL_BATCH // 2)
+    state = copy.deepcopy(used.state_dict())
+    check_encodable(state, "precision")
+    fresh.load_state_dict(state)
+    assert same([state, fresh.state_dict()]), (
+        f"After `load_state_dict`, `state_dict` must be what it was: {state!r}, but is "
+        f"{fresh.state_dict()!r}."
+    )
+
+
+def _check_norm(make_precision: MakePrecision, size: int) -> None:
+    """Check dtypes, and that clipping acts on gradients of true size."""
+    batch = GLOBAL_BATCH // size
+    model, record = _train(make_precision(), batch)
+    dtypes = {str(p.dtype) for p in model.parameters()}
+    assert dtypes == {"torch.float32"}, (
+        f"The parameters came as float32 and left as {sorted(dtypes)}: a precision must leave "
+        "their dtype as it was."
+    )
+    _, plain = _train(FP32(), batch)
+    assert record.hooks["on_step_end"] >= STEPS - 2, "More than two steps were skipped."
+    norm, expected = record.norms[0], plain.norms[0]
+    assert abs(norm - expected) <= CLOSE * expected, (
+        f"The norm of the first step's gradients is {norm}, but {expected} in fp32."
+    )
+    assert all(map(math.isfinite, record.losses)), "Losses are not finite."
+    assert record.losses[-1] < record.losses[0], "The loss does not fall."
+
+
+def _check_resume(make_precision: MakePrecision, batch: int, folder: Path) -> list[Any]:
+    """Check that a resumed training goes on to the last bit; return its end."""
+    first = make_precision()
+    straight, losses = _train(first, batch, folder=folder / "first")
+    path = folder / "first" / "checkpoints" / f"step-{SAVED_STEP:08d}"
+    second = make_precision()
+    resumed, tail = _train(second, batch, resume=path, folder=folder / "second")
+    assert same([weights(straight), weights(resumed)]), (
+        f"After a resume at step {SAVED_STEP}, weights are not to the last bit those of the "
+        "training that was never stopped. What a precision draws or adapts belongs in "
+        "`state_dict`, and must be alike on all processes."
+    )
+    assert same([losses.losses[SAVED_STEP:], tail.losses]), "After a resume, losses differ."
+    return [weights(straight), first.state_dict()]

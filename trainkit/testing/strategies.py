@@ -1,0 +1,340 @@
+"""The contract of strategies."""
+
+import math
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from trainkit.precision import FP16
+from trainkit.run import Run
+from trainkit.strategies import SingleDevice, Strategy
+from trainkit.testing.processes import on_processes
+from trainkit.testing.task import (
+    GLOBAL_BATCH,
+    STEPS_PER_EPOCH,
+    Network,
+    Record,
+    Save,
+    WeightedTrainer,
+    fit,
+    loaders,
+    same,
+    weights,
+)
+from trainkit.trainer import Trainer
+from trainkit.types import Batch
+
+__all__ = ["check_strategy"]
+
+MakeStrategy = Callable[[], Strategy]
+
+STEPS = 2 * STEPS_PER_EPOCH
+SAVED_STEP = STEPS_PER_EPOCH + 2  # in the middle of an epoch
+SPOILED_STEP = 2  # counted from 0; the last full one, which a process may repeat
+
+
+def check_strategy(
+    make_strategy: MakeStrategy,
+    *,
+    processes: int = 2,
+    exact: bool = True,
+    tolerance: float = 1e-9,
+    timeout_seconds: float = 180.0,
+) -> None:
+    """Check every promise of the `Strategy` interface, by training on real processes.
+
+    Processes that have less data than others, and none, are part of it.
+
+    Args:
+        make_strategy: Returns a new strategy; called many times, in every process.
+        processes: How many are started; must divide 12, and leave at least 2 samples to each.
+        exact: The strategy is another way to compute what one device would: losses, norms,
+            weights and figures must be equal to those. False where it is an algorithm of its
+            own, such as one that compresses gradients: they must only be equal on all processes.
+        tolerance: Relative, in fp64; for `exact`.
+        timeout_seconds: For all processes together.
+
+    Raises:
+        AssertionError: A promise is broken; says which.
+    """
+    if GLOBAL_BATCH % processes or GLOBAL_BATCH // processes < 2:
+        raise ValueError(f"`processes` must be 1, 2, 3, 4 or 6, but is {processes}.")
+    batch = GLOBAL_BATCH // processes
+
+    def run(function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        return on_processes(
+            processes, function, make_strategy, batch, *arguments, timeout_seconds=timeout_seconds
+        )
+
+    expected = on_processes(1, _reference)[0] if exact else None
+    found = run(_trainings, exact)
+    for name in ("plain", "accumulated"):
+        _check_training(name, [of[name] for of in found], expected and expected[name], tolerance)
+    with tempfile.TemporaryDirectory(prefix="trainkit-") as folder:
+        found = run(_troubles, Path(folder))  # processes that are not in step would hang in it
+    _check_overflow([of["overflow"] for of in found])
+    _check_resume([of["resumed"] for of in found])
+    for rank, of in enumerate(found):
+        assert not of["left"], f"`close` on process {rank} left {of['left']} behind."
+
+
+def _trainings(rank: int, make_strategy: MakeStrategy, batch: int, exact: bool) -> dict[str, Any]:
+    _check_no_sync(make_strategy, batch, reduces=exact)
+    return {
+        "plain": _train(make_strategy, batch, 1),
+        "accumulated": _train(make_strategy, batch // 2, 2, trainer_class=WeightedTrainer),
+    }
+
+
+def _troubles(rank: int, make_strategy: MakeStrategy, batch: int, folder: Path) -> dict[str, Any]:
+    threads = set(threading.enumerate())
+    observed = {
+        "overflow": _overflow(make_strategy, batch),
+        "resumed": _resume(make_strategy, batch, folder),
+    }
+    Trainer(max_steps=1, strategy=make_strategy(), callbacks=[]).close()
+    left = [thread.name for thread in set(threading.enumerate()) - threads if not thread.daemon]
+    if torch.distributed.is_initialized():
+        left.append("a process group")
+    return observed | {"left": left}
+
+
+def _reference(rank: int) -> dict[str, Any]:
+    """Return what one device computes with the same global batches."""
+    half = GLOBAL_BATCH // 2
+    return {
+        "plain": _train(_single, GLOBAL_BATCH, 1),
+        "accumulated": _train(_single, half, 2, trainer_class=WeightedTrainer),
+    }
+
+
+def _single() -> Strategy:
+    return SingleDevice(device="cpu")
+
+
+class _Unwraps(Record):
+    """Checks that the strategy finds the user's module again."""
+
+    @override
+    def on_fit_start(self, run: Run) -> None:
+        found = run.strategy.unwrap(run.model)
+        assert found is run.module, (
+            f"`unwrap` must return the module that was given to `wrap`, but returned {found!r}."
+        )
+
+
+def _train(
+    make_strategy: MakeStrategy,
+    batch: int,
+    accumulation: int,
+    *,
+    trainer_class: type[Trainer] = Trainer,
+) -> dict[str, Any]:
+    record = _Unwraps()
+    model = Network()
+    keys = list(model.state_dict())
+    trainer = trainer_class(
+        max_epochs=2,
+        strategy=make_strategy(),
+        callbacks=[record],
+        gradient_accumulation_steps=accumulation,
+        max_grad_norm=0.5,
+        log_every_n_steps=1,
+    )
+    data = loaders(batch)
+    result = fit(trainer, model, data)
+    kept = list(model.state_dict())
+    assert kept == keys, f"The keys of the state dict were {keys} and became {kept}."
+    return {
+        "losses": record.losses,
+        "norms": record.norms,
+        "hooks": record.hooks,
+        "counters": [result.step, result.skipped_steps, result.epoch, result.samples_seen],
+        "figures": result.metrics,
+        "again": trainer.evaluate(model, data[1]),
+        "weights": weights(model),
+    }
+
+
+def _check_training(
+    name: str, found: list[dict[str, Any]], expected: dict[str, Any] | None, tolerance: float
+) -> None:
+    what = f"In {'accumulated, weighted' if name == 'accumulated' else 'plain'} training"
+    for key in ("counters", "hooks", "losses", "figures", "again", "weights"):
+        values = [of[key] for of in found]
+        assert same(values), f"{what}, `{key}` differ between processes: {_short(values)}."
+    hooks = ("on_step_start", "on_gradients", "on_step_end")
+    assert found[0]["hooks"] == dict.fromkeys(hooks, STEPS), f"{what}, hooks are missing."
+    assert all(map(math.isfinite, found[0]["losses"])), f"{what}, losses are not finite."
+    assert found[0]["losses"][-1] < found[0]["losses"][0], f"{what}, the loss does not fall."
+    if expected is None:
+        return
+    assert same([of["norms"] for of in found]), (
+        f"{what}, `clip_grad_norm` must return the norm over all processes, equal on each, but "
+        f"returned {_short([of['norms'] for of in found])}."
+    )
+    assert found[0]["counters"] == expected["counters"], f"{what}, counters are not as on one."
+    for key in ("losses", "norms", "figures", "again", "weights"):
+        error = _distance(found[0][key], expected[key])
+        assert error <= tolerance, (
+            f"{what}, `{key}` are not those of one device with the same global batch: relative "
+            f"error {error:.1e}, allowed are {tolerance:.1e}. Gradients must be averaged over the "
+            "processes, once a window; pass `exact=False` if the strategy is another algorithm."
+        )
+
+
+def _distance(found: Any, expected: Any) -> float:
+    """Return the largest relative difference between two nestings of numbers."""
+    if isinstance(expected, dict):
+        if found.keys() != expected.keys():
+            return math.inf
+        return max((_distance(found[key], expected[key]) for key in expected), default=0.0)
+    if isinstance(expected, list):
+        if len(found) != len(expected):
+            return math.inf
+        return max(map(_distance, found, expected), default=0.0)
+    ours, theirs = torch.as_tensor(found).double(), torch.as_tensor(expected).double()
+    return float((ours - theirs).norm() / theirs.norm().clamp_min(1e-12))
+
+
+def _short(values: Any) -> str:
+    text = repr(values)
+    return text if len(text) < 300 else f"{text[:300]}..."
+
+
+def _overflow(make_strategy: MakeStrategy, batch: int) -> dict[str, Any]:
+    """Train in fp16 where one sample, on the last process, spoils one step."""
+    model = Network(torch.float32)
+    watch = _Skips()
+    precision = FP16(init_scale=256.0)  # so that nothing else overflows
+    trainer = Trainer(
+        max_steps=STEPS_PER_EPOCH - 1, strategy=make_strategy(), precision=precision,
+        callbacks=[watch],
+    )  # fmt: skip
+    spoiled = (SPOILED_STEP + 1) * GLOBAL_BATCH - 1
+    result = fit(trainer, model, loaders(batch, torch.float32, spoiled)[0])
+    return {
+        "counters": [result.step, result.skipped_steps, result.samples_seen],
+        "skips": watch.skips,
+        "changed": watch.changed,
+        "scale": precision.scale,
+        "weights": weights(model),
+    }
+
+
+class _Skips(Record):
+    """Notes at which steps the loop skipped, and whether a skip changed the weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.skips: list[int] = []
+        self.changed = False
+        self._before: dict[str, Tensor] = {}
+
+    @override
+    def on_step_start(self, run: Run) -> None:
+        self._before = weights(run.module)
+
+    @override
+    def on_step_skipped(self, run: Run, result: Any) -> None:
+        self.skips.append(run.state.step)
+        self.changed = not same([self._before, weights(run.module)])
+
+
+def _check_overflow(found: list[dict[str, Any]]) -> None:
+    for rank, of in enumerate(found):
+        assert of["skips"] == [SPOILED_STEP], (
+            "The gradient of one process overflowed in fp16, and every process must skip step "
+            f"{SPOILED_STEP}; process {rank} skipped {of['skips']}. Where processes hold different "
+            "gradients, `agree` must take the maximum over all."
+        )
+        assert not of["changed"], f"A skipped step changed the weights of process {rank}."
+        assert of["scale"] == 128.0, f"The loss scale of process {rank} is {of['scale']}, not 128."
+    assert same([of["counters"] for of in found]), "After a skip, counters differ."
+    assert same([of["weights"] for of in found]), "After a skip, weights differ."
+
+
+def _resume(make_strategy: MakeStrategy, batch: int, folder: Path) -> list[dict[str, Any]]:
+    """Return a training, and the same one resumed from its middle by another model."""
+    outcomes = []
+    for resume in (None, folder / "first" / "checkpoints" / f"step-{SAVED_STEP:08d}"):
+        record = Record()
+        trainer = Trainer(
+            max_epochs=2,
+            strategy=make_strategy(),
+            callbacks=[record, Save(SAVED_STEP)],
+            log_every_n_steps=1,
+            output_dir=folder / ("first" if resume is None else "second"),
+        )
+        model = Network(seed=0 if resume is None else 1)
+        result = fit(trainer, model, loaders(batch), resume=resume)
+        outcomes.append(
+            {
+                "losses": record.losses[SAVED_STEP:] if resume is None else record.losses,
+                "counters": [result.step, result.samples_seen],
+                "figures": result.metrics,
+                "weights": weights(model),
+            }
+        )
+    return outcomes
+
+
+def _check_resume(found: list[list[dict[str, Any]]]) -> None:
+    for rank, (straight, resumed) in enumerate(found):
+        for key, value in straight.items():
+            assert same([value, resumed[key]]), (
+                f"After a resume at step {SAVED_STEP}, `{key}` of process {rank} are not to the "
+                f"last bit those of the training that was never stopped: {_short(resumed[key])} "
+                f"instead of {_short(value)}."
+            )
+
+
+class _Gradients(Record):
+    """Keeps the gradients of one parameter, after each micro-batch and when they are reduced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside: list[Tensor] = []
+        self.reduced: list[Tensor] = []
+
+    @override
+    def on_microbatch_end(self, run: Run, batch: Batch) -> None:
+        if len(self.inside) == len(self.reduced):  # the first micro-batch of a window
+            self._keep(run, self.inside)
+
+    @override
+    def on_gradients(self, run: Run) -> None:
+        self._keep(run, self.reduced)
+
+    def _keep(self, run: Run, kept: list[Tensor]) -> None:
+        gradient = next(run.module.parameters()).grad
+        whole = type(gradient) is Tensor or type(gradient) is torch.Tensor
+        kept.append(gradient.clone() if gradient is not None and whole else torch.empty(0))
+
+
+def _check_no_sync(make_strategy: MakeStrategy, batch: int, *, reduces: bool) -> None:
+    """Check that a window accumulates on its own process, and is reduced at its end."""
+    kept = _Gradients()
+    trainer = Trainer(
+        max_steps=1,
+        strategy=make_strategy(),
+        callbacks=[kept],
+        gradient_accumulation_steps=2,
+    )
+    fit(trainer, Network(), loaders(batch // 2))
+    gather = trainer.accelerator.processes.all_gather_objects
+    inside, reduced = gather(kept.inside[0]), gather(kept.reduced[0])
+    if len(inside) == 1 or not inside[0].numel():
+        return  # the strategy keeps the gradients of a window to itself
+    assert not same(inside), (
+        "Inside a window each process must keep its own gradients, but they are equal: `no_sync` "
+        "reduced them."
+    )
+    if reduces:
+        assert same(reduced), "At the end of a window, gradients differ between processes."

@@ -1,0 +1,186 @@
+"""What the checks train: a small network on small data, whose figures are known."""
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from typing_extensions import override
+
+from trainkit.callback import Callback
+from trainkit.checkpoint import KeepPolicy
+from trainkit.run import Run
+from trainkit.trainer import Trainer
+from trainkit.types import Scalars, StepOutput, StepResult
+
+__all__ = [
+    "GLOBAL_BATCH",
+    "STEPS_PER_EPOCH",
+    "Network",
+    "Record",
+    "Save",
+    "WeightedTrainer",
+    "fit",
+    "loaders",
+    "same",
+    "weights",
+]
+
+FEATURES, WIDTH, CLASSES = 6, 8, 3
+GLOBAL_BATCH = 12  # samples of a step, all processes together
+SAMPLES = 44  # the last step of an epoch has 8: some processes have fewer, or none
+STEPS_PER_EPOCH = 4
+IGNORED = -100  # a label that the loss leaves out
+
+
+class Network(nn.Module):
+    """A classifier with repeated blocks, and always the same initial values."""
+
+    def __init__(self, dtype: torch.dtype = torch.float64, seed: int = 0) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.first = nn.Linear(FEATURES, WIDTH, dtype=dtype)
+            self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH, dtype=dtype) for _ in range(2))
+            self.last = nn.Linear(WIDTH, CLASSES, dtype=dtype)
+
+    @override
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Return one logit for each class."""
+        hidden = torch.tanh(self.first(inputs))
+        for block in self.blocks:
+            hidden = hidden + torch.tanh(block(hidden))
+        logits: Tensor = self.last(hidden)
+        return logits
+
+
+class WeightedTrainer(Trainer):
+    """Leaves some samples out, so that micro-batches weigh differently (DESIGN 2.6)."""
+
+    @override
+    def training_step(self, model: nn.Module, batch: Any) -> StepOutput:
+        """Return the mean loss of the samples that count, and how many they are."""
+        inputs, targets = batch
+        targets = targets.masked_fill(inputs[:, 0] > 0.5, IGNORED)
+        loss = nn.functional.cross_entropy(model(inputs), targets, ignore_index=IGNORED)
+        return StepOutput(loss, (targets != IGNORED).sum())
+
+
+class Record(Callback):
+    """Keeps what the loop told: the logged losses, the norms, and how often each hook came."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+        self.hooks: dict[str, int] = {}
+
+    @override
+    def on_step_start(self, run: Run) -> None:
+        self._count("on_step_start")
+
+    @override
+    def on_gradients(self, run: Run) -> None:
+        self._count("on_gradients")
+
+    @override
+    def on_step_end(self, run: Run, result: StepResult) -> None:
+        self._count("on_step_end")
+        if result.grad_norm is not None:
+            self.norms.append(float(result.grad_norm))
+
+    @override
+    def on_step_skipped(self, run: Run, result: StepResult) -> None:
+        self._count("on_step_skipped")
+
+    @override
+    def on_log(self, run: Run, values: Scalars) -> None:
+        if "loss" in values:
+            self.losses.append(values["loss"])
+
+    def _count(self, hook: str) -> None:
+        self.hooks[hook] = self.hooks.get(hook, 0) + 1
+
+
+class Save(Callback):
+    """Saves a checkpoint at one step, and the last one, unless another callback saves already."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    @override
+    def on_fit_start(self, run: Run) -> None:
+        if run.saver is None:
+            run.save_checkpoints(KeepPolicy(keep_last=None))
+
+    @override
+    def on_step_end(self, run: Run, result: StepResult) -> None:
+        if run.state.step == self.step:
+            run.request_checkpoint(agreed=True)
+
+
+def loaders(
+    batch_size: int, dtype: torch.dtype = torch.float64, spoiled: int | None = None
+) -> tuple[Any, Any]:
+    """Return a training and an evaluation loader.
+
+    Args:
+        batch_size: Samples of a micro-batch of one process.
+        dtype: Of the inputs.
+        spoiled: Index of a sample so large that its gradient is not finite; the order of the
+            training data is then that of the data set.
+    """
+    generator = torch.Generator().manual_seed(7)
+    inputs = torch.randn(SAMPLES, FEATURES, generator=generator, dtype=torch.float64).to(dtype)
+    targets = (inputs[:, :CLASSES]).argmax(1)
+    evaluation = TensorDataset(inputs[:17].clone(), targets[:17])
+    if spoiled is not None:
+        inputs[spoiled] = torch.inf
+    train = DataLoader(TensorDataset(inputs, targets), batch_size, shuffle=spoiled is None)
+    return train, DataLoader(evaluation, batch_size)
+
+
+def fit(
+    trainer: Trainer,
+    model: nn.Module,
+    data: Any,
+    *,
+    lr: float = 0.05,
+    resume: str | Path | None = None,
+) -> Any:
+    """Train `model` by AdamW on the cross entropy; return the result."""
+    return trainer.fit(
+        model,
+        data,
+        optimizer=partial(torch.optim.AdamW, lr=lr),
+        loss_fn=nn.CrossEntropyLoss(),
+        resume=resume,
+    )
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    """Return copies of the whole values of a model by key, on the CPU; every process calls it."""
+    return {
+        key: (value.full_tensor() if hasattr(value, "full_tensor") else value)
+        .detach()
+        .cpu()
+        .clone()
+        for key, value in model.state_dict().items()
+    }
+
+
+def same(results: Sequence[Any]) -> bool:
+    """Return whether all results are equal, tensors to the last bit, NaN to NaN."""
+    return all(_equal(results[0], other) for other in results[1:])
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor):
+        return isinstance(b, Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return isinstance(b, dict) and a.keys() == b.keys() and all(_equal(a[k], b[k]) for k in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(_equal, a, b))
+    return bool(a == b or (a != a and b != b))
