@@ -13,6 +13,7 @@ from trainkit.config import TrainConfig
 from trainkit.data import PreparedLoader
 from trainkit.distributed import Processes
 from trainkit.errors import ConfigError
+from trainkit.types import class_name
 
 __all__ = ["check_alike", "check_evaluation", "facts_of"]
 
@@ -71,7 +72,7 @@ def check_evaluation(processes: Processes, epochs: bool, end: bool, metrics: lis
 def _describe_model(module: nn.Module) -> str:
     tensors = [*module.named_parameters(), *module.named_buffers()]
     rows = [(name, tuple(t.shape), str(t.dtype), t.requires_grad) for name, t in tensors]
-    return f"{type(module).__name__} with {len(rows)} tensors (digest {_digest(repr(rows))})"
+    return f"{class_name(module)} with {len(rows)} tensors (digest {_digest(repr(rows))})"
 
 
 def _describe_loader(loader: PreparedLoader) -> str:

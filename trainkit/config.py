@@ -1,11 +1,11 @@
 """The numbers of a run: one frozen dataclass that checks itself."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from trainkit.errors import ConfigError
 
-__all__ = ["TrainConfig"]
+__all__ = ["TrainConfig", "Watchdog"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,3 +105,52 @@ def _is_positive_number(value: object) -> bool:
         and math.isfinite(value)
         and value > 0
     )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Watchdog:
+    """Seconds in which a process of several must show progress, by what the run is doing.
+
+    Progress is a new micro-batch, a new step or a new phase: a long evaluation is no reason to
+    raise a limit, one batch or metric that takes long is. When a process stands still for longer,
+    all processes write where they are, and the job ends. `math.inf` switches a limit off. One
+    process alone is not watched.
+
+    Raises:
+        ConfigError: A limit is not a positive number.
+    """
+
+    setup: float = 3600.0
+    """From the call of `fit` to the first step: data preparation, resume, rehearsal."""
+    first_step: float = 3600.0
+    """Until the first update of a fit, which may compile the model."""
+    step: float = 900.0
+    """Between two micro-batches or steps of training."""
+    evaluation: float = 3600.0
+    """Between two batches of an evaluation, and for its metrics."""
+    save: float = 3600.0
+    """For one checkpoint."""
+    end: float = 3600.0
+    """From the last step to the return of `fit`."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not number or math.isnan(value) or value <= 0:
+                raise ConfigError(
+                    f"`Watchdog({field.name}=...)` must be a positive number of seconds, but is "
+                    f"{value!r}. Use `math.inf` for no limit."
+                )
+
+    def limit(self, phase: str, *, first: bool) -> float:
+        """Return the seconds of a phase; `first` says that no step was made yet."""
+        if phase == "train":
+            return max(self.step, self.first_step) if first else self.step
+        by_phase = {
+            "setup": self.setup,
+            "evaluate": self.evaluation,
+            "save": self.save,
+            "end": self.end,
+        }
+        return by_phase.get(phase, math.inf)

@@ -14,7 +14,13 @@ __all__ = [
 
 
 class TrainkitError(Exception):
-    """The base class of every error that trainkit raises on purpose."""
+    """The base class of every error that trainkit raises on purpose.
+
+    Attributes:
+        origin: The process on which it arose, where it is not this one, which was only told.
+    """
+
+    origin: int | None = None
 
 
 class ConfigError(TrainkitError, ValueError):

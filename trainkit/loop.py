@@ -7,7 +7,6 @@ from trainkit.data import MicroBatch, Window
 from trainkit.phases import begin, finish, serve
 from trainkit.run import Run
 from trainkit.types import StepResult
-from trainkit.weighting import scale_gradients
 
 __all__ = ["fit", "train_epoch", "train_step"]
 
@@ -26,7 +25,9 @@ def fit(run: Run, callbacks: CallbackList) -> None:
         finish(run, callbacks)
     except BaseException as error:
         failed = True
-        run.note(error)
+        from trainkit.failures import report_failure  # only failures need it
+
+        report_failure(run, error)
         callbacks.emit_to_all(Callback.on_exception, run, error)
         raise
     finally:
@@ -71,7 +72,7 @@ def train_step(run: Run, callbacks: CallbackList, window: Window) -> None:
             callbacks.emit(Callback.on_microbatch_end, run, micro_batch.data)
     correction = weighting.correction()
     if correction is not None:
-        scale_gradients(run.parameters, correction)
+        run.strategy.scale_gradients(run.parameters, correction)
     if state.attempts == 0:
         run.strategy.check_gradients(run.module)
     overflowed = run.precision.unscale(run.optimizer, run.strategy.agree)
@@ -103,7 +104,7 @@ def update(run: Run, callbacks: CallbackList) -> None:
         result.grad_norm = run.strategy.clip_grad_norm(run.parameters, config.max_grad_norm)
     if config.max_grad_value is not None:
         run.strategy.clip_grad_value(run.parameters, config.max_grad_value)
-    optimizer.step()
+    run.precision.step(optimizer)
     if run.lr_schedule is not None:
         run.lr_schedule.advance_step()
     optimizer.zero_grad(set_to_none=True)

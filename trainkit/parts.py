@@ -1,7 +1,8 @@
 """Turns what users pass to a Trainer into its parts, with an error where that cannot work."""
 
 import difflib
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -10,17 +11,19 @@ from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
+from trainkit import strategies
 from trainkit.data import PreparedLoader
 from trainkit.errors import ConfigError
 from trainkit.metrics.metric import Metric
 from trainkit.precision import BF16, FP16, FP32, Precision
 from trainkit.schedule import LRSchedule
 from trainkit.strategies import DDP, SingleDevice, Strategy
-from trainkit.types import LossFn, OptimizerFactory, SchedulerFactory, Stateful
+from trainkit.types import LossFn, OptimizerFactory, SchedulerFactory, Stateful, class_name
 from trainkit.world import World
 
 __all__ = [
     "check_callbacks",
+    "check_compile",
     "check_evaluations",
     "check_loss_fn",
     "check_model",
@@ -32,38 +35,59 @@ __all__ = [
     "make_precision",
     "make_strategy",
     "name_loaders",
+    "set_up",
     "split_loaders",
 ]
 
 T = TypeVar("T")
 
-STRATEGIES: dict[str, type[Strategy]] = {"single": SingleDevice, "ddp": DDP}
-PRECISIONS: dict[str, type[Precision]] = {"fp32": FP32, "bf16": BF16, "fp16": FP16}
+STRATEGIES: dict[str, Callable[[], Strategy]] = {
+    "single": SingleDevice,
+    "ddp": DDP,
+    "fsdp": lambda: strategies.FSDP(),  # imported by whoever uses it
+}
+COMPILED = "_orig_mod"  # what `torch.compile(module)` calls the module that it wraps
+PRECISIONS: dict[str, Callable[[], Precision]] = {"fp32": FP32, "bf16": BF16, "fp16": FP16}
 
 
 def make_strategy(strategy: str | Strategy) -> Strategy:
-    """Return the strategy of a name; "auto" is DDP where several processes were launched."""
+    """Return the strategy of a name; "auto" is what `trainkit launch` asks for, or DDP."""
     if isinstance(strategy, Strategy):
         return strategy
     if strategy == "auto":
+        if os.environ.get("TRAINKIT_STRATEGY"):
+            from trainkit.strategies.launched import launched_strategy
+
+            return launched_strategy()
         return DDP() if World.from_env().size > 1 else SingleDevice()
     return _look_up("strategy", strategy, STRATEGIES, "Strategy", ("auto",))()
 
 
 def make_precision(precision: str | Precision) -> Precision:
-    """Return the precision plugin of a name."""
+    """Return the precision plugin of a name; "auto" is what `trainkit launch` asks for."""
     if isinstance(precision, Precision):
         return precision
-    return _look_up("precision", precision, PRECISIONS, "Precision")()
+    if precision == "auto":
+        launched = os.environ.get("TRAINKIT_MIXED_PRECISION") or "no"
+        precision = "fp32" if launched == "no" else launched
+    return _look_up("precision", precision, PRECISIONS, "Precision", ("auto",))()
+
+
+def set_up(strategy: str | Strategy, precision: str | Precision) -> tuple[Strategy, Precision]:
+    """Return a strategy that has joined its processes, and a precision bound to its device."""
+    plugin, place = make_precision(precision), make_strategy(strategy)
+    place.setup()
+    plugin.setup(place.device)
+    return place, plugin
 
 
 def _look_up(
     argument: str,
     name: object,
-    known: Mapping[str, type[T]],
+    known: Mapping[str, Callable[[], T]],
     interface: str,
     also: tuple[str, ...] = (),
-) -> type[T]:
+) -> Callable[[], T]:
     if isinstance(name, str) and name in known:
         return known[name]
     names = [*also, *known]
@@ -75,8 +99,6 @@ def _look_up(
     hint = f' Did you mean "{near[0]}"?' if near else ""
     if isinstance(name, type):
         hint = f" Pass an instance: `{name.__name__}(...)`."
-    if name == "fsdp":
-        hint = " FSDP is not there yet."
     raise ConfigError(
         f"`{argument}` must be one of {names} or a `{interface}`, but is {name!r}.{hint}"
     )
@@ -89,8 +111,17 @@ def check_model(model: object) -> nn.Module:
     parameters = list(model.parameters())
     if not any(p.requires_grad for p in parameters):
         raise ConfigError(
-            f"`{type(model).__name__}` has no trainable parameters ({len(parameters)} in all). "
+            f"`{class_name(model)}` has no trainable parameters ({len(parameters)} in all). "
             "Set `requires_grad` on what is to be trained."
+        )
+    compiled = [name for name, _ in model.named_modules() if name.endswith(COMPILED)]
+    if compiled:
+        place = compiled[0].removesuffix(COMPILED).removesuffix(".")
+        raise ConfigError(
+            f"{f'`{place}` of the model' if place else 'The model'} was wrapped by "
+            f"`torch.compile(...)`, which puts `{COMPILED}` into the names of its parameters, and "
+            "so into checkpoints. Pass it unwrapped, with `Trainer(compile=True)`, or compile a "
+            "part of it in place by `part.compile()`."
         )
     return model
 
@@ -200,6 +231,15 @@ def check_callbacks(callbacks: object) -> None:
         )
 
 
+def check_compile(wanted: bool | Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the options of torch.compile that were asked for; None: nothing is compiled."""
+    if wanted is False:
+        return None
+    from trainkit.compiled import compile_options  # most runs need none of it
+
+    return compile_options(wanted)
+
+
 def check_loss_fn(loss_fn: LossFn) -> LossFn:
     """Return `loss_fn` if it can be called with outputs and targets."""
     if isinstance(loss_fn, type) or not callable(loss_fn):
@@ -229,7 +269,6 @@ def make_optimizer(optimizer: Optimizer | OptimizerFactory | None, module: nn.Mo
                 "The `optimizer` callable must return a `torch.optim.Optimizer`, but returned "
                 f"{type(optimizer).__name__!r}."
             )
-    check_optimizer(optimizer, module)
     return optimizer
 
 
@@ -251,7 +290,7 @@ def check_optimizer(optimizer: Optimizer, module: nn.Module) -> None:
     if foreign:
         raise ConfigError(
             f"{len(foreign)} of the {len(held)} parameters of the optimizer are not parameters of "
-            f"`{type(module).__name__}` (the first has the shape {foreign[0]}): training would "
+            f"`{class_name(module)}` (the first has the shape {foreign[0]}): training would "
             "not change the model. Make the optimizer from `model.parameters()` of the model that "
             "is passed to `fit`, or pass a callable such as `partial(AdamW, lr=3e-4)`."
         )

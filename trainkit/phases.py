@@ -1,13 +1,35 @@
 """What is served between two windows: log, evaluate, checkpoint, stop (DESIGN 2.5)."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from trainkit.agreement import check_evaluation
 from trainkit.callback import Callback, CallbackList
 from trainkit.evaluation import evaluate_run, rehearse
 from trainkit.run import Run
 
-__all__ = ["begin", "finish", "serve"]
+if TYPE_CHECKING:
+    from trainkit.config import Watchdog
+
+__all__ = ["begin", "finish", "serve", "watched"]
+
+
+@contextmanager
+def watched(run: Run, watchdog: "Watchdog | None") -> Iterator[None]:
+    """Watch the progress of a run, where it runs on several processes (DESIGN 2.32)."""
+    watch = run.accelerator.processes.watch
+    if watch is None:
+        yield
+        return
+    from trainkit.failures import WatchedRun  # one process alone needs none of it
+
+    watch.follow(WatchedRun(run, watchdog))
+    try:
+        yield
+    finally:
+        watch.unfollow()
 
 
 def begin(run: Run, callbacks: CallbackList) -> None:

@@ -331,22 +331,6 @@ class Run:
                 "non-finite inputs, or use bf16 or fp32."
             )
 
-    def note(self, error: BaseException) -> None:
-        """Add to an error that ends the training where the run was."""
-        error.add_note(self.place())
-        text = str(error)
-        if isinstance(error, RuntimeError) and ("closed by peer" in text or "Gloo" in text):
-            error.add_note("Another process ended before this one: its own error says why.")
-
-    def place(self) -> str:
-        """Return where the run is, in words, for reports."""
-        state = self.state
-        return (
-            f"trainkit: process {self.accelerator.process_index} of "
-            f"{self.accelerator.num_processes}, epoch {state.epoch}, after step {state.step} "
-            f"({state.epoch_samples} samples of this epoch consumed), phase: {self.phase}."
-        )
-
     @contextmanager
     def as_zero_weight(self) -> Iterator[None]:
         """Run a micro-batch that counts for nothing: buffers and random streams are put back."""
@@ -357,7 +341,7 @@ class Run:
         ]
         self.zero_weight = True
         try:
-            with rng.preserved(self.strategy.device):
+            with rng.preserved(self.strategy.device), self.strategy.adding_nothing(self.module):
                 yield
         finally:
             self.zero_weight = False

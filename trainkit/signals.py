@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from typing_extensions import override
 
-__all__ = ["CAUGHT", "EXIT_LATER", "Interrupted", "Interrupts", "exit_code"]
+__all__ = ["CAUGHT", "EXIT_LATER", "Interrupted", "Interrupts", "exit_code", "kill_workers"]
 
 EXIT_LATER = 75
 """Exit code after SIGUSR1 or the time limit: EX_TEMPFAIL of sysexits.h, "try again later"."""
@@ -76,7 +76,7 @@ class Interrupts:
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         if self.received:
             try:
-                _kill_daemons()  # workers ignore the signal, and outlive us by seconds
+                kill_workers()  # workers ignore the signal, and outlive us by seconds
             finally:
                 os._exit(exit_code(signum))
         self.received = signum
@@ -85,7 +85,8 @@ class Interrupts:
             before(signum, frame)
 
 
-def _kill_daemons() -> None:
+def kill_workers() -> None:
+    """Kill the processes that this one started and that must not outlive it."""
     for child in multiprocessing.active_children():
         if child.daemon:
             child.kill()

@@ -1,22 +1,21 @@
 """Trainer: the face for people who want the loop to be there."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
-from functools import partial
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainkit import agreement, evaluation, loop, parts, rng, steps
 from trainkit.accelerator import Accelerator
 from trainkit.callback import Callback, CallbackList
-from trainkit.config import TrainConfig
+from trainkit.config import TrainConfig, Watchdog
 from trainkit.data import PreparedLoader, evaluation_loader, training_loader
-from trainkit.distributed import Vote
+from trainkit.distributed import Processes, Vote
 from trainkit.errors import ConfigError
+from trainkit.phases import watched
 from trainkit.precision import Precision
 from trainkit.run import FitResult, Run
 from trainkit.schedule import LRSchedule
@@ -28,6 +27,7 @@ from trainkit.types import (
     OptimizerFactory,
     Scalars,
     SchedulerFactory,
+    Size,
     Stateful,
     StepOutput,
 )
@@ -42,9 +42,10 @@ class Trainer:
     Args:
         max_epochs: Passes over the training data. Give this or `max_steps`, not both.
         max_steps: Updates to apply.
-        strategy: "single", "ddp" or a `Strategy`; "auto" is DDP where several processes were
-            launched, else the single device.
-        precision: "fp32", "bf16", "fp16" or a `Precision`.
+        strategy: "single", "ddp", "fsdp" or a `Strategy`; "auto" is FSDP where `trainkit launch`
+            asks for it, else DDP for several processes, else the single device.
+        precision: "fp32", "bf16", "fp16" or a `Precision`; "auto" is what `trainkit launch
+            --mixed_precision` says, else "fp32".
         gradient_accumulation_steps: Micro-batches of one process for each update.
         max_grad_norm: L2 norm to which the gradients are clipped; None: not clipped.
         max_grad_value: Absolute value to which each gradient element is clipped; None: not.
@@ -57,6 +58,9 @@ class Trainer:
         split_batches: The loader's batch size is that of all processes together.
         sample_seeding: Seed the global generators while samples are fetched (DESIGN 2.13).
         max_consecutive_skips: Skipped updates in a row after which training gives up.
+        compile: Run the model through `torch.compile`, with every strategy: True, or a mapping of
+            its options. In place, and undone after each call: no saved key changes.
+        watchdog: How long several processes may stand still before the job is ended.
 
     Raises:
         ConfigError: Where a setting cannot work.
@@ -79,8 +83,8 @@ class Trainer:
         *,
         max_epochs: int | None = None,
         max_steps: int | None = None,
-        strategy: Literal["auto", "single", "ddp"] | Strategy = "auto",
-        precision: Literal["fp32", "bf16", "fp16"] | Precision = "fp32",
+        strategy: Literal["auto", "single", "ddp", "fsdp"] | Strategy = "auto",
+        precision: Literal["auto", "fp32", "bf16", "fp16"] | Precision = "auto",
         gradient_accumulation_steps: int = 1,
         max_grad_norm: float | None = None,
         max_grad_value: float | None = None,
@@ -93,6 +97,8 @@ class Trainer:
         split_batches: bool = False,
         sample_seeding: bool = True,
         max_consecutive_skips: int = 64,
+        compile: bool | Mapping[str, Any] = False,
+        watchdog: Watchdog | None = None,
     ) -> None:
         self.config = TrainConfig(
             max_epochs=max_epochs,
@@ -108,15 +114,13 @@ class Trainer:
             sample_seeding=sample_seeding,
             max_consecutive_skips=max_consecutive_skips,
         )
-        parts.check_callbacks(callbacks)
-        self.callbacks = CallbackList(_default_callbacks() if callbacks is None else callbacks)
+        self.callbacks = _list_callbacks(callbacks)
         self._objects: dict[str, Stateful] = {}
         self.output_dir = None if output_dir is None else Path(output_dir)
-        self.precision = parts.make_precision(precision)
-        self.strategy = parts.make_strategy(strategy)
-        self.strategy.setup()
+        self._compile = parts.check_compile(compile)
+        self._watchdog = watchdog
+        self.strategy, self.precision = parts.set_up(strategy, precision)
         device = self.strategy.device
-        self.precision.setup(device)
         self.accelerator = Accelerator(processes=self.strategy.processes, device=device)
 
     # What people override.
@@ -196,11 +200,13 @@ class Trainer:
                 for name, data in evaluations.items()
             }
             self.run = run = self._make_run(parts.check_model(model), loader, evaluation_loaders)
-            stack.enter_context(_determinism(self.config.deterministic))
+            stack.enter_context(watched(run, self._watchdog))
             rng.seed_all(rng.device_seed(self.config.seed, self.accelerator.process_index))
-            stack.enter_context(_mode_of_training(model))
+            stack.enter_context(_conditions(model, self.config, self._compile))
             if resume is not None:
-                self._resume(run, resume, schedule)
+                from trainkit import contents  # runs without checkpoints need none of it
+
+                contents.restore(run, self.callbacks, resume, schedule, self._make_schedule)
             stack.enter_context(run.interrupts)
             stack.callback(run.close)
             loop.fit(run, self.callbacks)
@@ -230,9 +236,12 @@ class Trainer:
         chosen = parts.make_metrics(metrics)
         figures: Scalars = {}
         for name, data in parts.name_loaders(loader).items():
-            with self._prepare(evaluation_loader, data) as prepared:
+            with (
+                self._prepare(evaluation_loader, data) as prepared,
+                _compiled(model, self._compile),
+            ):
                 figures |= evaluation.evaluate(
-                    self._placed(model),
+                    self.strategy.place(model),
                     prepared,
                     accelerator=self.accelerator,
                     precision=self.precision,
@@ -244,9 +253,9 @@ class Trainer:
 
     def predict(self, model: nn.Module, loader: Any) -> Any:
         """Return the predictions for every sample once, in the loader's order."""
-        with self._prepare(evaluation_loader, loader) as prepared:
+        with self._prepare(evaluation_loader, loader) as prepared, _compiled(model, self._compile):
             return evaluation.predict(
-                self._placed(model),
+                self.strategy.place(model),
                 prepared,
                 accelerator=self.accelerator,
                 precision=self.precision,
@@ -273,6 +282,25 @@ class Trainer:
         from trainkit import contents
 
         return contents.save_now(self.run, self.callbacks)
+
+    def save_model(
+        self, directory: str | Path, max_shard_size: Size = "5GB", safe_serialization: bool = True
+    ) -> None:
+        """Write the model of the latest `fit` for other programs; every process calls it.
+
+        Args:
+            directory: Where `model.safetensors` goes, or several files with an index; for models
+                of transformers also `config.json`, so that `from_pretrained` reads it.
+            max_shard_size: Largest size of a file, such as "5GB".
+            safe_serialization: False writes pickles (`pytorch_model.bin`) for old readers.
+
+        Raises:
+            ConfigError: There was no `fit`, or the model cannot be written.
+            CheckpointError: Writing failed; an earlier export is as it was.
+        """
+        from trainkit.export import save_model
+
+        save_model(_trained(self.run), directory, max_shard_size, safe_serialization)
 
     def close(self) -> None:
         """Leave the process group, if this trainer made it."""
@@ -302,11 +330,12 @@ class Trainer:
         agreement.check_alike(processes, agreement.facts_of(config, module, loader, evaluations))
         self.planned_steps = _planned_steps(config, loader)
         self.precision.setup(self.accelerator.device)  # its state is that of one training
-        model = self.strategy.wrap(module)
+        self.strategy.seed = config.seed
+        model = self.strategy.wrap(module, self.precision)
         optimizer = self.configure_optimizer(module)
+        self.strategy.adopt(optimizer, module)
         parts.check_optimizer(optimizer, module)
         schedule = self._make_schedule(optimizer, self.planned_steps)
-        accumulation = config.gradient_accumulation_steps
         own_evaluation = bool(evaluations) and not self.callbacks.schedule_evaluation
         return Run(
             config=config,
@@ -321,11 +350,7 @@ class Trainer:
             evaluation_loaders=evaluations,
             training_step=self.training_step,
             evaluation_step=self.evaluation_step,
-            weighting=Weighting(
-                processes,
-                nominal=loader.nominal_window(accumulation),
-                accumulation=accumulation,
-            ),
+            weighting=_weighting(config, processes, loader),
             planned_steps=self.planned_steps,
             output_dir=self.output_dir,
             # One process alone may have a logger, but all must reduce.
@@ -336,12 +361,6 @@ class Trainer:
             objects=self._objects,
         )
 
-    def _resume(self, run: Run, resume: str | Path, schedule: str | None) -> None:
-        from trainkit import contents  # runs without checkpoints need none of it
-
-        remake = partial(self._make_schedule, run.optimizer)
-        run.checkpoint = contents.restore(run, self.callbacks, resume, schedule, remake)
-
     def _make_schedule(self, optimizer: Optimizer, planned_steps: int | None) -> LRSchedule | None:
         """Return the schedule for a horizon."""
         present, self.planned_steps = self.planned_steps, planned_steps
@@ -349,9 +368,6 @@ class Trainer:
             return parts.make_lr_schedule(self.configure_lr_scheduler(optimizer), optimizer)
         finally:
             self.planned_steps = present
-
-    def _placed(self, model: nn.Module) -> nn.Module:
-        return self.strategy.unwrap(model).to(self.accelerator.device)
 
 
 def _planned_steps(config: TrainConfig, loader: PreparedLoader) -> int | None:
@@ -370,6 +386,42 @@ def _planned_steps(config: TrainConfig, loader: PreparedLoader) -> int | None:
 
 
 @contextmanager
+def _conditions(
+    model: nn.Module, config: TrainConfig, options: Mapping[str, Any] | None
+) -> Iterator[None]:
+    """Hold what is to hold while a model is trained, and put it back afterwards."""
+    with (
+        _compiled(model, options),
+        rng.determinism(config.deterministic),
+        _mode_of_training(model),
+    ):
+        yield
+
+
+def _compiled(model: nn.Module, options: Mapping[str, Any] | None) -> AbstractContextManager[None]:
+    if options is None:
+        return nullcontext()
+    from trainkit.compiled import compiled  # most runs need none of it
+
+    return compiled(model, options)
+
+
+def _trained(run: Run | None) -> nn.Module:
+    if run is None:
+        raise ConfigError(
+            "`save_model` writes the model of the latest `fit`, but there was none. For any model, "
+            "call `trainkit.export.save_model(model, directory)`."
+        )
+    return run.module
+
+
+def _weighting(config: TrainConfig, processes: Processes, loader: PreparedLoader) -> Weighting:
+    accumulation = config.gradient_accumulation_steps
+    nominal = loader.nominal_window(accumulation)
+    return Weighting(processes, nominal=nominal, accumulation=accumulation)
+
+
+@contextmanager
 def _mode_of_training(model: nn.Module) -> Iterator[None]:
     """Put a model that was left in evaluation mode into training mode, and back afterwards.
 
@@ -385,21 +437,10 @@ def _mode_of_training(model: nn.Module) -> Iterator[None]:
         model.eval()
 
 
-@contextmanager
-def _determinism(wanted: bool) -> Iterator[None]:
-    if not wanted:
-        yield
-        return
-    before = torch.are_deterministic_algorithms_enabled()
-    only_warned = torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before, warn_only=only_warned)
-
-
-def _default_callbacks() -> list[Callback]:
+def _list_callbacks(callbacks: Iterable[Callback] | None) -> CallbackList:
+    parts.check_callbacks(callbacks)
+    if callbacks is not None:
+        return CallbackList(callbacks)
     from trainkit.callbacks import default_callbacks  # the one place that knows callbacks
 
-    return default_callbacks()
+    return CallbackList(default_callbacks())

@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 
+from trainkit.distributed import Processes
+
 GRACE_SECONDS = 5.0  # given to the others after one rank has failed
 
 _TIMED_OUT = "still running when the time was up"
@@ -146,6 +148,8 @@ def _main(
         connection.send_bytes(message)
         if code == 0:
             connection.recv_bytes()  # stay until all are done: others may still connect to us
+            if Processes._live is not None and Processes._live.watch is not None:
+                Processes._live.watch.close()  # else the others would miss this one
     finally:
         # No clean-up of inherited state: it belongs to the parent.
         os._exit(code)

@@ -59,6 +59,10 @@ class ActiveLoaders:
         finally:
             self._under_way, self._ended = outer
 
+    def marks(self) -> tuple[object, ...]:
+        """Return what is another object after every batch; from any thread."""
+        return (*self._under_way.values(), self._ended)
+
     def current(self, loader: Any = None) -> BatchInfo | None:
         """Return what is known of the batch yielded last; None where no loader ever was under way.
 

@@ -68,6 +68,7 @@ class _Pass:
             fault = DataError(
                 f"Process {rank} could not read its next batch; its own report says why."
             )
+            fault.origin = rank
         counts = tuple(max(word, 0) for word in words)
         pending = self._transfer.start(piece.data) if piece.count > 0 else None
         lacking = words.index(_LACKS) if _LACKS in words else None

@@ -5,6 +5,7 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
+from torch import Tensor
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
@@ -89,6 +90,13 @@ class MappedLoader(PreparedLoader):
     @override
     def close(self) -> None:
         self._source.close()
+
+    def order_of(self, epoch: int, first: int, stop: int) -> list[Any]:
+        """Return the indices in the data set at some positions of an epoch, for reports."""
+        order = self._order.run(epoch)
+        if self.batch_size is None:
+            order = [index for batch in order for index in batch]
+        return [index.item() if isinstance(index, Tensor) else index for index in order[first:stop]]
 
     def _micro_batches(
         self, plan: Plan, epoch: int, first: int, stop: int, accumulation: int

@@ -2,12 +2,15 @@
 
 import atexit
 import os
+import select
 import signal
 import sys
+import threading
+import time
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeAlias
 from weakref import WeakSet
 
@@ -19,8 +22,10 @@ from typing_extensions import override
 from trainkit import rng
 from trainkit.data.fetch import Fetch
 from trainkit.data.order import announce_epoch
-from trainkit.errors import ConfigError
+from trainkit.errors import ConfigError, DataError
 from trainkit.signals import CAUGHT
+
+_DEATH_SECONDS = 0.3  # from the first sign of a worker's end until it is known
 
 __all__ = ["Here", "Source", "Workers", "datasets_of", "source_for"]
 
@@ -126,6 +131,10 @@ class Workers(Source):
             self._iterators.append(iterator)
         try:
             yield from iterator
+        except (RuntimeError, OSError, EOFError) as error:
+            if _tells_of_death(error) and (cause := _death(iterator)):
+                raise DataError(cause) from error
+            raise
         finally:
             if not self._loader.persistent_workers:
                 self._stop(iterator)
@@ -217,7 +226,7 @@ class _WorkerSide:
         try:
             return self._fetch.fetch(epoch, task)
         except Exception as error:
-            if _travels(type(error)):
+            if _travels(error):
                 raise
             text = "".join(traceback.format_exception(error))
         raise RuntimeError(text)
@@ -275,6 +284,7 @@ def _start_worker(worker: int) -> None:
     for signum in CAUGHT:
         signal.signal(signum, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, CAUGHT)
+    _end_with_parent()
     info = get_worker_info()
     assert info is not None
     side: Any = info.dataset
@@ -285,12 +295,73 @@ def _identity(batch: Any) -> Any:
     return batch
 
 
-def _travels(kind: type[BaseException]) -> bool:
-    """Return whether torch can raise an error of this class again in the main process.
+def _end_with_parent() -> None:
+    """End this worker as soon as its process has ended, however that came; torch takes seconds."""
+    if not hasattr(os, "pidfd_open"):
+        return
+    parent = os.getppid()
+    with suppress(OSError):  # it has ended already, or this kernel is too old
+        descriptor = os.pidfd_open(parent)
+        if os.getppid() == parent:
+            threading.Thread(
+                target=_end_after, args=(descriptor,), name="parent", daemon=True
+            ).start()
+
+
+def _end_after(process: int) -> None:
+    poll = select.poll()
+    poll.register(process, select.POLLIN)
+    poll.poll()
+    os._exit(1)
+
+
+def _tells_of_death(error: Exception) -> bool:
+    """Return whether an error may come from the end of a worker."""
+    # A worker's own error begins with other words; what it shared is out of reach when it is gone.
+    return isinstance(error, OSError | EOFError) or str(error).startswith("DataLoader worker (")
+
+
+def _death(iterator: Any) -> str | None:
+    """Return how a worker of a pass ended that should not have, in words; None if none did."""
+    dead: list[Any] = []
+    deadline = time.monotonic() + _DEATH_SECONDS
+    while not dead and time.monotonic() < deadline:
+        dead = [worker for worker in iterator._workers if not worker.is_alive()]
+        time.sleep(0.0 if dead else 0.02)
+    if not dead:
+        return None
+    worker = max(dead, key=lambda worker: worker.exitcode != 0)
+    number = iterator._workers.index(worker)
+    who = f"Worker {number} of the loader (pid {worker.pid})"
+    if worker.exitcode >= 0:
+        return f"{who} ended by itself with the exit code {worker.exitcode}."
+    name = signal.Signals(-worker.exitcode).name
+    return f"{who} was killed by the signal {name}. {_CAUSES.get(name, '')}".rstrip()
+
+
+_CAUSES = {
+    "SIGKILL": "Usually that is the kernel's out-of-memory killer: use fewer workers or a smaller "
+    "`prefetch_factor`.",
+    "SIGBUS": "Usually the shared memory is full: enlarge it (`--shm-size` of a container), or "
+    "use fewer workers.",
+    "SIGSEGV": "It crashed in compiled code: set `num_workers=0` to see where.",
+}
+
+
+def _travels(error: Exception) -> bool:
+    """Return whether torch can raise such an error again in the main process, with its text.
 
     It sends the class by name, and one that has no name would never arrive; it would take a
-    StopIteration for the end of the epoch; and it fails on classes with an attribute `message`.
+    StopIteration for the end of the epoch; and it makes a new error from one text, which not
+    every class can be made from.
     """
+    kind = type(error)
     module = sys.modules.get(kind.__module__)
-    named = getattr(module, kind.__qualname__, None) is kind
-    return named and not issubclass(kind, StopIteration) and not hasattr(kind, "message")
+    if getattr(module, kind.__qualname__, None) is not kind or hasattr(kind, "message"):
+        return False
+    if isinstance(error, StopIteration):
+        return False
+    try:
+        return kind is KeyError or "text" in str(kind("text"))
+    except Exception:
+        return False

@@ -15,10 +15,13 @@ from torch.distributed.rendezvous import rendezvous
 from trainkit.errors import ConfigError
 from trainkit.world import World
 
-__all__ = ["INIT_METHOD", "Membership", "default_device", "join"]
+__all__ = ["DEBUG", "INIT_METHOD", "Membership", "default_device", "join"]
 
 INIT_METHOD = "TRAINKIT_INIT_METHOD"
 """Environment variable with the rendezvous to use instead of `env://`."""
+
+DEBUG = "TRAINKIT_DEBUG"
+"""Environment variable; with 1, torch compares every collective of all processes, which is slow."""
 
 
 @dataclass(slots=True)
@@ -99,6 +102,9 @@ def join(device: torch.device | None) -> tuple[Membership, torch.device]:
             "build of torch has no `torch.distributed`. Install another build, or start one "
             "process."
         )
+    if os.environ.get(DEBUG, "0") not in ("", "0"):
+        debugging: Any = torch.distributed  # not all of its names are declared
+        debugging.set_debug_level(debugging.DebugLevel.DETAIL)
     if not adopted:
         _make(world, device)
     control = torch.distributed.new_group(backend="gloo")

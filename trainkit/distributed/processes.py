@@ -2,7 +2,7 @@
 
 import atexit
 import os
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 import torch.distributed
@@ -13,6 +13,9 @@ from trainkit.distributed import codec, guard
 from trainkit.distributed.group import Membership, failed, join
 from trainkit.errors import ConfigError, DistributedError
 from trainkit.world import World
+
+if TYPE_CHECKING:
+    from trainkit.distributed.watch import Watch
 
 __all__ = ["Pending", "Processes", "Reduction"]
 
@@ -77,6 +80,7 @@ class Processes:
         self._capacity = _SMALLEST_CAPACITY
         self._pid = os.getpid()
         self._closed = False
+        self.watch: Watch | None = None  # on the other processes; None where there are none
 
     @classmethod
     def start(cls, *, device: torch.device | None = None) -> "Processes":
@@ -91,11 +95,16 @@ class Processes:
         live = cls._live
         if live is not None and live._is_usable() and device in (None, live.device):
             return live
+        if live is not None and live.watch is not None:
+            live.watch.close()
         membership, device = join(device)
         live = cls(membership, device)
         cls._live = live
         if live.size > 1:
+            from trainkit.distributed.watching import start_watch
+
             atexit.register(live._close_at_exit)
+            live.watch = start_watch(live)
         return live
 
     @property
@@ -194,6 +203,8 @@ class Processes:
         `DistributedDataParallel` that is still referred to keeps the default group's threads.
         """
         if self._pid == os.getpid():  # a fork has the groups, but not their threads
+            if self.watch is not None:
+                self.watch.close()
             self._membership.leave()
         self._closed = True
         if Processes._live is self:

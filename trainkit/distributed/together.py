@@ -29,7 +29,9 @@ def together(processes: Processes, action: Callable[[], Any]) -> None:
     for rank, report in enumerate(reports):
         if report is not None:
             kind, text = report
-            raise _class_of(kind)(f"On process {rank}: {text}")
+            theirs = _class_of(kind)(f"On process {rank}: {text}")
+            theirs.origin = rank
+            raise theirs
 
 
 def on_main(processes: Processes, action: Callable[[], Any]) -> None:
@@ -50,6 +52,6 @@ def apart(processes: Processes) -> Processes:
     return Processes(membership, processes.device)
 
 
-def _class_of(kind: str) -> type[Exception]:
+def _class_of(kind: str) -> type[errors.TrainkitError]:
     found = getattr(errors, kind, None)
     return found if found is not None else errors.DistributedError

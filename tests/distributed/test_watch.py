@@ -1,0 +1,440 @@
+"""The watch: who hears of what, and who leaves when (DESIGN 2.32)."""
+
+import json
+import math
+import multiprocessing
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.helpers.ranks import RanksError, run_ranks
+from tests.system.harness import Job, running
+from trainkit import Callback, Run, Trainer, Watchdog
+from trainkit.cli import failure
+from trainkit.distributed import Processes
+from trainkit.distributed.leaving import EXIT_OTHER_FAILED
+from trainkit.distributed.links import GONE, Address, Hub, Spoke, open_hub, reach_hub
+from trainkit.distributed.stalls import Member, judge
+from trainkit.errors import ConfigError
+from trainkit.reports import Report, first_of, hint_for, read_all
+
+
+def _watchers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "watch"]
+
+
+def test_one_process_alone_starts_no_thread() -> None:
+    before = threading.active_count()
+    assert Processes.start().watch is None
+    assert threading.active_count() == before
+
+
+def _threads(rank: int) -> list[int]:
+    counts = []
+    for _ in range(2):
+        processes = Processes.start()
+        counts.append(len(_watchers()))
+        processes.barrier()  # where process 0 has ended, the others watch no more
+        processes.close()
+        counts.append(len(_watchers()))
+    return counts
+
+
+def test_the_thread_ends_with_close() -> None:
+    assert run_ranks(2, _threads) == [[1, 0, 1, 0]] * 2
+
+
+@contextmanager
+def _links(size: int) -> Iterator[tuple[Hub, Address, list[Spoke]]]:
+    """Give process 0's end, which another thread serves while the others connect."""
+    hub, address = open_hub(size, one_machine=True)
+    spokes: list[Spoke] = []
+
+    def connect() -> None:
+        for rank in range(1, size):
+            spoke = reach_hub(address, rank)
+            assert spoke is not None
+            spokes.append(spoke)
+
+    thread = threading.Thread(target=connect)
+    thread.start()
+    while thread.is_alive():
+        hub.poll(0.01)
+    try:
+        yield hub, address, spokes
+    finally:
+        for links in (hub, *spokes):
+            links.close()
+
+
+def _heard(links: Hub | Spoke, others: tuple[Hub, ...] = ()) -> list[tuple[int, str]]:
+    found: list[tuple[int, str]] = []
+    deadline = time.monotonic() + 5
+    while not found and time.monotonic() < deadline:
+        for other in others:
+            other.poll(0.02)
+        found = [(rank, message["kind"]) for rank, message in links.poll(0.02)]
+    return found
+
+
+def test_what_one_process_says_reaches_all_others() -> None:
+    with _links(3) as (hub, _, (first, second)):
+        first.send({"kind": "failed"})
+        assert _heard(hub) == [(1, "failed")]
+        assert _heard(second) == [(1, "failed")]
+        hub.send({"kind": "done"})
+        assert _heard(first) == [(0, "done")]
+        assert _heard(second) == [(0, "done")]
+
+
+def test_a_connection_that_ends_is_heard_of_by_all() -> None:
+    with _links(3) as (hub, _, (first, second)):
+        first.close()
+        assert _heard(hub) == [(1, GONE)]
+        assert _heard(second) == [(1, GONE)]
+        hub.close()
+        assert _heard(second) == [(0, GONE)]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        b"\x80\x04garbage\n",
+        b"GET / HTTP/1.1\r\n\r\n",
+        b'{"kind": "hello", "token": "wrong", "rank": 2}\n{"kind": "failed"}\n',
+        b"x" * 3_000_000,
+        b"[1]\n",
+        b"",
+    ],
+)
+def test_strangers_are_turned_away(words: bytes) -> None:
+    with _links(2) as (hub, address, (spoke,)):
+        with socket.create_connection((address.hosts[0], address.port)) as stranger:
+            sender = threading.Thread(target=lambda: stranger.sendall(words))
+            sender.start()
+            stranger.settimeout(0.01)
+            closed = False
+            while not closed and words:
+                assert hub.poll(0.01) == []
+                try:
+                    closed = stranger.recv(1) == b""
+                except ConnectionError:
+                    closed = True
+                except TimeoutError:
+                    continue
+            with pytest.MonkeyPatch.context() as patch:  # a reset connection ends the thread
+                patch.setattr(threading, "excepthook", lambda _: None)
+                sender.join(5)
+        assert [heard for heard in hub.poll(0.01) if heard[1]["kind"] != GONE] == []
+        spoke.send({"kind": "done"})
+        assert _heard(hub) == [(1, "done")]
+
+
+def test_a_process_has_one_connection() -> None:
+    with _links(3) as (hub, address, (first, _)):
+        found: list[Any] = []
+        thread = threading.Thread(target=lambda: found.append(reach_hub(address, 1)))
+        thread.start()
+        while thread.is_alive():
+            hub.poll(0.01)
+        assert found == [None]
+        first.send({"kind": "done"})
+        assert _heard(hub) == [(1, "done")]
+
+
+def test_a_fork_does_not_hide_the_end_of_its_parent() -> None:
+    with _links(2) as (hub, _, (spoke,)):
+        child = os.fork()
+        if child == 0:
+            time.sleep(60)
+            os._exit(0)
+        try:
+            spoke.close()
+            assert _heard(hub) == [(1, GONE)]
+        finally:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+
+
+# Whole jobs.
+
+
+def _run(size: int, folder: Path, body: Callable[[int], None], seconds: float = 30) -> Job:
+    def run(rank: int, pipe: int) -> int:
+        os.environ["TRAINKIT_REPORT_DIR"] = str(folder / "reports")
+        body(rank)
+        return 0
+
+    with running(size, folder, run) as job:
+        assert job.wait(seconds), job.log()
+    return job
+
+
+def _end_one_by_one(rank: int) -> None:
+    processes = Processes.start()
+    processes.all_reduce(torch.ones(1))
+    time.sleep((processes.size - rank) * 0.3)  # process 0 last
+    processes.close()
+    time.sleep(rank * 0.3)  # process 0 is gone first
+
+
+def test_processes_may_end_at_different_times(tmp_path: Path) -> None:
+    job = _run(3, tmp_path, _end_one_by_one)
+    assert job.codes == {0: 0, 1: 0, 2: 0}
+    assert not (tmp_path / "reports").exists(), job.log()
+
+
+def _raise_on_all(rank: int) -> None:
+    class Raiser(Callback):
+        def on_step_end(self, run: Run, result: Any) -> None:
+            time.sleep(0.5 * rank)
+            raise ValueError("agreed")
+
+    data = DataLoader(TensorDataset(torch.ones(16, 3), torch.ones(16, 1)), 2)
+    trainer = Trainer(max_epochs=1, callbacks=[Raiser()])
+    for _ in range(2):  # what is caught ends nobody, and the next fit is another one
+        with pytest.raises(ValueError, match="agreed"):
+            trainer.fit(
+                nn.Linear(3, 1), data, optimizer=partial(torch.optim.SGD, lr=0.1), loss_fn=_loss
+            )
+    trainer.accelerator.wait_for_everyone()
+    trainer.close()
+
+
+_loss = nn.MSELoss()
+
+
+def test_an_error_that_all_raise_may_be_caught(tmp_path: Path) -> None:
+    job = _run(2, tmp_path, _raise_on_all)
+    assert job.codes == {0: 0, 1: 0}, job.log()
+
+
+def _children(rank: int, folder: Path) -> None:
+    if rank == 0:
+        context = multiprocessing.get_context("fork")
+        ranks = [context.Process(target=_child, args=(rank, folder)) for rank in range(2)]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join()
+        assert [process.exitcode for process in ranks] == [0, 0]
+
+
+def _child(rank: int, folder: Path) -> None:
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2",
+        TRAINKIT_INIT_METHOD=f"file://{folder}/init",
+    )  # fmt: skip
+    Processes.start().barrier()
+    time.sleep(0.3 * rank)  # ends without a word, in order: `multiprocessing` runs no `atexit`
+
+
+def test_children_of_multiprocessing_end_in_order(tmp_path: Path) -> None:
+    job = _run(1, tmp_path, partial(_children, folder=tmp_path))
+    assert job.codes == {0: 0}, job.log()
+    assert not (tmp_path / "reports").exists(), job.log()
+
+
+_OWN_LOOP = """
+import os, sys, time, weakref
+import torch, torch.distributed
+from trainkit import Accelerator
+
+kind = sys.argv[1]
+if kind == "adopted":
+    torch.distributed.init_process_group("gloo", init_method=os.environ["TRAINKIT_INIT_METHOD"],
+        rank=int(os.environ["RANK"]), world_size=2)
+accelerator = Accelerator()
+accelerator.reduce(torch.ones(1))
+if kind == "slow thread":  # one of gloo's that lets go of a tensor when the script is over
+    tensor = torch.ones(3)
+    torch.distributed.all_reduce(tensor, async_op=True)
+    kept = weakref.ref(tensor, lambda _: time.sleep(0.3))
+    del tensor
+if accelerator.process_index == 1:
+    if kind == "exit":
+        os._exit(0)
+    raise KeyError("mine")
+if kind == "compute":
+    time.sleep(60)
+torch.distributed.barrier()
+"""
+
+
+@pytest.mark.parametrize("kind", ["raise", "adopted", "exit", "compute", "slow thread"])
+def test_loops_of_the_users_own_are_watched(kind: str, tmp_path: Path) -> None:
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "WORLD_SIZE": "2",
+        "TRAINKIT_INIT_METHOD": f"file://{tmp_path}/init",
+        "TRAINKIT_REPORT_DIR": str(tmp_path / "reports"),
+    }
+    start = [sys.executable, "-c", _OWN_LOOP, kind]
+    ranks = [
+        subprocess.Popen(
+            start, env={**environment, "RANK": str(r)}, stderr=subprocess.PIPE, text=True
+        )
+        for r in range(2)
+    ]
+    errors = [process.communicate(timeout=60)[1] for process in ranks]
+    assert ranks[0].returncode == EXIT_OTHER_FAILED, errors
+    text = failure.show(tmp_path / "reports")
+    assert text is not None
+    if kind == "exit":
+        assert ranks[1].returncode == 0
+        assert "process 1 (pid" in text
+        assert "ended without a word" in text
+        return
+    assert ranks[1].returncode == 1
+    assert errors[1].count("Traceback (most recent call last)") == 1
+    assert "process 1 of 2" in text
+    assert "KeyError: 'mine'" in text
+    assert "Because of it also ended: process 0." in text
+    assert "leaves because process 1 failed: KeyError: 'mine'" in errors[0]
+    assert "Traceback" not in errors[0]
+
+
+def _mismatch(rank: int) -> str:
+    os.environ["TRAINKIT_DEBUG"] = "1"
+    processes = Processes.start()
+    processes.barrier()
+    with pytest.raises(RuntimeError) as caught:
+        torch.distributed.all_reduce(torch.ones(3 + 2 * rank))
+    processes.barrier()
+    processes.close()
+    return str(caught.value)
+
+
+def test_debugging_names_who_had_which_tensor() -> None:
+    for text in run_ranks(2, _mismatch):
+        assert "TensorShape=[3]" in text
+        assert "TensorShape=[5]" in text
+        assert "different collectives" in hint_for("RuntimeError", text)
+
+
+def _die_while_others_compute(rank: int) -> None:
+    Processes.start().barrier()
+    if rank == 1:
+        os._exit(3)
+    sum(0 for _ in iter(int, 1))  # for ever, in Python
+
+
+def test_a_lost_process_ends_one_that_computes() -> None:
+    start = time.monotonic()
+    with pytest.raises(RanksError, match=f"rank 0 .*exit code {EXIT_OTHER_FAILED}"):
+        run_ranks(2, _die_while_others_compute)
+    assert time.monotonic() - start < 10
+
+
+# Parts.
+
+_ME = Member("a", "machine", 1, "0")
+
+
+def _state(inside: str, step: int = 3) -> dict[str, Any]:
+    return {"inside": inside, "line": "x.py:1 in `f`", "phase": "train", "step": step}
+
+
+@pytest.mark.parametrize(
+    ("states", "culprits", "text"),
+    [
+        ({0: _state("backward"), 2: _state("backward")}, (1,), "process 1 .* does not answer"),
+        ({1: _state("backward"), 2: _state("backward")}, (0,), "process 0 .* does not answer"),
+        ({1: _state("backward")}, (0,), "process 0 .* does not answer"),
+        ({0: _state("a"), 1: _state(""), 2: _state("a")}, (1,), "process 1 is at x.py:1"),
+        ({0: _state("a"), 1: _state(""), 2: _state("")}, (1, 2), "process 1 is at.*process 2 is"),
+        ({0: _state("a"), 1: _state("b"), 2: _state("a")}, (), "different places.*1 in `b`"),
+        ({0: _state("a"), 1: _state("a", 2), 2: _state("a")}, (), "different places.*step 2"),
+        ({0: _state("a"), 1: _state("a"), 2: _state("a")}, (), "the same place"),
+        ({0: _state(""), 1: _state(""), 2: _state("")}, (), "no process is in a collective"),
+    ],
+)
+def test_the_verdict(states: dict[int, Any], culprits: tuple[int, ...], text: str) -> None:
+    members = {rank: Member("host", f"other {rank}", 7, "0") for rank in range(3)}
+    verdict = judge(states, members, "machine")
+    assert verdict.culprits == culprits
+    assert re.search(text, verdict.text), verdict.text
+
+
+def test_only_the_process_that_was_meant_is_killed() -> None:
+    me = Member.this()
+    assert not Member(me.host, me.machine, me.pid, "another start").kill(signal.SIGKILL)
+    assert me.kill(0)
+    assert not me.is_stopped()
+
+
+@pytest.mark.parametrize("value", [0, -1, math.nan, True, "3"])
+def test_limits_must_be_positive_numbers(value: Any) -> None:
+    with pytest.raises(ConfigError, match=r"`Watchdog\(save=\.\.\.\)` must be a positive number"):
+        Watchdog(save=value)
+
+
+def test_limits_follow_the_phase() -> None:
+    watchdog = Watchdog(setup=1, first_step=2, step=3, evaluation=4, save=5, end=math.inf)
+    limits = [watchdog.limit(p, first=False) for p in ("setup", "train", "evaluate", "save", "end")]
+    assert limits == [1, 3, 4, 5, math.inf]
+    assert Watchdog(step=3, first_step=9).limit("train", first=True) == 9
+    assert watchdog.limit("train", first=True) == 3
+    assert watchdog.limit("done", first=False) == math.inf
+
+
+def _report(reporter: int, **more: Any) -> Report:
+    settings: dict[str, Any] = {"kind": "error", "cause": "ValueError: x", "process": reporter}
+    return Report(processes=2, reporter=reporter, **settings | more)
+
+
+def test_the_first_report_is_the_earliest_that_tells_the_cause(tmp_path: Path) -> None:
+    _report(0, secondary=True, kind="left", time=1.0, pid=5).write(tmp_path)
+    _report(1, time=3.0, pid=6, cause="the first").write(tmp_path)
+    _report(2, time=4.0, pid=7).write(tmp_path)
+    (tmp_path / "broken.json").write_text("{")
+    (tmp_path / "other.json").write_text(json.dumps({"step": 3}))
+    found = read_all(tmp_path)
+    assert [report.reporter for _, report in found] == [0, 1, 2]
+    first = first_of(found)
+    assert first is not None
+    assert first[1] == _report(1, time=3.0, pid=6, cause="the first")
+    text = failure.show(tmp_path)
+    assert text is not None
+    assert "the first" in text
+    assert "Because of it also ended: process 0, 2." in text
+    assert str(first[0]) in text
+
+
+def test_no_report_has_nothing_to_show(tmp_path: Path) -> None:
+    assert failure.show(tmp_path) is None
+    assert failure.show(tmp_path / "missing") is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "hint"),
+    [
+        ("MemoryError", "", "Out of memory"),
+        ("RuntimeError", "DefaultCPUAllocator: can't allocate memory: 9 bytes", "Out of memory"),
+        ("OutOfMemoryError", "CUDA out of memory. Tried", "Out of memory"),
+        ("RuntimeError", "[../gloo/pair.cc:547] Connection closed by peer", "its own report"),
+        ("RuntimeError", "DataLoader worker (pid 3) is killed by signal: Bus error", "shm-size"),
+        ("OSError", "[Errno 28] No space left on device", "disk is full"),
+        ("ValueError", "plain", ""),
+    ],
+)
+def test_hints(kind: str, text: str, hint: str) -> None:
+    assert hint in hint_for(kind, text)
+    assert bool(hint) == bool(hint_for(kind, text))

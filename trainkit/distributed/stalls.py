@@ -1,0 +1,188 @@
+"""Where the processes of a job that stands still are, and which of them holds it up."""
+
+import linecache
+import os
+import sys
+import sysconfig
+import traceback
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+__all__ = ["Member", "Verdict", "judge", "where"]
+
+_PACKAGE = str(Path(__file__).resolve().parent.parent) + os.sep
+_LIBRARY = sysconfig.get_paths()["stdlib"] + os.sep
+_INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+_C10D = os.path.join("torch", "distributed", "distributed_c10d.py")
+_OURS = tuple(
+    _PACKAGE + os.path.join("distributed", f"{name}.py") for name in ("processes", "vote")
+)
+_IN_BACKWARD = os.path.join("torch", "autograd", "graph.py")
+_IN_DDP = os.path.join("torch", "nn", "parallel", "distributed.py")
+_IN_LOADER = os.path.join("torch", "utils", "data", "dataloader.py")
+_LONGEST_STACK = 6000  # characters
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One process of a job, as it was when the job began.
+
+    Args:
+        host: The name of its machine.
+        machine: Equal for processes that can see and signal each other.
+        pid: Its number there.
+        started: When it began, so that no later process of the same number is meant.
+    """
+
+    host: str
+    machine: str
+    pid: int
+    started: str
+
+    @classmethod
+    def this(cls) -> "Member":
+        """Return this process."""
+        parts = [os.uname().nodename]
+        with suppress(OSError):
+            parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+            parts += [os.readlink(f"/proc/self/ns/{space}") for space in ("pid", "net")]
+        return cls(parts[0], " ".join(parts), os.getpid(), started_at(os.getpid()))
+
+    def doing(self) -> str:
+        """Return why a process of this machine does not answer, in words."""
+        return {
+            "T": "it is stopped (SIGSTOP)",
+            "t": "a debugger holds it",
+            "D": "it waits for a disk or a file system",
+            "Z": "it has ended",
+        }.get("".join(_stat(self.pid)[:1]), "it holds the interpreter lock, and lets nobody in")
+
+    def is_stopped(self) -> bool:
+        """Return whether this process of the own machine does not run at all."""
+        return _stat(self.pid)[:1] == ["T"]
+
+    def kill(self, signum: int) -> bool:
+        """Send a signal to this process of the own machine, if it still is the one."""
+        if started_at(self.pid) != self.started:
+            return False
+        with suppress(OSError):
+            os.kill(self.pid, signum)
+            return True
+        return False
+
+
+def started_at(pid: int) -> str:
+    """Return when a process of this machine began, in the kernel's own count."""
+    fields = _stat(pid)
+    return fields[19] if len(fields) > 19 else ""
+
+
+def _stat(pid: int) -> list[str]:
+    """Return what the kernel says of a process, from its state on."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return []
+
+
+def where(thread: int) -> dict[str, str]:
+    """Return where a thread is: `inside` which collective, `line` of the user's code, `stack`."""
+    innermost = sys._current_frames().get(thread)
+    frames: list[FrameType] = []
+    frame = innermost
+    while frame is not None:
+        frames.append(frame)
+        frame = frame.f_back
+    inside = next((name for f in reversed(frames) if (name := _collective(f))), "")
+    own = next((f for f in frames if _is_users(f.f_code.co_filename)), innermost)
+    stack = "".join(traceback.format_stack(innermost)) if innermost is not None else ""
+    return {
+        "inside": inside,
+        "line": "" if own is None else _shown(own),
+        "stack": stack[-_LONGEST_STACK:],
+    }
+
+
+def _collective(frame: FrameType) -> str:
+    """Return what a frame waits for, empty where it is not one that waits for others."""
+    file, name = frame.f_code.co_filename, frame.f_code.co_name
+    if file.endswith(_C10D) or file in _OURS:
+        return "" if name.startswith("_") else name
+    if file.endswith(_IN_BACKWARD):
+        return "backward"
+    if file.endswith(_IN_DDP):
+        return "DistributedDataParallel"
+    return ""
+
+
+def _is_users(file: str) -> bool:
+    libraries = any(part in file for part in _INSTALLED)
+    return not (libraries or file.startswith((_PACKAGE, _LIBRARY, "<frozen")))
+
+
+def _shown(frame: FrameType) -> str:
+    code = frame.f_code
+    text = linecache.getline(code.co_filename, frame.f_lineno).strip()
+    return f"{code.co_filename}:{frame.f_lineno} in `{code.co_name}`" + (
+        f": {text}" if text else ""
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Who holds the job up.
+
+    Args:
+        culprits: The processes that do; empty where it is not one alone.
+        frozen: Those of them that do not answer.
+        text: Why, in a sentence.
+    """
+
+    culprits: tuple[int, ...]
+    frozen: tuple[int, ...]
+    text: str
+
+
+def judge(
+    states: Mapping[int, Mapping[str, Any]], members: Mapping[int, Member], machine: str
+) -> Verdict:
+    """Return who holds up a job.
+
+    Args:
+        states: Of the processes that answered.
+        members: The processes that are still part of the job.
+        machine: That of the judge, who can look closer at processes on it.
+    """
+    silent = [rank for rank in sorted(members) if rank not in states]
+    if silent and 0 not in states:
+        silent = [0]  # what the others said would have come through process 0
+    if silent:
+        reasons = [
+            f"process {rank} (pid {members[rank].pid} on {members[rank].host}) does not answer: "
+            + (members[rank].doing() if members[rank].machine == machine else "it is frozen")
+            for rank in silent
+        ]
+        return Verdict(tuple(silent), tuple(silent), "; ".join(reasons))
+    free = [rank for rank, state in states.items() if not state.get("inside")]
+    if free and len(free) < len(states):
+        reasons = [f"process {rank} is at {states[rank].get('line')}" for rank in sorted(free)]
+        return Verdict(tuple(sorted(free)), (), "; ".join(reasons) + ", and the others wait for it")
+    places = {
+        rank: f"`{state.get('inside')}`, called at {state.get('line')} (phase "
+        f"{state.get('phase')}, after step {state.get('step')})"
+        for rank, state in sorted(states.items())
+    }
+    listed = "; ".join(f"process {rank} in {place}" for rank, place in places.items())
+    if free:
+        listed = "; ".join(f"process {r} at {states[r].get('line')}" for r in sorted(free))
+        return Verdict((), (), f"no process is in a collective: {listed}")
+    if len({_point(state) for state in states.values()}) > 1:
+        return Verdict((), (), f"the processes wait in different places: {listed}")
+    return Verdict((), (), f"all processes wait in the same place: {listed}")
+
+
+def _point(state: Mapping[str, Any]) -> tuple[Any, ...]:
+    return state.get("inside"), state.get("phase"), state.get("step")

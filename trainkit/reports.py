@@ -1,0 +1,205 @@
+"""What a failed process leaves behind: who, where, why, in words and as JSON (DESIGN 2.32)."""
+
+import json
+import os
+import re
+import resource
+import socket
+import time
+import traceback
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+__all__ = ["FOLDER_VARIABLE", "Report", "first_of", "folder_for", "hint_for", "memory", "read_all"]
+
+FOLDER_VARIABLE = "TRAINKIT_REPORT_DIR"
+"""Environment variable with the folder for the reports of a job."""
+
+_MIB = 1 << 20
+_SHOWN_INDICES = 32
+_SHOWN_LINES = 12  # of the stack of the process that holds the others up
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """Why a job failed, as one process saw it.
+
+    Args:
+        kind: "error": it raised. "lost": `process` ended without a word. "stalled": the watchdog
+            ended the job. "left": it left because of another process.
+        secondary: Whether the cause is told by another report.
+        process: The process that failed; None where that is not known.
+        processes: Processes in all.
+        reporter: The process that writes.
+        cause: What happened, in one sentence.
+        hint: What usually causes it, and what to do.
+        place: Where the run was: `step`, `epoch`, `phase`, `samples`.
+        error: `type`, `message` and `traceback` of what was raised.
+        memory: Of this process and machine, in bytes.
+        states: Where every process was, by process, after a stall.
+    """
+
+    kind: str
+    cause: str
+    process: int | None
+    processes: int
+    reporter: int
+    secondary: bool = False
+    hint: str = ""
+    place: dict[str, Any] = field(default_factory=dict)
+    error: dict[str, str] = field(default_factory=dict)
+    memory: dict[str, int] = field(default_factory=dict)
+    states: dict[str, Any] = field(default_factory=dict)
+    host: str = field(default_factory=socket.gethostname)
+    pid: int = field(default_factory=os.getpid)
+    time: float = field(default_factory=time.time)
+
+    def write(self, folder: Path) -> Path:
+        """Write the report as JSON into `folder`; the file appears whole or not at all."""
+        folder.mkdir(parents=True, exist_ok=True)
+        stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(self.time))
+        path = folder / f"{stamp}-process-{self.reporter}-{self.kind}-{self.pid}.json"
+        scratch = path.with_name(f".{path.name}")
+        scratch.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+        scratch.replace(path)
+        return path
+
+    def headline(self) -> str:
+        """Return who, where and what in one line."""
+        who = f"process {self.reporter} of {self.processes} (pid {self.pid} on {self.host})"
+        if self.kind in ("lost", "stalled"):
+            return f"{self.cause} (seen by {who}{self._where()})"
+        return f"{who}{self._where()}: {self.cause}"
+
+    def describe(self) -> str:
+        """Return everything in words, over several lines."""
+        parts = [f"trainkit: {self.headline()}"]
+        if self.error:
+            parts.append(self.error["traceback"].rstrip())
+        if indices := (self.place.get("samples") or {}).get("indices"):
+            more = ", ..." if len(indices) > _SHOWN_INDICES else ""
+            shown = ", ".join(map(str, indices[:_SHOWN_INDICES]))
+            parts.append(f"samples of the window, by index in the data set: {shown}{more}")
+        for rank, state in self.states.items():
+            parts.append(f"  process {rank}: {state.get('text')}")
+            if rank == str(self.process):
+                parts += [f"    {line}" for line in _end_of(str(state.get("stack", "")))]
+        if self.memory:
+            parts.append("memory: " + ", ".join(f"{k} {_size(v)}" for k, v in self.memory.items()))
+        if self.hint:
+            parts.append(f"hint: {self.hint}")
+        return "\n".join(parts)
+
+    def _where(self) -> str:
+        place = self.place
+        if not place:
+            return ""
+        samples = place.get("samples") or {}
+        first, last = samples.get("first"), samples.get("last")
+        window = f", samples {first} to {last} of the epoch" if first is not None else ""
+        return (
+            f", epoch {place.get('epoch')}, after step {place.get('step')}, phase "
+            f"{place.get('phase')}{window}"
+        )
+
+
+def folder_for(output_dir: Path | None) -> Path | None:
+    """Return where reports go: what the launcher says, else beside the run's files, else None."""
+    named = os.environ.get(FOLDER_VARIABLE)
+    if named:
+        return Path(named)
+    return None if output_dir is None else output_dir / "reports"
+
+
+def read_all(folder: Path) -> list[tuple[Path, Report]]:
+    """Return the reports in a folder, the earliest first; what is no report is left out."""
+    found: list[tuple[Path, Report]] = []
+    known = {entry.name for entry in fields(Report)}
+    for path in sorted(folder.glob("*.json")):
+        with suppress(OSError, ValueError, TypeError):
+            data = json.loads(path.read_text(encoding="utf-8"))
+            found.append((path, Report(**{k: v for k, v in data.items() if k in known})))
+    return sorted(found, key=lambda entry: entry[1].time)
+
+
+def first_of(reports: list[tuple[Path, Report]]) -> tuple[Path, Report] | None:
+    """Return the report that tells the cause: the earliest that does not point at another one."""
+    ordered = sorted(reports, key=lambda entry: (entry[1].secondary, entry[1].time))
+    return ordered[0] if ordered else None
+
+
+def error_parts(error: BaseException) -> dict[str, str]:
+    """Return the type, message and traceback of an error, with its notes."""
+    return {
+        "type": type(error).__name__,
+        "message": str(error),
+        "traceback": "".join(traceback.format_exception(error)),
+    }
+
+
+def memory() -> dict[str, int]:
+    """Return what is known of the memory of this process and machine, in bytes."""
+    found = {"highest": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+    with suppress(OSError, ValueError, IndexError):
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        found = {"resident": pages * os.sysconf("SC_PAGE_SIZE")} | found
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if soft != resource.RLIM_INFINITY:
+        found["address space limit"] = soft
+    with suppress(OSError, ValueError):
+        found["limit of the container"] = int(Path("/sys/fs/cgroup/memory.max").read_text())
+    with suppress(OSError, ValueError, AttributeError):
+        match = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
+        found["available"] = int(match[1]) * 1024  # type: ignore[index]
+    return found
+
+
+def kernel_kills() -> int | None:
+    """Return how many processes of this container the kernel has killed for want of memory."""
+    with suppress(OSError, ValueError, IndexError):
+        text = Path("/sys/fs/cgroup/memory.events").read_text()
+        return int(text.split("oom_kill ")[1].split()[0])
+    return None
+
+
+_MEMORY = "Out of memory: use smaller batches and more accumulation, bf16, or fewer workers."
+# What stands in an error's class or text, and what usually causes it.
+_HINTS = (
+    (r"worker .*(Bus error|SIGBUS)|shared memory", "The shared memory of this machine is full: "
+     "enlarge it (`--shm-size` of a container), or use fewer or smaller prefetched batches."),
+    (r"worker .*(Killed|SIGKILL)", "Usually the kernel's out-of-memory killer: use fewer workers "
+     "or a smaller `prefetch_factor`, or read data without copying it into each worker."),
+    (r"worker .*(Segmentation fault|SIGSEGV|exited unexpectedly|ended by itself)", "Set "
+     "`num_workers=0` to see the worker's own error."),
+    (r"MemoryError|out of memory|(can't|cannot|not enough) (allocate )?memory", _MEMORY),
+    (r"closed by peer|reset by peer|Broken pipe|Connection refused|remote process exited|"
+     r"ncclRemoteError", "Another process ended before this one: its own report says why."),
+    (r"[Mm]ismatch between collectives|invalid tensor size|preamble|gloo.*enforce|"
+     r"enforce fail.*gloo", "Processes called different collectives, or the same one with tensors "
+     "of different shapes or types. `TRAINKIT_DEBUG=1` names who had what."),
+    (r"No space left", "The disk is full: the last committed checkpoint is intact."),
+    (r"Timed out|timed out", "Another process did not come to this collective, or is slow."),
+    (r"device-side assert", "Usually a label or index out of range: run once on the CPU, or with "
+     "`CUDA_LAUNCH_BLOCKING=1`."),
+)  # fmt: skip
+
+
+def hint_for(kind: str, text: str) -> str:
+    """Return the usual cause of an error and what to do, empty where none is known.
+
+    Args:
+        kind: The name of its class.
+        text: Its message.
+    """
+    return next((hint for pattern, hint in _HINTS if re.search(pattern, f"{kind}: {text}")), "")
+
+
+def _size(count: int) -> str:
+    return f"{count / _MIB:,.0f} MiB"
+
+
+def _end_of(stack: str) -> list[str]:
+    """Return the innermost lines of a stack."""
+    return stack.rstrip().splitlines()[-_SHOWN_LINES:]
