@@ -1,28 +1,33 @@
 """Read the command line, run a command, and turn its errors into a line and an exit code."""
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
-from trainkit.cli import checkpoint
+from trainkit.cli.parser import CommandParser
 from trainkit.errors import TrainkitError
 
 __all__ = ["main"]
+
+_COMMANDS = {
+    "launch": ("launch", "start a script on several processes, on one machine or more"),
+    "config": ("config", "answer questions once, for `launch` to read"),
+    "env": ("env", "print what a report of a bug needs"),
+    "test": ("selftest", "check that the processes of a job work together here"),
+    "checkpoint": ("checkpoint", "list, verify, show, compare and thin out checkpoints"),
+}
+"""The module of each command, and what it does."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `trainkit` with these arguments, or those of the process; return the exit code.
 
     0: all is well. 1: the command found something wrong, or could not do its work. 2: the
-    arguments cannot be understood.
+    arguments cannot be understood. `launch` returns the exit code of the processes.
     """
-    parser = argparse.ArgumentParser(
-        prog="trainkit", description="Look after what trainings leave behind."
-    )
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    checkpoint.add_to(commands)
-    options = parser.parse_args(arguments)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    options = _parser(arguments[0] if arguments else "").parse_args(arguments)
     try:
         code: int = options.run(options)
         sys.stdout.flush()
@@ -34,3 +39,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The reader, such as `head`, has seen enough; nothing more may be written at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser(command: str) -> CommandParser:
+    """Return the parser; only the module of this command is imported."""
+    parser = CommandParser(
+        prog="trainkit", description="Start trainings, and look after what they leave behind."
+    )
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for name, (module, help_text) in _COMMANDS.items():
+        if name == command:
+            import_module(f"trainkit.cli.{module}").add_to(commands)
+        else:
+            commands.add_parser(name, help=help_text)
+    return parser

@@ -1,0 +1,108 @@
+"""Run `trainkit` in a fork of this process, which has imported torch already."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from trainkit.cli.main import main
+
+TIME_LIMIT = 120.0
+
+
+class Launcher:
+    """A `trainkit` command that runs in a process and a session of its own.
+
+    Args:
+        arguments: What follows `trainkit` on the command line.
+        folder: Where it runs; its output goes to the file `output` in it.
+        environment: Variables beside those of this process.
+    """
+
+    def __init__(
+        self,
+        arguments: Sequence[object],
+        folder: Path,
+        *,
+        output: str = "output",
+        environment: dict[str, str] | None = None,
+    ) -> None:
+        self._file = folder / output
+        self._file.touch()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            code = 70
+            try:
+                code = self._be([str(each) for each in arguments], folder, environment or {})
+            finally:
+                os._exit(code)
+
+    def _be(self, arguments: list[str], folder: Path, environment: dict[str, str]) -> int:
+        os.setsid()
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(signum, signal.SIG_DFL)
+        descriptor = os.open(self._file, os.O_WRONLY | os.O_APPEND)
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)
+        sys.stdout, sys.stderr = os.fdopen(1, "w", 1), os.fdopen(2, "w", 1)
+        os.chdir(folder)
+        defaults = {
+            "OMP_NUM_THREADS": "1",
+            "TRAINKIT_REPORT_DIR": str(folder / "jobs"),
+            "XDG_CONFIG_HOME": str(folder),
+        }
+        os.environ.update({**defaults, **environment})
+        try:
+            return main(arguments)
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+
+    @property
+    def output(self) -> str:
+        """What it and its processes have printed."""
+        return self._file.read_text()
+
+    def wait(self) -> int:
+        """Return its exit code; kill it when the time is up."""
+        end = time.monotonic() + TIME_LIMIT
+        while time.monotonic() < end:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                return os.waitstatus_to_exitcode(status)
+            time.sleep(0.01)
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+        raise AssertionError(f"The launcher did not end:\n{self.output}")
+
+    def wait_for(self, word: str, times: int = 1) -> None:
+        """Return when a word has been printed so often."""
+        end = time.monotonic() + TIME_LIMIT
+        while self.output.count(word) < times:
+            assert time.monotonic() < end, self.output
+            time.sleep(0.01)
+
+    def send(self, signum: int) -> None:
+        """Send a signal to the launcher alone."""
+        os.kill(self.pid, signum)
+
+
+def run(*arguments: object, folder: Path, code: int = 0) -> str:
+    """Run a command to its end and return what it printed."""
+    launcher = Launcher(arguments, folder)
+    found = launcher.wait()
+    assert found == code, f"exit code {found}\n{launcher.output}"
+    return launcher.output
+
+
+def lives(pid: int) -> bool:
+    """Return whether a process runs; a zombie does not."""
+    state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True)
+    return state.stdout.strip()[:1] not in ("", "Z")

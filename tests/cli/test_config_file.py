@@ -1,0 +1,216 @@
+"""Configuration files: those of `accelerate config` are read, and what is wrong is named."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from trainkit.cli import config_file, foreign
+from trainkit.cli.options import SETTINGS
+from trainkit.errors import ConfigError
+
+ACCELERATE = """\
+compute_environment: LOCAL_MACHINE
+debug: false
+distributed_type: MULTI_GPU
+downcast_bf16: 'no'
+enable_cpu_affinity: false
+gpu_ids: all
+machine_rank: 0
+main_training_function: main
+mixed_precision: fp16
+num_machines: 1
+num_processes: 2
+rdzv_backend: static
+same_network: true
+tpu_env: []
+tpu_use_cluster: false
+tpu_use_sudo: false
+use_cpu: false
+"""
+"""What `accelerate config` writes for one machine with two GPUs."""
+
+OLDER = """\
+command_file: null
+commands: null
+compute_environment: LOCAL_MACHINE
+deepspeed_config: {}
+distributed_type: 'NO'
+downcast_bf16: 'no'
+dynamo_backend: 'NO'
+fsdp_config: {}
+gpu_ids: 0
+machine_rank: 0
+main_process_ip: null
+main_process_port: null
+main_training_function: main
+megatron_lm_config: {}
+mixed_precision: no
+num_machines: 1
+num_processes: 1
+rdzv_backend: static
+same_network: true
+tpu_name: null
+tpu_zone: null
+use_cpu: false
+"""
+"""The same from an older version, with an unquoted `no`."""
+
+FSDP = """\
+distributed_type: FSDP
+fsdp_config:
+  fsdp_activation_checkpointing: true
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_backward_prefetch: BACKWARD_PRE
+  fsdp_cpu_ram_efficient_loading: true
+  fsdp_offload_params: false
+  fsdp_reshard_after_forward: false
+  fsdp_state_dict_type: SHARDED_STATE_DICT
+  fsdp_transformer_layer_cls_to_wrap: GPT2Block,Other
+  fsdp_version: 2
+num_processes: 2
+"""
+
+
+def read(tmp_path: Path, text: str) -> config_file.ConfigFile:
+    path = tmp_path / "job.yaml"
+    path.write_text(text)
+    return config_file.read(path)
+
+
+def refused(tmp_path: Path, text: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        read(tmp_path, text)
+    return str(caught.value)
+
+
+def test_a_file_of_accelerate_is_read(tmp_path: Path) -> None:
+    file = read(tmp_path, ACCELERATE)
+    assert file.values["num_processes"] == 2
+    assert file.values["mixed_precision"] == "fp16"
+    assert file.values["distributed_type"] == "MULTI_GPU"
+    assert file.lines["num_processes"] == 11
+
+
+def test_an_older_file_of_accelerate_is_read(tmp_path: Path) -> None:
+    values = read(tmp_path, OLDER).values
+    assert (values["mixed_precision"], values["gpu_ids"]) == ("no", "0")
+    assert "main_process_ip" not in values
+    assert read(tmp_path, "fp16: true\n").values["mixed_precision"] == "fp16"
+
+
+def test_sharding_becomes_variables(tmp_path: Path) -> None:
+    assert read(tmp_path, FSDP).fsdp == {
+        "TRAINKIT_FSDP_ACTIVATION_CHECKPOINTING": "true",
+        "TRAINKIT_FSDP_CPU_OFFLOAD": "false",
+        "TRAINKIT_FSDP_RESHARD_AFTER_FORWARD": "false",
+        "TRAINKIT_FSDP_WRAP_CLASSES": "GPT2Block,Other",
+    }
+
+
+def test_multi_cpu_hides_the_gpus(tmp_path: Path) -> None:
+    assert read(tmp_path, "distributed_type: MULTI_CPU\n").values["use_cpu"] is True
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("num_proceses: 2\n", ["`num_proceses`", "line 1", "Did you mean `num_processes`?"]),
+        ("a: 1\nqqqqqqqqqq: 2\n", ["`a`", "no known key."]),
+        ("fsdp_config:\n  fsdp_offload_parms: true\n", ["Did you mean `fsdp_offload_params`?"]),
+        ("fsdp_config:\n  fsdp_auto_wrap_policy: SIZE_BASED_WRAP\n", ["TRANSFORMER_BASED_WRAP"]),
+        ("fsdp_config: 3\n", ["keys of its own", "3"]),
+        ("fsdp_config:\n  fsdp_sharding_strategy: NO_SHARD\n", ["FULL_SHARD", "NO_SHARD"]),
+        ("debug: false\nnum_processes: [\n", ["line 3, column 1"]),
+        ("a: b: c\n", ["line 1, column 5"]),
+        ("num_processes: 2\nnum_processes: 4\n", ["twice", "lines 1, 2"]),
+        ("num_processes: !!python/object/apply:os.system ['false']\n", ["line 1", "python/object"]),
+        ("- 1\n- 2\n", ["`key: value`", "sequence"]),
+        ("", ["is empty"]),
+        ("\x00\n", ["no valid YAML"]),
+        ("num_processes: 0\n", ["at least 1", "0", "line 1"]),
+        ("num_processes: two\n", ["whole number", "'two'"]),
+        ("num_processes: true\n", ["whole number", "True"]),
+        ("num_processes: 1.5\n", ["whole number", "1.5"]),
+        ("main_process_port: 70000\n", ["port", "70000"]),
+        ("mixed_precision: fp8\n", ["fp8", "does not have"]),
+        ("mixed_precision: fp32\n", ["one of no, fp16, bf16"]),
+        ("gpu_ids: 0,0\n", ["different GPUs"]),
+        ("gpu_ids: a\n", ["different GPUs"]),
+        ("use_cpu: maybe\n", ["true or false"]),
+        ("monitor_interval: -1\n", ["above 0"]),
+        ("monitor_interval: .nan\n", ["above 0"]),
+        ("distributed_type: XLA\n", ["XLA", "TPUs"]),
+        ("distributed_type: DEEPSPEED\n", ["DeepSpeed", "FSDP"]),
+        ("distributed_type: MULTI_XPU\n", ["Intel GPUs"]),
+        ("distributed_type: MANY\n", ["one of NO, MULTI_CPU, MULTI_GPU, FSDP"]),
+        ("tpu_use_cluster: true\n", ["TPUs", "Remove the key"]),
+        ("tpu_env: [A=1]\n", ["TPUs"]),
+        ("downcast_bf16: 'yes'\n", ["TPUs"]),
+        ("deepspeed_config:\n  zero_stage: 2\n", ["DeepSpeed"]),
+        ("compute_environment: AMAZON_SAGEMAKER\n", ["SageMaker"]),
+        ("main_training_function: train\n", ["whole script"]),
+        ("dynamo_config:\n  dynamo_backend: INDUCTOR\n", ["compile=True"]),
+        ("enable_cpu_affinity: true\n", ["numactl"]),
+    ],
+)
+def test_what_is_wrong_is_named(text: str, words: list[str], tmp_path: Path) -> None:
+    message = refused(tmp_path, text)
+    assert [word for word in words if word not in message] == [], message
+
+
+def test_a_bomb_of_aliases_is_harmless(tmp_path: Path) -> None:
+    lines = ["x0: &x0 [a, a, a, a, a, a, a, a, a, a]"]
+    for level in range(1, 12):
+        aliases = ", ".join([f"*x{level - 1}"] * 10)
+        lines.append(f"x{level}: &x{level} [{aliases}]")
+    assert "`x0`" in refused(tmp_path, "\n".join(lines))
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere.yaml.*trainkit config"):
+        config_file.read(tmp_path / "nowhere.yaml")
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\xff")
+    with pytest.raises(ConfigError, match="UTF-8"):
+        config_file.read(tmp_path / "binary.yaml")
+    (tmp_path / "large.yaml").write_bytes(b"#" * ((1 << 20) + 1))
+    with pytest.raises(ConfigError, match="1 MiB"):
+        config_file.read(tmp_path / "large.yaml")
+
+
+def test_every_field_of_accelerate_is_known() -> None:
+    args = pytest.importorskip("accelerate.commands.config.config_args")
+    known = {*SETTINGS, *foreign.KEYS, "fsdp_config"}
+    assert set(args.ClusterConfig.__dataclass_fields__) <= known
+
+
+def test_accelerates_own_defaults_are_read(tmp_path: Path) -> None:
+    args = pytest.importorskip("accelerate.commands.config.config_args")
+    path = tmp_path / "job.yaml"
+    args.ClusterConfig(
+        compute_environment="LOCAL_MACHINE", distributed_type="MULTI_GPU", mixed_precision="bf16",
+        use_cpu=False, debug=False, num_processes=4,
+    ).to_yaml_file(str(path))  # fmt: skip
+    assert config_file.read(path).values["num_processes"] == 4
+
+
+def test_writing_is_all_or_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "job.yaml"
+    config_file.write(path, {"num_processes": 2, "mixed_precision": "no"})
+    assert yaml.safe_load(path.read_text()) == {"num_processes": 2, "mixed_precision": "no"}
+    assert [each.name for each in path.parent.iterdir()] == ["job.yaml"]
+    with pytest.raises(ConfigError, match="cannot be written"):
+        config_file.write(path / "below-a-file.yaml", {"num_processes": 2})
+
+
+def test_the_default_file_is_looked_for(tmp_path: Path) -> None:
+    env = {"XDG_CONFIG_HOME": str(tmp_path)}
+    path = tmp_path / "trainkit" / "default_config.yaml"
+    assert config_file.default_path(env) == path
+    assert config_file.find(None, env) is None
+    config_file.write(path, {"num_processes": 2})
+    assert config_file.find(None, env) == path
+    assert config_file.find("other.yaml", env) == Path("other.yaml")
+    # A file that is named must be there, unlike the default one.
+    named = {**env, "TRAINKIT_CONFIG": str(tmp_path / "missing.yaml")}
+    assert config_file.find(None, named) == tmp_path / "missing.yaml"

@@ -1,0 +1,348 @@
+"""`trainkit launch` before anything starts: where settings come from, what is planned, refused."""
+
+import json
+import os
+import shlex
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cli.test_config_file import ACCELERATE, FSDP
+from trainkit.cli import config_file, machine, plan, settings
+from trainkit.cli.main import main
+from trainkit.cli.options import SETTINGS
+
+ROOT = Path(__file__).resolve().parents[2]
+LIGHT = """
+import sys
+from trainkit.cli.main import main
+try:
+    code = main(sys.argv[1:])
+except SystemExit as error:
+    code = error.code
+assert not {"torch", "numpy", "safetensors"} & set(sys.modules)
+sys.exit(code)
+"""
+SETTING_VARIABLES = [name for setting in SETTINGS.values() for name in setting.variables]
+OTHER_VARIABLES = ["TRAINKIT_CONFIG", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"]
+
+
+@pytest.fixture(autouse=True)
+def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Stand in an empty folder, without settings from the environment and without GPUs."""
+    for name in [*SETTING_VARIABLES, *OTHER_VARIABLES]:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(plan, "gpu_count", lambda env: 0)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "script.py").touch()
+    return tmp_path
+
+
+def output(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 0) -> str:
+    """Run `trainkit launch` and return what it prints, with errors behind it."""
+    assert main(["launch", *map(str, arguments)]) == code
+    captured = capsys.readouterr()
+    return captured.out if code == 0 else captured.err
+
+
+def planned(
+    capsys: pytest.CaptureFixture[str], *arguments: object
+) -> tuple[dict[str, str], list[str]]:
+    """Return the environment and the arguments of torch.distributed.run in a dry run."""
+    words = shlex.split(output(capsys, "--dry-run", *arguments))
+    start = words.index(sys.executable)
+    assert words[start + 1 : start + 3] == ["-m", "torch.distributed.run"]
+    return dict(word.split("=", 1) for word in words[:start]), words[start + 3 :]
+
+
+def shown(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, tuple[str, str]]:
+    """Return value and source of each setting."""
+    lines = output(capsys, *arguments, "--show-config").splitlines()[2:]
+    return {words[0]: (words[1], " ".join(words[2:])) for words in map(str.split, lines)}
+
+
+def test_the_command_line_beats_the_file_beats_the_environment(
+    alone: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = alone / "job.yaml"
+    file.write_text("num_processes: 2\nmixed_precision: bf16\n")
+    monkeypatch.setenv("TRAINKIT_NUM_PROCESSES", "8")
+    monkeypatch.setenv("TRAINKIT_MAX_RESTARTS", "5")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    rows = shown(capsys, "--config_file", file, "--num_processes", "4")
+    assert rows["num_processes"] == ("4", "command line")
+    assert rows["mixed_precision"] == ("bf16", f"{file}:2")
+    assert rows["max_restarts"] == ("5", "environment (TRAINKIT_MAX_RESTARTS)")
+    assert rows["machine_rank"] == ("0", "default")
+    assert set(rows) == set(SETTINGS)
+    assert shown(capsys)["mixed_precision"] == ("fp16", "environment (ACCELERATE_MIXED_PRECISION)")
+    assert shown(capsys, "--config_file", file)["num_processes"][0] == "2"
+
+
+def test_the_default_file_is_read(alone: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config_file.write(config_file.default_path(), {"num_processes": 3})
+    assert shown(capsys)["num_processes"][0] == "3"
+
+
+def test_accelerates_own_default_file_is_not(
+    alone: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HOME", str(alone))
+    config_file.write(alone / "accelerate" / "default_config.yaml", {"num_processes": 3})
+    assert shown(capsys)["num_processes"] == ("-", "default")
+
+
+def test_the_settings_are_the_table() -> None:
+    assert list(settings.JobSettings.__dataclass_fields__) == list(SETTINGS)
+
+
+def test_every_setting_is_documented() -> None:
+    page = (ROOT / "docs" / "launch.md").read_text(encoding="utf-8")
+    assert [name for name in SETTINGS if f"`{name}`" not in page] == []
+
+
+def test_both_spellings_work(capsys: pytest.CaptureFixture[str]) -> None:
+    for option in ("--num_processes", "--num-processes"):
+        _, arguments = planned(capsys, option, 2, "script.py")
+        assert arguments[arguments.index("--nproc-per-node") + 1] == "2"
+    _, arguments = planned(capsys, "--num-processes=2", "script.py")
+    assert arguments[arguments.index("--nproc-per-node") + 1] == "2"
+
+
+def test_arguments_of_the_script_are_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    own = ["--cpu", "-m", "--num_processes", "9", "a b", "--", "--help"]
+    environment, arguments = planned(capsys, "--num_processes", 2, "script.py", *own)
+    assert arguments[-len(own) - 1 :] == ["script.py", *own]
+    assert "TRAINKIT_USE_CPU" not in environment
+    _, arguments = planned(capsys, "--", "script.py", "x")
+    assert arguments[-2:] == ["script.py", "x"]
+
+
+def test_a_switch_of_the_file_can_be_switched_off(
+    alone: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (alone / "job.yaml").write_text("use_cpu: true\n")
+    assert (
+        planned(capsys, "--config_file", "job.yaml", "script.py")[0]["TRAINKIT_USE_CPU"] == "true"
+    )
+    for option in ("--no_cpu", "--no-cpu", "--no_use_cpu"):
+        assert shown(capsys, "--config_file", "job.yaml", option)["use_cpu"][0] == "False"
+
+
+def test_a_file_for_gpus_is_planned_for_gpus(
+    alone: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (alone / "job.yaml").write_text(ACCELERATE.replace("gpu_ids: all", "gpu_ids: 2,3"))
+    environment, arguments = planned(capsys, "--config_file", "job.yaml", "script.py")
+    assert environment["CUDA_VISIBLE_DEVICES"] == "2,3"
+    assert environment["TRAINKIT_MIXED_PRECISION"] == "fp16"
+    assert arguments[arguments.index("--nproc-per-node") + 1] == "2"
+    environment, _ = planned(capsys, "--config_file", "job.yaml", "--cpu", "script.py")
+    assert environment["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_a_dry_run_says_that_gpus_are_missing(
+    alone: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (alone / "job.yaml").write_text(ACCELERATE)
+    assert main(["launch", "--dry-run", "--config_file", "job.yaml", "script.py"]) == 0
+    assert "0 GPU(s) for 2 process(es)" in capsys.readouterr().err
+
+
+def test_processes_are_as_many_as_gpus(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "gpu_count", lambda env: 4)
+    _, arguments = planned(capsys, "script.py")
+    assert arguments[arguments.index("--nproc-per-node") + 1] == "4"
+    _, arguments = planned(capsys, "--cpu", "script.py")
+    assert arguments[arguments.index("--nproc-per-node") + 1] == "1"
+
+
+def test_threads_are_shared_out(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "core_count", lambda: 16)
+    assert planned(capsys, "--num_processes", 4, "script.py")[0]["OMP_NUM_THREADS"] == "4"
+    assert planned(capsys, "--num_processes", 64, "script.py")[0]["OMP_NUM_THREADS"] == "1"
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert planned(capsys, "--num_processes", 4, "script.py")[0]["OMP_NUM_THREADS"] == "3"
+    arguments = ("--num_cpu_threads_per_process", 2, "script.py")
+    assert planned(capsys, *arguments)[0]["OMP_NUM_THREADS"] == "2"
+
+
+def test_sharding_reaches_the_processes(alone: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (alone / "job.yaml").write_text(FSDP)
+    environment, _ = planned(capsys, "--config_file", "job.yaml", "--cpu", "script.py")
+    assert environment["TRAINKIT_STRATEGY"] == "fsdp"
+    assert environment["TRAINKIT_FSDP_WRAP_CLASSES"] == "GPT2Block,Other"
+    environment, _ = planned(
+        capsys, "--config_file", "job.yaml", "--distributed_type", "MULTI_CPU", "script.py"
+    )
+    assert "TRAINKIT_STRATEGY" not in environment
+
+
+@pytest.mark.parametrize("backend", ["static", "c10d"])
+def test_several_machines_meet_at_machine_0(
+    backend: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, arguments = planned(
+        capsys, "--num_machines", 2, "--machine_rank", 1, "--num_processes", 4,
+        "--main_process_ip", "10.0.0.1", "--main_process_port", 1234,
+        "--rdzv_backend", backend, "script.py",
+    )  # fmt: skip
+    text = " ".join(arguments)
+    assert "--nnodes 2" in text
+    assert "--nproc-per-node 2" in text
+    if backend == "static":
+        assert "--node-rank 1 --master-addr 10.0.0.1 --master-port 1234" in text
+    else:
+        assert "--rdzv-endpoint 10.0.0.1:1234" in text
+        assert "is_host=false" in text
+
+
+def test_modules_and_programs_can_be_started(capsys: pytest.CaptureFixture[str]) -> None:
+    assert planned(capsys, "-m", "json.tool", "x")[1][-3:] == ["--module", "json.tool", "x"]
+    assert planned(capsys, "--no-python", "true")[1][-2:] == ["--no-python", "true"]
+
+
+def test_a_taken_port_of_one_machine_is_replaced(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+        arguments = ["launch", "--dry-run", "--main_process_port", str(port), "script.py"]
+        assert main(arguments) == 0
+        captured = capsys.readouterr()
+        assert f"port {port} is taken;" in captured.err
+        assert f"--master-port {port}" not in captured.out
+    assert main(arguments) == 0
+    assert f"--master-port {port}" in capsys.readouterr().out
+    assert main([*arguments[:2], "--standalone", *arguments[2:]]) == 0
+    assert f"--master-port {port}" not in capsys.readouterr().out
+
+
+SEVERAL = ("--num_machines", 2, "--main_process_ip", "10.0.0.1")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["nope.py"], ["no script `nope.py`", "--module"]),
+        (["--no_python", "no-such-program"], ["no program `no-such-program`"]),
+        (["-m", "--no_python", "true"], ["exclude each other"]),
+        ([], ["There is no script"]),
+        (["--num_processes", 0, "script.py"], ["`num_processes`", "command line", "'0'"]),
+        (["--num_processes", "two", "script.py"], ["whole number of at least 1", "'two'"]),
+        (["--num_processes=-3", "script.py"], ["at least 1", "'-3'"]),
+        (["--main_process_port", 99999, "script.py"], ["from 0 to 65535"]),
+        (["--monitor_interval", "inf", "script.py"], ["above 0"]),
+        (["--rdzv_conf", "timeout", "script.py"], ["pairs such as"]),
+        (["--tee", "4", "script.py"], ["one of 0, 1, 2, 3"]),
+        (["--mixed_precision", "fp8", "script.py"], ["fp8", "does not have"]),
+        (["--mixed_precision", "bf61", "script.py"], ["one of no, fp16, bf16"]),
+        (["--gpu_ids", "0,x", "script.py"], ["different GPUs"]),
+        (["--gpu_ids", "0", "--num_processes", 2, "script.py"], ["1 GPU(s)", "2 processes"]),
+        ([*SEVERAL, "--num_processes", 3, "script.py"], ["3", "2 machines", "together"]),
+        ([*SEVERAL, "--machine_rank", 2, "script.py"], ["`machine_rank` is 2", "counted from 0"]),
+        (["--machine_rank", 1, "script.py"], ["`machine_rank` is 1"]),
+        ([*SEVERAL[:2], "script.py"], ["needs `main_process_ip`"]),
+        ([*SEVERAL, "--main_process_port", 0, "script.py"], ["Name one"]),
+        ([*SEVERAL, "--max_restarts", 1, "script.py"], ["--rdzv_backend c10d"]),
+        ([*SEVERAL, "--standalone", "script.py"], ["`--standalone` is for one machine"]),
+        (["--config_file", "none.yaml", "script.py"], ["`none.yaml` cannot be read"]),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    arguments: list[object], words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    message = output(capsys, "--dry-run", *arguments, code=1)
+    assert [word for word in words if word not in message] == [], message
+
+
+def test_one_process_and_two_contradict_each_other(
+    alone: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (alone / "job.yaml").write_text("distributed_type: 'NO'\nnum_processes: 2\n")
+    message = output(capsys, "--config_file", "job.yaml", "script.py", code=1)
+    assert "means one process" in message
+    planned(capsys, "--config_file", "job.yaml", "--num_processes", 2, "script.py")
+
+
+@pytest.mark.parametrize(
+    ("option", "near"),
+    [
+        ("--num_proceses", "--num_processes"),
+        ("--main-process-prot", "--main-process-port"),
+        ("--mixed_precison=fp16", "--mixed_precision"),
+    ],
+)
+def test_an_unknown_option_is_named_with_the_nearest(
+    option: str, near: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["launch", option, "2", "script.py"])
+    assert caught.value.code == 2
+    message = capsys.readouterr().err
+    assert f"`{option.partition('=')[0]}` is no known option. Did you mean `{near}`?" in message
+
+
+def test_more_processes_than_gpus_are_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr(plan, "gpu_count", lambda env: 1)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    message = output(capsys, "--num_processes", 2, "script.py", code=1)
+    assert "needs a GPU of its own, but torch sees 1 of them" in message
+    assert "--cpu" in message
+
+
+def test_a_taken_port_of_several_machines_is_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+        message = output(
+            capsys, *SEVERAL, "--num_processes", 2, "--main_process_port", port, "--cpu",
+            "script.py", code=1,
+        )  # fmt: skip
+    assert f"Port {port} of this machine is taken" in message
+
+
+def test_gpus_are_counted_as_cuda_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices = [Path(f"/dev/nvidia{name}") for name in (*range(4), "ctl", "-uvm")]
+    monkeypatch.setattr(Path, "glob", lambda self, pattern: iter(devices))
+    assert machine.gpu_count({}) == 4
+    assert machine.gpu_count({"CUDA_VISIBLE_DEVICES": ""}) == 0
+    assert machine.gpu_count({"CUDA_VISIBLE_DEVICES": "0,2"}) == 2
+    assert machine.gpu_count({"CUDA_VISIBLE_DEVICES": "1,-1,2"}) == 1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["launch", "--help"],
+        ["launch", "--num_processes", "2", "--dry-run", "script.py"],
+        ["launch", "--show-config"],
+        ["config", "--default", "--config_file", "new.yaml"],
+        ["env"],
+        ["env", "--json"],
+        ["test", "--help"],
+    ],
+    ids=" ".join,
+)
+def test_torch_is_not_imported(arguments: list[str], alone: Path) -> None:
+    command = [sys.executable, "-c", LIGHT, *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=alone)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout
+    if arguments[-1] == "--json":
+        facts = json.loads(result.stdout)
+        assert facts["packages"]["torch"] != "not installed"
+        assert set(facts) >= {"system", "packages", "torch", "gpus", "variables", "configuration"}

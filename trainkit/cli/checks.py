@@ -1,0 +1,178 @@
+"""What `trainkit test` runs on every process: `python -m trainkit.cli.checks`."""
+
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from trainkit.accelerator import Accelerator
+from trainkit.distributed.together import together
+from trainkit.errors import DistributedError
+from trainkit.trainer import Trainer
+
+_SAMPLES = 24
+_STEPS = 4
+_PRECISIONS = {"no": "fp32", "fp16": "fp16", "bf16": "bf16"}
+
+
+def main() -> int:
+    """Run the checks, print a line for each, and return 0 if all are well."""
+    accelerator = Accelerator()
+    device = torch.device("cpu" if _on_cpu() else accelerator.device)
+    accelerator.print(f"{accelerator.num_processes} process(es), device type {device.type}")
+    precision = _PRECISIONS[os.environ.get("TRAINKIT_MIXED_PRECISION", "no")]
+    checks: dict[str, Callable[[], None]] = {
+        "places: every process has its own number and device": partial(_places, accelerator),
+        "collectives: sum, broadcast and gather are right": partial(_collectives, accelerator),
+        f"precision: {precision} trains to finite, equal weights": partial(
+            _precision, accelerator, precision
+        ),
+        "training: the weights are those of one process": partial(_training, accelerator),
+        "checkpoint: a resumed run ends as one that was never stopped": partial(
+            _checkpoint, accelerator
+        ),
+    }
+    failed = 0
+    for name, check in checks.items():
+        try:
+            together(accelerator.processes, check)
+        except Exception as error:
+            failed = 1
+            accelerator.print(f"FAILED  {name}\n        {type(error).__name__}: {error}")
+        else:
+            accelerator.print(f"ok      {name}")
+    return failed
+
+
+def _on_cpu() -> bool:
+    return os.environ.get("TRAINKIT_USE_CPU") == "true"
+
+
+def _require(is_right: bool, message: str) -> None:
+    if not is_right:
+        raise DistributedError(message)
+
+
+def _places(accelerator: Accelerator) -> None:
+    mine = [accelerator.process_index, str(accelerator.device), os.uname().nodename]
+    places = accelerator.processes.all_gather_objects(mine)
+    ranks = [place[0] for place in places]
+    _require(ranks == list(range(len(ranks))), f"The processes are numbered {ranks}.")
+    if accelerator.device.type == "cuda":
+        devices = [tuple(place[1:]) for place in places]
+        _require(
+            len(set(devices)) == len(devices),
+            f"Several processes use one GPU: {devices}. Start fewer, or name others (`--gpu_ids`).",
+        )
+
+
+def _collectives(accelerator: Accelerator) -> None:
+    size, rank = accelerator.num_processes, accelerator.process_index
+    wrong: list[str] = []  # raised at the end: all processes call the same collectives
+    for device in {torch.device("cpu"), accelerator.device}:
+        row = torch.arange(1000, device=device, dtype=torch.float64)
+        total = accelerator.reduce(row + rank)
+        sent = accelerator.broadcast(row + rank, from_process=size - 1)
+        gathered = accelerator.gather(torch.full((rank + 1,), rank, device=device)).tolist()
+        results = {
+            "sum": torch.equal(total, size * row + size * (size - 1) // 2),
+            "broadcast": torch.equal(sent, row + size - 1),
+            "gather": gathered == [each for each in range(size) for _ in range(each + 1)],
+        }
+        wrong += [f"{name} on {device.type}" for name, right in results.items() if not right]
+    _require(not wrong, f"These are wrong: {', '.join(wrong)}.")
+
+
+def _model(dtype: torch.dtype) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)).to(dtype)
+
+
+def _data(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(_SAMPLES, 8, generator=generator, dtype=torch.float64).to(dtype)
+    return inputs, inputs.sum(1, keepdim=True)
+
+
+def _fit(dtype: torch.dtype, *, shuffle: bool = False, **settings: Any) -> list[Tensor]:
+    """Train on all data in each step, or on shuffled quarters; return the weights, on the CPU."""
+    resuming = {name: settings.pop(name) for name in ("resume", "schedule") if name in settings}
+    model, (inputs, targets) = _model(dtype), _data(dtype)
+    batch = max(1, _SAMPLES // int(os.environ.get("WORLD_SIZE", "1")) // (4 if shuffle else 1))
+    whole = DataLoader(TensorDataset(inputs, targets), batch_size=batch, shuffle=shuffle)
+    trainer = Trainer(**{"max_steps": _STEPS, "callbacks": [], **settings})
+    trainer.fit(
+        model,
+        whole,
+        optimizer=partial(torch.optim.SGD, lr=0.05, momentum=0.9),
+        loss_fn=nn.MSELoss(),
+        **resuming,
+    )
+    if "output_dir" in settings:
+        trainer.save_checkpoint()
+    return [parameter.detach().cpu() for parameter in model.parameters()]
+
+
+def _precision(accelerator: Accelerator, precision: str) -> None:
+    weights = _fit(torch.float32, precision=precision)
+    flat = torch.cat([weight.flatten() for weight in weights])
+    everywhere = accelerator.processes.all_gather_objects(flat)
+    different = [rank for rank, each in enumerate(everywhere) if not torch.equal(each, flat)]
+    _require(
+        bool(flat.isfinite().all()), f"Training in {precision} gave weights that are not finite."
+    )
+    _require(not different, f"Process {different} and this one have different weights.")
+
+
+def _training(accelerator: Accelerator) -> None:
+    del accelerator
+    model, (inputs, targets) = _model(torch.float64), _data(torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for _ in range(_STEPS):
+        optimizer.zero_grad()
+        loss: Tensor = nn.functional.mse_loss(model(inputs), targets)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    for mine, theirs in zip(_fit(torch.float64), model.parameters(), strict=True):
+        error = float((mine - theirs.detach()).abs().max())
+        _require(error < 1e-12, f"Weights differ by {error:.2g} from those of one process.")
+
+
+def _checkpoint(accelerator: Accelerator) -> None:
+    folder = _shared_folder(accelerator)
+    try:
+        never_stopped = _fit(torch.float32, shuffle=True)
+        saving: dict[str, Any] = {"output_dir": folder, "shuffle": True}
+        _fit(torch.float32, max_steps=_STEPS // 2, **saving)
+        resumed = _fit(torch.float32, resume="must", schedule="keep", **saving)
+        _require(
+            all(torch.equal(a, b) for a, b in zip(resumed, never_stopped, strict=True)),
+            "The weights of a resumed run differ from those of one that was never stopped.",
+        )
+    finally:
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _shared_folder(accelerator: Accelerator) -> Path:
+    """Make a folder that all processes see: in this one where there are several machines."""
+    is_one_machine = accelerator.processes.world.local_size == accelerator.num_processes
+    parent = None if is_one_machine else "."
+    made = (
+        tempfile.mkdtemp(prefix="trainkit-test-", dir=parent) if accelerator.is_main_process else ""
+    )
+    return Path(accelerator.processes.broadcast_object(made)).absolute()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

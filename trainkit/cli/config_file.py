@@ -1,0 +1,173 @@
+"""Read and write the YAML files that describe a job, with the keys of `accelerate config`."""
+
+import difflib
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainkit.cli import foreign
+from trainkit.cli.options import SETTINGS
+from trainkit.errors import ConfigError
+
+if TYPE_CHECKING:
+    import yaml
+
+__all__ = ["VARIABLE", "ConfigFile", "default_path", "find", "nearest", "read", "write"]
+
+VARIABLE = "TRAINKIT_CONFIG"
+"""Environment variable with the file to read where no option names one."""
+
+_LARGEST = 1 << 20  # bytes; a real file has a few hundred
+
+
+@dataclass(slots=True)
+class ConfigFile:
+    """A configuration file that has been read.
+
+    Args:
+        path: The file.
+        values: The settings in it by name, checked.
+        lines: The line of each, from 1.
+        fsdp: What it says on sharding: environment variables for the processes.
+    """
+
+    path: Path
+    values: dict[str, Any] = field(default_factory=dict)
+    lines: dict[str, int] = field(default_factory=dict)
+    fsdp: dict[str, str] = field(default_factory=dict)
+
+
+def default_path(env: Mapping[str, str] = os.environ) -> Path:
+    """Return where `trainkit config` writes, and the other commands look."""
+    if env.get(VARIABLE):
+        return Path(env[VARIABLE])
+    base = env.get("XDG_CONFIG_HOME") or Path("~/.config").expanduser()
+    return Path(base) / "trainkit" / "default_config.yaml"
+
+
+def find(given: str | None, env: Mapping[str, str] = os.environ) -> Path | None:
+    """Return the file to read; None where none is named and the default one does not exist."""
+    if given is None:
+        path = default_path(env)
+        return path if path.exists() or env.get(VARIABLE) else None
+    return Path(given)
+
+
+def nearest(name: str, known: Mapping[str, object] | list[str]) -> str:
+    """Return a sentence that names the known name nearest to this one; empty without one."""
+    found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f" Did you mean `{found[0]}`?" if found else ""
+
+
+def read(path: Path) -> ConfigFile:
+    """Read and check a file.
+
+    Raises:
+        ConfigError: It cannot be read, is no YAML, has a key that is unknown or given twice, a
+            value that cannot be, or switches on what trainkit does not drive.
+    """
+    result = ConfigFile(path)
+    for key, line, value in _entries(path):
+        place = f"`{path}`, line {line}"
+        if key in SETTINGS:
+            if value is None:
+                continue
+            result.values[key] = _checked(key, value, place)
+            result.lines[key] = line
+        elif key == "fp16":  # before `mixed_precision` came
+            result.values.setdefault("mixed_precision", "fp16" if value else "no")
+            result.lines.setdefault("mixed_precision", line)
+        elif key == "fsdp_config":
+            result.fsdp = foreign.sharding(value, place)
+        elif key in foreign.KEYS:
+            foreign.check(key, value, place)
+        else:
+            known = [*SETTINGS, *foreign.KEYS, "fsdp_config"]
+            raise ConfigError(f"`{key}` ({place}) is no known key.{nearest(key, known)}")
+    if result.values.get("distributed_type") == "MULTI_CPU":
+        result.values.setdefault("use_cpu", True)
+        result.lines.setdefault("use_cpu", result.lines["distributed_type"])
+    return result
+
+
+def _checked(key: str, value: object, place: str) -> Any:
+    if key == "distributed_type":
+        foreign.check_distributed_type(value, place)
+    if key == "mixed_precision" and str(value).lower() == "fp8":
+        raise ConfigError(f"`mixed_precision` ({place}) is fp8, which trainkit does not have.")
+    try:
+        return SETTINGS[key].read(value)
+    except ValueError as error:
+        raise ConfigError(f"`{key}` ({place}) must be {error}, but is {value!r}.") from None
+
+
+def _entries(path: Path) -> Iterator[tuple[str, int, Any]]:
+    """Yield each key of the file with its line and value."""
+    import yaml
+
+    text = _text(path)
+    try:
+        loader = yaml.SafeLoader(text)
+        node = loader.get_single_node()
+        if node is None:
+            raise ConfigError(f"`{path}` is empty. Write it by `trainkit config`.")
+        if not isinstance(node, yaml.MappingNode):
+            raise ConfigError(f"`{path}` must hold lines of `key: value`, but holds a {node.id}.")
+        seen: dict[str, int] = {}
+        for key_node, value_node in node.value:
+            key, line = str(key_node.value), key_node.start_mark.line + 1
+            if key in seen:
+                raise ConfigError(f"`{key}` stands twice in `{path}`: lines {seen[key]}, {line}.")
+            seen[key] = line
+            yield key, line, loader.construct_object(value_node, deep=True)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"`{path}` is no valid YAML{_place(error)}") from None
+    except (ValueError, RecursionError) as error:  # a date such as 2024-13-01, endless nesting
+        raise ConfigError(f"`{path}` is no valid YAML: {error}.") from None
+
+
+def _text(path: Path) -> str:
+    try:
+        if path.stat().st_size > _LARGEST:
+            raise ConfigError(f"`{path}` is larger than 1 MiB: that is no configuration file.")
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"The configuration file `{path}` cannot be read: {error.strerror}. Write one by "
+            "`trainkit config`."
+        ) from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"`{path}` is no text in UTF-8: {error.reason}.") from None
+
+
+def _place(error: "yaml.YAMLError") -> str:
+    mark = getattr(error, "problem_mark", None)
+    problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+    where = "" if mark is None else f", line {mark.line + 1}, column {mark.column + 1}"
+    return f"{where}: {problem}."
+
+
+def write(path: Path, values: Mapping[str, Any]) -> None:
+    """Write settings to a file, all of it or nothing.
+
+    Raises:
+        ConfigError: It cannot be written.
+    """
+    import yaml
+
+    data = yaml.safe_dump(dict(values), sort_keys=True).encode()
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with scratch.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(scratch, path)
+    except OSError as error:
+        with suppress(OSError):
+            scratch.unlink()
+        raise ConfigError(f"`{path}` cannot be written: {error.strerror}.") from None

@@ -1,0 +1,138 @@
+"""`trainkit env`: what a report of a bug needs, found without importing torch."""
+
+import argparse
+import ast
+import importlib.util
+import json
+import os
+import platform
+import re
+import sys
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from trainkit.cli import config_file
+from trainkit.cli.machine import core_count, gpu_count, gpu_names
+from trainkit.errors import TrainkitError
+
+__all__ = ["add_to"]
+
+_PACKAGES = (
+    "trainkit", "torch", "numpy", "safetensors", "transformers", "accelerate", "evaluate",
+    "datasets", "torchmetrics", "tensorboard", "xxhash",
+)  # fmt: skip
+_VARIABLES = re.compile(
+    r"(TRAINKIT|ACCELERATE|TORCH|NCCL|GLOO|OMP|MKL|PET|CUDA|SLURM_(NNODES|NTASKS|PROCID))(_.*)?"
+    r"|RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT|PYTHONPATH"
+)
+_SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|CREDENTIAL|_KEY$")
+
+
+def add_to(commands: Any) -> None:
+    """Add the command to the parser's `commands`."""
+    parser = commands.add_parser("env", description="Print what a report of a bug needs.")
+    parser.add_argument("--config_file", "--config-file", metavar="FILE", help="the job's file")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    facts = _facts(options.config_file)
+    if options.json:
+        print(json.dumps(facts, indent=2))
+        return 0
+    for title, values in facts.items():
+        print(f"{title}:")
+        for name, value in values.items():
+            print(f"  {name}: {value}")
+    return 0
+
+
+def _facts(given: str | None) -> dict[str, dict[str, Any]]:
+    return {
+        "system": {
+            "platform": _platform(),
+            "python": f"{platform.python_version()} ({sys.executable})",
+            "cores": core_count(),
+            "memory": _memory(),
+        },
+        "packages": {name: _version(name) for name in _PACKAGES},
+        "torch": _torch_build(),
+        "gpus": _gpus(),
+        "variables": {
+            name: "(hidden)" if _SECRET.search(name) else value
+            for name, value in sorted(os.environ.items())
+            if _VARIABLES.fullmatch(name)
+        },
+        "configuration": _configuration(given),
+    }
+
+
+def _platform() -> str:
+    """Return the kernel and the distribution; the functions of `platform` would start `uname`."""
+    kernel = " ".join((os.uname().sysname, os.uname().release, os.uname().machine))
+    with suppress(OSError):
+        kernel += f" ({platform.freedesktop_os_release()['PRETTY_NAME']})"
+    return kernel
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _memory() -> str:
+    try:
+        size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return "unknown"
+    return f"{size / 2**30:.1f} GiB"
+
+
+def _torch_build() -> dict[str, str]:
+    """Return what torch was built for, from the text of its file `version.py`."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return {"build": "not installed"}
+    try:
+        source = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
+        tree = ast.parse(source)
+    except (OSError, SyntaxError, UnicodeDecodeError):
+        return {"build": "unknown"}
+    found: dict[str, str] = {}
+    for node in tree.body:
+        target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
+        value = getattr(node, "value", None)
+        if isinstance(target, ast.Name) and isinstance(value, ast.Constant):
+            found[target.id] = str(value.value)
+    libraries = {
+        name: version
+        for package in metadata.distributions()
+        if (name := str(package.name)).startswith("nvidia-nccl")
+        if (version := package.version)
+    }
+    return {**{name: found[name] for name in ("cuda", "hip") if name in found}, **libraries}
+
+
+def _gpus() -> dict[str, Any]:
+    driver = Path("/proc/driver/nvidia/version")
+    facts: dict[str, Any] = {"visible": gpu_count()}
+    facts |= {f"GPU {index}": name for index, name in enumerate(gpu_names())}
+    if driver.exists():
+        facts["driver"] = driver.read_text(errors="replace").splitlines()[0]
+    return facts
+
+
+def _configuration(given: str | None) -> dict[str, Any]:
+    path = config_file.find(given)
+    if path is None:
+        return {"file": f"none (looked at {config_file.default_path()})"}
+    try:
+        file = config_file.read(path)
+    except TrainkitError as error:
+        return {"file": str(path), "error": str(error)}
+    return {"file": str(path), **file.values, **file.fsdp}

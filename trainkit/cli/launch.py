@@ -1,0 +1,137 @@
+"""`trainkit launch`: start a script on several processes, on one machine or more."""
+
+import argparse
+import os
+import shutil
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainkit.cli import failure
+from trainkit.cli.plan import Plan, Script, check_here, make_plan, with_reports
+from trainkit.cli.settings import Resolved, add_options, resolve
+from trainkit.cli.tables import print_table
+from trainkit.errors import ConfigError
+
+if TYPE_CHECKING:
+    from trainkit.cli.agent import Outcome
+
+__all__ = ["add_to", "start"]
+
+_END = """What is given on the command line beats the file, which beats the environment variables
+TRAINKIT_<NAME>. Options may be written with hyphens instead of underscores."""
+
+
+def add_to(commands: Any) -> None:
+    """Add the command to the parser's `commands`."""
+    parser = commands.add_parser(
+        "launch",
+        description="Start a script on several processes, on one machine or more.",
+        epilog=_END,
+        usage="trainkit launch [options] SCRIPT [arguments of the script]",
+        takes_script=True,
+    )
+    add_options(parser)
+    flags = {
+        ("--standalone",): "one machine, any free port, whatever a file says",
+        ("-m", "--module"): "SCRIPT is a module, as for `python -m`",
+        ("--no_python", "--no-python"): "SCRIPT is any program",
+        ("--dry-run", "--dry_run"): "print the command and its environment; start nothing",
+        ("--show-config", "--show_config"): "print every setting and where it comes from",
+    }
+    for names, text in flags.items():
+        parser.add_argument(*names, action="store_true", help=text)
+    parser.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    resolved = resolve(options)
+    if options.standalone:
+        resolved = _standalone(resolved)
+    if options.show_config:
+        print(f"file: {resolved.file or 'none'}")
+        print_table(("SETTING", "VALUE", "SOURCE"), resolved.rows())
+        if not options.script:
+            return 0
+    if not options.script:
+        raise ConfigError("There is no script. Use: trainkit launch [options] SCRIPT [arguments]")
+    script = Script(
+        path=options.script[0],
+        arguments=tuple(options.script[1:]),
+        is_module=options.module,
+        is_program=options.no_python,
+    )
+    plan = make_plan(resolved, script)
+    for note in plan.notes:
+        print(f"trainkit: {note}", file=sys.stderr)
+    if options.dry_run:
+        print(plan.command())
+        return 0
+    return 0 if options.show_config else start(plan, resolved)
+
+
+def _standalone(resolved: Resolved) -> Resolved:
+    if resolved.job.num_machines > 1:
+        raise ConfigError(
+            f"`--standalone` is for one machine, but `num_machines` is {resolved.job.num_machines} "
+            f"({resolved.sources['num_machines']}). Pass `--num_machines 1` too."
+        )
+    return replace(resolved, job=replace(resolved.job, main_process_port=None))
+
+
+def start(plan: Plan, resolved: Resolved) -> int:
+    """Start the processes of this machine, wait for their end, and return the exit code.
+
+    After a failure, what the processes reported is shown, and the reports stay.
+
+    Raises:
+        ConfigError: This machine cannot do its part.
+        DistributedError: The machines do not come together.
+    """
+    folder = _report_folder(resolved.job.report_dir)
+    keeps = False
+    try:
+        outcome = _run_processes(with_reports(plan, folder), resolved)
+        keeps = _explain(outcome)
+        return outcome.code
+    finally:
+        if not keeps:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _report_folder(parent: str | None) -> Path:
+    """Make the folder of this job; its path holds wherever a script goes."""
+    try:
+        if parent is not None:
+            Path(parent).mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix="trainkit-", dir=parent)).absolute()
+    except OSError as error:
+        raise ConfigError(
+            f"No folder for reports can be made in `{parent or tempfile.gettempdir()}`: "
+            f"{error.strerror}. Pass another `--report_dir`."
+        ) from None
+
+
+def _run_processes(plan: Plan, resolved: Resolved) -> "Outcome":
+    os.environ.update(plan.environment)  # before torch looks for GPUs
+    import torch.cuda
+
+    from trainkit.cli.agent import run
+
+    check_here(plan, resolved.job, torch.cuda.device_count() if plan.needs_gpus else 0)
+    return run(plan, shows_log=resolved.job.debug)
+
+
+def _explain(outcome: "Outcome") -> bool:
+    """Print why the job failed, if it did; return whether there are reports to keep."""
+    if outcome.code == 0:
+        return False
+    text = None if outcome.reports is None else failure.show(outcome.reports)
+    if text is not None:
+        print(text, file=sys.stderr)
+        return True
+    for rank, what in outcome.failures.items():
+        print(f"trainkit: process {rank} {what}", file=sys.stderr)
+    return False

@@ -1,0 +1,245 @@
+"""Turn the settings of a job into the command of torch.distributed.run and its environment."""
+
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from trainkit.cli.machine import core_count, free_port, gpu_count, port_is_free
+from trainkit.cli.settings import JobSettings, Resolved
+from trainkit.errors import ConfigError
+from trainkit.reports import FOLDER_VARIABLE
+
+__all__ = ["Plan", "Script", "check_here", "make_plan", "with_reports"]
+
+_DEFAULT_PORT = 29500
+_JOB = "trainkit"  # name of the job at the rendezvous; the port keeps jobs apart
+# SIGUSR1 is how schedulers announce the end of the time that a job was given.
+_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Script:
+    """What every process runs.
+
+    Args:
+        path: A Python file; or a module, or any program.
+        arguments: Its arguments.
+        is_module: Whether `path` is the name of a module.
+        is_program: Whether `path` is a program, started without Python.
+    """
+
+    path: str
+    arguments: tuple[str, ...] = ()
+    is_module: bool = False
+    is_program: bool = False
+
+    def __post_init__(self) -> None:
+        if self.is_module and self.is_program:
+            raise ConfigError("`--module` and `--no_python` exclude each other. Pass one of them.")
+        if self.is_program and shutil.which(self.path) is None:
+            raise ConfigError(f"There is no program `{self.path}`. Check its name and its rights.")
+        if not self.is_module and not self.is_program and not Path(self.path).is_file():
+            raise ConfigError(
+                f"There is no script `{self.path}` in `{Path.cwd()}`. For a module pass "
+                "`--module`, for another program `--no_python`."
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """What is about to be started on this machine.
+
+    Args:
+        arguments: Those of `python -m torch.distributed.run`.
+        environment: Variables to set, beside those of this process.
+        agreed: What must be equal on all machines.
+        notes: What the user should know.
+        needs_gpus: GPUs that this machine must have; 0 where none are asked for.
+    """
+
+    arguments: tuple[str, ...]
+    environment: Mapping[str, str]
+    agreed: Mapping[str, str]
+    notes: tuple[str, ...] = ()
+    needs_gpus: int = 0
+
+    def command(self) -> str:
+        """Return the whole as one line for a shell."""
+        variables = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
+        python = [sys.executable, "-m", "torch.distributed.run", *self.arguments]
+        return " ".join([*variables, shlex.join(python)])
+
+
+@dataclass(frozen=True, slots=True)
+class _Local:
+    """The processes of this machine."""
+
+    processes: int
+    uses_gpus: bool
+    notes: tuple[str, ...] = field(default=())
+
+
+def make_plan(resolved: Resolved, script: Script, env: Mapping[str, str] = os.environ) -> Plan:
+    """Return what to start here.
+
+    Raises:
+        ConfigError: Settings that exclude each other, or that no machine can meet.
+    """
+    job = resolved.job
+    local = _local(job, env)
+    _check_machines(job)
+    rendezvous, notes = _rendezvous(job)
+    environment = _environment(resolved, local, env)
+    arguments = (
+        *rendezvous,
+        *("--nproc-per-node", str(local.processes)),
+        *("--max-restarts", str(job.max_restarts)),
+        *("--monitor-interval", str(job.monitor_interval)),
+        *(("--role", job.role) if job.role != "default" else ()),
+        *(("--log-dir", job.log_dir) if job.log_dir else ()),
+        *(("--tee", job.tee) if job.tee != "0" else ()),
+        *(("--module",) if script.is_module else ("--no-python",) if script.is_program else ()),
+        script.path,
+        *script.arguments,
+    )
+    total = local.processes * job.num_machines
+    agreed = {"num_processes": str(total), "num_machines": str(job.num_machines)}
+    agreed |= {k: v for k, v in environment.items() if k.startswith("TRAINKIT_")}
+    return Plan(
+        arguments=arguments,
+        environment=environment,
+        agreed={name: value for name, value in agreed.items() if name != FOLDER_VARIABLE},
+        notes=(*local.notes, *notes),
+        needs_gpus=local.processes if local.uses_gpus else 0,
+    )
+
+
+def check_here(plan: Plan, job: JobSettings, gpus: int) -> None:
+    """Check that this machine can do its part.
+
+    Raises:
+        ConfigError: It has fewer GPUs than the plan needs, or its port is taken.
+    """
+    if plan.needs_gpus > gpus:
+        have = f"{gpus} of them" if gpus else "none"
+        raise ConfigError(
+            f"Each of the {plan.needs_gpus} processes of this machine needs a GPU of its own, but "
+            f"torch sees {have}. Start fewer processes (`--num_processes`), name other GPUs "
+            "(`--gpu_ids`), or train on the CPU (`--cpu`)."
+        )
+    port = job.main_process_port or _DEFAULT_PORT
+    is_host = job.num_machines > 1 and job.machine_rank == 0
+    if is_host and not port_is_free(port):
+        raise ConfigError(
+            f"Port {port} of this machine is taken by another program. Pass another "
+            "`--main_process_port`, the same on all machines."
+        )
+
+
+def _local(job: JobSettings, env: Mapping[str, str]) -> _Local:
+    """Share the processes out over machines, and find out whether they need GPUs."""
+    on_cpu = job.use_cpu or job.distributed_type == "MULTI_CPU"
+    visible = env if job.gpu_ids == "all" else {**env, "CUDA_VISIBLE_DEVICES": job.gpu_ids}
+    gpus = 0 if on_cpu else gpu_count(visible)
+    if job.num_processes is None:
+        processes = max(1, gpus)
+    elif job.num_processes % job.num_machines:
+        raise ConfigError(
+            f"`num_processes` is {job.num_processes}, which cannot be shared out equally over "
+            f"{job.num_machines} machines. It counts the processes of all machines together."
+        )
+    else:
+        processes = job.num_processes // job.num_machines
+    needs = not on_cpu and (gpus > 0 or job.distributed_type == "MULTI_GPU" or job.gpu_ids != "all")
+    named = job.gpu_ids.split(",")
+    if needs and job.gpu_ids != "all" and processes > len(named):
+        raise ConfigError(
+            f"`gpu_ids` names {len(named)} GPU(s), but this machine starts {processes} processes. "
+            "Each needs one of its own."
+        )
+    notes: tuple[str, ...] = ()
+    if needs and gpus < processes:
+        notes = (f"this machine has {gpus} GPU(s) for {processes} process(es); see `--cpu`",)
+    return _Local(processes, needs, notes)
+
+
+def _check_machines(job: JobSettings) -> None:
+    if not 0 <= job.machine_rank < job.num_machines:
+        raise ConfigError(
+            f"`machine_rank` is {job.machine_rank}, but must be less than `num_machines`, which "
+            f"is {job.num_machines}: machines are counted from 0."
+        )
+    if job.num_machines == 1:
+        return
+    if job.main_process_ip is None:
+        raise ConfigError(
+            f"`num_machines` is {job.num_machines}, so each needs `main_process_ip`: the address "
+            "of machine 0."
+        )
+    if job.main_process_port == 0:
+        raise ConfigError(
+            "`main_process_port` is 0, any free port, but several machines must know the same. "
+            "Name one."
+        )
+    if job.max_restarts and job.rdzv_backend == "static":
+        raise ConfigError(
+            f"`max_restarts` is {job.max_restarts}, but machines that meet in the `static` way "
+            "cannot meet again. Pass `--rdzv_backend c10d` on all machines."
+        )
+
+
+def _rendezvous(job: JobSettings) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return how the processes find each other, and notes on it."""
+    conf = ("--rdzv-conf", job.rdzv_conf) if job.rdzv_conf else ()
+    port = job.main_process_port or _DEFAULT_PORT
+    if job.num_machines > 1 and job.rdzv_backend == "static":
+        address = ("--master-addr", str(job.main_process_ip), "--master-port", str(port))
+        place = ("--nnodes", str(job.num_machines), "--node-rank", str(job.machine_rank))
+        return (*place, *address, *conf), ()
+    if job.num_machines > 1:
+        is_host = "is_host=" + str(job.machine_rank == 0).lower()
+        pairs = is_host if not job.rdzv_conf else f"{job.rdzv_conf},{is_host}"
+        endpoint = f"{job.main_process_ip}:{port}"
+        meeting = ("--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", _JOB)
+        return ("--nnodes", str(job.num_machines), *meeting, "--rdzv-conf", pairs), ()
+    # Not c10d, whose rendezvous sends pickles: one machine has nobody to look for.
+    notes: tuple[str, ...] = ()
+    port = job.main_process_port or free_port()
+    if not port_is_free(port):
+        port, taken = free_port(), port
+        notes = (f"port {taken} is taken; {port} is used instead",)
+    return ("--nnodes", "1", "--master-addr", "127.0.0.1", "--master-port", str(port), *conf), notes
+
+
+def _environment(resolved: Resolved, local: _Local, env: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that the processes need beside those of this one."""
+    job = resolved.job
+    threads = job.num_cpu_threads_per_process or max(1, core_count() // local.processes)
+    result = {"OMP_NUM_THREADS": str(threads)}
+    if job.num_cpu_threads_per_process is None and env.get("OMP_NUM_THREADS"):
+        result["OMP_NUM_THREADS"] = env["OMP_NUM_THREADS"]
+    if not local.uses_gpus and (job.use_cpu or job.distributed_type == "MULTI_CPU"):
+        result["CUDA_VISIBLE_DEVICES"] = ""
+        result["TRAINKIT_USE_CPU"] = "true"
+    elif job.gpu_ids != "all":
+        result["CUDA_VISIBLE_DEVICES"] = job.gpu_ids
+    result["TRAINKIT_MIXED_PRECISION"] = job.mixed_precision
+    if job.gradient_accumulation_steps is not None:
+        steps = str(job.gradient_accumulation_steps)
+        result["TRAINKIT_GRADIENT_ACCUMULATION_STEPS"] = steps
+    if job.distributed_type == "FSDP":
+        result |= {"TRAINKIT_STRATEGY": "fsdp", **resolved.fsdp}
+    if job.debug:
+        result |= {"TRAINKIT_DEBUG": "1", "TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
+    result["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(job.shutdown_timeout)
+    result["PET_SIGNALS_TO_HANDLE"] = _SIGNALS
+    return result
+
+
+def with_reports(plan: Plan, folder: Path) -> Plan:
+    """Return the plan with a folder for the reports of failures."""
+    return replace(plan, environment={**plan.environment, FOLDER_VARIABLE: str(folder)})
