@@ -1,284 +1,443 @@
-"""The verbs of distributed training for a loop of your own, and for `Trainer`."""
+"""Accelerator: the face for people who keep their own loop."""
 
-import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, Literal, ParamSpec, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor, nn
+from typing_extensions import override
 
-from trainkit.data.active import ActiveLoaders
-from trainkit.distributed import Processes, gather_samples, gather_tensors, guard, tree
-from trainkit.distributed.rows import Memory
+from trainkit.distributed import Processes
 from trainkit.errors import ConfigError, DataError
+from trainkit.verbs import Verbs
+
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
+    from trainkit.own_loop.accumulation import Accumulation
+    from trainkit.own_loop.composition import OwnLoop
+    from trainkit.own_loop.loader import SharedLoader, SkippedLoader
+    from trainkit.own_loop.optimizer import PreparedOptimizer
+    from trainkit.own_loop.scheduler import PreparedScheduler
 
 __all__ = ["Accelerator"]
 
-P = ParamSpec("P")
-R = TypeVar("R")
+# What can be read of the parts.
+_OF_LOOP = {
+    "distributed_type",
+    "logging_dir",
+    "mixed_precision",
+    "optimizer_step_was_skipped",
+    "project_configuration",
+    "project_dir",
+    "save_iteration",
+    "scaler",
+    "trackers",
+    "use_distributed",
+}
+_OF_LOADERS = {
+    "dispatch_batches",
+    "even_batches",
+    "non_blocking",
+    "split_batches",
+    "use_seedable_sampler",
+    "use_stateful_dataloader",
+}
 
 
-class Accelerator:
-    """The processes of a job, with the names and defaults of Hugging Face Accelerate.
+class _Outlets(Verbs):
+    """What a loop writes: states, models and figures."""
 
-    Every process calls the collectives (`gather*`, `reduce`, `broadcast`, `pad_across_processes`,
-    `wait_for_everyone`) in the same order. On one process they return at once, with the same
-    results and the same errors.
+    _parts: "OwnLoop | None" = None
+
+    @property
+    def _own(self) -> "OwnLoop":
+        if self._parts is None:
+            raise ConfigError(
+                "This accelerator belongs to a `Trainer`, which has a loop of its own. For your "
+                "own loop make an `Accelerator()`."
+            )
+        return self._parts
+
+    def unwrap_model(
+        self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
+    ) -> nn.Module:
+        """Return the user's module.
+
+        Args:
+            model: Prepared or not.
+            keep_fp32_wrapper: Whether its forward still runs under autocast.
+            keep_torch_compile: Whether a model that `torch.compile` returned stays compiled.
+        """
+        from trainkit.own_loop.unwrapping import unwrap
+
+        return unwrap(
+            model, keep_fp32_wrapper=keep_fp32_wrapper, keep_torch_compile=keep_torch_compile
+        )
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Save and load more objects with every state: those with a state dict."""
+        self._own.states.register(objects)
+
+    def save_state(
+        self, output_dir: str | Path | None = None, safe_serialization: bool = True
+    ) -> str:
+        """Save models, optimizers, schedulers, scale, loaders, random states and objects.
+
+        Every process must call it. What stands in the folder before is replaced when the new
+        state is complete.
+
+        Args:
+            output_dir: The folder; not needed with `automatic_checkpoint_naming`.
+            safe_serialization: True; there is no other form.
+
+        Raises:
+            ConfigError: There is no folder.
+            CheckpointError: It failed on some process; an earlier state is untouched.
+        """
+        if not safe_serialization:
+            raise ConfigError("States hold no pickle. Leave `safe_serialization=False` out.")
+        return str(self._own.states.save(output_dir))
+
+    def load_state(self, input_dir: str | Path | None = None) -> None:
+        """Load what `save_state` saved, into what is prepared. Every process must call it.
+
+        Args:
+            input_dir: The folder; with `automatic_checkpoint_naming` by default the newest that
+                verifies.
+
+        Raises:
+            CheckpointError: There is none, or it is broken, or does not fit.
+        """
+        self._own.states.load(input_dir, self.print)
+
+    def register_save_state_pre_hook(self, hook: Callable[..., None]) -> "RemovableHandle":
+        """Call `hook(models, weights, output_dir)` before each save, on every process."""
+        return self._own.states.before_save(hook)
+
+    def register_load_state_pre_hook(self, hook: Callable[..., None]) -> "RemovableHandle":
+        """Call `hook(models, input_dir)` before each load, on every process."""
+        return self._own.states.before_load(hook)
+
+    def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
+        """Write an object on the main process: as torch does, or tensors as safetensors."""
+        from trainkit.own_loop.saving import save
+
+        if self.is_main_process:
+            save(obj, f, safe_serialization=safe_serialization)
+
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: str | Path,
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Write a model so that `from_pretrained` can read it; see `trainkit.export.save_model`."""
+        from trainkit.export import save_model
+
+        save_model(
+            self.unwrap_model(model, keep_torch_compile=False),
+            save_directory,
+            max_shard_size=max_shard_size,
+            safe_serialization=safe_serialization,
+            processes=self.processes,
+        )
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """Return the whole state of a model; of a sharded one every process must ask for it."""
+        from trainkit.own_loop.unwrapping import whole_state
+
+        return whole_state(self.unwrap_model(model, keep_torch_compile=False) if unwrap else model)
+
+    def init_trackers(
+        self,
+        project_name: str,
+        config: Mapping[str, Any] | None = None,
+        init_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Start the trackers of `log_with`.
+
+        Args:
+            project_name: Name of the run.
+            config: Settings of the run, to be noted.
+            init_kwargs: Arguments of trackers by their names.
+        """
+        self._own.start_trackers(project_name, config, init_kwargs or {})
+
+    def log(
+        self,
+        values: Mapping[str, Any],
+        step: int | None = None,
+        log_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Give figures to every tracker of this process."""
+        for tracker in self._own.trackers:
+            tracker.log(dict(values), step=step, **(log_kwargs or {}).get(tracker.name, {}))
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """Return a tracker, or its library's own run; one that does nothing on other processes."""
+        return self._own.tracker(name, unwrap)
+
+    def end_training(self) -> None:
+        """End all trackers, and wait for the other processes."""
+        for tracker in self._own.trackers:
+            tracker.finish()
+        self._own.trackers.clear()
+        self.wait_for_everyone()
+
+
+class Accelerator(_Outlets):
+    """What a training loop of your own needs, with the names of Hugging Face Accelerate.
+
+    A script written for Accelerate runs after its import is changed; what differs on purpose
+    stands in docs/migrating-from-accelerate.md. Every process calls the same methods in the same
+    order.
 
     Args:
-        processes: The processes of the job; joined, or started, if not given.
+        device_placement: Whether models and batches move to the device.
+        split_batches: Whether a loader's batch size is that of all processes together.
+        mixed_precision: "no", "fp16" or "bf16"; None: what the launcher says.
+        gradient_accumulation_steps: Micro-batches of one process for each update.
+        cpu: Use the CPU also where there is a GPU.
+        dataloader_config: How loaders are shared out.
+        fsdp_plugin: The same as `strategy`.
+        rng_types: Generators that a pass takes from process 0: "generator", "torch", "cuda".
+        log_with: "tensorboard", "jsonl", "all", a `GeneralTracker`, or a list of these.
+        project_dir: Folder of checkpoints and logs.
+        project_config: The same, with `automatic_checkpoint_naming` and `total_limit`.
+        gradient_accumulation_plugin: Instead of `gradient_accumulation_steps`.
+        step_scheduler_with_optimizer: Whether prepared schedulers follow the optimizers.
+        kwargs_handlers: `GradScalerKwargs`, `DistributedDataParallelKwargs` and the like.
+        dynamo_backend: Run models through `torch.compile` with this backend.
+        strategy: A strategy of `trainkit.strategies`, such as `FSDP()`; by default what the
+            launcher says, else the single device, or DDP on several processes.
+        processes: Given by a `Trainer`, whose parts are its own.
         device: The device of this process; its own CUDA device by default, else the CPU.
+
+    Attributes that can be read beside the properties: `mixed_precision`, `distributed_type`,
+    `use_distributed`, `scaler`, `optimizer_step_was_skipped`, `project_dir`, `logging_dir`,
+    `project_configuration`, `save_iteration`, `trackers`, `split_batches`, `even_batches`,
+    `dispatch_batches`, `use_seedable_sampler`, `use_stateful_dataloader`, `non_blocking`.
+
+    Raises:
+        ConfigError: A setting cannot work.
     """
 
     def __init__(
-        self, *, processes: Processes | None = None, device: torch.device | str | None = None
-    ) -> None:
-        wanted = None if device is None else torch.device(device)
-        self.processes = Processes.start(device=wanted) if processes is None else processes
-        self.device: torch.device = wanted or self.processes.device
-        if self.device.type == self.processes.device.type and self.device.index is None:
-            self.device = self.processes.device
-        self.loaders = ActiveLoaders()
-        """The loaders under way; they tell `gather_for_metrics` which samples are real."""
-        self._memory: Memory = {}
-
-    @property
-    def process_index(self) -> int:
-        """Number of this process among all, from 0."""
-        return self.processes.rank
-
-    @property
-    def local_process_index(self) -> int:
-        """Number of this process on its machine, from 0."""
-        return self.processes.world.local_rank
-
-    @property
-    def num_processes(self) -> int:
-        """Processes in all."""
-        return self.processes.size
-
-    @property
-    def is_main_process(self) -> bool:
-        """Whether this is process 0 of the job."""
-        return self.processes.is_main
-
-    @property
-    def is_local_main_process(self) -> bool:
-        """Whether this is process 0 of its machine."""
-        return self.processes.world.is_local_main
-
-    @property
-    def is_last_process(self) -> bool:
-        """Whether this is the last process of the job."""
-        return self.processes.world.is_last
-
-    def gather(self, tensor: Any) -> Any:
-        """Return the tensors of all processes, joined along dimension 0, on every process.
-
-        Args:
-            tensor: A tensor, or a nesting of them. A scalar counts as one row. The first
-                dimensions may differ between processes.
-        """
-        return gather_tensors(self.processes, tensor, name="tensor")
-
-    def gather_for_metrics(
         self,
-        input_data: Any,
-        use_gather_object: bool = False,
+        device_placement: bool = True,
+        split_batches: bool = False,
+        mixed_precision: str | None = None,
+        gradient_accumulation_steps: int = 1,
+        cpu: bool = False,
+        dataloader_config: Any = None,
         *,
-        loader: Any = None,
-        pad_value: float = 0,
-    ) -> Any:
-        """Return the entry of each real sample of the last batch once, on every process.
+        fsdp_plugin: Any = None,
+        rng_types: Sequence[Any] | None = None,
+        log_with: Any = None,
+        project_dir: str | Path | None = None,
+        project_config: Any = None,
+        gradient_accumulation_plugin: Any = None,
+        step_scheduler_with_optimizer: bool = True,
+        kwargs_handlers: Sequence[Any] | None = None,
+        dynamo_backend: str | None = None,
+        strategy: Any = None,
+        processes: Processes | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        if processes is not None:
+            super().__init__(processes=processes, device=device)
+            return
+        from trainkit.own_loop import composition, wishes  # a Trainer needs none of it
 
-        The order is that in which the same loader runs on one process (DESIGN 2.19). Where no
-        loader was ever under way, everything is gathered.
+        asked = wishes.Wishes(
+            device_placement=device_placement,
+            split_batches=split_batches,
+            mixed_precision=mixed_precision,
+            gradient_accumulation_steps=gradient_accumulation_steps,
+            cpu=cpu,
+            dataloader_config=dataloader_config,
+            fsdp_plugin=fsdp_plugin,
+            rng_types=rng_types,
+            log_with=log_with,
+            project_dir=project_dir,
+            project_config=project_config,
+            gradient_accumulation_plugin=gradient_accumulation_plugin,
+            step_scheduler_with_optimizer=step_scheduler_with_optimizer,
+            kwargs_handlers=kwargs_handlers,
+            dynamo_backend=dynamo_backend,
+            strategy=strategy,
+        )
+        super().__init__(device=asked.start(device))
+        self._parts = composition.OwnLoop(asked, self.processes, self.device, self.loaders)
+
+    # What the loop is like.
+
+    @property
+    def state(self) -> "Accelerator":
+        """This object: what Accelerate keeps apart can be read here."""
+        return self
+
+    @property
+    def gradient_state(self) -> "Accumulation":
+        """The windows: `sync_gradients`, `end_of_dataloader`, `remainder`, `num_steps`."""
+        return self._own.accumulation
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the present micro-batch is the last of its window."""
+        return self._own.accumulation.sync_gradients
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches of a full window on one process."""
+        return self._own.accumulation.num_steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, value: int) -> None:
+        self._own.accumulation.resize(value)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return one of the attributes that the class's description lists."""
+        if name in _OF_LOADERS:
+            return getattr(self._own.data, name)
+        if name in _OF_LOOP:
+            return getattr(self._own, name)
+        raise AttributeError(f"`Accelerator` has no attribute {name!r}.")
+
+    # Models, optimizers, schedulers and loaders.
+
+    def prepare(self, *args: Any, device_placement: Sequence[bool] | None = None) -> Any:
+        """Return models, optimizers, schedulers and loaders as a loop uses them, in their order.
 
         Args:
-            input_data: Any nesting of tensors, arrays and lists with one entry per sample; see
-                `trainkit.distributed.rows` for what counts as one.
-            use_gather_object: `input_data` is a list of one object per sample, also where it
-                could be taken for a list of tensors with one row per sample each.
-            loader: The loader whose last batch is meant; needed if several are under way with
-                different numbers of real samples.
-            pad_value: Fills up, at the end, tensors that differ in later dimensions.
+            *args: Any of these, in any order; None stays None.
+            device_placement: For each of them whether it moves to the device.
 
         Raises:
-            DataError: On all processes, if something has not one entry per sample.
+            ConfigError: An object is of another kind.
         """
-        info = self.loaders.current(loader)
-        if info is None:
-            in_tensors = not use_gather_object and tree.only_tensors(input_data)
-            return self.gather(input_data) if in_tensors else self.gather_object(input_data)
-        return gather_samples(
-            self.processes,
-            [input_data],
-            [info.counts],
-            [info.local_size],
-            pad_value=pad_value,
-            name="input_data",
-            memory={"input_data": "samples"} if use_gather_object else self._memory,
-        )
+        prepared = self._own.preparation.prepare(args, device_placement)
+        return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
-    def gather_object(self, object: Any) -> Any:
-        """Return the items of the lists of all processes in one list, on every process.
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Return a model as the loop calls it; not wrapped where it is only evaluated."""
+        preparation = self._own.preparation
+        place = preparation.places if device_placement is None else device_placement
+        return preparation.model(model, place, evaluation_mode=evaluation_mode)
+
+    def prepare_optimizer(
+        self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
+    ) -> "PreparedOptimizer":
+        """Return an optimizer that follows the windows."""
+        place = self._own.preparation.places if device_placement is None else device_placement
+        return self._own.preparation.optimizer(optimizer, place)
+
+    def prepare_scheduler(self, scheduler: Any) -> "PreparedScheduler":
+        """Return a scheduler that follows the prepared optimizers."""
+        return self._own.preparation.scheduler(scheduler)
+
+    def prepare_data_loader(
+        self, data_loader: Any, device_placement: bool | None = None
+    ) -> "SharedLoader":
+        """Return a loader whose batches are shared out over the processes."""
+        place = self._own.preparation.places if device_placement is None else device_placement
+        return self._own.preparation.loader(data_loader, place)
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> "SkippedLoader":
+        """Return a loader without its first batches, to go on in the middle of an epoch."""
+        from trainkit.own_loop.loader import skip_first_batches
+
+        return skip_first_batches(dataloader, num_batches)
+
+    # One step.
+
+    @contextmanager
+    def accumulate(self, *models: nn.Module) -> Iterator[None]:
+        """Run one micro-batch inside; models reduce gradients only where a window ends."""
+        own = self._own
+        reduces = own.accumulation.advance() or own.accumulation.plugin.sync_each_batch
+        with ExitStack() as stack:
+            for model in models:
+                if not reduces:
+                    stack.enter_context(own.strategy.no_sync(model))
+            yield
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[object]:
+        """Return a context in which backward accumulates without reducing over processes."""
+        return self._own.strategy.no_sync(model)
+
+    def autocast(self, autocast_handler: Any = None) -> AbstractContextManager[object]:
+        """Return a context in which code outside of a model runs in the mixed precision."""
+        return self._own.autocast(autocast_handler)
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Add the gradients of `loss`, divided by the micro-batches of the window.
 
         Args:
-            object: A list or tuple of any objects; what is not made of built-in types, tensors
-                and data classes travels by pickle.
+            loss: A scalar.
+            **kwargs: Of `Tensor.backward`.
         """
-        if not isinstance(object, list | tuple):
+        self._own.gradients.backward(loss, **kwargs)
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Bring the gradients of one prepared optimizer, or a list, or all to their true scale."""
+        self._own.unscale(optimizer)
+
+    def clip_grad_norm_(
+        self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2
+    ) -> Tensor:
+        """Clip the norm of the gradients, unscaled, over all processes; return what it was."""
+        return self._own.gradients.clip_norm(parameters, max_norm, norm_type)
+
+    def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
+        """Clip every element of the unscaled gradients to [-clip_value, clip_value]."""
+        self._own.gradients.clip_value(parameters, clip_value)
+
+    @contextmanager
+    def join_uneven_inputs(
+        self, joinables: Sequence[Any], even_batches: bool | None = None
+    ) -> Iterator[None]:
+        """Let processes with fewer batches wait for the others inside.
+
+        Args:
+            joinables: Prepared models.
+            even_batches: Overrides `even_batches` of all prepared loaders inside.
+        """
+        with self._own.joined(joinables, even_batches):
+            yield
+
+    @override
+    def gather_for_metrics(
+        self, input_data: Any, use_gather_object: bool = False, **options: Any
+    ) -> Any:
+        if self._parts is not None and self._parts.accumulation.alone:
             raise DataError(
-                f"`object` must be a list or tuple, but is a {type(object).__name__}. Put it in "
-                "a list: `gather_object([value])` returns one value for each process."
+                "Not every process has a batch in this round, so not every process gathers. Leave "
+                "`even_batches=False` out: what fills batches up is never gathered."
             )
-        guard.check("gather_object")
-        lists = self.processes.all_gather_objects(object, allow_pickle=True)
-        return object if len(lists) == 1 else [item for items in lists for item in items]
+        return super().gather_for_metrics(input_data, use_gather_object, **options)
 
-    def reduce(
-        self, tensor: Any, reduction: Literal["sum", "mean", "none"] = "sum", scale: float = 1.0
-    ) -> Any:
-        """Return the sum or mean of a tensor, or of each in a nesting, over all processes.
+    def set_trigger(self) -> None:
+        """Ask, on this process, that `check_trigger` tells all."""
+        self._own.has_trigger = True
 
-        Args:
-            tensor: Equal in structure, shapes and dtypes on all processes; it is not changed.
-            reduction: `"none"` returns this process's own values.
-            scale: Factor on the result.
-        """
-        if reduction not in ("sum", "mean", "none"):
-            raise ConfigError(f'`reduction` must be "sum", "mean" or "none", but is {reduction!r}.')
-        guard.check("reduce")
+    def check_trigger(self) -> bool:
+        """Return whether any process has called `set_trigger`, and begin anew; all call it."""
+        flag = torch.tensor([float(self._own.has_trigger)])
+        self._own.has_trigger = False
+        return self.processes.all_reduce(flag, "max").item() != 0
 
-        def reduced(leaf: torch.Tensor) -> torch.Tensor:
-            own = leaf.detach().clone()
-            total = own if reduction == "none" else self.processes.all_reduce(own, reduction)
-            return total if scale == 1.0 else total * scale
+    def free_memory(self, *objects: Any) -> list[None]:
+        """Let go of all that was prepared; returns None for each object, to be assigned to it."""
+        from trainkit.own_loop.memory import release_memory
 
-        return tree.map_tensors(reduced, tensor, "tensor")
+        self._own.reset()
+        return release_memory(*objects)
 
-    def broadcast(self, tensor: Any, from_process: int = 0) -> Any:
-        """Overwrite a tensor, or each in a nesting, with that of one process, and return it."""
-        guard.check("broadcast")
-        return tree.map_tensors(
-            lambda leaf: self.processes.broadcast(leaf, from_process), tensor, "tensor"
-        )
-
-    def pad_across_processes(
-        self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False
-    ) -> Any:
-        """Return a tensor, or a nesting of them, made as long as the longest on any process.
-
-        Args:
-            tensor: Equal in structure on all processes. Those without dimension `dim` stay.
-            dim: The dimension that may differ.
-            pad_index: What is filled in.
-            pad_first: Whether it goes in front instead of at the end.
-        """
-        guard.check("pad_across_processes")
-        return tree.pad_to_longest(self.processes, tensor, dim, pad_index, pad_first)
-
-    def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print on the main process of each machine only."""
-        if self.is_local_main_process:
-            print(*args, **kwargs)
-
-    def wait_for_everyone(self) -> None:
-        """Return when all processes have called it."""
-        guard.check("wait_for_everyone")
-        self.processes.barrier()
-
-    @contextmanager
-    def main_process_first(self) -> Iterator[None]:
-        """Let the main process run the code inside before all others do."""
-        with self._first(self.is_main_process, "main_process_first"):
-            yield
-
-    @contextmanager
-    def local_main_process_first(self) -> Iterator[None]:
-        """Let the main process of each machine run the code inside before the others do."""
-        with self._first(self.is_local_main_process, "local_main_process_first"):
-            yield
-
-    @contextmanager
-    def _first(self, goes_first: bool, name: str) -> Iterator[None]:
-        guard.check(name)
-        if not goes_first:
-            self.processes.barrier()
-        try:
-            with guard.only(name):
-                yield
-        finally:
-            if goes_first:
-                self.processes.barrier()
-
-    def on_main_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
-        """Make `function` run on the main process only; elsewhere it returns None."""
-        return self._on(function, lambda: self.is_main_process, "on_main_process")
-
-    def on_local_main_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
-        """Make `function` run on the main process of each machine only."""
-        return self._on(function, lambda: self.is_local_main_process, "on_local_main_process")
-
-    def on_last_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
-        """Make `function` run on the last process only."""
-        return self._on(function, lambda: self.is_last_process, "on_last_process")
-
-    def on_process(
-        self, function: Callable[..., Any] | None = None, process_index: int | None = None
-    ) -> Callable[..., Any]:
-        """Make a function run on one process only: `@accelerator.on_process(process_index=1)`."""
-        return self._on_index(function, process_index, "process_index")
-
-    def on_local_process(
-        self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
-    ) -> Callable[..., Any]:
-        """Make a function run on the process of that number on each machine only."""
-        return self._on_index(function, local_process_index, "local_process_index")
-
-    def _on_index(
-        self, function: Callable[..., Any] | None, index: int | None, name: str
-    ) -> Callable[..., Any]:
-        if index is None or index < 0:
-            raise ConfigError(
-                f"`{name}` must be the number of a process, at least 0, but is {index}. Pass it "
-                f"as `{name}=`."
-            )
-        place = f"on_{name.removesuffix('_index')}"
-
-        def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-            return self._on(function, lambda: getattr(self, name) == index, place)
-
-        return decorate if function is None else decorate(function)
-
-    def _on(
-        self, function: Callable[P, R], applies: Callable[[], bool], place: str
-    ) -> Callable[P, R | None]:
-        @functools.wraps(function)
-        def wrapper(*args: P.args, **kwargs: P.kwargs) -> R | None:
-            if not applies():
-                return None
-            with guard.only(place):
-                return function(*args, **kwargs)
-
-        return wrapper
-
-    @contextmanager
-    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """Give this process its part of `inputs`: consecutive slices, the longer ones first.
-
-        Args:
-            inputs: A list, tuple or tensor, or a dict of such of equal lengths. With fewer
-                entries than processes the last processes get empty ones.
-            apply_padding: Whether shorter parts are filled up with the last entry of `inputs`,
-                so that all are equally long.
-        """
-        yield tree.split(inputs, self.process_index, self.num_processes, apply_padding)
-
-    def unwrap_model(self, model: nn.Module) -> nn.Module:
-        """Return the module inside DistributedDataParallel, or `model` itself."""
-        while isinstance(model, DistributedDataParallel):
-            model = model.module
-        return model
+    clear = free_memory

@@ -1,0 +1,1 @@
+"""Tests of `Accelerator` for loops of the user's own."""

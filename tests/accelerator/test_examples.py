@@ -1,0 +1,91 @@
+"""The scripts of examples/own_loop run on one process and on two, and agree."""
+
+import os
+import runpy
+import subprocess
+import sys
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.helpers.ranks import run_ranks
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = ROOT / "examples" / "own_loop"
+
+
+def _script(rank: int, name: str, arguments: list[str]) -> str:
+    """Run a script as one of the processes; return what it printed."""
+    sys.path.insert(0, str(SCRIPTS))
+    if name == "plain_ddp.py":
+        arguments = [*arguments, "--init-method", os.environ["TRAINKIT_INIT_METHOD"]]
+    sys.argv = [name, *arguments]
+    printed = StringIO()
+    with redirect_stdout(printed):
+        runpy.run_path(str(SCRIPTS / name), run_name="__main__")
+    return printed.getvalue()
+
+
+def _run(size: int, name: str, *arguments: str) -> str:
+    """Run a script on some processes; return what the main one printed."""
+    first, *others = run_ranks(size, _script, name, list(arguments))
+    assert not any(others)
+    return str(first)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_plain_ddp_and_the_accelerator_end_with_equal_weights(size: int, tmp_path: Path) -> None:
+    states = []
+    for name in ("plain_ddp.py", "classification.py"):
+        file = tmp_path / f"{name}.pt"
+        printed = _run(size, name, "--save", str(file))
+        assert printed.startswith("weights ")
+        states.append(torch.load(file, weights_only=True))
+    plain, accelerated = states
+    assert list(plain) == list(accelerated)
+    assert all(torch.equal(plain[name], accelerated[name]) for name in plain)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_distributed_evaluation_counts_each_sample_once(size: int) -> None:
+    _, accuracy = _run(size, "classification.py").splitlines()
+    assert accuracy.endswith("over 101 samples")
+    assert float(accuracy.split()[1]) > 0.9
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("precision", ["no", "fp16", "bf16"])
+def test_accumulation_ends_with_every_window_applied(
+    size: int, precision: str, tmp_path: Path
+) -> None:
+    options = ["--mixed-precision", precision, "--output-dir", str(tmp_path)]
+    printed = _run(size, "accumulation.py", *options)
+    steps = {1: 36, 2: 18}[size]  # 3 epochs of 48 or 24 micro-batches, in windows of 4
+    assert f"after {steps} steps, 0 skipped" in printed
+    assert len((tmp_path / "accumulation" / "metrics.jsonl").read_text().splitlines()) == steps
+    assert list((tmp_path / "accumulation").glob("events.out.tfevents.*"))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_stopped_training_ends_with_the_same_weights(size: int, tmp_path: Path) -> None:
+    whole = _run(size, "resuming.py", "--output-dir", str(tmp_path / "whole"))
+    stopped = str(tmp_path / "stopped")
+    assert _run(size, "resuming.py", "--output-dir", stopped, "--stop-after", "17") == ""
+    assert _run(size, "resuming.py", "--output-dir", stopped) == whole
+
+
+def test_torchrun_starts_the_same_file(tmp_path: Path) -> None:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    result = subprocess.run(
+        [sys.executable, *launcher, str(SCRIPTS / "classification.py")],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("weights ") == 1

@@ -1,0 +1,318 @@
+"""`save_state` and `load_state`: whole or not at all, and exact."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from tests.accelerator.toys import Noisy, Stream, bits, numbers, prepared
+from tests.helpers.ranks import run_ranks
+from trainkit import (
+    Accelerator,
+    CheckpointError,
+    ConfigError,
+    DataLoaderConfiguration,
+    ProjectConfiguration,
+    set_seed,
+)
+from trainkit.checkpoint import CheckpointStore
+
+ROOT = Path(__file__).resolve().parents[2]
+SIZES = [1, 2]
+
+
+def _train(
+    rank: int, folder: Path, stop: int | None, data: str, precision: str, stateful: bool
+) -> Any:
+    """Train for two epochs, perhaps until `stop`; resume where there is a state."""
+    set_seed(4)
+    config = DataLoaderConfiguration(use_stateful_dataloader=stateful)
+    accelerator = Accelerator(
+        cpu=True,
+        mixed_precision=precision,
+        gradient_accumulation_steps=2,
+        dataloader_config=config,
+    )
+    source = {"numbers": numbers(22), "noisy": Noisy()}.get(data)
+    workers = {"num_workers": 2} if data == "noisy" else {}
+    model, optimizer, schedule, loader = prepared(accelerator, source, **workers)
+    done, log = 0, []
+    if (folder / "state").exists():
+        accelerator.load_state(folder / "state")
+        done = int((folder / "done").read_text())
+    for epoch in range(done // len(loader), 2):
+        skip = done - epoch * len(loader)
+        skips = not stateful and skip > 0
+        for batch in accelerator.skip_first_batches(loader, skip) if skips else loader:
+            value = batch[-1].float().reshape(-1, 1)
+            with accelerator.accumulate(model):
+                accelerator.backward(model(value).pow(2).mean())
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+            log.append((batch[0].flatten().tolist(), value.flatten().tolist()))
+            done += 1
+            if done == stop:
+                accelerator.save_state(folder / "state")
+                if rank == 0:
+                    (folder / "done").write_text(str(done))
+                accelerator.wait_for_everyone()
+                return log
+    return log, bits(accelerator.unwrap_model(model)), schedule.get_last_lr()
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    ("data", "precision", "stateful"),
+    [("numbers", "no", False), ("numbers", "fp16", True), ("noisy", "bf16", False)],
+)
+def test_a_resumed_training_is_the_same_training(
+    size: int, data: str, precision: str, stateful: bool, tmp_path: Path
+) -> None:
+    options = (data, precision, stateful)
+    for stop in (2, 3):
+        folder = tmp_path / str(stop)
+        folder.mkdir()
+        whole = run_ranks(size, _train, folder, None, *options)
+        first = run_ranks(size, _train, folder, stop, *options)
+        rest = run_ranks(size, _train, folder, None, *options)
+        for rank in range(size):
+            log, weights, rates = rest[rank]
+            assert (first[rank] + log, weights, rates) == whole[rank]
+
+
+def _stream(rank: int, folder: Path) -> Any:
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(DataLoader(Stream(15), 2))
+    whole = [batch.flatten().tolist() for batch in loader]
+    fewer = [b.flatten().tolist() for b in accelerator.skip_first_batches(loader, 2)]
+    gathered = [accelerator.gather_for_metrics(batch).flatten().tolist() for batch in loader]
+    assert fewer == whole[2:]
+    return [value for values in gathered for value in values]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_streams_are_shared_out_and_skipped(size: int, tmp_path: Path) -> None:
+    assert run_ranks(size, _stream, tmp_path) == [list(map(float, range(15)))] * size
+
+
+def _project(folder: Path, **options: Any) -> Accelerator:
+    project = ProjectConfiguration(folder, automatic_checkpoint_naming=True, **options)
+    accelerator = Accelerator(cpu=True, project_config=project)
+    accelerator.prepare(nn.Linear(1, 1))
+    return accelerator
+
+
+def _names(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+
+def test_states_are_numbered_and_the_oldest_go(tmp_path: Path) -> None:
+    accelerator = _project(tmp_path, total_limit=2)
+    paths = [accelerator.save_state() for _ in range(12)]
+    assert paths[-1] == str(tmp_path / "checkpoints" / "checkpoint_11")
+    assert _names(tmp_path) == ["checkpoint_10", "checkpoint_11"]
+    assert accelerator.save_iteration == 12
+
+
+def test_a_torn_state_is_passed_over_and_frees_no_good_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    accelerator = _project(tmp_path, total_limit=1)
+    accelerator.save_state()
+    (tmp_path / "checkpoints" / "checkpoint_1").mkdir()  # as a save that was killed leaves it
+    again = _project(tmp_path, total_limit=1)
+    again.load_state()
+    assert "skipped" in capsys.readouterr().out
+    assert again.save_iteration == 1
+    again.save_state()
+    assert _names(tmp_path) == ["checkpoint_1"]
+
+
+def test_a_new_training_does_not_overwrite_the_states_of_an_old_one(tmp_path: Path) -> None:
+    _project(tmp_path).save_state()
+    with pytest.raises(ConfigError, match=r"Call `load_state\(\)` to go on from it"):
+        _project(tmp_path).save_state()
+    continued = _project(tmp_path)
+    continued.load_state()
+    assert Path(continued.save_state()).name == "checkpoint_1"
+
+
+def test_a_broken_state_is_never_loaded(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(nn.Linear(1, 1))
+    folder = Path(accelerator.save_state(tmp_path / "state"))
+    (file,) = folder.rglob("model.safetensors")
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    before = bits(model)
+    with pytest.raises(CheckpointError, match="holds no state that `save_state` has completed"):
+        accelerator.load_state(folder)
+    assert bits(model) == before
+
+
+def test_loading_nothing_says_what_to_do(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    with pytest.raises(ConfigError, match="`load_state` needs a folder"):
+        accelerator.load_state()
+    with pytest.raises(ConfigError, match="`save_state` needs a folder"):
+        accelerator.save_state()
+    with pytest.raises(CheckpointError, match="holds no state that `save_state` has completed"):
+        accelerator.load_state(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match="holds no state that verifies"):
+        _project(tmp_path).load_state()
+
+
+def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(nn.Linear(2, 1))
+    accelerator.save_state(tmp_path / "state")
+    other = Accelerator(cpu=True)
+    model = other.prepare(nn.Linear(1, 1))
+    before = bits(model)
+    with pytest.raises(CheckpointError, match=r"model has 'weight' of shape \[1, 2\], not \[1, 1"):
+        other.load_state(tmp_path / "state")
+    other.prepare(torch.optim.SGD(model.parameters(), lr=1.0))
+    with pytest.raises(CheckpointError, match="it lacks \\['optimizer'\\]"):
+        other.load_state(tmp_path / "state")
+    assert bits(model) == before
+
+
+class _Counter:
+    """An object with a state."""
+
+    def __init__(self) -> None:
+        self.value: Any = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"]
+
+
+def test_registered_objects_are_saved_without_pickle(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    counter = _Counter()
+    accelerator.register_for_checkpointing(counter)
+    counter.value = {"a": (1, torch.ones(2))}
+    accelerator.save_state(tmp_path / "state")
+    counter.value = None
+    accelerator.load_state(tmp_path / "state")
+    assert counter.value["a"][0] == 1
+    assert torch.equal(counter.value["a"][1], torch.ones(2))
+    assert not list(tmp_path.rglob("*.pkl"))
+    counter.value = object()
+    with pytest.raises(CheckpointError, match=r"custom_checkpoint_0\.value"):
+        accelerator.save_state(tmp_path / "state")
+    accelerator.load_state(tmp_path / "state")  # the earlier one is still there
+    with pytest.raises(ConfigError, match="A `dict` cannot be registered"):
+        accelerator.register_for_checkpointing({})
+
+
+def test_hooks_may_save_and_load_the_weights_themselves(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(nn.Linear(1, 1))
+
+    def save(models: list[Any], weights: list[Any], folder: str) -> None:
+        (Path(folder) / "own.txt").write_text(str(models[0].weight.item()))
+        weights.pop()
+
+    def load(models: list[Any], folder: str) -> None:
+        with torch.no_grad():
+            models.pop().weight.fill_(float((Path(folder) / "own.txt").read_text()))
+
+    handles = [
+        accelerator.register_save_state_pre_hook(save),
+        accelerator.register_load_state_pre_hook(load),
+    ]
+    with torch.no_grad():
+        model.weight.fill_(3.0)
+    folder = Path(accelerator.save_state(tmp_path / "state"))
+    assert not list(folder.rglob("model.safetensors"))
+    with torch.no_grad():
+        model.weight.fill_(0.0)
+    accelerator.load_state(folder)
+    assert model.weight.item() == 3.0
+    for handle in handles:
+        handle.remove()
+    accelerator.save_state(folder)
+    assert list(folder.rglob("model.safetensors"))
+
+
+def _one_of_two(rank: int, folder: Path) -> float:
+    accelerator = Accelerator(cpu=True)
+    shuffled = DataLoader(numbers(8), 2, shuffle=True)
+    model, loader = accelerator.prepare(nn.Linear(1, 1), shuffled)
+    if accelerator.num_processes == 1:
+        with torch.no_grad():
+            model.weight.fill_(5.0)
+        for _ in loader:
+            accelerator.save_state(folder)
+            break
+    else:
+        accelerator.load_state(folder)
+    seen = [value for (batch,) in loader for value in accelerator.gather_for_metrics(batch)]
+    assert sorted(map(float, seen)) == list(map(float, range(8)))
+    inner: Any = accelerator.unwrap_model(model)
+    return float(inner.weight.item())
+
+
+def test_the_number_of_processes_may_change(tmp_path: Path) -> None:
+    assert run_ranks(1, _one_of_two, tmp_path / "state") == [5.0]
+    assert run_ranks(2, _one_of_two, tmp_path / "state") == [5.0, 5.0]
+
+
+SAVING = """
+    import sys
+    import torch
+    from torch import nn
+    from trainkit import Accelerator, ProjectConfiguration
+
+    project = ProjectConfiguration(sys.argv[1], automatic_checkpoint_naming=True, total_limit=1)
+    accelerator = Accelerator(cpu=True, project_config=project)
+    model = accelerator.prepare(nn.Linear(256, 256))
+    if len(sys.argv) > 2:
+        accelerator.load_state()
+        print(int(model.bias[0].item()))
+        sys.exit()
+    for number in range(10**6):
+        with torch.no_grad():
+            model.bias.fill_(number)
+        accelerator.save_state()
+        print(number, flush=True)
+"""
+
+
+def test_a_kill_while_saving_loses_no_acknowledged_state(tmp_path: Path) -> None:
+    """Accelerate removes the old state first: with `total_limit=1` a kill leaves nothing."""
+    script = tmp_path / "saving.py"
+    script.write_text(textwrap.dedent(SAVING))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(script), str(tmp_path / "project")]
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    acknowledged = [process.stdout.readline() for _ in range(20)][-1]
+    process.send_signal(signal.SIGKILL)
+    acknowledged = (process.stdout.read().splitlines() or [acknowledged])[-1]
+    process.stdout.close()
+    process.wait()
+    result = subprocess.run(
+        [*command, "load"], env=environment, capture_output=True, text=True, check=True
+    )
+    assert int(result.stdout.splitlines()[-1]) >= int(acknowledged)
+    good = [f for f in (tmp_path / "project" / "checkpoints").iterdir() if _is_good(f)]
+    assert good
+
+
+def _is_good(folder: Path) -> bool:
+    return CheckpointStore(folder).newest_valid(lambda text: None) is not None

@@ -1,0 +1,95 @@
+"""Find a batch size that fits, and give memory back."""
+
+import functools
+import gc
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from trainkit.errors import ConfigError
+
+__all__ = ["find_executable_batch_size", "release_memory"]
+
+_WORDS = ("out of memory", "can't allocate memory", "CUDNN_STATUS_NOT_SUPPORTED")
+_FACTOR = 0.9
+
+
+def find_executable_batch_size(
+    function: Callable[..., Any] | None = None,
+    starting_batch_size: int = 128,
+    reduce_batch_size_fn: Callable[[], int] | None = None,
+) -> Any:
+    """Run a function again with smaller batches until it fits into the memory.
+
+    The function's first parameter must be `batch_size`; the caller leaves it out. On several
+    processes all must run out of memory together, as each decides for itself.
+
+    Args:
+        function: What to run; None where this is used as `@find_executable_batch_size(...)`.
+        starting_batch_size: The first size.
+        reduce_batch_size_fn: Returns the next size; by default nine tenths of the last one.
+
+    Raises:
+        ConfigError: The parameter is missing, or was passed.
+        RuntimeError: Not even a batch of one fits.
+    """
+    if function is None:
+        return functools.partial(
+            find_executable_batch_size,
+            starting_batch_size=starting_batch_size,
+            reduce_batch_size_fn=reduce_batch_size_fn,
+        )
+    names = list(inspect.signature(function).parameters)
+    if not names or names[0] != "batch_size":
+        raise ConfigError(
+            f"The first parameter of `{function.__name__}` must be `batch_size`, but its "
+            f"parameters are {names}."
+        )
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if len(args) >= len(names) or "batch_size" in kwargs:
+            raise ConfigError(
+                f"`{function.__name__}` gets its `batch_size` from `find_executable_batch_size`. "
+                "Call it without."
+            )
+        size = starting_batch_size
+        while size > 0:
+            _empty()
+            try:
+                return function(size, *args, **kwargs)
+            except Exception as error:
+                if not _is_out_of_memory(error):
+                    raise
+            smaller = (
+                int(size * _FACTOR) if reduce_batch_size_fn is None else reduce_batch_size_fn()
+            )
+            size = min(smaller, size - 1)
+        raise RuntimeError(
+            f"`{function.__name__}` does not fit into the memory, not even with a batch of one."
+        )
+
+    return run
+
+
+def release_memory(*objects: Any) -> list[None]:
+    """Return as many None as there are objects, after giving free memory back.
+
+    Use it as `a, b = release_memory(a, b)`, so that no name refers to them any more.
+    """
+    _empty()
+    return [None] * len(objects)
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in _WORDS)
+
+
+def _empty() -> None:
+    gc.collect()
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.empty_cache()

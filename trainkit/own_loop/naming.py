@@ -1,0 +1,166 @@
+"""Where `save_state` writes, where `load_state` reads, and which folders stay."""
+
+import re
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from trainkit.checkpoint import Checkpoint, CheckpointStore, KeepPolicy, RunLock, rotate
+from trainkit.checkpoint.files import remove_tree
+from trainkit.distributed import Processes, on_main
+from trainkit.errors import CheckpointError, ConfigError
+from trainkit.own_loop.settings import ProjectConfiguration
+
+__all__ = ["Places"]
+
+_NUMBERED = re.compile(r"checkpoint_(\d+)")
+
+
+class Places:
+    """The folders of saved states.
+
+    A state is a checkpoint of trainkit inside its folder: it is committed at once or not at all,
+    and an earlier one in the same folder goes only after that (DESIGN 2.24, 2.27).
+
+    Args:
+        project: Tells the folder and how many states stay.
+        processes: The processes of the job.
+    """
+
+    def __init__(self, project: ProjectConfiguration, processes: Processes) -> None:
+        self._project = project
+        self._processes = processes
+        self._continued = False  # whether an earlier training's folders are this one's own
+
+    def for_saving(self, output_dir: Any) -> Path:
+        """Return the folder that the next state is saved to; it exists on return.
+
+        Raises:
+            ConfigError: There is no folder, or it holds the state of another training.
+        """
+        if self._project.automatic_checkpoint_naming:
+            folder = self._automatic() / f"checkpoint_{self._project.iteration}"
+        elif output_dir is None:
+            raise ConfigError(
+                "`save_state` needs a folder. Pass `output_dir`, or "
+                "`ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)`."
+            )
+        else:
+            folder = Path(output_dir)
+        on_main(self._processes, lambda: self._make(folder))
+        return folder
+
+    def commit(self, folder: Path, parts: dict[str, Any], metadata: dict[str, Any]) -> None:
+        """Save `parts` in `folder`; then let go of what came before.
+
+        Raises:
+            CheckpointError: It failed on some process; raised by all, and nothing has changed.
+        """
+        store = CheckpointStore(folder)
+        newest: list[int] = []
+        with ExitStack() as stack:
+
+            def begin() -> None:
+                stack.enter_context(RunLock(folder))
+                store.clean()
+                newest.extend(entry.step for entry in store.checkpoints()[-1:])
+
+            on_main(self._processes, begin)
+            step = self._processes.broadcast_object(newest[0] + 1 if newest else 0)
+            store.save(
+                step,
+                parts,
+                metadata=metadata,
+                gather=self._processes.all_gather_objects,
+                rank=self._processes.rank,
+            )
+            on_main(self._processes, lambda: rotate(store, KeepPolicy(keep_last=1)) and None)
+        if self._project.automatic_checkpoint_naming:
+            self._project.iteration += 1
+            on_main(self._processes, self._drop_oldest)
+
+    def for_loading(self, input_dir: Any, report: Callable[[str], None]) -> tuple[Path, Path]:
+        """Return the folder of a state, and that of the checkpoint inside it.
+
+        Raises:
+            CheckpointError: Nothing is there that verifies.
+        """
+        found: list[tuple[str, str]] = []
+        on_main(self._processes, lambda: found.append(self._find(input_dir, report)))
+        folder, checkpoint = self._processes.broadcast_object(found[0] if found else None)
+        number = _NUMBERED.fullmatch(Path(folder).name)
+        if self._project.automatic_checkpoint_naming and number is not None:
+            self._project.iteration = int(number[1]) + 1
+            self._continued = True
+        return Path(folder), Path(checkpoint)
+
+    def _make(self, folder: Path) -> None:
+        numbered = self._project.automatic_checkpoint_naming
+        if numbered and not self._continued and _is_state(folder):
+            raise ConfigError(
+                f"`{folder}` holds a state of an earlier training. Call `load_state()` to go on "
+                "from it, or choose another `project_dir`."
+            )
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def _automatic(self) -> Path:
+        if self._project.project_dir is None:
+            raise ConfigError(
+                "`automatic_checkpoint_naming` needs a folder. Pass `project_dir` too."
+            )
+        return Path(self._project.project_dir) / "checkpoints"
+
+    def _drop_oldest(self) -> None:
+        limit = self._project.total_limit
+        if limit is None:
+            return
+        # Folders without a committed state, of saves that were stopped, do not count.
+        states = [folder for folder in _numbered(self._automatic()) if _is_state(folder)]
+        for folder in states[: max(0, len(states) - limit)]:
+            remove_tree(folder)
+
+    def _find(self, input_dir: Any, report: Callable[[str], None]) -> tuple[str, str]:
+        if input_dir is not None:
+            return self._open(Path(input_dir), report)
+        if not self._project.automatic_checkpoint_naming:
+            raise ConfigError(
+                "`load_state` needs a folder. Pass `input_dir`, or use "
+                "`ProjectConfiguration(automatic_checkpoint_naming=True)`."
+            )
+        for folder in reversed(_numbered(self._automatic())):
+            try:
+                return self._open(folder, report)
+            except CheckpointError as error:
+                report(f"trainkit: skipped `{folder}`: {error}")
+        raise CheckpointError(
+            f"`{self._automatic()}` holds no state that verifies. Save one by `save_state` first.",
+            path=self._automatic(),
+        )
+
+    def _open(self, folder: Path, report: Callable[[str], None]) -> tuple[str, str]:
+        store = CheckpointStore(folder)
+        if (folder / "manifest.json").exists():
+            store.open(folder)
+            return str(folder), str(folder)
+        checkpoint: Checkpoint | None = store.newest_valid(report) if folder.is_dir() else None
+        if checkpoint is None:
+            raise CheckpointError(
+                f"`{folder}` holds no state that `save_state` has completed. Give a folder that "
+                "it returned.",
+                path=folder,
+            )
+        return str(folder), str(checkpoint.path)
+
+
+def _numbered(directory: Path) -> list[Path]:
+    """Return the folders that are named by their number, by number."""
+    if not directory.is_dir():
+        return []
+    found = [(_NUMBERED.fullmatch(path.name), path) for path in directory.iterdir()]
+    numbered = [(int(match[1]), path) for match, path in found if match and path.is_dir()]
+    return [path for _, path in sorted(numbered)]
+
+
+def _is_state(folder: Path) -> bool:
+    return bool(CheckpointStore(folder).checkpoints())

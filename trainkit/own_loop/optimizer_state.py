@@ -1,0 +1,60 @@
+"""The state of an optimizer with its parameters called by their names."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch.optim import Optimizer
+
+from trainkit.errors import CheckpointError
+
+__all__ = ["by_name", "check_optimizer", "load_by_name"]
+
+
+def by_name(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
+    """Return an optimizer's state.
+
+    Args:
+        optimizer: Any.
+        names: The parameters' names by their ids; others are called by their place.
+    """
+    named = dict(names)
+    for place, parameter in enumerate(p for g in optimizer.param_groups for p in g["params"]):
+        named.setdefault(id(parameter), f"optimizer.{place}")
+    groups = [
+        {**group, "params": [named[id(p)] for p in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+    state = {named[id(p)]: dict(values) for p, values in optimizer.state.items()}
+    return {"state": state, "groups": groups}
+
+
+def check_optimizer(
+    path: Path, saved: Mapping[str, Any], optimizer: Optimizer, names: Mapping[int, str]
+) -> None:
+    """Raise CheckpointError where a state is not that of these parameters, in this order."""
+    order = [group["params"] for group in saved["groups"]]
+    present = [group["params"] for group in by_name(optimizer, names)["groups"]]
+    if order != present:
+        raise CheckpointError(
+            f"The state `{path}` does not fit: its optimizer is over {_shown(order)}, but here it "
+            f"is over {_shown(present)}. Make the optimizers as when it was saved.",
+            path=path,
+        )
+
+
+def load_by_name(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+    """Put back what `by_name` returned."""
+    places: dict[str, int] = {}
+    for group in saved["groups"]:
+        for name in group["params"]:
+            places[name] = len(places)
+    groups = [{**g, "params": [places[name] for name in g["params"]]} for g in saved["groups"]]
+    state = {places[name]: values for name, values in saved["state"].items()}
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _shown(groups: list[list[str]]) -> str:
+    names = [name for group in groups for name in group]
+    listed = ", ".join(f"`{name}`" for name in names[:3])
+    return f"{len(names)} parameters in {len(groups)} groups ({listed}, ...)"

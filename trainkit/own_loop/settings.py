@@ -1,0 +1,189 @@
+"""The settings of `Accelerator`, under the names of Hugging Face Accelerate."""
+
+from dataclasses import dataclass, fields
+from datetime import timedelta
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from trainkit.errors import ConfigError
+
+__all__ = [
+    "AutocastKwargs",
+    "DataLoaderConfiguration",
+    "DistributedDataParallelKwargs",
+    "DistributedType",
+    "GradScalerKwargs",
+    "GradientAccumulationPlugin",
+    "InitProcessGroupKwargs",
+    "KwargsHandler",
+    "ProjectConfiguration",
+    "non_default",
+]
+
+
+class DistributedType(StrEnum):
+    """How a job shares its work."""
+
+    NO = "NO"
+    MULTI_CPU = "MULTI_CPU"
+    MULTI_GPU = "MULTI_GPU"
+    FSDP = "FSDP"
+
+
+@dataclass
+class GradientAccumulationPlugin:
+    """How gradients are accumulated.
+
+    Args:
+        num_steps: Micro-batches of one process for each update.
+        adjust_scheduler: Accepted; a scheduler steps once for each update in any case, as it does
+            in Accelerate for both values.
+        sync_with_dataloader: Whether the end of a loader ends a window.
+        sync_each_batch: Whether the processes reduce in every micro-batch: less memory, more
+            communication.
+    """
+
+    num_steps: int = 1
+    adjust_scheduler: bool = True
+    sync_with_dataloader: bool = True
+    sync_each_batch: bool = False
+
+    def __post_init__(self) -> None:
+        if type(self.num_steps) is not int or self.num_steps < 1:
+            raise ConfigError(
+                "The number of accumulation steps must be a whole number from 1 on, but is "
+                f"{self.num_steps!r}."
+            )
+
+
+@dataclass
+class DataLoaderConfiguration:
+    """How prepared loaders share out their data.
+
+    Args:
+        split_batches: A loader's batch size is that of all processes together.
+        dispatch_batches: True, which would let process 0 read for all, is refused.
+        even_batches: Fill up the last batches with samples from the start of the epoch, so that
+            all processes have equally many and equally large ones.
+        use_seedable_sampler: Shuffle by `epoch + data_seed` alone.
+        data_seed: The seed for that; None: the seed that torch's generator started from.
+        non_blocking: Accepted; on CUDA copies never block.
+        use_stateful_dataloader: A loader goes on in the middle of an epoch after `load_state`,
+            without `skip_first_batches`.
+    """
+
+    split_batches: bool = False
+    dispatch_batches: bool | None = None
+    even_batches: bool = True
+    use_seedable_sampler: bool = False
+    data_seed: int | None = None
+    non_blocking: bool = False
+    use_stateful_dataloader: bool = False
+
+    def __post_init__(self) -> None:
+        if self.dispatch_batches:
+            raise ConfigError(
+                "`dispatch_batches=True` lets process 0 read the data of all. trainkit reads on "
+                "every process, and each sample has the same place. Leave `dispatch_batches` out."
+            )
+
+
+@dataclass
+class ProjectConfiguration:
+    """Where a project writes.
+
+    Args:
+        project_dir: Folder of checkpoints and logs.
+        logging_dir: Folder of logs; `project_dir` by default.
+        automatic_checkpoint_naming: `save_state()` writes `checkpoints/checkpoint_<iteration>`.
+        total_limit: How many of these stay; None: all.
+        iteration: Number of the next one.
+        save_on_each_node: Accepted; checkpoints need storage that all machines share.
+    """
+
+    project_dir: str | Path | None = None
+    logging_dir: str | Path | None = None
+    automatic_checkpoint_naming: bool = False
+    total_limit: int | None = None
+    iteration: int = 0
+    save_on_each_node: bool = False
+
+    def __post_init__(self) -> None:
+        if self.total_limit is not None and self.total_limit < 1:
+            raise ConfigError(f"`total_limit` must be at least 1, but is {self.total_limit}.")
+        self.set_directories(self.project_dir)
+
+    def set_directories(self, project_dir: str | Path | None = None) -> None:
+        """Take another project folder, also for logs where they have none of their own."""
+        self.project_dir = project_dir
+        if self.logging_dir is None:
+            self.logging_dir = project_dir
+
+
+class KwargsHandler:
+    """Settings that are passed to `Accelerator` in the list `kwargs_handlers`."""
+
+
+@dataclass
+class GradScalerKwargs(KwargsHandler):
+    """The loss scale of fp16; the arguments of `torch.amp.GradScaler`."""
+
+    init_scale: float = 65536.0
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    enabled: bool = True
+
+
+@dataclass
+class AutocastKwargs(KwargsHandler):
+    """Settings of autocast.
+
+    Args:
+        enabled: Whether the code inside runs in the chosen format.
+        cache_enabled: Whether converted weights are kept until the end; None: torch's default.
+    """
+
+    enabled: bool = True
+    cache_enabled: bool | None = None
+
+
+@dataclass
+class DistributedDataParallelKwargs(KwargsHandler):
+    """The arguments of `torch.nn.parallel.DistributedDataParallel`.
+
+    `dim`, `check_reduction` and `gradient_as_bucket_view` are accepted and change no result.
+    """
+
+    dim: int = 0
+    broadcast_buffers: bool = True
+    bucket_cap_mb: int = 25
+    find_unused_parameters: bool = False
+    check_reduction: bool = False
+    gradient_as_bucket_view: bool = False
+    static_graph: bool = False
+
+
+@dataclass
+class InitProcessGroupKwargs(KwargsHandler):
+    """How the process group is made.
+
+    Args:
+        backend: None or the one that the device has: "nccl" on CUDA, "gloo" on the CPU.
+        init_method: Where the processes meet; None: what the launcher says.
+        timeout: How long a collective may wait; None: torch's default.
+    """
+
+    backend: str | None = "nccl"
+    init_method: str | None = None
+    timeout: timedelta | None = None
+
+
+def non_default(settings: Any) -> dict[str, Any]:
+    """Return the settings of a data class that differ from their defaults."""
+    return {
+        field.name: getattr(settings, field.name)
+        for field in fields(settings)
+        if getattr(settings, field.name) != field.default
+    }

@@ -1,0 +1,213 @@
+"""Trackers: where the figures of a loop of the user's own go."""
+
+import json
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+from typing_extensions import override
+
+from trainkit.errors import ConfigError
+
+__all__ = ["GeneralTracker", "JSONLTracker", "TensorBoardTracker", "make_trackers"]
+
+
+class GeneralTracker:
+    """The interface of trackers; one of your own sets `name` and writes the methods.
+
+    Args:
+        _blank: Makes one that does nothing, for processes that do not track.
+    """
+
+    name: str = ""
+    requires_logging_directory: bool = False
+    main_process_only: bool = True
+
+    def __init__(self, _blank: bool = False) -> None:
+        self._blank = _blank
+
+    @property
+    def tracker(self) -> Any:
+        """What the tracking library calls its run."""
+        return None
+
+    def start(self) -> None:
+        """Begin; called by `init_trackers`."""
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Note the settings of the run."""
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Note figures of a step."""
+
+    def finish(self) -> None:
+        """Write what is left and end."""
+
+
+class TensorBoardTracker(GeneralTracker):
+    """Writes event files for TensorBoard under `<logging_dir>/<run_name>`.
+
+    Args:
+        run_name: Name of the run.
+        logging_dir: Folder of all runs.
+        **kwargs: Of `torch.utils.tensorboard.SummaryWriter`.
+    """
+
+    name = "tensorboard"
+    requires_logging_directory = True
+
+    def __init__(self, run_name: str, logging_dir: str | Path, **kwargs: Any) -> None:
+        super().__init__()
+        self.run_name = run_name
+        self.logging_dir = Path(logging_dir) / run_name
+        self._options = kwargs
+        self.writer: Any = None
+
+    @property
+    @override
+    def tracker(self) -> Any:
+        return self.writer
+
+    @override
+    def start(self) -> None:
+        from torch.utils.tensorboard.writer import SummaryWriter  # takes seconds
+
+        self.writer = SummaryWriter(str(self.logging_dir), **self._options)
+
+    @override
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self.writer.add_hparams(
+            {key: value for key, value in values.items() if isinstance(value, int | float | str)},
+            metric_dict={},
+        )
+        _write_settings(self.logging_dir, values)
+        self.writer.flush()
+
+    @override
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        for name, value in values.items():
+            if isinstance(value, str):
+                self.writer.add_text(name, value, global_step=step, **kwargs)
+            elif isinstance(value, Mapping):
+                self.writer.add_scalars(name, dict(value), global_step=step, **kwargs)
+            else:
+                self.writer.add_scalar(name, value, global_step=step, **kwargs)
+        self.writer.flush()
+
+    @override
+    def finish(self) -> None:
+        self.writer.close()
+
+
+class JSONLTracker(GeneralTracker):
+    """Writes one JSON object a line to `<logging_dir>/<run_name>/metrics.jsonl`.
+
+    Figures that are not finite are the texts "NaN", "Infinity" and "-Infinity".
+
+    Args:
+        run_name: Name of the run.
+        logging_dir: Folder of all runs.
+    """
+
+    name = "jsonl"
+    requires_logging_directory = True
+
+    def __init__(self, run_name: str, logging_dir: str | Path) -> None:
+        super().__init__()
+        self.path = Path(logging_dir) / run_name / "metrics.jsonl"
+        self._file: TextIO | None = None
+        self._start = time.monotonic()
+
+    @property
+    @override
+    def tracker(self) -> Any:
+        return self._file
+
+    @override
+    def start(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self.path.open("a", encoding="utf-8")
+
+    @override
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        _write_settings(self.path.parent, values)
+
+    @override
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        if self._file is None:
+            raise ConfigError("The tracker has ended. Log before `end_training`.")
+        seconds = round(time.monotonic() - self._start, 3)
+        figures = {name: _plain(value) for name, value in values.items()}
+        line = json.dumps({"step": step, "time/seconds": seconds, **figures}, allow_nan=False)
+        self._file.write(line + "\n")
+        self._file.flush()
+
+    @override
+    def finish(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+TRACKERS: dict[str, type[TensorBoardTracker] | type[JSONLTracker]] = {
+    "tensorboard": TensorBoardTracker,
+    "jsonl": JSONLTracker,
+}
+
+
+def make_trackers(
+    wanted: Any,
+    run_name: str,
+    logging_dir: str | Path | None,
+    options: Mapping[str, Mapping[str, Any]],
+) -> list[GeneralTracker]:
+    """Return the trackers that `log_with` names; they have not started.
+
+    Args:
+        wanted: A name, "all", a tracker, or a list of these.
+        run_name: Name of the run.
+        logging_dir: Folder of all runs.
+        options: Arguments of trackers by their names.
+
+    Raises:
+        ConfigError: A name is not known, or a tracker lacks its folder.
+    """
+    entries = wanted if isinstance(wanted, list | tuple) else [wanted]
+    names = [getattr(entry, "value", entry) for entry in entries if entry is not None]
+    if "all" in names:
+        names = [*TRACKERS, *(name for name in names if isinstance(name, GeneralTracker))]
+    made: list[GeneralTracker] = []
+    for entry in names:
+        if isinstance(entry, GeneralTracker):
+            made.append(entry)
+            continue
+        if entry not in TRACKERS:
+            raise ConfigError(
+                f"`log_with` must be one of {', '.join(sorted(TRACKERS))}, all, or a "
+                f"`GeneralTracker`, but is {entry!r}. Write a `GeneralTracker` around the library."
+            )
+        if logging_dir is None:
+            raise ConfigError(
+                f"The tracker {entry!r} writes files. Pass `Accelerator(project_dir=...)`."
+            )
+        made.append(TRACKERS[entry](run_name, logging_dir, **options.get(entry, {})))
+    return made
+
+
+def _write_settings(folder: Path, values: Mapping[str, Any]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(dict(values), indent=1, default=str)
+    (folder / "hparams.json").write_text(text + "\n", encoding="utf-8")
+
+
+def _plain(value: Any) -> Any:
+    """Return a figure as strict JSON holds it."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if hasattr(value, "item"):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
+    return value if isinstance(value, str | int | float | bool | None) else str(value)
