@@ -13,8 +13,11 @@ CALLBACKS = ROOT / "trainkit" / "callbacks"  # a link; its files are counted und
 FILE_LINES = 300
 CLASS_LINES = 200
 FUNCTION_LINES = 40
-# Trainer's constructor names every public setting, twice.
-FUNCTION_LIMITS = {("trainkit/trainer.py", "__init__"): 45}
+# These constructors name every public setting, twice.
+FUNCTION_LIMITS = {
+    ("trainkit/accelerator.py", "__init__"): 52,
+    ("trainkit/trainer.py", "__init__"): 45,
+}
 FILE_LIMITS = {"trainkit/loop.py": 120}  # the algorithm is readable in one screen
 
 NOT_CODE = {

@@ -39,16 +39,18 @@ _ACTIONS = frozenset(
 )
 _EVENTS = _CODE | _ACTIONS
 
-# What a `DataLoader` moves to and from its workers, and an import statement.
+# What a `DataLoader` moves to and from its workers, the script that `trainkit launch` lets torch
+# start, and an import statement.
 _TRANSPORT = (
     os.path.join(_LIBRARY, "multiprocessing") + os.sep,
     os.sep + os.path.join("torch", "multiprocessing") + os.sep,
+    os.sep + os.path.join("torch", "distributed", "elastic", "multiprocessing") + os.sep,
     "<frozen importlib",
 )
 
 # Objects that a user hands to a gather may be pickled: by this function, called by one of these.
 _UNPICKLER = ("distributed/codec.py", "_get_pickle")
-_GATHERS = {("accelerator.py", "gather_object"), ("distributed/gather.py", "_exchange")}
+_GATHERS = {("verbs.py", "gather_object"), ("distributed/gather.py", "_exchange")}
 # The codec's own test asks for it by `allow_pickle=True`, as a user does.
 _ASKS = os.path.join(_ROOT, "tests", "distributed", "test_codec.py")
 

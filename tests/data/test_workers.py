@@ -1,6 +1,13 @@
 """Workers: what they see, how long they live (DESIGN 2.17)."""
 
 import multiprocessing
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,6 +15,7 @@ import torch
 from torch.utils.data import get_worker_info
 
 from tests.data.toys import Noisy, Numbers, loader_of, micro_batches, prepare, values
+from trainkit.errors import DataError
 
 
 class Witness(Numbers):
@@ -93,3 +101,96 @@ def test_settings_of_the_loader_are_kept() -> None:
     loader = loader_of(Slow(2), num_workers=1, timeout=0.2)
     with pytest.raises(RuntimeError, match=r"timed out after 0\.2 seconds"):
         list(prepare(loader))
+
+
+class Fatal(Numbers):
+    """Ends the worker, or raises in it, at sample 3."""
+
+    def __init__(self, length: int, end: Callable[[], None]) -> None:
+        super().__init__(length)
+        self.end = end
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 3:
+            self.end()
+        return torch.tensor([index])
+
+
+class Coded(Exception):
+    def __init__(self, code: int, *, reason: str) -> None:
+        super().__init__(f"code {code}: {reason}")
+
+
+class Picky(Exception):
+    def __init__(self, code: str) -> None:
+        super().__init__(f"code {int(code)}")
+
+
+class Mute(Exception):
+    def __str__(self) -> str:
+        return "always the same"
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+@pytest.mark.parametrize(
+    "error", [Coded(7, reason="unwell"), Picky("8"), Mute("unwell"), KeyError("unwell")]
+)
+def test_every_error_of_a_worker_arrives_with_its_text(error: Exception) -> None:
+    loader = loader_of(Fatal(6, partial(_raise, error)), batch_size=2, num_workers=1)
+    with pytest.raises(Exception, match="in DataLoader worker process 0") as caught:
+        list(prepare(loader))
+    text = str(caught.value).replace("\\n", "\n")
+    assert str(error) in text
+    assert "at sample 3 of the data set `Fatal`, epoch 0" in text
+
+
+@pytest.mark.parametrize(
+    ("end", "words"),
+    [
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "killed by the signal SIGKILL.*memory"),
+        (lambda: os.kill(os.getpid(), signal.SIGBUS), "killed by the signal SIGBUS.*shm-size"),
+        (lambda: os._exit(3), "ended by itself with the exit code 3"),
+    ],
+)
+def test_the_end_of_a_worker_is_explained(end: Callable[[], None], words: str) -> None:
+    start = time.monotonic()
+    with pytest.raises((DataError, RuntimeError), match=r"[Ww]orker") as caught:
+        list(prepare(loader_of(Fatal(6, end), batch_size=2, num_workers=2)))
+    assert time.monotonic() - start < 4  # torch alone may take 5 more
+    if not isinstance(caught.value, DataError):  # torch's signal handler came between batches
+        words = r"killed by signal|exited unexpectedly"
+    assert re.search(words, str(caught.value)), caught.value
+    assert multiprocessing.active_children() == []
+
+
+def _read_for_ever(connection: Any) -> None:
+    loader = loader_of(Numbers(1000), batch_size=1, num_workers=2)
+    for _ in prepare(loader):
+        connection.send([child.pid for child in multiprocessing.active_children()])
+        time.sleep(60)
+
+
+def test_workers_do_not_outlive_a_process_that_is_killed() -> None:
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_read_for_ever, args=(theirs,))
+    process.start()
+    workers = ours.recv()
+    assert len(workers) == 2
+    process.kill()
+    process.join()
+    deadline = time.monotonic() + 2
+    while any(map(_runs, workers)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not any(map(_runs, workers))
+
+
+def _runs(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
