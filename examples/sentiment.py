@@ -70,7 +70,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--precision", default="fp32", help="fp32, bf16 or fp16 (default: fp32)")
-    add("--strategy", default="auto", help="auto, single or ddp (default: auto)")
+    add("--strategy", default="auto", help="auto, single, ddp or fsdp (default: auto)")
     add("--epochs", type=int, default=3, help="passes over the training part (default: 3)")
     add("--max-steps", type=int, help="updates to train for, instead of --epochs")
     add("--gradient-accumulation-steps", type=int, default=1, help="batches an update (default: 1)")
@@ -233,8 +233,8 @@ def main() -> None:
         resume=arguments.resume,
     )
     metrics = trainer.evaluate(model, loaders[1], metrics=METRICS)
+    trainer.save_model(arguments.output_dir / "model")  # all processes: each may hold a part
     if accelerator.is_main_process:
-        model.save_pretrained(arguments.output_dir / "model")
         tokenizer.save_pretrained(arguments.output_dir / "model")
         write_result(arguments, reviews, metrics, accelerator.num_processes)
         print_scores(arguments.output_dir / "result.json")

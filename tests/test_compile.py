@@ -123,6 +123,18 @@ def test_options_that_torch_refuses_end_before_training(options: dict[str, Any])
         fit(trainer, Network(), loaders(6))
 
 
+def test_a_model_wrapped_by_torch_compile_is_refused() -> None:
+    """Its keys would have the wrapper's name in them."""
+    part: Any = Network()
+    part.last = torch.compile(part.last, backend="eager")
+    for model, place in (
+        (torch.compile(Network(), backend="eager"), "The model"),
+        (part, "`last`"),
+    ):
+        with pytest.raises(ConfigError, match=f"{place}.* was wrapped by `torch.compile"):
+            train(model, False)  # type: ignore[arg-type]
+
+
 @pytest.mark.slow
 def test_inductor() -> None:
     assert json.dumps(sorted(train(Network(), True))) == json.dumps(sorted(train(Network(), False)))

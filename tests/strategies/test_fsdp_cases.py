@@ -489,3 +489,46 @@ def uneven_use(rank: int) -> None:
 
 def test_parameters_that_no_process_uses_are_left_alone() -> None:
     run_ranks(2, uneven_use)
+
+
+class Uneven(nn.Module):
+    """Leaves out one module on one process."""
+
+    def __init__(self, left_out: str, rank: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.head, self.extra = nn.Linear(6, 3), nn.Linear(6, 3)
+        self.left_out = left_out if rank == 1 else ""
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            if self.left_out != f"blocks.{number}":
+                x = block(x)
+        return self.head(x) if self.left_out == "extra" else self.head(x) + self.extra(x)  # type: ignore[no-any-return]
+
+
+def parts_used_by_one(rank: int) -> None:
+    fit(Uneven("", rank))
+    model = Uneven("extra", rank)
+    with pytest.raises(ConfigError, match=r"2 trainable.*on some processes only \(`extra.bias`"):
+        fit(model)
+    assert len(model._forward_hooks) == 2  # torch's and the strategy's: what compared is gone
+    model = Uneven("blocks.2", rank)
+    with pytest.raises(ConfigError, match=r"came to the block `blocks\.2`, process 1 to the end"):
+        fit(model)
+
+
+def test_what_only_some_processes_use_is_named_instead_of_waited_for() -> None:
+    run_ranks(2, parts_used_by_one)
+
+
+def trained_by_others(rank: int) -> None:
+    model = seeded(mlp)
+    fit(model)
+    with pytest.raises(ConfigError, match='sharded already, and strategy "ddp" cannot'):
+        fit(model, DDP())
+
+
+def test_other_strategies_refuse_a_sharded_model() -> None:
+    run_ranks(2, trained_by_others)

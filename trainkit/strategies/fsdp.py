@@ -60,6 +60,11 @@ class FSDP(Strategy):
     else they are read from `weights`, or each module initialises itself, from the seed of the
     run and its name.
 
+    Processes must call the same blocks in the same order, and use the same parameters, else torch
+    waits for ever or crashes. The first forward of a training compares this, unless the model is
+    compiled; what differs later is found by the watchdog. Parameters are whole only inside the
+    model's forward: a penalty on weights belongs there, or into the optimizer.
+
     Args:
         wrap_policy: Which modules are sharded on their own: classes, or a callable
             `(name, module) -> bool`. None: the blocks that a transformers model names, else the
@@ -140,7 +145,7 @@ class FSDP(Strategy):
             model.register_forward_pre_hook(_outside_graphs(self._before_forward)),
             model.register_forward_hook(_outside_graphs(_after_forward)),
         ]
-        self._reduces = self._shares = True
+        self._reduces = self._shares = self._compares = True
         return model
 
     @override
@@ -300,6 +305,16 @@ class FSDP(Strategy):
             if self._shares:
                 self.share_buffers(model)
             self._shares = self._reduces
+            if self._compares:
+                self._compares = False
+                _compare(model, self.processes)
+
+
+def _compare(model: nn.Module, processes: Processes) -> None:
+    if processes.size > 1 and model._compiled_call_impl is None:
+        from trainkit.strategies.uses import watch_forward
+
+        _models[model].hooks += watch_forward(model, processes)
 
 
 def _after_forward(model: nn.Module, inputs: Any, outputs: Any) -> None:

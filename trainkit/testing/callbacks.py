@@ -73,10 +73,10 @@ def _observe(
     first = _train([used], batch, folder / "first")
     if not changes_training:
         without = _train([], batch, folder / "without")
-        counters = [{name: end[0][name] for name in COUNTERS} for end in (first, without)]
-        assert same(counters) and same([first[1], without[1]]), (
-            f"Training with `{used.name}` ends with {counters[0]}, without it with {counters[1]}, or "
-            "with other weights. A callback must not change what is trained (draw no numbers, "
+        ends = [[{name: end[0][name] for name in COUNTERS}, end[1]] for end in (first, without)]
+        assert same(ends), (
+            f"Training with `{used.name}` ends with {ends[0][0]}, without it with {ends[1][0]}, "
+            "or with other weights. A callback must not change what is trained (draw no numbers, "
             "touch no gradients); pass `changes_training=True` if it is there to do so."
         )
     again = _train([used], batch, folder / "again")

@@ -1,0 +1,101 @@
+"""Compares, once, which modules and parameters the processes use in a forward."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+from trainkit.distributed import Processes
+from trainkit.errors import ConfigError
+
+__all__ = ["watch_forward"]
+
+
+def watch_forward(model: nn.Module, processes: Processes) -> list[RemovableHandle]:
+    """Compare the forward of a sharded model that is about to run over the processes.
+
+    A process that leaves out a block, or a parameter of one, makes other collectives than the
+    rest, which would wait for ever or crash. Here all raise: a block is compared before its
+    parameters are gathered, parameters before gradients are reduced.
+
+    Returns:
+        What hangs on the model meanwhile; the end of the forward removes it.
+    """
+    return _Forward(model, processes).hooks
+
+
+class _Forward:
+    def __init__(self, model: nn.Module, processes: Processes) -> None:
+        self._processes = processes
+        self._names: dict[Tensor, str] = {}  # of the full parameters, which live in a forward only
+        self.hooks = [model.register_forward_hook(self._end)]
+        for name, module in model.named_modules():
+            is_block = module is not model and isinstance(module, FSDPModule)
+            if is_block:
+                hook = self._before_block(name)
+                self.hooks.append(module.register_forward_pre_hook(hook, prepend=True))
+            self.hooks.append(module.register_forward_pre_hook(self._before_module(name)))
+        self._note("", model)  # its own hooks run already
+
+    def _before_block(self, name: str) -> Any:
+        def hook(module: nn.Module, inputs: Any) -> None:
+            self._compare_place(f"the block `{name}`")
+
+        return hook
+
+    def _before_module(self, name: str) -> Any:
+        def hook(module: nn.Module, inputs: Any) -> None:
+            self._note(name, module)
+
+        return hook
+
+    def _note(self, name: str, module: nn.Module) -> None:
+        for key, parameter in module.named_parameters(recurse=False):
+            self._names.setdefault(parameter, f"{name}.{key}" if name else key)
+
+    def _end(self, model: nn.Module, inputs: Any, outputs: Any) -> None:
+        for hook in self.hooks:
+            hook.remove()
+        self._compare_place("the end")
+        used = sorted(self._names[p] for p in _reached(outputs) if p in self._names)
+        self._names.clear()
+        of_all = self._processes.all_gather_objects(used)
+        names = sorted({n for own in of_all for n in own if not all(n in o for o in of_all)})
+        if names:
+            raise ConfigError(
+                f"{len(names)} trainable parameters are used in the first forward on some "
+                f"processes only ({', '.join(f'`{name}`' for name in names[:5])}"
+                f"{', ...' if len(names) > 5 else ''}), but under FSDP all must use the same. "
+                "Call their modules on all processes, and multiply by 0 what is not to count."
+            )
+
+    def _compare_place(self, place: str) -> None:
+        places: list[str] = self._processes.all_gather_objects(place)
+        other = next((rank for rank, found in enumerate(places) if found != places[0]), None)
+        if other is not None:
+            raise ConfigError(
+                "Under FSDP all processes must call the same blocks in the same order, but in the "
+                f"first forward process 0 came to {places[0]}, process {other} to "
+                f"{places[other]}. Call each block on all processes, and multiply by 0 what is "
+                "not to count."
+            )
+
+
+def _reached(outputs: Any) -> set[Tensor]:
+    """Return the leaves of the graph behind some outputs."""
+    tensors = [t for t in tree_leaves(outputs) if isinstance(t, Tensor)]
+    waiting: list[Any] = [t.grad_fn for t in tensors if t.grad_fn is not None]
+    seen: set[Any] = set()
+    leaves: set[torch.Tensor] = set()
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            leaves.add(node.variable)
+        waiting += [inner for inner, _ in node.next_functions if inner is not None]
+    return leaves
