@@ -231,6 +231,7 @@ SEVERAL = ("--num_machines", 2, "--main_process_ip", "10.0.0.1")
     ("arguments", "words"),
     [
         (["nope.py"], ["no script `nope.py`", "--module"]),
+        (["/"], ["`/` is a folder"]),
         (["--no_python", "no-such-program"], ["no program `no-such-program`"]),
         (["-m", "--no_python", "true"], ["exclude each other"]),
         ([], ["There is no script"]),

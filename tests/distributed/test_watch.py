@@ -418,6 +418,14 @@ def test_the_first_report_is_the_earliest_that_tells_the_cause(tmp_path: Path) -
     assert str(first[0]) in text
 
 
+def test_what_the_launcher_saw_is_told_of_a_lost_process(tmp_path: Path) -> None:
+    _report(0, kind="lost", process=1).write(tmp_path)
+    text = failure.show(tmp_path, {0: "ended with code 69", 1: "was killed by SIGKILL"})
+    assert text is not None
+    assert "Process 1 was killed by SIGKILL." in text
+    assert "code 69" not in text
+
+
 def test_no_report_has_nothing_to_show(tmp_path: Path) -> None:
     assert failure.show(tmp_path) is None
     assert failure.show(tmp_path / "missing") is None

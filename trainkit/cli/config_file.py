@@ -97,7 +97,9 @@ def _checked(key: str, value: object, place: str) -> Any:
     if key == "distributed_type":
         foreign.check_distributed_type(value, place)
     if key == "mixed_precision" and str(value).lower() == "fp8":
-        raise ConfigError(f"`mixed_precision` ({place}) is fp8, which trainkit does not have.")
+        raise ConfigError(
+            f"`mixed_precision` ({place}) is fp8, which trainkit does not have. Use bf16."
+        )
     try:
         return SETTINGS[key].read(value)
     except ValueError as error:
@@ -125,6 +127,8 @@ def _entries(path: Path) -> Iterator[tuple[str, int, Any]]:
             yield key, line, loader.construct_object(value_node, deep=True)
     except yaml.YAMLError as error:
         raise ConfigError(f"`{path}` is no valid YAML{_place(error)}") from None
+    except ConfigError:  # which is a ValueError, and has said it all
+        raise
     except (ValueError, RecursionError) as error:  # a date such as 2024-13-01, endless nesting
         raise ConfigError(f"`{path}` is no valid YAML: {error}.") from None
 

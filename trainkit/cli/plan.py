@@ -42,7 +42,11 @@ class Script:
             raise ConfigError("`--module` and `--no_python` exclude each other. Pass one of them.")
         if self.is_program and shutil.which(self.path) is None:
             raise ConfigError(f"There is no program `{self.path}`. Check its name and its rights.")
-        if not self.is_module and not self.is_program and not Path(self.path).is_file():
+        if self.is_module or self.is_program:
+            return
+        if Path(self.path).is_dir():
+            raise ConfigError(f"`{self.path}` is a folder. Name the script in it.")
+        if not Path(self.path).is_file():
             raise ConfigError(
                 f"There is no script `{self.path}` in `{Path.cwd()}`. For a module pass "
                 "`--module`, for another program `--no_python`."

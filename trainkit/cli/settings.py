@@ -152,7 +152,9 @@ def resolve(options: argparse.Namespace, env: Mapping[str, str] = os.environ) ->
 
 def _read(setting: Setting, value: object, place: str) -> Any:
     if setting.name == "mixed_precision" and str(value).lower() == "fp8":
-        raise ConfigError(f"`mixed_precision` {place} is fp8, which trainkit does not have.")
+        raise ConfigError(
+            f"`mixed_precision` {place} is fp8, which trainkit does not have. Use bf16."
+        )
     try:
         return setting.read(value)
     except ValueError as error:
