@@ -9,7 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    SequentialSampler,
+    TensorDataset,
+)
 
 from tests.accelerator.toys import Stream, bits, numbers, prepared, small
 from tests.helpers.ranks import run_ranks
@@ -478,3 +484,19 @@ def _trained(rank: int, compiled: bool) -> list[int]:
 @pytest.mark.filterwarnings("ignore")
 def test_a_compiled_model_trains_to_the_same_weights() -> None:
     assert run_ranks(1, _trained, False) == run_ranks(1, _trained, True)
+
+
+def prepare_apart(rank: int) -> str:
+    accelerator = Accelerator(cpu=True)
+    data = TensorDataset(torch.ones(64 if rank else 56, 2))
+    try:
+        accelerator.prepare(nn.Linear(2, 1), DataLoader(data, batch_size=4))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_processes_with_other_data_are_told_before_the_first_step() -> None:
+    for text in run_ranks(2, prepare_apart):
+        assert "the loader at position 1 of `prepare`" in text
+        assert "process 0: 56 samples, batch size 4; process 1: 64 samples" in text

@@ -1,6 +1,6 @@
 """What `prepare` makes of models, optimizers, schedulers and loaders."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
+from trainkit.agreement import check_alike
 from trainkit.data.presharded import Presharded
 from trainkit.errors import ConfigError
 from trainkit.export.state import unwrapped
@@ -23,6 +24,7 @@ from trainkit.own_loop.scheduler import PreparedScheduler
 from trainkit.own_loop.settings import AutocastKwargs, DistributedDataParallelKwargs
 from trainkit.precision import FP32, Precision
 from trainkit.strategies import DDP, Strategy
+from trainkit.types import class_name
 
 __all__ = ["ConfiguredDDP", "Preparation", "Registry"]
 
@@ -112,11 +114,14 @@ class Preparation:
         parameters that its model has in the end, a scheduler its optimizer.
 
         Raises:
-            ConfigError: An object is of none of the four kinds.
+            ConfigError: An object is of none of the four kinds, or processes that are to train
+                together have others, such as data sets of other lengths; on all processes.
         """
         places = self._places_of(objects, device_placement)
         for index, thing in enumerate(objects):
             _check_kind(thing, index)
+        if any(isinstance(thing, nn.Module) and self._joins(thing) for thing in objects):
+            check_alike(self.sharing.processes, _facts_of(objects))
         results = list(objects)
         kinds: tuple[tuple[Any, Callable[[Any, bool], Any]], ...] = (
             (nn.Module, self.model),
@@ -141,13 +146,16 @@ class Preparation:
             model.compile(backend=self.compile_backend)
         if place:
             model.to(self.sharing.device)
-        trains = any(parameter.requires_grad for parameter in model.parameters())
         wrapped = model
-        if self.strategy.sharded or (trains and not evaluation_mode):
+        if self.strategy.sharded or (self._joins(model) and not evaluation_mode):
             wrapped = self.strategy.wrap(model, self.precision)
         if not evaluation_mode:
             self.registry.models.append(wrapped)
         return wrapped
+
+    def _joins(self, model: nn.Module) -> bool:
+        """Return whether the processes hold a model together."""
+        return self.strategy.sharded or any(p.requires_grad for p in model.parameters())
 
     def optimizer(self, optimizer: Optimizer, place: bool) -> PreparedOptimizer:
         """Return an optimizer that follows the windows, on the models' present parameters."""
@@ -205,6 +213,19 @@ class Preparation:
                 f"{len(device_placement)} entries."
             )
         return [self.places if place is None else place for place in device_placement]
+
+
+def _facts_of(objects: Sequence[Any]) -> dict[str, str]:
+    """Return, in words, what every process must have alike."""
+    facts = {"what `prepare` was given": repr([class_name(thing) for thing in objects])}
+    for index, thing in enumerate(objects):
+        data = thing.dataset if isinstance(thing, DataLoader) else None
+        if isinstance(data, Sized) and not isinstance(data, IterableDataset):
+            length, batch = len(data), thing.batch_size
+            facts[f"the loader at position {index} of `prepare`"] = (
+                f"{length} samples, batch size {batch}"
+            )
+    return facts
 
 
 def _check_kind(thing: Any, index: int) -> None:
