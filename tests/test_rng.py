@@ -3,6 +3,7 @@
 import random
 
 import numpy as np
+import pytest
 import torch
 
 from trainkit import rng
@@ -31,6 +32,46 @@ def test_preserved_puts_every_generator_back() -> None:
         rng.seed_all(1)
         draws()
     assert draws() == expected
+
+
+@pytest.mark.parametrize("before", [0, 1, 2, 3])
+@pytest.mark.parametrize("between", [0, 1])
+def test_lending_puts_every_generator_back(before: int, between: int) -> None:
+    def main_program(lend: bool) -> list[float]:
+        rng.seed_host(5)
+        drawn = []
+        for _ in range(3):
+            drawn += [float(np.random.randn()) for _ in range(before)]  # odd: half a pair waits
+            for value in range(2) if lend else ():
+                with rng.lent():
+                    rng.seed_host(value)
+                    drawn_inside.append((*draws(), float(np.random.randn())))
+                    with rng.lent():
+                        rng.seed_host(9)
+                        draws()
+            drawn += [number for _ in range(between) for number in draws()]
+        return [*drawn, *draws()]
+
+    state = rng.save_host()
+    drawn_inside: list[tuple[float, ...]] = []
+    assert main_program(lend=True) == main_program(lend=False)
+    for value in range(2):
+        rng.seed_host(value)
+        expected = (*draws(), float(np.random.randn()))
+        assert drawn_inside[value::2] == [expected] * 3
+    rng.restore_host(state)
+
+
+def test_lending_another_generator_of_numpy() -> None:
+    state, theirs = rng.save_host(), np.random.get_bit_generator()
+    np.random.set_bit_generator(np.random.PCG64(3))
+    with rng.lent():
+        np.random.rand()
+    drawn = np.random.rand()
+    np.random.set_bit_generator(np.random.PCG64(3))
+    assert np.random.rand() == drawn
+    np.random.set_bit_generator(theirs)
+    rng.restore_host(state)
 
 
 def test_streams_do_not_collide() -> None:

@@ -9,6 +9,7 @@ resume, with other workers and on another number of processes (DESIGN 2.12):
 - `device(rank)` for dropout and the like.
 """
 
+import ctypes
 import hashlib
 import random
 import sys
@@ -25,6 +26,7 @@ __all__ = [
     "device_seed",
     "in_stream",
     "init_seed",
+    "lent",
     "order_seed",
     "preserved",
     "restore_host",
@@ -119,6 +121,7 @@ def restore_host(state: HostState) -> None:
     random.setstate(python_state)
     if numpy_state is not None:
         sys.modules["numpy"].random.set_state(numpy_state)
+        _numpy_loan.plain = b""
     torch.default_generator.set_state(torch_state)
 
 
@@ -136,6 +139,67 @@ def preserved(device: torch.device | None = None) -> Iterator[None]:
         restore_host(state)
         if module is not None:
             module.set_rng_state(device_state, device)
+
+
+class _NumpyLoan:
+    """Lets NumPy's functions draw from a generator of our own for a while.
+
+    Reading and setting NumPy's state take 35 us each, exchanging its generator 0.3 us. But an
+    exchange forgets the second half of a pair of normal numbers, which may be waiting outside of
+    the generator: so whether one waits is read each time that the generator has moved.
+    """
+
+    def __init__(self) -> None:
+        self.plain = b""  # a state of the user's generator with which no half of a pair waits
+        self._ours: Any = None
+
+    def take(self, numpy_random: Any) -> tuple[Any, Any]:
+        """Exchange the generator; return the user's, and the whole state if a half waits."""
+        theirs = numpy_random.get_bit_generator()
+        words = b""
+        if type(theirs) is numpy_random.MT19937:
+            words = ctypes.string_at(theirs.ctypes.state_address, 625 * 4)  # and the position
+        state = None
+        if not words or words != self.plain:
+            state = numpy_random.get_state(legacy=False)
+            if not state["has_gauss"]:
+                self.plain, state = words, None
+        if self._ours is None or self._ours is theirs:  # a loan within a loan
+            self._ours = numpy_random.MT19937(0)
+        numpy_random.set_bit_generator(self._ours)
+        return theirs, state
+
+    def give_back(self, numpy_random: Any, taken: tuple[Any, Any]) -> None:
+        """Undo `take`."""
+        theirs, state = taken
+        numpy_random.set_bit_generator(theirs)
+        if state is not None:
+            numpy_random.set_state(state)
+
+
+_numpy_loan = _NumpyLoan()
+
+
+@contextmanager
+def lent() -> Iterator[None]:
+    """Put the global generators of the host back at the end, as `preserved` does.
+
+    For work that seeds them before it draws, once a batch: NumPy's is exchanged, which takes a
+    third of the time.
+    """
+    numpy_random = _modules["numpy"].random if "numpy" in _modules else None
+    if not hasattr(numpy_random, "set_bit_generator"):  # no NumPy, or one before 1.24
+        with preserved():
+            yield
+        return
+    taken = _numpy_loan.take(numpy_random)
+    python_state, torch_state = random.getstate(), torch.default_generator.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(python_state)
+        _numpy_loan.give_back(numpy_random, taken)
+        torch.default_generator.set_state(torch_state)
 
 
 @contextmanager
