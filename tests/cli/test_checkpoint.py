@@ -125,6 +125,20 @@ def test_diff_names_what_differs(run: Path, capsys: pytest.CaptureFixture[str]) 
     assert rows[-1] == ["counters", "step", "10", "30"]
 
 
+def test_diff_compares_what_runs_hold_and_not_who_they_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parts: dict[str, Any] = {"model": {"weight": torch.ones(2)}, "counters": {"step": 3}}
+    for name in "abc":
+        more = {"process-00001": {"random": 1}} if name == "c" else {}
+        save_alone(CheckpointStore(tmp_path / name), 3, parts | more, run_id=name)
+    assert command("diff", tmp_path / "a", tmp_path / "b") == 0
+    capsys.readouterr()
+    assert command("diff", tmp_path / "a", tmp_path / "c") == 1
+    row = capsys.readouterr().out.splitlines()[1]
+    assert row.split() == ["process-00001", "(all", "of", "it)", "-", "1", "values"]
+
+
 def test_diff_and_show_refuse_what_is_broken(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     damage(run)
     broken = run / "checkpoints" / "step-00000020"

@@ -136,8 +136,9 @@ class Saver:
         existing = self.store.checkpoints()
         if existing and self._resumed_from is None:
             self._lock.release()
+            held = f"{len(existing)} checkpoint{'s' * (len(existing) > 1)}"
             raise ConfigError(
-                f"`{self.store.directory}` holds {len(existing)} checkpoints, the newest of step "
+                f"`{self.store.directory}` holds {held}, the newest of step "
                 f"{existing[-1].step}, but a new training was asked for. Pass "
                 '`fit(..., resume="auto")` to go on from it, or choose another `output_dir`.'
             )

@@ -166,16 +166,26 @@ def _short(value: Any) -> str:
 
 def _diff(options: argparse.Namespace) -> int:
     old, new = (read_contents(_single(path)) for path in (options.a, options.b))
-    rows = _differences("metadata", _metadata(old), _metadata(new))
-    for part in sorted({*old.tensors, *new.tensors}):
-        rows += _differences(part, old.tensors.get(part, {}), new.tensors.get(part, {}))
-    for part in sorted({*old.values, *new.values}):
-        rows += _differences(part, old.values.get(part, {}), new.values.get(part, {}))
+    about = [_metadata(side) for side in (old, new)]
+    for metadata in about:
+        metadata.pop("run_id", None)  # two runs are compared by what they hold
+    rows = _differences("metadata", *about)
+    for left, right in ((old.tensors, new.tensors), (old.values, new.values)):
+        for part in sorted({*left, *right}):
+            if part in left and part in right:
+                rows += _differences(part, left[part], right[part])
+            else:
+                rows.append((part, "(all of it)", *_counted(left, right, part=part)))
     if not rows:
         print("The checkpoints hold the same.")
         return 0
     print_table(("PART", "NAME", "A", "B"), rows)
     return 1
+
+
+def _counted(*sides: Mapping[str, Mapping[str, Any]], part: str) -> tuple[str, ...]:
+    """Return what each side has of a part that only one of them has."""
+    return tuple(f"{len(side[part])} values" if part in side else "-" for side in sides)
 
 
 def _differences(

@@ -139,7 +139,8 @@ class KeyFeed(Feed):
     def _keys(self, epoch: int) -> list[Any]:
         if self._told:
             announce_epoch([*self._order.samplers, *datasets_of(self._fetch.dataset)], epoch)
-        return self._order.run(epoch)
+        order = self._order.run(epoch)
+        return order.tolist() if isinstance(order, torch.Tensor) else order
 
 
 class ForeignFeed(Feed):

@@ -53,10 +53,14 @@ class Source(ABC):
 
     def fetch(self, epoch: int, task: Any) -> Any:
         """Return one batch, made in this process; the global generators are as before."""
-        if not self._fetch.seeds:
-            return self._fetch.fetch(epoch, task)
+        fetch = self._fetch
+        if not fetch.seeds:
+            return fetch.fetch(epoch, task)
+        batch = fetch.fetch_silently(epoch, task)
+        if batch is not None:
+            return batch
         with rng.lent():
-            return self._fetch.fetch(epoch, task)
+            return fetch.fetch(epoch, task)
 
     def close(self) -> None:
         """Stop what runs in the background; a later pass starts it again."""
@@ -223,8 +227,10 @@ class _WorkerSide:
             self._epoch = epoch
         if task is None:
             return None
+        fetch = self._fetch
         try:
-            return self._fetch.fetch(epoch, task)
+            batch = fetch.fetch_silently(epoch, task) if fetch.seeds else None
+            return fetch.fetch(epoch, task) if batch is None else batch
         except Exception as error:
             if _travels(error):
                 raise

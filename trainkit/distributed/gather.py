@@ -16,8 +16,12 @@ from trainkit.distributed.rows import (
     Origin,
     Rows,
     cut,
+    from_plain,
     is_array,
+    join,
     parse,
+    split,
+    to_plain,
 )
 from trainkit.errors import DataError
 
@@ -72,7 +76,7 @@ def gather_samples(
         _own_entries(batch, size, numbers[processes.rank], name, known)
         for batch, size, numbers in zip(batches, local_sizes, counts, strict=True)
     ]
-    entries = _exchange(processes, mine)
+    entries = _exchange(processes, mine, counts)
     nodes, origins = _in_order(entries, counts)
     if processes.size == 1 and len(batches) == 1 and local_sizes[0] == counts[0][0]:
         return batches[0]  # as it is: not even a container is made anew
@@ -95,8 +99,8 @@ def gather_tensors(processes: Processes, value: Any, *, name: str = "value") -> 
         mine: Node | _Failure = _all_rows(value, name, known)
     except DataError as error:
         mine = _Failure(str(error))
-    entries = _exchange(processes, [mine])
-    nodes, origins = _in_order(entries, [[1] * processes.size])
+    counts = [[1] * processes.size]
+    nodes, origins = _in_order(_exchange(processes, [mine], counts), counts)
     return Merge(None, known)(nodes, origins, name)
 
 
@@ -153,19 +157,37 @@ def _all_rows(value: Any, path: str, known: dict[str, type]) -> Node:
 
 
 def _exchange(
-    processes: Processes, mine: Sequence[Node | _Failure]
+    processes: Processes, mine: Sequence[Node | _Failure], counts: Sequence[Sequence[int]]
 ) -> list[Sequence[Node | _Failure]]:
     """Return the entries of all processes, for each batch."""
     if processes.size == 1:
         return [mine]
     try:
-        packet = codec.encode(list(mine), allow_pickle=True)
+        packet = codec.encode(_packed(mine), allow_pickle=True)
     except codec.Unencodable as error:
-        packet = codec.encode([_Failure(error.reason)] * len(mine))
+        packet = codec.encode([error.reason] * len(mine))
     return [
-        codec.decode(packet, device=processes.device, allow_pickle=True)
-        for packet in processes.all_gather_bytes(packet)
+        _unpacked(
+            codec.decode(packet, device=processes.device, allow_pickle=True),
+            [numbers[rank] for numbers in counts],
+        )
+        for rank, packet in enumerate(processes.all_gather_bytes(packet))
     ]
+
+
+def _packed(entries: Sequence[Node | _Failure]) -> Any:
+    """Return what travels: a tuple of all batches as one, else a list with each or its failure."""
+    nodes = [entry for entry in entries if not isinstance(entry, _Failure)]
+    joined = join(nodes) if len(nodes) == len(entries) > 1 else None
+    if joined is not None:
+        return to_plain(joined)
+    return [e.message if isinstance(e, _Failure) else to_plain(e) for e in entries]
+
+
+def _unpacked(packet: Any, sizes: Sequence[int]) -> Sequence[Node | _Failure]:
+    if isinstance(packet, tuple):
+        return split(from_plain(packet), sizes)
+    return [_Failure(one) if isinstance(one, str) else from_plain(one) for one in packet]
 
 
 def _in_order(

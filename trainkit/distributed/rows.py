@@ -38,7 +38,11 @@ __all__ = [
     "Rows",
     "Samples",
     "cut",
+    "from_plain",
+    "join",
     "parse",
+    "split",
+    "to_plain",
 ]
 
 Memory = dict[str, str]
@@ -191,6 +195,67 @@ def cut(node: Node, count: int) -> Node:
         children = [cut(child, count) for child in node.children]
         return Container(node.class_name, node.keys, children)
     return node
+
+
+def join(nodes: Sequence[Node]) -> Node | None:
+    """Return one node with the entries of several, in order; None where they are not alike.
+
+    They are if they hold nothing but tensors, of one dtype and shape but for the first dimension.
+    """
+    first = nodes[0]
+    if isinstance(first, Rows):
+        tensors = [node.values for node in nodes if isinstance(node, Rows)]
+        alike = len(tensors) == len(nodes) and len({*map(_row_form, tensors)}) == 1
+        return Rows(torch.cat(tensors)) if alike and isinstance(first.values, Tensor) else None
+    if isinstance(first, Container):
+        same = [n for n in nodes if isinstance(n, Container) and n.class_name == first.class_name]
+        if len(same) < len(nodes) or any(node.keys != first.keys for node in same):
+            return None
+        columns = zip(*(node.children for node in same), strict=True)
+        children = [join(column) for column in columns]
+        whole = all(child is not None for child in children)
+        return Container(first.class_name, first.keys, children) if whole else None
+    return first if all(isinstance(node, Nothing) for node in nodes) else None
+
+
+def _row_form(values: Any) -> Any:
+    return type(values), values.dtype, getattr(values, "device", None), values.shape[1:]
+
+
+def split(node: Node, sizes: Sequence[int]) -> Sequence[Node]:
+    """Return the nodes that `join` put together, from the number of entries in each."""
+    if isinstance(node, Rows):
+        return [Rows(values) for values in node.values.split(list(sizes))]
+    if isinstance(node, Container):
+        columns = [split(child, sizes) for child in node.children]
+        rows = zip(*columns, strict=True) if columns else [()] * len(sizes)
+        return [Container(node.class_name, node.keys, list(row)) for row in rows]
+    return [node] * len(sizes)
+
+
+def to_plain(node: Node) -> tuple[Any, ...]:
+    """Return a node in built-in types, which travel faster than data classes."""
+    if isinstance(node, Container):
+        return "container", node.class_name, node.keys, [to_plain(n) for n in node.children]
+    if isinstance(node, Rows):
+        return "rows", node.values
+    if isinstance(node, Samples):
+        return "samples", node.items, node.is_tuple
+    if isinstance(node, Either):
+        return "either", node.items, node.is_tuple, node.count
+    return ("nothing",)
+
+
+def from_plain(plain: tuple[Any, ...]) -> Node:
+    """Return the node that `to_plain` was given."""
+    kind, *fields = plain
+    if kind == "container":
+        return Container(fields[0], fields[1], [from_plain(child) for child in fields[2]])
+    node: Node = _KINDS[kind](*fields)
+    return node
+
+
+_KINDS: dict[str, Any] = {"rows": Rows, "samples": Samples, "either": Either, "nothing": Nothing}
 
 
 @dataclass(frozen=True, slots=True)
