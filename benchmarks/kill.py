@@ -75,7 +75,7 @@ def draw_size(chance: random.Random, strategy: str, shares: dict[int, float]) ->
     return 2 if strategy == "fsdp" else size
 
 
-def kill_trials(seed: int, strategy: str) -> Iterator[Trial]:
+def kill_trials(seed: int, strategy: str, gallery: bool) -> Iterator[Trial]:
     """Yield trials of `survive_kills`, over the whole matrix again and again."""
     for number in count(seed):
         chance = random.Random(number)
@@ -91,6 +91,7 @@ def kill_trials(seed: int, strategy: str) -> Iterator[Trial]:
                 workers=workers,
                 accumulation=accumulation,
                 precision=precision,
+                gallery=gallery,
             ),
             saving=Saving(
                 every_n_steps=chance.choice([1, 2, 3, 5]),
@@ -100,7 +101,7 @@ def kill_trials(seed: int, strategy: str) -> Iterator[Trial]:
         )
 
 
-def mid_epoch_trials(seed: int, strategy: str) -> Iterator[Trial]:
+def mid_epoch_trials(seed: int, strategy: str, gallery: bool) -> Iterator[Trial]:
     """Yield trials of `survive_stop`, each with a configuration of its own."""
     for number in count(seed):
         chance = random.Random(number)
@@ -128,6 +129,7 @@ def mid_epoch_trials(seed: int, strategy: str) -> Iterator[Trial]:
             scheduler=chance.choice(["lambda", "cycle", "none"]),
             log_every=chance.choice([1, 2, 5]),
             seed=number,
+            gallery=gallery,
         )
         saving = Saving(
             every_n_steps=chance.randint(1, 6),
@@ -138,7 +140,7 @@ def mid_epoch_trials(seed: int, strategy: str) -> Iterator[Trial]:
         yield Trial(kind="mid-epoch", seed=number, row=row, settings=settings, saving=saving)
 
 
-def signal_trials(seed: int, strategy: str) -> Iterator[Trial]:
+def signal_trials(seed: int, strategy: str, gallery: bool) -> Iterator[Trial]:
     """Yield trials of `survive_signals`, over places, signals and targets."""
     for number in count(seed):
         chance = random.Random(number)
@@ -170,6 +172,7 @@ def signal_trials(seed: int, strategy: str) -> Iterator[Trial]:
                 precision=chance.choice(["fp32", "fp16"]),
                 samples=60,
                 evaluate_every=chance.choice([None, 4]),
+                gallery=gallery,
             ),
             saving=Saving(
                 every_n_steps=chance.choice([2, 5]) if saves else None,
@@ -179,7 +182,7 @@ def signal_trials(seed: int, strategy: str) -> Iterator[Trial]:
         )
 
 
-TRIALS: dict[str, Callable[[int, str], Iterator[Trial]]] = {
+TRIALS: dict[str, Callable[[int, str, bool], Iterator[Trial]]] = {
     "kills": kill_trials,
     "mid-epoch": mid_epoch_trials,
     "signals": signal_trials,
@@ -210,7 +213,7 @@ def run_trial(trial: Trial) -> Report:
 def warm_up() -> None:
     """Import in the process that forks what a run imports late."""
     torch.set_num_threads(1)
-    run_trial(next(kill_trials(0, "auto")))
+    run_trial(next(kill_trials(0, "auto", gallery=False)))
     import trainkit.checkpoint.saver  # noqa: F401  # forked runs would import it one by one
 
 
@@ -222,10 +225,11 @@ def run_trials(
     jobs: int,
     deadline: float,
     strategy: str,
+    gallery: bool,
 ) -> dict[str, Counter[str]]:
     """Do trials until `wanted` kills, stops or signals, or the deadline; return rows of counts."""
     rows: dict[str, Counter[str]] = {}
-    trials = TRIALS[kind](seed, strategy)
+    trials = TRIALS[kind](seed, strategy, gallery)
     pending: dict[Future[Report], Trial] = {}
     done = 0
     while pending or (done < wanted and time.monotonic() < deadline):
@@ -273,6 +277,11 @@ def main() -> None:
     parser.add_argument("--signals", type=int, default=0, help="signals and time limits")
     parser.add_argument("--seed", type=int, default=0, help="number of the first trial")
     parser.add_argument("--strategy", choices=("auto", "fsdp"), default="auto")
+    parser.add_argument(
+        "--gallery",
+        action="store_true",
+        help="with EMA, EarlyStopping, FreezeUntil and BatchSizeFinder",
+    )
     parser.add_argument("--jobs", type=int, default=2, help="trials at once")
     parser.add_argument("--minutes", type=float, default=1e9, help="no new trial after these")
     parser.add_argument("--output", type=Path)
@@ -295,6 +304,7 @@ def main() -> None:
                 arguments.jobs,
                 deadline,
                 arguments.strategy,
+                arguments.gallery,
             )
             total = show(kind, rows)
             print(f"{time.monotonic() - start:.0f} s")

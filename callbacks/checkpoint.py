@@ -64,6 +64,23 @@ class Checkpoint(Callback):
         self._due = 0.0  # on the clock of time.monotonic
 
     @override
+    def explain(self) -> str:
+        times = [
+            *(["every " + _times(self.every_n_steps, "step")] if self.every_n_steps else []),
+            *(["every " + _times(self.every_n_epochs, "epoch")] if self.every_n_epochs else []),
+            *([f"every {self.every_minutes:g} minutes"] if self.every_minutes else []),
+            "at the last step",
+        ]
+        policy, count = self.policy, self.policy.keep_last
+        kept = ["all" if count is None else "the newest" if count == 1 else f"the newest {count}"]
+        if policy.keep_best is not None:
+            kept.append(f"the best by {policy.keep_best[0]} ({policy.keep_best[1]})")
+        if policy.keep_every is not None:
+            kept.append(f"steps that are multiples of {policy.keep_every:,}")
+        waits = "training goes on meanwhile" if self.background else "training waits meanwhile"
+        return f"Saves {' and '.join(times)}; keeps {', '.join(kept)}; {waits}."
+
+    @override
     def on_fit_start(self, run: Run) -> None:
         if run.output_dir is None:
             raise ConfigError(
@@ -100,3 +117,7 @@ class Checkpoint(Callback):
     def _wait_again(self) -> None:
         if self.every_minutes is not None:
             self._due = time.monotonic() + 60 * self.every_minutes
+
+
+def _times(count: int, noun: str) -> str:
+    return noun if count == 1 else f"{count:,} {noun}s"

@@ -64,6 +64,7 @@ class EarlyStopping(Callback):
             )
         if run.state.attempts == 0:  # else the state was loaded before
             self._reset()
+        self._stop_if_due(run)  # where a run is resumed that had ended
 
     @override
     def on_epoch_start(self, run: Run) -> None:
@@ -79,10 +80,7 @@ class EarlyStopping(Callback):
             self._best, self._bad_evaluations = value, 0
             return
         self._bad_evaluations += 1
-        if self._bad_evaluations >= self.patience:
-            run.request_stop(
-                f"{self.metric} has not improved for {self.patience} evaluations", agreed=True
-            )
+        self._stop_if_due(run)
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -101,6 +99,12 @@ class EarlyStopping(Callback):
     def _reset(self) -> None:
         self._best = math.inf if self.mode == "min" else -math.inf
         self._bad_evaluations = 0
+
+    def _stop_if_due(self, run: Run) -> None:
+        if self._bad_evaluations >= self.patience:
+            run.request_stop(
+                f"{self.metric} has not improved for {self.patience} evaluations", agreed=True
+            )
 
     def _check_metric(self, names: Iterable[str]) -> None:
         names = sorted(names)

@@ -53,6 +53,24 @@ class Evaluation(Callback):
         self.at_end = at_end
 
     @override
+    def explain(self) -> str:
+        times = [
+            *([f"every {self.every_n_steps:,} steps"] if self.every_n_steps else []),
+            *(
+                [
+                    "after each epoch"
+                    if self.every_n_epochs == 1
+                    else f"every {self.every_n_epochs} epochs"
+                ]
+                if self.every_n_epochs
+                else []
+            ),
+            *(["at the last step"] if self.at_end else []),
+        ]
+        metrics = ", ".join(metric.name for metric in self.metrics)
+        return f"Evaluates {' and '.join(times)}: mean loss{', ' if metrics else ''}{metrics}."
+
+    @override
     def on_fit_start(self, run: Run) -> None:
         if not run.evaluation_loaders:
             raise ConfigError(

@@ -1,7 +1,6 @@
 """Write the figures of a run as lines of JSON."""
 
 import json
-import math
 import os
 import time
 from collections.abc import Mapping
@@ -11,6 +10,7 @@ from typing import Any, TextIO
 from typing_extensions import override
 
 from trainkit.callback import Callback
+from trainkit.callbacks.event_log import EventLog, events_path, readable
 from trainkit.callbacks.places import log_place
 from trainkit.errors import ConfigError
 from trainkit.run import Run
@@ -20,6 +20,7 @@ from trainkit.types import Scalars, StepResult
 __all__ = ["JSONLLogger"]
 
 SECONDS = "time/seconds"
+DATA_WAIT = "time/data_wait"  # as `Throughput` logs it: a share of the seconds of training
 RESERVED = ("step", "epoch", "samples", "kind", SECONDS)
 
 
@@ -38,6 +39,10 @@ class JSONLLogger(Callback):
     moves the file of an older one to `<name>.1`, or the next number that is free. Only the main
     process writes.
 
+    Beside it, `metrics.events.jsonl` says when the run started, logged, evaluated, saved and
+    ended, with the seconds by phase; its lines "start" hold the configuration, versions and
+    command. It is never cut, so that `trainkit report` can tell what was trained twice.
+
     Args:
         path: The file; by default `<output_dir>/metrics.jsonl`.
     """
@@ -45,6 +50,8 @@ class JSONLLogger(Callback):
     def __init__(self, path: str | Path | None = None) -> None:
         self.path = path
         self._file: TextIO | None = None
+        self._events: EventLog | None = None
+        self._error: str | None = None
         self._start = 0.0
 
     @override
@@ -56,9 +63,11 @@ class JSONLLogger(Callback):
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and run.state.attempts > 0:
             _cut(path, run.state)
-        elif path.exists() and path.stat().st_size > 0:
-            path.rename(_free_name(path))
+        elif any(each.exists() and each.stat().st_size > 0 for each in (path, events_path(path))):
+            _move_away(path, events_path(path))
         self._file = path.open("a", buffering=1, encoding="utf-8")  # by line
+        self._error = None
+        self._events = EventLog(events_path(path), run)
 
     @override
     def on_step_skipped(self, run: Run, result: StepResult) -> None:
@@ -67,13 +76,31 @@ class JSONLLogger(Callback):
     @override
     def on_log(self, run: Run, values: Scalars) -> None:
         self._write(run, "train", values)
+        if self._events is not None:
+            waits = {"data_wait": readable(values[DATA_WAIT])} if DATA_WAIT in values else {}
+            self._events.write("log", **waits)
 
     @override
     def on_evaluation_end(self, run: Run, metrics: Scalars) -> None:
         self._write(run, "eval", metrics)
+        if self._events is not None:
+            self._events.write("evaluation")
+
+    @override
+    def on_checkpoint_saved(self, run: Run, path: Path) -> None:
+        if self._events is not None:
+            self._events.write("checkpoint", name=path.name)
+
+    @override
+    def on_exception(self, run: Run, error: BaseException) -> None:
+        self._error = type(error).__name__
 
     @override
     def on_fit_end(self, run: Run) -> None:
+        if self._events is not None:
+            self._events.write("end", reason=run.stop_reason, error=self._error)
+            self._events.close()
+            self._events = None
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -89,25 +116,19 @@ class JSONLLogger(Callback):
             "kind": kind,
         }
         for name, value in values.items():
-            entry[f"log/{name}" if name in RESERVED else name] = _readable(value)
+            entry[f"log/{name}" if name in RESERVED else name] = readable(value)
         entry[SECONDS] = round(time.monotonic() - self._start, 3)
         self._file.write(json.dumps(entry, allow_nan=False) + "\n")
 
 
-def _readable(value: float) -> float | str:
-    """Return `value`, as text where strict JSON has no number for it."""
-    if math.isfinite(value):
-        return value
-    if math.isnan(value):
-        return "NaN"
-    return "Infinity" if value > 0 else "-Infinity"
-
-
-def _free_name(path: Path) -> Path:
+def _move_away(*paths: Path) -> None:
+    """Rename the files of an older run, all by the same number."""
     number = 1
-    while path.with_name(f"{path.name}.{number}").exists():
+    while any(path.with_name(f"{path.name}.{number}").exists() for path in paths):
         number += 1
-    return path.with_name(f"{path.name}.{number}")
+    for path in paths:
+        if path.exists():
+            path.rename(path.with_name(f"{path.name}.{number}"))
 
 
 def _cut(path: Path, state: TrainState) -> None:

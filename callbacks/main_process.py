@@ -47,6 +47,10 @@ class MainProcess(Callback):
                 setattr(self, hook, MethodType(_forwarding(hook), self))
 
     @override
+    def explain(self) -> str:
+        return f"{self.callback.explain()} On the main process only."
+
+    @override
     def state_dict(self) -> dict[str, Any]:
         return self.callback.state_dict()
 

@@ -38,7 +38,8 @@ class ProgressBar(Callback):
     def on_fit_start(self, run: Run) -> None:
         self._close()
         self._is_cpu = run.strategy.device.type == "cpu"
-        self._epoch = run.state.epoch + 1
+        # A run that is resumed after its end begins no other epoch.
+        self._epoch = max(1, run.state.epoch + (run.end_reached is None))
         self._loss: float | None = None
         self._rate: float | None = None  # as of the latest read
         self._speed: float | None = None  # samples/s

@@ -1,12 +1,15 @@
 """Write the figures of a run for TensorBoard."""
 
+from operator import mul
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
 from trainkit.callback import Callback
+from trainkit.callbacks.histograms import Histogram
 from trainkit.callbacks.places import log_place
+from trainkit.errors import ConfigError
 from trainkit.run import Run
 from trainkit.types import Scalars
 
@@ -61,6 +64,27 @@ class TensorBoardLogger(Callback):
         if self._writer is not None:
             self._writer.close()  # flushes
             self._writer = None
+
+    def add_histogram(self, run: Run, name: str, histogram: Histogram) -> None:
+        """Draw a histogram under `name` at the present step; the main process calls it."""
+        if self._writer is None:
+            raise ConfigError(
+                f"`{self.name}` was given a histogram, but is not among the callbacks of the run. "
+                "Put the same logger into `Trainer(callbacks=[...])`."
+            )
+        counts, centers = histogram.counts, histogram.centers
+        self._writer.add_histogram_raw(
+            name,
+            min=histogram.low,
+            max=histogram.high,
+            num=sum(counts),
+            # Not drawn; as exact as the bins are narrow.
+            sum=sum(map(mul, counts, centers)),
+            sum_squares=sum(map(mul, counts, (center**2 for center in centers))),
+            bucket_limits=histogram.edges[1:],
+            bucket_counts=counts,
+            global_step=run.state.step,
+        )
 
     def _add(self, run: Run, values: Scalars) -> None:
         if self._writer is not None:

@@ -44,7 +44,20 @@ def test_the_version_stands_once_more_in_the_package() -> None:
 
 def test_the_types_are_announced() -> None:
     assert (ROOT / "trainkit" / "py.typed").is_file()
-    assert _project()["tool"]["setuptools"]["package-data"] == {"trainkit": ["py.typed"]}
+    assert _project()["tool"]["setuptools"]["package-data"]["trainkit"] == ["py.typed"]
+
+
+def test_files_that_are_no_modules_are_listed() -> None:
+    listed = _project()["tool"]["setuptools"]["package-data"]
+    others = {
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "trainkit").rglob("*")
+        if path.is_file() and path.suffix not in (".py", ".pyc")
+    }
+    names = {
+        f"{package.replace('.', '/')}/{name}" for package, files in listed.items() for name in files
+    }
+    assert others == names
 
 
 def test_torch_is_a_range_in_the_project_and_a_pin_in_the_constraints() -> None:

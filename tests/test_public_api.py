@@ -61,17 +61,29 @@ PUBLIC = [
     "wait_for_everyone",
 ]
 CALLBACKS = [
+    "BatchSizeFinder",
     "Checkpoint",
+    "DeviceMonitor",
+    "EMA",
     "EarlyStopping",
     "Evaluation",
+    "FreezeUntil",
+    "GarbageCollection",
+    "GradientMonitor",
     "JSONLLogger",
     "LRMonitor",
     "MainProcess",
+    "ModelSummary",
     "NaNGuard",
+    "Predictions",
+    "Profiler",
     "ProgressBar",
     "Summary",
     "TensorBoardLogger",
+    "Throughput",
     "TimeLimit",
+    "Timer",
+    "WandbLogger",
     "main_process_only",
 ]
 MODULES_OVER_TORCH = 60  # DESIGN part 4
@@ -94,6 +106,7 @@ HEAVY = {
     "torchmetrics",
     "tqdm",
     "transformers",
+    "wandb",
 }
 
 

@@ -120,9 +120,22 @@ class Callback:
     def on_fit_end(self, run: Run) -> None:
         """The training is over, well or not."""
 
+    def explain(self) -> str:
+        """Return what this callback will do, for `Trainer.explain`; the class's own first words."""
+        return (type(self).__doc__ or "").strip().partition("\n")[0]
+
     def state_dict(self) -> dict[str, Any]:
         """Return what must survive a restart."""
         return {}
+
+    def state_like(self, run: Run) -> dict[str, Any]:
+        """Return a state in which sharded tensors lie as those of `state_dict` will, once it fits.
+
+        A resume of a sharded run asks for it before `load_state_dict`. Where it has a `DTensor`,
+        the saved tensor is handed over in the same form, and no process reads more of it than it
+        is to hold. What it has not is read whole.
+        """
+        return self.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` returned."""
@@ -181,6 +194,10 @@ class CallbackList:
     def listens(self, hook: Callable[..., None]) -> bool:
         """Whether any callback overrides `hook`."""
         return bool(self._listeners[hook])
+
+    def names(self, hook: str) -> list[str]:
+        """Return the names of the callbacks that override `hook`, in the order they run in."""
+        return [callback.name for callback in self.callbacks if _overrides(callback, hook)]
 
     @property
     def schedule_evaluation(self) -> bool:

@@ -227,7 +227,7 @@ def _present(run: Run, callbacks: CallbackList) -> dict[str, Any]:
         "model": run.module.state_dict(),
         "optimizer": {"state": dict(run.module.named_parameters())},
         "trainer": {
-            "callbacks": {name: callback.state_dict() for name, callback in stateful.items()},
+            "callbacks": {name: callback.state_like(run) for name, callback in stateful.items()},
             "objects": {name: part.state_dict() for name, part in run.objects.items()},
         },
     }

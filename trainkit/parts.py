@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from trainkit import strategies
+from trainkit.config import TrainConfig
 from trainkit.data import PreparedLoader
 from trainkit.errors import ConfigError
 from trainkit.metrics.metric import Metric
@@ -35,6 +36,7 @@ __all__ = [
     "make_precision",
     "make_strategy",
     "name_loaders",
+    "planned_steps",
     "set_up",
     "split_loaders",
 ]
@@ -322,3 +324,19 @@ def make_lr_schedule(
             "change nothing. Pass a callable `optimizer -> LRScheduler`."
         )
     return lr_scheduler
+
+
+def planned_steps(config: TrainConfig, loader: PreparedLoader) -> int | None:
+    """Return the updates that a fit will apply; None where that is not known ahead."""
+    per_epoch = loader.steps_per_epoch(config.gradient_accumulation_steps, config.drop_last_window)
+    if per_epoch == 0:
+        raise ConfigError(
+            f"0 training steps per epoch: the loader gives {loader.batches_per_epoch} "
+            "micro-batches to each process, `gradient_accumulation_steps` is "
+            f"{config.gradient_accumulation_steps} and `drop_last_window` is True. Accumulate "
+            "less, or keep the last window."
+        )
+    if config.max_steps is not None:
+        return config.max_steps
+    assert config.max_epochs is not None
+    return None if per_epoch is None else per_epoch * config.max_epochs

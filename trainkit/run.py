@@ -2,6 +2,7 @@
 
 import signal
 import sys
+import time
 import uuid
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
@@ -92,6 +93,25 @@ class Requests:
             self.stop = next(reason for reason in reasons if reason is not None)
 
 
+@dataclass(slots=True)
+class PhaseClock:
+    """What a run is doing, and the seconds that each kind of it has taken so far."""
+
+    phase: str = "setup"
+    _since: float = field(default_factory=time.monotonic)
+    _spent: Scalars = field(default_factory=dict)
+
+    def enter(self, phase: str) -> None:
+        """Count the time until now for the present phase, and begin another."""
+        self._spent = self.seconds()
+        self.phase, self._since = phase, time.monotonic()
+
+    def seconds(self) -> Scalars:
+        """Return the seconds by phase, those of the present one too."""
+        spent = time.monotonic() - self._since
+        return self._spent | {self.phase: self._spent.get(self.phase, 0.0) + spent}
+
+
 @dataclass(kw_only=True, slots=True)
 class Run:
     """The parts of one training. Callbacks read it, and ask it by `log` and `request_...`."""
@@ -121,8 +141,8 @@ class Run:
     """Why the training ended; None while it goes on."""
     zero_weight: bool = False
     """True inside a repeat that only keeps the processes in step and counts for nothing."""
-    phase: str = "setup"
-    """What the run is doing: setup, train, evaluate, save, end, done."""
+    clock: PhaseClock = field(default_factory=PhaseClock)
+    """Seconds of this process by what the run was doing."""
     requests: Requests = field(default_factory=Requests)
     sums: LogSums = field(default_factory=LogSums)
     expected_figures: set[str] | None = None
@@ -143,11 +163,22 @@ class Run:
     resumed_from: int | None = None  # step of the checkpoint that this fit went on from
     streams: tuple[rng.HostState, Tensor | None] | None = None  # to be put back at the start
     vote: Vote | None = None  # None on one process
+    recut: Callable[[Generator[Window, None, None]], Generator[Window, None, None]] | None = None
+    """Cuts the windows of an epoch into other micro-batches of the same samples; None: as read."""
 
     @property
     def is_main_process(self) -> bool:
         """Whether this is process 0."""
         return self.accelerator.is_main_process
+
+    @property
+    def phase(self) -> str:
+        """What the run is doing: setup, train, evaluate, save, end, done."""
+        return self.clock.phase
+
+    @phase.setter
+    def phase(self, phase: str) -> None:
+        self.clock.enter(phase)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -156,12 +187,13 @@ class Run:
 
     def windows(self) -> Generator[Window, None, None]:
         """Return the windows of what is left of the current epoch."""
-        return self.train_loader.windows(
+        windows = self.train_loader.windows(
             self.state.epoch,
             position=self.state.epoch_samples,
             accumulation=self.config.gradient_accumulation_steps,
             drop_last=self.config.drop_last_window,
         )
+        return windows if self.recut is None else self.recut(windows)
 
     @property
     def end_reached(self) -> str | None:

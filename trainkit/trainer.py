@@ -49,7 +49,8 @@ class Trainer:
         gradient_accumulation_steps: Micro-batches of one process for each update.
         max_grad_norm: L2 norm to which the gradients are clipped; None: not clipped.
         max_grad_value: Absolute value to which each gradient element is clipped; None: not.
-        callbacks: In the order in which they run. None: a progress bar and a summary. []: none.
+        callbacks: In the order in which they run. None: a progress bar and a summary, and with
+            `output_dir` a `JSONLLogger`. []: none.
         output_dir: Where loggers write; on storage that all machines share.
         seed: The one seed of the run: order of the data, augmentation, dropout.
         deterministic: Ask torch for deterministic algorithms while `fit` runs.
@@ -114,9 +115,9 @@ class Trainer:
             sample_seeding=sample_seeding,
             max_consecutive_skips=max_consecutive_skips,
         )
-        self.callbacks = _list_callbacks(callbacks)
         self._objects: dict[str, Stateful] = {}
         self.output_dir = None if output_dir is None else Path(output_dir)
+        self.callbacks = _list_callbacks(callbacks, self.output_dir)
         self._compile = parts.check_compile(compile)
         self._watchdog = watchdog
         self.strategy, self.precision = parts.set_up(strategy, precision)
@@ -191,14 +192,8 @@ class Trainer:
         parts.check_resume(resume, schedule)
         self._optimizer, self._lr_scheduler = optimizer, lr_scheduler
         self.loss_fn = type(self).loss_fn if loss_fn is None else parts.check_loss_fn(loss_fn)
-        train, evaluations = parts.split_loaders(loaders)
-        split = self.config.split_batches
         with ExitStack() as stack:
-            loader = stack.enter_context(self._prepare(training_loader, train, split_batches=split))
-            evaluation_loaders = {
-                name: stack.enter_context(self._prepare(evaluation_loader, data))
-                for name, data in evaluations.items()
-            }
+            loader, evaluation_loaders = _prepare_all(self, stack, loaders)
             self.run = run = self._make_run(parts.check_model(model), loader, evaluation_loaders)
             stack.enter_context(watched(run, self._watchdog))
             rng.seed_all(rng.device_seed(self.config.seed, self.accelerator.process_index))
@@ -237,7 +232,7 @@ class Trainer:
         figures: Scalars = {}
         for name, data in parts.name_loaders(loader).items():
             with (
-                self._prepare(evaluation_loader, data) as prepared,
+                _prepare(self, evaluation_loader, data) as prepared,
                 _compiled(model, self._compile),
             ):
                 figures |= evaluation.evaluate(
@@ -253,7 +248,10 @@ class Trainer:
 
     def predict(self, model: nn.Module, loader: Any) -> Any:
         """Return the predictions for every sample once, in the loader's order."""
-        with self._prepare(evaluation_loader, loader) as prepared, _compiled(model, self._compile):
+        with (
+            _prepare(self, evaluation_loader, loader) as prepared,
+            _compiled(model, self._compile),
+        ):
             return evaluation.predict(
                 self.strategy.place(model),
                 prepared,
@@ -261,6 +259,21 @@ class Trainer:
                 precision=self.precision,
                 step=self.evaluation_step,
             )
+
+    def explain(self, model: nn.Module | None = None, loaders: Any = None) -> None:
+        """Print what `fit` would do: make-up, order of hooks, saving, and every default.
+
+        It changes nothing and starts nothing. Every process may call it; the main one prints.
+
+        Args:
+            model: As for `fit`; its parameters are then counted.
+            loaders: As for `fit`; the global batch and the planned steps are then known.
+        """
+        from trainkit.explain import explain
+
+        with ExitStack() as stack:
+            prepared = None if loaders is None else _prepare_all(self, stack, loaders)
+            explain(self, None if model is None else parts.check_model(model), prepared)
 
     def register_for_checkpointing(self, *objects: Stateful, **named: Stateful) -> None:
         """Save and restore more objects with every checkpoint.
@@ -308,27 +321,13 @@ class Trainer:
 
     # How the parts are put together.
 
-    def _prepare(
-        self, make: Callable[..., PreparedLoader], data: Any, **options: Any
-    ) -> closing[PreparedLoader]:
-        loader = make(
-            data,
-            processes=self.accelerator.processes,
-            device=self.accelerator.device,
-            seed=self.config.seed,
-            sample_seeding=self.config.sample_seeding,
-            active=self.accelerator.loaders,
-            **options,
-        )
-        return closing(loader)
-
     def _make_run(
         self, module: nn.Module, loader: PreparedLoader, evaluations: dict[str, PreparedLoader]
     ) -> Run:
         config, processes = self.config, self.accelerator.processes
         parts.check_evaluations(evaluations)
         agreement.check_alike(processes, agreement.facts_of(config, module, loader, evaluations))
-        self.planned_steps = _planned_steps(config, loader)
+        self.planned_steps = parts.planned_steps(config, loader)
         self.precision.setup(self.accelerator.device)  # its state is that of one training
         self.strategy.seed = config.seed
         model = self.strategy.wrap(module, self.precision)
@@ -370,19 +369,33 @@ class Trainer:
             self.planned_steps = present
 
 
-def _planned_steps(config: TrainConfig, loader: PreparedLoader) -> int | None:
-    per_epoch = loader.steps_per_epoch(config.gradient_accumulation_steps, config.drop_last_window)
-    if per_epoch == 0:
-        raise ConfigError(
-            f"0 training steps per epoch: the loader gives {loader.batches_per_epoch} "
-            "micro-batches to each process, `gradient_accumulation_steps` is "
-            f"{config.gradient_accumulation_steps} and `drop_last_window` is True. Accumulate "
-            "less, or keep the last window."
-        )
-    if config.max_steps is not None:
-        return config.max_steps
-    assert config.max_epochs is not None
-    return None if per_epoch is None else per_epoch * config.max_epochs
+def _prepare(
+    trainer: Trainer, make: Callable[..., PreparedLoader], data: Any, **options: Any
+) -> closing[PreparedLoader]:
+    accelerator, config = trainer.accelerator, trainer.config
+    loader = make(
+        data,
+        processes=accelerator.processes,
+        device=accelerator.device,
+        seed=config.seed,
+        sample_seeding=config.sample_seeding,
+        active=accelerator.loaders,
+        **options,
+    )
+    return closing(loader)
+
+
+def _prepare_all(
+    trainer: Trainer, stack: ExitStack, loaders: Any
+) -> tuple[PreparedLoader, dict[str, PreparedLoader]]:
+    """Return the training loader and the evaluation loaders, which `stack` closes."""
+    train, evaluations = parts.split_loaders(loaders)
+    split = trainer.config.split_batches
+    loader = stack.enter_context(_prepare(trainer, training_loader, train, split_batches=split))
+    return loader, {
+        name: stack.enter_context(_prepare(trainer, evaluation_loader, data))
+        for name, data in evaluations.items()
+    }
 
 
 @contextmanager
@@ -437,10 +450,10 @@ def _mode_of_training(model: nn.Module) -> Iterator[None]:
         model.eval()
 
 
-def _list_callbacks(callbacks: Iterable[Callback] | None) -> CallbackList:
+def _list_callbacks(callbacks: Iterable[Callback] | None, output_dir: Path | None) -> CallbackList:
     parts.check_callbacks(callbacks)
     if callbacks is not None:
         return CallbackList(callbacks)
     from trainkit.callbacks import default_callbacks  # the one place that knows callbacks
 
-    return CallbackList(default_callbacks())
+    return CallbackList(default_callbacks(output_dir))

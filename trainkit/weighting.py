@@ -17,7 +17,7 @@ from trainkit.distributed import Processes
 from trainkit.errors import ConfigError, DataError
 from trainkit.types import StepOutput
 
-__all__ = ["Weighting"]
+__all__ = ["Weighting", "loss_of"]
 
 
 class Weighting:
@@ -146,6 +146,11 @@ class Weighting:
                 "one on all, or on none."
             )
         return weight is None
+
+
+def loss_of(output: object) -> Tensor:
+    """Return the loss in what a training step returned."""
+    return _parse(output)[0]
 
 
 def _parse(output: object) -> tuple[Tensor, Tensor | float | None]:

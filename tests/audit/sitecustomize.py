@@ -40,8 +40,10 @@ _ACTIONS = frozenset(
 _EVENTS = _CODE | _ACTIONS
 
 # What a `DataLoader` moves to and from its workers, the script that `trainkit launch` lets torch
-# start, and an import statement.
+# start, what the logger of Weights & Biases starts where a user asks for it, and an import
+# statement.
 _TRANSPORT = (
+    os.path.join("site-packages", "wandb") + os.sep,
     os.path.join(_LIBRARY, "multiprocessing") + os.sep,
     os.sep + os.path.join("torch", "multiprocessing") + os.sep,
     os.sep + os.path.join("torch", "distributed", "elastic", "multiprocessing") + os.sep,

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import nn
 from tests.helpers.ranks import run_ranks
 from tests.helpers.toys import fit, make_trainer, toy_loaders
 from trainkit import Callback, ConfigError, Run, Trainer
-from trainkit.callbacks import EarlyStopping, Evaluation
+from trainkit.callbacks import Checkpoint, EarlyStopping, Evaluation
 
 
 class _Scripted(Trainer):
@@ -63,6 +64,19 @@ def test_the_reason_names_metric_and_patience() -> None:
     result = fit(trainer)
     assert result.epoch == 2
     assert result.stop_reason == "eval/accuracy has not improved for 1 evaluations"
+
+
+def test_a_run_that_it_has_stopped_trains_no_further(tmp_path: Path) -> None:
+    results = []
+    for resume in (None, "must"):
+        stopping = EarlyStopping("eval/loss", patience=1, mode="min", min_delta=100.0)
+        trainer = make_trainer(
+            max_epochs=9, callbacks=[stopping, Checkpoint()], output_dir=tmp_path
+        )
+        result = fit(trainer, resume=resume)
+        results.append((result.epoch, result.step, result.stop_reason))
+    assert results[0] == results[1]
+    assert results[0][0] == 2
 
 
 def test_an_unknown_metric_is_an_error_before_the_first_step_that_lists_the_known() -> None:

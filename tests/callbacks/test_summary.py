@@ -41,7 +41,7 @@ def test_it_says_what_is_trained_and_what_came_of_it(
     assert lines[7].endswith("(max_epochs)")
     assert lines[8] == "  steps         8 (2 epochs completed, 64 samples)"
     assert f"eval/accuracy {result.best_metrics['eval/accuracy']:.4g}" in lines[9]
-    assert lines[-1] == f"  files         {tmp_path}: metrics.jsonl"
+    assert lines[-1] == f"  files         {tmp_path}: metrics.events.jsonl, metrics.jsonl"
 
 
 def _outcome(capsys: pytest.CaptureFixture[str], *metrics: Any, loaders: Any = None) -> list[str]:

@@ -28,6 +28,8 @@ KILLED = [
     (Settings(size=2, precision="fp16", workers=2), Saving(every_n_steps=2, background=True)),
     (Settings(size=3, accumulation=3), Saving(every_n_steps=1)),
     (Settings(size=2, strategy="fsdp"), Saving(every_n_steps=2, background=True)),
+    (Settings(gallery=True, precision="fp16"), Saving(every_n_steps=1)),
+    (Settings(gallery=True, size=2, accumulation=3), Saving(every_n_steps=1)),
 ]
 
 STOPPED = [
@@ -37,6 +39,8 @@ STOPPED = [
     (Settings(size=2, strategy="fsdp", precision="fp16"), Saving(every_n_steps=1)),
     (Settings(size=3, strategy="fsdp", optimizer="fused"), Saving(every_n_steps=2)),
     (Settings(size=3, shuffle=False, drop_last=True, optimizer="sgd"), Saving(every_n_steps=1)),
+    (Settings(gallery=True, batch_size=3), Saving(every_n_steps=2)),
+    (Settings(gallery=True, size=2, strategy="fsdp"), Saving(every_n_steps=1)),
 ]
 
 

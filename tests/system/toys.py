@@ -20,7 +20,17 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from torch.utils.data import DataLoader, Dataset
 
 from trainkit import Callback, Run, Trainer
-from trainkit.callbacks import Checkpoint, Evaluation, JSONLLogger, LRMonitor, TimeLimit
+from trainkit.callbacks import (
+    EMA,
+    BatchSizeFinder,
+    Checkpoint,
+    EarlyStopping,
+    Evaluation,
+    FreezeUntil,
+    JSONLLogger,
+    LRMonitor,
+    TimeLimit,
+)
 from trainkit.checkpoint.manifest import read_manifest
 from trainkit.precision import FP16
 from trainkit.strategies import FSDP
@@ -52,6 +62,7 @@ class Settings:
     scheduler: str = "lambda"  # or cycle, none
     log_every: int = 2
     seed: int = 0
+    gallery: bool = False  # whether callbacks that change the training run along
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +161,12 @@ class Announcer(Callback):
 
 
 class Noisy(Trainer):
+    most_samples: int | None = None  # for which there is memory
+
     def training_step(self, model: nn.Module, batch: Any) -> Tensor:
+        most = self.most_samples
+        if most is not None and model.training and len(batch[1]) > most:
+            raise torch.OutOfMemoryError("the test wants smaller micro-batches")
         return nn.functional.mse_loss(model(batch[1]), batch[2])
 
     def evaluation_step(self, model: nn.Module, batch: Any) -> dict[str, Any]:
@@ -181,6 +197,7 @@ class Training:
             Evaluation(every_n_steps=settings.evaluate_every, every_n_epochs=1),
             JSONLLogger(),
             LRMonitor(),
+            *self.make_gallery(),
             Checkpoint(**asdict(saving), every_n_epochs=None if saving.every_n_steps else 1000),
             *([] if minutes is None else [TimeLimit(minutes)]),
             *more,
@@ -200,6 +217,18 @@ class Training:
             seed=settings.seed,
         )
         self.trainer.register_for_checkpointing(ema=self.ema)
+        if settings.gallery and settings.strategy != "fsdp":
+            self.trainer.most_samples = (settings.batch_size + 1) // 2
+
+    def make_gallery(self) -> list[Callback]:
+        """Return the callbacks that change what is trained, or when it ends."""
+        if not self.settings.gallery:
+            return []
+        self.average = EMA(0.9)
+        self.stopping = EarlyStopping("eval/loss", patience=5, mode="min", min_delta=9.0)
+        freezing = FreezeUntil(step={"0.weight": 4}, epoch={"*.bias": 1})
+        finder = [] if self.settings.strategy == "fsdp" else [BatchSizeFinder()]
+        return [self.average, self.stopping, freezing, *finder]
 
     def fit(self) -> None:
         """Train to the end, from the newest checkpoint if there is one."""
@@ -237,6 +266,8 @@ class Training:
                 "counters": run.state.state_dict(),
                 "ema": self.ema.state_dict(),
                 "metrics": [run.metrics, run.best_metrics],
+                "gallery": self.settings.gallery
+                and [self.average.state_dict(), self.stopping.state_dict(), run.stop_reason],
                 "draws": [torch.rand(3), random.random(), float(numpy.random.random())],
             }
         )

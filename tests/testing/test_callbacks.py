@@ -9,34 +9,60 @@ import torch
 import trainkit.callbacks
 from trainkit import Callback, Run, StepResult
 from trainkit.callbacks import (
+    EMA,
+    BatchSizeFinder,
     Checkpoint,
+    DeviceMonitor,
     EarlyStopping,
     Evaluation,
+    FreezeUntil,
+    GarbageCollection,
+    GradientMonitor,
     JSONLLogger,
     LRMonitor,
     MainProcess,
+    ModelSummary,
     NaNGuard,
+    Predictions,
+    Profiler,
     ProgressBar,
     Summary,
     TensorBoardLogger,
+    Throughput,
     TimeLimit,
+    Timer,
+    WandbLogger,
 )
 from trainkit.testing import check_callback
 
 MAKE: dict[str, Callable[[], Callback]] = {
+    "BatchSizeFinder": BatchSizeFinder,
     "Checkpoint": lambda: Checkpoint(every_n_steps=3, keep_last=None),
     "EarlyStopping": lambda: EarlyStopping("eval/loss", patience=100, mode="min"),
+    "EMA": lambda: EMA(0.9),
     "Evaluation": lambda: Evaluation(["accuracy"], every_n_steps=3),
+    "FreezeUntil": lambda: FreezeUntil(step={"*first": 4}, epoch={"*blocks.*": 1}),
     "JSONLLogger": JSONLLogger,
     "LRMonitor": LRMonitor,
     "MainProcess": lambda: MainProcess(JSONLLogger()),
     "NaNGuard": NaNGuard,
+    "Predictions": lambda: Predictions(every=2),
     "ProgressBar": ProgressBar,
     "Summary": Summary,
     "TensorBoardLogger": TensorBoardLogger,
+    "DeviceMonitor": DeviceMonitor,
+    "GarbageCollection": lambda: GarbageCollection(every_n_steps=6),
+    "GradientMonitor": lambda: GradientMonitor(depth=1),
+    "ModelSummary": ModelSummary,
+    "Profiler": lambda: Profiler(wait=1, warmup=1, active=2, repeat=2),
+    "Throughput": lambda: Throughput(tokens=len, flops="auto", peak_flops=1e12),
+    "Timer": Timer,
+    "WandbLogger": lambda: WandbLogger(mode="offline"),
     "TimeLimit": lambda: TimeLimit(60),
 }
 FUNCTIONS = {"main_process_only"}
+# These say of themselves that they change what is trained.
+CHANGES = {"FreezeUntil"}
 
 
 def test_every_callback_is_under_contract() -> None:
@@ -45,7 +71,7 @@ def test_every_callback_is_under_contract() -> None:
 
 @pytest.mark.parametrize("name", sorted(MAKE))
 def test_callbacks(name: str) -> None:
-    check_callback(MAKE[name])
+    check_callback(MAKE[name], changes_training=name in CHANGES)
 
 
 class Nudges(Callback):

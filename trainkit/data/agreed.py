@@ -174,7 +174,7 @@ class AgreedLoader(PreparedLoader):
                     active.yielded(self, current.counts, count or repeat.size)
                 left -= 1
                 last = left == 0 or self._is_end(ahead)
-                yield MicroBatch(data, count, current.total, last)
+                yield MicroBatch(data, count, current.total, last, current.counts)
                 left = left or accumulation
         finally:
             if active is not None:

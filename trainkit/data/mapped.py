@@ -120,7 +120,7 @@ class MappedLoader(PreparedLoader):
                 if active is not None:
                     active.yielded(self, counts, counts[rank] or repeat.size)
                 last = until_last == 0 or index == stop
-                yield MicroBatch(data, counts[rank], total, last)
+                yield MicroBatch(data, counts[rank], total, last, counts)
                 until_last = until_last or accumulation
         finally:
             if active is not None:

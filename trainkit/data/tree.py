@@ -10,7 +10,15 @@ from torch import Tensor
 
 from trainkit.errors import DataError
 
-__all__ = ["copy_containers", "count_samples", "is_opaque", "map_leaves"]
+__all__ = [
+    "children",
+    "copy_containers",
+    "count_samples",
+    "is_container",
+    "is_opaque",
+    "map_children",
+    "map_leaves",
+]
 
 
 def map_leaves(tree: Any, function: Callable[[Any], Any]) -> Any:
@@ -19,19 +27,29 @@ def map_leaves(tree: Any, function: Callable[[Any], Any]) -> Any:
     Containers are mappings, lists, tuples, named tuples and dataclasses. Anything else is a leaf,
     and so is an object that moves itself by a method `to` (see `is_opaque`).
     """
-    if isinstance(tree, Tensor) or is_opaque(tree):
+    if isinstance(tree, Tensor) or is_opaque(tree) or not is_container(tree):
         return function(tree)
+    return map_children(tree, lambda child: map_leaves(child, function))
+
+
+def map_children(tree: Any, function: Callable[[Any], Any]) -> Any:
+    """Return a new container of the same type, with `function` applied to what it holds."""
     if isinstance(tree, Mapping):
         return _map_mapping(tree, function)
     if isinstance(tree, tuple | list):
-        mapped = [map_leaves(item, function) for item in tree]
+        mapped = [function(item) for item in tree]
         return type(tree)(*mapped) if hasattr(tree, "_fields") else type(tree)(mapped)
-    if is_dataclass(tree) and not isinstance(tree, type):
-        clone = copy.copy(tree)
-        for field in fields(tree):
-            object.__setattr__(clone, field.name, map_leaves(getattr(tree, field.name), function))
-        return clone
-    return function(tree)
+    clone = copy.copy(tree)
+    for field in fields(tree):
+        object.__setattr__(clone, field.name, function(getattr(tree, field.name)))
+    return clone
+
+
+def is_container(tree: Any) -> bool:
+    """Return whether `tree` is a mapping, list, tuple or dataclass."""
+    if isinstance(tree, Mapping | tuple | list):
+        return True
+    return is_dataclass(tree) and not isinstance(tree, type)
 
 
 def is_opaque(tree: Any) -> bool:
@@ -66,7 +84,7 @@ def _same(leaf: Any) -> Any:
 
 
 def _map_mapping(tree: Mapping[Any, Any], function: Callable[[Any], Any]) -> Any:
-    mapped = {key: map_leaves(value, function) for key, value in tree.items()}
+    mapped = {key: function(value) for key, value in tree.items()}
     if type(tree) is dict:
         return mapped
     if isinstance(tree, MutableMapping):
@@ -81,7 +99,8 @@ def _map_mapping(tree: Mapping[Any, Any], function: Callable[[Any], Any]) -> Any
         return mapped
 
 
-def _children(tree: Any) -> Iterable[Any]:
+def children(tree: Any) -> Iterable[Any]:
+    """Return what a container holds; nothing for a leaf."""
     if isinstance(tree, Mapping):
         return tree.values()
     if isinstance(tree, list | tuple):
@@ -95,7 +114,7 @@ def _rows(tree: Any) -> int | None:
     shape = getattr(tree, "shape", None)
     if isinstance(shape, tuple) and shape:
         return int(shape[0])
-    for child in _children(tree):
+    for child in children(tree):
         rows = _rows(child)
         if rows is not None:
             return rows
@@ -103,7 +122,7 @@ def _rows(tree: Any) -> int | None:
 
 
 def _length(tree: Any) -> int | None:
-    for child in _children(tree):
+    for child in children(tree):
         length = _length(child)
         if length is not None:
             return length

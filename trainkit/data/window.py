@@ -14,15 +14,19 @@ class MicroBatch:
         count: Real samples of this process; 0 for a zero-weight repeat (DESIGN 2.16).
         total: Real samples over all processes, at least 1.
         last: Whether no further micro-batch follows in this window.
+        counts: Real samples of each process, by rank.
     """
 
-    __slots__ = ("count", "data", "last", "total")
+    __slots__ = ("count", "counts", "data", "last", "total")
 
-    def __init__(self, data: Any, count: int, total: int, last: bool) -> None:
+    def __init__(
+        self, data: Any, count: int, total: int, last: bool, counts: tuple[int, ...]
+    ) -> None:
         self.data = data
         self.count = count
         self.total = total
         self.last = last
+        self.counts = counts
 
 
 class Window:

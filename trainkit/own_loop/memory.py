@@ -10,9 +10,14 @@ import torch
 
 from trainkit.errors import ConfigError
 
-__all__ = ["find_executable_batch_size", "release_memory"]
+__all__ = ["find_executable_batch_size", "is_out_of_memory", "release_memory"]
 
-_WORDS = ("out of memory", "can't allocate memory", "CUDNN_STATUS_NOT_SUPPORTED")
+_WORDS = (
+    "out of memory",
+    "can't allocate memory",
+    "not enough memory",
+    "CUDNN_STATUS_NOT_SUPPORTED",
+)
 _FACTOR = 0.9
 
 
@@ -61,7 +66,7 @@ def find_executable_batch_size(
             try:
                 return function(size, *args, **kwargs)
             except Exception as error:
-                if not _is_out_of_memory(error):
+                if not is_out_of_memory(error):
                     raise
             smaller = (
                 int(size * _FACTOR) if reduce_batch_size_fn is None else reduce_batch_size_fn()
@@ -83,7 +88,8 @@ def release_memory(*objects: Any) -> list[None]:
     return [None] * len(objects)
 
 
-def _is_out_of_memory(error: Exception) -> bool:
+def is_out_of_memory(error: Exception) -> bool:
+    """Return whether an error says that the memory of a device or of the host is used up."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(word in str(error) for word in _WORDS)

@@ -70,6 +70,14 @@ class DDP(Strategy):
             wrapped.register_comm_hook(self.processes, reduction)
         return wrapped
 
+    @override
+    def rewrap(self, model: nn.Module, precision: Precision) -> nn.Module:
+        # The reducer waits for the gradients of those parameters that it found when it was made.
+        if isinstance(model, DistributedDataParallel):
+            # Else the old one would go on taking gradients.
+            model._remove_autograd_hooks()  # type: ignore[no-untyped-call]
+        return self.wrap(self.unwrap(model), precision)
+
     def reduction(self) -> Reduction | None:
         """Return how a bucket of gradients is averaged over processes; None: as torch does it.
 

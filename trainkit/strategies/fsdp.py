@@ -231,10 +231,10 @@ class FSDP(Strategy):
         return self.processes.all_reduce(overflow, "max")
 
     @override
-    def local_gradients(self, parameters: Iterable[Tensor]) -> list[Tensor]:
+    def local_parts(self, tensors: Iterable[Tensor]) -> list[Tensor]:
         from trainkit.strategies.shards import local
 
-        return [local(p.grad) for p in parameters if p.grad is not None]
+        return [local(tensor) for tensor in tensors]
 
     @override
     def clip_grad_norm(self, parameters: Iterable[Tensor], max_norm: float) -> Tensor:

@@ -84,6 +84,18 @@ class Strategy(ABC):
         Nothing is to be done where `wrap` keeps the parameters. The optimizer object stays.
         """
 
+    def rewrap(self, model: nn.Module, precision: Precision) -> nn.Module:
+        """Return what the training step calls from now on, after parameters froze or thawed.
+
+        Every process must call it, between two windows, when `requires_grad` of parameters has
+        changed. Nothing is to be done where gradients are reduced without a list made in `wrap`.
+
+        Args:
+            model: What `wrap`, or this method, returned before; it is not used any more.
+            precision: As in `wrap`.
+        """
+        return model
+
     def unwrap(self, model: nn.Module) -> nn.Module:
         """Return the user's own module behind what `wrap` returned."""
         return model
@@ -124,12 +136,19 @@ class Strategy(ABC):
         """
         return overflow
 
+    def local_parts(self, tensors: Iterable[Tensor]) -> list[Tensor]:
+        """Return what lies on this process of parameters, or of what is spread like them.
+
+        They share memory with the tensors. Call it where no gradients are recorded.
+        """
+        return list(tensors)
+
     def local_gradients(self, parameters: Iterable[Tensor]) -> list[Tensor]:
         """Return the gradients that there are, or of each the part that lies here, to be changed.
 
         They share memory with the gradients.
         """
-        return [p.grad for p in parameters if p.grad is not None]
+        return self.local_parts([p.grad for p in parameters if p.grad is not None])
 
     def scale_gradients(self, parameters: Iterable[Tensor], scale: Tensor | float) -> None:
         """Multiply all gradients by one number, in place."""

@@ -28,7 +28,7 @@ from trainkit.testing.task import (
     weights,
 )
 from trainkit.trainer import Trainer
-from trainkit.types import Batch
+from trainkit.types import Batch, StepResult
 
 __all__ = ["check_strategy"]
 
@@ -36,6 +36,11 @@ MakeStrategy = Callable[[], Strategy]
 
 STEPS = 2 * STEPS_PER_EPOCH
 SAVED_STEP = STEPS_PER_EPOCH + 2  # in the middle of an epoch
+TRAININGS = {
+    "plain": "plain",
+    "accumulated": "accumulated, weighted",
+    "thawed": "first partly frozen (see `Strategy.rewrap`)",
+}
 SPOILED_STEP = 2  # counted from 0; the last full one, which a process may repeat
 
 
@@ -74,7 +79,7 @@ def check_strategy(
 
     expected = on_processes(1, _reference)[0] if exact else None
     found = run(_trainings, exact)
-    for name in ("plain", "accumulated"):
+    for name in TRAININGS:
         _check_training(name, [of[name] for of in found], expected and expected[name], tolerance)
     with tempfile.TemporaryDirectory(prefix="trainkit-") as folder:
         found = run(_troubles, Path(folder))  # processes that are not in step would hang in it
@@ -89,6 +94,7 @@ def _trainings(rank: int, make_strategy: MakeStrategy, batch: int, exact: bool) 
     return {
         "plain": _train(make_strategy, batch, 1),
         "accumulated": _train(make_strategy, batch // 2, 2, trainer_class=WeightedTrainer),
+        "thawed": _train(make_strategy, batch // 2, 2, record=_Thaws()),
     }
 
 
@@ -111,6 +117,7 @@ def _reference(rank: int) -> dict[str, Any]:
     return {
         "plain": _train(_single, GLOBAL_BATCH, 1),
         "accumulated": _train(_single, half, 2, trainer_class=WeightedTrainer),
+        "thawed": _train(_single, half, 2, record=_Thaws()),
     }
 
 
@@ -129,14 +136,34 @@ class _Unwraps(Record):
         )
 
 
+class _Thaws(_Unwraps):
+    """Trains the first layer only from the middle of an epoch on."""
+
+    @override
+    def on_fit_start(self, run: Run) -> None:
+        super().on_fit_start(run)
+        self._set(run, trains=False)
+
+    @override
+    def on_step_end(self, run: Run, result: StepResult) -> None:
+        super().on_step_end(run, result)
+        if run.state.step == SAVED_STEP:
+            self._set(run, trains=True)
+
+    def _set(self, run: Run, *, trains: bool) -> None:
+        run.module.get_submodule("first").requires_grad_(trains)
+        run.model = run.strategy.rewrap(run.model, run.precision)
+
+
 def _train(
     make_strategy: MakeStrategy,
     batch: int,
     accumulation: int,
     *,
     trainer_class: type[Trainer] = Trainer,
+    record: Record | None = None,
 ) -> dict[str, Any]:
-    record = _Unwraps()
+    record = record or _Unwraps()
     model = Network()
     keys = list(model.state_dict())
     trainer = trainer_class(
@@ -165,7 +192,7 @@ def _train(
 def _check_training(
     name: str, found: list[dict[str, Any]], expected: dict[str, Any] | None, tolerance: float
 ) -> None:
-    what = f"In {'accumulated, weighted' if name == 'accumulated' else 'plain'} training"
+    what = f"In {TRAININGS[name]} training"
     for key in ("counters", "hooks", "losses", "figures", "again", "weights"):
         values = [of[key] for of in found]
         assert same(values), f"{what}, `{key}` differ between processes: {_short(values)}."

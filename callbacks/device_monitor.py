@@ -1,0 +1,105 @@
+"""Log the memory and the work of the device and of this program."""
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from typing_extensions import override
+
+from trainkit.callback import Callback
+from trainkit.callbacks.log_steps import log_follows
+from trainkit.run import Run
+from trainkit.types import StepResult
+
+__all__ = ["DeviceMonitor"]
+
+GIB = 2**30
+
+
+class DeviceMonitor(Callback):
+    """Logs memory and utilisation at log steps; at other steps it does nothing.
+
+    Memory is that of the process that has most of it, because that one runs out first:
+
+    - `device/memory_allocated_gib`, `device/memory_reserved_gib`, `device/memory_peak_gib`: what
+      tensors hold on the accelerator, what torch has taken for them, and the most that they held
+      since the program began (or since `reset_peak_memory_stats`).
+    - `device/host_memory_gib`, `device/host_memory_peak_gib`: resident memory of the process,
+      without DataLoader workers, and the most since the program began.
+
+    Work is the mean over the processes:
+
+    - `device/utilization_percent`: share of time in which the GPU was busy lately, where the
+      driver tells (NVIDIA: the package `nvidia-ml-py`).
+    - `device/cpu_cores`: processor seconds a second of the process since the last log, without
+      DataLoader workers.
+
+    These are figures of the machine: runs that are equal to the last bit differ in them, as under
+    `time/`. A figure that the machine does not tell is left out.
+    """
+
+    def __init__(self) -> None:
+        self._shows_utilization = True
+        self._mark = (0.0, 0.0)  # wall and processor seconds
+
+    @override
+    def on_fit_start(self, run: Run) -> None:
+        self._shows_utilization = True
+        self._mark = (time.perf_counter(), time.process_time())
+
+    @override
+    def on_step_end(self, run: Run, result: StepResult) -> None:
+        if not log_follows(run):
+            return
+        memory = _host_memory() | _device_memory(run.strategy.device)
+        run.log({f"device/{name}": size / GIB for name, size in memory.items()}, reduce="max")
+        run.log({f"device/{name}": value for name, value in self._work(run).items()})
+
+    def _work(self, run: Run) -> dict[str, float]:
+        (wall, processor), self._mark = self._mark, (time.perf_counter(), time.process_time())
+        work = {"cpu_cores": (self._mark[1] - processor) / max(self._mark[0] - wall, 1e-9)}
+        if self._shows_utilization:
+            share = _utilization(run.strategy.device)
+            if share is None:
+                self._shows_utilization = False
+            else:
+                work["utilization_percent"] = share
+        return work
+
+
+def _device_memory(device: torch.device) -> dict[str, int]:
+    module: Any = getattr(torch, device.type)
+    if device.type == "cpu" or not hasattr(module, "memory_allocated"):
+        return {}
+    return {
+        "memory_allocated_gib": module.memory_allocated(device),
+        "memory_reserved_gib": module.memory_reserved(device),
+        "memory_peak_gib": module.max_memory_allocated(device),
+    }
+
+
+def _utilization(device: torch.device) -> float | None:
+    """Return the percentage of time in which `device` was busy; None where nobody tells."""
+    if device.type != "cuda":
+        return None
+    try:
+        return float(torch.cuda.utilization(device))
+    except Exception:  # the driver's library is missing, or has errors of its own
+        return None
+
+
+def _host_memory() -> dict[str, int]:
+    """Return the resident memory of this process and its peak, in bytes, as far as known."""
+    sizes: dict[str, int] = {}
+    if sys.platform == "linux":
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        sizes["host_memory_gib"] = pages * os.sysconf("SC_PAGE_SIZE")
+    if sys.platform != "win32":
+        import resource  # not everywhere
+
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        sizes["host_memory_peak_gib"] = peak * (1 if sys.platform == "darwin" else 1024)
+    return sizes

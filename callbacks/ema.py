@@ -1,0 +1,302 @@
+"""Average the weights over the steps, evaluate the average, and export it."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from trainkit.callback import Callback
+from trainkit.checkpoint import CheckpointStore
+from trainkit.errors import CheckpointError, ConfigError
+from trainkit.run import Run
+from trainkit.strategies import Strategy
+from trainkit.types import Scalars, Size, StepResult
+
+__all__ = ["EMA"]
+
+
+class EMA(Callback):
+    """Keeps an exponential moving average of the weights, and evaluates that instead of them.
+
+    After each update, `average = decay * average + (1 - decay) * weights`; a skipped step leaves
+    it as it is. It holds what the optimizer trains; what never changes is not held twice. The
+    model holds the average during every evaluation, so that its figures, early stopping and the
+    best checkpoint are those of the average, and its own weights again afterwards, to the last
+    bit and also after an error. Training itself is not changed.
+
+    A checkpoint has both: the weights as the model, for an exact resume, and the average in the
+    state of this callback. `EMA.load` puts the average of any checkpoint into a model, and after
+    `fit` there are `save_model` and `applied`::
+
+        trainer.fit(model, loaders, ...)
+        ema.save_model("export")
+        with ema.applied():
+            trainer.evaluate(model, test_loader)
+
+    Averages of weights: Polyak and Juditsky, "Acceleration of stochastic approximation by
+    averaging", 1992; as an exponential one of a network that is evaluated: Tarvainen and Valpola,
+    "Mean teachers are better role models", 2017.
+
+    Args:
+        decay: Part of the average that an update keeps, from 0 to below 1; 0.999 looks back over
+            about 1,000 updates.
+        warmup: Keep less of the first averages, at most `(1 + n) / (10 + n)` after n updates, as
+            `tf.train.ExponentialMovingAverage` does with `num_updates`: else a short training
+            ends with an average of its beginning.
+        every_n_steps: Steps between two updates of the average.
+        average_buffers: Also average buffers of floating point, such as the statistics of batch
+            normalisation; else the model's own are used with the average. Others are never
+            averaged. On several processes the buffers are those of process 0.
+        keep_at_end: Leave the average in the model at the end of a training without error. No
+            checkpoint can be saved after that: it would resume from the average.
+
+    Raises:
+        ConfigError: An argument makes no sense.
+    """
+
+    def __init__(
+        self,
+        decay: float = 0.999,
+        *,
+        warmup: bool = True,
+        every_n_steps: int = 1,
+        average_buffers: bool = False,
+        keep_at_end: bool = False,
+    ) -> None:
+        if not _is_part(decay):
+            raise ConfigError(
+                f"`decay` must be a number from 0 to below 1, such as 0.999, but is {decay!r}."
+            )
+        if type(every_n_steps) is not int or every_n_steps < 1:
+            raise ConfigError(
+                f"`every_n_steps` must be a whole number from 1 on, but is {every_n_steps!r}."
+            )
+        self.decay = decay
+        self.warmup = warmup
+        self.every_n_steps = every_n_steps
+        self.average_buffers = average_buffers
+        self.keep_at_end = keep_at_end
+        self.updates = 0
+        self._module: nn.Module | None = None
+        self._strategy: Strategy | None = None
+        self._parameters: dict[str, Tensor] = {}
+        self._buffers: dict[str, tuple[nn.Module, str]] = {}  # a module may replace its buffers
+        self._average: list[Tensor] = []  # what lies on this process; first of the parameters
+        self._loaded: Mapping[str, Tensor] = {}  # by a resume; the model is known only later
+        self._own: list[Tensor] | None = None  # weights of the model while it holds the average
+        self._failed = self._is_left = self._casts = False
+
+    @override
+    def on_fit_start(self, run: Run) -> None:
+        self._failed, self._is_left, self._own = False, False, None
+        self._module, self._strategy = run.module, run.strategy
+        self._parameters = _trained(run)
+        self._buffers = _floating_buffers(run.module) if self.average_buffers else {}
+        with torch.no_grad():
+            if run.resumed_from is None:
+                self.updates = 0
+                self._average = [_copy(tensor) for tensor in self._tensors()]
+            else:
+                self._adopt()
+            pairs = zip(self._average, self._tensors(), strict=True)
+            self._casts = any(average.dtype != tensor.dtype for average, tensor in pairs)
+        self._loaded = {}
+
+    @override
+    @torch.no_grad()
+    def on_step_end(self, run: Run, result: StepResult) -> None:
+        if run.state.step % self.every_n_steps:
+            return
+        decay = self.decay
+        if self.warmup:
+            decay = min(decay, (1 + self.updates) / (10 + self.updates))
+        tensors = self._tensors()
+        if self._casts:
+            tensors = [t.to(a.dtype) for t, a in zip(tensors, self._average, strict=True)]
+        torch._foreach_lerp_(self._average, tensors, 1 - decay)
+        self.updates += 1
+
+    @override
+    def on_evaluation_start(self, run: Run) -> None:
+        self._apply()
+        if self._buffers:
+            run.strategy.share_buffers(run.module)
+
+    @override
+    def on_evaluation_end(self, run: Run, metrics: Scalars) -> None:
+        self._put_back()
+
+    @override
+    def on_exception(self, run: Run, error: BaseException) -> None:
+        self._failed = True
+        self._put_back()
+
+    @override
+    def on_fit_end(self, run: Run) -> None:
+        self._put_back()
+        if self.keep_at_end and self._average and not self._failed:
+            with torch.no_grad():
+                torch._foreach_copy_(self._tensors(), self._average)
+            self._is_left = True
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        if self._is_left:
+            raise CheckpointError(
+                f"`{self.name}(keep_at_end=True)` has left the average in the model, so a "
+                "checkpoint saved now could not be resumed exactly. Add the callback `Checkpoint`, "
+                "which saves the last step before that, or use `save_model` instead."
+            )
+        if self._loaded or not self._average:
+            return {"updates": self.updates, "average": dict(self._loaded)}
+        names = [*self._parameters, *self._buffers]
+        average = dict(zip(names, self._average, strict=True))
+        for name, parameter in self._parameters.items():
+            average[name] = _like(average[name], parameter)
+        return {"updates": self.updates, "average": average}
+
+    @override
+    def state_like(self, run: Run) -> dict[str, Any]:
+        return {"average": _trained(run)}
+
+    @override
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if set(state) != {"updates", "average"}:
+            raise ConfigError(
+                f"The state of `{self.name}` must have exactly the keys ['average', 'updates'], "
+                f"but has {sorted(state)}."
+            )
+        self.updates, self._loaded = state["updates"], state["average"]
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Let the model hold the average inside the context, and its own weights again after it.
+
+        Every process must enter it.
+
+        Raises:
+            ConfigError: There was no `fit` with this callback.
+        """
+        if self._module is None:
+            raise ConfigError(
+                f"`{self.name}` has averaged nothing: no `fit` has had it among its callbacks."
+            )
+        if self._own is not None:  # in an evaluation
+            yield
+            return
+        self._apply()
+        try:
+            yield
+        finally:
+            self._put_back()
+
+    def save_model(
+        self, directory: str | Path, max_shard_size: Size = "5GB", safe_serialization: bool = True
+    ) -> None:
+        """Write the model with the average for other programs; see `Trainer.save_model`."""
+        from trainkit.export import save_model
+
+        with self.applied():
+            assert self._module is not None
+            save_model(self._module, directory, max_shard_size, safe_serialization)
+
+    @staticmethod
+    def load(model: nn.Module, checkpoint: str | Path, *, name: str = "EMA") -> None:
+        """Put the average of a checkpoint into a model.
+
+        Args:
+            model: On one process, not sharded; all its values are replaced.
+            checkpoint: The folder of one checkpoint, such as `FitResult.checkpoint`.
+            name: What the callback was called.
+
+        Raises:
+            CheckpointError: The checkpoint is broken, or has no such average.
+        """
+        path = Path(checkpoint)
+        opened = CheckpointStore(path.parent).open(path)
+        states = opened.read("trainer")["callbacks"]
+        if "average" not in states.get(name, {}):
+            raise CheckpointError(
+                f"The checkpoint `{path}` has no average of a callback `{name}`, only states of "
+                f"{sorted(states)}. Use the checkpoint of a run with `EMA`, and its name.",
+                path=path,
+            )
+        model.load_state_dict(opened.read("model"))
+        targets = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        with torch.no_grad():
+            for key, tensor in states[name]["average"].items():
+                targets[key].copy_(tensor)
+
+    def _tensors(self) -> list[Tensor]:
+        """Return what lies here of all that is averaged, sharing its memory."""
+        assert self._strategy is not None
+        parameters = self._strategy.local_parts(self._parameters.values())
+        return parameters + [getattr(owner, key) for owner, key in self._buffers.values()]
+
+    def _adopt(self) -> None:
+        """Take over what a resume has loaded."""
+        names, loaded = [*self._parameters, *self._buffers], self._loaded
+        if set(names) != set(loaded):
+            odd = sorted(set(names) ^ set(loaded))
+            raise CheckpointError(
+                f"The average of `{self.name}` in the checkpoint holds other tensors than are "
+                f"averaged now: {odd[:5]} and {len(odd) - 5 if len(odd) > 5 else 'no'} more. "
+                "Resume with the same trainable parameters and `average_buffers`."
+            )
+        assert self._strategy is not None
+        parts = self._strategy.local_parts(loaded[name] for name in names)
+        self._average = [
+            _copy(part).to(tensor.device)
+            for part, tensor in zip(parts, self._tensors(), strict=True)
+        ]
+
+    @torch.no_grad()
+    def _apply(self) -> None:
+        tensors = self._tensors()
+        self._own = [tensor.clone() for tensor in tensors]
+        torch._foreach_copy_(tensors, self._average)
+
+    @torch.no_grad()
+    def _put_back(self) -> None:
+        if self._own is not None:
+            torch._foreach_copy_(self._tensors(), self._own)
+            self._own = None
+
+
+def _is_part(value: object) -> bool:
+    """Return whether a value is a number from 0 to below 1."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and 0 <= value < 1  # type: ignore[operator]
+
+
+def _trained(run: Run) -> dict[str, Tensor]:
+    """Return the parameters that the optimizer may change, by name."""
+    held = {id(parameter) for parameter in run.parameters}
+    return {name: p for name, p in run.module.named_parameters() if id(p) in held}
+
+
+def _floating_buffers(module: nn.Module) -> dict[str, tuple[nn.Module, str]]:
+    """Return the module and the key of each buffer of floating point that is saved, by name."""
+    return {
+        f"{prefix}.{key}" if prefix else key: (part, key)
+        for prefix, part in module.named_modules()
+        for key, buffer in part.named_buffers(recurse=False)
+        if buffer.is_floating_point() and key not in part._non_persistent_buffers_set
+    }
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """Return a copy in at least fp32: less would round small changes of the average away."""
+    dtype = torch.promote_types(tensor.dtype, torch.float32)
+    return tensor.detach().to(dtype, copy=True)
+
+
+def _like(local: Tensor, parameter: Tensor) -> Tensor:
+    """Return the tensor of which `local` lies here, spread over the processes as `parameter`."""
+    from trainkit.checkpoint.placing import Placing, is_sharded
+
+    return Placing.of(parameter).wrap(local) if is_sharded(parameter) else local  # type: ignore[arg-type]

@@ -1,0 +1,77 @@
+"""Log how large the gradients are, and how their values are distributed."""
+
+from torch import Tensor
+from typing_extensions import override
+
+from trainkit.callback import Callback
+from trainkit.callbacks.gradient_values import GradientValues
+from trainkit.callbacks.histograms import Histogram, HistogramLogger
+from trainkit.callbacks.log_steps import log_is_next
+from trainkit.errors import ConfigError
+from trainkit.run import Run
+from trainkit.types import StepResult
+
+__all__ = ["GradientMonitor"]
+
+
+class GradientMonitor(Callback):
+    """Logs the L2 norm of the gradients by parameter or module, as `grad_norm/<name>`.
+
+    They are the accumulated, reduced and unscaled gradients before clipping, those of all
+    processes where they are sharded. Nothing is computed, and the device is not waited for,
+    except in steps that a log follows. A parameter without a gradient is left out.
+
+    Args:
+        depth: None: each parameter on its own. Else all whose names begin with the same `depth`
+            parts are taken together: with 2, `encoder.0.weight` and `encoder.0.bias` count for
+            `encoder.0`.
+        histograms: The `TensorBoardLogger` or `WandbLogger` of the same run, which then draws
+            the finite values of the gradients as `gradients/<name>`. None: no histograms.
+        bins: Of each histogram, at least 1.
+
+    Raises:
+        ConfigError: An argument is of no use.
+    """
+
+    def __init__(
+        self,
+        *,
+        depth: int | None = None,
+        histograms: HistogramLogger | None = None,
+        bins: int = 64,
+    ) -> None:
+        for name, value in (("depth", depth), ("bins", bins)):
+            if (type(value) is not int or value < 1) and not (name == "depth" and value is None):
+                raise ConfigError(f"`{name}` must be a whole number from 1 on, but is {value!r}.")
+        if histograms is not None and not isinstance(histograms, HistogramLogger):
+            raise ConfigError(
+                "`histograms` must be the logger that draws them, but is "
+                f"{histograms!r}. Pass the `TensorBoardLogger(...)` that is in `callbacks` too."
+            )
+        self.depth = depth
+        self.histograms = histograms
+        self.bins = bins
+        self._norms: dict[str, Tensor] = {}
+        self._drawn: dict[str, Histogram] = {}
+
+    @override
+    def on_fit_start(self, run: Run) -> None:
+        self._norms, self._drawn = {}, {}
+
+    @override
+    def on_gradients(self, run: Run) -> None:
+        if log_is_next(run):  # else a window that was skipped left nothing that is used
+            values = GradientValues(run, self.depth)
+            self._norms = values.norms()
+            if self.histograms is not None:
+                self._drawn = values.histograms(self.bins)
+
+    @override
+    def on_step_end(self, run: Run, result: StepResult) -> None:
+        if not self._norms:
+            return
+        run.log({f"grad_norm/{name}": norm for name, norm in self._norms.items()}, reduce="last")
+        if self.histograms is not None and run.is_main_process:
+            for name, histogram in self._drawn.items():
+                self.histograms.add_histogram(run, f"gradients/{name}", histogram)
+        self._norms, self._drawn = {}, {}

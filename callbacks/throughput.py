@@ -1,0 +1,213 @@
+"""Log how fast a training is, and what it waits for."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Literal
+
+from torch import Tensor
+from typing_extensions import override
+
+from trainkit.callback import Callback
+from trainkit.callbacks.flops import FlopCounter
+from trainkit.callbacks.log_steps import log_follows
+from trainkit.callbacks.step_clock import StepClock
+from trainkit.errors import ConfigError
+from trainkit.run import Run
+from trainkit.types import Batch, StepResult
+
+__all__ = ["Throughput"]
+
+IGNORED = -100  # a label that is no token
+
+CountTokens = Callable[[Batch], Tensor | int]
+
+
+class Throughput(Callback):
+    """Logs samples and tokens a second, step times, and the share of time that data cost.
+
+    The figures are of the steps since the last log. A step lasts from the end of the one before
+    to its own; logs, evaluations and checkpoints between them do not count.
+
+    - `time/samples_per_second`: over all processes.
+    - `time/tokens_per_second`: over all processes, where tokens are known.
+    - `time/step_seconds_p50`, `time/step_seconds_p90`, `time/step_seconds_max`: percentiles, mean
+      over the processes, and the longest on any process. On an accelerator they are those of the
+      host, which runs ahead; their sum is right.
+    - `time/data_wait`: share of the time in which a process waited for its next batch, mean over
+      the processes.
+    - `time/mfu`: model FLOPs utilisation (Chowdhery et al., "PaLM: Scaling Language Modeling with
+      Pathways", 2022, appendix B): operations that the model needs, over those that the devices
+      could have done. Where `flops` and `peak_flops` are given.
+
+    The device is waited for at log steps only, which read it anyway. Put this callback last in the
+    list: what others do at the end of a step, after it, looks like waiting for data.
+
+    Args:
+        tokens: `batch -> int | Tensor`, the tokens of a batch; a tensor is not read before the
+            log. None: of a mapping those that `attention_mask` does not hide, else all of
+            `input_ids`, else the `labels` of sequences that are not ignored; else not known.
+        flops: Floating-point operations that forward and backward need for one sample or token;
+            for a transformer about 6 a parameter and token. "auto": those of matrix products,
+            convolutions and attention for one sample, counted in the first window.
+        flops_per: What `flops` is for.
+        peak_flops: Most operations a second of one device, in the number format that is used.
+
+    Raises:
+        ConfigError: An argument is of no use.
+    """
+
+    def __init__(
+        self,
+        *,
+        tokens: CountTokens | None = None,
+        flops: float | Literal["auto"] | None = None,
+        flops_per: Literal["sample", "token"] = "sample",
+        peak_flops: float | None = None,
+    ) -> None:
+        if tokens is not None and not callable(tokens):
+            raise ConfigError(
+                f"`tokens` must be a function `batch -> int | Tensor`, but is {tokens!r}."
+            )
+        _check_flops(flops, flops_per, peak_flops)
+        self.tokens = tokens
+        self.flops = flops
+        self.flops_per = flops_per
+        self.peak_flops = peak_flops
+        self._flops = 0.0  # of this process, for a sample of all processes or a token of its own
+        self._counter: FlopCounter | None = None
+
+    @override
+    def on_fit_start(self, run: Run) -> None:
+        self._counter = FlopCounter(run.module) if self.flops == "auto" else None
+        self._clock = StepClock(run.strategy.device)
+        self._samples = run.state.samples_seen
+        self._tokens: Tensor | int | None = None
+        if isinstance(self.flops, int | float):
+            shares = run.accelerator.num_processes if self.flops_per == "sample" else 1
+            self._flops = self.flops / shares
+
+    @override
+    def on_epoch_start(self, run: Run) -> None:
+        self._clock.resume()
+
+    @override
+    def on_step_start(self, run: Run) -> None:
+        self._clock.resume()
+
+    @override
+    def on_microbatch_start(self, run: Run, batch: Batch) -> None:
+        self._clock.end_wait()
+        if self._counter is not None:
+            self._counter.start()
+
+    @override
+    def on_microbatch_end(self, run: Run, batch: Batch) -> None:
+        if self._counter is not None:
+            self._counter.stop()
+        count = _count_tokens(batch) if self.tokens is None else self.tokens(batch)
+        if count is None:
+            self._refuse_unknown_tokens(batch)
+        else:
+            self._tokens = count if self._tokens is None else self._tokens + count
+        self._clock.begin_wait()
+
+    @override
+    def on_step_end(self, run: Run, result: StepResult) -> None:
+        self._end_step(run)
+        if log_follows(run):
+            self._log(run)
+
+    @override
+    def on_step_skipped(self, run: Run, result: StepResult) -> None:
+        self._end_step(run)
+
+    @override
+    def on_evaluation_start(self, run: Run) -> None:
+        self._clock.pause()
+
+    @override
+    def on_checkpoint_start(self, run: Run) -> None:
+        self._clock.pause()
+
+    @override
+    def on_exception(self, run: Run, error: BaseException) -> None:
+        if self._counter is not None:
+            self._counter.stop()
+
+    def _refuse_unknown_tokens(self, batch: Batch) -> None:
+        if self.flops_per == "token":
+            raise ConfigError(
+                f"`flops` is that of one token, but the tokens of a {type(batch).__name__!r} are "
+                "not known. Pass `Throughput(tokens=...)`, a function that counts them."
+            )
+
+    def _end_step(self, run: Run) -> None:
+        self._clock.end_step()
+        if self._counter is not None:
+            self._flops = self._counter.flops / max(1, run.state.samples_seen - self._samples)
+            self._counter = None
+
+    def _log(self, run: Run) -> None:
+        steps, waited = self._clock.take()
+        seconds = sum(steps)
+        samples = run.state.samples_seen - self._samples
+        self._samples = run.state.samples_seen
+        steps.sort()
+        figures = {
+            "samples_per_second": samples / seconds,
+            "step_seconds_p50": _percentile(steps, 0.5),
+            "step_seconds_p90": _percentile(steps, 0.9),
+            "data_wait": waited / seconds,
+        }
+        run.log({f"time/{name}": figure for name, figure in figures.items()})
+        run.log({"time/step_seconds_max": steps[-1]}, reduce="max")
+        tokens, self._tokens = self._tokens, None
+        if tokens is not None:
+            run.log({"time/tokens_per_second": tokens / seconds}, reduce="sum")
+        if self.peak_flops is not None:
+            items = samples if self.flops_per == "sample" else tokens
+            if items is not None:  # else this process had no micro-batch
+                part = items * self._flops / seconds / self.peak_flops
+                run.log({"time/mfu": part / run.accelerator.num_processes}, reduce="sum")
+
+
+def _count_tokens(batch: Batch) -> Tensor | int | None:
+    """Return the tokens of a batch as transformers models take it; None: not known."""
+    if not isinstance(batch, Mapping):
+        return None
+    ids, mask, labels = (batch.get(name) for name in ("input_ids", "attention_mask", "labels"))
+    if isinstance(mask, Tensor) and (mask.ndim == 2 or mask.shape == getattr(ids, "shape", None)):
+        return mask.sum()
+    if isinstance(ids, Tensor):
+        return ids.numel()
+    if isinstance(labels, Tensor) and labels.ndim == 2 and not labels.is_floating_point():
+        return (labels != IGNORED).sum()
+    return None
+
+
+def _percentile(ordered: list[float], share: float) -> float:
+    """Return the value below which `share` of the values lie, between two by a straight line."""
+    place = share * (len(ordered) - 1)
+    below = int(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (place - below) * (ordered[above] - ordered[below])
+
+
+def _check_flops(flops: object, flops_per: object, peak_flops: object) -> None:
+    if (flops is None) != (peak_flops is None):
+        raise ConfigError(
+            f"`flops` and `peak_flops` go together, but are {flops!r} and {peak_flops!r}. Pass "
+            "both for `time/mfu`, or none."
+        )
+    if flops_per not in ("sample", "token"):
+        raise ConfigError(f'`flops_per` must be "sample" or "token", but is {flops_per!r}.')
+    if flops == "auto" and flops_per == "token":
+        raise ConfigError(
+            '`flops="auto"` counts the operations of a sample. Leave out `flops_per="token"`.'
+        )
+    for name, value in (("flops", flops), ("peak_flops", peak_flops)):
+        if value is None or (name == "flops" and value == "auto"):
+            continue
+        if not isinstance(value, int | float) or not (value > 0 and math.isfinite(value)):
+            wanted = 'a positive number or "auto"' if name == "flops" else "a positive number"
+            raise ConfigError(f"`{name}` must be {wanted}, but is {value!r}.")

@@ -1,0 +1,115 @@
+"""Say where the time of a fit went."""
+
+import time
+
+from typing_extensions import override
+
+from trainkit.callback import Callback
+from trainkit.callbacks.texts import duration
+from trainkit.run import Run
+from trainkit.types import Scalars
+
+__all__ = ["Timer"]
+
+ROWS = {
+    "setup": "set-up",
+    "train": "training",
+    "evaluate": "evaluation",
+    "save": "saving",
+    "end": "closing",
+}
+EXACT_BELOW = 100.0  # seconds
+SHOWN_EPOCHS = 5
+
+
+class Timer(Callback):
+    """Prints at the end how long the fit, its epochs, evaluations and checkpoints took.
+
+    Set-up is what comes before the first step, closing what comes after the last one, such as
+    waiting for a checkpoint that is written in the background. The time of an epoch holds the
+    evaluations and checkpoints inside it. The clock is that of the main process and of this fit;
+    what a fit took before it was interrupted and resumed is not in it.
+
+    Attributes:
+        seconds: The seconds of the latest fit by what it did: "setup", "train", "evaluate",
+            "save", "end".
+        epochs: The seconds of each epoch that it completed.
+        evaluations: The seconds of each evaluation.
+        checkpoints: How many checkpoints were begun.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: Scalars = {}
+        self.epochs: list[float] = []
+        self.evaluations: list[float] = []
+        self.checkpoints = 0
+        self._epoch_start = self._evaluation_start = 0.0
+
+    @override
+    def on_fit_start(self, run: Run) -> None:
+        self.seconds, self.epochs, self.evaluations, self.checkpoints = {}, [], [], 0
+        self._epoch_start = time.monotonic()
+
+    @override
+    def on_epoch_start(self, run: Run) -> None:
+        self._epoch_start = time.monotonic()
+
+    @override
+    def on_evaluation_start(self, run: Run) -> None:
+        self._evaluation_start = time.monotonic()
+
+    @override
+    def on_evaluation_end(self, run: Run, metrics: Scalars) -> None:
+        self.evaluations.append(time.monotonic() - self._evaluation_start)
+
+    @override
+    def on_checkpoint_start(self, run: Run) -> None:
+        self.checkpoints += 1
+
+    @override
+    def on_epoch_end(self, run: Run) -> None:
+        self.epochs.append(time.monotonic() - self._epoch_start)
+
+    @override
+    def on_fit_end(self, run: Run) -> None:
+        self.seconds = run.clock.seconds()
+        run.print(self._table())
+
+    def _table(self) -> str:
+        total = sum(self.seconds.values())
+        notes = {
+            "train": _epochs(self.epochs),
+            "evaluate": _evaluations(self.evaluations),
+            "save": _count(self.checkpoints, "checkpoint"),
+        }
+        lines = [f"trainkit: time of the fit {_seconds(total)}"]
+        for phase, title in ROWS.items():
+            if phase in self.seconds:
+                spent = self.seconds[phase]
+                share = f"{spent / total:.1%}" if total else ""
+                note = notes.get(phase, "")
+                lines.append(f"  {title:<11} {_seconds(spent):>9} {share:>7}  {note}".rstrip())
+        return "\n".join(lines)
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds < EXACT_BELOW else duration(seconds)
+
+
+def _epochs(epochs: list[float]) -> str:
+    """Return how long the epochs were; of many, the mean and the longest."""
+    if len(epochs) > SHOWN_EPOCHS:
+        mean = sum(epochs) / len(epochs)
+        times = f"mean {_seconds(mean)}, longest {_seconds(max(epochs))}"
+    else:
+        times = ", ".join(map(_seconds, epochs))
+    return f"{_count(len(epochs), 'epoch')}: {times}" if epochs else ""
+
+
+def _evaluations(evaluations: list[float]) -> str:
+    count = _count(len(evaluations), "evaluation")
+    return f"{count}, longest {_seconds(max(evaluations))}" if evaluations else ""
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}" if number else ""

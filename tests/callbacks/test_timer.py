@@ -1,0 +1,97 @@
+"""Tests of saying where the time went."""
+
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.ranks import run_ranks
+from tests.helpers.toys import fit, make_trainer
+from trainkit import Callback, Run, StepResult
+from trainkit.callbacks import Checkpoint, Timer
+from trainkit.callbacks.timer import _epochs, _seconds
+
+
+class _Slow(Callback):
+    def __init__(self, fails_at: int | None = None) -> None:
+        self.fails_at = fails_at
+
+    def on_step_end(self, run: Run, result: StepResult) -> None:
+        time.sleep(0.01)
+        if run.state.step == self.fails_at:
+            raise ValueError("enough")
+
+    def on_evaluation_batch_end(self, run: Run) -> None:
+        time.sleep(0.02)
+
+    def on_checkpoint_saved(self, run: Run, path: Path) -> None:
+        time.sleep(0.03)
+
+
+def test_it_tells_the_parts_of_a_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    timer = Timer()
+    start = time.monotonic()
+    fit(make_trainer(max_epochs=2, callbacks=[timer, _Slow(), Checkpoint()], output_dir=tmp_path))
+    wall = time.monotonic() - start
+    assert set(timer.seconds) == {"setup", "train", "evaluate", "save", "end"}
+    assert sum(timer.seconds.values()) <= wall
+    assert timer.seconds["train"] >= 2 * 8 * 0.01
+    assert timer.seconds["evaluate"] >= 2 * 4 * 0.02
+    assert timer.seconds["save"] >= 2 * 0.03
+    assert len(timer.epochs) == len(timer.evaluations) == timer.checkpoints == 2
+    assert min(timer.epochs) >= 8 * 0.01
+    assert min(timer.evaluations) >= 4 * 0.02
+    lines = capsys.readouterr().out.splitlines()
+    second = r"\d+\.\d s"
+    for line, pattern in zip(
+        lines,
+        [
+            rf"trainkit: time of the fit {second}",
+            rf"  set-up +{second} +\d+\.\d%",
+            rf"  training +{second} +\d+\.\d%  2 epochs: {second}, {second}",
+            rf"  evaluation +{second} +\d+\.\d%  2 evaluations, longest {second}",
+            rf"  saving +{second} +\d+\.\d%  2 checkpoints",
+            rf"  closing +{second} +\d+\.\d%",
+        ],
+        strict=True,
+    ):
+        assert re.fullmatch(pattern, line), line
+
+
+def test_a_second_fit_counts_anew_and_a_failed_one_is_told_too(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    timer = Timer()
+    fit(make_trainer(callbacks=[timer]))
+    with pytest.raises(ValueError, match="enough"):
+        fit(make_trainer(callbacks=[timer, _Slow(fails_at=3)]))
+    assert timer.epochs == timer.evaluations == []
+    out = capsys.readouterr().out
+    assert out.count("trainkit: time of the fit") == 2
+    assert "epoch" not in out.split("trainkit:")[-1]
+
+
+def test_times_are_written_for_people() -> None:
+    assert [_seconds(s) for s in (0.04, 99.94, 100.0, 3725.0)] == [
+        *("0.0 s", "99.9 s", "01:40", "1:02:05"),
+    ]
+    assert _epochs([1.0]) == "1 epoch: 1.0 s"
+    assert _epochs([1.0] * 9 + [11.0]) == "10 epochs: mean 2.0 s, longest 11.0 s"
+
+
+def _printed(rank: int) -> Any:
+    import contextlib
+    import io
+
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        trainer = make_trainer(callbacks=[Timer()])
+        fit(trainer)
+        trainer.close()
+    return "time of the fit" in out.getvalue()
+
+
+def test_only_the_main_process_prints() -> None:
+    assert run_ranks(2, _printed) == [True, False]

@@ -1,0 +1,78 @@
+"""What a run has written is read, whatever state it is in."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.toys import fit, make_trainer
+from tests.report.logs import event, line, write_run
+from trainkit import ConfigError
+from trainkit.callbacks import JSONLLogger
+from trainkit.report import read_run, read_runs
+
+
+def test_a_real_run_is_read(tmp_path: Path) -> None:
+    fit(make_trainer(callbacks=[JSONLLogger()], output_dir=tmp_path, log_every_n_steps=2))
+    run = read_run(tmp_path)
+    assert [step for step, _ in run.figures["loss"]] == [2, 4, 6, 8]
+    assert [step for step, _ in run.figures["eval/loss"]] == [8]
+    assert run.counters == {"step": 8, "epoch": 1, "samples": 32}
+    assert run.sessions[0].ending == "max_epochs"
+    assert run.facts["config"]["max_epochs"] == 1
+    assert (run.facts["run"]["optimizer"], run.facts["run"]["global batch"]) == ("SGD", 4)
+
+
+def test_a_run_without_a_log_is_told_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"holds no `metrics.jsonl`.*JSONLLogger"):
+        read_run(tmp_path)
+    with pytest.raises(ConfigError, match="does not exist"):
+        read_run(tmp_path / "nowhere")
+
+
+def test_a_folder_of_runs_names_them(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", [line(1, loss=1.0)])
+    with pytest.raises(ConfigError, match=r"holds some. Pass them one by one: .*/a"):
+        read_run(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "\n\n", "dear diary\n[1]\n"])
+def test_a_log_with_nothing_in_it_is_an_error(tmp_path: Path, text: str) -> None:
+    write_run(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text(text)
+    with pytest.raises(ConfigError, match="holds no line that `JSONLLogger` wrote"):
+        read_run(tmp_path)
+
+
+def test_half_a_last_line_is_left_out_and_foreign_ones_are_counted(tmp_path: Path) -> None:
+    write_run(tmp_path, [line(1, loss=1.0)])
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('dear diary\n{"step": "two"}\n{"step": 2, "lo')
+    run = read_run(tmp_path)
+    assert run.figures == {"loss": [(1, 1.0)]}
+    assert run.unreadable == 2
+
+
+def test_what_is_not_finite_is_read_as_such(tmp_path: Path) -> None:
+    written = line(1, a="NaN", b="Infinity", c="-Infinity", d="a word", e=None, f=True)
+    figures = read_run(write_run(tmp_path, [written])).figures
+    assert math.isnan(figures["a"][0][1])
+    assert (figures["b"], figures["c"]) == ([(1, math.inf)], [(1, -math.inf)])
+    assert set(figures) == {"a", "b", "c"}
+
+
+def test_the_log_of_a_loop_of_ones_own_is_read(tmp_path: Path) -> None:
+    write_run(tmp_path, [{"step": 3, "time/seconds": 0.1, "loss": 2.0}, {"step": None, "loss": 1}])
+    assert read_run(tmp_path).figures == {"loss": [(3, 2.0)]}
+
+
+def test_a_run_that_has_only_begun_is_read(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path, events=[event("start", 0, {"setup": 1.0}, time=0.0)]))
+    assert (run.figures, run.sessions[0].ending) == ({}, "under way or killed")
+
+
+def test_runs_of_the_same_name_are_told_apart(tmp_path: Path) -> None:
+    folders = [write_run(tmp_path / p, [line(1, loss=1.0)]) for p in ("a/run", "b/run", "c/other")]
+    assert [run.name for run in read_runs(folders)] == ["a/run", "b/run", "other"]
+    with pytest.raises(ConfigError, match="given twice"):
+        read_runs([folders[0], folders[0] / "metrics.jsonl"])

@@ -1,0 +1,114 @@
+"""Cut micro-batches into smaller ones: the samples of a step, and their order, stay the same."""
+
+from collections.abc import Generator, Iterator
+from contextlib import closing
+from typing import Any
+
+from trainkit.data.loader import PreparedLoader
+from trainkit.data.tree import children, count_samples, is_container, is_opaque, map_children
+from trainkit.data.window import MicroBatch, Window
+from trainkit.errors import ConfigError
+
+__all__ = ["piece_size", "slice_samples", "split_windows"]
+
+
+def piece_size(samples: int, size: int) -> int:
+    """Return the size of the pieces of a batch: equal ones, as few as `size` allows."""
+    return -(-samples // -(-samples // size))
+
+
+def split_windows(
+    windows: Generator[Window, None, None], loader: PreparedLoader, size: int
+) -> Generator[Window, None, None]:
+    """Yield windows whose micro-batches hold at most `size` samples of a process.
+
+    Every process cuts a micro-batch into equally many pieces. One that has no samples for a piece
+    gets a zero-weight repeat (DESIGN 2.16).
+
+    Args:
+        windows: Those of an epoch of `loader`.
+        loader: Told which piece is under way.
+        size: Largest piece.
+    """
+    times = 1 if loader.batch_size is None else -(-loader.batch_size // size)
+    with closing(windows):
+        for window in windows:
+            length = None if window.size is None else window.size * times
+            yield Window(_pieces(window, loader, size), window.total, length)
+
+
+def slice_samples(batch: Any, start: int, stop: int, count: int) -> Any:
+    """Return some samples of a batch, with new containers; tensors share their memory.
+
+    Args:
+        batch: Its tensors and arrays have a row for each sample, its lists of other things an
+            entry; what has no dimension belongs to all samples.
+        start: The first sample.
+        stop: The one after the last.
+        count: Samples of the batch.
+
+    Raises:
+        ConfigError: Something in the batch has not one row for each sample.
+    """
+    shape = getattr(batch, "shape", None)
+    if shape is not None and len(shape) == 0:
+        return batch
+    if _has_rows(batch, count):
+        return batch[start:stop]
+    if shape is not None or is_opaque(batch):
+        what = f"a `{type(batch).__name__}`"
+        what += "" if shape is None else f" of shape {tuple(shape)}"
+        raise ConfigError(
+            f"A batch of {count} samples cannot be cut, because it holds {what}. Yield batches "
+            "whose tensors have a row for each sample, or choose the batch size by hand."
+        )
+    if not is_container(batch):
+        return batch
+    return map_children(batch, lambda child: slice_samples(child, start, stop, count))
+
+
+def _pieces(window: Window, loader: PreparedLoader, size: int) -> Iterator[MicroBatch]:
+    for micro_batch in window:
+        largest = max(micro_batch.counts)
+        if largest <= size:
+            yield micro_batch
+        else:
+            yield from _cut(micro_batch, loader, piece_size(largest, size), largest)
+
+
+def _cut(
+    micro_batch: MicroBatch, loader: PreparedLoader, step: int, largest: int
+) -> Iterator[MicroBatch]:
+    rank, data = loader.processes.rank, micro_batch.data
+    whole = micro_batch.count or count_samples(data)
+    for start in range(0, largest, step):
+        counts = tuple(min(max(count - start, 0), step) for count in micro_batch.counts)
+        count = counts[rank]
+        first = start if count else 0  # a repeat is of the first samples
+        stop = min(first + (count or step), whole)
+        if loader.active is not None:
+            loader.active.yielded(loader, counts, stop - first)
+        last = micro_batch.last and start + step >= largest
+        piece = slice_samples(data, first, stop, whole)
+        yield MicroBatch(piece, count, sum(counts), last, counts)
+
+
+def _has_rows(tree: Any, count: int) -> bool:
+    """Return whether `tree` is to be cut itself: a tensor, or a list with an entry a sample.
+
+    A list of as many tensors as samples is taken for fields, as the default collation makes
+    them, where each of them has a row for each sample.
+    """
+    shape = getattr(tree, "shape", None)
+    if shape is not None:
+        return len(shape) > 0 and shape[0] == count
+    if not isinstance(tree, list | tuple) or hasattr(tree, "_fields") or len(tree) != count:
+        return False
+    return not all(_fits(item, count) for item in tree)
+
+
+def _fits(tree: Any, count: int) -> bool:
+    """Return whether all that is in `tree` has a row for each sample."""
+    if is_container(tree):
+        return all(_fits(child, count) for child in children(tree))
+    return _has_rows(tree, count)

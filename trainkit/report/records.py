@@ -1,0 +1,232 @@
+"""Reads what a run has written: its figures, and its life session by session."""
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from trainkit.errors import ConfigError
+
+__all__ = ["Event", "Point", "RunLog", "Session", "read_run", "read_runs"]
+
+METRICS = "metrics.jsonl"
+NOT_FIGURES = {"step", "epoch", "samples", "kind", "skipped_steps", "time/seconds"}
+SHOWN_PLACES = 5
+
+Point: TypeAlias = tuple[int, float]
+"""A step and a value."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Event:
+    """A line of the event log: something happened when the counters stood so."""
+
+    kind: str
+    step: int
+    attempts: int  # windows, applied or skipped
+    samples: int
+    seconds: Mapping[str, float]  # of this session so far, by phase
+    values: Mapping[str, Any]  # the whole line
+
+    @property
+    def total(self) -> float:
+        """Seconds of the session so far."""
+        return sum(self.seconds.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """What one start of a run did, from its line "start" to its last sign of life."""
+
+    events: Sequence[Event]
+
+    @property
+    def start(self) -> Event:
+        """The first line, which says what the run is made of."""
+        return self.events[0]
+
+    @property
+    def last(self) -> Event:
+        """The last sign of life."""
+        return self.events[-1]
+
+    @property
+    def time(self) -> tuple[float, float]:
+        """When it began and was last heard of, in seconds since 1970."""
+        begin = _number(self.start.values.get("time")) - self.start.total
+        return begin, begin + self.last.total
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether it said that it ended."""
+        return self.last.kind == "end"
+
+    @property
+    def ending(self) -> str:
+        """How it ended, in words."""
+        if not self.is_complete:
+            return "under way or killed"
+        error = self.last.values.get("error")
+        return str(error or self.last.values.get("reason") or "an error before the first step")
+
+
+@dataclass(kw_only=True)
+class RunLog:
+    """All that is known of a run.
+
+    Args:
+        name: Tells the run from the others of a report.
+        path: The file of figures.
+        lines: Its lines as they are.
+        sessions: The starts of the run; empty where no events were written.
+        unreadable: Lines that are no entries, in both files.
+    """
+
+    name: str
+    path: Path
+    lines: Sequence[Mapping[str, Any]]
+    sessions: Sequence[Session] = field(default_factory=list)
+    unreadable: int = 0
+
+    @cached_property
+    def figures(self) -> dict[str, list[Point]]:
+        """The curves by name, in the order in which they first appear."""
+        found: dict[str, list[Point]] = {}
+        for line in self.lines:
+            for name, value in line.items():
+                if name not in NOT_FIGURES and (number := _number(value, None)) is not None:
+                    found.setdefault(name, []).append((line["step"], number))
+        return found
+
+    @cached_property
+    def skips(self) -> list[int]:
+        """Steps after which a window was skipped."""
+        return [line["step"] for line in self.lines if line.get("kind") == "skip"]
+
+    @property
+    def resumes(self) -> list[int]:
+        """Steps from which the run was resumed."""
+        return [session.start.step for session in self.sessions[1:]]
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """What the run was made of when it was last started; empty where nobody wrote it."""
+        return self.sessions[-1].start.values if self.sessions else {}
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """`step`, `epoch`, `samples` as they were last written."""
+        ends = [self.sessions[-1].last.values] if self.sessions else []
+        source = [*self.lines[-1:], *ends][-1] if self.lines or ends else {}
+        return {name: int(_number(source.get(name))) for name in ("step", "epoch", "samples")}
+
+
+def read_runs(paths: Iterable[Path]) -> list[RunLog]:
+    """Read several runs, and call each by the shortest end of its path that no other has.
+
+    Raises:
+        ConfigError: One of them has no log, or was named twice.
+    """
+    runs = [read_run(path) for path in paths]
+    places = [run.path.resolve() for run in runs]
+    twice = [run.path for run, place in zip(runs, places, strict=True) if places.count(place) > 1]
+    if twice:
+        raise ConfigError(f"The run `{twice[0]}` was given twice. Name each run once.")
+    folders = [p.parent if p.name == METRICS else p.with_suffix("") for p in places]
+    for run, folder in zip(runs, folders, strict=True):
+        run.name = _short_name(folder, folders)
+    return runs
+
+
+def _short_name(folder: Path, folders: Sequence[Path]) -> str:
+    for length in range(1, len(folder.parts) + 1):
+        end = folder.parts[-length:]
+        if sum(other.parts[-length:] == end for other in folders) == 1:
+            return "/".join(end)
+    return str(folder)
+
+
+def read_run(path: Path) -> RunLog:
+    """Read a run's directory, or the file that a `JSONLLogger` wrote.
+
+    A run may be under way: half a line at the end is left out.
+
+    Raises:
+        ConfigError: There is no log, or nothing in it can be read.
+    """
+    file = path if path.is_file() else path / METRICS
+    if not file.is_file():
+        raise ConfigError(_no_log(path))
+    lines = [entry for entry in _entries(file) if entry is None or entry.get("step") is not None]
+    events = file.with_name(f"{file.stem}.events.jsonl")
+    written = list(_entries(events)) if events.is_file() else []
+    good = [line for line in lines if line is not None and isinstance(line["step"], int)]
+    known = [event for entry in written if entry and (event := _event(entry)) is not None]
+    if not good and not known:
+        raise ConfigError(
+            f"`{file}` holds no line that `JSONLLogger` wrote ({len(lines)} lines in all). Wait "
+            "for the first log of the run, or pass another run."
+        )
+    bad = len(lines) - len(good) + len(written) - len(known)
+    name = path.resolve().name
+    return RunLog(name=name, path=file, lines=good, sessions=_sessions(known), unreadable=bad)
+
+
+def _no_log(path: Path) -> str:
+    if not path.exists():
+        return f"`{path}` does not exist. Pass the `output_dir` of a run."
+    below = sorted(str(found.parent) for found in path.glob(f"*/{METRICS}"))
+    if below:
+        more = ", ..." if len(below) > SHOWN_PLACES else ""
+        return (
+            f"`{path}` is not a run, but holds some. Pass them one by one: "
+            f"{', '.join(below[:SHOWN_PLACES])}{more}."
+        )
+    return (
+        f"`{path}` holds no `{METRICS}`, so there is nothing to report. Train with "
+        '`callbacks=[..., JSONLLogger()]` and `Trainer(output_dir="...")`.'
+    )
+
+
+def _entries(file: Path) -> Iterator[dict[str, Any] | None]:
+    """Yield the objects of the lines; None for a line that holds none, but for half a last one."""
+    for line in file.read_bytes().split(b"\n")[:-1]:
+        try:
+            entry = json.loads(line) if line.strip() else {}
+        except ValueError:
+            entry = None
+        if entry != {}:
+            yield entry if isinstance(entry, dict) else None
+
+
+def _event(entry: Mapping[str, Any]) -> Event | None:
+    try:
+        return Event(
+            kind=str(entry["kind"]),
+            step=int(entry["step"]),
+            attempts=int(entry["step"]) + int(entry["skipped_steps"]),
+            samples=int(entry["samples"]),
+            seconds={str(phase): float(spent) for phase, spent in entry["seconds"].items()},
+            values=entry,
+        )
+    except (KeyError, ValueError, TypeError, AttributeError):
+        return None
+
+
+def _sessions(events: Sequence[Event]) -> list[Session]:
+    """Cut the events at each "start"; what stands before the first has no clock and is left out."""
+    starts = [index for index, event in enumerate(events) if event.kind == "start"]
+    ends = [*starts, len(events)][1:]
+    return [Session(events[start:end]) for start, end in zip(starts, ends, strict=True)]
+
+
+def _number(value: Any, default: Any = 0.0) -> Any:
+    """Return a number as it was logged, "NaN" and "Infinity" included; else the default."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    if isinstance(value, str) and value in ("NaN", "Infinity", "-Infinity"):
+        return math.nan if value == "NaN" else float(value)
+    return default
