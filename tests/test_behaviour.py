@@ -1,0 +1,94 @@
+"""trainkit is right in every row of the table of behaviours (`benchmarks/behaviour`)."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.behaviour import __main__ as command
+from benchmarks.behaviour import frameworks, rows, table, toys
+from benchmarks.behaviour.bench import Bench, Outcome
+from benchmarks.behaviour.job import Variant
+from benchmarks.behaviour.worker import NOT_OFFERED, OPTION, RIGHT, WRONG, Cell, fill, run
+
+ROWS = rows.load()
+SLOW = [pytest.param(key, marks=[] if row.quick else pytest.mark.slow) for key, row in ROWS.items()]
+
+
+@pytest.mark.parametrize("key", SLOW)
+def test_trainkit_is_right(key: str) -> None:
+    cell = run(frameworks.load("trainkit"), ROWS[key])
+    assert cell.mark == RIGHT, cell
+
+
+def test_probes_see_what_is_wrong() -> None:
+    """Gradients that are summed over windows of the wrong size, a sample that comes twice."""
+    from benchmarks.behaviour.rows.samples import _once
+
+    assert not _once([{0: 0.5, 1: 0.25, 2: 0.25}], {0, 1, 2}).right
+    assert not _once([{0: 0.5, 1: 0.5}, {2: 0.5, 0: 0.5}], {0, 1, 2}).right
+    assert not _once([{0: 0.5, 1: 0.5}, {2: 0.5}], {0, 1, 2}).right
+    assert not _once([{0: 0.5, 1: 0.5}], {0, 1, 2}).right
+    assert _once([{0: 0.5, 1: 0.5}, {2: 1.0}], {0, 1, 2}).right
+
+
+def test_a_switch_is_tried_where_the_default_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainkit = frameworks.load("trainkit")
+    tried = Variant("batch=3", {"batch": 3})
+    monkeypatch.setattr(type(trainkit), "variants", {"row": [tried]})
+
+    def probe(bench: Bench) -> Outcome:
+        return Outcome(bench.job().batch == 3, f"batch {bench.job().batch}")
+
+    cell = fill(trainkit, rows.Row("row", "", "", probe, True))
+    assert (cell.mark, cell.figure, cell.option) == (OPTION, "batch 2", "batch=3")
+    monkeypatch.setattr(type(trainkit), "variants", {})
+    assert fill(trainkit, rows.Row("row", "", "", probe, True)).mark == WRONG
+    monkeypatch.setattr(type(trainkit), "left_to_users", {"row": "it is the user's"})
+    assert fill(trainkit, rows.Row("row", "", "", probe, True)).mark == NOT_OFFERED
+
+
+def test_the_tables_show_every_cell(tmp_path: Path) -> None:
+    row = ROWS["evaluation"]
+    cells = {
+        ("evaluation", "trainkit"): Cell("evaluation", "trainkit", RIGHT, "4"),
+        ("evaluation", "lightning"): Cell("evaluation", "lightning", WRONG, "3.6"),
+    }
+    names = {"trainkit": "trainkit", "lightning": "Lightning"}
+    small = table.compact([row], names, cells)
+    assert f"| {row.title} | yes | **no** |" in small
+    versions = dict.fromkeys(names, "1.0")
+    text = table.full([row], names, versions, cells, "python -m benchmarks.behaviour")
+    assert small.splitlines()[2] in text
+    assert "| Lightning | **no**: 3.6 |" in text
+    assert row.how in text
+
+
+def test_a_run_goes_on_where_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "cells.json"
+    results = command.Results(path, afresh=False)
+    results.take("trainkit", {"version": "1"})
+    results.take("trainkit", {"row": "nan", "framework": "trainkit", "mark": RIGHT})
+    again = command.Results(path, afresh=False)
+    assert again.versions == {"trainkit": "1"}
+    assert set(again.cells) == {("nan", "trainkit")}
+    assert not command.Results(path, afresh=True).cells
+    assert json.loads(path.read_text())["cells"][0]["mark"] == RIGHT
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("key", frameworks.installed())
+def test_frameworks_speak_of_rows_that_exist(key: str) -> None:
+    framework = frameworks.load(key)
+    for named in (framework.variants, framework.not_offered, framework.left_to_users):
+        assert set(named) <= set(ROWS)
+
+
+def test_the_gradient_of_a_sample_is_its_weight() -> None:
+    model = toys.Pick(3)
+    x, y = toys.Numbers(3)[1]
+    loss = toys.mean(model(x[None]), y[None])
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert model.weight.grad is not None
+    assert model.weight.grad.tolist() == [0.0, 1.0, 0.0]
+    toys.TAPE.__init__()  # type: ignore[misc]
