@@ -1,0 +1,365 @@
+"""The pages of `docs/`: their code runs, their commands parse, their links lead somewhere.
+
+A `python` block runs: the blocks of a page one after the other, in one namespace. One with a
+`title` is a file, and is written down besides. A `py` block is code for another framework, and runs
+in its place on the page where that framework is installed. Nothing else is code of ours.
+"""
+
+import json
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import traceback
+import warnings
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.markdown import Block, blocks, commands, links
+from trainkit.cli import main as cli
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+START = DOCS / "start.md"
+ALL_PAGES = [
+    *PAGES,
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *sorted(ROOT.glob("examples/**/*.md")),
+    *sorted(ROOT.glob("benchmarks/**/*.md")),
+]
+FOREIGN = {"accelerate", "lightning", "pytorch_lightning", "ignite"}
+PACKAGES = ("", ".callbacks", ".metrics", ".data", ".strategies", ".precision", ".checkpoint")
+SECONDS = 120
+
+
+def _name(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+# Python.
+
+
+def _runs(page: Path) -> list[Block]:
+    return [block for block in blocks(page) if block.language in ("python", "py")]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if _runs(page)], ids=_name)
+def test_the_python_blocks_run_one_after_the_other(page: Path, tmp_path: Path) -> None:
+    """In a fork, so that each page finds torch imported and nothing else done."""
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_run_page, args=(page, tmp_path, theirs))
+    process.start()
+    theirs.close()
+    try:
+        failure = ours.recv() if ours.poll(SECONDS) else "still running when the time was up"
+    except EOFError:
+        failure = "the process died"
+    if failure:
+        process.kill()
+    process.join(10)
+    assert not failure, failure
+
+
+def _run_page(page: Path, folder: Path, result: Connection) -> None:
+    os.chdir(folder)
+    tempfile.tempdir = str(folder)  # for pages that ask for a folder
+    for old in (DeprecationWarning, SyntaxWarning):  # of packages that a page is first to import
+        warnings.simplefilter("ignore", old)
+    names: dict[str, Any] = {"__name__": "page"}
+    try:
+        for block in _runs(page):
+            if block.title is not None and block.title.endswith(".py"):
+                Path(block.title).write_text(block.code, "utf-8")
+            # Errors name the page and the line.
+            code = compile("\n" * (block.line - 1) + block.code, str(page), "exec")
+            if block.language == "python":
+                exec(code, names)
+            elif _has_frameworks(block.code):
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    exec(code, names)
+    except BaseException:
+        result.send(traceback.format_exc())
+    else:
+        result.send("")
+
+
+def _has_frameworks(code: str) -> bool:
+    return all(name not in code or find_spec(name) is not None for name in FOREIGN)
+
+
+def test_code_of_ours_is_marked_so_that_it_runs() -> None:
+    known = {"python", "py", "bash", "text", "json", "yaml", ""}
+    for page in PAGES:
+        for block in blocks(page):
+            assert block.language in known, f"{_name(page)}, line {block.line}"
+            if block.language == "":
+                assert "import " not in block.code, f"{_name(page)}, line {block.line}"
+
+
+# Commands.
+
+
+@pytest.mark.parametrize("page", ALL_PAGES, ids=_name)
+def test_commands_are_understood(page: Path) -> None:
+    for block in blocks(page):
+        if block.language not in ("bash", "sh", "shell", "console"):
+            continue
+        for words in _all_commands(block.code):
+            if "trainkit" in words:
+                _parse(words[words.index("trainkit") + 1 :])
+
+
+def _all_commands(code: str) -> Iterator[list[str]]:
+    """Yield the commands of a script, and those in a text that it hands to another shell."""
+    for words in commands(code):
+        yield words
+        for word in words:
+            if " trainkit " in word:
+                yield from _all_commands(re.sub(r"\$\(\(.*?\)\)|\$\w+", "1", word))
+
+
+def _parse(arguments: list[str]) -> None:
+    with suppress(SystemExit):  # which says what is wrong, or shows the help
+        cli._parser(arguments[0]).parse_args(arguments)
+        return
+    assert "--help" in arguments, f"trainkit {' '.join(arguments)}"
+
+
+@pytest.mark.parametrize("page", ALL_PAGES, ids=_name)
+def test_commands_name_files_and_targets_that_exist(page: Path) -> None:
+    made = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text("utf-8"), re.M))
+    for block in blocks(page):
+        if block.language == "bash":
+            assert set(re.findall(r"\bmake ([a-z][a-z-]*)", block.code)) <= made
+            named = re.findall(
+                r"(?<![\w./-])(?:examples|benchmarks|docs|tests)/[\w./-]+", block.code
+            )
+            assert not [name for name in named if not (ROOT / name).exists()]
+
+
+def test_the_ten_minute_start_does_what_it_says(tmp_path: Path) -> None:
+    scripts = [block for block in blocks(START) if block.language == "bash"]
+    (tmp_path / "train.py").write_text(_titled(START, "train.py"), "utf-8")
+    environment = _with_commands(tmp_path)
+    for script in scripts[1:]:  # the first one installs
+        done = subprocess.run(
+            ["bash", "-e", "-c", script.code],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=SECONDS,
+        )
+        assert done.returncode == 0, f"{script.code}\n{done.stdout}\n{done.stderr}"
+        if "--kill-at" in script.code:
+            assert "ended with code 137" in done.stdout
+            assert "step-00000060" in done.stdout
+    one, two = (_last_figures(tmp_path / "runs" / run) for run in ("one", "two"))
+    assert "best          eval/loss 0.2647, eval/accuracy 0.9276" in START.read_text("utf-8")
+    assert one["eval/loss"] == pytest.approx(0.2647, abs=0.005)  # other processors round otherwise
+    assert one["eval/loss"] == pytest.approx(two["eval/loss"], rel=1e-4)
+    assert one["eval/accuracy"] == pytest.approx(0.9276, abs=0.006)  # two samples of 359
+    assert one["eval/accuracy"] == pytest.approx(two["eval/accuracy"], abs=0.006)
+    assert (tmp_path / "report.html").stat().st_size > 1000
+
+
+SIGNALLED = """
+import os, signal, sys
+from functools import partial
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from trainkit import Callback, Trainer
+from trainkit.callbacks import Checkpoint
+
+class TimeIsUp(Callback):
+    def on_step_end(self, run, result):
+        if run.state.step == 3:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+if __name__ == "__main__":
+    data = TensorDataset(torch.randn(32, 4), torch.randn(32, 1))
+    trainer = Trainer(max_epochs=9, output_dir=sys.argv[2], callbacks=[Checkpoint(), TimeIsUp()])
+    trainer.fit(
+        torch.nn.Linear(4, 1),
+        DataLoader(data, batch_size=4),
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+        loss_fn=torch.nn.MSELoss(),
+        resume="auto",
+    )
+"""
+SLURM = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_JOB_NODELIST": "node",
+    "SLURM_NNODES": "1",
+    "SLURM_NODEID": "0",
+}
+
+
+def test_the_slurm_script_saves_and_puts_itself_back_into_the_queue(tmp_path: Path) -> None:
+    """With stand-ins for Slurm's own two commands, on one node with one process."""
+    script = _titled(DOCS / "how-to" / "slurm.md", "job.sh")
+    assert "8 * SLURM_NNODES" in script
+    script = script.replace("8 * SLURM_NNODES", "1 * SLURM_NNODES")
+    (tmp_path / "job.sh").write_text(script, "utf-8")
+    (tmp_path / "train.py").write_text(SIGNALLED, "utf-8")
+    environment = _with_commands(tmp_path)
+    for name, code in (("srun", 'exec "$@"'), ("scontrol", 'echo "$@" >> asked; echo localhost')):
+        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{code}\n", "utf-8")
+        (tmp_path / "bin" / name).chmod(0o755)
+    done = subprocess.run(
+        ["bash", "job.sh"],
+        cwd=tmp_path,
+        env={**environment, **SLURM},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=SECONDS,
+    )
+    assert done.returncode == 75, f"{done.stdout}\n{done.stderr}"
+    assert (tmp_path / "asked").read_text("utf-8").splitlines()[1] == "requeue 7"
+    assert (tmp_path / "runs" / "big" / "checkpoints" / "step-00000003").exists()
+
+
+def _titled(page: Path, title: str) -> str:
+    return next(block.code for block in blocks(page) if block.title == title)
+
+
+def _with_commands(folder: Path) -> dict[str, str]:
+    """Return an environment in which `python` and `trainkit` are those of this test."""
+    (folder / "bin").mkdir()
+    for name, start in (
+        ("python", sys.executable),
+        ("trainkit", f"{sys.executable} -m trainkit.cli"),
+    ):
+        command = folder / "bin" / name
+        command.write_text(f'#!/bin/sh\nexec {start} "$@"\n', "utf-8")
+        command.chmod(0o755)
+    paths = {"PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    return {**os.environ, **paths, "OMP_NUM_THREADS": "1"}
+
+
+def _last_figures(run: Path) -> dict[str, float]:
+    lines = (run / "metrics.jsonl").read_text("utf-8").splitlines()
+    entries = [json.loads(line) for line in lines]
+    last = next(entry for entry in reversed(entries) if entry["kind"] == "eval")
+    return {name: value for name, value in last.items() if name.startswith("eval/")}
+
+
+def test_the_gallery_shows_every_callback() -> None:
+    names = import_module("trainkit.callbacks").__all__
+    shown = re.findall(r"^### (\w+)$", (DOCS / "callbacks.md").read_text("utf-8"), re.MULTILINE)
+    assert sorted(shown) == sorted(names)
+
+
+# Links, and the site.
+
+
+@pytest.mark.parametrize("page", ALL_PAGES, ids=_name)
+def test_links_lead_to_files_and_headings(page: Path) -> None:
+    for link in links(page):
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{_name(page)} links to {link}"
+        if anchor and target.suffix == ".md" and not _is_generated(target):
+            assert anchor in _anchors(target), f"{_name(page)} links to {link}"
+
+
+def _is_generated(page: Path) -> bool:
+    return "<!-- api: " in page.read_text("utf-8") or "<!-- cli -->" in page.read_text("utf-8")
+
+
+@cache
+def _anchors(page: Path) -> set[str]:
+    """Return the anchors that GitHub gives the headings of a page."""
+    text = page.read_text("utf-8")
+    for block in blocks(page):
+        text = text.replace(block.code, "")
+    headings = re.findall(r"^#+ +(.+?) *$", text, re.MULTILINE)
+    words = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings)
+    return {heading.replace(" ", "-") for heading in words}
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build the site as `make docs` does; a warning fails."""
+    pytest.importorskip("mkdocs")
+    folder = tmp_path_factory.mktemp("site")
+    built = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)],
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=SECONDS,
+    )
+    assert (built.returncode, built.stdout, built.stderr) == (0, "", "")
+    return folder
+
+
+def test_the_site_fetches_nothing(site: Path) -> None:
+    fetched = re.compile(
+        r"<(?:script|img|iframe)[^>]+src=\"(https?:)?//|<link[^>]+href=\"https?://"
+    )
+    for page in site.rglob("*.html"):
+        assert not fetched.search(page.read_text("utf-8")), page
+    for sheet in site.rglob("*.css"):
+        assert not re.search(r"url\(['\"]?(https?:)?//|@import", sheet.read_text("utf-8")), sheet
+
+
+def test_every_public_name_is_in_the_reference(site: Path) -> None:
+    anchors = set()
+    for page in (site / "reference").glob("*.html"):
+        anchors |= set(re.findall(r'id="(trainkit[\w.]+)"', page.read_text("utf-8")))
+    also = {anchor.replace("trainkit.export.", "trainkit.") for anchor in anchors}  # the same names
+    assert not sorted(set(_public_names()) - anchors - also)
+
+
+def _public_names() -> Iterator[str]:
+    for suffix in (*PACKAGES, ".testing", ".export"):
+        package = import_module(f"trainkit{suffix}")
+        for name in package.__all__:
+            yield f"{package.__name__}.{name}"
+
+
+def test_every_command_is_in_the_reference(site: Path) -> None:
+    page = (site / "reference" / "cli.html").read_text("utf-8")
+    for name in cli._COMMANDS:
+        assert f"usage: trainkit {name}" in page
+
+
+def test_files_outside_the_docs_get_a_page(site: Path) -> None:
+    loop = (site / "repository" / "trainkit" / "loop.py.html").read_text("utf-8")
+    assert "train_epoch" in loop
+    assert (site / "repository" / "CHANGELOG.html").exists()
+
+
+def test_blocks_and_commands_are_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        '```python title="a.py"\nx = 1\n```\n\n'
+        "1. A step.\n\n    ```bash\n    srun a \\\n      b > c &  # why\n    ```\n",
+        "utf-8",
+    )
+    python, bash = blocks(page)
+    assert (python.language, python.title, python.code, python.line) == (
+        "python",
+        "a.py",
+        "x = 1\n",
+        2,
+    )
+    assert list(commands(bash.code)) == [["srun", "a", "b"], ["c"], []]
