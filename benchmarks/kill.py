@@ -286,6 +286,8 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=1e9, help="no new trial after these")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
+    if not (arguments.kills or arguments.mid_epoch or arguments.signals):
+        parser.error("nothing is asked for: give --kills, --mid-epoch or --signals a number")
     deadline = time.monotonic() + 60 * arguments.minutes
     results: dict[str, Any] = {"python": platform.python_version(), "torch": torch.__version__}
     context = get_context("fork")

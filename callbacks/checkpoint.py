@@ -9,7 +9,7 @@ from trainkit.callback import Callback
 from trainkit.checkpoint import KeepPolicy
 from trainkit.errors import ConfigError
 from trainkit.run import Run
-from trainkit.types import StepResult
+from trainkit.types import Scalars, StepResult
 
 __all__ = ["Checkpoint"]
 
@@ -25,6 +25,7 @@ class Checkpoint(Callback):
         every_minutes: Minutes between two saves, on the clock of process 0.
         keep_last: How many of the newest stay; None: all.
         keep_best: A figure of the evaluation and "min" or "max": its best checkpoint stays too.
+            Each evaluation is then followed by a save.
         keep_every: Checkpoints of steps that are multiples of this stay too.
         background: Write while training goes on; training waits for a copy in memory only.
     """
@@ -69,6 +70,7 @@ class Checkpoint(Callback):
             *(["every " + _times(self.every_n_steps, "step")] if self.every_n_steps else []),
             *(["every " + _times(self.every_n_epochs, "epoch")] if self.every_n_epochs else []),
             *([f"every {self.every_minutes:g} minutes"] if self.every_minutes else []),
+            *(["after each evaluation"] if self.policy.keep_best is not None else []),
             "at the last step",
         ]
         policy, count = self.policy, self.policy.keep_last
@@ -78,7 +80,8 @@ class Checkpoint(Callback):
         if policy.keep_every is not None:
             kept.append(f"steps that are multiples of {policy.keep_every:,}")
         waits = "training goes on meanwhile" if self.background else "training waits meanwhile"
-        return f"Saves {' and '.join(times)}; keeps {', '.join(kept)}; {waits}."
+        saves = f"{', '.join(times[:-1])} and {times[-1]}"
+        return f"Saves {saves}; keeps {', '.join(kept)}; {waits}."
 
     @override
     def on_fit_start(self, run: Run) -> None:
@@ -96,8 +99,12 @@ class Checkpoint(Callback):
         known = run.expected_figures
         if best is not None and known is not None and best[0] not in known:
             raise ConfigError(
-                f"`Checkpoint` keeps the best by {best[0]!r}, but the evaluation gives only "
-                f"{sorted(known)}. Use one of these."
+                f"`Checkpoint` keeps the best by {best[0]!r}, but "
+                + (
+                    f"the evaluation gives only {sorted(known)}. Use one of these."
+                    if known
+                    else "there is no evaluation. Pass loaders as (train, eval)."
+                )
             )
 
     @override
@@ -108,6 +115,11 @@ class Checkpoint(Callback):
             self._wait_again()
             if run.is_main_process:
                 run.request_checkpoint()
+
+    @override
+    def on_evaluation_end(self, run: Run, metrics: Scalars) -> None:
+        if self.policy.keep_best is not None:  # only a save of this step can be the best
+            run.request_checkpoint(agreed=True)
 
     @override
     def on_epoch_end(self, run: Run) -> None:

@@ -17,7 +17,9 @@ from trainkit.types import class_name
 __all__ = ["commit_of", "hide_secrets", "run_facts"]
 
 _PACKAGES = ("trainkit", "torch", "numpy", "transformers")
-_SECRET = re.compile(r"token|secret|password|passwd|credential|(^|[_-])key\b", re.IGNORECASE)
+_SECRET = re.compile(
+    r"token|secret|passw(or)?d|credential|auth|api_?key|(^|[._-])key\b", re.IGNORECASE
+)
 
 
 def run_facts(run: Run) -> dict[str, Any]:
@@ -80,12 +82,12 @@ def hide_secrets(command: Sequence[str]) -> str:
     hides = False
     for word in command:
         name, equals, _ = word.partition("=")
-        is_option = word.startswith("-") and bool(_SECRET.search(name))
-        if hides and not word.startswith("-"):
+        is_secret = (word.startswith("-") or bool(equals)) and bool(_SECRET.search(name))
+        if hides and not word.startswith("--"):
             shown.append("(hidden)")
         else:
-            shown.append(f"{name}=(hidden)" if is_option and equals else word)
-        hides = is_option and not equals
+            shown.append(f"{name}=(hidden)" if is_secret and equals else word)
+        hides = is_secret and not equals
     return " ".join(shown)
 
 

@@ -92,6 +92,7 @@ def test_what_is_counted_is_a_step_without_the_set_up() -> None:
     assert sys.getprofile() is before
 
 
+@pytest.mark.slow
 def test_a_comparison_runs_from_the_command_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -91,8 +91,8 @@ def test_saving_is_told_or_missed(tmp_path: Path, capsys: pytest.CaptureFixture[
     make_trainer(callbacks=[saving], output_dir=tmp_path).explain()
     said = _said(capsys)
     assert _row(said, "checkpoints") == (
-        "Saves every 100 steps and at the last step; keeps the newest 2, the best by eval/loss "
-        "(min); training waits meanwhile."
+        "Saves every 100 steps, after each evaluation and at the last step; keeps the newest 2, "
+        "the best by eval/loss (min); training waits meanwhile."
     )
     assert "a checkpoint is saved. Exit code 143" in _row(said, "first signal")
     make_trainer().explain()

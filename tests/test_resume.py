@@ -243,7 +243,7 @@ def test_a_run_that_had_ended_trains_no_further(limit: dict[str, Any], tmp_path:
 
 def test_the_same_directory_needs_a_resume(tmp_path: Path) -> None:
     fit(0, tmp_path, None, None, {"max_epochs": 1})
-    with pytest.raises(ConfigError, match=r'holds 1 checkpoints.*resume="auto"'):
+    with pytest.raises(ConfigError, match=r'holds 1 checkpoint,.*resume="auto"'):
         fit(0, tmp_path, None, None, {"max_epochs": 1})
 
 

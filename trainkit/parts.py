@@ -42,6 +42,7 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+_RESUMES = ("auto", "must")
 
 STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "single": SingleDevice,
@@ -191,6 +192,11 @@ def check_resume(resume: object, schedule: object) -> None:
         raise ConfigError(
             f'`resume` must be None, "auto", "must" or the folder of a checkpoint, but is '
             f"{resume!r}."
+        )
+    meant = difflib.get_close_matches(str(resume), _RESUMES, 1)
+    if meant and str(resume) not in _RESUMES and not Path(str(resume)).exists():
+        raise ConfigError(
+            f"`resume={str(resume)!r}` is no folder of a checkpoint. Did you mean {meant[0]!r}?"
         )
 
 

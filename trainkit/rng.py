@@ -15,18 +15,15 @@ import random
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Self
+from typing import Any
 
 import torch
 
 __all__ = [
     "HostState",
-    "Watch",
     "derive",
     "determinism",
     "device_seed",
-    "has_moved",
-    "host_mark",
     "in_stream",
     "init_seed",
     "lent",
@@ -47,9 +44,6 @@ _python_seed = super(random.Random, _python).seed
 
 HostState = tuple[Any, Any, torch.Tensor]
 """The states of the generators of Python, NumPy (None if never imported) and torch."""
-
-HostMark = tuple[Any, bytes, torch.Tensor] | None
-"""What `has_moved` compares with; None where NumPy's generator cannot be looked at."""
 
 
 def derive(seed: int, *key: int | str) -> int:
@@ -131,34 +125,6 @@ def restore_host(state: HostState) -> None:
     torch.default_generator.set_state(torch_state)
 
 
-def host_mark() -> HostMark:
-    """Return a mark by which `has_moved` sees that the global generators of the host were used."""
-    words = b""
-    if "numpy" in _modules:
-        numpy_random = _modules["numpy"].random
-        if not hasattr(numpy_random, "get_bit_generator"):  # before 1.24
-            return None
-        words = _words(numpy_random, numpy_random.get_bit_generator())
-        if not words:
-            return None
-    return random.getstate(), words, torch.default_generator.get_state()
-
-
-def has_moved(mark: HostMark) -> bool:
-    """Return whether anything was drawn since `mark`, or may have been; takes 10 us."""
-    now = host_mark()
-    if mark is None or now is None:
-        return True
-    return now[:2] != mark[:2] or not torch.equal(now[2], mark[2])
-
-
-def _words(numpy_random: Any, generator: Any) -> bytes:
-    """Return the state of a generator of NumPy's default kind, of any other nothing."""
-    if type(generator) is not numpy_random.MT19937:
-        return b""
-    return ctypes.string_at(generator.ctypes.state_address, 625 * 4)  # and the position
-
-
 @contextmanager
 def preserved(device: torch.device | None = None) -> Iterator[None]:
     """Put the global generators back at the end, and that of `device` if it is an accelerator."""
@@ -180,7 +146,9 @@ class _NumpyLoan:
 
     Reading and setting NumPy's state take 35 us each, exchanging its generator 0.3 us. But an
     exchange forgets the second half of a pair of normal numbers, which may be waiting outside of
-    the generator: so whether one waits is read each time that the generator has moved.
+    the generator: so whether one waits is read each time that the generator has moved. (Who seeds
+    NumPy again, to the very state of an earlier batch, with a half waiting that did not wait then,
+    loses that half.)
     """
 
     def __init__(self) -> None:
@@ -190,7 +158,9 @@ class _NumpyLoan:
     def take(self, numpy_random: Any) -> tuple[Any, Any]:
         """Exchange the generator; return the user's, and the whole state if a half waits."""
         theirs = numpy_random.get_bit_generator()
-        words = _words(numpy_random, theirs)
+        words = b""
+        if type(theirs) is numpy_random.MT19937:
+            words = ctypes.string_at(theirs.ctypes.state_address, 625 * 4)  # and the position
         state = None
         if not words or words != self.plain:
             state = numpy_random.get_state(legacy=False)
@@ -232,33 +202,6 @@ def lent() -> Iterator[None]:
         random.setstate(python_state)
         _numpy_loan.give_back(numpy_random, taken)
         torch.default_generator.set_state(torch_state)
-
-
-class Watch:
-    """Sees whether the global generators of the host are used, and puts back those that were.
-
-    It is for work that is not expected to draw: then nothing has to be put back.
-
-    Attributes:
-        moved: Afterwards: whether anything was drawn, or may have been.
-    """
-
-    moved = False
-
-    def __enter__(self) -> Self:
-        self._numpy = _modules["numpy"].random if "numpy" in _modules else None
-        if hasattr(self._numpy, "set_bit_generator"):
-            self._taken = _numpy_loan.take(self._numpy)
-        self._mark = host_mark()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.moved = has_moved(self._mark)
-        if self.moved and self._mark is not None:
-            random.setstate(self._mark[0])
-            torch.default_generator.set_state(self._mark[2])
-        if hasattr(self._numpy, "set_bit_generator"):
-            _numpy_loan.give_back(self._numpy, self._taken)
 
 
 @contextmanager

@@ -34,7 +34,7 @@ def rules(trainer: Explained, model: nn.Module | None) -> Iterator[tuple[str, st
     for name, text in _MEANINGS.items():
         value = getattr(config, name)
         mark = "" if value == _DEFAULTS[name] else "* "
-        shown = value if isinstance(value, bool | None) else f"{value:g}"
+        shown = f"{value:g}" if isinstance(value, float) else value
         yield f"{mark}{name}", f"{shown}. {text(value) if callable(text) else text}"
     yield (
         "weights",
@@ -64,7 +64,10 @@ def rules(trainer: Explained, model: nn.Module | None) -> Iterator[tuple[str, st
         "matmul",
         f"torch's `float32_matmul_precision` is {torch.get_float32_matmul_precision()!r}.",
     )
-    yield "", "Numbers in brackets are rules of the design; all settings stand in each checkpoint."
+    yield (
+        "",
+        "Numbers in brackets are rules in docs/design.md; all settings stand in each checkpoint.",
+    )
 
 
 _DEFAULTS = {field.name: field.default for field in fields(TrainConfig)}

@@ -326,7 +326,10 @@ class Trainer:
     ) -> Run:
         config, processes = self.config, self.accelerator.processes
         parts.check_evaluations(evaluations)
-        agreement.check_alike(processes, agreement.facts_of(config, module, loader, evaluations))
+        facts = agreement.facts_of(config, module, loader, evaluations)
+        if self.output_dir is not None:
+            facts["`output_dir`"] = str(self.output_dir.resolve())
+        agreement.check_alike(processes, facts)
         self.planned_steps = parts.planned_steps(config, loader)
         self.precision.setup(self.accelerator.device)  # its state is that of one training
         self.strategy.seed = config.seed

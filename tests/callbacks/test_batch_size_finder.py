@@ -352,3 +352,23 @@ def test_a_batch_that_cannot_be_cut_is_refused() -> None:
 )
 def test_pieces_are_equal_and_few(samples: int, size: int, piece: int) -> None:
     assert piece_size(samples, size) == piece
+
+
+def test_fields_are_told_from_samples_where_there_are_as_many() -> None:
+    x, y = torch.arange(2.0)[:, None], torch.arange(2)
+    mask = torch.tensor(3.0)
+    cut: list[tuple[Any, Any]] = [
+        (["a", "b"], ["b"]),
+        (None, None),
+        (mask, mask),
+        ({"ids": [7, 8]}, {"ids": [8]}),
+    ]
+    for others, expected in cut:
+        first, other = slice_samples((x, others), 1, 2, 2)
+        assert torch.equal(first, x[1:])
+        assert other is expected or other == expected
+    assert torch.equal(slice_samples((x, y), 1, 2, 2)[1], y[1:])
+    ragged = [torch.ones(2, 4), torch.ones(3, 4)]
+    assert slice_samples({"x": x, "boxes": ragged}, 1, 2, 2)["boxes"][0].shape == (3, 4)
+    with pytest.raises(ConfigError, match="may be 2 samples, or 2 fields"):
+        slice_samples({"x": x, "boxes": [torch.ones(2, 4), torch.ones(2, 4)]}, 0, 1, 2)

@@ -86,7 +86,10 @@ def test_a_new_run_moves_both_files_away_together(tmp_path: Path) -> None:
     ("command", "shown"),
     [
         (["train.py", "--lr", "1"], "train.py --lr 1"),
-        (["train.py", "--api-key", "abc", "-v"], "train.py --api-key (hidden) -v"),
+        (["train.py", "--api-key", "-abc", "--v"], "train.py --api-key (hidden) --v"),
+        (["train.py", "wandb.api_key=abc", "a=b"], "train.py wandb.api_key=(hidden) a=b"),
+        (["train.py", "--apikey", "abc"], "train.py --apikey (hidden)"),
+        (["train.py", "--auth", "abc"], "train.py --auth (hidden)"),
         (["train.py", "--hub_token=abc", "x"], "train.py --hub_token=(hidden) x"),
         (["train.py", "--secret", "--flag"], "train.py --secret --flag"),
         (["train.py", "--keyboard", "us"], "train.py --keyboard us"),

@@ -1,8 +1,6 @@
 """How batches are fetched, and under which keys (DESIGN 2.12, 2.13, 2.18)."""
 
 import random
-import re
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -18,7 +16,6 @@ from torch.utils.data import (
 
 from tests.data.toys import Noisy, Numbers, loader_of, micro_batches, prepare, prepare_evaluation
 from trainkit.data import PreparedLoader
-from trainkit.data.fetch import TRIED
 from trainkit.rng import restore_host, sample_seed, save_host, seed_host
 
 
@@ -85,6 +82,17 @@ def test_the_index_of_a_subset_is_the_outer_one() -> None:
     restore_host(state)
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_is_drawn_and_put_back_is_drawn_under_keys_too(workers: int) -> None:
+    class Forking(Numbers):
+        def __getitem__(self, index: int) -> Any:
+            with torch.random.fork_rng(devices=[]):
+                return torch.rand(1, dtype=torch.float64)
+
+    drawn = torch.cat(list(prepare(loader_of(Forking(160), batch_size=8, num_workers=workers))))
+    assert len(set(drawn.flatten().tolist())) == 160
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_the_global_generators_are_put_back(workers: int) -> None:
     seed_host(3)
@@ -103,66 +111,6 @@ def test_sample_seeding_can_be_left_out() -> None:
 
     assert first_draw(1) == first_draw(1)
     assert first_draw(1) != first_draw(2)
-
-
-SEVERAL = TRIED + 40
-
-
-class Seldom(Noisy):
-    """Draws for some samples only, and notes what was read."""
-
-    def __init__(self, drawing: set[int]) -> None:
-        super().__init__(SEVERAL)
-        self.drawing = drawing
-        self.read: list[int] = []
-
-    def __getitem__(self, index: int) -> Any:
-        self.read.append(index)
-        if index in self.drawing:
-            return super().__getitem__(index)
-        return torch.full((5,), index, dtype=torch.float64)
-
-
-@pytest.mark.parametrize(
-    ("drawing", "batch_size", "twice"),
-    [
-        ([], 10, range(0)),
-        ([0], 10, range(0)),
-        (range(SEVERAL), 10, range(0)),
-        ([TRIED - 1], 10, range(0)),
-        ([73], 10, range(70, 80)),
-        ([85, 97], 10, range(80, 90)),
-        ([85, 97], 1, range(0)),
-    ],
-)
-def test_each_sample_that_draws_has_its_own_key(
-    drawing: Iterable[int], batch_size: int, twice: range
-) -> None:
-    dataset = Seldom(set(drawing))
-    found = torch.cat(list(prepare(loader_of(dataset, batch_size=batch_size))))
-    read = list(dataset.read)
-    state = save_host()
-    for index in range(SEVERAL):
-        seed_host(sample_seed(7, 0, index))
-        assert torch.equal(found[index, :4], dataset[index][:4])
-    restore_host(state)
-    # A batch is read twice where its first sample to draw was the first ever, and came late.
-    assert read == [*range(twice.stop), *twice, *range(twice.stop, SEVERAL)]
-
-
-@pytest.mark.parametrize("draws", [False, True])
-def test_an_error_is_raised_under_the_key_of_its_sample(draws: bool) -> None:
-    class Failing(Numbers):
-        def __getitem__(self, index: int) -> Any:
-            if index == 75:
-                raise ValueError(str(random.random()) if draws else "bad")
-            return super().__getitem__(index)
-
-    expected = str(random.Random(sample_seed(7, 0, 75)).random()) if draws else "bad"
-    batches = prepare(loader_of(Failing(90), batch_size=30))
-    with pytest.raises(ValueError, match=re.escape(expected)) as caught:
-        list(batches)
-    assert any("at sample 75" in note for note in caught.value.__notes__)
 
 
 def test_a_collator_that_draws_has_the_key_of_its_first_sample() -> None:

@@ -20,9 +20,6 @@ from trainkit import rng
 
 __all__ = ["Fetch", "collates_silently", "fetch_for", "sample_key"]
 
-FEW = 4  # samples of a batch; fewer are seeded as fast as it is seen whether they drew
-TRIED = 64  # samples that must have drawn nothing before the others are expected not to
-
 
 class Fetch(ABC):
     """What turns one task into one batch, here or in a worker; holds no state of a pass.
@@ -42,13 +39,6 @@ class Fetch(ABC):
     @abstractmethod
     def fetch(self, epoch: int, task: Any) -> Any:
         """Return the batch that `task` names."""
-
-    def fetch_silently(self, epoch: int, task: Any) -> Any:
-        """Return the same batch if it takes no random numbers; None if it does, or may.
-
-        The global generators are as before.
-        """
-        return None
 
     def note(self, error: Exception, where: str, epoch: int) -> None:
         """Add to an error where it came from."""
@@ -86,87 +76,49 @@ class _CollatedFetch(Fetch):
         self._collate, self._seeds_collate, self._seeds_samples = collation
         self.seeds = self._seeds_collate or self._seeds_samples
 
-    @override
-    def fetch(self, epoch: int, task: Any) -> Any:
-        indices = _as_list(task)
-        stream = rng.sample_stream(self.seed, epoch) if self.seeds else 0
-        samples = self._read(epoch, indices, stream if self._seeds_samples else None)
-        if self._seeds_collate:
-            rng.seed_host(sample_key(stream, indices[0]))
-        return _collated(self, self._collate, samples, indices, epoch)
-
-    @abstractmethod
-    def _read(self, epoch: int, indices: list[Any], stream: int | None) -> Any:
-        """Read samples, under their keys in `stream` if there is one."""
-
 
 class _BatchFetch(_CollatedFetch):
     """Asks the data set once per batch, by `__getitems__`."""
 
     @override
-    def _read(self, epoch: int, indices: list[Any], stream: int | None) -> Any:
+    def fetch(self, epoch: int, task: Any) -> Any:
+        indices = _as_list(task)
         inner = indices if self._mapping is None else [self._mapping[i] for i in indices]
-        if stream is not None:
+        stream = rng.sample_stream(self.seed, epoch) if self.seeds else 0
+        if self._seeds_samples:
             rng.seed_host(sample_key(stream, indices[0]))
         try:
-            return self._base.__getitems__(inner)
+            samples = self._base.__getitems__(inner)
         except Exception as error:
             self.note(error, f"while it read the samples {_listed(indices)}", epoch)
             raise
+        if self._seeds_collate:
+            rng.seed_host(sample_key(stream, indices[0]))
+        return _collated(self, self._collate, samples, indices, epoch)
 
 
 class _SampleFetch(_CollatedFetch):
-    """Asks the data set for one sample after the other.
-
-    Each sample that draws does so under its own key. To seed takes longer than to read many a
-    sample, so it is left out where the first `TRIED` samples have drawn nothing. The first batch
-    that draws after all is made again under keys, as are all that follow.
-    """
-
-    _draws: bool | None = None  # None: not known
-    _tried = 0
+    """Asks the data set for one sample after the other."""
 
     @override
-    def fetch_silently(self, epoch: int, task: Any) -> Any:
-        if self._draws is not False or len(task) < FEW:
-            return None
-        indices, batch = _as_list(task), None
-        watch = rng.Watch()
-        try:
-            with watch:
-                samples = self._read(epoch, indices, None)
-                batch = _collated(self, self._collate, samples, indices, epoch)
-        except Exception:
-            if not watch.moved:
-                raise
-        self._draws = watch.moved
-        return None if watch.moved else batch
-
-    @override
-    def _read(self, epoch: int, indices: list[Any], stream: int | None) -> Any:
-        base, mapping = self._base, self._mapping
+    def fetch(self, epoch: int, task: Any) -> Any:
+        indices = _as_list(task)
+        base, mapping, seeds = self._base, self._mapping, self._seeds_samples
+        stream = rng.sample_stream(self.seed, epoch) if self.seeds else 0
         samples: list[Any] = [None] * len(indices)
         position = 0
-        mark = None
         try:
             for position, index in enumerate(indices):
-                if stream is not None:
+                if seeds:
                     whole = type(index) is int
                     rng.seed_host((rng.in_stream if whole else sample_key)(stream, index))
-                if self._draws is None:
-                    mark = rng.host_mark()
                 samples[position] = base[index if mapping is None else mapping[index]]
-                if self._draws is None:
-                    self._judge(rng.has_moved(mark))
         except Exception as error:
             self.note(error, f"at sample {indices[position]!r}", epoch)
             raise
-        return samples
-
-    def _judge(self, drew: bool) -> None:
-        self._tried += 1
-        if drew or self._tried == TRIED:
-            self._draws = drew
+        if self._seeds_collate:
+            rng.seed_host(sample_key(stream, indices[0]))
+        return _collated(self, self._collate, samples, indices, epoch)
 
 
 class _KeyFetch(Fetch):

@@ -33,7 +33,7 @@ def split_windows(
     times = 1 if loader.batch_size is None else -(-loader.batch_size // size)
     with closing(windows):
         for window in windows:
-            length = None if window.size is None else window.size * times
+            length = None if window.size is None else window.size * times  # at most
             yield Window(_pieces(window, loader, size), window.total, length)
 
 
@@ -50,11 +50,21 @@ def slice_samples(batch: Any, start: int, stop: int, count: int) -> Any:
     Raises:
         ConfigError: Something in the batch has not one row for each sample.
     """
+    return _sliced(batch, slice(start, stop), count, outermost=True)
+
+
+def _sliced(batch: Any, rows: slice, count: int, *, outermost: bool) -> Any:
     shape = getattr(batch, "shape", None)
     if shape is not None and len(shape) == 0:
         return batch
     if _has_rows(batch, count):
-        return batch[start:stop]
+        return batch[rows]
+    if not outermost and _is_list_of(batch, count) and all(_holds_rows(x, count) for x in batch):
+        raise ConfigError(
+            f"A batch of {count} samples cannot be cut: a list in it holds {count} tensors of "
+            f"{count} rows, which may be {count} samples, or {count} fields with a row for each "
+            "sample. Yield fields as a mapping, or choose the batch size by hand."
+        )
     if shape is not None or is_opaque(batch):
         what = f"a `{type(batch).__name__}`"
         what += "" if shape is None else f" of shape {tuple(shape)}"
@@ -64,7 +74,7 @@ def slice_samples(batch: Any, start: int, stop: int, count: int) -> Any:
         )
     if not is_container(batch):
         return batch
-    return map_children(batch, lambda child: slice_samples(child, start, stop, count))
+    return map_children(batch, lambda child: _sliced(child, rows, count, outermost=False))
 
 
 def _pieces(window: Window, loader: PreparedLoader, size: int) -> Iterator[MicroBatch]:
@@ -96,19 +106,26 @@ def _cut(
 def _has_rows(tree: Any, count: int) -> bool:
     """Return whether `tree` is to be cut itself: a tensor, or a list with an entry a sample.
 
-    A list of as many tensors as samples is taken for fields, as the default collation makes
-    them, where each of them has a row for each sample.
+    A list of as many entries as samples is taken for fields, as the default collation makes them,
+    where all are tensors with a row for each sample, or one is and others are no tensors at all.
     """
+    if getattr(tree, "shape", None) is not None:
+        return _holds_rows(tree, count)
+    if not _is_list_of(tree, count):
+        return False
+    holds = [_holds_rows(item, count) for item in tree]
+    only_tensors = all(getattr(item, "shape", ()) for item in tree)
+    return not (all(holds) if only_tensors else any(holds))
+
+
+def _is_list_of(tree: Any, count: int) -> bool:
+    plain = isinstance(tree, list | tuple) and not hasattr(tree, "_fields")
+    return plain and len(tree) == count
+
+
+def _holds_rows(tree: Any, count: int) -> bool:
+    """Return whether `tree` is, or holds, a tensor with a row for each sample."""
     shape = getattr(tree, "shape", None)
     if shape is not None:
         return len(shape) > 0 and shape[0] == count
-    if not isinstance(tree, list | tuple) or hasattr(tree, "_fields") or len(tree) != count:
-        return False
-    return not all(_fits(item, count) for item in tree)
-
-
-def _fits(tree: Any, count: int) -> bool:
-    """Return whether all that is in `tree` has a row for each sample."""
-    if is_container(tree):
-        return all(_fits(child, count) for child in children(tree))
-    return _has_rows(tree, count)
+    return is_container(tree) and any(_holds_rows(child, count) for child in children(tree))

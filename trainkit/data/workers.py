@@ -1,6 +1,7 @@
 """Where batches are fetched: in this process, or in the workers of a `DataLoader`."""
 
 import atexit
+import gc
 import os
 import select
 import signal
@@ -53,14 +54,10 @@ class Source(ABC):
 
     def fetch(self, epoch: int, task: Any) -> Any:
         """Return one batch, made in this process; the global generators are as before."""
-        fetch = self._fetch
-        if not fetch.seeds:
-            return fetch.fetch(epoch, task)
-        batch = fetch.fetch_silently(epoch, task)
-        if batch is not None:
-            return batch
+        if not self._fetch.seeds:
+            return self._fetch.fetch(epoch, task)
         with rng.lent():
-            return fetch.fetch(epoch, task)
+            return self._fetch.fetch(epoch, task)
 
     def close(self) -> None:
         """Stop what runs in the background; a later pass starts it again."""
@@ -227,10 +224,8 @@ class _WorkerSide:
             self._epoch = epoch
         if task is None:
             return None
-        fetch = self._fetch
         try:
-            batch = fetch.fetch_silently(epoch, task) if fetch.seeds else None
-            return fetch.fetch(epoch, task) if batch is None else batch
+            return self._fetch.fetch(epoch, task)
         except Exception as error:
             if _travels(error):
                 raise
@@ -291,6 +286,7 @@ def _start_worker(worker: int) -> None:
         signal.signal(signum, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, CAUGHT)
     _end_with_parent()
+    gc.enable()  # it may be off in the process that starts this one
     info = get_worker_info()
     assert info is not None
     side: Any = info.dataset

@@ -1,6 +1,7 @@
 """Gather what the processes computed: every sample once, in the order of one process."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -178,7 +179,10 @@ def _exchange(
 def _packed(entries: Sequence[Node | _Failure]) -> Any:
     """Return what travels: a tuple of all batches as one, else a list with each or its failure."""
     nodes = [entry for entry in entries if not isinstance(entry, _Failure)]
-    joined = join(nodes) if len(nodes) == len(entries) > 1 else None
+    joined = None
+    if len(nodes) == len(entries) > 1:
+        with suppress(Exception):  # such as no memory for it: the other processes wait
+            joined = join(nodes)
     if joined is not None:
         return to_plain(joined)
     return [e.message if isinstance(e, _Failure) else to_plain(e) for e in entries]

@@ -43,8 +43,11 @@ def is_secondary(error: BaseException) -> bool:
 
 
 def sentence(error: BaseException) -> str:
-    """Return the class and the first line of an error."""
-    text = str(error).strip().split("\n")[0]
+    """Return the class and the first line of an error; of a list, all of it in that line."""
+    lines = str(error).strip().split("\n")
+    text = lines[0]
+    if text.endswith(":"):
+        text += " " + "; ".join(line.strip(" -") for line in lines[1:])
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
