@@ -4,12 +4,14 @@ from collections.abc import Callable
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from tqdm import tqdm
 
 from benchmarks.compare.evaluation import Evaluation, EvaluationParts
 from benchmarks.compare.saving import Saving, StateParts
 from benchmarks.compare.sharding import Sharding
 from benchmarks.compare.training import LOG_EVERY, Parts, Training
+from benchmarks.compare.workload import Unsupported
 
 PACKAGE = "accelerate"
 
@@ -109,6 +111,8 @@ def sharding(task: Sharding, parts: Parts) -> None:
         transformer_cls_names_to_wrap=["GPT2Block"],
     )
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    if accelerator.distributed_type != DistributedType.FSDP:
+        raise Unsupported("on CPUs it leaves the plugin aside and trains with DDP")
     model, optimizer, loader = accelerator.prepare(
         parts.model, parts.make_optimizer(parts.model.parameters()), parts.loader
     )
