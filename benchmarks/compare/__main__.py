@@ -16,7 +16,7 @@ from benchmarks.compare.workload import Workload
 from benchmarks.compare.workloads import WORKLOADS
 
 DEFAULT_OUTPUT = Path("runs/bench")
-ROUNDS, FULL_ROUNDS = 5, 15
+ROUNDS, FULL_ROUNDS = 3, 15
 
 
 def main() -> int:

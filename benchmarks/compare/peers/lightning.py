@@ -1,12 +1,14 @@
 """Lightning's Trainer; in its barebones mode where nothing optional is wanted."""
 
 import logging
+import os
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import lightning as L
 from torch import Tensor
+from torch.utils.data import DataLoader, DistributedSampler
 from torchmetrics.classification import MulticlassAccuracy
 from typing_extensions import override
 
@@ -43,7 +45,16 @@ class Module(L.LightningModule):
 
 
 def training(task: Training, parts: Parts) -> None:
-    """Train with `Trainer.fit`."""
+    """Train with `Trainer.fit`; on two processes with a sampler that keeps the order.
+
+    The one that Lightning would put in shuffles, whatever the loader did.
+    """
+    loader = parts.loader
+    if task.processes > 1:
+        sampler: Any = DistributedSampler(
+            parts.dataset, task.processes, int(os.environ["RANK"]), shuffle=False
+        )
+        loader = DataLoader(parts.dataset, batch_size=task.batch_size, sampler=sampler)
     trainer = L.Trainer(
         accelerator="cpu",
         devices=task.processes,
@@ -53,9 +64,10 @@ def training(task: Training, parts: Parts) -> None:
         accumulate_grad_batches=task.accumulation,
         gradient_clip_val=task.max_norm,
         default_root_dir=parts.folder,
+        use_distributed_sampler=False,
         **(_extras(parts) if task.extras else {"barebones": True}),
     )
-    trainer.fit(Module(parts, task.extras), parts.loader)
+    trainer.fit(Module(parts, task.extras), loader)
 
 
 def _extras(parts: Parts) -> dict[str, Any]:
