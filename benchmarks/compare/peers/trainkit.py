@@ -26,7 +26,7 @@ def training(task: Training, parts: Parts) -> None:
         gradient_accumulation_steps=task.accumulation,
         max_grad_norm=task.max_norm,
         callbacks=callbacks,
-        output_dir=parts.folder,
+        output_dir=parts.folder if task.extras else None,
         log_every_n_steps=LOG_EVERY,
     )
     trainer.fit(parts.model, parts.loader, optimizer=parts.make_optimizer, loss_fn=parts.loss_fn)
