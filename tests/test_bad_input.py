@@ -90,6 +90,7 @@ FOREIGN = SGD(nn.Linear(3, 1).parameters(), lr=0.1)
             "must be a tensor with a graph, but is 'float'",
         ),
         ({"loss_fn": None}, "no `loss_fn` was given"),
+        ({"resume": "atuo"}, "no folder of a checkpoint. Did you mean 'auto'?"),
     ],
 )
 def test_arguments_of_fit(options: dict[str, Any], message: str) -> None:

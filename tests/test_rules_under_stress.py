@@ -178,7 +178,9 @@ def differ(rank: int, what: str) -> None:
         loaders = DataLoader(first, batch_size=2)
     if what == "evaluation":
         loaders = {"train": data, "eval": {f"dev{rank}": make_loader()}}
-    fit(Trainer(max_epochs=2 + other * (what == "settings"), callbacks=[]), model, loaders=loaders)
+    folder = f"runs/{rank}" if what == "folder" else None
+    epochs = 2 + other * (what == "settings")
+    fit(Trainer(max_epochs=epochs, callbacks=[], output_dir=folder), model, loaders=loaders)
 
 
 @pytest.mark.parametrize(
@@ -190,6 +192,7 @@ def differ(rank: int, what: str) -> None:
         ("split", "differ in the training loader.*indices with digest.*random_split"),
         ("evaluation", "differ in the names of the evaluation loaders"),
         ("settings", "differ in `max_epochs`: process 0: 2; process 1: 3"),
+        ("folder", "differ in `output_dir`: process 0: .*runs/0; .*one folder that they share"),
     ],
 )
 def test_processes_that_differ_are_refused_on_all(what: str, message: str) -> None:

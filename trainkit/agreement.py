@@ -15,7 +15,9 @@ from trainkit.distributed import Processes
 from trainkit.errors import ConfigError
 from trainkit.types import class_name
 
-__all__ = ["check_alike", "check_evaluation", "facts_of"]
+__all__ = ["OUTPUT_DIR", "check_alike", "check_evaluation", "facts_of"]
+
+OUTPUT_DIR = "`output_dir`"  # the fact that has another remedy than the rest
 
 
 def facts_of(
@@ -44,10 +46,13 @@ def check_alike(processes: Processes, facts: Mapping[str, str]) -> None:
         values = [of_process.get(name, "missing") for of_process in all_facts]
         if len(set(values)) > 1:
             shown = "; ".join(f"process {rank}: {value}" for rank, value in enumerate(values))
-            raise ConfigError(
-                f"The processes differ in {name}: {shown}. Every process must build the same; "
-                "seed what is random in it, such as `random_split(..., generator=...)`."
+            remedy = (
+                "Give all of them one folder that they share."
+                if name == OUTPUT_DIR
+                else "Every process must build the same; seed what is random in it, such as "
+                "`random_split(..., generator=...)`."
             )
+            raise ConfigError(f"The processes differ in {name}: {shown}. {remedy}")
 
 
 def check_evaluation(processes: Processes, epochs: bool, end: bool, metrics: list[str]) -> None:

@@ -328,7 +328,7 @@ class Trainer:
         parts.check_evaluations(evaluations)
         facts = agreement.facts_of(config, module, loader, evaluations)
         if self.output_dir is not None:
-            facts["`output_dir`"] = str(self.output_dir.resolve())
+            facts[agreement.OUTPUT_DIR] = str(self.output_dir.resolve())
         agreement.check_alike(processes, facts)
         self.planned_steps = parts.planned_steps(config, loader)
         self.precision.setup(self.accelerator.device)  # its state is that of one training

@@ -125,7 +125,9 @@ def test_a_step_that_calls_only_parts_is_shown_after_it(
 ) -> None:
     class PartsTrainer(Trainer):
         def training_step(self, model: nn.Module, batch: Any) -> Tensor:
-            return self.run.module[0](batch[0]).square().mean()  # type: ignore
+            run: Any = self.run
+            loss: Tensor = run.module[0](batch[0]).square().mean()
+            return loss
 
     model = toy_model()
     trainer = PartsTrainer(max_steps=2, callbacks=[ModelSummary()])
