@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+import torch.distributed
 from torch import Tensor, nn
 from torch.optim import LBFGS, SGD
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -23,6 +24,7 @@ from trainkit import (
 )
 from trainkit.callbacks import Evaluation, MainProcess
 from trainkit.precision import FP16
+from trainkit.strategies import ddp
 
 
 def make_loader(samples: int = 8, batch_size: int = 2) -> DataLoader[Any]:
@@ -267,6 +269,33 @@ def test_a_stop_that_one_process_asks_for_comes_one_window_later_on_all(hook: st
     assert results[0] == results[1]
     assert results[0][0] == alone + 1
     assert results[0][2] == "enough"
+
+
+def ask_by_itself(rank: int) -> tuple[int, list[int], str]:
+    ddp._WITH_VOTES = 0  # this model's gradients would count as too many
+    return ask(rank, "on_step_end", "stop", 3)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_vote_that_travels_alone_acts_at_the_same_window(size: int) -> None:
+    assert run_ranks(size, ask_by_itself) == run_ranks(size, ask, "on_step_end", "stop", 3)
+
+
+def count_reductions(rank: int) -> tuple[int, int]:
+    reduce, calls = torch.distributed.all_reduce, []
+
+    def counting(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        calls.append(tensor)
+        return reduce(tensor, *args, **kwargs)
+
+    torch.distributed.all_reduce = counting  # in this forked process
+    step = fit(Trainer(max_steps=8, callbacks=[]), loaders=make_loader(64)).step
+    return step, len(calls)
+
+
+def test_a_small_model_sends_its_votes_with_the_gradients() -> None:
+    # One for the bucket of each step, and the last two votes, which no gradients follow.
+    assert run_ranks(2, count_reductions) == [(8, 8 + 2)] * 2
 
 
 @pytest.mark.parametrize("hook", ["on_step_end", "on_log"])

@@ -333,6 +333,7 @@ class Trainer:
         self.planned_steps = parts.planned_steps(config, loader)
         self.precision.setup(self.accelerator.device)  # its state is that of one training
         self.strategy.seed = config.seed
+        self.strategy.vote = Vote(processes, size=4) if processes.size > 1 else None
         model = self.strategy.wrap(module, self.precision)
         optimizer = self.configure_optimizer(module)
         self.strategy.adopt(optimizer, module)
@@ -359,7 +360,7 @@ class Trainer:
             logs=any(processes.all_gather_objects(self.callbacks.listens(Callback.on_log))),
             evaluates_epochs=own_evaluation,
             evaluates_end=own_evaluation,
-            vote=Vote(processes, size=4) if processes.size > 1 else None,
+            vote=self.strategy.vote,
             objects=self._objects,
         )
 
