@@ -1,56 +1,59 @@
-"""Large files: the disk begins early, and what it is told early is never what counts."""
+"""Several files at once: the disk takes one while the next is made, and no failure is lost."""
 
+import errno
 import os
+import threading
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from trainkit.checkpoint import files
 
-AHEAD = 64  # bytes, in place of megabytes
 
-
-@pytest.fixture
-def events(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
-    """Return what happens to a file: bytes written, begun to be synced, and the sync itself."""
-    seen: list[tuple[str, int]] = []
-    write, sync = files.write, files.sync
-
-    def noting_write(descriptor: int, data: Any) -> None:
-        seen.append(("write", len(data)))
-        write(descriptor, data)
-
-    def noting_sync(descriptor: int) -> None:
-        seen.append(("sync", os.fstat(descriptor).st_size))
-        sync(descriptor)
-
-    monkeypatch.setattr(files, "_SYNCED_AHEAD", AHEAD)
-    monkeypatch.setattr(files, "write", noting_write)
-    monkeypatch.setattr(files, "sync", noting_sync)
-    monkeypatch.setattr(files, "begin_sync", lambda _, begin, end: seen.append(("begin", end)))
-    return seen
-
-
-def test_the_disk_begins_while_the_rest_is_written(
-    tmp_path: Path, events: list[tuple[str, int]]
-) -> None:
-    content: list[bytes | memoryview] = [bytes(range(100)), b"", b"x" * 10, memoryview(b"y" * 70)]
-    files.write_file(tmp_path / "large", content)
-    assert (tmp_path / "large").read_bytes() == b"".join(content)
-    begun = [end for what, end in events if what == "begin"]
-    assert begun == [64, 174]  # after each 64 bytes or more; the last ones are left to `sync`
-    assert events[-1] == ("sync", 180)
-
-
-@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="the system takes no advice")
-def test_a_file_system_that_takes_no_advice_changes_nothing(
+def test_a_file_is_synced_while_the_next_one_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError("no advice here")
+    begun, may_end = threading.Event(), threading.Event()
+    sync = files.sync
 
-    monkeypatch.setattr(files, "_SYNCED_AHEAD", AHEAD)
-    monkeypatch.setattr(os, "posix_fadvise", refuse)
-    files.write_file(tmp_path / "large", [b"z" * 1000])
-    assert (tmp_path / "large").read_bytes() == b"z" * 1000
+    def waiting_sync(descriptor: int) -> None:
+        begun.set()
+        assert may_end.wait(30)
+        sync(descriptor)
+
+    def second() -> Iterator[bytes]:
+        assert begun.wait(30)  # the first one is on its way to the disk
+        may_end.set()
+        yield b"second"
+
+    monkeypatch.setattr(files, "sync", waiting_sync)
+    files.write_files([(tmp_path / "1", [b"fir", memoryview(b"st")]), (tmp_path / "2", second())])
+    assert [(tmp_path / name).read_bytes() for name in "12"] == [b"first", b"second"]
+
+
+def test_a_sync_that_fails_is_raised_with_the_name_of_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sync = files.sync
+
+    def failing(descriptor: int) -> None:
+        if os.fstat(descriptor).st_size == 1:
+            raise OSError(errno.EIO, "the disk is tired")
+        sync(descriptor)
+
+    monkeypatch.setattr(files, "sync", failing)
+    with pytest.raises(OSError, match="tired") as raised:
+        files.write_files([(tmp_path / "1", [b"1"]), (tmp_path / "2", [b"22"])])
+    assert raised.value.filename == str(tmp_path / "1")
+
+
+def test_what_cannot_be_made_leaves_no_descriptor_open(tmp_path: Path) -> None:
+    def broken() -> Iterator[bytes]:
+        yield b"begun"
+        raise ValueError("no more")
+
+    before = os.listdir("/dev/fd")
+    with pytest.raises(ValueError, match="no more"):
+        files.write_files([(tmp_path / "1", [b"1"]), (tmp_path / "2", broken())])
+    assert os.listdir("/dev/fd") == before

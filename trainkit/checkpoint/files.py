@@ -7,12 +7,13 @@ whatever the umask. All functions raise `OSError` with the name of the file.
 
 import os
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeAlias
 
 __all__ = [
-    "begin_sync",
     "close",
     "create",
     "make_directories",
@@ -25,10 +26,12 @@ __all__ = [
     "sync_directory",
     "write",
     "write_file",
+    "write_files",
 ]
 
 _LARGEST_WRITE = 1 << 30  # Linux writes at most 2 GiB at once
-_SYNCED_AHEAD = 16 << 20  # bytes that the disk is asked to take at once
+
+Chunks: TypeAlias = Iterable[bytes | memoryview]
 
 
 def make_directory(path: Path) -> None:
@@ -57,18 +60,6 @@ def write(descriptor: int, data: bytes | memoryview) -> None:
     left = memoryview(data).cast("B")
     while left:
         left = left[os.write(descriptor, left[:_LARGEST_WRITE]) :]
-
-
-def begin_sync(descriptor: int, begin: int, end: int) -> None:
-    """Ask the disk to take these bytes of a file now, without waiting for it.
-
-    It then works while the rest is being hashed and copied, which halves the time of a save. It
-    is a hint: `sync` alone says what survives. On Linux, to drop pages from the cache starts to
-    write those that are not on the disk yet, and keeps them.
-    """
-    if hasattr(os, "posix_fadvise"):
-        with suppress(OSError):  # a file system may know of no advice
-            os.posix_fadvise(descriptor, begin, end - begin, os.POSIX_FADV_DONTNEED)
 
 
 def sync(descriptor: int) -> None:
@@ -108,29 +99,46 @@ def remove_directory(path: Path) -> None:
     os.rmdir(path)
 
 
-def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
+def write_file(path: Path, chunks: Chunks) -> None:
     """Create a file with this content, and wait until it survives a power cut."""
-    descriptor, begun, end = create(path), 0, 0
+    _keep(_filled(path, chunks), path)
+
+
+def write_files(contents: Iterable[tuple[Path, Chunks]]) -> None:
+    """Create files, one after the other, and wait until all survive a power cut.
+
+    The disk takes a file while the next one is hashed and copied. It is asked for whole files: to
+    ask for parts of one that is still written to makes writing wait for the disk.
+    """
+    with ThreadPoolExecutor(1, "trainkit-sync") as disk:
+        kept = [disk.submit(_keep, _filled(path, chunks), path) for path, chunks in contents]
+    for one in kept:
+        one.result()
+
+
+def _filled(path: Path, chunks: Chunks) -> int:
+    """Create a file with this content; return its descriptor."""
+    descriptor = create(path)
     try:
-        for piece in _pieces(chunks):
-            write(descriptor, piece)
-            end += len(piece)
-            if end - begun >= _SYNCED_AHEAD:
-                begin_sync(descriptor, begun, end)
-                begun = end
+        for chunk in chunks:
+            write(descriptor, chunk)
+    except BaseException as error:
+        close(descriptor)
+        if isinstance(error, OSError):
+            error.filename = str(path)
+        raise
+    return descriptor
+
+
+def _keep(descriptor: int, path: Path) -> None:
+    """Wait until a file survives a power cut, and close it."""
+    try:
         sync(descriptor)
     except OSError as error:
         error.filename = str(path)
         raise
     finally:
         close(descriptor)
-
-
-def _pieces(chunks: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
-    for chunk in chunks:
-        data = memoryview(chunk).cast("B")
-        for begin in range(0, len(data), _SYNCED_AHEAD):
-            yield data[begin : begin + _SYNCED_AHEAD]
 
 
 def remove_tree(path: Path) -> None:

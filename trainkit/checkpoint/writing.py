@@ -110,23 +110,28 @@ def write(planned: Iterable[PlannedFile], folder: Path) -> list[Written]:
         CheckpointError: A tensor has changed its size since `plan`.
         OSError: Writing failed.
     """
-    return [_write(file, folder / file.name) for file in planned]
+    hashed = [_Hashed(file) for file in planned]
+    files.write_files((folder / one.file.name, one.chunks()) for one in hashed)
+    return [(one.file.name, one.size, one.digest.hexdigest()) for one in hashed]
 
 
-def _write(file: PlannedFile, path: Path) -> Written:
-    digest, size = xxhash.xxh3_128(), 0
+class _Hashed:
+    """A file that is hashed and counted while it is written."""
 
-    def hashed() -> Iterator[bytes | memoryview]:
-        nonlocal size
-        for chunk in file.chunks():
-            digest.update(chunk)
-            size += len(chunk)
+    def __init__(self, file: PlannedFile) -> None:
+        self.file = file
+        self.size = 0
+        self.digest = xxhash.xxh3_128()
+
+    def chunks(self) -> Iterator[bytes | memoryview]:
+        """Yield what is to be written, piece by piece."""
+        for chunk in self.file.chunks():
+            self.digest.update(chunk)
+            self.size += len(chunk)
             yield chunk
-
-    files.write_file(path, hashed())
-    if size != file.size:
-        raise CheckpointError(
-            f"`{file.name}` should have {file.size} bytes, but {size} were written: a tensor has "
-            "been changed while it was being saved. Save at the end of a step."
-        )
-    return file.name, size, digest.hexdigest()
+        if self.size != self.file.size:
+            raise CheckpointError(
+                f"`{self.file.name}` should have {self.file.size} bytes, but {self.size} were "
+                "written: a tensor has been changed while it was being saved. Save at the end of "
+                "a step."
+            )
