@@ -162,11 +162,8 @@ def restore(
     if path is None:
         return
     present = _present(run, callbacks) if run.strategy.sharded else {}
-    opened: list[Checkpoint] = []
-    share = (processes.rank, processes.size)
-    together(processes, lambda: opened.append(_store(Path(path).parent).open(Path(path), share)))
     loaded: list[_Loaded] = []
-    together(processes, lambda: loaded.append(_load(run, callbacks, opened[0], present, schedule)))
+    together(processes, lambda: loaded.append(_load(run, callbacks, Path(path), present, schedule)))
     planned = loaded[0].checkpoint.manifest.metadata["planned_steps"]
     if schedule == "keep" and planned != run.planned_steps:
         run.lr_schedule = remake(run.optimizer, planned)  # it must end where it would have ended
@@ -189,7 +186,7 @@ def _find(run: Run, resume: str | Path) -> str | None:
     """Return the folder to resume from; process 0 decides."""
     if resume not in ("auto", "must"):
         path = Path(resume)
-        _store(path.parent).open(path)
+        _store(path.parent).open_unverified(path)  # the rest is verified while it is read
         return str(path)
     if run.output_dir is None:
         raise ConfigError(
@@ -236,10 +233,11 @@ def _present(run: Run, callbacks: CallbackList) -> dict[str, Any]:
 def _load(
     run: Run,
     callbacks: CallbackList,
-    checkpoint: "Checkpoint",
+    path: Path,
     present: dict[str, Any],
     schedule: str | None,
 ) -> _Loaded:
+    checkpoint = _store(path.parent).open_unverified(path)
     manifest = checkpoint.manifest
     rank, size = run.accelerator.process_index, run.accelerator.num_processes
     same_size = manifest.world_size == size
@@ -251,6 +249,7 @@ def _load(
         checkpoint.read("trainer", present.get("trainer")),
         [checkpoint.read(_process_part(index)) for index in ranks],
     )
+    checkpoint.verify_rest((rank, size))
     problems = [
         *differences(manifest.metadata["fingerprint"], fingerprint(run)),
         *name_problems("callback", loaded.trainer["callbacks"], _stateful(callbacks)),
@@ -260,7 +259,6 @@ def _load(
     ]
     if problems:
         listed = "\n".join(f"  - {problem}" for problem in problems)
-        path = checkpoint.path
         raise CheckpointError(f"The checkpoint `{path}` does not fit:\n{listed}", path=path)
     return loaded
 

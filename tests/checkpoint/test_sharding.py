@@ -1,7 +1,9 @@
 """Sharded tensors: each process writes its own, and reads what it needs of all (DESIGN 2.31)."""
 
 import math
-from collections.abc import Callable
+import os
+import re
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from tests.checkpoint.sharded import mesh_of, save, sharded_parts, whole_parts
 from tests.checkpoint.test_codec import assert_same
 from tests.checkpoint.toys import save_alone
 from tests.helpers.ranks import RanksError, run_ranks
-from trainkit.checkpoint import CheckpointStore
+from trainkit.checkpoint import Checkpoint, CheckpointStore
 from trainkit.checkpoint.boxes import Box, check_tiling, runs
 from trainkit.checkpoint.decoding import MALFORMED
 from trainkit.checkpoint.reading import HashedFile
@@ -301,9 +303,50 @@ def test_shares_of_the_verification_cover_every_file(tmp_path: Path) -> None:
     for file in ("m.json", "m-0.safetensors", "m-1.safetensors"):
         content = (path / file).read_bytes()
         _flip(path / file, -1)
-        found = [_opens(partial(store.open, path, (rank, 2))) for rank in range(2)]
+        opened = [store.open_unverified(path) for _ in range(2)]
+        found = [_opens(partial(one.verify_rest, (rank, 2))) for rank, one in enumerate(opened)]
         assert sorted(found) == [False, True]
         (path / file).write_bytes(content)
+
+
+def test_what_is_read_is_verified_and_the_rest_on_demand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = CheckpointStore(tmp_path)
+    path = save_alone(store, 1, {"m": {"w": _node()}, **GOOD})
+    whole = {file: (path / file).read_bytes() for file in os.listdir(path)}
+    hashed: list[str] = []
+    check = HashedFile.check_digest
+
+    def noting(file: HashedFile, expected: str) -> None:
+        hashed.append(file.name)
+        check(file, expected)
+
+    monkeypatch.setattr(HashedFile, "check_digest", noting)
+    checkpoint = store.open_unverified(path)
+    assert not hashed
+    checkpoint.read("m")
+    read = set(hashed)
+    hashed.clear()
+    checkpoint.verify_rest()
+    assert read | set(hashed) == whole.keys() - {"manifest.json"}
+    assert not read & set(hashed)
+    hashed.clear()
+    checkpoint.verify_rest()
+    assert not hashed
+    for file in sorted(whole.keys() - {"manifest.json"}):
+        _flip(path / file, -1)
+        part = file.split(".")[0]
+        for parts in ((), (part,), ("m",)):
+            with pytest.raises(CheckpointCorrupt, match=re.escape(f"`{file}`")):
+                _read_and_verify(store.open_unverified(path), parts)
+        (path / file).write_bytes(whole[file])
+
+
+def _read_and_verify(checkpoint: Checkpoint, parts: Iterable[str]) -> None:
+    for part in parts:
+        checkpoint.read(part)
+    checkpoint.verify_rest()
 
 
 def _opens(call: Callable[[], Any]) -> bool:

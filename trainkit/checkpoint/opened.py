@@ -1,4 +1,4 @@
-"""A checkpoint that has been verified, and the verification itself."""
+"""A checkpoint to be read, and its verification."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -20,15 +20,16 @@ __all__ = ["Checkpoint", "check_sizes", "verify"]
 
 
 class Checkpoint:
-    """A checkpoint whose files were all verified when it was opened.
+    """A checkpoint whose manifest is whole, and whose files have the names and sizes in it.
 
-    Read all parts before any of them is applied: a file can still change after it was verified,
-    which `read` finds.
+    Every file that is read is compared with its digest in the manifest. Read all parts, and call
+    `verify_rest`, before any of them is applied: then every byte of it is known to be good.
     """
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
         self.path = path
         self.manifest = manifest
+        self._verified: set[str] = set()
         self._headers: dict[str, Header] = {}
         self._flat: dict[str, tuple[Mapping[str, Any], Mapping[str, StoredTensor]]] = {}
 
@@ -62,6 +63,25 @@ class Checkpoint:
             tree, own = self._tree(reader, part)
             with self._blaming(part):
                 return PartReader(reader, own).read(tree, like)
+
+    def verify_rest(self, share: tuple[int, int] = (0, 1)) -> None:
+        """Compare what has not been read with the manifest.
+
+        Args:
+            share: (index, count): only every `count`-th file from `index` on, as other processes
+                verify the rest; none of them may use the checkpoint before all have.
+
+        Raises:
+            CheckpointCorrupt: A file has changed; names it.
+        """
+        index, count = share
+        files = self.manifest.files
+        with open_directory(self.path) as directory:
+            for name in [name for name in list(files)[index::count] if name not in self._verified]:
+                with open_file(directory, name, self.path) as file:
+                    file.check_size(files[name].bytes)
+                    file.skip_rest().check_digest(files[name].xxh3_128)
+                self._verified.add(name)
 
     def layout(self, part: str) -> dict[str, StoredTensor]:
         """Return where the tensors of a flat part are, in its order; tied ones are equal.
@@ -103,7 +123,8 @@ class Checkpoint:
     @contextmanager
     def _reader(self) -> Iterator[TensorReader]:
         with open_directory(self.path) as directory:
-            yield TensorReader(directory, self.path, self.manifest.files, self._headers)
+            files, verified = self.manifest.files, self._verified
+            yield TensorReader(directory, self.path, files, self._headers, verified)
 
     def _tree(self, reader: TensorReader, part: str) -> tuple[Any, dict[str, StoredTensor]]:
         """Return the JSON of a part, and the tensors in its own file."""
@@ -147,28 +168,17 @@ class Checkpoint:
             ) from error
 
 
-def verify(path: Path, share: tuple[int, int] = (0, 1)) -> Manifest:
+def verify(path: Path) -> Manifest:
     """Read every file of a checkpoint and compare it with the manifest, which is returned.
-
-    Args:
-        path: The checkpoint's folder.
-        share: (index, count): of the contents, read only every `count`-th file from `index` on,
-            as others read the rest; names and sizes are compared in any case.
 
     Raises:
         CheckpointCorrupt: A file is missing, added, cut, changed, exchanged or a link; the
             message names it.
         CheckpointError: A newer version of the format.
     """
-    index, count = share
-    with open_directory(path) as directory:
-        manifest = _check_names(directory, path)
-        for number, (name, info) in enumerate(manifest.files.items()):
-            with open_file(directory, name, path) as file:
-                file.check_size(info.bytes)
-                if number % count == index:
-                    file.skip_rest().check_digest(info.xxh3_128)
-    return manifest
+    checkpoint = Checkpoint(path, check_sizes(path))
+    checkpoint.verify_rest()
+    return checkpoint.manifest
 
 
 def check_sizes(path: Path) -> Manifest:

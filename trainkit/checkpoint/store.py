@@ -11,7 +11,7 @@ from typing import Any
 from trainkit.checkpoint import files
 from trainkit.checkpoint.listing import Entry, broken_folders, committed
 from trainkit.checkpoint.names import TEMPORARY, TRASH
-from trainkit.checkpoint.opened import Checkpoint, verify
+from trainkit.checkpoint.opened import Checkpoint, check_sizes, verify
 from trainkit.checkpoint.pins import read_pins, write_pins
 from trainkit.checkpoint.saving import Save, throw_away
 from trainkit.errors import CheckpointError, ConfigError
@@ -109,19 +109,26 @@ class CheckpointStore:
                 report(f"Skipped step {entry.step}: {error}")
         return None
 
-    def open(self, path: Path, share: tuple[int, int] = (0, 1)) -> Checkpoint:
+    def open(self, path: Path) -> Checkpoint:
         """Return a checkpoint after every byte of it was verified.
-
-        Args:
-            path: Its folder.
-            share: (index, count): verify only this share of the bytes, as other processes verify
-                the rest; none of them may use it before all have.
 
         Raises:
             CheckpointCorrupt: Something is broken; names the file and says why.
             CheckpointError: A newer version of the format.
         """
-        return Checkpoint(Path(path), verify(Path(path), share))
+        return Checkpoint(Path(path), verify(Path(path)))
+
+    def open_unverified(self, path: Path) -> Checkpoint:
+        """Return a checkpoint of which names and sizes were compared, but no contents.
+
+        For whoever reads all of it at once, which verifies what is read: it saves reading it
+        twice. The rest is verified by `Checkpoint.verify_rest`.
+
+        Raises:
+            CheckpointCorrupt: Something is missing, added or cut; names the file.
+            CheckpointError: A newer version of the format.
+        """
+        return Checkpoint(Path(path), check_sizes(Path(path)))
 
     def clean(self) -> None:
         """Remove what interrupted saves and removals left; the caller holds the run's lock.

@@ -29,6 +29,7 @@ class TensorReader:
         path: Its path, for errors.
         files: What the manifest says of the files.
         headers: Those that are known already, by part; others are added.
+        verified: The names of files that were compared with their digests; others are added.
     """
 
     def __init__(
@@ -37,11 +38,13 @@ class TensorReader:
         path: Path,
         files: Mapping[str, FileInfo],
         headers: dict[str, Header],
+        verified: set[str],
     ) -> None:
         self._directory = directory
         self._path = path
         self._files = files
         self._headers = headers
+        self._verified = verified
 
     def header(self, part: str) -> Header:
         """Return what the tensor file of a part says of itself.
@@ -67,6 +70,7 @@ class TensorReader:
             file.check_size(self._files[name].bytes)
             content = file.read(file.size)
             file.check_digest(self._files[name].xxh3_128)
+        self._verified.add(name)
         return content
 
     def of_part(self, part: str) -> dict[str, StoredTensor]:
@@ -123,6 +127,7 @@ class TensorReader:
                     left = _fill(file, left) if hashed else _fill_here_and_there(file, left)
                     if hashed:
                         file.skip_rest().check_digest(self._files[name].xxh3_128)
+                        self._verified.add(name)
 
     def _check_is_listed(self, part: str) -> None:
         name = part + TENSOR_SUFFIX

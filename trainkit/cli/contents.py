@@ -48,7 +48,7 @@ def read_contents(path: Path) -> Contents:
     contents = Contents(verify(path))
     files = contents.manifest.files
     with open_directory(path) as directory:
-        reader = TensorReader(directory, path, files, {})
+        reader = TensorReader(directory, path, files, {}, set())
         trees, tensors = _read_trees(reader, files, path)
         shards = {part for own in tensors.values() for t in own.values() for part, _ in t.shards}
         for part in sorted({part_of(name) for name in files} - shards):

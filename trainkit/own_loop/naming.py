@@ -84,7 +84,7 @@ class Places:
         """Return the folder of a state, and that of the checkpoint inside it.
 
         Raises:
-            CheckpointError: Nothing is there that verifies.
+            CheckpointError: Nothing is there, or nothing that verifies.
         """
         found: list[tuple[str, str]] = []
         on_main(self._processes, lambda: found.append(self._find(input_dir, report)))
@@ -122,7 +122,7 @@ class Places:
 
     def _find(self, input_dir: Any, report: Callable[[str], None]) -> tuple[str, str]:
         if input_dir is not None:
-            return self._open(Path(input_dir), report)
+            return self._given(Path(input_dir), report)
         if not self._project.automatic_checkpoint_naming:
             raise ConfigError(
                 "`load_state` needs a folder. Pass `input_dir`, or use "
@@ -138,11 +138,17 @@ class Places:
             path=self._automatic(),
         )
 
+    def _given(self, folder: Path, report: Callable[[str], None]) -> tuple[str, str]:
+        """Return a folder that was asked for; where there is no choice, reading verifies it."""
+        if (folder / "manifest.json").exists():
+            return str(folder), str(folder)
+        found = CheckpointStore(folder).checkpoints() if folder.is_dir() else []
+        if len(found) == 1:
+            return str(folder), str(found[0].path)
+        return self._open(folder, report)
+
     def _open(self, folder: Path, report: Callable[[str], None]) -> tuple[str, str]:
         store = CheckpointStore(folder)
-        if (folder / "manifest.json").exists():
-            store.open(folder)
-            return str(folder), str(folder)
         checkpoint: Checkpoint | None = store.newest_valid(report) if folder.is_dir() else None
         if checkpoint is None:
             raise CheckpointError(

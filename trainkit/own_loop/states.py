@@ -159,7 +159,7 @@ class States:
     def _read(self, path: Path, models: list[nn.Module], wanted: list[nn.Module]) -> dict[str, Any]:
         """Return the parts of a checkpoint that are wanted, compared with what is prepared."""
         registry = self._registry
-        checkpoint = CheckpointStore(path.parent).open(path)
+        checkpoint = CheckpointStore(path.parent).open_unverified(path)
         present = {_part("model", i): model.state_dict() for i, model in enumerate(models)}
         optimizers = {_part("optimizer", i): o for i, o in enumerate(registry.optimizers)}
         objects = {f"custom_checkpoint_{index}" for index in range(len(registry.objects))}
@@ -167,16 +167,16 @@ class States:
         names = set(filter(_is_state, checkpoint.names()))
         _check_parts(path, names, {*present, *optimizers, *objects}, left)
         like = {"state": self._parameters()} if self._strategy.sharded else None
-        found = {name: checkpoint.read(name, like) for name in optimizers}
-        found |= {name: checkpoint.read(name) for name in objects}
+        likes: dict[str, Any] = {name: model for name, model in present.items() if name not in left}
+        likes |= dict.fromkeys(optimizers, like) | dict.fromkeys([*objects, "loop"])
+        found = {name: checkpoint.read(name, like) for name, like in likes.items()}
+        found["streams"] = self._read_streams(checkpoint)
+        checkpoint.verify_rest()
         for name in present.keys() - left:
-            found[name] = checkpoint.read(name, present[name])
             _check_model(path, name, found[name], present[name])
         for name, optimizer in optimizers.items():
             check_optimizer(path, found[name], optimizer.optimizer, self._parameter_names())
-        found["loop"] = checkpoint.read("loop")
         _check_counts(path, found["loop"], registry)
-        found["streams"] = self._read_streams(checkpoint)
         return found
 
     def _read_streams(self, checkpoint: Checkpoint) -> Any:
