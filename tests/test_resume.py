@@ -296,6 +296,35 @@ def test_a_changed_horizon_keeps_or_stretches_the_schedule(
     assert rates(tmp_path, 2, schedule) == expected
 
 
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_settings_that_a_resume_overrules_are_told(
+    scheduled: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def train(steps: int, **settings: float) -> float:
+        trainer = Noisy(max_steps=steps, callbacks=[Checkpoint()], output_dir=tmp_path)
+        model = nn.Linear(5, 1)
+        optimizer = AdamW(model.parameters(), **settings)  # type: ignore[arg-type]
+        trainer.fit(
+            model,
+            DataLoader(Augmented(), 10),
+            optimizer=optimizer,
+            lr_scheduler=(lambda it: LambdaLR(it, lambda step: 0.5**step)) if scheduled else None,
+            resume="auto",
+            schedule="keep",
+        )
+        return float(optimizer.param_groups[0]["lr"])
+
+    train(1, lr=0.1, weight_decay=0.0)
+    capsys.readouterr()
+    train(2, lr=0.1, weight_decay=0.0)
+    assert "goes on with" not in capsys.readouterr().out
+    rate = train(3, lr=0.3, weight_decay=0.0)
+    assert rate == pytest.approx(0.1 * 0.5**3 if scheduled else 0.1)
+    name = "initial_lr" if scheduled else "lr"
+    told = f"the optimizer goes on with the checkpoint's `{name}` 0.1 (given: 0.3): a resumed run"
+    assert told in capsys.readouterr().out
+
+
 def test_what_does_not_fit_is_listed(tmp_path: Path) -> None:
     fit(0, tmp_path, None, None, {"max_epochs": 1})
     with pytest.raises(CheckpointError, match=r"(?s)global batch: 2 .*, 3 now") as caught:

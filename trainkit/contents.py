@@ -20,6 +20,7 @@ from trainkit.fingerprint import (
     horizon_problems,
     model_problems,
     name_problems,
+    overruled_settings,
     parameter_names,
 )
 from trainkit.run import Run
@@ -343,6 +344,12 @@ def _load_optimizer(run: Run, saved: dict[str, Any], *, rescaled: bool) -> None:
     if rescaled:
         assert run.lr_schedule is not None
         run.lr_schedule.catch_up(run.state)
+    overruled = [] if rescaled else overruled_settings(saved["groups"], run)
+    if overruled:
+        run.print(
+            f"trainkit: the optimizer goes on with the checkpoint's {', '.join(overruled)}: a "
+            "resumed run is the same run. For other settings, begin a new one with its weights."
+        )
     order = [name for group in saved["groups"] for name in group["params"]]
     groups, first = [], 0
     for group, present in zip(saved["groups"], optimizer.param_groups, strict=True):

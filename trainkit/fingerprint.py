@@ -1,9 +1,9 @@
 """What a checkpoint must have in common with the run that resumes from it (DESIGN 2.22, 2.29)."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from trainkit.run import Run
 
@@ -13,8 +13,12 @@ __all__ = [
     "horizon_problems",
     "model_problems",
     "name_problems",
+    "overruled_settings",
     "parameter_names",
 ]
+
+_SCHEDULED = ("lr", "momentum", "betas")
+"""Settings that schedules of torch change in every step."""
 
 
 def fingerprint(run: Run) -> dict[str, Any]:
@@ -84,6 +88,27 @@ def horizon_problems(saved: Mapping[str, Any], run: Run, schedule: str | None) -
         'with the learning-rate schedule as it was, or `schedule="rescale"` to stretch it to the '
         "new horizon"
     ]
+
+
+def overruled_settings(saved: Sequence[Mapping[str, Any]], run: Run) -> list[str]:
+    """Return, in words, which settings of the optimizer a resume replaces by those of the save.
+
+    What a schedule changes on its way is left out, but for the rate that it began with.
+    """
+    names = dict.fromkeys(run.optimizer.defaults)
+    if run.lr_schedule is not None:
+        names = dict.fromkeys(["initial_lr", *(n for n in names if n not in _SCHEDULED)])
+    found = {
+        f"`{name}` {_number(old[name])} (given: {_number(new[name])})": None
+        for old, new in zip(saved, run.optimizer.param_groups, strict=True)
+        for name in names
+        if name in old and name in new and _number(old[name]) != _number(new[name])
+    }
+    return list(found)
+
+
+def _number(setting: Any) -> Any:
+    return setting.item() if isinstance(setting, Tensor) else setting
 
 
 def parameter_names(module: nn.Module) -> dict[int, str]:

@@ -65,6 +65,11 @@ def test_ls_lists_steps_and_pins(run: Path, capsys: pytest.CaptureFixture[str]) 
         ]
 
 
+def test_ls_says_where_nothing_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command("ls", tmp_path) == 0
+    assert capsys.readouterr().out == f"There is no checkpoint in `{tmp_path}`.\n"
+
+
 def test_ls_names_what_is_broken(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run / "checkpoints" / "step-00000010" / "manifest.json").write_text("{")
     (run / "checkpoints" / "step-00000030" / "counters.json").unlink()

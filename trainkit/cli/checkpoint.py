@@ -98,6 +98,9 @@ def _list(options: argparse.Namespace) -> int:
         size = readable_size(manifest.size)
         columns = (entry.step, manifest.created, size, len(manifest.files), manifest.world_size)
         rows.append((*columns, entry.path.name, " ".join(notes)))
+    if not rows and not broken:
+        print(f"There is no checkpoint in `{store.directory}`.")
+        return 0
     print_table(("STEP", "CREATED", "SIZE", "FILES", "PROCESSES", "FOLDER", ""), rows)
     for name, problem in broken:
         print(f"BROKEN {name}: {problem}")
