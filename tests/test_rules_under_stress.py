@@ -281,6 +281,30 @@ def test_a_vote_that_travels_alone_acts_at_the_same_window(size: int) -> None:
     assert run_ranks(size, ask_by_itself) == run_ranks(size, ask, "on_step_end", "stop", 3)
 
 
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(9, 1, sparse=True)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        words: Tensor = self.embedding(inputs[:, 0].abs().long())
+        return words
+
+
+def train_sparsely(rank: int) -> Tensor:
+    model = Words()
+    fit(Trainer(max_epochs=1, callbacks=[], split_batches=True), model, loaders=make_loader(24, 6))
+    return model.embedding.weight.detach()
+
+
+def test_sparse_gradients_train_on_two_processes_and_are_refused_on_three() -> None:
+    (alone,) = run_ranks(1, train_sparsely)
+    assert torch.allclose(run_ranks(2, train_sparsely)[1], alone)
+    with pytest.raises(RanksError, match="`embedding` has sparse gradients"):
+        run_ranks(3, train_sparsely)
+
+
 def count_reductions(rank: int) -> tuple[int, int]:
     reduce, calls = torch.distributed.all_reduce, []
 

@@ -146,14 +146,43 @@ def test_a_new_training_does_not_overwrite_the_states_of_an_old_one(tmp_path: Pa
     assert Path(continued.save_state()).name == "checkpoint_1"
 
 
-def test_a_broken_state_is_never_loaded(tmp_path: Path) -> None:
-    accelerator = Accelerator(cpu=True)
-    model = accelerator.prepare(nn.Linear(1, 1))
-    folder = Path(accelerator.save_state(tmp_path / "state"))
+def _break(folder: Path) -> None:
     (file,) = folder.rglob("model.safetensors")
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
+
+
+def test_a_state_that_could_not_be_loaded_continues_nothing(tmp_path: Path) -> None:
+    old = _project(tmp_path)
+    folders = [Path(old.save_state()) for _ in range(3)]
+    _break(folders[0])
+    accelerator = _project(tmp_path)
+    with pytest.raises(CheckpointError, match="its content has changed"):
+        accelerator.load_state(folders[0])
+    before = sorted(folders[1].rglob("*"))
+    with pytest.raises(ConfigError, match="a state of an earlier training"):
+        accelerator.save_state()
+    assert sorted(folders[1].rglob("*")) == before
+
+
+def test_hooks_see_no_state_that_is_broken(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(nn.Linear(1, 1))
+    folder = Path(accelerator.save_state(tmp_path / "state"))
+    _break(folder)
+    seen: list[str] = []
+    accelerator.register_load_state_pre_hook(lambda models, path: seen.append(path))
+    with pytest.raises(CheckpointError, match="its content has changed"):
+        accelerator.load_state(folder)
+    assert not seen
+
+
+def test_a_broken_state_is_never_loaded(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(nn.Linear(1, 1))
+    folder = Path(accelerator.save_state(tmp_path / "state"))
+    _break(folder)
     before = bits(model)
     with pytest.raises(CheckpointError, match=r"`model\.safetensors`: its content has changed"):
         accelerator.load_state(folder)

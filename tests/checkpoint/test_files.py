@@ -2,6 +2,8 @@
 
 import errno
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,6 +48,44 @@ def test_a_sync_that_fails_is_raised_with_the_name_of_its_file(
     with pytest.raises(OSError, match="tired") as raised:
         files.write_files([(tmp_path / "1", [b"1"]), (tmp_path / "2", [b"22"])])
     assert raised.value.filename == str(tmp_path / "1")
+
+
+def test_no_more_than_a_few_files_are_open_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow, most = threading.Event(), 0
+
+    def slow_sync(descriptor: int) -> None:
+        slow.wait(0.005)
+
+    def content() -> Iterator[bytes]:
+        nonlocal most
+        most = max(most, len(os.listdir("/dev/fd")))
+        yield b"some"
+
+    monkeypatch.setattr(files, "sync", slow_sync)
+    before = len(os.listdir("/dev/fd"))
+    files.write_files((tmp_path / str(number), content()) for number in range(60))
+    assert len(os.listdir(tmp_path)) == 60
+    assert most <= before + 10
+
+
+def test_files_are_written_while_python_shuts_down(tmp_path: Path) -> None:
+    script = f"""
+import pathlib, threading, time
+from trainkit.checkpoint import files
+
+def late():
+    threading.main_thread().join()
+    files.write_files([(pathlib.Path({str(tmp_path / "late")!r}), [b"late"])])
+
+threading.Thread(target=late).start()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "late").read_bytes() == b"late"
 
 
 def test_what_cannot_be_made_leaves_no_descriptor_open(tmp_path: Path) -> None:

@@ -340,6 +340,10 @@ def test_what_is_read_is_verified_and_the_rest_on_demand(
         for parts in ((), (part,), ("m",)):
             with pytest.raises(CheckpointCorrupt, match=re.escape(f"`{file}`")):
                 _read_and_verify(store.open_unverified(path), parts)
+        (path / file).write_bytes(whole[file].replace(b'"w"', b'"v"', 1))  # is found while decoding
+        if (path / file).read_bytes() != whole[file]:
+            with pytest.raises(CheckpointCorrupt, match=re.escape(f"`{file}`")):
+                _read_and_verify(store.open_unverified(path), ("m",))
         (path / file).write_bytes(whole[file])
 
 

@@ -8,9 +8,10 @@ whatever the umask. All functions raise `OSError` with the name of the file.
 import os
 import stat
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Semaphore, Thread
 from typing import TypeAlias
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
 ]
 
 _LARGEST_WRITE = 1 << 30  # Linux writes at most 2 GiB at once
+_OPEN_FILES = 8  # that are written or wait for the disk
 
 Chunks: TypeAlias = Iterable[bytes | memoryview]
 
@@ -110,10 +112,30 @@ def write_files(contents: Iterable[tuple[Path, Chunks]]) -> None:
     The disk takes a file while the next one is hashed and copied. It is asked for whole files: to
     ask for parts of one that is still written to makes writing wait for the disk.
     """
-    with ThreadPoolExecutor(1, "trainkit-sync") as disk:
-        kept = [disk.submit(_keep, _filled(path, chunks), path) for path, chunks in contents]
-    for one in kept:
-        one.result()
+    # Not an executor: it takes nothing while Python shuts down, and then waits for a hung disk.
+    filled: SimpleQueue[tuple[int, Path] | None] = SimpleQueue()
+    room = Semaphore(_OPEN_FILES)
+    failures: list[Exception] = []
+
+    def keep_all() -> None:
+        while (one := filled.get()) is not None:
+            try:
+                _keep(*one)
+            except Exception as error:  # raised where the caller waits
+                failures.append(error)
+            room.release()
+
+    disk = Thread(target=keep_all, name="trainkit-sync", daemon=True)
+    disk.start()
+    try:
+        for path, chunks in contents:
+            room.acquire()
+            filled.put((_filled(path, chunks), path))
+    finally:
+        filled.put(None)
+        disk.join()
+    if failures:
+        raise failures[0]
 
 
 def _filled(path: Path, chunks: Chunks) -> int:

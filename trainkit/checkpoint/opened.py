@@ -55,8 +55,8 @@ class Checkpoint:
                 there. All others are put together from their shards.
 
         Raises:
-            CheckpointCorrupt: A file has changed since the checkpoint was opened, or is not of
-                the form that trainkit writes.
+            CheckpointCorrupt: A file has changed since it was saved, or is not of the form that
+                trainkit writes.
             CheckpointError: There is no such part.
         """
         with self._reader() as reader:
@@ -158,6 +158,7 @@ class Checkpoint:
         except CheckpointError:
             raise
         except MALFORMED as error:
+            self.verify_rest()  # if a file has changed, it is the one to blame
             has_tree = part + JSON_SUFFIX in self.manifest.files
             file = part + (JSON_SUFFIX if has_tree else TENSOR_SUFFIX)
             raise CheckpointCorrupt(

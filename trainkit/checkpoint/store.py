@@ -11,7 +11,7 @@ from typing import Any
 from trainkit.checkpoint import files
 from trainkit.checkpoint.listing import Entry, broken_folders, committed
 from trainkit.checkpoint.names import TEMPORARY, TRASH
-from trainkit.checkpoint.opened import Checkpoint, check_sizes, verify
+from trainkit.checkpoint.opened import Checkpoint, check_sizes
 from trainkit.checkpoint.pins import read_pins, write_pins
 from trainkit.checkpoint.saving import Save, throw_away
 from trainkit.errors import CheckpointError, ConfigError
@@ -116,7 +116,9 @@ class CheckpointStore:
             CheckpointCorrupt: Something is broken; names the file and says why.
             CheckpointError: A newer version of the format.
         """
-        return Checkpoint(Path(path), verify(Path(path)))
+        checkpoint = self.open_unverified(path)
+        checkpoint.verify_rest()
+        return checkpoint
 
     def open_unverified(self, path: Path) -> Checkpoint:
         """Return a checkpoint of which names and sizes were compared, but no contents.

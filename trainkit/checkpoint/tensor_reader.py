@@ -116,6 +116,8 @@ class TensorReader:
         stretches: dict[str, list[_Stretch]] = {}
         for stored, box, target in jobs:
             for part, shard in stored.shards:
+                if shard.common(box) is None:
+                    continue
                 found = self._stretches(stored, part, runs(shard, box), target)
                 stretches.setdefault(part, []).extend(found)
         for part, of_part in stretches.items():

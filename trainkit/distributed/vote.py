@@ -23,8 +23,8 @@ class Vote:
     They travel in an asynchronous all-reduce of their own, or along with gradients: see `rides`.
 
     Args:
-        processes: The processes that vote, over their CPU group.
-        size: Number of flags: integers from 0 to 100, which survive in any floating-point format.
+        processes: The processes that vote; in an all-reduce of its own over their CPU group.
+        size: Number of flags: integers from 0 to 64, which survive in any floating-point format.
     """
 
     def __init__(self, processes: Processes, size: int) -> None:
@@ -80,7 +80,8 @@ class Vote:
             self._work = None
             return tuple(self._buffer.tolist())
         if self._seats is not None:
-            largest, self._seats = self._seats.amax(0) * self._processes.size, None
+            # Averages of a short format are a little off, but never by half an integer.
+            largest, self._seats = self._seats.amax(0).double() * self._processes.size, None
             return tuple(largest.round_().long().tolist())
         return (0,) * self._size
 

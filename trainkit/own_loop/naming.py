@@ -8,6 +8,7 @@ from typing import Any
 
 from trainkit.checkpoint import Checkpoint, CheckpointStore, KeepPolicy, RunLock, rotate
 from trainkit.checkpoint.files import remove_tree
+from trainkit.checkpoint.listing import broken_folders
 from trainkit.distributed import Processes, on_main
 from trainkit.errors import CheckpointError, ConfigError
 from trainkit.own_loop.settings import ProjectConfiguration
@@ -89,11 +90,14 @@ class Places:
         found: list[tuple[str, str]] = []
         on_main(self._processes, lambda: found.append(self._find(input_dir, report)))
         folder, checkpoint = self._processes.broadcast_object(found[0] if found else None)
-        number = _NUMBERED.fullmatch(Path(folder).name)
+        return Path(folder), Path(checkpoint)
+
+    def continue_from(self, folder: Path) -> None:
+        """Number the next states after a folder that has been loaded."""
+        number = _NUMBERED.fullmatch(folder.name)
         if self._project.automatic_checkpoint_naming and number is not None:
             self._project.iteration = int(number[1]) + 1
             self._continued = True
-        return Path(folder), Path(checkpoint)
 
     def _make(self, folder: Path) -> None:
         numbered = self._project.automatic_checkpoint_naming
@@ -143,7 +147,7 @@ class Places:
         if (folder / "manifest.json").exists():
             return str(folder), str(folder)
         found = CheckpointStore(folder).checkpoints() if folder.is_dir() else []
-        if len(found) == 1:
+        if len(found) == 1 and not list(broken_folders(folder)):
             return str(folder), str(found[0].path)
         return self._open(folder, report)
 

@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from trainkit import rng
 from trainkit.checkpoint import Checkpoint, CheckpointStore
+from trainkit.checkpoint.opened import verify
 from trainkit.distributed import Processes, together
 from trainkit.errors import CheckpointError, ConfigError
 from trainkit.own_loop.accumulation import Accumulation
@@ -118,11 +119,14 @@ class States:
         folder, path = self.places.for_loading(input_dir, report)
         models = list(map(self._strategy.unwrap, self._registry.models))
         left = list(models)
+        if self._before_load:  # a hook may load what it finds
+            together(self._processes, lambda: verify(path))
         for hook in self._before_load.values():
             hook(left, str(folder))
         found: dict[str, Any] = {}
         together(self._processes, lambda: found.update(self._read(path, models, left)))
         self._apply(found, left)
+        self.places.continue_from(folder)
 
     def _common(self, weights: list[Any]) -> dict[str, Any]:
         """Return what all processes have alike, or hold together."""

@@ -1,6 +1,6 @@
 """Data parallelism by torch's DistributedDataParallel."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import TypeAlias
 
@@ -15,6 +15,7 @@ from trainkit.distributed import Processes, Vote
 from trainkit.errors import ConfigError
 from trainkit.precision import Precision
 from trainkit.strategies.strategy import Strategy
+from trainkit.types import class_name
 from trainkit.world import World
 
 __all__ = ["DDP", "Reduction"]
@@ -73,6 +74,7 @@ class DDP(Strategy):
         )
         reduction = self.reduction()
         if reduction is not None:
+            self._check_dense(model)
             wrapped.register_comm_hook(self.processes, reduction)
         return wrapped
 
@@ -88,13 +90,22 @@ class DDP(Strategy):
         """Return how a bucket of gradients is averaged over processes; None: as torch does it.
 
         For subclasses: a communication hook of DistributedDataParallel, whose state are the
-        processes. A resume is exact only if it does not depend on how buckets are laid out.
+        processes. It has only one, so pass yours here, not to `register_comm_hook`. A resume is
+        exact only if it does not depend on how buckets are laid out.
         """
         if self.processes.size > 2:
             return _averaging(_mean_in_rank_order, self.vote)
         if self.vote is not None and self.vote.rides:
             return _averaging(_mean_of_two, self.vote)
         return None
+
+    def _check_dense(self, model: nn.Module) -> None:
+        sparse = _sparse(model)
+        if sparse is not None:
+            raise ConfigError(
+                f"`{sparse or class_name(model)}` has sparse gradients, which 3 processes or more, "
+                "or a `reduction` of your own, cannot average. Pass `sparse=False` to it."
+            )
 
     def _takes_votes(self, model: nn.Module) -> bool:
         """Return whether a vote costs less along with the gradients than on its own.
@@ -103,6 +114,8 @@ class DDP(Strategy):
         a vote takes. A reduction of the user's own has no place for it.
         """
         if self.device.type != "cpu" or type(self).reduction is not DDP.reduction:
+            return False
+        if _sparse(model) is not None:
             return False
         trained = [p for p in model.parameters() if p.requires_grad]
         real = all(p.is_floating_point() for p in trained)
@@ -144,6 +157,16 @@ class DDP(Strategy):
         if isinstance(model, DistributedDataParallel):
             return model.no_sync()
         return super().no_sync(model)
+
+
+def _sparse(model: nn.Module) -> str | None:
+    """Return the name of a module with sparse gradients, which no communication hook can take."""
+    modules: Iterable[tuple[str, nn.Module]] = model.named_modules()
+    for name, module in modules:
+        is_embedding = isinstance(module, nn.Embedding | nn.EmbeddingBag)
+        if is_embedding and module.sparse and module.weight.requires_grad:
+            return name
+    return None
 
 
 def _averaging(mean: Mean, vote: Vote | None) -> Reduction:
