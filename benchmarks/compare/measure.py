@@ -1,4 +1,4 @@
-"""Runs the rounds of one workload: A B C A B C, one peer at a time."""
+"""Runs the rounds of one workload: A B C, B C A, C A B, one peer at a time."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,8 +30,8 @@ def measure(
     session = _Session(workload, peers, folder, clock)
     try:
         session.try_out()
-        for _ in range(rounds):
-            session.run_round()
+        for number in range(rounds):
+            session.run_round(number / rounds)
         session.count()
     finally:
         session.close()
@@ -63,9 +63,17 @@ class _Session:
         for name in list(self._teams):
             self._ask(name, self._clock)
 
-    def run_round(self) -> None:
-        """Measure each once."""
-        for name in list(self._teams):
+    def run_round(self, turn: float) -> None:
+        """Measure each once, beginning at another one in each round.
+
+        A machine that gets slower or faster within a round then favours nobody.
+
+        Args:
+            turn: From 0 to 1, how far down the list the first one stands.
+        """
+        names = list(self._teams)
+        first = int(turn * len(names))
+        for name in names[first:] + names[:first]:
             answer = self._ask(name, self._clock)
             if answer is not None:
                 self._rows[name].seconds.append(answer["seconds"])
