@@ -16,7 +16,7 @@ help:
 	@echo "make test    run the tests"
 	@echo "make check   lint, format check, types and tests"
 	@echo "make fix     let ruff repair and format what it can"
-	@echo "make bench   compare the cost of a step with other frameworks, in minutes"
+	@echo "make bench   compare the cost of a step with other frameworks, in 25 minutes"
 	@echo "make bench-full  the same with more workloads and more rounds"
 	@echo "make docs    build the documentation into site/"
 	@echo "make wheel   build the wheel into dist/"

@@ -162,7 +162,6 @@ class Run:
     run_id: str = ""
     resumed_from: int | None = None  # step of the checkpoint that this fit went on from
     streams: tuple[rng.HostState, Tensor | None] | None = None  # to be put back at the start
-    vote: Vote | None = None  # None on one process
     recut: Callable[[Generator[Window, None, None]], Generator[Window, None, None]] | None = None
     """Cuts the windows of an epoch into other micro-batches of the same samples; None: as read."""
 
@@ -170,6 +169,11 @@ class Run:
     def is_main_process(self) -> bool:
         """Whether this is process 0."""
         return self.accelerator.is_main_process
+
+    @property
+    def vote(self) -> Vote | None:
+        """What the processes agree by; None on one process."""
+        return self.strategy.vote
 
     @property
     def phase(self) -> str:

@@ -360,7 +360,6 @@ class Trainer:
             logs=any(processes.all_gather_objects(self.callbacks.listens(Callback.on_log))),
             evaluates_epochs=own_evaluation,
             evaluates_end=own_evaluation,
-            vote=self.strategy.vote,
             objects=self._objects,
         )
 
