@@ -1,4 +1,4 @@
-"""The comparison of `make bench`: what it counts, and what it makes of the figures."""
+"""`make bench`: what it counts, and what it makes of the figures; the list of `mutants`."""
 
 import io
 import json
@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import mutants
 from benchmarks.compare import __main__ as command
 from benchmarks.compare.meter import Meter, Mode
 from benchmarks.compare.peers import raw
@@ -18,6 +19,10 @@ from benchmarks.compare.workload import Outcome
 from benchmarks.compare.workloads import WORKLOADS
 
 TINY = Training(name="tiny", about="tiny", batch_size=1, steps=64)
+
+
+def test_each_fault_of_the_mutants_fits_the_code() -> None:
+    assert mutants.misfits(mutants.read()[0]) == []
 
 
 def test_ratios_are_paired_within_the_round() -> None:
