@@ -91,7 +91,7 @@ def horizon_problems(saved: Mapping[str, Any], run: Run, schedule: str | None) -
 
 
 def overruled_settings(saved: Sequence[Mapping[str, Any]], run: Run) -> list[str]:
-    """Return, in words, which settings of the optimizer a resume replaces by those of the save.
+    """Return, in words, which numbers of the optimizer a resume replaces by those of the save.
 
     What a schedule changes on its way is left out, but for the rate that it began with.
     """
@@ -99,16 +99,19 @@ def overruled_settings(saved: Sequence[Mapping[str, Any]], run: Run) -> list[str
     if run.lr_schedule is not None:
         names = dict.fromkeys(["initial_lr", *(n for n in names if n not in _SCHEDULED)])
     found = {
-        f"`{name}` {_number(old[name])} (given: {_number(new[name])})": None
+        f"`{name}` {was} (given: {given})": None
         for old, new in zip(saved, run.optimizer.param_groups, strict=True)
         for name in names
-        if name in old and name in new and _number(old[name]) != _number(new[name])
+        if (was := _numbers(old.get(name))) and (given := _numbers(new.get(name))) and was != given
     }
     return list(found)
 
 
-def _number(setting: Any) -> Any:
-    return setting.item() if isinstance(setting, Tensor) else setting
+def _numbers(setting: Any) -> str:
+    """Return a number, or several, as text; nothing for all else."""
+    values = list(setting) if isinstance(setting, tuple | list) else [setting]
+    values = [v.item() if isinstance(v, Tensor) and v.numel() == 1 else v for v in values]
+    return ", ".join(map(str, values)) if all(isinstance(v, int | float) for v in values) else ""
 
 
 def parameter_names(module: nn.Module) -> dict[int, str]:

@@ -111,11 +111,10 @@ class DDP(Strategy):
         """Return whether a vote costs less along with the gradients than on its own.
 
         A tensor of a GPU would have to be waited for, and more gradients take longer to copy than
-        a vote takes. A reduction of the user's own has no place for it.
+        a vote takes. A reduction of the user's own, or of sparse gradients, has no place for it.
         """
-        if self.device.type != "cpu" or type(self).reduction is not DDP.reduction:
-            return False
-        if _sparse(model) is not None:
+        own = type(self).reduction is DDP.reduction and _sparse(model) is None
+        if self.device.type != "cpu" or not own:
             return False
         trained = [p for p in model.parameters() if p.requires_grad]
         real = all(p.is_floating_point() for p in trained)
