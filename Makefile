@@ -8,12 +8,13 @@ ONE_THREAD := OMP_NUM_THREADS=1
 DEMO := runs/sentiment
 
 .DEFAULT_GOAL := help
-.PHONY: help demo data test check fix bench bench-full docs wheel clean
+.PHONY: help demo data test test-versions check fix bench bench-full docs wheel clean
 
 help:
 	@echo "make demo    train the Chinese review classifier on two processes, then check its figures"
 	@echo "make data    fetch what the examples train on into data/ and .venv"
 	@echo "make test    run the tests"
+	@echo "make test-versions  run the fast tests with the lowest and the newest Python, torch, ..."
 	@echo "make check   lint, format check, types and tests"
 	@echo "make fix     let ruff repair and format what it can"
 	@echo "make bench   compare the cost of a step with other frameworks, in 25 minutes"
@@ -46,6 +47,34 @@ data/fashion-mnist:
 test: .venv/with-test
 	$(ONE_THREAD) $(BIN)/python -m pytest -q
 
+# Each environment is made, used and removed: a torch with CUDA takes several GB.
+# `make test-versions VERSIONS=lowest` runs one; `PYTHON_OLDEST=...` says where a Python is.
+PYTHON_OLDEST ?= python3.11
+PYTHON_MIDDLE ?= python3.12
+PYTHON_NEWEST ?= python3.13
+VERSIONS ?= lowest newest-oldest newest-middle newest-newest
+# What starts examples, documents and other frameworks says nothing more about versions.
+FAST_TESTS ?= tests --ignore-glob='*example*' --ignore-glob='*bench*' --ignore-glob='*against*' \
+	--ignore-glob='*wandb*' --ignore-glob='*notebook*' --ignore=tests/test_docs.py \
+	--ignore=tests/test_readme.py --ignore=tests/test_packaging.py --ignore=tests/test_behaviour.py \
+	--ignore=tests/audit --ignore=tests/system
+
+test-versions: $(VERSIONS:%=test-versions-%)
+
+test-versions-lowest: MADE_BY = $(PYTHON_OLDEST)
+test-versions-lowest: AS_OF = --constraint constraints-lowest.txt
+test-versions-newest-oldest: MADE_BY = $(PYTHON_OLDEST)
+test-versions-newest-middle: MADE_BY = $(PYTHON_MIDDLE)
+test-versions-newest-newest: MADE_BY = $(PYTHON_NEWEST)
+test-versions-%:
+	@$(MADE_BY) --version >/dev/null 2>&1 || { echo "There is no $(MADE_BY) for \`make $@\`:" \
+		"install it, or say where it is by PYTHON_OLDEST, PYTHON_MIDDLE or PYTHON_NEWEST."; exit 1; }
+	rm -rf .versions/$* && $(MADE_BY) -m venv .versions/$*
+	.versions/$*/bin/python -m pip install --quiet --upgrade pip setuptools
+	.versions/$*/bin/python -m pip install --quiet --no-cache-dir $(AS_OF) --editable '.[versions]'
+	$(ONE_THREAD) .versions/$*/bin/python -m pytest -q -p no:cacheprovider $(FAST_TESTS)
+	rm -rf .versions/$*
+
 check: .venv/with-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -70,7 +99,7 @@ wheel: .venv/with-dev
 	$(BIN)/python -m build --wheel
 
 clean:
-	rm -rf .venv build dist site trainkit.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .versions build dist site trainkit.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 
 # The pinned torch comes first and alone, so that no other package chooses it.
 .venv/with-torch: constraints-cpu.txt

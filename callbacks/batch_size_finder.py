@@ -14,6 +14,7 @@ from trainkit.data import MicroBatch, Window
 from trainkit.data.split import split_windows
 from trainkit.errors import ConfigError
 from trainkit.run import Run
+from trainkit.schema import flag, maybe, record, whole
 
 __all__ = ["BatchSizeFinder"]
 
@@ -70,6 +71,10 @@ class BatchSizeFinder(Callback):
     @override
     def state_dict(self) -> dict[str, Any]:
         return {"size": self.size, "tried": self._tried}
+
+    @override
+    def check_state_dict(self, run: Run, state: Mapping[str, Any]) -> None:
+        record({"size": maybe(whole), "tried": flag}, closed=True)(state)
 
     @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -1,12 +1,14 @@
 """Save checkpoints: when, and what stays."""
 
 import time
-from typing import Literal
+from typing import Literal, get_args
 
 from typing_extensions import override
 
 from trainkit.callback import Callback
-from trainkit.checkpoint import KeepPolicy
+from trainkit.checkpoint import CheckpointStore, KeepPolicy
+from trainkit.checkpoint.saver import NonFinite
+from trainkit.config import checked
 from trainkit.errors import ConfigError
 from trainkit.run import Run
 from trainkit.types import Scalars, StepResult
@@ -28,8 +30,13 @@ class Checkpoint(Callback):
             Each evaluation is then followed by a save.
         keep_every: Checkpoints of steps that are multiples of this stay too.
         background: Write while training goes on; training waits for a copy in memory only.
+        non_finite: What is done where parameters, or the loss of the last step, are not finite.
+            "mark": it is saved and marked, never counts as the best, and the newest one without
+            the mark stays too, from which a fit resumes. "raise": nothing is saved, and the run
+            ends. "allow": it is like any other, and may replace the last good one.
     """
 
+    @checked
     def __init__(
         self,
         *,
@@ -40,6 +47,7 @@ class Checkpoint(Callback):
         keep_best: tuple[str, Literal["min", "max"]] | None = None,
         keep_every: int | None = None,
         background: bool = False,
+        non_finite: NonFinite = "mark",
     ) -> None:
         for name, value in (("every_n_steps", every_n_steps), ("every_n_epochs", every_n_epochs)):
             if value is not None and (type(value) is not int or value < 1):
@@ -50,6 +58,10 @@ class Checkpoint(Callback):
             raise ConfigError(
                 '`keep_best` must be a figure and its good end, such as `("eval/loss", "min")`, '
                 f"but is {keep_best!r}."
+            )
+        if non_finite not in get_args(NonFinite):
+            raise ConfigError(
+                f"`non_finite` must be one of {get_args(NonFinite)}, but is {non_finite!r}."
             )
         if every_n_steps is None and every_n_epochs is None and every_minutes is None:
             every_n_epochs = 1
@@ -62,6 +74,7 @@ class Checkpoint(Callback):
             keep_every=keep_every,
         )
         self.background = background
+        self.non_finite: NonFinite = non_finite
         self._due = 0.0  # on the clock of time.monotonic
 
     @override
@@ -84,13 +97,18 @@ class Checkpoint(Callback):
         return f"Saves {saves}; keeps {', '.join(kept)}; {waits}."
 
     @override
-    def on_fit_start(self, run: Run) -> None:
+    def check_output(self, run: Run) -> None:
         if run.output_dir is None:
             raise ConfigError(
                 "`Checkpoint` saves under the output directory, but the trainer has none. Pass "
                 "`Trainer(output_dir=...)`."
             )
-        run.save_checkpoints(self.policy, background=self.background)
+        if run.accelerator.is_local_main_process:  # every machine writes its part
+            CheckpointStore(run.output_dir / "checkpoints").probe()
+
+    @override
+    def on_fit_start(self, run: Run) -> None:
+        run.save_checkpoints(self.policy, background=self.background, non_finite=self.non_finite)
         self._wait_again()
 
     @override

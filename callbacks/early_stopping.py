@@ -8,8 +8,10 @@ from typing import Any, Literal
 from typing_extensions import override
 
 from trainkit.callback import Callback
+from trainkit.config import checked
 from trainkit.errors import ConfigError
 from trainkit.run import Run
+from trainkit.schema import number, record, whole
 from trainkit.types import Scalars
 
 __all__ = ["EarlyStopping"]
@@ -30,6 +32,7 @@ class EarlyStopping(Callback):
         min_delta: By how much a better value must differ, in the unit of the metric, at least 0.
     """
 
+    @checked
     def __init__(
         self,
         metric: str,
@@ -85,6 +88,10 @@ class EarlyStopping(Callback):
     @override
     def state_dict(self) -> dict[str, Any]:
         return {"best": self._best, "bad_evaluations": self._bad_evaluations}
+
+    @override
+    def check_state_dict(self, run: Run, state: Mapping[str, Any]) -> None:
+        record({"best": number, "bad_evaluations": whole}, closed=True)(state)
 
     @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

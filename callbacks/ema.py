@@ -11,8 +11,11 @@ from typing_extensions import override
 
 from trainkit.callback import Callback
 from trainkit.checkpoint import CheckpointStore
+from trainkit.checkpoint.exact import as_parameter
+from trainkit.config import checked
 from trainkit.errors import CheckpointError, ConfigError
 from trainkit.run import Run
+from trainkit.schema import record, tensor_like, whole
 from trainkit.strategies import Strategy
 from trainkit.types import Scalars, Size, StepResult
 
@@ -58,6 +61,9 @@ class EMA(Callback):
         ConfigError: An argument makes no sense.
     """
 
+    per_process = False  # alike, and too large to be compared; buffers are those of process 0
+
+    @checked
     def __init__(
         self,
         decay: float = 0.999,
@@ -164,6 +170,23 @@ class EMA(Callback):
         return {"average": _trained(run)}
 
     @override
+    def check_state_dict(self, run: Run, state: Mapping[str, Any]) -> None:
+        record({"updates": whole, "average": record({})}, closed=True)(state)
+        present: dict[str, Tensor] = dict(_trained(run))
+        if self.average_buffers:
+            named = _floating_buffers(run.module).items()
+            present |= {name: getattr(owner, key) for name, (owner, key) in named}
+        odd = sorted(set(present) ^ set(state["average"]))
+        if odd:
+            raise CheckpointError(
+                f"The average of `{self.name}` in the checkpoint holds other tensors than are "
+                f"averaged now: {odd[:5]} and {len(odd) - 5 if len(odd) > 5 else 'no'} more. "
+                "Resume with the same trainable parameters and `average_buffers`."
+            )
+        like = {name: tensor_like(_empty(tensor)) for name, tensor in present.items()}
+        record({"average": record(like)})(state)
+
+    @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if set(state) != {"updates", "average"}:
             raise ConfigError(
@@ -240,17 +263,10 @@ class EMA(Callback):
     def _adopt(self) -> None:
         """Take over what a resume has loaded."""
         names, loaded = [*self._parameters, *self._buffers], self._loaded
-        if set(names) != set(loaded):
-            odd = sorted(set(names) ^ set(loaded))
-            raise CheckpointError(
-                f"The average of `{self.name}` in the checkpoint holds other tensors than are "
-                f"averaged now: {odd[:5]} and {len(odd) - 5 if len(odd) > 5 else 'no'} more. "
-                "Resume with the same trainable parameters and `average_buffers`."
-            )
         assert self._strategy is not None
         parts = self._strategy.local_parts(loaded[name] for name in names)
         self._average = [
-            _copy(part).to(tensor.device)
+            as_parameter(_copy(part).to(tensor.device), tensor)
             for part, tensor in zip(parts, self._tensors(), strict=True)
         ]
 
@@ -293,6 +309,12 @@ def _copy(tensor: Tensor) -> Tensor:
     """Return a copy in at least fp32: less would round small changes of the average away."""
     dtype = torch.promote_types(tensor.dtype, torch.float32)
     return tensor.detach().to(dtype, copy=True)
+
+
+def _empty(tensor: Tensor) -> Tensor:
+    """Return a tensor without values that is as the average of another is."""
+    dtype = torch.promote_types(tensor.dtype, torch.float32)
+    return torch.empty(tensor.shape, dtype=dtype, device="meta")
 
 
 def _like(local: Tensor, parameter: Tensor) -> Tensor:

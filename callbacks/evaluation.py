@@ -6,6 +6,7 @@ from typing import Any
 from typing_extensions import override
 
 from trainkit.callback import Callback
+from trainkit.config import checked
 from trainkit.errors import ConfigError
 from trainkit.metrics import as_metric
 from trainkit.run import Run
@@ -30,6 +31,7 @@ class Evaluation(Callback):
 
     schedules_evaluation = True
 
+    @checked
     def __init__(
         self,
         metrics: Iterable[Any] = (),
@@ -38,10 +40,9 @@ class Evaluation(Callback):
         every_n_epochs: int | None = None,
         at_end: bool = True,
     ) -> None:
-        if isinstance(metrics, str):
+        if isinstance(metrics, str) or not isinstance(metrics, Iterable):
             raise ConfigError(
-                f"`metrics` must be a list, but is the text {metrics!r}. Write "
-                f"`metrics=[{metrics!r}]`."
+                f"`metrics` must be a list, but is {metrics!r}. Write `metrics=[{metrics!r}]`."
             )
         _check_interval("every_n_steps", every_n_steps)
         _check_interval("every_n_epochs", every_n_epochs)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.callbacks.run_facts import run_facts
+from trainkit.outputs import Lines
 from trainkit.run import Run
 
 __all__ = ["EventLog", "events_path", "readable"]
@@ -40,9 +41,9 @@ class EventLog:
     def __init__(self, path: Path, run: Run) -> None:
         self._run = run
         is_torn = path.exists() and not path.read_bytes().endswith(b"\n")
-        self._file = path.open("a", buffering=1, encoding="utf-8")  # by line
+        self._file = Lines(path, "`JSONLLogger`")
         if is_torn:
-            self._file.write("\n")  # the process before was killed while it wrote
+            self._file.write("")  # the process before was killed while it wrote
         facts = readable(run_facts(run))
         self.write("start", time=time.time(), resumed_from=run.resumed_from, **facts)
 
@@ -57,7 +58,7 @@ class EventLog:
             "skipped_steps": state.skipped_steps,
             "seconds": {phase: round(spent, 4) for phase, spent in run.clock.seconds().items()},
         }
-        self._file.write(json.dumps(entry | values, allow_nan=False) + "\n")
+        self._file.write(json.dumps(entry | values, allow_nan=False))
 
     def close(self) -> None:
         """Close the file."""

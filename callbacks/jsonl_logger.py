@@ -5,16 +5,19 @@ import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from typing_extensions import override
 
 from trainkit.callback import Callback
 from trainkit.callbacks.event_log import EventLog, events_path, readable
 from trainkit.callbacks.places import log_place
+from trainkit.config import checked
 from trainkit.errors import ConfigError
+from trainkit.outputs import Lines, absolute, check_file
 from trainkit.run import Run
 from trainkit.state import TrainState
+from trainkit.streams import lost
 from trainkit.types import Scalars, StepResult
 
 __all__ = ["JSONLLogger"]
@@ -35,9 +38,9 @@ class JSONLLogger(Callback):
 
     The lines are strict JSON: a figure that is not finite is the text "NaN", "Infinity" or
     "-Infinity", which `float` reads. Each line is on its way to the disk once written, so a
-    killed run loses none. A resumed run first cuts what was written after its step. A new run
-    moves the file of an older one to `<name>.1`, or the next number that is free. Only the main
-    process writes.
+    killed run loses none; what a full disk does not take is written later. A resumed run first
+    cuts what was written after its step. A new run moves the file of an older one to `<name>.1`,
+    or the next number that is free. Only the main process writes.
 
     Beside it, `metrics.events.jsonl` says when the run started, logged, evaluated, saved and
     ended, with the seconds by phase; its lines "start" hold the configuration, versions and
@@ -47,25 +50,32 @@ class JSONLLogger(Callback):
         path: The file; by default `<output_dir>/metrics.jsonl`.
     """
 
+    @checked
     def __init__(self, path: str | Path | None = None) -> None:
-        self.path = path
-        self._file: TextIO | None = None
+        self.path = None if path is None else absolute(path, "path")
+        self._file: Lines | None = None
         self._events: EventLog | None = None
         self._error: str | None = None
         self._start = 0.0
 
     @override
+    def check_output(self, run: Run) -> None:
+        path = self._place(run)
+        if run.is_main_process:
+            for each in (path, events_path(path)):
+                check_file(each, f"`{self.name}`")
+
+    @override
     def on_fit_start(self, run: Run) -> None:
-        path = log_place(run, self.path, "metrics.jsonl", owner="JSONLLogger", argument="path")
+        path = self._place(run)
         if not run.is_main_process:
             return
         self._start = time.monotonic()
-        path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and run.state.attempts > 0:
             _cut(path, run.state)
         elif any(each.exists() and each.stat().st_size > 0 for each in (path, events_path(path))):
             _move_away(path, events_path(path))
-        self._file = path.open("a", buffering=1, encoding="utf-8")  # by line
+        self._file = Lines(path, f"`{self.name}`")
         self._error = None
         self._events = EventLog(events_path(path), run)
 
@@ -98,7 +108,7 @@ class JSONLLogger(Callback):
     @override
     def on_fit_end(self, run: Run) -> None:
         if self._events is not None:
-            self._events.write("end", reason=run.stop_reason, error=self._error)
+            self._events.write("end", reason=run.stop_reason, error=self._error, lost=lost())
             self._events.close()
             self._events = None
         if self._file is not None:
@@ -118,7 +128,10 @@ class JSONLLogger(Callback):
         for name, value in values.items():
             entry[f"log/{name}" if name in RESERVED else name] = readable(value)
         entry[SECONDS] = round(time.monotonic() - self._start, 3)
-        self._file.write(json.dumps(entry, allow_nan=False) + "\n")
+        self._file.write(json.dumps(entry, allow_nan=False))
+
+    def _place(self, run: Run) -> Path:
+        return log_place(run, self.path, "metrics.jsonl", owner="JSONLLogger", argument="path")
 
 
 def _move_away(*paths: Path) -> None:

@@ -28,6 +28,8 @@ class MainProcess(Callback):
         callback: Keeps its name and its state.
     """
 
+    per_process = False  # those of the others have seen nothing
+
     def __init__(self, callback: Callback) -> None:
         if not isinstance(callback, Callback):
             raise ConfigError(
@@ -51,8 +53,17 @@ class MainProcess(Callback):
         return f"{self.callback.explain()} On the main process only."
 
     @override
+    def check_output(self, run: Run) -> None:
+        if run.is_main_process:
+            self.callback.check_output(run)
+
+    @override
     def state_dict(self) -> dict[str, Any]:
         return self.callback.state_dict()
+
+    @override
+    def check_state_dict(self, run: Run, state: Mapping[str, Any]) -> None:
+        self.callback.check_state_dict(run, state)
 
     @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

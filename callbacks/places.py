@@ -1,11 +1,13 @@
 """Where loggers write."""
 
+import warnings
 from pathlib import Path
 
 from trainkit.errors import ConfigError
+from trainkit.outputs import absolute
 from trainkit.run import Run
 
-__all__ = ["log_place"]
+__all__ = ["log_place", "warn_unwritten"]
 
 
 def log_place(run: Run, given: str | Path | None, name: str, *, owner: str, argument: str) -> Path:
@@ -22,7 +24,7 @@ def log_place(run: Run, given: str | Path | None, name: str, *, owner: str, argu
         ConfigError: Neither is there.
     """
     if given is not None:
-        return Path(given)
+        return absolute(given, argument)
     if run.output_dir is None:
         raise ConfigError(
             f"`{owner}` does not know where to write: it was given no `{argument}` and the "
@@ -30,3 +32,12 @@ def log_place(run: Run, given: str | Path | None, name: str, *, owner: str, argu
             f'`{owner}({argument}="...")`.'
         )
     return run.output_dir / name
+
+
+def warn_unwritten(
+    owner: str, error: BaseException, outcome: str = "nothing more is written there"
+) -> None:
+    """Say that a logger cannot write: training is worth more than its log."""
+    warnings.warn(
+        f"`{owner}` cannot write: {error}. Training goes on, and {outcome}.", stacklevel=3
+    )

@@ -5,6 +5,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, is_dataclass
 from itertools import count
 from pathlib import Path
@@ -14,10 +15,13 @@ from typing import IO, Any
 from typing_extensions import override
 
 from trainkit.callback import Callback
-from trainkit.callbacks.places import log_place
+from trainkit.callbacks.places import log_place, warn_unwritten
+from trainkit.config import checked
 from trainkit.errors import ConfigError, DataError
 from trainkit.metrics.metric import Metric
+from trainkit.outputs import absolute, check_file, check_folder
 from trainkit.run import Run
+from trainkit.schema import record, whole
 from trainkit.types import Scalars
 
 __all__ = ["Predictions"]
@@ -58,6 +62,7 @@ class Predictions(Callback):
             evaluate, no place to write, or the files of several loaders would be the same.
     """
 
+    @checked
     def __init__(
         self, path: str | Path | None = None, *, every: int = 1, extra: Extra | None = None
     ) -> None:
@@ -71,10 +76,23 @@ class Predictions(Callback):
                 f"{extra!r}."
             )
         self.path = path
+        self._base = Path()  # apart: its name may have braces, which are no places
+        if path is not None and absolute(path, "path") != Path(path):
+            self._base = Path.cwd()
         self.every = every
         self.extra = extra
         self._evaluations = 0
         self._recorder = _Recorder(extra)
+
+    @override
+    def check_output(self, run: Run) -> None:
+        path, owner = self._path_of(run, ""), f"`{self.name}`"
+        if not run.is_main_process:
+            return
+        if "{" in str(self.path):  # what it stands for changes
+            check_folder(self._base / Path(str(self.path).partition("{")[0] + "_").parent, owner)
+        else:
+            check_file(path, owner)
 
     @override
     def on_fit_start(self, run: Run) -> None:
@@ -123,6 +141,10 @@ class Predictions(Callback):
         return {"evaluations": self._evaluations}
 
     @override
+    def check_state_dict(self, run: Run, state: Mapping[str, Any]) -> None:
+        record({"evaluations": whole}, closed=True)(state)
+
+    @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if set(state) != {"evaluations"}:
             raise ConfigError(
@@ -135,7 +157,8 @@ class Predictions(Callback):
         if self.path is None:
             return log_place(run, None, "predictions.jsonl", owner="Predictions", argument="path")
         state = run.state
-        return Path(str(self.path).format(step=state.step, epoch=state.epoch, loader=loader))
+        name = str(self.path).format(step=state.step, epoch=state.epoch, loader=loader)
+        return self._base / name
 
     @staticmethod
     def write(path: str | Path, predictions: Any, references: Any = None) -> None:
@@ -187,19 +210,33 @@ class _Recorder(Metric):
     @override
     def reset(self) -> None:
         if self._paths is not None:
-            self._table = _Table(next(self._paths), self._extra)
+            with self._lasting():
+                self._table = _Table(next(self._paths), self._extra)
 
     @override
     def update(self, predictions: Any, references: Any) -> None:
-        if self._table is not None:
-            self._table.add(predictions, references)
+        with self._lasting():
+            if self._table is not None:
+                self._table.add(predictions, references)
 
     @override
     def compute(self) -> dict[str, float]:
-        if self._table is not None:
-            self._table.publish()
-            self._table = None
+        with self._lasting():
+            if self._table is not None:
+                self._table.publish()
+        self._table = None
         return {}
+
+    @contextmanager
+    def _lasting(self) -> Iterator[None]:
+        """Give up the file, not the training, where it cannot be written."""
+        try:
+            yield
+        except OSError as error:
+            if self._table is not None:
+                self._table.discard()
+                self._table = None
+            warn_unwritten("Predictions", error, "the predictions of this evaluation are lost")
 
 
 class _Table:
@@ -246,8 +283,10 @@ class _Table:
 
     def discard(self) -> None:
         """Remove what was not published."""
-        self._file.close()
-        self._scratch.unlink(missing_ok=True)
+        with suppress(OSError):  # of the disk that could not take it
+            self._file.close()
+        with suppress(OSError):
+            self._scratch.unlink(missing_ok=True)
 
     def _write(self, row: dict[str, Any]) -> None:
         row = {name: _plain(value) for name, value in row.items()}

@@ -9,8 +9,10 @@ from torch.profiler import profile, schedule
 from typing_extensions import override
 
 from trainkit.callback import Callback
-from trainkit.callbacks.places import log_place
+from trainkit.callbacks.places import log_place, warn_unwritten
+from trainkit.config import check_argument
 from trainkit.errors import ConfigError
+from trainkit.outputs import absolute, check_folder
 from trainkit.run import Run
 from trainkit.types import StepResult
 
@@ -57,6 +59,7 @@ class Profiler(Callback):
         directory: str | Path | None = None,
         **options: Any,
     ) -> None:
+        check_argument("directory", directory, str | Path | None)
         counts = {"wait": (wait, 0), "warmup": (warmup, 1), "active": (active, 1)}
         counts |= {"repeat": (repeat, 1), "table_rows": (table_rows, 0)}
         for name, (value, least) in counts.items():
@@ -76,15 +79,20 @@ class Profiler(Callback):
         self.active = active
         self.repeat = repeat
         self.table_rows = table_rows
-        self.directory = directory
+        self.directory = None if directory is None else absolute(directory, "directory")
         self.options = options
         self._profile: profile | None = None
 
     @override
-    def on_fit_start(self, run: Run) -> None:
+    def check_output(self, run: Run) -> None:
         self._place = log_place(
             run, self.directory, "profile", owner="Profiler", argument="directory"
         )
+        if run.accelerator.is_local_main_process:
+            check_folder(self._place, f"`{self.name}`")
+
+    @override
+    def on_fit_start(self, run: Run) -> None:
         self._written = 0  # recordings
         self._next = run.state.attempts + self.wait
 
@@ -135,7 +143,13 @@ class Profiler(Callback):
 
     def _write(self, run: Run, recorded: profile) -> None:
         self._written += 1
-        self._place.mkdir(parents=True, exist_ok=True)
+        try:
+            self._write_files(run, recorded)
+        except OSError as error:
+            warn_unwritten(self.name, error)
+            self._written = self.repeat
+
+    def _write_files(self, run: Run, recorded: profile) -> None:
         name = f"step-{self._first:08d}-rank-{run.accelerator.process_index}"
         recorded.export_chrome_trace(str(self._place / f"{name}.trace.json.gz"))
         if self.table_rows:

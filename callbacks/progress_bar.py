@@ -45,7 +45,7 @@ class ProgressBar(Callback):
         self._speed: float | None = None  # samples/s
         self._evaluated = 0  # batches in the evaluation under way
         self._mark = (time.monotonic(), run.state.samples_seen)
-        if run.is_main_process:
+        if run.is_main_process and sys.stderr is not None:  # it was closed from the start
             self._display = choose_display(
                 total=run.planned_steps, initial=run.state.step, stream=sys.stderr
             )

@@ -31,11 +31,18 @@ def run_facts(run: Run) -> dict[str, Any]:
         "versions": {"python": platform.python_version()} | _versions(),
         "started": {
             "command": hide_secrets([Path(sys.executable).name, *sys.orig_argv[1:]]),
-            "commit": commit_of(Path(sys.argv[0] or ".").resolve().parent),
+            "commit": commit_of(_script().parent),
             "host": socket.gethostname(),
             "pid": os.getpid(),
         },
     }
+
+
+def _script() -> Path:
+    try:
+        return Path(sys.argv[0] or ".").resolve()
+    except FileNotFoundError:  # the working directory is gone
+        return Path(os.sep)
 
 
 def _make_up(run: Run) -> dict[str, Any]:

@@ -1,5 +1,7 @@
 """Write the figures of a run for TensorBoard."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from operator import mul
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -8,8 +10,10 @@ from typing_extensions import override
 
 from trainkit.callback import Callback
 from trainkit.callbacks.histograms import Histogram
-from trainkit.callbacks.places import log_place
+from trainkit.callbacks.places import log_place, warn_unwritten
+from trainkit.config import checked
 from trainkit.errors import ConfigError
+from trainkit.outputs import absolute, check_folder
 from trainkit.run import Run
 from trainkit.types import Scalars
 
@@ -32,15 +36,20 @@ class TensorBoardLogger(Callback):
         directory: Folder of the event files; by default `<output_dir>/tensorboard`.
     """
 
+    @checked
     def __init__(self, directory: str | Path | None = None) -> None:
-        self.directory = directory
+        self.directory = None if directory is None else absolute(directory, "directory")
         self._writer: SummaryWriter | None = None
 
     @override
+    def check_output(self, run: Run) -> None:
+        place = self._place(run)
+        if run.is_main_process:
+            check_folder(place, f"`{self.name}`")
+
+    @override
     def on_fit_start(self, run: Run) -> None:
-        place = log_place(
-            run, self.directory, "tensorboard", owner="TensorBoardLogger", argument="directory"
-        )
+        place = self._place(run)
         if not run.is_main_process:
             return
         from torch.utils.tensorboard.writer import SummaryWriter  # takes seconds
@@ -56,14 +65,16 @@ class TensorBoardLogger(Callback):
     @override
     def on_evaluation_end(self, run: Run, metrics: Scalars) -> None:
         self._add(run, metrics)
-        if self._writer is not None:
-            self._writer.flush()
+        with self._lasting():
+            if self._writer is not None:
+                self._writer.flush()
 
     @override
     def on_fit_end(self, run: Run) -> None:
-        if self._writer is not None:
-            self._writer.close()  # flushes
-            self._writer = None
+        with self._lasting():
+            if self._writer is not None:
+                self._writer.close()  # flushes
+        self._writer = None
 
     def add_histogram(self, run: Run, name: str, histogram: Histogram) -> None:
         """Draw a histogram under `name` at the present step; the main process calls it."""
@@ -86,10 +97,28 @@ class TensorBoardLogger(Callback):
             global_step=run.state.step,
         )
 
+    def _place(self, run: Run) -> Path:
+        return log_place(
+            run, self.directory, "tensorboard", owner="TensorBoardLogger", argument="directory"
+        )
+
     def _add(self, run: Run, values: Scalars) -> None:
-        if self._writer is not None:
+        with self._lasting():
             for name, value in values.items():
-                self._writer.add_scalar(name, value, run.state.step)
+                if self._writer is not None:
+                    self._writer.add_scalar(name, value, run.state.step)
+
+    @contextmanager
+    def _lasting(self) -> Iterator[None]:
+        """Give up the event file, not the training, where it cannot be written any more.
+
+        Its thread has ended by then, so that nothing more could come into this file.
+        """
+        try:
+            yield
+        except OSError as error:
+            self._writer = None
+            warn_unwritten(self.name, error)
 
 
 def _first_new_step(run: Run, place: Path) -> int | None:

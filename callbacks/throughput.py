@@ -11,6 +11,7 @@ from trainkit.callback import Callback
 from trainkit.callbacks.flops import FlopCounter
 from trainkit.callbacks.log_steps import log_follows
 from trainkit.callbacks.step_clock import StepClock
+from trainkit.config import checked
 from trainkit.errors import ConfigError
 from trainkit.run import Run
 from trainkit.types import Batch, StepResult
@@ -56,6 +57,7 @@ class Throughput(Callback):
         ConfigError: An argument is of no use.
     """
 
+    @checked
     def __init__(
         self,
         *,

@@ -6,6 +6,7 @@ import time
 from typing_extensions import override
 
 from trainkit.callback import Callback
+from trainkit.config import checked
 from trainkit.errors import ConfigError
 from trainkit.run import Run
 from trainkit.types import StepResult
@@ -23,6 +24,7 @@ class TimeLimit(Callback):
         minutes: Time from the start of `fit`, on the clock of process 0.
     """
 
+    @checked
     def __init__(self, minutes: float) -> None:
         if not minutes > 0:
             raise ConfigError(f"`minutes` must be positive, but is {minutes!r}.")

@@ -12,8 +12,11 @@ from typing_extensions import override
 from trainkit.callback import Callback
 from trainkit.callbacks.histograms import Histogram
 from trainkit.callbacks.run_facts import run_facts
+from trainkit.config import checked
 from trainkit.errors import ConfigError
+from trainkit.outputs import absolute, check_folder
 from trainkit.run import Run
+from trainkit.schema import maybe, record, text
 from trainkit.signals import exit_code
 from trainkit.types import Scalars
 
@@ -48,6 +51,9 @@ class WandbLogger(Callback):
         ConfigError: `wandb` is not installed, or `wandb.init` does not take an option.
     """
 
+    per_process = False  # only the main process has an id
+
+    @checked
     def __init__(
         self, project: str | None = None, *, directory: str | Path | None = None, **options: Any
     ) -> None:
@@ -59,11 +65,17 @@ class WandbLogger(Callback):
         if options:
             _check_options(options)
         self.project = project
-        self.directory = directory
+        self.directory = None if directory is None else absolute(directory, "directory")
         self.options = options
         self._id: str | None = None
         self._run: wandb.Run | None = None
         self._failed = False
+
+    @override
+    def check_output(self, run: Run) -> None:
+        place = self.directory or run.output_dir
+        if place is not None and run.is_main_process:
+            check_folder(place / "wandb", f"`{self.name}`")
 
     @override
     def on_fit_start(self, run: Run) -> None:
@@ -74,15 +86,12 @@ class WandbLogger(Callback):
             return
         import wandb  # takes seconds
 
-        place = run.output_dir if self.directory is None else Path(self.directory)
-        if place is not None:
-            place.mkdir(parents=True, exist_ok=True)
         self._id = self._id or uuid.uuid4().hex
         self._run = wandb.init(
             project=self.project,
             id=self._id,
             resume="allow",
-            dir=place,
+            dir=self.directory or run.output_dir,
             config=run_facts(run),
             **self.options,
         )
@@ -112,6 +121,10 @@ class WandbLogger(Callback):
     @override
     def state_dict(self) -> dict[str, Any]:
         return {"run_id": self._id}
+
+    @override
+    def check_state_dict(self, run: Run, state: Mapping[str, Any]) -> None:
+        record({"run_id": maybe(text)}, closed=True)(state)
 
     @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -81,7 +81,7 @@ def _metrics(rank: int) -> tuple[Any, ...]:
         (torch.full((2 - rank, 2), rank), torch.full((2 - rank,), rank))
     )
     accelerator.loaders.yielded(loader, (1, 0), 1)
-    repeated = accelerator.gather_for_metrics([torch.full((rank + 1,), rank)], loader=loader)
+    repeated = accelerator.gather_for_metrics([torch.full((1, rank + 1), rank)], loader=loader)
     accelerator.loaders.yielded(loader, (2, 2), 2)
     forced = accelerator.gather_for_metrics([torch.ones(2), torch.ones(2)], use_gather_object=True)
     return (
@@ -95,17 +95,18 @@ def _metrics(rank: int) -> tuple[Any, ...]:
 
 
 def test_gather_for_metrics_knows_the_real_samples_of_the_loader_under_way() -> None:
-    expected = ([0, 1], ["rank 0", "rank 1"], (3, 2), [0, 0, 1], [[0]], 4)
+    expected = ([0, 1], ["rank 0", "rank 1"], (3, 2), [0, 0, 1], [[[0]]], 4)
     assert run_ranks(2, _metrics) == [expected] * 2
 
 
-def test_gather_for_metrics_needs_the_loader_if_several_disagree() -> None:
+def test_a_value_that_fits_another_loader_under_way_is_refused_and_loader_is_named() -> None:
     accelerator = Accelerator()
     first, second = object(), object()
     for loader, count in ((first, 2), (second, 3)):
         accelerator.loaders.began(loader)
         accelerator.loaders.yielded(loader, (count,), count)
-    with pytest.raises(ConfigError, match="loader="):
+    assert accelerator.gather_for_metrics(torch.ones(3)).shape == (3,)
+    with pytest.raises(DataError, match=r"the batch has 3 samples.* 2 loaders .*`loader=`"):
         accelerator.gather_for_metrics(torch.ones(2))
     assert accelerator.gather_for_metrics(torch.ones(2), loader=first).shape == (2,)
 

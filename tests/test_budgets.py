@@ -16,9 +16,14 @@ FUNCTION_LINES = 40
 # These constructors name every public setting, twice.
 FUNCTION_LIMITS = {
     ("trainkit/accelerator.py", "__init__"): 52,
-    ("trainkit/trainer.py", "__init__"): 45,
+    ("trainkit/trainer.py", "__init__"): 49,
 }
-FILE_LIMITS = {"trainkit/loop.py": 120}  # the algorithm is readable in one screen
+FILE_LIMITS = {
+    "trainkit/loop.py": 120,  # the algorithm is readable in one screen
+    "trainkit/trainer.py": 310,  # a face: half of what it does is to say what it does
+}
+# Faces: to cut them in two would only hide from a reader what belongs together.
+CLASS_LIMITS = {("trainkit/trainer.py", "Trainer"): 210, ("trainkit/run.py", "Run"): 215}
 
 NOT_CODE = {
     tokenize.COMMENT,
@@ -76,7 +81,7 @@ def _too_long(path: Path) -> list[str]:
         length = len(code.intersection(range(node.lineno, (node.end_lineno or 0) + 1)))
         limit = FUNCTION_LIMITS.get((_name(path), node.name), FUNCTION_LINES)
         if isinstance(node, ast.ClassDef):
-            limit = CLASS_LINES
+            limit = CLASS_LIMITS.get((_name(path), node.name), CLASS_LINES)
         if length > limit:
             found.append(f"{node.name}: {length} code lines, at most {limit}")
     return found

@@ -99,3 +99,11 @@ def test_seeds_are_the_same_for_ever() -> None:
 
 ORDER = 2094333682667709378
 SAMPLE = 1094569409595171448
+
+
+def test_the_state_of_another_kind_of_device_is_left_out() -> None:
+    cpu = torch.device("cpu")
+    before = torch.get_rng_state()
+    rng.restore_device(cpu, torch.zeros(16, dtype=torch.uint8))  # as a checkpoint of a GPU has it
+    assert rng.save_device(cpu) is None
+    assert torch.equal(before, torch.get_rng_state())

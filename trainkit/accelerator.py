@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from trainkit.config import checked
 from trainkit.distributed import Processes
 from trainkit.errors import ConfigError, DataError
 from trainkit.verbs import Verbs
@@ -86,16 +88,19 @@ class _Outlets(Verbs):
     ) -> str:
         """Save models, optimizers, schedulers, scale, loaders, random states and objects.
 
-        Every process must call it. What stands in the folder before is replaced when the new
-        state is complete.
+        For an exact resume every process must call it. Process 0 alone may: it waits until the
+        others have begun a later collective, and the state lacks their random streams. Sharded
+        models need every process. What stands in the folder before is replaced when the new state
+        is complete.
 
         Args:
             output_dir: The folder; not needed with `automatic_checkpoint_naming`.
             safe_serialization: True; there is no other form.
 
         Raises:
-            ConfigError: There is no folder.
+            ConfigError: There is no folder; or process 0 is alone, inside a window.
             CheckpointError: It failed on some process; an earlier state is untouched.
+            DistributedError: Processes that must call it do not.
         """
         if not safe_serialization:
             raise ConfigError("States hold no pickle. Leave `safe_serialization=False` out.")
@@ -114,7 +119,7 @@ class _Outlets(Verbs):
         self._own.states.load(input_dir, self.print)
 
     def register_save_state_pre_hook(self, hook: Callable[..., None]) -> "RemovableHandle":
-        """Call `hook(models, weights, output_dir)` before each save, on every process."""
+        """Call `hook(models, weights, output_dir)` before each save, wherever it is called."""
         return self._own.states.before_save(hook)
 
     def register_load_state_pre_hook(self, hook: Callable[..., None]) -> "RemovableHandle":
@@ -150,7 +155,8 @@ class _Outlets(Verbs):
         """Return the whole state of a model; of a sharded one every process must ask for it."""
         from trainkit.own_loop.unwrapping import whole_state
 
-        return whole_state(self.unwrap_model(model, keep_torch_compile=False) if unwrap else model)
+        module = self.unwrap_model(model, keep_torch_compile=False) if unwrap else model
+        return whole_state(module, self.processes)
 
     def init_trackers(
         self,
@@ -182,11 +188,11 @@ class _Outlets(Verbs):
         return self._own.tracker(name, unwrap)
 
     def end_training(self) -> None:
-        """End all trackers, and wait for the other processes."""
+        """End all trackers, and wait for the other processes that call it too."""
         for tracker in self._own.trackers:
             tracker.finish()
         self._own.trackers.clear()
-        self.wait_for_everyone()
+        self._own.end()
 
 
 class Accelerator(_Outlets):
@@ -226,11 +232,12 @@ class Accelerator(_Outlets):
         ConfigError: A setting cannot work.
     """
 
+    @checked
     def __init__(
         self,
         device_placement: bool = True,
         split_batches: bool = False,
-        mixed_precision: str | None = None,
+        mixed_precision: str | Enum | None = None,
         gradient_accumulation_steps: int = 1,
         cpu: bool = False,
         dataloader_config: Any = None,
@@ -243,7 +250,7 @@ class Accelerator(_Outlets):
         gradient_accumulation_plugin: Any = None,
         step_scheduler_with_optimizer: bool = True,
         kwargs_handlers: Sequence[Any] | None = None,
-        dynamo_backend: str | None = None,
+        dynamo_backend: str | Enum | None = None,
         strategy: Any = None,
         processes: Processes | None = None,
         device: torch.device | str | None = None,

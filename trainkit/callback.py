@@ -49,6 +49,15 @@ class Callback:
     schedules_evaluation = False
     """True in a callback that decides when to evaluate; then epochs no longer end with one."""
 
+    per_process: bool | None = None
+    """Whether the state differs by process. None: the processes compare theirs at each save.
+
+    What differs, or is True, is saved by each process and comes back to it on as many processes;
+    on another number `merge_state_dicts(states)` is asked for one state, given those of all
+    processes in their order, and without such a method the resume is refused. False: the state of
+    process 0 speaks for all, and nothing is compared.
+    """
+
     _name: str | None = None
 
     @property
@@ -59,6 +68,13 @@ class Callback:
     @name.setter
     def name(self, name: str) -> None:
         self._name = name
+
+    def check_output(self, run: Run) -> None:
+        """Raise ConfigError where what this callback writes could not be written.
+
+        Called by `fit` before `on_fit_start`, on every process; what one raises is raised by all.
+        No collectives. Where nothing is written there is nothing to override.
+        """
 
     def on_fit_start(self, run: Run) -> None:
         """All parts are made, nothing has been trained."""
@@ -137,6 +153,14 @@ class Callback:
         """
         return self.state_dict()
 
+    def check_state_dict(self, run: Run, state: Mapping[str, Any]) -> None:
+        """Raise where `load_state_dict` could not take a state.
+
+        A resume asks all callbacks before anything of the checkpoint is applied; what only
+        `load_state_dict` finds out leaves a run that cannot be used. Registered objects may have
+        `check_state_dict(state)`.
+        """
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` returned."""
         if state:
@@ -158,6 +182,7 @@ class CallbackList:
     def __init__(self, callbacks: Iterable[Callback]) -> None:
         self.callbacks = tuple(callbacks)
         _check(self.callbacks)
+        self.writers = tuple(each for each in self.callbacks if _overrides(each, "check_output"))
         self._listeners: dict[Callable[..., None], tuple[Callable[..., None], ...]] = {
             getattr(Callback, hook): tuple(
                 _listener(callback, hook)

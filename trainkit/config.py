@@ -1,11 +1,31 @@
-"""The numbers of a run: one frozen dataclass that checks itself."""
+"""The numbers of a run, in frozen dataclasses that check themselves, and checks of arguments."""
 
+import inspect
 import math
+import numbers
+import os
+from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import wraps
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, TypeVar, cast, get_args
 
 from trainkit.errors import ConfigError
 
-__all__ = ["TrainConfig", "Watchdog"]
+__all__ = ["TrainConfig", "Watchdog", "as_path", "check_argument", "checked"]
+
+T = TypeVar("T", bound=Callable[..., Any])
+
+# What an annotation accepts, and how it is called; other classes accept their own.
+_PLAIN: dict[type, tuple[tuple[type, ...], str]] = {
+    bool: ((bool,), "True or False"),
+    int: ((numbers.Integral,), "a whole number"),
+    float: ((numbers.Real,), "a number"),
+    str: ((str,), "text"),
+    Path: ((str, os.PathLike), "a path"),
+    NoneType: ((NoneType,), "None"),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -154,3 +174,96 @@ class Watchdog:
             "end": self.end,
         }
         return by_phase.get(phase, math.inf)
+
+
+def checked(target: T) -> T:
+    """Make a constructor, or that of a class, refuse arguments of a wrong type.
+
+    What is annotated by more than classes, such as a callable or a list of something, is not
+    looked at.
+
+    Raises:
+        ConfigError: When it is called: names all arguments that are wrong.
+    """
+    if isinstance(target, type):
+        made: Any = target
+        made.__init__ = checked(made.__init__)
+        return target
+    signature = inspect.signature(target)
+
+    @wraps(target)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            given = signature.bind(*args, **kwargs).arguments
+        except TypeError:
+            given = {}  # Python says better what is missing or too many
+        parameters = signature.parameters
+        found = [_problem(name, value, parameters[name]) for name, value in given.items()]
+        problems = [problem for problem in found if problem]
+        if problems:
+            raise ConfigError(" ".join(problems))
+        return target(*args, **kwargs)
+
+    return cast(T, call)
+
+
+def check_argument(name: str, value: object, annotation: Any) -> None:
+    """Raise where an argument is not of a type.
+
+    Args:
+        name: The argument.
+        value: What it is.
+        annotation: What it must be, such as `str | Path | None`.
+
+    Raises:
+        ConfigError: It is something else.
+    """
+    problem = _wrong(name, value, annotation)
+    if problem:
+        raise ConfigError(problem)
+
+
+def as_path(name: str, value: str | Path | None) -> Path | None:
+    """Return the argument `name` as an absolute path: the program may go elsewhere later.
+
+    Raises:
+        ConfigError: It is no path, or a relative one in a working directory that is gone.
+    """
+    if value is None:
+        return None
+    from trainkit.outputs import absolute  # many runs have none
+
+    return absolute(value, name)
+
+
+def _problem(name: str, value: object, parameter: inspect.Parameter) -> str | None:
+    if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+        return None
+    if parameter.annotation is parameter.empty:
+        return None
+    return _wrong(name, value, parameter.annotation)
+
+
+def _wrong(name: str, value: object, annotation: Any) -> str | None:
+    kinds = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
+    if not all(isinstance(kind, type) and kind is not Any for kind in kinds):
+        return None
+    if any(_is_of(value, kind) for kind in kinds):
+        return None
+    named = [kind for kind in kinds if kind is not str or Path not in kinds]
+    words = [_PLAIN[kind][1] if kind in _PLAIN else f"a `{kind.__name__}`" for kind in named]
+    quotes = " Leave out the quotes." if isinstance(value, str) and float in kinds else ""
+    listed = " or ".join(words)
+    if listed.count(" or ") > 1:
+        listed = f"{', '.join(listed.split(' or ')[:-1])} or {words[-1]}"
+    return f"`{name}` must be {listed}, but is {value!r}.{quotes}"
+
+
+def _is_of(value: object, kind: type) -> bool:
+    if kind not in _PLAIN:
+        return isinstance(value, kind)
+    if isinstance(value, bool) != (kind is bool):
+        return False
+    if kind is float and isinstance(value, float) and math.isnan(value):
+        return False
+    return isinstance(value, _PLAIN[kind][0])

@@ -3,6 +3,7 @@
 import platform
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,24 +12,30 @@ from torch import nn
 from torch.optim import Optimizer
 
 from trainkit import rng
-from trainkit.callback import Callback, CallbackList
-from trainkit.distributed import on_main, together
+from trainkit.callback import CallbackList
+from trainkit.candidates import broken_for_any, candidates, next_path
+from trainkit.checkpoint import exact
+from trainkit.checkpoint.subclasses import put_parts, take_parts
+from trainkit.distributed import called_by_all, together
+from trainkit.epoch_order import order_of, order_problems, say_changes
 from trainkit.errors import CheckpointError, ConfigError
+from trainkit.export.state import shapes_of
 from trainkit.fingerprint import (
     differences,
     fingerprint,
     horizon_problems,
     model_problems,
-    name_problems,
     overruled_settings,
     parameter_names,
 )
+from trainkit.finite import finiteness
+from trainkit.owners import owners_of, states_for, take_states
 from trainkit.run import Run
 from trainkit.schedule import LRSchedule
 from trainkit.state import VERSION
 
 if TYPE_CHECKING:
-    from trainkit.checkpoint import Checkpoint, CheckpointStore
+    from trainkit.checkpoint import Checkpoint
 
 __all__ = ["collect", "describe", "restore", "save_now"]
 
@@ -36,44 +43,36 @@ __all__ = ["collect", "describe", "restore", "save_now"]
 def collect(run: Run, callbacks: CallbackList) -> dict[str, Any]:
     """Return what this process writes: its own streams and shards, and on process 0 all else.
 
+    Call it where the model holds the weights to be evaluated, which readers of a checkpoint want.
     Every process must call it: a callback may need the others to tell its state.
 
     Raises:
         CheckpointError: The sharded tensors are not the same on all processes.
     """
-    states = {c.name: c.state_dict() for c in callbacks.callbacks if _has_state(c)}
-    rank = run.accelerator.process_index
-    own = {_process_part(rank): _streams(run)}
+    parts: dict[str, Any] = {}
+
+    def take() -> dict[str, Any]:
+        parts.update(_common(run))
+        shapes = shapes_of(run.module)
+        return {key: value for key, value in parts["model"].items() if shapes.get(key) is None}
+
+    alike, own = take_states(run, callbacks, take)
+    parts["trainer"] |= alike
+    processes = run.accelerator.processes
+    mine = {_process_part(processes.rank): _streams(run) | own}
     if run.strategy.sharded:
-        return own | _split(run, _common(run, states), rank)
-    return own | _common(run, states) if run.is_main_process else own
+        from trainkit.checkpoint.sharding import split_alike  # other runs need none of it
+
+        return mine | split_alike(processes, parts)
+    return mine | parts if run.is_main_process else mine
 
 
-def _split(run: Run, parts: dict[str, Any], rank: int) -> dict[str, Any]:
-    from trainkit.checkpoint.sharding import split  # other runs need none of it
-
-    mine: dict[str, Any] = {}
-    digests: list[str] = []
-
-    def take() -> None:
-        found, digest = split(parts, rank)
-        mine.update(found)
-        digests.append(digest)
-
-    together(run.accelerator.processes, take)
-    if len(set(run.accelerator.processes.all_gather_objects(digests[0]))) > 1:
-        raise CheckpointError(
-            "The states to be saved hold other sharded tensors on other processes. `state_dict` "
-            "of callbacks and registered objects must return the same `DTensor`s on all."
-        )
-    return mine
-
-
-def _common(run: Run, callbacks: dict[str, Any]) -> dict[str, Any]:
+def _common(run: Run) -> dict[str, Any]:
     """Return what all processes have alike, or hold together."""
     return {
         "model": run.module.state_dict(),  # first: it shards what an evaluation has gathered
-        "optimizer": _optimizer_state(run.optimizer, run.module),
+        "optimizer": take_parts(_optimizer_state(run.optimizer, run.module))
+        | run.weights.state_dict(run.module),
         "trainer": {
             "counters": run.state.state_dict(),
             "lr_scheduler": run.lr_schedule and run.lr_schedule.scheduler.state_dict(),
@@ -83,8 +82,7 @@ def _common(run: Run, callbacks: dict[str, Any]) -> dict[str, Any]:
             "best_metrics": run.best_metrics,
             "last_logged_step": run.last_logged_step,
             "last_evaluated_attempt": run.last_evaluated_attempt,
-            "callbacks": callbacks,
-            "objects": {name: part.state_dict() for name, part in run.objects.items()},
+            "optimizer_states": len(exact.parameter_states(run.optimizer)),
         },
     }
 
@@ -104,6 +102,7 @@ def describe(run: Run) -> dict[str, Any]:
             "python": platform.python_version(),
         },
         "fingerprint": fingerprint(run),
+        "order": order_of(run),
     }
 
 
@@ -118,6 +117,7 @@ def save_now(run: Run | None, callbacks: CallbackList) -> Path:
             "A checkpoint can be saved by the trainer only after `fit`. During `fit`, ask for one "
             "by `run.request_checkpoint()`: it is saved when the step is complete."
         )
+    called_by_all(run.strategy.processes, "save_checkpoint")
     if run.checkpoint is not None and run.last_saved_attempt == run.state.attempts:
         return run.checkpoint
     from trainkit.checkpoint import KeepPolicy  # runs without checkpoints need none of it
@@ -127,7 +127,9 @@ def save_now(run: Run | None, callbacks: CallbackList) -> Path:
     run.save_checkpoints(KeepPolicy(keep_last=None))
     assert run.saver is not None
     try:
-        path = run.saver.save(run.state.step, collect(run, callbacks), describe(run))
+        about = describe(run) | finiteness(run)
+        with run.evaluation_weights():
+            path = run.saver.save(run.state.step, collect(run, callbacks), about)
     finally:
         run.saver.close()
     assert path is not None
@@ -157,19 +159,31 @@ def restore(
         CheckpointError: Nothing can be resumed, or the checkpoint does not fit; on all processes.
     """
     processes = run.accelerator.processes
-    found: list[str | None] = [None]
-    on_main(processes, lambda: found.__setitem__(0, _find(run, resume)))
-    path = processes.broadcast_object(found[0])
-    if path is None:
-        return
+    folders = candidates(run, resume) if processes.is_main else iter(())
     present = _present(run, callbacks) if run.strategy.sharded else {}
     loaded: list[_Loaded] = []
-    together(processes, lambda: loaded.append(_load(run, callbacks, Path(path), present, schedule)))
+
+    def load(path: Path) -> None:
+        loaded[:] = [_load(run, callbacks, path, present, schedule)]
+
+    path = next_path(run, folders)
+    while path is not None:
+        broken = broken_for_any(run, partial(load, path))
+        if broken is None:
+            break
+        if resume not in ("auto", "must"):
+            raise broken
+        run.print(f"Skipped: {broken}")
+        path = next_path(run, folders)
+    if path is None:
+        return
     planned = loaded[0].checkpoint.manifest.metadata["planned_steps"]
     if schedule == "keep" and planned != run.planned_steps:
         run.lr_schedule = remake(run.optimizer, planned)  # it must end where it would have ended
-    _apply(run, callbacks, loaded[0], schedule)
-    run.checkpoint = Path(path)
+    together(processes, lambda: _apply(run, callbacks, loaded[0], schedule))
+    metadata = loaded[0].checkpoint.manifest.metadata
+    say_changes(metadata.get("order"), metadata["config"], run)
+    run.checkpoint = path
 
 
 @dataclass(slots=True)
@@ -181,38 +195,7 @@ class _Loaded:
     optimizer: dict[str, Any]
     trainer: dict[str, Any]
     processes: list[dict[str, Any]]
-
-
-def _find(run: Run, resume: str | Path) -> str | None:
-    """Return the folder to resume from; process 0 decides."""
-    if resume not in ("auto", "must"):
-        path = Path(resume)
-        _store(path.parent).open_unverified(path)  # the rest is verified while it is read
-        return str(path)
-    if run.output_dir is None:
-        raise ConfigError(
-            f'`resume="{resume}"` looks for checkpoints in the output directory, but the trainer '
-            "has none. Pass `Trainer(output_dir=...)`."
-        )
-    store = _store(run.output_dir / "checkpoints")
-    checkpoint = store.newest_valid(run.print)
-    if checkpoint is not None:
-        run.print(f"trainkit: resuming from `{checkpoint.path}` (step {checkpoint.step}).")
-        return str(checkpoint.path)
-    if resume == "must":
-        raise CheckpointError(
-            f'`resume="must"` was given, but `{store.directory}` holds no checkpoint that '
-            'verifies. Use `resume="auto"` to start afresh in this case.',
-            path=store.directory,
-        )
-    run.print(f"trainkit: no checkpoint in `{store.directory}`: a fresh start.")
-    return None
-
-
-def _store(directory: Path) -> "CheckpointStore":
-    from trainkit.checkpoint import CheckpointStore  # runs without checkpoints need none of it
-
-    return CheckpointStore(directory)
+    states: dict[str, dict[str, Any]]  # of callbacks and registered objects, for this process
 
 
 def _present(run: Run, callbacks: CallbackList) -> dict[str, Any]:
@@ -220,10 +203,13 @@ def _present(run: Run, callbacks: CallbackList) -> dict[str, Any]:
 
     An optimizer has no state yet: what has the shape of a parameter lies as the parameter does.
     """
-    stateful = _stateful(callbacks)
+    stateful, parameters = (
+        owners_of(run, callbacks)["callbacks"],
+        dict(run.module.named_parameters()),
+    )
     return {
         "model": run.module.state_dict(),
-        "optimizer": {"state": dict(run.module.named_parameters())},
+        "optimizer": {"state": parameters, "training_weights": parameters},
         "trainer": {
             "callbacks": {name: callback.state_like(run) for name, callback in stateful.items()},
             "objects": {name: part.state_dict() for name, part in run.objects.items()},
@@ -238,51 +224,91 @@ def _load(
     present: dict[str, Any],
     schedule: str | None,
 ) -> _Loaded:
-    checkpoint = _store(path.parent).open_unverified(path)
+    from trainkit.checkpoint import CheckpointStore  # runs without checkpoints need none of it
+    from trainkit.loadable import check_metadata, check_parts, check_states
+
+    checkpoint = CheckpointStore(path.parent).open_unverified(path)
     manifest = checkpoint.manifest
+    check_metadata(checkpoint)
+    # What does not fit is not broken: "auto" must not go back, and begin afresh in the end.
+    told = differences(manifest.metadata["fingerprint"], fingerprint(run))
+    _refuse(path, told + horizon_problems(manifest.metadata["config"], run, schedule))
     rank, size = run.accelerator.process_index, run.accelerator.num_processes
-    same_size = manifest.world_size == size
-    ranks = [rank] if same_size else range(manifest.world_size)
+    ranks = [rank] if (same_size := manifest.world_size == size) else range(manifest.world_size)
     loaded = _Loaded(
         checkpoint,
         checkpoint.read("model", present.get("model")),
         checkpoint.read("optimizer", present.get("optimizer")),
         checkpoint.read("trainer", present.get("trainer")),
         [checkpoint.read(_process_part(index)) for index in ranks],
+        {},
     )
     checkpoint.verify_rest((rank, size))
-    problems = [
-        *differences(manifest.metadata["fingerprint"], fingerprint(run)),
-        *name_problems("callback", loaded.trainer["callbacks"], _stateful(callbacks)),
-        *name_problems("registered object", loaded.trainer["objects"], run.objects),
-        *horizon_problems(manifest.metadata["config"], run, schedule),
-        *model_problems(loaded.model, run.module.state_dict()),
-    ]
-    if problems:
-        listed = "\n".join(f"  - {problem}" for problem in problems)
-        raise CheckpointError(f"The checkpoint `{path}` does not fit:\n{listed}", path=path)
+    check_parts(run, checkpoint, loaded.model, loaded.optimizer, loaded.trainer, loaded.processes)
+    loaded.states, unfit = states_for(
+        run, callbacks, loaded.trainer, loaded.processes, same_size=same_size
+    )
+    _take_own_entries(run, loaded, same_size=same_size)
+    unfit += _order_problems(run, callbacks, loaded)
+    _refuse(path, unfit + model_problems(loaded.model, run.module))
+    check_states(run, callbacks, checkpoint, loaded.states)
     return loaded
 
 
+def _take_own_entries(run: Run, loaded: _Loaded, *, same_size: bool) -> None:
+    """Put what this process saved itself of the model's state in the place of process 0's."""
+    own = [part.get("model", {}) for part in loaded.processes]
+    if same_size:
+        loaded.model.update({key: own[0][key] for key in own[0] if key in loaded.model})
+    elif any(own):
+        names = ", ".join(f"`{key}`" for key in own[0])
+        run.print(
+            f"trainkit: {names} of the model differed between the processes that saved it; all "
+            "take that of process 0."
+        )
+
+
+def _refuse(path: Path, problems: list[str]) -> None:
+    if problems:
+        listed = "\n".join(f"  - {problem}" for problem in problems)
+        raise CheckpointError(f"The checkpoint `{path}` does not fit:\n{listed}", path=path)
+
+
+def _order_problems(run: Run, callbacks: CallbackList, loaded: _Loaded) -> list[str]:
+    counters, saved = loaded.trainer["counters"], loaded.checkpoint.manifest.metadata.get("order")
+    foreign = any(not type(c).__module__.startswith("trainkit.") for c in callbacks.callbacks)
+    late = str(loaded.checkpoint.path) if run.objects or foreign else None
+    inside = counters["epoch_samples"] > 0
+    return order_problems(saved if inside else None, counters["epoch"], run, late=late)
+
+
 def _apply(run: Run, callbacks: CallbackList, loaded: _Loaded, schedule: str | None) -> None:
-    trainer = loaded.trainer
-    run.module.load_state_dict(loaded.model)
+    from trainkit.checkpoint.forms import applying
+
+    trainer, path = loaded.trainer, loaded.checkpoint.path
+    older = "layouts" not in loaded.checkpoint.manifest.metadata["fingerprint"]
+    with applying("The model", path):
+        run.module.load_state_dict(loaded.model)
+        exact.lay_out_buffers(run.module, loaded.model, older=older)
     run.state.load_state_dict(trainer["counters"])
     rescaled = schedule == "rescale" and run.lr_schedule is not None
-    _load_optimizer(run, loaded.optimizer, rescaled=rescaled)
+    with applying("The optimizer", path):
+        _load_optimizer(run, loaded, rescaled=rescaled)
+        run.weights.load_state_dict(loaded.optimizer, run.module)
     if run.lr_schedule is not None and not rescaled:
-        run.lr_schedule.scheduler.load_state_dict(trainer["lr_scheduler"])
-    run.precision.load_state_dict(trainer["precision"])
+        with applying("The learning-rate scheduler", path):
+            run.lr_schedule.scheduler.load_state_dict(trainer["lr_scheduler"])
+    with applying("The precision", path):
+        run.precision.load_state_dict(trainer["precision"])
     run.weighting.reference = trainer["weight_reference"]
     run.metrics, run.best_metrics = trainer["metrics"], trainer["best_metrics"]
     run.last_logged_step = trainer["last_logged_step"]
     run.last_evaluated_attempt = trainer["last_evaluated_attempt"]
     run.last_saved_attempt = run.state.attempts
-    for callback in callbacks.callbacks:
-        if _has_state(callback):
-            callback.load_state_dict(trainer["callbacks"][callback.name])
-    for name, part in run.objects.items():
-        part.load_state_dict(trainer["objects"][name])
+    for kind, owners in owners_of(run, callbacks).items():
+        for name, state in loaded.states[kind].items():
+            with applying(f"`{kind}.{name}`", path):
+                exact.load_state(owners[name], state)
     run.run_id = loaded.checkpoint.manifest.run_id
     run.resumed_from = loaded.checkpoint.step
     _apply_streams(run, loaded)
@@ -304,28 +330,17 @@ def _apply_streams(run: Run, loaded: _Loaded) -> None:
 
 def _streams(run: Run) -> dict[str, Any]:
     python, numpy, host = rng.save_host()
-    device = run.strategy.device
-    module = None if device.type == "cpu" else getattr(torch, device.type)
     return {
         "python": python,
         "numpy": numpy,
         "torch": host,
-        "device": None if module is None else module.get_rng_state(device),
+        "device": rng.save_device(run.strategy.device),
         "log_sums": run.sums.state_dict(),
     }
 
 
 def _process_part(rank: int) -> str:
     return f"process-{rank:05d}"
-
-
-def _has_state(callback: Callback) -> bool:
-    own = getattr(callback.state_dict, "__func__", None)
-    return own is not Callback.state_dict
-
-
-def _stateful(callbacks: CallbackList) -> dict[str, Callback]:
-    return {c.name: c for c in callbacks.callbacks if _has_state(c)}
 
 
 def _optimizer_state(optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
@@ -335,12 +350,13 @@ def _optimizer_state(optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
         {**group, "params": [names[id(p)] for p in group["params"]]}
         for group in optimizer.param_groups
     ]
-    state = {names[id(p)]: dict(values) for p, values in optimizer.state.items()}
-    return {"state": state, "groups": groups}
+    states = exact.parameter_states(optimizer)
+    state = {names[id(p)]: dict(values) for p, values in states.items()}
+    return take_parts({"state": state, "groups": groups}) | exact.other_state(optimizer)
 
 
-def _load_optimizer(run: Run, saved: dict[str, Any], *, rescaled: bool) -> None:
-    optimizer = run.optimizer
+def _load_optimizer(run: Run, loaded: _Loaded, *, rescaled: bool) -> None:
+    optimizer, saved = run.optimizer, loaded.optimizer
     if rescaled:
         assert run.lr_schedule is not None
         run.lr_schedule.catch_up(run.state)
@@ -359,4 +375,7 @@ def _load_optimizer(run: Run, saved: dict[str, Any], *, rescaled: bool) -> None:
         values = {k: v for k, v in present.items() if k != "params"} if rescaled else group
         groups.append({**values, "params": numbers})
     state = {order.index(name): values for name, values in saved["state"].items()}
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
+    parameters = [loaded.model.get(name) for name in order]
+    states = {"state": state, "param_groups": groups}
+    exact.load_optimizer(optimizer, states, parameters, saved.get("other"))
+    put_parts(optimizer, saved, dict(run.module.named_parameters()))

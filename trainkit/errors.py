@@ -10,6 +10,7 @@ __all__ = [
     "DistributedError",
     "NonFiniteError",
     "TrainkitError",
+    "text_of",
 ]
 
 
@@ -80,3 +81,11 @@ class CheckpointError(TrainkitError, RuntimeError):
 
 class CheckpointCorrupt(CheckpointError):
     """A checkpoint that is not what was once written; nothing of it has been used."""
+
+
+def text_of(error: BaseException) -> str:
+    """Return `str(error)`, also of an error that has a `__str__` which fails."""
+    try:
+        return str(error)
+    except Exception as another:
+        return f"(its `__str__` raised {type(another).__name__})"

@@ -34,6 +34,11 @@ GATHER_EVERY = 16
 
 def evaluate_run(run: Run, callbacks: CallbackList) -> None:
     """Evaluate the model of a run on all its loaders, between the evaluation hooks."""
+    with run.evaluation_weights():
+        _evaluate_run(run, callbacks)
+
+
+def _evaluate_run(run: Run, callbacks: CallbackList) -> None:
     phase, run.phase = run.phase, "evaluate"
     run.strategy.share_buffers(run.module)
     callbacks.emit(Callback.on_evaluation_start, run)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.config import Watchdog
+from trainkit.errors import text_of
 from trainkit.run import Run
 
 __all__ = ["WatchedRun", "report_failure"]
@@ -32,7 +33,7 @@ class WatchedRun:
         """Return the phase, whether no step was made yet, and what changes with progress."""
         run = self._run
         attempts = run.state.attempts
-        marks = (run.phase, attempts, *run.accelerator.loaders.marks())
+        marks = (run.phase, attempts, run.accelerator.loaders.changes())
         return run.phase, attempts == self._first_attempt, marks
 
     def place(self) -> dict[str, Any]:
@@ -51,13 +52,13 @@ def report_failure(run: Run, error: BaseException) -> None:
 
     place = _place(run)
     processes = run.accelerator.processes
-    hint = reports.hint_for(type(error).__name__, str(error))
+    hint = reports.hint_for(type(error).__name__, text_of(error), alone=processes.size == 1)
     error.add_note(
         f"trainkit: process {processes.rank} of {processes.size}, epoch {place['epoch']}, after "
         f"step {place['step']} ({run.state.epoch_samples} samples of this epoch consumed), "
         f"phase: {place['phase']}."
     )
-    if hint:
+    if hint and not reports.tells_of_lost_peer(error):  # of which the watch may know more
         error.add_note(f"trainkit: {hint}")
     origin = getattr(error, "origin", None)
     place["samples"] |= _indices(run, place["samples"])

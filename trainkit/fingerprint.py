@@ -1,10 +1,14 @@
 """What a checkpoint must have in common with the run that resumes from it (DESIGN 2.22, 2.29)."""
 
 from collections.abc import Mapping, Sequence
+from inspect import Parameter, signature
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from trainkit.export.state import shapes_in, shapes_of
+from trainkit.layouts import layout_problems, layouts
 from trainkit.run import Run
 
 __all__ = [
@@ -12,7 +16,6 @@ __all__ = [
     "fingerprint",
     "horizon_problems",
     "model_problems",
-    "name_problems",
     "overruled_settings",
     "parameter_names",
 ]
@@ -27,6 +30,7 @@ def fingerprint(run: Run) -> dict[str, Any]:
     loader = run.train_loader
     return {
         "parameters": {name: list(p.shape) for name, p in run.module.named_parameters()},
+        "layouts": layouts(run.module),
         "optimizer": type(run.optimizer).__name__,
         "optimizer groups": [
             [names[id(p)] for p in group["params"]] for group in run.optimizer.param_groups
@@ -46,30 +50,19 @@ def differences(saved: Mapping[str, Any], present: Mapping[str, Any]) -> list[st
         groups = saved["optimizer groups"], present["optimizer groups"]
         if groups[0] != groups[1]:
             problems.append("the optimizer's groups hold other parameters")
+        if "layouts" in saved:  # older checkpoints do not tell
+            shapes = present["parameters"]
+            problems += layout_problems(saved["layouts"], present["layouts"], shapes)
     for name in ("optimizer", "scheduler", "precision", "data set length", "global batch", "seed"):
         if saved[name] != present[name]:
             problems.append(f"{name}: {saved[name]!r} in the checkpoint, {present[name]!r} now")
     return problems
 
 
-def model_problems(saved: Mapping[str, Any], present: Mapping[str, Any]) -> list[str]:
+def model_problems(saved: Mapping[str, Any], module: nn.Module) -> list[str]:
     """Return, in words, what keeps a saved state out of a model."""
-    return _key_problems(
-        "tensor of the model",
-        {name: list(tensor.shape) for name, tensor in saved.items()},
-        {name: list(tensor.shape) for name, tensor in present.items()},
-    )
-
-
-def name_problems(what: str, saved: Mapping[str, Any], present: Mapping[str, Any]) -> list[str]:
-    """Return, in words, which states have no owner, and which owners no state."""
-    problems = []
-    extra, missing = sorted(set(saved) - set(present)), sorted(set(present) - set(saved))
-    if extra:
-        problems.append(f"{what}s in the checkpoint that the run does not have: {extra}")
-    if missing:
-        problems.append(f"{what}s of the run that the checkpoint does not have: {missing}")
-    return problems
+    expected = shapes_of(module)
+    return _key_problems("entry of the model's state", shapes_in(saved, expected), expected)
 
 
 def horizon_problems(saved: Mapping[str, Any], run: Run, schedule: str | None) -> list[str]:
@@ -95,7 +88,7 @@ def overruled_settings(saved: Sequence[Mapping[str, Any]], run: Run) -> list[str
 
     What a schedule changes on its way is left out, but for the rate that it began with.
     """
-    names = dict.fromkeys(run.optimizer.defaults)
+    names = dict.fromkeys(_given_settings(run.optimizer))
     if run.lr_schedule is not None:
         names = dict.fromkeys(["initial_lr", *(n for n in names if n not in _SCHEDULED)])
     found = {
@@ -105,6 +98,13 @@ def overruled_settings(saved: Sequence[Mapping[str, Any]], run: Run) -> list[str
         if (was := _numbers(old.get(name))) and (given := _numbers(new.get(name))) and was != given
     }
     return list(found)
+
+
+def _given_settings(optimizer: Optimizer) -> list[str]:
+    """Return the defaults that a caller can set: some optimizers also count in their groups."""
+    known = signature(type(optimizer)).parameters
+    takes_more = any(p.kind is Parameter.VAR_KEYWORD for p in known.values())
+    return [name for name in optimizer.defaults if takes_more or name in known]
 
 
 def _numbers(setting: Any) -> str:

@@ -31,6 +31,7 @@ def fit(run: Run, callbacks: CallbackList) -> None:
         callbacks.emit_to_all(Callback.on_exception, run, error)
         raise
     finally:
+        run.weights.evaluate()  # no step follows
         error_at_end = callbacks.emit_to_all(Callback.on_fit_end, run)
         if error_at_end is not None and not failed:  # must not hide the first error
             raise error_at_end

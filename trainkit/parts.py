@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
@@ -26,6 +27,7 @@ __all__ = [
     "check_callbacks",
     "check_compile",
     "check_evaluations",
+    "check_initialised",
     "check_loss_fn",
     "check_model",
     "check_resume",
@@ -111,6 +113,7 @@ def check_model(model: object) -> nn.Module:
     """Return `model` if it can be trained."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"`model` must be a `torch.nn.Module`, but is {type(model).__name__!r}.")
+    check_initialised(model)
     parameters = list(model.parameters())
     if not any(p.requires_grad for p in parameters):
         raise ConfigError(
@@ -127,6 +130,18 @@ def check_model(model: object) -> nn.Module:
             "part of it in place by `part.compile()`."
         )
     return model
+
+
+def check_initialised(model: nn.Module) -> None:
+    """Raise where modules, such as `nn.LazyLinear`, wait for a batch to know their shapes."""
+    for name, module in model.named_modules():
+        lazy: Any = module
+        if isinstance(module, LazyModuleMixin) and lazy.has_uninitialized_params():
+            raise ConfigError(
+                f"{f'`{name}` of the model' if name else 'The model'} is a "
+                f"`{class_name(lazy)}` whose parameters have no shapes yet. Run one batch "
+                "through the model before it is passed on, for example `model(inputs)`."
+            )
 
 
 def split_loaders(loaders: Any) -> tuple[Any, dict[str, Any]]:
@@ -179,8 +194,8 @@ def check_evaluations(loaders: Mapping[str, PreparedLoader]) -> None:
             )
 
 
-def check_resume(resume: object, schedule: object) -> None:
-    """Raise where the arguments of a resume make no sense."""
+def check_resume(resume: object, schedule: object) -> str | Path | None:
+    """Return what to resume from, a path as an absolute one; raise where it makes no sense."""
     if schedule not in (None, "keep", "rescale"):
         raise ConfigError(f'`schedule` must be "keep" or "rescale", but is {schedule!r}.')
     if schedule is not None and resume is None:
@@ -198,6 +213,11 @@ def check_resume(resume: object, schedule: object) -> None:
         raise ConfigError(
             f"`resume={str(resume)!r}` is no folder of a checkpoint. Did you mean {meant[0]!r}?"
         )
+    if resume is None or resume in _RESUMES:
+        return resume
+    from trainkit.outputs import absolute  # most runs need none of it
+
+    return absolute(resume, "resume")
 
 
 def check_stateful(name: str, part: object, known: Mapping[str, object]) -> None:

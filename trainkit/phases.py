@@ -1,19 +1,30 @@
 """What is served between two windows: log, evaluate, checkpoint, stop (DESIGN 2.5)."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from torch import nn
+
 from trainkit.agreement import check_evaluation
 from trainkit.callback import Callback, CallbackList
+from trainkit.distributed import together
 from trainkit.evaluation import evaluate_run, rehearse
 from trainkit.run import Run
 
 if TYPE_CHECKING:
     from trainkit.config import Watchdog
 
-__all__ = ["begin", "finish", "serve", "watched"]
+__all__ = [
+    "begin",
+    "check_outputs",
+    "finish",
+    "lasting_streams",
+    "serve",
+    "training_mode",
+    "watched",
+]
 
 
 @contextmanager
@@ -32,10 +43,51 @@ def watched(run: Run, watchdog: "Watchdog | None") -> Iterator[None]:
         watch.unfollow()
 
 
+@contextmanager
+def training_mode(model: nn.Module) -> Iterator[None]:
+    """Put a model that was left in evaluation mode into training mode, and back afterwards.
+
+    One in training mode is left alone, so that submodules which the user froze stay frozen.
+    """
+    if model.training:
+        yield
+        return
+    model.train()
+    try:
+        yield
+    finally:
+        model.eval()
+
+
+def lasting_streams() -> AbstractContextManager[None]:
+    """Return what lets `print` go on inside when its reader has left."""
+    from trainkit import streams  # only where something runs
+
+    return streams.lasting()
+
+
+def check_outputs(run: Run, callbacks: CallbackList) -> None:
+    """Raise, on all processes, where something that will be written cannot be."""
+
+    def check() -> None:
+        if run.output_dir is not None and run.is_main_process:
+            from trainkit.outputs import check_folder  # many runs write nothing
+
+            check_folder(run.output_dir, "`Trainer(output_dir=...)`")
+        for callback in callbacks.writers:
+            callback.check_output(run)
+
+    together(run.accelerator.processes, check)
+
+
 def begin(run: Run, callbacks: CallbackList) -> None:
     """Say what cannot work before any work is lost, and put the random streams back."""
     if run.resumed_from is not None and run.checkpoint is not None:
         callbacks.emit(Callback.on_checkpoint_loaded, run, run.checkpoint)
+    if run.saver is not None:
+        from trainkit.savable import check_savable  # runs without checkpoints need none of it
+
+        check_savable(run, callbacks)
     names = [metric.name for metric in run.evaluation_metrics]
     check_evaluation(run.accelerator.processes, run.evaluates_epochs, run.evaluates_end, names)
     run.expected_figures = rehearse(run)
@@ -109,9 +161,14 @@ def _is_interrupted(run: Run) -> bool:
 def _save(run: Run, callbacks: CallbackList) -> None:
     """Save a checkpoint if one is due, and tell of one that was committed meanwhile."""
     from trainkit.contents import collect, describe  # runs without checkpoints need none of it
+    from trainkit.finite import finiteness
 
     saver = run.saver
     assert saver is not None
+    if run.state.step == 1:
+        from trainkit.savable import check_optimizer_state
+
+        check_optimizer_state(run)
     _note_saved(run, callbacks, saver.poll())
     due, run.requests.checkpoint = run.requests.checkpoint, False
     if not due or run.last_saved_attempt == run.state.attempts:
@@ -119,7 +176,9 @@ def _save(run: Run, callbacks: CallbackList) -> None:
     phase, run.phase = run.phase, "save"
     callbacks.emit(Callback.on_checkpoint_start, run)
     _note_saved(run, callbacks, saver.wait())
-    path = saver.save(run.state.step, collect(run, callbacks), describe(run))
+    about = describe(run) | finiteness(run)
+    with run.evaluation_weights():
+        path = saver.save(run.state.step, collect(run, callbacks), about)
     run.last_saved_attempt = run.state.attempts
     _note_saved(run, callbacks, path)
     run.phase = phase

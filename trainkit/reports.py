@@ -12,7 +12,18 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-__all__ = ["FOLDER_VARIABLE", "Report", "first_of", "folder_for", "hint_for", "memory", "read_all"]
+from trainkit.errors import text_of
+
+__all__ = [
+    "FOLDER_VARIABLE",
+    "Report",
+    "first_of",
+    "folder_for",
+    "hint_for",
+    "memory",
+    "read_all",
+    "tells_of_lost_peer",
+]
 
 FOLDER_VARIABLE = "TRAINKIT_REPORT_DIR"
 """Environment variable with the folder for the reports of a job."""
@@ -134,7 +145,7 @@ def error_parts(error: BaseException) -> dict[str, str]:
     """Return the type, message and traceback of an error, with its notes."""
     return {
         "type": type(error).__name__,
-        "message": str(error),
+        "message": text_of(error),
         "traceback": "".join(traceback.format_exception(error)),
     }
 
@@ -174,26 +185,46 @@ _HINTS = (
     (r"worker .*(Segmentation fault|SIGSEGV|exited unexpectedly|ended by itself)", "Set "
      "`num_workers=0` to see the worker's own error."),
     (r"MemoryError|out of memory|(can't|cannot|not enough) (allocate )?memory", _MEMORY),
-    (r"closed by peer|reset by peer|Broken pipe|Connection refused|remote process exited|"
-     r"ncclRemoteError", "Another process ended before this one: its own report says why."),
-    (r"[Mm]ismatch between collectives|invalid tensor size|preamble|gloo.*enforce|"
-     r"enforce fail.*gloo", "Processes called different collectives, or the same one with tensors "
-     "of different shapes or types. `TRAINKIT_DEBUG=1` names who had what."),
-    (r"No space left", "The disk is full: the last committed checkpoint is intact."),
-    (r"Timed out|timed out", "Another process did not come to this collective, or is slow."),
+    (r"No space left", "The disk is full. Checkpoints that were committed before are intact."),
     (r"device-side assert", "Usually a label or index out of range: run once on the CPU, or with "
      "`CUDA_LAUNCH_BLOCKING=1`."),
 )  # fmt: skip
 
 
-def hint_for(kind: str, text: str) -> str:
+# The same for what collectives raise. Other code times out, too, and loses other connections.
+_COLLECTIVE = re.compile(r"gloo|nccl|c10d|TCPStore|\bDist\w*Error|collectives", re.IGNORECASE)
+_HINTS_OF_COLLECTIVES = (
+    (r"closed by peer|reset by peer|Broken pipe|Connection refused|remote process exited|"
+     r"Connection closed|ncclRemoteError", "The connection to another process broke, and none has "
+     "said why: see the output of the others."),
+    (r"[Mm]ismatch between collectives|invalid tensor size|preamble|enforce",
+     "Processes called different collectives, or the same one with tensors "
+     "of different shapes or types. `TRAINKIT_DEBUG=1` names who had what."),
+    (r"[Tt]imed out", "Another process did not come to this collective, or is slow."),
+)  # fmt: skip
+
+
+def hint_for(kind: str, text: str, *, alone: bool = False) -> str:
     """Return the usual cause of an error and what to do, empty where none is known.
 
     Args:
         kind: The name of its class.
         text: Its message.
+        alone: There are no other processes.
     """
-    return next((hint for pattern, hint in _HINTS if re.search(pattern, f"{kind}: {text}")), "")
+    whole = f"{kind}: {text}"
+    hints: tuple[tuple[str, str], ...] = _HINTS
+    if not alone and _COLLECTIVE.search(whole):
+        hints = (*_HINTS_OF_COLLECTIVES, *_HINTS)
+    return next((hint for pattern, hint in hints if re.search(pattern, whole)), "")
+
+
+def tells_of_lost_peer(error: BaseException) -> bool:
+    """Return whether a collective raised an error because another process is not there any more."""
+    whole = f"{type(error).__name__}: {text_of(error)}"
+    broken, _ = _HINTS_OF_COLLECTIVES[0]
+    of_collective = isinstance(error, RuntimeError) and _COLLECTIVE.search(whole)
+    return bool(of_collective and re.search(broken, whole))
 
 
 def _size(count: int) -> str:

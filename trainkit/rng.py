@@ -29,9 +29,11 @@ __all__ = [
     "lent",
     "order_seed",
     "preserved",
+    "restore_device",
     "restore_host",
     "sample_seed",
     "sample_stream",
+    "save_device",
     "save_host",
     "seed_all",
     "seed_host",
@@ -125,20 +127,31 @@ def restore_host(state: HostState) -> None:
     torch.default_generator.set_state(torch_state)
 
 
+def save_device(device: torch.device) -> torch.Tensor | None:
+    """Return the state of a device's generator; None for the CPU, whose is in `save_host`."""
+    if device.type == "cpu":
+        return None
+    state: torch.Tensor = getattr(torch, device.type).get_rng_state(device)
+    return state
+
+
+def restore_device(device: torch.device, state: torch.Tensor | None) -> None:
+    """Put back what `save_device` returned; nothing where one of the two was on the CPU."""
+    if state is not None and device.type != "cpu":
+        getattr(torch, device.type).set_rng_state(state, device)
+
+
 @contextmanager
 def preserved(device: torch.device | None = None) -> Iterator[None]:
     """Put the global generators back at the end, and that of `device` if it is an accelerator."""
     state = save_host()
-    module = None
-    if device is not None and device.type != "cpu":
-        module = getattr(torch, device.type)
-    device_state = None if module is None else module.get_rng_state(device)
+    device_state = None if device is None else save_device(device)
     try:
         yield
     finally:
         restore_host(state)
-        if module is not None:
-            module.set_rng_state(device_state, device)
+        if device is not None:
+            restore_device(device, device_state)
 
 
 class _NumpyLoan:

@@ -86,7 +86,8 @@ _MEANINGS: dict[str, Any] = {
         f"The loader's batch size is that of {'all processes' if splits else 'one process'}. [14]"
     ),
     "sample_seeding": lambda seeds: (
-        "Augmentation of a sample is the same with any workers and after a resume. [13]"
+        "Augmentation of a sample is the same with any workers, after a resume and on other "
+        "numbers of processes; of what `__getitems__` fetches, where batches are cut alike. [13]"
         if seeds
         else "Augmentation depends on workers, and differs after a resume. [13]"
     ),

@@ -5,12 +5,11 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -23,7 +22,7 @@ from trainkit.errors import ConfigError, TrainkitError
 from trainkit.logs import LogSums, Reduction
 from trainkit.metrics.metric import Metric
 from trainkit.precision import Precision
-from trainkit.schedule import LRSchedule
+from trainkit.schedule import EvaluationWeights, LRSchedule
 from trainkit.signals import Interrupted, Interrupts
 from trainkit.state import TrainState
 from trainkit.strategies import Strategy
@@ -32,7 +31,7 @@ from trainkit.weighting import Weighting
 
 if TYPE_CHECKING:
     from trainkit.checkpoint import Retention
-    from trainkit.checkpoint.saver import Saver
+    from trainkit.checkpoint.saver import NonFinite, Saver
 
 __all__ = ["FitResult", "Requests", "Run"]
 
@@ -162,8 +161,14 @@ class Run:
     run_id: str = ""
     resumed_from: int | None = None  # step of the checkpoint that this fit went on from
     streams: tuple[rng.HostState, Tensor | None] | None = None  # to be put back at the start
+    check_order: Callable[[], None] | None = None  # once, before the first window of a resume
     recut: Callable[[Generator[Window, None, None]], Generator[Window, None, None]] | None = None
     """Cuts the windows of an epoch into other micro-batches of the same samples; None: as read."""
+
+    weights: EvaluationWeights = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.weights = EvaluationWeights(self.optimizer)
 
     @property
     def is_main_process(self) -> bool:
@@ -191,6 +196,9 @@ class Run:
 
     def windows(self) -> Generator[Window, None, None]:
         """Return the windows of what is left of the current epoch."""
+        check, self.check_order = self.check_order, None
+        if check is not None:
+            check()
         windows = self.train_loader.windows(
             self.state.epoch,
             position=self.state.epoch_samples,
@@ -276,10 +284,16 @@ class Run:
         else:
             self.requests.voted_checkpoint = True
 
-    def save_checkpoints(self, retention: "Retention", *, background: bool = False) -> None:
+    def save_checkpoints(
+        self,
+        retention: "Retention",
+        *,
+        background: bool = False,
+        non_finite: "NonFinite" = "mark",
+    ) -> None:
         """Make this run one that saves checkpoints, and lock its directory.
 
-        Every process must call it, in `on_fit_start`.
+        Every process must call it, in `on_fit_start`; see `Checkpoint` for the arguments.
         """
         if self.saver is not None or self.output_dir is None:
             raise ConfigError(
@@ -297,6 +311,7 @@ class Run:
             run_id=self.run_id,
             resumed_from=self.resumed_from,
             background=background,
+            non_finite=non_finite,
         )
 
     def request_skip(self, reason: str) -> None:
@@ -307,13 +322,21 @@ class Run:
         guard.check("request_skip")
         self.requests.skip = reason
 
-    def gather_for_metrics(self, input_data: Any) -> Any:
+    def gather_for_metrics(self, input_data: Any, **options: Any) -> Any:
         """Return every real sample's entry of all processes; see `Accelerator`."""
-        return self.accelerator.gather_for_metrics(input_data)
+        return self.accelerator.gather_for_metrics(input_data, **options)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on the main process."""
         self.accelerator.print(*args, **kwargs)
+
+    def evaluation_weights(self) -> AbstractContextManager[None]:
+        """Let the model hold the weights to be evaluated inside, and those of training after it.
+
+        They are others only with optimizers that have `train()` and `eval()`, such as those of
+        `schedulefree`. After `fit` the model holds them anyway. Every process must enter it.
+        """
+        return self.weights.held()
 
     def close(self) -> None:
         """Give back the directory and the strategy's wrapper; a second fit makes its own."""
@@ -329,7 +352,8 @@ class Run:
         message = (
             f"trainkit: ended by {signal.Signals(signum).name} at step {self.state.step}, {saved}."
         )
-        self.print(message, file=sys.stderr)
+        if sys.stderr is not None:
+            self.print(message, file=sys.stderr)
         return Interrupted(signum, message)
 
     def result(self) -> FitResult:
@@ -352,9 +376,7 @@ class Run:
             return
         state, device_state = self.streams
         rng.restore_host(state)
-        if device_state is not None:
-            device = self.strategy.device
-            getattr(torch, device.type).set_rng_state(device_state, device)
+        rng.restore_device(self.strategy.device, device_state)
         self.streams = None
 
     def refuse_more_skips(self, reason: str) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,11 +12,12 @@ from torch.optim import Optimizer
 from trainkit import agreement, evaluation, loop, parts, rng, steps
 from trainkit.accelerator import Accelerator
 from trainkit.callback import Callback, CallbackList
-from trainkit.config import TrainConfig, Watchdog
+from trainkit.config import TrainConfig, Watchdog, as_path, check_argument
 from trainkit.data import PreparedLoader, evaluation_loader, training_loader
 from trainkit.distributed import Processes, Vote
+from trainkit.distributed.group import as_timeout
 from trainkit.errors import ConfigError
-from trainkit.phases import watched
+from trainkit.phases import check_outputs, lasting_streams, training_mode, watched
 from trainkit.precision import Precision
 from trainkit.run import FitResult, Run
 from trainkit.schedule import LRSchedule
@@ -51,7 +53,8 @@ class Trainer:
         max_grad_value: Absolute value to which each gradient element is clipped; None: not.
         callbacks: In the order in which they run. None: a progress bar and a summary, and with
             `output_dir` a `JSONLLogger`. []: none.
-        output_dir: Where loggers write; on storage that all machines share.
+        output_dir: Where loggers write; on storage that all machines share. A relative path is
+            that of the working directory now, wherever the program goes later.
         seed: The one seed of the run: order of the data, augmentation, dropout.
         deterministic: Ask torch for deterministic algorithms while `fit` runs.
         log_every_n_steps: Updates between two logs.
@@ -62,6 +65,8 @@ class Trainer:
         compile: Run the model through `torch.compile`, with every strategy: True, or a mapping of
             its options. In place, and undone after each call: no saved key changes.
         watchdog: How long several processes may stand still before the job is ended.
+        process_group_timeout: How long a collective may wait before it raises, in every process
+            group: a `timedelta` or seconds. None: torch's default, half an hour on the CPU.
 
     Raises:
         ConfigError: Where a setting cannot work.
@@ -100,6 +105,7 @@ class Trainer:
         max_consecutive_skips: int = 64,
         compile: bool | Mapping[str, Any] = False,
         watchdog: Watchdog | None = None,
+        process_group_timeout: timedelta | float | None = None,
     ) -> None:
         self.config = TrainConfig(
             max_epochs=max_epochs,
@@ -116,11 +122,15 @@ class Trainer:
             max_consecutive_skips=max_consecutive_skips,
         )
         self._objects: dict[str, Stateful] = {}
-        self.output_dir = None if output_dir is None else Path(output_dir)
+        check_argument("watchdog", watchdog, Watchdog | None)
+        self.output_dir = as_path("output_dir", output_dir)
         self.callbacks = _list_callbacks(callbacks, self.output_dir)
         self._compile = parts.check_compile(compile)
         self._watchdog = watchdog
         self.strategy, self.precision = parts.set_up(strategy, precision)
+        if process_group_timeout is not None:
+            timeout = as_timeout(process_group_timeout, "process_group_timeout")
+            self.strategy.processes.set_timeout(timeout)
         device = self.strategy.device
         self.accelerator = Accelerator(processes=self.strategy.processes, device=device)
 
@@ -189,13 +199,15 @@ class Trainer:
             Interrupted: After SIGTERM, SIGINT, SIGUSR1 or the time limit, when all is saved;
                 leaves the program with the code 143, 130 or 75.
         """
-        parts.check_resume(resume, schedule)
+        resume = parts.check_resume(resume, schedule)
         self._optimizer, self._lr_scheduler = optimizer, lr_scheduler
         self.loss_fn = type(self).loss_fn if loss_fn is None else parts.check_loss_fn(loss_fn)
         with ExitStack() as stack:
+            stack.enter_context(lasting_streams())
             loader, evaluation_loaders = _prepare_all(self, stack, loaders)
             self.run = run = self._make_run(parts.check_model(model), loader, evaluation_loaders)
             stack.enter_context(watched(run, self._watchdog))
+            check_outputs(run, self.callbacks)
             rng.seed_all(rng.device_seed(self.config.seed, self.accelerator.process_index))
             stack.enter_context(_conditions(model, self.config, self._compile))
             if resume is not None:
@@ -204,6 +216,7 @@ class Trainer:
                 contents.restore(run, self.callbacks, resume, schedule, self._make_schedule)
             stack.enter_context(run.interrupts)
             stack.callback(run.close)
+            run.weights.train()
             loop.fit(run, self.callbacks)
         if run.requests.signal:
             raise run.interruption()
@@ -233,7 +246,7 @@ class Trainer:
         for name, data in parts.name_loaders(loader).items():
             with (
                 _prepare(self, evaluation_loader, data) as prepared,
-                _compiled(model, self._compile),
+                _evaluated(self.run, model, self._compile),
             ):
                 figures |= evaluation.evaluate(
                     self.strategy.place(model),
@@ -250,7 +263,7 @@ class Trainer:
         """Return the predictions for every sample once, in the loader's order."""
         with (
             _prepare(self, evaluation_loader, loader) as prepared,
-            _compiled(model, self._compile),
+            _evaluated(self.run, model, self._compile),
         ):
             return evaluation.predict(
                 self.strategy.place(model),
@@ -313,7 +326,8 @@ class Trainer:
         """
         from trainkit.export import save_model
 
-        save_model(_trained(self.run), directory, max_shard_size, safe_serialization)
+        with _trained(self.run) as model:
+            save_model(model, directory, max_shard_size, safe_serialization)
 
     def close(self) -> None:
         """Leave the process group, if this trainer made it."""
@@ -335,9 +349,7 @@ class Trainer:
         self.strategy.seed = config.seed
         self.strategy.vote = Vote(processes, size=4) if processes.size > 1 else None
         model = self.strategy.wrap(module, self.precision)
-        optimizer = self.configure_optimizer(module)
-        self.strategy.adopt(optimizer, module)
-        parts.check_optimizer(optimizer, module)
+        optimizer = self._make_optimizer(module)
         schedule = self._make_schedule(optimizer, self.planned_steps)
         own_evaluation = bool(evaluations) and not self.callbacks.schedule_evaluation
         return Run(
@@ -362,6 +374,14 @@ class Trainer:
             evaluates_end=own_evaluation,
             objects=self._objects,
         )
+
+    def _make_optimizer(self, module: nn.Module) -> Optimizer:
+        """Return the optimizer of a module that the strategy has wrapped."""
+        optimizer = self.configure_optimizer(module)
+        self.strategy.adopt(optimizer, module)
+        parts.check_optimizer(optimizer, module)
+        self.precision.bind(optimizer)
+        return optimizer
 
     def _make_schedule(self, optimizer: Optimizer, planned_steps: int | None) -> LRSchedule | None:
         """Return the schedule for a horizon."""
@@ -409,7 +429,7 @@ def _conditions(
     with (
         _compiled(model, options),
         rng.determinism(config.deterministic),
-        _mode_of_training(model),
+        training_mode(model),
     ):
         yield
 
@@ -422,35 +442,32 @@ def _compiled(model: nn.Module, options: Mapping[str, Any] | None) -> AbstractCo
     return compiled(model, options)
 
 
-def _trained(run: Run | None) -> nn.Module:
+@contextmanager
+def _evaluated(
+    run: Run | None, model: nn.Module, options: Mapping[str, Any] | None
+) -> Iterator[None]:
+    """Hold what is to hold while a model is evaluated, perhaps that of a fit under way."""
+    is_trained = run is not None and model in (run.model, run.module)
+    weights = run.evaluation_weights() if run is not None and is_trained else nullcontext()
+    with _compiled(model, options), weights:
+        yield
+
+
+@contextmanager
+def _trained(run: Run | None) -> Iterator[nn.Module]:
     if run is None:
         raise ConfigError(
             "`save_model` writes the model of the latest `fit`, but there was none. For any model, "
             "call `trainkit.export.save_model(model, directory)`."
         )
-    return run.module
+    with run.evaluation_weights():
+        yield run.module
 
 
 def _weighting(config: TrainConfig, processes: Processes, loader: PreparedLoader) -> Weighting:
     accumulation = config.gradient_accumulation_steps
     nominal = loader.nominal_window(accumulation)
     return Weighting(processes, nominal=nominal, accumulation=accumulation)
-
-
-@contextmanager
-def _mode_of_training(model: nn.Module) -> Iterator[None]:
-    """Put a model that was left in evaluation mode into training mode, and back afterwards.
-
-    One in training mode is left alone, so that submodules which the user froze stay frozen.
-    """
-    if model.training:
-        yield
-        return
-    model.train()
-    try:
-        yield
-    finally:
-        model.eval()
 
 
 def _list_callbacks(callbacks: Iterable[Callback] | None, output_dir: Path | None) -> CallbackList:

@@ -8,8 +8,15 @@ from typing import Any, Literal, ParamSpec, TypeVar
 import torch
 
 from trainkit.data.active import ActiveLoaders
-from trainkit.distributed import Processes, gather_samples, gather_tensors, guard, tree
-from trainkit.distributed.rows import Memory
+from trainkit.distributed import (
+    Processes,
+    Refusal,
+    gather_all,
+    gather_samples,
+    gather_tensors,
+    guard,
+    tree,
+)
 from trainkit.errors import ConfigError, DataError
 
 __all__ = ["Verbs"]
@@ -40,7 +47,6 @@ class Verbs:
             self.device = self.processes.device
         self.loaders = ActiveLoaders()
         """The loaders under way; they tell `gather_for_metrics` which samples are real."""
-        self._memory: Memory = {}
 
     @property
     def process_index(self) -> int:
@@ -87,37 +93,44 @@ class Verbs:
         use_gather_object: bool = False,
         *,
         loader: Any = None,
-        pad_value: float = 0,
+        pad_value: float | None = None,
     ) -> Any:
         """Return the entry of each real sample of the last batch once, on every process.
 
-        The order is that in which the same loader runs on one process (DESIGN 2.19). Where no
-        loader was ever under way, everything is gathered.
+        The order is that in which the same loader runs on one process (DESIGN 2.19). The batch
+        is the one yielded last by a loader that is under way. Where none is, as after a loop,
+        everything is gathered, and what filled a last batch up is among it.
 
         Args:
-            input_data: Any nesting of tensors, arrays and lists with one entry per sample; see
-                `trainkit.distributed.rows` for what counts as one.
-            use_gather_object: `input_data` is a list of one object per sample, also where it
-                could be taken for a list of tensors with one row per sample each.
-            loader: The loader whose last batch is meant; needed if several are under way with
-                different numbers of real samples.
-            pad_value: Fills up, at the end, tensors that differ in later dimensions.
+            input_data: Any nesting of tensors, arrays and lists with one entry per sample. Tuples,
+                and lists with tensors in them, hold fields; other lists hold one entry per
+                sample (`trainkit.distributed.rows`).
+            use_gather_object: `input_data` is a list of one object per sample, whatever it holds,
+                such as tensors of any shapes.
+            loader: The loader whose last batch is meant, where several are under way.
+            pad_value: Fills up, at the end, tensors that differ in later dimensions. By default
+                -100 for signed integers and NaN for floating and complex numbers; other types
+                are refused.
 
         Raises:
-            DataError: On all processes, if something has not one entry per sample.
+            DataError: On all processes, if something has not one entry per sample, or two loaders
+                yield in turns and the value may belong to either.
         """
         info = self.loaders.current(loader)
+        if info is None and use_gather_object:
+            return self.gather_object(input_data)
         if info is None:
-            in_tensors = not use_gather_object and tree.only_tensors(input_data)
-            return self.gather(input_data) if in_tensors else self.gather_object(input_data)
+            return gather_all(self.processes, input_data, pad_value=pad_value, name="input_data")
+        doubt, hint = ("", "") if loader is not None else self.loaders.doubts()
         return gather_samples(
             self.processes,
-            [input_data],
+            [Refusal(doubt) if doubt else input_data],
             [info.counts],
             [info.local_size],
             pad_value=pad_value,
             name="input_data",
-            memory={"input_data": "samples"} if use_gather_object else self._memory,
+            use_gather_object=use_gather_object,
+            hint=hint,
         )
 
     def gather_object(self, object: Any) -> Any:
@@ -179,9 +192,11 @@ class Verbs:
         return tree.pad_to_longest(self.processes, tensor, dim, pad_index, pad_first)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print on the main process of each machine only."""
+        """Print on the main process of each machine only; a closed stdout is no error."""
         if self.is_local_main_process:
-            print(*args, **kwargs)
+            from trainkit.streams import put  # only where something is printed
+
+            put(*args, **kwargs)
 
     def wait_for_everyone(self) -> None:
         """Return when all processes have called it."""

@@ -8,6 +8,7 @@ known ahead, the reduced gradients are multiplied once more at the end of the wi
 
 import math
 from collections.abc import Mapping
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -41,6 +42,7 @@ class Weighting:
         self._processes = processes
         self._nominal = nominal
         self._accumulation = accumulation
+        self._losses: list[tuple[Tensor, Tensor | float]] = []
         self._by_sample: bool | None = None  # None: no micro-batch was seen
 
     def begin(self, window: Window) -> None:
@@ -50,7 +52,7 @@ class Weighting:
         self.samples = 0
         self._total: Tensor | None = None  # sum of the weights that the step returned, here
         self._alone: bool | None = None  # one micro-batch on one process: never scaled
-        self._losses: list[tuple[Tensor, Tensor | float]] = []
+        self._losses = []
 
     def weigh(self, output: object, micro_batch: MicroBatch) -> Tensor:
         """Return the loss to run backward on, for what the training step returned."""
@@ -58,7 +60,7 @@ class Weighting:
         if self._by_sample is None:
             self._by_sample = self._agree(loss, weight)
         if loss.ndim:
-            loss = loss.reshape(())
+            loss = _scalar(loss)
         if self._alone is None:
             self._alone = self._processes.size == 1 and micro_batch.last
         count = micro_batch.count
@@ -100,6 +102,13 @@ class Weighting:
             return self._losses[-1][0], 0
         losses = [_times(loss, weight) for loss, weight in self._losses]
         return torch.stack(losses).sum() / weight, weight
+
+    def is_finite(self) -> bool:
+        """Return whether the latest loss of this process is finite; reads the device."""
+        if not self._losses:
+            return True  # no window yet
+        loss, weight = self.result()
+        return bool(torch.isfinite(loss)) or float(weight) == 0
 
     def _base(self, micro_batch: MicroBatch | None) -> float:
         """Return the total that sample weights are divided by before backward."""
@@ -182,27 +191,47 @@ def _check(loss: object, weight: Tensor | float | None) -> None:
             f"The loss must be a tensor with a graph, but is {type(loss).__name__!r}. Return what "
             "the loss function gives, not `loss.item()`."
         )
-    if loss.numel() != 1:
-        raise ConfigError(
-            f"The loss must be a scalar, but `training_step` returned the shape "
-            f"{tuple(loss.shape)}. Return its mean, for example `loss.mean()`."
-        )
+    _scalar(loss)
     if not loss.requires_grad:
         raise ConfigError(
             "The loss has no graph: nothing that it was computed from requires a gradient. "
             "Return the loss itself, not `loss.detach()` or `loss.item()`, and compute it "
             "outside `torch.no_grad()`."
         )
-    if weight is not None and not (math.isfinite(float(weight)) and float(weight) >= 0):
+    if weight is None:
+        return
+    if not isinstance(weight, Tensor | Real):
+        raise DataError(
+            f"`weight` must be a number or a tensor of one, but is {type(weight).__name__!r}. It "
+            "is the number of items that the loss averages."
+        )
+    value = float(_on_device(weight, loss))
+    if not (math.isfinite(value) and value >= 0):
         raise DataError(
             f"`weight` must be a finite number of at least 0, but `training_step` returned "
-            f"{float(weight)}. It is the number of items that the loss averages."
+            f"{value}. It is the number of items that the loss averages."
         )
+
+
+def _scalar(loss: Tensor) -> Tensor:
+    """Return a loss of one element without dimensions."""
+    if loss.numel() != 1:
+        raise ConfigError(
+            f"The loss must be a scalar, but `training_step` returned the shape "
+            f"{tuple(loss.shape)}. Return its mean, for example `loss.mean()`."
+        )
+    return loss.reshape(())
 
 
 def _on_device(weight: Tensor | float, loss: Tensor) -> Tensor:
     """Return a weight as a scalar in fp64 beside the loss; numbers are not copied over."""
     if isinstance(weight, Tensor):
+        if weight.numel() != 1:
+            raise DataError(
+                "`weight` must be one number, the items that the loss averages, but "
+                f"`training_step` returned the shape {tuple(weight.shape)}. Return its sum, with "
+                "the loss as the mean weighted by it."
+            )
         return weight.detach().to(loss.device, torch.float64).reshape(())
     return torch.full((), weight, dtype=torch.float64, device=loss.device)
 

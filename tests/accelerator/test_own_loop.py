@@ -3,6 +3,8 @@
 import copy
 import json
 import logging
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -500,3 +502,23 @@ def test_processes_with_other_data_are_told_before_the_first_step() -> None:
     for text in run_ranks(2, prepare_apart):
         assert "the loader at position 1 of `prepare`" in text
         assert "process 0: 56 samples, batch size 4; process 1: 64 samples" in text
+
+
+def test_workers_that_nobody_refers_to_any_more_end_at_once(tmp_path: Path) -> None:
+    script = tmp_path / "sweep.py"
+    script.write_text(
+        "import torch\n"
+        "from torch.utils.data import DataLoader\n"
+        "from trainkit import Accelerator\n"
+        "for _ in range(8):\n"
+        "    loader = DataLoader(torch.arange(37), 6, num_workers=2, persistent_workers=True)\n"
+        "    for index, batch in enumerate(Accelerator(cpu=True).prepare(loader)):\n"
+        "        if index == 3:\n"
+        "            break\n"
+        "print('end')\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=100, check=True
+    )
+    assert ended.stdout == "end\n"
+    assert "Error" not in ended.stderr

@@ -1,5 +1,6 @@
 """`save_state` and `load_state`: whole or not at all, and exact."""
 
+import json
 import os
 import signal
 import subprocess
@@ -15,8 +16,10 @@ from torch.utils.data import DataLoader
 
 from tests.accelerator.toys import Noisy, Stream, bits, numbers, prepared
 from tests.helpers.ranks import run_ranks
+from tests.test_forged import sign
 from trainkit import (
     Accelerator,
+    CheckpointCorrupt,
     CheckpointError,
     ConfigError,
     DataLoaderConfiguration,
@@ -345,3 +348,71 @@ def test_a_kill_while_saving_loses_no_acknowledged_state(tmp_path: Path) -> None
 
 def _is_good(folder: Path) -> bool:
     return CheckpointStore(folder).newest_valid(lambda text: None) is not None
+
+
+def _ordered(folder: Path, sampler: Any, batch_size: int, stop: int | None) -> list[int]:
+    accelerator = Accelerator(
+        cpu=True, dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True)
+    )
+    options: Any = {"shuffle": True} if sampler == "shuffle" else {"sampler": sampler}
+    loader = accelerator.prepare(DataLoader(range(24), batch_size, **options))  # type: ignore[arg-type]
+    seen: list[int] = []
+    if stop is None:
+        accelerator.load_state(folder)
+    for count, batch in enumerate(loader, 1):
+        seen += batch.tolist()
+        if count == stop:
+            accelerator.save_state(folder)
+            break
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "size", "words"),
+    [
+        ("shuffle", None, 4, "sampler: RandomSampler in the checkpoint, SequentialSampler now"),
+        (list(range(24)), list(range(23, -1, -1)), 4, "The sampler gives another order"),
+        (None, None, 2, "samples of a round: 4 in the checkpoint, 2 now"),
+    ],
+)
+def test_a_pass_does_not_go_on_in_another_order(
+    before: Any, after: Any, size: int, words: str, tmp_path: Path
+) -> None:
+    first = _ordered(tmp_path, before, 4, 3)
+    with pytest.raises(CheckpointError, match=words):
+        _ordered(tmp_path, after, size, None)
+    assert sorted(first + _ordered(tmp_path, before, 4, None)) == list(range(24))
+
+
+@pytest.mark.parametrize(
+    ("file", "keys", "value", "words"),
+    [
+        ("loop.json", ("accumulation", "count"), None, "accumulation.count"),
+        ("loop.json", ("schedulers", 0, "last_epoch"), "x", "schedulers.0.last_epoch"),
+        ("loop.json", ("loaders",), {}, "`loaders` must be a list"),
+        ("optimizer.json", ("groups", 0, "params", 0), 3, "groups.0.params.0"),
+        ("optimizer.json", ("groups", 0, "lr"), "fast", "groups.0.lr"),
+        ("process-00000.json", ("python",), [1], "python"),
+        ("process-00000.json", ("torch",), None, "torch"),
+        ("process-00000.json", ("loaders", 0, "batches"), -1, "loaders.0.batches"),
+    ],
+)
+def test_a_forged_state_changes_nothing(
+    file: str, keys: tuple[Any, ...], value: Any, words: str, tmp_path: Path
+) -> None:
+    accelerator = Accelerator(cpu=True)
+    model, _, _, loader = prepared(accelerator, numbers(22))
+    for _ in loader:
+        accelerator.save_state(tmp_path)
+        break
+    (folder,) = tmp_path.glob("step-*")
+    tree = place = json.loads((folder / file).read_bytes())
+    for key in keys[:-1]:
+        place = place[key]
+    place[keys[-1]] = value
+    (folder / file).write_text(json.dumps(tree))
+    sign(folder)
+    before = bits(model)
+    with pytest.raises(CheckpointCorrupt, match=rf"`{file}`.*{words}"):
+        accelerator.load_state(tmp_path)
+    assert bits(model) == before

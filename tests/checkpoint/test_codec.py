@@ -19,6 +19,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from torch.optim import lr_scheduler
 
 from tests.checkpoint.toys import save_alone
@@ -123,10 +124,13 @@ def test_a_tensor_of_any_dtype_comes_back_as_it_was(dtype: torch.dtype, tmp_path
         "flat": flat,
         "matrix": flat.reshape(3, -1).clone(),
         "column": flat.reshape(3, -1).clone().t()[:2],
+        "turned": flat.reshape(3, -1).clone().t(),
         "single": flat[0].clone(),
         "empty": flat[:0].reshape(0, 4),
     }
-    assert_same(round_trip(state, tmp_path), state)
+    read = round_trip(state, tmp_path)
+    assert_same(read, state)
+    assert read["turned"].stride() == state["turned"].stride()
 
 
 def test_views_that_torch_marks_come_back_as_values(tmp_path: Path) -> None:
@@ -140,8 +144,6 @@ def test_views_that_torch_marks_come_back_as_values(tmp_path: Path) -> None:
 
 
 def test_a_flat_dict_of_tensors_is_a_plain_safetensors_file(tmp_path: Path) -> None:
-    from safetensors.torch import load_file
-
     state = torch.nn.LSTM(3, 4, 2).state_dict()
     path = save_alone(CheckpointStore(tmp_path), 1, {"model": state})
     assert sorted(file.name for file in path.iterdir()) == ["manifest.json", "model.safetensors"]
@@ -171,6 +173,43 @@ def test_tensors_that_share_memory_still_share_it_and_are_written_once(tmp_path:
     assert read["again"]["row"].eq(7).all()
     read["left"].fill_(9.0)
     assert not read["right"].eq(9).any()
+
+
+def test_tensors_that_share_memory_in_any_order_still_share_it(tmp_path: Path) -> None:
+    weight = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    turned = torch.randn(6, 5).t()
+    state = {
+        "weight": weight,
+        "permuted": weight.permute(1, 0, 2, 3),
+        "inside": weight[1],
+        "row": turned[2],
+        "turned": turned,
+    }
+    read = round_trip(state, tmp_path)
+    assert_same(read, state)
+    assert [t.stride() for t in read.values()] == [t.stride() for t in state.values()]
+    read["weight"].fill_(7.0)
+    read["turned"].fill_(7.0)
+    assert all(tensor.eq(7).all() for tensor in read.values())
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.integers(0, 4), max_size=5), st.randoms())
+def test_strides_come_back_where_they_leave_no_gap(
+    tmp_path_factory: pytest.TempPathFactory, shape: list[int], chance: random.Random
+) -> None:
+    order = chance.sample(range(len(shape)), len(shape))
+    tensor = torch.arange(float(np.prod(shape))).reshape(shape).permute(order)
+    gap = torch.randn([*tensor.shape, 2])[..., 0]
+    directory = tmp_path_factory.mktemp("strides")
+    read = round_trip({"a": tensor, "gap": gap}, directory)
+    assert torch.equal(read["a"], tensor)
+    assert torch.equal(read["gap"], gap)
+    steps = zip(read["a"].stride(), tensor.stride(), tensor.shape, strict=True)
+    assert not tensor.numel() or all(a == b for a, b, size in steps if size > 1)
+    assert read["gap"].is_contiguous()
+    plain = load_file(directory / "step-00000001" / "part.safetensors")
+    assert torch.equal(plain["a"], tensor)
 
 
 def test_tensors_that_overlap_by_half_are_refused(tmp_path: Path) -> None:
@@ -308,6 +347,8 @@ HOSTILE = [
     {"$view": ["a", [4], [1], 10**9]},
     {"$view": ["a", [10**6], [1], 0]},
     {"$raw": ["a", "complex128", [10**9]]},
+    {"$raw": ["a", "int16", [2, 1], [2, 1]]},
+    {"$raw": ["a", "int16", [2, 1], [1, 1], [1, 1]]},
     {"$timedelta": [10**30, 0, 0]},
     {"$tuple": {"a": 1}},
     {"$size": ["a"]},

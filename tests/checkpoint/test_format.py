@@ -1,5 +1,6 @@
 """The documented format: readable without trainkit, and for ever."""
 
+import json
 import re
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import torch
 import xxhash
 from safetensors.torch import save_file
 
+from tests.checkpoint.fixtures import make_format_3
 from tests.checkpoint.fixtures.make_format_1 import content
 from tests.checkpoint.sharded import whole_parts
 from tests.checkpoint.test_codec import assert_same
@@ -18,6 +20,7 @@ from tests.checkpoint.toys import save_alone
 from trainkit.checkpoint import CheckpointStore, decoding
 from trainkit.checkpoint.reading import open_directory, open_file
 from trainkit.checkpoint.tensor_file import read_header
+from trainkit.checkpoint.tensors import kept_strides
 from trainkit.errors import CheckpointCorrupt
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,6 +34,23 @@ def test_a_checkpoint_of_version_1_loads_for_ever() -> None:
     assert checkpoint.names() == ["model", "optimizer", "tied", "values"]
     for part, state in content().items():
         assert_same(checkpoint.read(part), state)
+
+
+def test_a_checkpoint_of_version_3_loads_for_ever() -> None:
+    path = FIXTURE.with_name("format_3")
+    checkpoint = CheckpointStore(path.parent).open(path)
+    assert checkpoint.manifest.format_version == 3
+    for part, state in make_format_3.content().items():
+        read = checkpoint.read(part)
+        assert_same(read, state)
+        tensors = zip(_tensors(read), _tensors(state), strict=True)
+        assert all(one.stride() == kept_strides(two) for one, two in tensors if kept_strides(two))
+
+
+def _tensors(state: Any) -> list[torch.Tensor]:
+    values = [state] if isinstance(state, torch.Tensor) else []
+    inner = state.values() if isinstance(state, dict) else state if type(state) is list else ()
+    return [*values, *(tensor for value in inner for tensor in _tensors(value))]
 
 
 def test_the_documented_reader_needs_no_trainkit(tmp_path: Path) -> None:
@@ -83,6 +103,11 @@ assert not {{"torch", "numpy", "safetensors"}} & set(sys.modules)
     subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True)
 
 
+def _with_strides(text: Any) -> tuple[None, bytes]:
+    tensor = {"dtype": "U8", "shape": [4, 2], "data_offsets": [0, 8]}
+    return None, json.dumps({"__metadata__": {"strides": text}, "a": tensor}).encode()
+
+
 HEADERS: dict[str, Any] = {
     "too long": (2**64 - 1, b"{}"),
     "no object": (None, b"[]"),
@@ -100,6 +125,16 @@ HEADERS: dict[str, Any] = {
     "no number": (None, b'{"a": {"dtype": "U8", "shape": [8.0], "data_offsets": [0, 8]}}'),
     "metadata": (None, b'{"__metadata__": 3, "a": {"dtype": "U8", "shape": [8], '
                        b'"data_offsets": [0, 8]}}'),
+    "strides": _with_strides(3),
+    "strides of no tensor": _with_strides('{"b": [1, 4]}'),
+    "strides that leave gaps": _with_strides('{"a": [1, 5]}'),
+    "strides that overlap": _with_strides('{"a": [1, 1]}'),
+    "strides of more dimensions": _with_strides('{"a": [1, 4, 8]}'),
+    "strides beyond the memory": _with_strides('{"a": [1, 1073741824]}'),
+    "negative strides": _with_strides('{"a": [1, -4]}'),
+    "strides that are no numbers": _with_strides('{"a": [1.0, 4]}'),
+    "strides that are no list": _with_strides('{"a": "14"}'),
+    "strides without end": _with_strides("[" * 10_000),
     "infinite": (None, b'{"a": Infinity}'),
     "byte order mark": (None, b"\xef\xbb\xbf{}"),
     "depth": (None, b"[" * 100_000),

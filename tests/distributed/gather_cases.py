@@ -3,7 +3,7 @@
 import enum
 import random
 from collections import namedtuple
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,9 @@ class Output:
     nothing: None = None
 
 
+ONE_EACH = ("ragged", "ragged in lists")
+"""What is a list of one object per sample only if the caller says so: there are tensors in it."""
+
 Collate = Callable[[list[int]], Any]
 """Makes what a model would return for the samples of a batch; equal samples, equal entries."""
 
@@ -42,10 +45,8 @@ def _names(samples: list[int]) -> list[str]:
     return [f"sample {index}" + "é" * (index % 3) for index in samples]
 
 
-def _ragged(samples: list[int]) -> list[torch.Tensor]:
-    # One, or more than any batch is long: a list of two tensors of two rows can be taken for a
-    # container, which `rows` documents.
-    return [torch.arange((1, 6, 7)[index % 3]) + index for index in samples]
+def _ragged(samples: Iterable[int]) -> list[torch.Tensor]:
+    return [torch.arange(index % 4) + index for index in samples]
 
 
 def _padded(samples: list[int]) -> torch.Tensor:
@@ -83,6 +84,10 @@ COLLATES: dict[str, Collate] = {
     "records": lambda samples: [{"id": index, "box": torch.ones(index % 5)} for index in samples],
     "pair": lambda samples: (_float(samples), _label(samples)),
     "list of two": lambda samples: [_float(samples), _label(samples)],
+    "ragged in lists": lambda samples: [_ragged(range(index % 3)) for index in samples],
+    "pairs of texts": lambda samples: [(str(index), "x" * (index % 3)) for index in samples],
+    "texts and tokens": lambda samples: (_names(samples), [[index] * 2 for index in samples]),
+    "tensors of a sample": lambda samples: [{"ids": ids} for ids in _ragged(samples)],
     "nested lists": lambda samples: [[_float(samples), _label(samples)], _names(samples)],
     "nested": lambda samples: {
         "a": [_float(samples), {"b": _label(samples)}],

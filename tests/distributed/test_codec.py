@@ -113,6 +113,11 @@ def test_views_and_graphs_come_back_as_plain_tensors() -> None:
     assert not round_trip(parameter * 2).requires_grad
 
 
+def test_a_single_element_of_any_stride_comes_back() -> None:
+    for value in (torch.ones(1, 3)[:, 0], torch.ones(0, 3)[:, 0]):
+        assert torch.equal(round_trip(value), value)
+
+
 def test_decoded_tensors_own_writable_memory() -> None:
     tensor = round_trip([b"x", torch.ones(3)])[1]
     tensor += 1

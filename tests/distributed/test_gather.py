@@ -1,15 +1,16 @@
 """Tests of gathering: each real sample once, in the order of one process (DESIGN 2.19)."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
-from tests.distributed.gather_cases import COLLATES, Case, random_case, same
+from tests.distributed.gather_cases import COLLATES, ONE_EACH, Case, random_case, same
 from tests.helpers.ranks import run_ranks
 from trainkit.distributed import Processes, concatenate, gather_samples, gather_tensors, guard
-from trainkit.distributed.rows import Memory
 from trainkit.errors import DataError, DistributedError
 
 
@@ -21,7 +22,7 @@ def check_case(case: Case, processes: Processes) -> list[str]:
     sizes = [len(samples) for samples in case.computed(processes.rank)]
     counts = [case.counts(batch) for batch in batches]
     wrong = []
-    memory: Memory = {}
+    one_each = case.kind in ONE_EACH
     for index, batch in enumerate(batches):
         got = gather_samples(
             processes,
@@ -29,11 +30,13 @@ def check_case(case: Case, processes: Processes) -> list[str]:
             counts[index : index + 1],
             sizes[index : index + 1],
             pad_value=-100,
-            memory=memory,
+            use_gather_object=one_each,
         )
         if not same(got, collate(batch)):
             wrong.append(f"{case}, batch {index}: {got} instead of {collate(batch)}")
-    got = gather_samples(processes, computed, counts, sizes, pad_value=-100)
+    got = gather_samples(
+        processes, computed, counts, sizes, pad_value=-100, use_gather_object=one_each
+    )
     expected = collate(list(range(case.length))) if batches else []
     if not same(got, expected):
         wrong.append(f"{case}, all batches: {got} instead of {expected}")
@@ -92,11 +95,11 @@ def _errors(rank: int, values: list[Any], sizes: list[int]) -> str:
         ([None, None], "`outputs` is a list of length 2, but the batch has 4 samples"),
         ((torch.ones(4), torch.tensor(1)), "`outputs[1]` is a Tensor of shape (), but"),
         ({"a": [torch.ones(4), {"loss": 1.0}]}, "`outputs['a'][1]['loss']` is the float 1.0"),
+        (numpy.ma.masked_array([1, 2, 3, 4]), "`outputs` is a masked array, whose mask"),
         ([lambda: 1] * 4, "`builtins.function` cannot be pickled"),
         ({"b": torch.ones(4)}, "`outputs` is a Tensor of 1 dimensions on process 0"),
         (torch.ones(4, 2), "is a Tensor of 1 dimensions on process 0 (batch 0), but a Tensor of 2"),
     ],
-    ids=str,
 )
 def test_an_error_on_one_process_is_raised_on_all(bad: Any, message: str) -> None:
     first, second = run_ranks(2, _errors, [torch.ones(4), bad], [4, 4])
@@ -158,25 +161,128 @@ def test_containers_may_be_of_a_class_defined_in_a_function() -> None:
     assert run_ranks(2, _local_class) == [("_local_class.<locals>.Local", 4)] * 2
 
 
-def _ambiguous(rank: int) -> list[Any]:
-    processes = Processes.start()
-    square = [torch.full((2,), rank), torch.full((2,), rank)]
-    only_entries = [torch.ones(3), torch.ones(1)]
-    mixed = square if rank == 0 else only_entries
-    memory: Memory = {}
-    lists = [
-        gather_samples(processes, [square], [(2, 2)], [2], memory=memory),
-        gather_samples(processes, [mixed], [(2, 2)], [2], memory=memory),
-        gather_samples(processes, [square], [(2, 2)], [2], memory=memory),
-    ]
-    return [[item.tolist() for item in items] for items in lists]
+def _gather(value: Any, size: int, **options: Any) -> Any:
+    return gather_samples(Processes.start(), [value], [(size, size)], [size], **options)
 
 
-def test_an_ambiguous_list_is_decided_by_the_others_and_by_what_came_before() -> None:
-    alone, mixed, after = run_ranks(2, _ambiguous)[1]
-    assert alone == [[0, 0, 1, 1], [0, 0, 1, 1]]  # two tensors of four rows
-    assert mixed == [[0, 0], [0, 0], [1, 1, 1], [1]]  # four entries
-    assert after == [[0, 0], [0, 0], [1, 1], [1, 1]]
+def _columns(rank: int) -> Any:
+    values = torch.arange(6.0).view(3, 2)[rank : rank + 1, 1]  # one element, and a stride of 2
+    both = torch.arange(12.0).view(1, 3, 2, 2).permute(0, 3, 1, 2)[:, :1]
+    return _gather(values, 1).tolist(), _gather(both, 1).flatten().tolist()
+
+
+def test_one_row_of_a_column_is_gathered() -> None:
+    assert run_ranks(2, _columns) == [([1.0, 3.0], [0.0, 2, 4, 6, 8, 10] * 2)] * 2
+
+
+def _after_texts(rank: int) -> Any:
+    predictions, references = torch.tensor([rank, rank]), torch.tensor([5, 6])
+    before = _gather(["a", "b"], 2)
+    texts = _gather((["a", "b"], ["c", "d"]), 2)
+    return before, texts, [part.tolist() for part in _gather((predictions, references), 2)]
+
+
+def test_what_a_call_means_does_not_depend_on_the_calls_before() -> None:
+    texts = (["a", "b"] * 2, ["c", "d"] * 2)
+    expected = (["a", "b"] * 2, texts, [[0, 0, 1, 1], [5, 6, 5, 6]])
+    assert run_ranks(2, _after_texts) == [expected] * 2
+
+
+def _square(rank: int) -> Any:
+    tensors = [torch.full((2,), rank), torch.full((2,), rank)]
+    as_fields = [_gather(tensors, 2), list(_gather(tuple(tensors), 2))]
+    as_entries = _gather(tensors, 2, use_gather_object=True)
+    wrapped = _gather([{"value": tensor} for tensor in tensors], 2)
+    return (
+        [[field.tolist() for field in fields] for fields in as_fields],
+        [entry.tolist() for entry in as_entries],
+        [entry["value"].tolist() for entry in wrapped],
+    )
+
+
+def test_a_list_with_tensors_holds_fields_whatever_its_length_unless_told_otherwise() -> None:
+    fields, entries = [[0, 0, 1, 1]] * 2, [[0, 0], [0, 0], [1, 1], [1, 1]]
+    assert run_ranks(2, _square) == [([fields, fields], entries, entries)] * 2
+
+
+@pytest.mark.parametrize(
+    ("value", "way"),
+    [
+        ([torch.ones(1), torch.ones(3)], "`[{'value': entry} for entry in x]`, or give the list"),
+        ([[torch.ones(2)], [torch.ones(3)]], "with `use_gather_object=True`"),
+        (({"boxes": torch.ones(3, 4)}, {"boxes": torch.ones(1, 4)}), "`list(x)`"),
+        (([7], [8, 9]), "`list(x)`"),
+        ([["a"], ["b"], ["c"]], "`tuple(x)`"),
+        ([{"a": torch.ones(2)}], "`tuple(x)`"),
+    ],
+)
+def test_an_error_says_how_the_other_reading_is_written(value: Any, way: str) -> None:
+    with pytest.raises(DataError) as caught:
+        gather_samples(Processes.start(), [value], [(2,)], [2], name="x")
+    assert way in str(caught.value)
+
+
+FILLED = [
+    (torch.float32, math.nan),
+    (torch.bfloat16, math.nan),
+    (torch.float16, math.nan),
+    (torch.complex64, complex(math.nan, 0)),
+    (torch.int8, -100),
+    (torch.int64, -100),
+]
+
+
+def _ragged_rows(rank: int, dtype: torch.dtype) -> tuple[bool, str]:
+    rows = _gather(torch.ones(1, 1 + rank, dtype=dtype), 1)
+    return rows.dtype == dtype, repr(rows.tolist())
+
+
+@pytest.mark.parametrize(("dtype", "fill"), FILLED, ids=str)
+def test_rows_of_different_width_are_filled_with_what_cannot_be_data(
+    dtype: torch.dtype, fill: Any
+) -> None:
+    one = torch.ones(1, dtype=dtype).item()
+    expected = (True, repr([[one, fill], [one, one]]))
+    assert run_ranks(2, _ragged_rows, dtype) == [expected] * 2
+
+
+def test_arrays_are_filled_in_the_same_way() -> None:
+    for dtype, fill in (("int16", "-100"), ("float32", "nan"), ("complex128", "(nan+0j)")):
+        rows = [numpy.ones((1, width), dtype=dtype) for width in (1, 2)]
+        assert repr(concatenate(rows).tolist()[0][1]) == fill
+    for kind in ("bool", "uint8", "U1", "object", "datetime64[s]"):
+        rows = [numpy.ones((1, width)).astype("int64").astype(kind) for width in (1, 2)]
+        with pytest.raises(DataError, match="has rows of different width"):
+            concatenate(rows)
+
+
+def _unfillable(rank: int, dtype: torch.dtype) -> tuple[str, Any]:
+    value = torch.ones(1, 1 + rank, dtype=dtype)
+    with pytest.raises(DataError) as caught:
+        _gather(value, 1, name="x")
+    return str(caught.value), _gather(value, 1, pad_value=0).tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.uint16])
+def test_rows_whose_type_has_no_such_value_are_refused(dtype: torch.dtype) -> None:
+    for message, filled in run_ranks(2, _unfillable, dtype):
+        assert message.startswith(f"`x` has rows of different width, and {dtype} has no value")
+        assert "`pad_value=`" in message
+        assert filled == [[1, 0], [1, 1]]
+
+
+def test_filling_goes_by_the_type_that_comes_out() -> None:
+    rows = [torch.ones(1, 1, dtype=torch.uint8), torch.ones(1, 2, dtype=torch.int64)]
+    assert concatenate(rows).tolist() == [[1, -100], [1, 1]]
+    rows[1] = torch.ones(1, 2)
+    assert repr(concatenate(rows).tolist()) == "[[1.0, nan], [1.0, 1.0]]"
+
+
+@pytest.mark.parametrize("value", [0.5, math.nan, 300, -1])
+def test_a_pad_value_that_the_type_cannot_hold_is_refused(value: float) -> None:
+    rows = [torch.ones(1, 1, dtype=torch.uint8), torch.ones(1, 2, dtype=torch.uint8)]
+    with pytest.raises(DataError, match=r"`pad_value` is .* a whole number from 0 to 255"):
+        concatenate(rows, pad_value=value)
 
 
 def test_on_one_process_the_same_objects_come_back() -> None:
@@ -187,14 +293,6 @@ def test_on_one_process_the_same_objects_come_back() -> None:
 def test_on_one_process_padding_is_cut_too() -> None:
     gathered = gather_samples(Processes.start(), [(torch.arange(4), list("abcd"))], [(3,)], [4])
     assert same(gathered, (torch.arange(3), list("abc")))
-
-
-def test_an_ambiguous_list_is_cut_either_way() -> None:
-    processes, value = Processes.start(), [torch.ones(2), torch.zeros(2)]
-    container = gather_samples(processes, [value], [(1,)], [2])
-    assert same(container, [torch.ones(1), torch.zeros(1)])
-    entries = gather_samples(processes, [value], [(1,)], [2], memory={"value": "samples"})
-    assert same(entries, [torch.ones(2)])
 
 
 def _mixed_dtypes(rank: int) -> Any:

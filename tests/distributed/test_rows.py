@@ -50,8 +50,8 @@ def test_batches_that_differ_travel_one_by_one(last: Any) -> None:
     assert join(nodes([{"key": torch.zeros(3)}] * 3 + [{"key": last}])) is None
 
 
-def test_arrays_texts_and_what_may_be_both_travel_one_by_one() -> None:
-    for value in (np.zeros(3), ["a", "b", "c"], [torch.zeros(3)] * 3):
+def test_arrays_and_texts_travel_one_by_one() -> None:
+    for value in (np.zeros(3), ["a", "b", "c"]):
         given = nodes([value] * 4)
         assert join(given) is None
         assert [type(from_plain(to_plain(node))) for node in given] == [type(n) for n in given]

@@ -1,5 +1,6 @@
 """The watch: who hears of what, and who leaves when (DESIGN 2.32)."""
 
+import atexit
 import json
 import math
 import multiprocessing
@@ -25,9 +26,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.helpers.ranks import RanksError, run_ranks
 from tests.system.harness import Job, running
-from trainkit import Callback, Run, Trainer, Watchdog
+from trainkit import Accelerator, Callback, Run, Trainer, Watchdog
 from trainkit.cli import failure
-from trainkit.distributed import Processes
+from trainkit.distributed import Processes, crossed
 from trainkit.distributed.leaving import EXIT_OTHER_FAILED
 from trainkit.distributed.links import GONE, Address, Hub, Spoke, open_hub, reach_hub
 from trainkit.distributed.stalls import Member, judge
@@ -414,7 +415,8 @@ def test_the_first_report_is_the_earliest_that_tells_the_cause(tmp_path: Path) -
     text = failure.show(tmp_path)
     assert text is not None
     assert "the first" in text
-    assert "Because of it also ended: process 0, 2." in text
+    assert "Because of it also ended: process 0." in text
+    assert "Failed by itself too: process 2." in text
     assert str(first[0]) in text
 
 
@@ -424,6 +426,59 @@ def test_what_the_launcher_saw_is_told_of_a_lost_process(tmp_path: Path) -> None
     assert text is not None
     assert "Process 1 was killed by SIGKILL." in text
     assert "code 69" not in text
+
+
+def test_what_another_process_failed_by_itself_is_not_put_down_to_the_first(
+    tmp_path: Path,
+) -> None:
+    _report(0, time=1.0).write(tmp_path)
+    _report(1, time=2.0, cause="ValueError: another").write(tmp_path)
+    text = failure.show(tmp_path)
+    assert text is not None
+    assert "Failed by itself too: process 1." in text
+    assert "Because of it" not in text
+
+
+def test_one_process_alone_hears_nothing_of_others() -> None:
+    for text in ("[../gloo/pair.cc:547] Connection closed by peer", "gloo: Timed out waiting"):
+        assert hint_for("RuntimeError", text, alone=True) == ""
+
+
+def _evaluate_without(rank: int, left: int, how: str) -> None:
+    data = DataLoader(TensorDataset(torch.ones(16, 3), torch.ones(16, 1)), 2)
+    trainer = Trainer(max_epochs=1, callbacks=[])
+    if rank == left and how == "close":
+        trainer.close()
+        time.sleep(3)  # it has left the job, not the machine
+    elif rank == left:
+        atexit._run_exitfuncs()  # as the interpreter does at its end
+    else:
+        try:
+            trainer.evaluate(nn.Linear(3, 1), data, loss_fn=_loss)
+        except RuntimeError as error:  # as the interpreter does where nobody catches it
+            sys.last_value = error
+            sys.excepthook(type(error), error, error.__traceback__)
+
+
+@pytest.mark.parametrize(
+    ("size", "left", "how"), [(2, 1, "end"), (2, 0, "end"), (3, 1, "end"), (2, 1, "close")]
+)
+def test_who_ended_in_order_is_named_where_the_others_wait(
+    size: int, left: int, how: str, tmp_path: Path
+) -> None:
+    job = _run(size, tmp_path, partial(_evaluate_without, left=left, how=how))
+    others = [rank for rank in range(size) if rank != left]
+    assert job.codes[left] == 0, job.log()
+    assert all(job.codes[rank] in (1, EXIT_OTHER_FAILED) for rank in others), job.log()
+    first = first_of(read_all(tmp_path / "reports"))
+    assert first is not None
+    ended = "left the job by `close`" if how == "close" else "ended (with code 0|without an error)"
+    told = rf"process {left} \(pid \d+ on .*\) {ended} while the others wait in `evaluate`"
+    assert re.fullmatch(told, first[1].cause)
+    assert (first[1].process, first[1].secondary) == (left, False)
+    assert "behind `if rank == 0`" in first[1].hint
+    assert len(re.findall(f"hint: {first[1].hint[:20]}", job.log())) == 1, job.log()
+    assert "see the output of the others" not in job.log()
 
 
 def test_no_report_has_nothing_to_show(tmp_path: Path) -> None:
@@ -437,7 +492,15 @@ def test_no_report_has_nothing_to_show(tmp_path: Path) -> None:
         ("MemoryError", "", "Out of memory"),
         ("RuntimeError", "DefaultCPUAllocator: can't allocate memory: 9 bytes", "Out of memory"),
         ("OutOfMemoryError", "CUDA out of memory. Tried", "Out of memory"),
-        ("RuntimeError", "[../gloo/pair.cc:547] Connection closed by peer", "its own report"),
+        ("RuntimeError", "[../gloo/pair.cc:547] Connection closed by peer", "none has said why"),
+        ("RuntimeError", "[../gloo/pair.cc:547] Timed out waiting", "did not come"),
+        ("DistNetworkError", "Connection reset by peer", "none has said why"),
+        # What is none of a collective is not blamed on other processes.
+        ("RuntimeError", "Connection refused by the database", ""),
+        ("ConnectionResetError", "[Errno 104] Connection reset by peer", ""),
+        ("BrokenPipeError", "[Errno 32] Broken pipe", ""),
+        ("RuntimeError", "DataLoader timed out after 5 seconds", ""),
+        ("TimeoutError", "timed out", ""),
         ("RuntimeError", "DataLoader worker (pid 3) is killed by signal: Bus error", "shm-size"),
         ("OSError", "[Errno 28] No space left on device", "disk is full"),
         ("ValueError", "plain", ""),
@@ -446,3 +509,43 @@ def test_no_report_has_nothing_to_show(tmp_path: Path) -> None:
 def test_hints(kind: str, text: str, hint: str) -> None:
     assert hint in hint_for(kind, text)
     assert bool(hint) == bool(hint_for(kind, text))
+
+
+def _crossed(rank: int) -> None:
+    crossed.TICK_SECONDS, crossed._STILL_SECONDS = 0.2, 1.0
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(nn.Linear(1, 1))
+    accelerator.backward(model(torch.ones(1, 1)).sum())
+    if accelerator.is_main_process:
+        accelerator.gather(torch.ones(1))  # process 1 never comes
+    accelerator.backward(model(torch.ones(1, 1)).sum())
+
+
+def test_a_loop_of_the_users_own_that_hangs_for_ever_is_ended(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(RanksError) as caught:
+        run_ranks(2, _crossed)
+    assert "exit code 70" in caught.value.failures[0]
+    assert "exit code 70" in caught.value.failures[1]
+    text = capfd.readouterr().err
+    assert "no progress: the processes wait in different places: process 0 in " in text
+    assert "accelerator.gather(torch.ones(1))" in text
+    assert "process 1: phase unknown, after step unknown, in `" in text
+
+
+def _slow(rank: int) -> None:
+    crossed.TICK_SECONDS, crossed._STILL_SECONDS = 0.1, 0.3
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(nn.Linear(1, 1))
+    for late in (0, 1, 0):
+        if rank == late:
+            time.sleep(1.5)
+        accelerator.wait_for_everyone()
+        if rank != late:
+            time.sleep(1.5)
+        accelerator.backward(model(torch.ones(1, 1)).sum())
+
+
+def test_slow_is_not_crossed() -> None:
+    run_ranks(2, _slow)

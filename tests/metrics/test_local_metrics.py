@@ -9,7 +9,17 @@ import pytest
 import torch
 
 from trainkit.errors import ConfigError, DataError
-from trainkit.metrics import F1, MAE, MSE, Accuracy, LocalMetric, Perplexity, Precision, Recall
+from trainkit.metrics import (
+    F1,
+    MAE,
+    MSE,
+    Accuracy,
+    LocalMetric,
+    Perplexity,
+    Precision,
+    Recall,
+    load,
+)
 
 SHIPPED = [Accuracy, F1, MAE, MSE, Perplexity, Precision, Recall]
 
@@ -195,3 +205,51 @@ def test_predictions_may_be_on_the_gpu_and_references_not(
     assert metric.compute() == expected
     if metric_class is not Perplexity:
         metric.update(references, torch.tensor(predictions, device="cuda"), weights)
+
+
+@pytest.mark.parametrize("name", ["accuracy", "f1", "precision", "recall"])
+@pytest.mark.parametrize("filled", [-100, 1])
+def test_samples_whose_class_is_ignored_do_not_count(name: str, filled: int) -> None:
+    predictions, references = torch.tensor([0, 1, 1, 0]), torch.tensor([0, 1, 0, 1])
+    weights = torch.tensor([1.0, 2, 3, 4])
+    more = torch.full((2,), filled)
+    ignored = torch.full((2,), -100)
+    for given in (None, weights):
+        metric, other = load(name), load(name)
+        assert isinstance(metric, LocalMetric)
+        assert isinstance(other, LocalMetric)
+        metric.update(predictions, references, given)
+        heavier = None if given is None else torch.cat([given, torch.tensor([9.0, 9])])
+        other.update(torch.cat([predictions, more]), torch.cat([references, ignored]), heavier)
+        assert metric.compute() == other.compute()
+
+
+def test_where_no_sample_has_a_class_no_figure_is_made_up() -> None:
+    ignored = torch.full((3,), -100)
+    accuracy = load("accuracy")
+    accuracy.update(ignored, ignored)
+    assert math.isnan(accuracy.compute()["accuracy"])
+    f1 = load("f1", average="macro")
+    f1.update(ignored, ignored)
+    assert f1.compute() == {}
+
+
+def test_an_ignored_class_cannot_be_predicted() -> None:
+    with pytest.raises(DataError, match="-100 in `predictions` of samples that have a class"):
+        load("f1").update(torch.tensor([-100, 1]), torch.tensor([0, 1]))
+    accuracy = load("accuracy")
+    accuracy.update(torch.tensor([-100, 1]), torch.tensor([0, 1]))
+    assert accuracy.compute() == {"accuracy": 0.5}
+
+
+@pytest.mark.parametrize("name", ["mae", "mse"])
+def test_whole_numbers_that_were_filled_up_are_no_perfect_predictions(name: str) -> None:
+    filled = torch.tensor([[1, 2, -100], [1, 2, 3]])
+    with pytest.raises(DataError, match="-100 in `references` of whole numbers"):
+        load(name).update(filled, filled)
+    load(name).update(filled.float(), filled.float())
+    load(name).update(filled[:, 2], filled[:, 2])
+    nans = torch.tensor([[1.0, math.nan], [1, 2]])
+    metric = load(name)
+    metric.update(nans, nans)
+    assert math.isnan(metric.compute()[name])

@@ -140,9 +140,9 @@ class Job:
         return False
 
     def log(self) -> str:
-        """Return the ends of what the ranks printed."""
+        """Return what the ranks printed."""
         paths = sorted(self.folder.glob("log-*"))
-        return "\n".join(f"---- {path.name}:\n{path.read_text()[-3000:]}" for path in paths)
+        return "\n".join(f"---- {path.name}:\n{path.read_text()}" for path in paths)
 
     def _reap(self, rank: int) -> None:
         _, status = os.waitpid(self.pids[rank], 0)

@@ -8,6 +8,8 @@ from itertools import combinations, product
 from operator import mul
 from typing import Self
 
+from trainkit.checkpoint.strides import row_major
+
 __all__ = ["Box", "check_tiling", "runs"]
 
 
@@ -55,7 +57,7 @@ def runs(source: Box, target: Box) -> Iterator[tuple[int, int, int]]:
     while last > 0 and common.sizes[last] == source.sizes[last] == target.sizes[last]:
         last -= 1
     length = math.prod(common.sizes[last:])
-    steps = _strides(source.sizes), _strides(target.sizes)
+    steps = row_major(source.sizes), row_major(target.sizes)
     first = [
         sum((c - o) * step for c, o, step in zip(common.offsets, box.offsets, of_box, strict=True))
         for box, of_box in zip((source, target), steps, strict=True)
@@ -63,10 +65,6 @@ def runs(source: Box, target: Box) -> Iterator[tuple[int, int, int]]:
     for index in product(*(range(size) for size in common.sizes[:last])):
         moved = [sum(map(mul, index, of_box)) for of_box in steps]  # up to the dimension `last`
         yield first[0] + moved[0], first[1] + moved[1], length
-
-
-def _strides(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
 
 
 @lru_cache(maxsize=256)  # the tensors of a model have few shapes

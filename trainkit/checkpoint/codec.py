@@ -20,7 +20,7 @@ from trainkit.checkpoint.decoding import FACTORIES, decode
 from trainkit.checkpoint.names import tensor_name
 from trainkit.checkpoint.stored import StoredTensor
 from trainkit.checkpoint.tensor_file import Piece
-from trainkit.checkpoint.tensors import Sharing, refused_tensor, tensor_piece
+from trainkit.checkpoint.tensors import Sharing, kept_strides, refused_tensor, tensor_piece
 from trainkit.errors import CheckpointError
 
 __all__ = ["Encoded", "check_encodable", "decode", "encode", "encode_inline"]
@@ -41,6 +41,7 @@ class Encoded:
         pieces: The tensors by name.
         is_plain: Whether the state is a dict of tensors under the very names in `pieces`.
         container: Type of the outermost dict, `dict` or `OrderedDict`, where `is_plain`.
+        version: The least version of the format that has what is in it.
         is_sharded: Whether it refers to tensors in other parts.
     """
 
@@ -48,6 +49,7 @@ class Encoded:
     pieces: Mapping[str, Piece]
     is_plain: bool
     container: str
+    version: int = 1
     is_sharded: bool = False
 
 
@@ -71,7 +73,7 @@ def encode(state: Any, path: str) -> Encoded:
         and all(node == {"$tensor": name} for name, node in items.items())
     )
     container = type(state).__name__
-    return Encoded(tree, encoder.pieces, is_plain, container, encoder.is_sharded)
+    return Encoded(tree, encoder.pieces, is_plain, container, encoder.version, encoder.is_sharded)
 
 
 def encode_inline(state: Any, path: str) -> Any:
@@ -101,6 +103,7 @@ class _Encoder:
     def __init__(self, path: str, *, inline: bool = False) -> None:
         self.pieces: dict[str, Piece] = {}
         self.sharing = Sharing()
+        self.version = 1
         self.is_sharded = False
         self._path = path
         self._inline = inline
@@ -163,11 +166,13 @@ class _Encoder:
             return known
         name = self.new_name()
         self.pieces[name], node = tensor_piece(value, name)
+        if kept_strides(value) is not None:
+            self.version = 3
         return self.sharing.add(value, name, node)
 
     def put_sharded(self, value: StoredTensor) -> Any:
         """Return the form of a tensor whose shards are parts of their own."""
-        self.is_sharded = True
+        self.version, self.is_sharded = max(self.version, 2), True
         return {"$sharded": value.node()}
 
     def new_name(self) -> str:

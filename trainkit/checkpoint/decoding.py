@@ -8,6 +8,9 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
+from trainkit.checkpoint.strides import check_strides
+from trainkit.checkpoint.tensors import with_strides
+
 __all__ = ["FACTORIES", "MALFORMED", "decode"]
 
 MALFORMED = (
@@ -158,9 +161,13 @@ def _get_scalar(decoder: _Decoder, node: Any) -> Any:
 
 
 def _get_raw(decoder: _Decoder, node: Any) -> Any:
-    name, dtype, shape = node
-    stored = decoder.tensors[name]
-    return stored.view(_torch_dtype(dtype)).reshape(shape)
+    name, dtype, shape, *rest = node
+    value = decoder.tensors[name].view(_torch_dtype(dtype)).reshape(shape)
+    if not rest:
+        return value
+    (strides,) = rest
+    check_strides(name, shape, strides)
+    return with_strides(value, strides)
 
 
 def _get_view(decoder: _Decoder, node: Any) -> Any:

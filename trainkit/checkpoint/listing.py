@@ -29,7 +29,7 @@ def folders(directory: Path) -> list[Path]:
                 for entry in found
                 if not entry.name.startswith(".") and entry.is_dir(follow_symlinks=False)
             ]
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []  # nothing has been saved yet
     return [directory / name for name in sorted(names)]
 

@@ -13,6 +13,7 @@ from typing import Any, Self
 
 from trainkit.checkpoint import files, strict_json
 from trainkit.errors import CheckpointError
+from trainkit.outputs import why
 
 __all__ = ["RunLock"]
 
@@ -50,8 +51,9 @@ class RunLock:
             descriptor = os.open(path, flags, 0o644)
         except OSError as error:
             raise CheckpointError(
-                f"The directory `{self.directory}` cannot be written to: {error}. Choose another "
-                "`output_dir`, or change its permissions.",
+                f"The directory `{self.directory}` cannot be written to: "
+                f"{why(self.directory, error)}. Choose another `output_dir`, or make this one "
+                "writable.",
                 path=self.directory,
                 errno=error.errno,
             ) from error

@@ -20,8 +20,9 @@ from trainkit.errors import CheckpointCorrupt, CheckpointError
 
 __all__ = ["FORMAT_VERSION", "FileInfo", "Manifest", "read_manifest"]
 
-FORMAT_VERSION = 2
-"""The newest version, which is written only where tensors are sharded; others need 1."""
+FORMAT_VERSION = 3
+"""The newest version. Written is the least that has what is in the checkpoint: 2 where tensors
+are sharded, 3 where one does not lie row by row in memory, else 1."""
 
 _HEAD = b'{"manifest_xxh3_128": "'
 _HEAD_SIZE = len(_HEAD) + 32 + len(b'",\n')
@@ -57,6 +58,11 @@ class Manifest:
     world_size: int
     files: Mapping[str, FileInfo]
     metadata: Mapping[str, Any]
+
+    @property
+    def is_finite(self) -> bool:
+        """Return False where it was made of parameters, or after a loss, that are not finite."""
+        return self.metadata.get("finite") is not False
 
     @property
     def size(self) -> int:

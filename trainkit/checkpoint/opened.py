@@ -83,8 +83,12 @@ class Checkpoint:
                     file.skip_rest().check_digest(files[name].xxh3_128)
                 self._verified.add(name)
 
-    def layout(self, part: str) -> dict[str, StoredTensor]:
+    def layout(self, part: str, others: list[str] | None = None) -> dict[str, StoredTensor]:
         """Return where the tensors of a flat part are, in its order; tied ones are equal.
+
+        Args:
+            part: Its name.
+            others: Takes the names of what is no tensor, which is an error without it.
 
         Raises:
             CheckpointError: There is no such part, or it is no flat dict of tensors.
@@ -93,14 +97,17 @@ class Checkpoint:
             nodes, own = self._nodes(reader, part)
             with self._blaming(part):
                 found = {name: stored_in(nodes[name], own) for name in nodes}
-        for name, stored in found.items():
-            if stored is None:
-                raise CheckpointError(
-                    f"{name!r} in the part {part!r} of `{self.path}` is no tensor. Read such "
-                    "parts by `read`.",
-                    path=self.path,
-                )
-        return {name: stored for name, stored in found.items() if stored is not None}
+        tensors = {name: stored for name, stored in found.items() if stored is not None}
+        rest = [name for name in found if name not in tensors]
+        if others is not None and tensors:
+            others += rest
+        elif rest:
+            raise CheckpointError(
+                f"{rest[0]!r} in the part {part!r} of `{self.path}` is no tensor. Read such "
+                "parts by `read`.",
+                path=self.path,
+            )
+        return tensors
 
     def read_tensor(self, part: str, name: str) -> Any:
         """Return one tensor of a flat part, whole; no other is held in memory.

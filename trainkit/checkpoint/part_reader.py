@@ -11,7 +11,7 @@ from trainkit.checkpoint.placing import Placing, is_sharded
 from trainkit.checkpoint.stored import StoredTensor
 from trainkit.checkpoint.tensor_file import Header
 from trainkit.checkpoint.tensor_reader import TensorReader
-from trainkit.checkpoint.tensors import bytes_of, empty
+from trainkit.checkpoint.tensors import bytes_of, empty, with_strides
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,6 +30,13 @@ class _Wanted:
     def box(self) -> Box:
         """Return what this process needs of it."""
         return Box.whole(self.stored.shape) if self.placing is None else self.placing.box()
+
+    def finished(self, target: "Tensor") -> "Tensor":
+        """Return the tensor, from what was read of it row by row."""
+        if self.placing is not None:
+            return self.placing.wrap(target)
+        strides = self.stored.strides
+        return target if strides is None else with_strides(target, strides)
 
 
 def tree_of(header: Header) -> Any:
@@ -98,9 +105,9 @@ class PartReader:
             ((wanted.stored, wanted.box, bytes_of(target)) for wanted, target in targets.items()),
             hashed=hashed,
         )
+        # One after the other: what lies in another order is held twice for a moment.
         found: dict[Any, Tensor] = {
-            wanted: target if wanted.placing is None else wanted.placing.wrap(target)
-            for wanted, target in targets.items()
+            wanted: wanted.finished(targets.pop(wanted)) for wanted in self._wanted
         }
         found |= {name: found[wanted] for name, wanted in self._named.items()}
         for index, (node, placing) in enumerate(self._cuts):
@@ -119,6 +126,8 @@ class PartReader:
         return self._resolve_type(tag, node, like)
 
     def _resolve_type(self, tag: str, node: dict[str, Any], like: Any) -> Any:
+        if len(node) != 1:
+            raise ValueError(f"an object with {tag!r} has other keys")
         content = node[tag]
         if tag == "$tensor":
             return self._want(self._own[content], like)

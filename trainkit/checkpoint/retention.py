@@ -81,7 +81,9 @@ def best_steps(entries: Sequence[Entry], best: Best) -> list[int]:
 
 
 def _metric(entry: Entry, name: str) -> float:
-    """Return a metric that was saved with a checkpoint; NaN where there is none."""
+    """Return a metric that was saved with a checkpoint; NaN where there is none to trust."""
+    if not entry.manifest.is_finite:
+        return math.nan
     metrics = entry.manifest.metadata.get("metrics")
     value: Any = metrics.get(name) if isinstance(metrics, dict) else None
     return float(value) if type(value) in (int, float) else math.nan
@@ -106,8 +108,9 @@ def removable(
 ) -> list[Entry]:
     """Return the checkpoints that nobody needs.
 
-    Kept beside what `policy` keeps: what is pinned, the newest one that is valid, the one saved
-    last, those of other runs, and the step `resumed_from` until a newer one is valid.
+    Kept beside what `policy` keeps: what is pinned, the newest one that is valid, the newest one
+    that is finite too, the one saved last, those of other runs, and the step `resumed_from` until
+    a newer one is valid.
 
     Raises:
         CheckpointError: The list of pins is broken.
@@ -119,6 +122,9 @@ def removable(
         return []  # where nothing is known to be good, nothing is given up
     entries = [entry for entry in every if entry.manifest.run_id == run.manifest.run_id]
     kept = policy.keep(entries) | store.pinned() | {newest.step, run.step}
+    if not newest.manifest.is_finite:
+        good = newest_valid(store, [entry for entry in every if entry.manifest.is_finite])
+        kept |= set() if good is None else {good.step}
     if resumed_from is not None and newest.step <= resumed_from:
         kept.add(resumed_from)
     return [entry for entry in entries if entry.step not in kept]

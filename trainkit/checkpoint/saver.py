@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 
@@ -14,9 +14,13 @@ from trainkit.checkpoint.retention import Retention, rotate
 from trainkit.checkpoint.snapshot import Snapshot
 from trainkit.checkpoint.store import CheckpointStore
 from trainkit.distributed import Processes, apart, on_main, together
-from trainkit.errors import CheckpointError, ConfigError
+from trainkit.errors import CheckpointError, ConfigError, text_of
 
-__all__ = ["Saver"]
+__all__ = ["NonFinite", "Saver"]
+
+NonFinite: TypeAlias = Literal["mark", "raise", "allow"]
+"""A checkpoint that is not finite is marked and never taken for a good one, or refused, or saved
+like any other."""
 
 
 @dataclass(slots=True)
@@ -41,6 +45,10 @@ class Saver:
         run_id: Names the run in every manifest.
         resumed_from: The step that the run was resumed from, None for a fresh one.
         background: Write while training goes on: `save` only takes a snapshot.
+        non_finite: What is done about parameters or a loss that are not finite; for whoever saves.
+
+    Attributes:
+        has_warned: Whether it was said that a checkpoint is not finite.
     """
 
     def __init__(
@@ -52,9 +60,12 @@ class Saver:
         run_id: str,
         resumed_from: int | None,
         background: bool = False,
+        non_finite: NonFinite = "mark",
     ) -> None:
         self.store = CheckpointStore(directory / "checkpoints")
         self.background = background
+        self.non_finite: NonFinite = non_finite
+        self.has_warned = False
         self._processes = processes
         self._writers = apart(processes) if background else processes
         self._retention = retention
@@ -126,23 +137,31 @@ class Saver:
         if job is not None and (self._processes.size == 1 or not job.thread.is_alive()):
             job.thread.join()
             if job.error is not None:
-                warnings.warn(f"A checkpoint in the background failed: {job.error}", stacklevel=2)
+                warnings.warn(
+                    f"A checkpoint in the background failed: {text_of(job.error)}", stacklevel=2
+                )
         if self._writers is not self._processes and self._job is None:
             self._writers.close()
         self._lock.release()
 
     def _take_directory(self) -> None:
         self._lock.acquire()
+        try:
+            self._check_directory()
+            self.store.clean()
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def _check_directory(self) -> None:
         existing = self.store.checkpoints()
         if existing and self._resumed_from is None:
-            self._lock.release()
             held = f"{len(existing)} checkpoint{'s' * (len(existing) > 1)}"
             raise ConfigError(
                 f"`{self.store.directory}` holds {held}, the newest of step "
                 f"{existing[-1].step}, but a new training was asked for. Pass "
                 '`fit(..., resume="auto")` to go on from it, or choose another `output_dir`.'
             )
-        self.store.clean()
 
     def _write(
         self, job: _Job, step: int, parts: Mapping[str, Any], metadata: Mapping[str, Any]

@@ -11,12 +11,13 @@ from trainkit.checkpoint.names import tensor_name
 from trainkit.checkpoint.placing import Placing, is_sharded
 from trainkit.checkpoint.stored import StoredTensor
 from trainkit.checkpoint.tensors import file_dtype
+from trainkit.distributed import Processes, gather_together
 from trainkit.errors import CheckpointError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["split"]
+__all__ = ["split", "split_alike"]
 
 
 def split(parts: Mapping[str, Any], rank: int) -> tuple[dict[str, Any], str]:
@@ -43,6 +44,27 @@ def split(parts: Mapping[str, Any], rank: int) -> tuple[dict[str, Any], str]:
         if splitter.local:
             mine[_shard_part(part, rank)] = splitter.local
     return mine, digest.hexdigest()
+
+
+def split_alike(processes: Processes, parts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what `split` does, after all processes have found the same sharded tensors.
+
+    Raises:
+        CheckpointError: They have not, or it failed on one; on all processes.
+    """
+    mine: dict[str, Any] = {}
+
+    def take() -> str:
+        found, digest = split(parts, processes.rank)
+        mine.update(found)
+        return digest
+
+    if len(set(gather_together(processes, take))) > 1:
+        raise CheckpointError(
+            "The states to be saved hold other sharded tensors on other processes. `state_dict` "
+            "of callbacks and registered objects must return the same `DTensor`s on all."
+        )
+    return mine
 
 
 def _shard_part(part: str, rank: int) -> str:
@@ -102,7 +124,7 @@ class _Splitter:
                 return known[1]  # tied
             local = local.clone()  # a file has no two tensors that overlap
         if is_first_copy:
-            self.local[stored.name] = local
+            self.local[stored.name] = local.contiguous()
         return stored
 
 

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from trainkit.checkpoint.codec import DEEPEST, MOST_VALUES
-from trainkit.checkpoint.tensors import refused_tensor
+from trainkit.checkpoint.strides import row_major
+from trainkit.checkpoint.tensors import kept_strides, refused_tensor
 
 __all__ = ["Snapshot"]
 
@@ -28,13 +29,15 @@ class Snapshot:
         """
         walk = _Walk()
         result = walk.copy(state, self._last, 0)
+        late = False  # whether copies may arrive later
         if walk.sources:
             # One call for all: with many small tensors, calls take longer than copies.
             with torch.no_grad():
-                torch._foreach_copy_(walk.targets, walk.sources, non_blocking=True)
+                late = _can_wait(walk.devices)
+                torch._foreach_copy_(walk.targets, walk.sources, non_blocking=late)
         self._last = None if walk.refused else result
-        if walk.on_cuda:
-            torch.cuda.synchronize()
+        for device in walk.devices if late else ():
+            torch.accelerator.synchronize(device)
         return result
 
 
@@ -44,7 +47,7 @@ class _Walk:
     def __init__(self) -> None:
         self.sources: list[Tensor] = []
         self.targets: list[Tensor] = []
-        self.on_cuda = False
+        self.devices: set[torch.device] = set()  # of the sources, but for the CPU
         self.refused = False  # the copy has a tensor that is not a buffer
         self._first: dict[int, int] = {}  # address to the first place in `sources`
         self._more: dict[int, list[int]] = {}  # address to further ones: views, or empty tensors
@@ -95,20 +98,28 @@ class _Walk:
             more.append(place)
         buffer = self._buffer_for(tensor, last)
         self._taken.add(id(buffer))
-        self.on_cuda |= tensor.is_cuda
+        if not tensor.is_cpu:
+            self.devices.add(tensor.device)
         self.sources.append(tensor)
         self.targets.append(buffer)
         return buffer
 
     def _buffer_for(self, tensor: Tensor, last: Any) -> Tensor:
+        shape, dtype = tensor.shape, tensor.dtype
+        strides = kept_strides(tensor) or row_major(shape)
         if (
             isinstance(last, Tensor)
-            and last.shape == tensor.shape
-            and last.dtype == tensor.dtype
+            and (last.shape, last.dtype, last.stride()) == (shape, dtype, strides)
             and id(last) not in self._taken
         ):
             return last
-        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        return torch.empty_strided(shape, strides, dtype=dtype, pin_memory=tensor.is_cuda)
+
+
+def _can_wait(devices: set[torch.device]) -> bool:
+    """Return whether torch knows how to wait for all of the devices; there must be one."""
+    accelerator = torch.accelerator.current_accelerator() if devices else None
+    return accelerator is not None and {d.type for d in devices} == {accelerator.type}
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:

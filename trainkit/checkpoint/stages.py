@@ -3,11 +3,12 @@
 import errno as errors
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from trainkit.checkpoint.listing import committed
-from trainkit.errors import CheckpointError, TrainkitError
+from trainkit.errors import CheckpointError, TrainkitError, text_of
 
 __all__ = ["Stages"]
 
@@ -70,16 +71,21 @@ class Stages:
             return self._describe_system(error), _text(error.filename), error.errno
         file = error.file if isinstance(error, CheckpointError) else None
         kind = "" if isinstance(error, TrainkitError) else f"{type(error).__name__}: "
-        return f"{kind}{error}", file, None
+        return f"{kind}{text_of(error)}", file, None
 
     def _describe_system(self, error: OSError) -> str:
         code = errors.errorcode.get(error.errno or 0, "unknown error")
-        steps = [entry.step for entry in committed(self._directory)]
-        kept = f"The last committed step is {steps[-1]}." if steps else "No step is committed yet."
+        kept = ""
+        with suppress(OSError):  # of the same disk; the first error is what matters
+            steps = [entry.step for entry in committed(self._directory)]
+            last = (
+                f"The last committed step is {steps[-1]}" if steps else "No step is committed yet"
+            )
+            kept = f"{last}. "
         return (
             f"{error.strerror} ({code}) at `{_text(error.filename)}`. The checkpoint needs "
             f"{_megabytes(self.needed)}, and {_megabytes(_free(self._directory))} are free in "
-            f"`{self._directory}`. {kept} Earlier checkpoints are untouched. Make room or choose "
+            f"`{self._directory}`. {kept}Earlier checkpoints are untouched. Make room or choose "
             "another `output_dir`, then resume."
         )
 

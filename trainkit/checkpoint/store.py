@@ -3,7 +3,7 @@
 import os
 import stat
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,11 @@ from trainkit.checkpoint.opened import Checkpoint, check_sizes
 from trainkit.checkpoint.pins import read_pins, write_pins
 from trainkit.checkpoint.saving import Save, throw_away
 from trainkit.errors import CheckpointError, ConfigError
+from trainkit.outputs import why
 
 __all__ = ["CheckpointStore", "Entry"]
+
+_NOT_FINITE = "its parameters, or the loss before it, are not finite"
 
 
 class CheckpointStore:
@@ -75,13 +78,14 @@ class CheckpointStore:
         renamed = temporary.with_name(f"{temporary.name}-renamed")
         try:
             files.make_directories(self.directory)
-            files.write_file(temporary, [b"probe"])
+            files.write_file(temporary, [bytes(4096)])
             files.rename(temporary, renamed)
             files.sync_directory(self.directory)
         except OSError as error:
             raise CheckpointError(
-                f"The directory `{self.directory}` cannot be written to: {error}. Choose another "
-                "`output_dir`, or change its permissions.",
+                f"The directory `{self.directory}` cannot be written to: "
+                f"{why(self.directory, error)}. Choose another `output_dir`, or make this one "
+                "writable.",
                 path=self.directory,
                 errno=error.errno,
             ) from error
@@ -95,19 +99,34 @@ class CheckpointStore:
         return committed(self.directory)
 
     def newest_valid(self, report: Callable[[str], None]) -> Checkpoint | None:
-        """Return the newest checkpoint that verifies, or None.
+        """Return the newest checkpoint that verifies, or None; `report` as in `valid`."""
+        return next(self.valid(report), None)
+
+    def valid(self, report: Callable[[str], None]) -> Iterator[Checkpoint]:
+        """Yield the checkpoints that verify, the newest first; those that are not finite come last.
+
+        Older ones are not looked at before they are asked for.
 
         Args:
-            report: Called with a sentence on each broken one that is newer, or has no step.
+            report: Called with a sentence on each broken one that is newer, or has no step, and
+                on each one that is not finite.
         """
         for _, error in broken_folders(self.directory):
             report(f"Ignored: {error}")
-        for entry in reversed(self.checkpoints()):
+        entries, told = self.checkpoints()[::-1], set[Path]()
+        for entry in sorted(entries, key=lambda entry: not entry.manifest.is_finite):
             try:
-                return self.open(entry.path)
+                checkpoint = self.open(entry.path)
             except CheckpointError as error:
                 report(f"Skipped step {entry.step}: {error}")
-        return None
+                continue
+            for newer in entries[: entries.index(entry)]:
+                if not newer.manifest.is_finite and newer.path not in told:
+                    report(f"Passed over step {newer.step}: {_NOT_FINITE}.")
+                    told.add(newer.path)
+            if not checkpoint.manifest.is_finite:
+                report(f"Step {entry.step} is the newest one left, but {_NOT_FINITE}.")
+            yield checkpoint
 
     def open(self, path: Path) -> Checkpoint:
         """Return a checkpoint after every byte of it was verified.

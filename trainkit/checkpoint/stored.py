@@ -19,12 +19,14 @@ class StoredTensor:
         dtype: One of `tensor_file.SIZES`.
         shape: Of the whole tensor.
         shards: The parts that hold it, and which box of it each one has.
+        strides: How it lay in memory; None: row by row, as shards always do.
     """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     shards: tuple[tuple[str, Box], ...]
+    strides: tuple[int, ...] | None = None
 
     @property
     def size(self) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 
 from trainkit.checkpoint import strict_json
 from trainkit.checkpoint.reading import HashedFile
+from trainkit.checkpoint.strides import check_strides
 
 __all__ = [
     "LARGEST_HEADER",
@@ -27,6 +28,7 @@ __all__ = [
 LARGEST_HEADER = 100_000_000  # bytes; what the official reader accepts
 _MOST_TENSORS = 1_000_000
 _METADATA = "__metadata__"
+_STRIDES = "strides"  # in the metadata
 
 SIZES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1,
@@ -44,11 +46,13 @@ class Piece:
     Args:
         dtype: One of `SIZES`.
         data: Returns its bytes, row by row; called once, when they are written.
+        strides: How it lies in memory; None: row by row too.
     """
 
     dtype: str
     shape: tuple[int, ...]
     data: Callable[[], memoryview]
+    strides: tuple[int, ...] | None = None
 
     @property
     def size(self) -> int:
@@ -58,12 +62,17 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Where a tensor stands: bytes `begin` to `end` after the header."""
+    """Where a tensor stands: bytes `begin` to `end` after the header.
+
+    Args:
+        strides: How it lay in memory; None: row by row, as it stands in the file.
+    """
 
     dtype: str
     shape: tuple[int, ...]
     begin: int
     end: int
+    strides: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +99,9 @@ def encode_header(pieces: Mapping[str, Piece], metadata: Mapping[str, str]) -> b
     for name in _file_order(pieces):
         begins[name] = position
         position += pieces[name].size
-    header: dict[str, Any] = {_METADATA: dict(metadata)}
+    strides = {name: list(piece.strides) for name, piece in pieces.items() if piece.strides}
+    of_strides = {_STRIDES: strict_json.dump(strides).decode()} if strides else {}
+    header: dict[str, Any] = {_METADATA: {**metadata, **of_strides}}
     for name, piece in pieces.items():
         offsets = [begins[name], begins[name] + piece.size]
         header[name] = {"dtype": piece.dtype, "shape": list(piece.shape), "data_offsets": offsets}
@@ -137,7 +148,11 @@ def _checked(found: Any, header_size: int, file_size: int) -> Header:
     metadata = found.pop(_METADATA, {})
     if type(metadata) is not dict:
         raise ValueError(f"{_METADATA} is no JSON object")
-    header = Header(header_size, metadata, {name: _tensor(found[name]) for name in found})
+    strides = _strides(metadata)
+    tensors = {name: _tensor(name, found[name], strides.pop(name, None)) for name in found}
+    if strides:
+        raise ValueError(f"it has strides of {next(iter(strides))!r:.200}, but no such tensor")
+    header = Header(header_size, metadata, tensors)
     bounds = [(0, 0), *((info.begin, info.end) for _, info in header.in_file_order())]
     for (_, end), (begin, _) in pairwise(bounds):
         if begin != end:
@@ -147,7 +162,15 @@ def _checked(found: Any, header_size: int, file_size: int) -> Header:
     return header
 
 
-def _tensor(info: Any) -> TensorInfo:
+def _strides(metadata: dict[str, Any]) -> dict[str, Any]:
+    text = metadata.get(_STRIDES, "{}")
+    strides = strict_json.parse(text.encode()) if type(text) is str else None
+    if type(strides) is not dict:
+        raise ValueError(f"`{_STRIDES}` in {_METADATA} is no JSON object")
+    return strides
+
+
+def _tensor(name: str, info: Any, strides: Any) -> TensorInfo:
     begin, end = info["data_offsets"]
     shape = info["shape"]
     if any(type(number) is not int or number < 0 for number in (begin, end, *shape)):
@@ -156,4 +179,7 @@ def _tensor(info: Any) -> TensorInfo:
         raise ValueError(f"a tensor has {len(shape)} dimensions")
     if math.prod(shape) * SIZES[info["dtype"]] != end - begin:
         raise ValueError(f"{end - begin} bytes cannot be {shape} of {info['dtype']}")
-    return TensorInfo(info["dtype"], tuple(shape), begin, end)
+    if strides is None:
+        return TensorInfo(info["dtype"], tuple(shape), begin, end)
+    check_strides(name, shape, strides)
+    return TensorInfo(info["dtype"], tuple(shape), begin, end, tuple(strides))

@@ -76,7 +76,9 @@ class TensorReader:
     def of_part(self, part: str) -> dict[str, StoredTensor]:
         """Return the tensors in the file of a part, in the order of its header."""
         return {
-            name: StoredTensor(name, info.dtype, info.shape, ((part, Box.whole(info.shape)),))
+            name: StoredTensor(
+                name, info.dtype, info.shape, ((part, Box.whole(info.shape)),), info.strides
+            )
             for name, info in self.header(part).tensors.items()
         }
 

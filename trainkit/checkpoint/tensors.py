@@ -3,13 +3,23 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from trainkit.checkpoint.strides import is_dense, kept
 from trainkit.checkpoint.tensor_file import Piece
 from trainkit.errors import CheckpointError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Sharing", "bytes_of", "empty", "file_dtype", "refused_tensor", "tensor_piece"]
+__all__ = [
+    "Sharing",
+    "bytes_of",
+    "empty",
+    "file_dtype",
+    "kept_strides",
+    "refused_tensor",
+    "tensor_piece",
+    "with_strides",
+]
 
 _TORCH_NAMES = {
     "BOOL": "bool", "U8": "uint8", "U16": "uint16", "U32": "uint32", "U64": "uint64",
@@ -52,19 +62,34 @@ def tensor_piece(value: "Tensor", name: str) -> tuple[Piece, dict[str, Any]]:
 
     A dtype that safetensors does not have is stored as bytes, and named in the tree.
     """
-    dtype = _FILE_NAMES.get(str(value.dtype))
+    dtype, strides = _FILE_NAMES.get(str(value.dtype)), kept_strides(value)
     if dtype is not None:
-        return Piece(dtype, tuple(value.shape), lambda: _bytes_of(value)), {"$tensor": name}
+        piece = Piece(dtype, tuple(value.shape), lambda: _bytes_of(value), strides)
+        return piece, {"$tensor": name}
     size = value.numel() * value.element_size()
     raw = [name, str(value.dtype).removeprefix("torch."), list(value.shape)]
+    raw += [] if strides is None else [list(strides)]
     return Piece("U8", (size,), lambda: _bytes_of(value)), {"$raw": raw}
 
 
 def _bytes_of(value: "Tensor") -> memoryview:
     import torch
 
-    data = value.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
-    return data.view(torch.uint8).numpy().data
+    data = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    # `reshape` would leave any stride to a single element, which no other dtype can view.
+    return data.as_strided((data.numel(),), (1,)).view(torch.uint8).numpy().data
+
+
+def kept_strides(value: "Tensor") -> tuple[int, ...] | None:
+    """Return the strides of a tensor that lies densely, but not row by row; None for others."""
+    return kept(value.shape, value.stride())
+
+
+def with_strides(value: "Tensor", strides: tuple[int, ...]) -> "Tensor":
+    """Return a copy of a tensor that lies in memory as the strides say."""
+    import torch
+
+    return torch.empty_strided(value.shape, strides, dtype=value.dtype).copy_(value)
 
 
 def empty(dtype: str, shape: tuple[int, ...]) -> "Tensor":
@@ -123,7 +148,8 @@ class _Seen:
     place: _Place
     name: str
     nodes: list[dict[str, Any]]
-    covers: bool  # each of its bytes once, in order: others can be views of it
+    covers: bool  # each of its bytes once: others can be views of it
+    is_row_major: bool
 
 
 class Sharing:
@@ -144,8 +170,9 @@ class Sharing:
         """Remember a tensor that is stored under `name`; return `node`."""
         if value.numel():
             place = _place(value)
-            covers = "$tensor" in node and value.is_contiguous() and not any(place.flipped)
-            self._seen[place] = _Seen(place, name, [node], covers)
+            dense = "$tensor" in node and is_dense(place.shape, place.stride)
+            covers = dense and not any(place.flipped)
+            self._seen[place] = _Seen(place, name, [node], covers, value.is_contiguous())
         return node
 
     def settle(self, pieces: dict[str, Piece], path: str) -> None:
@@ -159,8 +186,12 @@ class Sharing:
             storages.setdefault(seen.place.storage, []).append(seen)
         for group in storages.values():
             # The widest first; then whatever overlaps an earlier one must lie inside it.
-            group.sort(key=lambda seen: (seen.place.begin - seen.place.end, not seen.covers))
+            group.sort(key=_order)
             _settle_storage(group, pieces, path)
+
+
+def _order(seen: _Seen) -> tuple[int, bool, bool]:
+    return seen.place.begin - seen.place.end, not seen.covers, not seen.is_row_major
 
 
 def _settle_storage(group: list[_Seen], pieces: dict[str, Piece], path: str) -> None:

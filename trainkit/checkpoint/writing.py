@@ -64,13 +64,13 @@ def _plan_part(name: str, state: Any) -> list[PlannedFile]:
             )
         size = len(header) + sum(piece.size for piece in encoded.pieces.values())
         chunks = partial(tensor_file.chunks, encoded.pieces, header)
-        planned.append(PlannedFile(name + TENSOR_SUFFIX, size, chunks))
+        planned.append(PlannedFile(name + TENSOR_SUFFIX, size, chunks, encoded.version))
     if not encoded.is_plain:
         content = strict_json.dump(encoded.tree)
         if len(content) > strict_json.LARGEST:
             raise _too_large(name, len(content), encoded.tree)
-        version = 2 if encoded.is_sharded else 1
-        planned.append(PlannedFile(name + JSON_SUFFIX, len(content), lambda: [content], version))
+        file = PlannedFile(name + JSON_SUFFIX, len(content), lambda: [content], encoded.version)
+        planned.append(file)
     return planned
 
 

@@ -32,6 +32,7 @@ from trainkit.distributed.leaving import EXIT_OTHER_FAILED
 from trainkit.errors import DistributedError
 from trainkit.reports import FOLDER_VARIABLE
 from trainkit.signals import CAUGHT, exit_code
+from trainkit.streams import put
 
 __all__ = ["Outcome", "run"]
 
@@ -50,11 +51,13 @@ class Outcome:
         code: What the launcher exits with.
         failures: Rank to what happened, for processes that failed.
         reports: The folder with the reports of the last attempt.
+        endings: The same for processes that have ended with code 0.
     """
 
     code: int
     failures: Mapping[int, str] = field(default_factory=dict)
     reports: Path | None = None
+    endings: Mapping[int, str] = field(default_factory=dict)
 
 
 def run(plan: Plan, *, shows_log: bool = False) -> Outcome:
@@ -153,7 +156,7 @@ class _Agent(LocalElasticAgent):
         self._attempt += 1
         if self._attempt:
             most = worker_group.spec.max_restarts
-            print(f"trainkit: restart {self._attempt} of at most {most}", file=sys.stderr)
+            put(f"trainkit: restart {self._attempt} of at most {most}", file=sys.stderr)
         self.reports.mkdir(parents=True, exist_ok=True)
         os.environ[FOLDER_VARIABLE] = str(self.reports)
         _compare(worker_group, self._plan.agreed, self._attempt)
@@ -174,7 +177,7 @@ class _Agent(LocalElasticAgent):
             self._was_asked_to_end = True
             for signum in _SIGNALS:  # torch's handlers would leave this function
                 signal.signal(signum, self._ask_again)
-            print(
+            put(
                 f"trainkit: {death_sig.name}: the processes have {timeout} s to save and end; "
                 "send it again to end them at once, a third time to kill them",
                 file=sys.stderr,
@@ -201,6 +204,12 @@ class _Agent(LocalElasticAgent):
     def codes(self) -> dict[int, int | None]:
         """Return the exit code of each process of this machine, None of those that run."""
         return {rank: handler.proc.poll() for rank, handler in self._handlers().items()}
+
+    def endings(self) -> dict[int, str]:
+        """Return how each process of this machine ended by itself, by its rank in the job."""
+        codes, workers = self.codes(), self._worker_group.workers
+        ranks = {worker.local_rank: int(worker.global_rank) for worker in workers}
+        return {ranks[local]: _described(code) for local, code in codes.items() if code == 0}
 
     def kill(self) -> None:
         """Kill what is left of the processes of this machine."""
@@ -244,7 +253,7 @@ def _outcome(agent: _Agent, result: RunResult) -> Outcome:
     else:  # the first one may have been told to end while it was about to
         code = 1 if EXIT_OTHER_FAILED in codes.values() else exit_code(signal.SIGTERM)
     failures = {rank: _described(each) for rank, each in (alone or codes).items()}
-    return Outcome(code, failures, agent.reports)
+    return Outcome(code, failures, agent.reports, agent.endings())
 
 
 def _interrupted(agent: _Agent, signum: signal.Signals) -> Outcome:

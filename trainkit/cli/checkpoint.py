@@ -95,6 +95,7 @@ def _list(options: argparse.Namespace) -> int:
         broken += [(entry.path.name, problem)] if problem else []
         notes = ["pinned"] * (entry.step in pinned) + ["BROKEN"] * bool(problem)
         manifest = entry.manifest
+        notes += ["NOT FINITE"] * (not manifest.is_finite)
         size = readable_size(manifest.size)
         columns = (entry.step, manifest.created, size, len(manifest.files), manifest.world_size)
         rows.append((*columns, entry.path.name, " ".join(notes)))

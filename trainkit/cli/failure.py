@@ -22,9 +22,12 @@ def show(folder: Path | str, endings: Mapping[int, str] | None = None) -> str | 
     path, report = first
     parts = [report.describe()]
     endings = endings or {}
-    if report.kind == "lost" and report.process is not None and report.process in endings:
-        parts.append(f"Process {report.process} {endings[report.process]}.")
-    others = sorted({r.reporter for _, r in found if r.reporter != report.reporter})
-    if others:
-        parts.append(f"Because of it also ended: process {', '.join(map(str, others))}.")
+    process = report.process
+    if process is not None and process != report.reporter and process in endings:
+        parts.append(f"Process {process} {endings[process]}.")
+    others = {r.reporter: r.secondary for _, r in found if r.reporter != report.reporter}
+    for words, secondary in (("Because of it also ended", True), ("Failed by itself too", False)):
+        ranks = [str(rank) for rank in sorted(others) if others[rank] == secondary]
+        if ranks:
+            parts.append(f"{words}: process {', '.join(ranks)}.")
     return "\n".join([*parts, f"report: {path}"])

@@ -128,7 +128,8 @@ def _explain(outcome: "Outcome") -> bool:
     """Print why the job failed, if it did; return whether there are reports to keep."""
     if outcome.code == 0:
         return False
-    text = None if outcome.reports is None else failure.show(outcome.reports, outcome.failures)
+    endings = {**outcome.endings, **outcome.failures}
+    text = None if outcome.reports is None else failure.show(outcome.reports, endings)
     if text is not None:
         print(text, file=sys.stderr)
         return True

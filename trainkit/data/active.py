@@ -24,80 +24,132 @@ class BatchInfo:
     local_size: int
 
 
-class ActiveLoaders:
-    """The loaders under way, each with the batch that it yielded last.
+@dataclass(slots=True, eq=False)
+class _Pass:
+    """A pass over a loader that is under way.
 
-    After a loader has ended, its last batch stays the current one until another loader begins.
+    Attributes:
+        key: What the pass is known by: the loader, or an object of its own where a loader may be
+            passed over twice at once.
+        loader: The prepared loader.
+        batch: Its latest batch; None before the first.
+        latest: Number of that batch among all batches of all loaders.
+        earlier: That of the batch before it.
     """
 
+    key: Any
+    loader: Any
+    batch: BatchInfo | None = None
+    latest: int = 0
+    earlier: int = 0
+
+    def is_over(self, loader: Any) -> bool:
+        """Return whether a user who says `loader` means this pass."""
+        source = getattr(loader, "source", None)  # of `skip_first_batches`
+        return any(self.loader is one for one in (loader, source)) or (
+            getattr(self.loader, "source", None) is loader
+        )
+
+
+class ActiveLoaders:
+    """The passes over loaders that are under way, each with the batch that it yielded last."""
+
     def __init__(self) -> None:
-        self._under_way: dict[int, tuple[Any, tuple[int, ...] | None, int]] = {}
-        self._ended: tuple[Any, tuple[int, ...] | None, int] | None = None
+        self._passes: list[_Pass] = []
+        self._changes = 0
 
-    def began(self, loader: Any) -> None:
-        """Note that `loader` starts a pass."""
-        self._under_way[id(loader)] = (loader, None, 0)
-        self._ended = None
+    def began(self, key: Any, loader: Any = None) -> None:
+        """Note that a pass begins.
 
-    def yielded(self, loader: Any, counts: tuple[int, ...], local_size: int) -> None:
-        """Note that `loader` hands out a batch with `counts` real samples on the processes."""
-        self._under_way[id(loader)] = (loader, counts, local_size)
+        Args:
+            key: Stands for the pass.
+            loader: The prepared loader, where `key` is another object.
+        """
+        self._passes.append(_Pass(key, key if loader is None else loader))
 
-    def ended(self, loader: Any) -> None:
-        """Note that the pass of `loader` is over, or was left."""
-        entry = self._under_way.pop(id(loader), None)
-        if entry is not None:
-            self._ended = entry
+    def yielded(self, key: Any, counts: tuple[int, ...], local_size: int) -> None:
+        """Note that a pass hands out a batch with `counts` real samples on the processes."""
+        found = self._find(key)
+        if found is None:
+            return  # it has read to its end before its batches are used
+        self._changes += 1
+        found.batch = BatchInfo(counts, local_size)
+        found.earlier, found.latest = found.latest, self._changes
+
+    def ended(self, key: Any) -> None:
+        """Note that a pass is over, or was left."""
+        found = self._find(key)
+        if found is not None:
+            self._passes.remove(found)
 
     @contextmanager
     def apart(self) -> Iterator[None]:
         """Forget the loaders under way for a while, as in an evaluation inside training."""
-        outer = self._under_way, self._ended
-        self._under_way, self._ended = {}, None
+        outer, self._passes = self._passes, []
         try:
             yield
         finally:
-            self._under_way, self._ended = outer
+            self._passes = outer
 
-    def marks(self) -> tuple[object, ...]:
-        """Return what is another object after every batch; from any thread."""
-        return (*self._under_way.values(), self._ended)
+    def changes(self) -> int:
+        """Return a number that grows with every batch; from any thread."""
+        return self._changes
 
     def current(self, loader: Any = None) -> BatchInfo | None:
-        """Return what is known of the batch yielded last; None where no loader ever was under way.
+        """Return what is known of the batch yielded last; None where no loader is under way.
 
         Args:
-            loader: The prepared loader, or the one that it was made from; needed where several
-                are under way with different numbers of real samples.
+            loader: The loader that is meant, as the user knows it; by default any.
 
         Raises:
-            ConfigError: `loader` is needed, or has yielded nothing.
+            ConfigError: `loader` has no batch under way.
         """
-        if loader is not None:
-            return self._of(loader)
-        entries = [entry for entry in self._under_way.values() if entry[1] is not None]
-        if not entries and self._ended is not None and self._ended[1] is not None:
-            entries = [self._ended]
-        infos = {(counts, size) for _, counts, size in entries if counts is not None}
-        if len(infos) > 1:
+        if loader is None:
+            return self._latest().batch if self._with_batch() else None
+        meant = [one for one in self._with_batch() if one.is_over(loader)]
+        if not meant:
             raise ConfigError(
-                f"{len(infos)} loaders are under way with different numbers of real samples "
-                f"({', '.join(str(list(counts)) for counts, _ in sorted(infos))} by process), so "
-                "the batch that is meant is not known. Say which by `loader=`."
+                f"The given `loader`, a `{type(loader).__name__}`, has no batch under way. Give "
+                "the loader whose batch is meant, while it is iterated."
             )
-        for counts, size in infos:
-            return BatchInfo(counts, size)
-        return None
+        return max(meant, key=_number).batch
 
-    def _of(self, loader: Any) -> BatchInfo:
-        entries = list(self._under_way.values())
-        if self._ended is not None:
-            entries.append(self._ended)
-        for known, counts, size in entries:
-            same = known is loader or getattr(known, "source", None) is loader
-            if same and counts is not None:
-                return BatchInfo(counts, size)
-        raise ConfigError(
-            f"The given `loader`, a `{type(loader).__name__}`, has no batch under way. Give the "
-            "loader whose batch is meant, while it is iterated."
-        )
+    def doubts(self) -> tuple[str, str]:
+        """Return why the batch yielded last may not be meant, and what to say if a value misfits.
+
+        Both are empty where there is no other. Two loaders that yield in turns, as under `zip`,
+        may both be meant: that matters where a value can be of either batch, and is cut by one.
+        """
+        entries = self._with_batch()
+        if len(entries) < 2:
+            return "", ""
+        last = self._latest()
+        for other in entries:
+            in_turns = other is not last and 0 < last.earlier < other.latest
+            if in_turns and _may_be_mistaken(other.batch, last.batch):
+                return (
+                    "Two loaders yield in turns, and their batches hold different numbers of "
+                    "real samples. The value may belong to either: say to which by `loader=`."
+                ), ""
+        hint = f" {len(entries)} loaders are under way: `loader=` says whose batch is meant."
+        return "", hint
+
+    def _find(self, key: Any) -> _Pass | None:
+        return next((one for one in reversed(self._passes) if one.key is key), None)
+
+    def _with_batch(self) -> list[_Pass]:
+        return [one for one in self._passes if one.batch is not None]
+
+    def _latest(self) -> _Pass:
+        return max(self._with_batch(), key=_number)
+
+
+def _number(one: _Pass) -> int:
+    return one.latest
+
+
+def _may_be_mistaken(one: BatchInfo | None, other: BatchInfo | None) -> bool:
+    """Return whether a value of one batch can be taken for one of the other, and is cut wrongly."""
+    if one is None or other is None:
+        return False
+    return one.local_size == other.local_size and one.counts != other.counts

@@ -1,7 +1,8 @@
 """Loaders whose counts the processes agree on, one round ahead (DESIGN 2.17)."""
 
 import logging
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -123,18 +124,25 @@ class AgreedLoader(PreparedLoader):
     ) -> Generator[Window, None, None]:
         micro_batches = self._micro_batches(epoch, position, accumulation)
         is_idle = position == 0
-        try:
+        with self._under_way(), closing(micro_batches):
             for window in self._cut(micro_batches, accumulation if drop_last else None):
                 is_idle = False
                 yield window
-        finally:
-            micro_batches.close()
         if is_idle:
             self._refuse_idle(epoch)
 
     @override
     def batches(self, epoch: int, *, position: int = 0) -> Generator[MicroBatch, None, None]:
-        return self._micro_batches(epoch, position, 1)
+        with self._under_way(), closing(self._micro_batches(epoch, position, 1)) as micro_batches:
+            yield from self._told(micro_batches)
+
+    @override
+    def order_digest(self, epoch: int, accumulation: int) -> str | None:
+        return self._feed.order_digest(epoch)
+
+    @override
+    def forget_order(self) -> None:
+        self._feed.forget_order()
 
     @override
     def close(self) -> None:
@@ -144,7 +152,7 @@ class AgreedLoader(PreparedLoader):
         """Yield the windows; with `full`, not a last one of fewer micro-batches or samples."""
         if full is None:
             for first in micro_batches:
-                parts = _window_of(first, micro_batches)
+                parts = self._told(_window_of(first, micro_batches))
                 yield Window(parts)
                 for _ in parts:  # what the caller left of the window
                     pass
@@ -157,28 +165,39 @@ class AgreedLoader(PreparedLoader):
             following = next(micro_batches, None)
             is_short = len(read) < full or (nominal is not None and total < nominal)
             if following is not None or not is_short:
-                yield Window(iter(read), total, len(read))
+                yield Window(self._told(read), total, len(read))
 
     def _micro_batches(
         self, epoch: int, position: int, accumulation: int
     ) -> Generator[MicroBatch, None, None]:
-        rank, active = self.processes.rank, self.active
+        rank = self.processes.rank
         repeat = Repeat()
         left = accumulation
-        if active is not None:
-            active.began(self)
+        for data, current, ahead in self._due(epoch, position, repeat):
+            count = current.counts[rank]
+            left -= 1
+            last = left == 0 or self._is_end(ahead)
+            size = count or repeat.size
+            yield MicroBatch(data, count, current.total, last, current.counts, size)
+            left = left or accumulation
+
+    @contextmanager
+    def _under_way(self) -> Iterator[None]:
+        if self.active is None:
+            yield
+            return
+        self.active.began(self)
         try:
-            for data, current, ahead in self._due(epoch, position, repeat):
-                count = current.counts[rank]
-                if active is not None:
-                    active.yielded(self, current.counts, count or repeat.size)
-                left -= 1
-                last = left == 0 or self._is_end(ahead)
-                yield MicroBatch(data, count, current.total, last, current.counts)
-                left = left or accumulation
+            yield
         finally:
-            if active is not None:
-                active.ended(self)
+            self.active.ended(self)
+
+    def _told(self, micro_batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
+        """Yield micro-batches, which may have been read ahead; each is under way from then on."""
+        for micro_batch in micro_batches:
+            if self.active is not None:
+                self.active.yielded(self, micro_batch.counts, micro_batch.size)
+            yield micro_batch
 
     def _due(
         self, epoch: int, position: int, repeat: Repeat

@@ -36,6 +36,14 @@ class Feed(ABC):
         """Return a batch and its number of samples, for a process that had none in this epoch."""
         raise NotImplementedError
 
+    def order_digest(self, epoch: int) -> str | None:
+        """Return what tells the order of an epoch from others; None where it is not known."""
+        return None
+
+    def forget_order(self) -> None:
+        """Let the sampler run again, where `order_digest` came before it was ready."""
+        return
+
     def close(self) -> None:
         """Stop what runs in the background."""
         return
@@ -118,6 +126,17 @@ class KeyFeed(Feed):
         self._rank = rank
         self._size = size
         self._told = told
+        self._latest: tuple[int, list[Any]] | None = None  # the epoch under way in training
+
+    @override
+    def order_digest(self, epoch: int) -> str | None:
+        from trainkit.data.order_facts import digest_of  # only checkpoints need it
+
+        return digest_of(self._keys(epoch))
+
+    @override
+    def forget_order(self) -> None:
+        self._latest = None
 
     @override
     def pieces(self, epoch: int, position: int) -> Iterator[Piece]:
@@ -137,10 +156,15 @@ class KeyFeed(Feed):
         self._source.close()
 
     def _keys(self, epoch: int) -> list[Any]:
+        if self._latest is not None and self._latest[0] == epoch:
+            return self._latest[1]
         if self._told:
             announce_epoch([*self._order.samplers, *datasets_of(self._fetch.dataset)], epoch)
         order = self._order.run(epoch)
-        return order.tolist() if isinstance(order, torch.Tensor) else order
+        keys: list[Any] = order.tolist() if isinstance(order, torch.Tensor) else order
+        if self._told:
+            self._latest = epoch, keys
+        return keys
 
 
 class ForeignFeed(Feed):

@@ -17,6 +17,7 @@ from torch.utils.data import (
 from typing_extensions import override
 
 from trainkit import rng
+from trainkit.errors import DataError
 
 __all__ = ["Fetch", "collates_silently", "fetch_for", "sample_key"]
 
@@ -41,9 +42,16 @@ class Fetch(ABC):
         """Return the batch that `task` names."""
 
     def note(self, error: Exception, where: str, epoch: int) -> None:
-        """Add to an error where it came from."""
+        """Add to an error where it came from; one that would end the epoch is replaced.
+
+        Raises:
+            DataError: It was a `StopIteration`.
+        """
         when = f"epoch {epoch}" if self.in_training else "while evaluating"
-        error.add_note(f"Raised {where} of the data set `{type(self.dataset).__name__}`, {when}.")
+        place = f"{where} of the data set `{type(self.dataset).__name__}`, {when}."
+        if isinstance(error, StopIteration):  # a loop over batches would take it for their end
+            raise DataError(f"`StopIteration` was raised {place}") from error
+        error.add_note(f"Raised {place}")
 
 
 class _TensorFetch(Fetch):

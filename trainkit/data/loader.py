@@ -29,6 +29,7 @@ class Preparation:
         split_batches: Whether the loader's batch size is that of all processes together.
         sample_seeding: Whether data sets that may draw random numbers run under keys.
         active: Told which batch is under way; None where nobody asks.
+        may_be_empty: Whether training's rules hold, but an epoch may have no step.
     """
 
     processes: "Processes"
@@ -38,6 +39,7 @@ class Preparation:
     split_batches: bool = False
     sample_seeding: bool = True
     active: ActiveLoaders | None = None
+    may_be_empty: bool = False
 
 
 class PreparedLoader(ABC):
@@ -63,6 +65,7 @@ class PreparedLoader(ABC):
         self.device = preparation.device
         self.active = preparation.active
         self._trains = preparation.trains
+        self._refuses_empty = preparation.trains and not preparation.may_be_empty
         self._next_epoch = 0
 
     @abstractmethod
@@ -85,13 +88,31 @@ class PreparedLoader(ABC):
     def batches(self, epoch: int, *, position: int = 0) -> Generator[MicroBatch, None, None]:
         """Yield the micro-batches of an epoch; arguments and errors as for `windows`."""
 
+    def order_facts(self) -> dict[str, Any]:
+        """Return what is known of how the samples are ordered, by names for people."""
+        from trainkit.data.order_facts import order_facts  # only checkpoints need it
+
+        return order_facts(self.source)
+
+    def order_digest(self, epoch: int, accumulation: int) -> str | None:
+        """Return what tells the order of an epoch from others; None where it is not known.
+
+        It is the same for every number of processes and accumulation with the same windows. The
+        sampler runs if it has not for this epoch; then the next pass of the epoch uses the same.
+        """
+        return None
+
+    def forget_order(self) -> None:
+        """Let the sampler run again, where `order_digest` came before it was ready."""
+        return
+
     @abstractmethod
     def close(self) -> None:
         """Stop the workers; a later pass starts them again."""
 
     def _refuse_empty(self, samples: int | None) -> None:
         """Raise ConfigError where training would have no step, of data with `samples` samples."""
-        if not self._trains or self.batches_per_epoch != 0:
+        if not self._refuses_empty or self.batches_per_epoch != 0:
             return
         if samples:
             raise ConfigError(
@@ -107,6 +128,8 @@ class PreparedLoader(ABC):
 
     def _refuse_idle(self, epoch: int) -> None:
         """Raise DataError for an epoch that turned out to have no window."""
+        if not self._refuses_empty:
+            return
         # Going on would look for the next step in empty epochs for ever.
         raise DataError(
             f"Epoch {epoch} of the training loader, a `{type(self.source).__name__}`, has no step: "

@@ -51,6 +51,8 @@ class MappedLoader(PreparedLoader):
             device=self.device,
         )
         self._transfer = transfer_for(self.device)
+        self._latest: tuple[int, Plan] | None = None  # the epoch under way in training
+        self._is_ready = False  # whether no pass has used it
         self._measure()
         self._refuse_empty(length_of(self._order.sampler))
 
@@ -58,7 +60,10 @@ class MappedLoader(PreparedLoader):
     def windows(
         self, epoch: int, *, position: int = 0, accumulation: int = 1, drop_last: bool = False
     ) -> Generator[Window, None, None]:
-        plan = self._plan(epoch)
+        if not self._is_ready or self._latest is None or self._latest[0] != epoch:
+            self._latest = epoch, self._plan(epoch)
+        self._is_ready = False
+        plan = self._latest[1]
         first = plan.round_at(position)
         stop = plan.rounds
         if drop_last and stop > first:
@@ -90,6 +95,21 @@ class MappedLoader(PreparedLoader):
     @override
     def close(self) -> None:
         self._source.close()
+
+    @override
+    def order_facts(self) -> dict[str, Any]:
+        seeds = self._order.seeds
+        return super().order_facts() | ({"seeds of its generators": seeds} if seeds else {})
+
+    @override
+    def order_digest(self, epoch: int, accumulation: int) -> str | None:
+        if self._latest is None or self._latest[0] != epoch:
+            self._latest, self._is_ready = (epoch, self._plan(epoch)), True
+        return self._latest[1].digest(accumulation)
+
+    @override
+    def forget_order(self) -> None:
+        self._latest, self._is_ready = None, False
 
     def order_of(self, epoch: int, first: int, stop: int) -> list[Any]:
         """Return the indices in the data set at some positions of an epoch, for reports."""

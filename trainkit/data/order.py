@@ -80,6 +80,11 @@ class KeyedOrder:
             if isinstance(own, torch.Generator) and not known:
                 self._generators.append((own, own.initial_seed()))
 
+    @property
+    def seeds(self) -> list[int]:
+        """The initial seeds of the samplers' own generators."""
+        return [initial for _, initial in self._generators]
+
     def run(self, epoch: int) -> Indices:
         """Return all that the sampler yields in `epoch`; no generator is left changed."""
         key = rng.order_seed(self.seed, epoch)
@@ -172,6 +177,12 @@ class FlatPlan:
             raise _off_boundary(position, self.samples, f"a multiple of {self._round}")
         return index
 
+    def digest(self, accumulation: int) -> str | None:
+        """Return what tells this order from others; rounds of any size have the same."""
+        from trainkit.data.order_facts import digest_of  # only checkpoints need it
+
+        return digest_of(self._order)
+
     def spare(self) -> Indices:
         """Return the indices that stand in for a process that has had none."""
         return self._order[: self._share]
@@ -222,6 +233,14 @@ class BatchPlan:
         if index > self.rounds or self._starts[index] != position:
             raise _off_boundary(position, self.samples, "where a global batch starts")
         return index
+
+    def digest(self, accumulation: int) -> str | None:
+        """Return what tells this order, and where its windows begin, from others."""
+        from trainkit.data.order_facts import digest_of  # only checkpoints need it
+
+        samples = digest_of([index for batch in self._slices for index in batch])
+        windows = digest_of([*self._starts[:-1:accumulation], self.samples])
+        return samples and f"{samples} {windows}"
 
     def spare(self) -> Indices:
         """Return the indices that stand in for a process that has had none."""

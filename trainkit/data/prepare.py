@@ -33,6 +33,7 @@ def training_loader(
     split_batches: bool = False,
     sample_seeding: bool = True,
     active: ActiveLoaders | None = None,
+    may_be_empty: bool = False,
 ) -> PreparedLoader:
     """Prepare `loader` for training: shared out over the processes, in the order of its epoch.
 
@@ -44,6 +45,7 @@ def training_loader(
         split_batches: Whether the loader's batch size is that of all processes together.
         sample_seeding: Whether data sets that may draw random numbers run under keys.
         active: Told which batch is under way; None where nobody asks.
+        may_be_empty: Whether an epoch may have no step, as in a loop of the user's own.
 
     Raises:
         ConfigError: The loader cannot work, or has nothing to train on.
@@ -58,6 +60,7 @@ def training_loader(
             split_batches=split_batches,
             sample_seeding=sample_seeding,
             active=active,
+            may_be_empty=may_be_empty,
         ),
     )
 

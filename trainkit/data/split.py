@@ -7,6 +7,7 @@ from typing import Any
 from trainkit.data.loader import PreparedLoader
 from trainkit.data.tree import children, count_samples, is_container, is_opaque, map_children
 from trainkit.data.window import MicroBatch, Window
+from trainkit.distributed.rows import holds_fields
 from trainkit.errors import ConfigError
 
 __all__ = ["piece_size", "slice_samples", "split_windows"]
@@ -106,8 +107,8 @@ def _cut(
 def _has_rows(tree: Any, count: int) -> bool:
     """Return whether `tree` is to be cut itself: a tensor, or a list with an entry a sample.
 
-    A list of as many entries as samples is taken for fields, as the default collation makes them,
-    where all are tensors with a row for each sample, or one is and others are no tensors at all.
+    A list of as many entries as samples is one of fields if it looks so (`rows.holds_fields`) and
+    can be so: all its tensors have a row for each sample, or one has and others are no tensors.
     """
     if getattr(tree, "shape", None) is not None:
         return _holds_rows(tree, count)
@@ -115,7 +116,7 @@ def _has_rows(tree: Any, count: int) -> bool:
         return False
     holds = [_holds_rows(item, count) for item in tree]
     only_tensors = all(getattr(item, "shape", ()) for item in tree)
-    return not (all(holds) if only_tensors else any(holds))
+    return not (all(holds) if only_tensors else holds_fields(tree) and any(holds))
 
 
 def _is_list_of(tree: Any, count: int) -> bool:

@@ -15,18 +15,26 @@ class MicroBatch:
         total: Real samples over all processes, at least 1.
         last: Whether no further micro-batch follows in this window.
         counts: Real samples of each process, by rank.
+        size: Samples in `data`: `count`, which is the default, or those of the repeat.
     """
 
-    __slots__ = ("count", "counts", "data", "last", "total")
+    __slots__ = ("count", "counts", "data", "last", "size", "total")
 
     def __init__(
-        self, data: Any, count: int, total: int, last: bool, counts: tuple[int, ...]
+        self,
+        data: Any,
+        count: int,
+        total: int,
+        last: bool,
+        counts: tuple[int, ...],
+        size: int | None = None,
     ) -> None:
         self.data = data
         self.count = count
         self.total = total
         self.last = last
         self.counts = counts
+        self.size = count if size is None else size
 
 
 class Window:

@@ -2,6 +2,7 @@
 
 import atexit
 import gc
+import multiprocessing
 import os
 import select
 import signal
@@ -12,8 +13,9 @@ import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
 from typing import Any, TypeAlias
-from weakref import WeakSet
+from weakref import WeakSet, finalize
 
 import torch
 from torch import Tensor
@@ -23,7 +25,7 @@ from typing_extensions import override
 from trainkit import rng
 from trainkit.data.fetch import Fetch
 from trainkit.data.order import announce_epoch
-from trainkit.errors import ConfigError, DataError
+from trainkit.errors import ConfigError, DataError, text_of
 from trainkit.signals import CAUGHT
 
 _DEATH_SECONDS = 0.3  # from the first sign of a worker's end until it is known
@@ -106,13 +108,16 @@ class Workers(Source):
             )
         self._loader = loader
         self._base_seed = base_seed
-        self._side = _WorkerSide(fetch, loader.worker_init_fn, told, alone)
+        dismissed, dismissal = multiprocessing.Pipe(duplex=False)
+        self._side = _WorkerSide(fetch, loader.worker_init_fn, told, alone, dismissed)
         self._pin = pin and loader.pin_memory
         self._keys = _Keys()
         self._inner: DataLoader[Any] | None = None
         self._iterators: list[Any] = []  # of torch, which have workers
         self._pid = os.getpid()  # a fork must not stop our workers
         _at_exit.add(self)
+        # Where nobody refers to this any more, torch would ask them by SIGTERM and wait.
+        finalize(self, _dismiss, dismissal, self._pid)
 
     @override
     def batches(self, epoch: int, tasks: Tasks) -> Iterator[Any]:
@@ -197,7 +202,10 @@ class _Keys:
 class _WorkerSide:
     """The data set of the inner loader: what a worker does with a key."""
 
-    def __init__(self, fetch: Fetch, init: Any, told: bool, alone: bool) -> None:
+    def __init__(
+        self, fetch: Fetch, init: Any, told: bool, alone: bool, dismissed: Connection
+    ) -> None:
+        self.dismissed = dismissed  # can be read when the workers are to end at once
         self._fetch = fetch
         self._init = init
         self._told = told
@@ -281,15 +289,33 @@ def _stop_all() -> None:
         workers.close()
 
 
+def _dismiss(dismissal: Connection, pid: int) -> None:
+    """Let the workers end at once, each by itself; only in the process that started them."""
+    if os.getpid() == pid:
+        with suppress(OSError):
+            dismissal.send_bytes(b".")
+    dismissal.close()
+
+
+def _leave_to_parent() -> None:
+    """Let the collector stop no workers here that belong to the process this one is a fork of."""
+    for workers in list(_at_exit):
+        for iterator in workers._iterators:
+            iterator._shutdown = True
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
+
+
 def _start_worker(worker: int) -> None:
     for signum in CAUGHT:
         signal.signal(signum, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, CAUGHT)
-    _end_with_parent()
     gc.enable()  # it may be off in the process that starts this one
     info = get_worker_info()
     assert info is not None
     side: Any = info.dataset
+    _end_with_parent(side.dismissed)
     side.start(worker)
 
 
@@ -297,30 +323,33 @@ def _identity(batch: Any) -> Any:
     return batch
 
 
-def _end_with_parent() -> None:
-    """End this worker as soon as its process has ended, however that came; torch takes seconds."""
-    if not hasattr(os, "pidfd_open"):
-        return
+def _end_with_parent(dismissed: Connection) -> None:
+    """End this worker as soon as it is dismissed, or its process has ended, however that came.
+
+    Torch takes seconds for that.
+    """
+    descriptors = {dismissed.fileno(): 0}
     parent = os.getppid()
-    with suppress(OSError):  # it has ended already, or this kernel is too old
-        descriptor = os.pidfd_open(parent)
+    with suppress(AttributeError, OSError):  # it has ended already, or the kernel cannot do it
+        process = os.pidfd_open(parent)
         if os.getppid() == parent:
-            threading.Thread(
-                target=_end_after, args=(descriptor,), name="parent", daemon=True
-            ).start()
+            descriptors[process] = 1
+    threading.Thread(target=_end_after, args=(descriptors,), name="parent", daemon=True).start()
 
 
-def _end_after(process: int) -> None:
+def _end_after(descriptors: dict[int, int]) -> None:
+    """Wait until one of the descriptors can be read, and exit with its code."""
     poll = select.poll()
-    poll.register(process, select.POLLIN)
-    poll.poll()
-    os._exit(1)
+    for descriptor in descriptors:
+        poll.register(descriptor, select.POLLIN)
+    ready = poll.poll()
+    os._exit(descriptors[ready[0][0]])
 
 
 def _tells_of_death(error: Exception) -> bool:
     """Return whether an error may come from the end of a worker."""
     # A worker's own error begins with other words; what it shared is out of reach when it is gone.
-    return isinstance(error, OSError | EOFError) or str(error).startswith("DataLoader worker (")
+    return isinstance(error, OSError | EOFError) or text_of(error).startswith("DataLoader worker (")
 
 
 def _death(iterator: Any) -> str | None:

@@ -204,7 +204,8 @@ def _put_tensor(encoder: _Encoder, value: Tensor) -> None:
             f"A tensor of layout {value.layout} on {value.device} cannot be sent to other "
             "processes. Make it dense with `to_dense()` or `dequantize()`."
         )
-    data = value.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+    data = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    data = data.as_strided((data.numel(),), (1,))  # a dimension of one element has any stride
     is_remote = value.device.type != "cpu"
     dtype = str(value.dtype).removeprefix("torch.")
     encoder.put_bytes(b"X" if is_remote else b"x", dtype.encode())

@@ -1,8 +1,9 @@
 """Gather what the processes computed: every sample once, in the order of one process."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -11,11 +12,11 @@ from trainkit.distributed import classes, codec, guard
 from trainkit.distributed.processes import Processes
 from trainkit.distributed.rows import (
     Container,
-    Memory,
     Merge,
     Node,
     Origin,
     Rows,
+    as_samples,
     cut,
     from_plain,
     is_array,
@@ -24,14 +25,14 @@ from trainkit.distributed.rows import (
     split,
     to_plain,
 )
-from trainkit.errors import DataError
+from trainkit.errors import DataError, text_of
 
-__all__ = ["concatenate", "gather_samples", "gather_tensors"]
+__all__ = ["Refusal", "concatenate", "gather_all", "gather_samples", "gather_tensors"]
 
 
 @dataclass(slots=True)
-class _Failure:
-    """Why a process has no entries to send; the others raise it too."""
+class Refusal:
+    """Why a process has no entries to send, in place of a batch; the others raise it too."""
 
     message: str
 
@@ -42,27 +43,29 @@ def gather_samples(
     counts: Sequence[Sequence[int]],
     local_sizes: Sequence[int],
     *,
-    pad_value: float = 0,
+    pad_value: float | None = None,
     name: str = "value",
-    memory: Memory | None = None,
+    use_gather_object: bool = False,
+    hint: str = "",
 ) -> Any:
     """Return the entry of each real sample of consecutive batches once, on every process.
 
     The order is that of one process: batch by batch, in each the processes in their order. Where
     the entries of a value are, and what a list or tuple means, stands in `rows`. Tensors that
-    differ in later dimensions are padded at the end. Tensors from another device come back on
+    differ in later dimensions are filled up at the end. Tensors from another device come back on
     `processes.device`; between processes they travel through the CPU. One collective, or two if
     the entries are many. What has no form of its own in `codec` travels by pickle.
 
     Args:
         processes: The processes that computed.
-        batches: What this process computed for each batch.
+        batches: What this process computed for each batch, or a `Refusal`.
         counts: For each batch the number of real samples on each process; equal on all.
         local_sizes: For each batch the number of entries that its value must have here: the real
             samples, or the size of the repeated batch where there are none (DESIGN 2.16).
-        pad_value: What fills up later dimensions.
+        pad_value: What fills up later dimensions; see `rows.Merge`.
         name: What errors call the value.
-        memory: What lists and tuples meant in earlier calls; brought up to date.
+        use_gather_object: Each batch is a list of one object per sample, whatever it holds.
+        hint: Follows what is said of a value that has not one entry for each sample.
 
     Raises:
         DataError: On all processes, if on one of them a value has not one entry for each sample,
@@ -73,16 +76,39 @@ def gather_samples(
     if not batches:
         return []
     known: dict[str, type] = {}
+    read = as_samples if use_gather_object else partial(parse, known=known)
     mine = [
-        _own_entries(batch, size, numbers[processes.rank], name, known)
-        for batch, size, numbers in zip(batches, local_sizes, counts, strict=True)
+        _own_entries(read, batch, size, own[processes.rank], name)
+        for batch, size, own in zip(batches, local_sizes, counts, strict=True)
     ]
+    if hint:
+        mine = [Refusal(e.message + hint) if isinstance(e, Refusal) else e for e in mine]
     entries = _exchange(processes, mine, counts)
     nodes, origins = _in_order(entries, counts)
     if processes.size == 1 and len(batches) == 1 and local_sizes[0] == counts[0][0]:
         return batches[0]  # as it is: not even a container is made anew
-    merge = Merge(pad_value, known, {} if memory is None else memory)
-    return merge(nodes, origins, name)
+    return Merge(known, pad_value=pad_value)(nodes, origins, name)
+
+
+def gather_all(
+    processes: Processes, value: Any, *, pad_value: float | None = None, name: str = "value"
+) -> Any:
+    """Return all entries of a value, however many, of all processes, on every process.
+
+    Args:
+        processes: The processes of the job.
+        value: As for `gather_samples`; a tensor without dimensions counts as one row.
+        pad_value: What fills up later dimensions; see `rows.Merge`.
+        name: What errors call the value.
+
+    Raises:
+        DataError: On all processes, if on one of them something has no entries, or the structures
+            differ.
+    """
+    guard.check("gather")
+    known: dict[str, type] = {}
+    mine = _own_entries(partial(parse, known=known), value, None, None, name)
+    return _merged(processes, mine, Merge(known, pad_value=pad_value), name)
 
 
 def gather_tensors(processes: Processes, value: Any, *, name: str = "value") -> Any:
@@ -97,23 +123,28 @@ def gather_tensors(processes: Processes, value: Any, *, name: str = "value") -> 
     guard.check("gather")
     known: dict[str, type] = {}
     try:
-        mine: Node | _Failure = _all_rows(value, name, known)
+        mine: Node | Refusal = _all_rows(value, name, known)
     except DataError as error:
-        mine = _Failure(str(error))
-    counts = [[1] * processes.size]
+        mine = Refusal(str(error))
+    return _merged(processes, mine, Merge(known, pads=False), name)
+
+
+def _merged(processes: Processes, mine: Node | Refusal, merge: Merge, name: str) -> Any:
+    """Return all entries of all processes, of which this one has `mine`."""
+    counts = [[1] * processes.size]  # none is left out, however many there are
     nodes, origins = _in_order(_exchange(processes, [mine], counts), counts)
-    return Merge(None, known)(nodes, origins, name)
+    return merge(nodes, origins, name)
 
 
 def concatenate(
-    values: Sequence[Any], sizes: Sequence[int] | None = None, *, pad_value: float = 0
+    values: Sequence[Any], sizes: Sequence[int] | None = None, *, pad_value: float | None = None
 ) -> Any:
     """Return one value with the entries of several, as `gather_samples` returns them, in order.
 
     Args:
         values: Values of one structure, at least one, else an empty list comes back.
         sizes: Number of samples in each; taken from the first tensor or list if not given.
-        pad_value: What fills up later dimensions.
+        pad_value: What fills up later dimensions; see `rows.Merge`.
     """
     if not values:
         return []
@@ -123,18 +154,27 @@ def concatenate(
     nodes = [parse(value, size, "value", known) for value, size in zip(values, sizes, strict=True)]
     filled = [index for index, size in enumerate(sizes) if size > 0] or range(len(nodes))
     origins = [Origin(0, index) for index in filled]
-    return Merge(pad_value, known)([nodes[index] for index in filled], origins, "value")
+    merge = Merge(known, pad_value=pad_value)
+    return merge([nodes[index] for index in filled], origins, "value")
 
 
 def _own_entries(
-    batch: Any, size: int, count: int, name: str, known: dict[str, type]
-) -> Node | _Failure:
+    read: Callable[[Any, int | None, str], Node],
+    value: Any,
+    size: int | None,
+    count: int | None,
+    name: str,
+) -> Node | Refusal:
+    """Return the first `count` entries of a value, which must have `size`; all where None."""
+    if isinstance(value, Refusal):
+        return value
     try:
-        return cut(parse(batch, size, name, known), count)
+        node = read(value, size, name)
+        return node if count is None else cut(node, count)
     except DataError as error:
-        return _Failure(str(error))
+        return Refusal(str(error))
     except Exception as error:  # whatever it is: the other processes wait for this packet
-        return _Failure(f"`{name}` cannot be gathered: {type(error).__name__}: {error}")
+        return Refusal(f"`{name}` cannot be gathered: {type(error).__name__}: {text_of(error)}")
 
 
 def _all_rows(value: Any, path: str, known: dict[str, type]) -> Node:
@@ -158,8 +198,8 @@ def _all_rows(value: Any, path: str, known: dict[str, type]) -> Node:
 
 
 def _exchange(
-    processes: Processes, mine: Sequence[Node | _Failure], counts: Sequence[Sequence[int]]
-) -> list[Sequence[Node | _Failure]]:
+    processes: Processes, mine: Sequence[Node | Refusal], counts: Sequence[Sequence[int]]
+) -> list[Sequence[Node | Refusal]]:
     """Return the entries of all processes, for each batch."""
     if processes.size == 1:
         return [mine]
@@ -167,6 +207,8 @@ def _exchange(
         packet = codec.encode(_packed(mine), allow_pickle=True)
     except codec.Unencodable as error:
         packet = codec.encode([error.reason] * len(mine))
+    except Exception as error:  # whatever it is: the other processes wait for this packet
+        packet = codec.encode([f"A value cannot be sent: {error!r}"] * len(mine))
     return [
         _unpacked(
             codec.decode(packet, device=processes.device, allow_pickle=True),
@@ -176,26 +218,26 @@ def _exchange(
     ]
 
 
-def _packed(entries: Sequence[Node | _Failure]) -> Any:
+def _packed(entries: Sequence[Node | Refusal]) -> Any:
     """Return what travels: a tuple of all batches as one, else a list with each or its failure."""
-    nodes = [entry for entry in entries if not isinstance(entry, _Failure)]
+    nodes = [entry for entry in entries if not isinstance(entry, Refusal)]
     joined = None
     if len(nodes) == len(entries) > 1:
         with suppress(Exception):  # such as no memory for it: the other processes wait
             joined = join(nodes)
     if joined is not None:
         return to_plain(joined)
-    return [e.message if isinstance(e, _Failure) else to_plain(e) for e in entries]
+    return [e.message if isinstance(e, Refusal) else to_plain(e) for e in entries]
 
 
-def _unpacked(packet: Any, sizes: Sequence[int]) -> Sequence[Node | _Failure]:
+def _unpacked(packet: Any, sizes: Sequence[int]) -> Sequence[Node | Refusal]:
     if isinstance(packet, tuple):
         return split(from_plain(packet), sizes)
-    return [_Failure(one) if isinstance(one, str) else from_plain(one) for one in packet]
+    return [Refusal(one) if isinstance(one, str) else from_plain(one) for one in packet]
 
 
 def _in_order(
-    entries: Sequence[Sequence[Node | _Failure]], counts: Sequence[Sequence[int]]
+    entries: Sequence[Sequence[Node | Refusal]], counts: Sequence[Sequence[int]]
 ) -> tuple[list[Node], list[Origin]]:
     """Return the nodes with real samples, batch by batch; all of them if no sample is real.
 
@@ -209,7 +251,7 @@ def _in_order(
     for batch, numbers in enumerate(counts):
         for rank, number in enumerate(numbers):
             node = entries[rank][batch]
-            if not isinstance(node, _Failure):
+            if not isinstance(node, Refusal):
                 if number or empty:
                     nodes.append(node)
                     origins.append(Origin(rank, batch))

@@ -4,6 +4,7 @@ import gc
 import os
 import sys
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -15,7 +16,15 @@ from torch.distributed.rendezvous import rendezvous
 from trainkit.errors import ConfigError
 from trainkit.world import World
 
-__all__ = ["DEBUG", "INIT_METHOD", "Membership", "default_device", "join"]
+__all__ = [
+    "DEBUG",
+    "INIT_METHOD",
+    "Membership",
+    "as_timeout",
+    "default_device",
+    "join",
+    "set_group_timeout",
+]
 
 INIT_METHOD = "TRAINKIT_INIT_METHOD"
 """Environment variable with the rendezvous to use instead of `env://`."""
@@ -35,16 +44,32 @@ class Membership:
         owned: Whether trainkit made the default process group and has to destroy it.
         control: A gloo group of all processes, for whatever is on the CPU; None on one process.
         default: The default process group; None if there is none.
+        timeout: How long a collective may wait; None: torch's default of each group.
     """
 
     world: World
     owned: bool = False
     control: ProcessGroup | None = None
     default: ProcessGroup | None = None
+    timeout: timedelta | None = None
 
     def lives(self) -> bool:
         """Return whether the default group is still the one that was joined."""
         return _default_group() is self.default
+
+    def position(self) -> tuple[int, ...] | None:
+        """Return how many collectives this process has begun in each group; None without one."""
+        groups = (self.default, self.control)
+        backends = [b for group in groups if group is not None for b in _backends(group)]
+        numbers = (backend._get_sequence_number_for_group() for backend in backends)
+        return tuple(numbers) if backends and self.lives() else None
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Let collectives of the groups raise after `timeout`, from the next one on."""
+        for group in (self.default, self.control):
+            if group is not None and self.control is not None:
+                set_group_timeout(group, timeout)
+        self.timeout = timeout
 
     def leave(self) -> None:
         """Destroy the groups that trainkit made, and wait for the end of their threads.
@@ -69,6 +94,38 @@ class Membership:
         # its end frees processes that wait for this one in it.
         while backends:
             del backends[0]
+
+
+def set_group_timeout(group: ProcessGroup, timeout: timedelta) -> None:
+    """Let collectives of a group raise after `timeout`, from the next one on.
+
+    Raises:
+        ConfigError: Its backend has a time-out that cannot be changed.
+    """
+    for backend in _backends(group):
+        if not hasattr(backend, "_set_default_timeout"):
+            raise ConfigError(
+                f"The time-out of collectives cannot be changed on a `{type(backend).__name__}`. "
+                "Give it to `torch.distributed.init_process_group(timeout=...)`, which made it."
+            )
+        backend._set_default_timeout(timeout)
+
+
+def as_timeout(value: Any, name: str) -> timedelta:
+    """Return a setting that is a `timedelta` or a number of seconds.
+
+    Raises:
+        ConfigError: It is neither, or not positive.
+    """
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    # A thousandth of a second is the smallest that torch counts.
+    if number and 1e-3 <= value <= 1e9:
+        return timedelta(seconds=value)
+    if isinstance(value, timedelta) and value >= timedelta(milliseconds=1):
+        return value
+    raise ConfigError(
+        f"`{name}` must be a positive `datetime.timedelta` or number of seconds, but is {value!r}."
+    )
 
 
 def default_device(world: World, device: torch.device | None = None) -> torch.device:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 from trainkit.errors import DistributedError
 
-__all__ = ["check", "only"]
+__all__ = ["check", "everywhere", "only", "place"]
 
 
 class _Place(threading.local):
@@ -30,6 +30,21 @@ def only(place: str) -> Iterator[None]:
         yield
     finally:
         _place.name = outer
+
+
+@contextmanager
+def everywhere() -> Iterator[None]:
+    """Allow collectives inside `only`, for code that brings processes of its own."""
+    outer, _place.name = _place.name, None
+    try:
+        yield
+    finally:
+        _place.name = outer
+
+
+def place() -> str | None:
+    """Return the place that this thread is in; None outside of all."""
+    return _place.name
 
 
 def check(collective: str) -> None:

@@ -2,7 +2,6 @@
 
 import atexit
 import os
-import re
 import signal
 import sys
 import threading
@@ -13,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.distributed.stalls import Member
-from trainkit.reports import Report
+from trainkit.errors import text_of
+from trainkit.reports import Report, tells_of_lost_peer
 from trainkit.signals import exit_code, kill_workers
 
 __all__ = ["EXIT_FAILED", "EXIT_OTHER_FAILED", "EXIT_STALLED", "kill", "leave", "publish", "say"]
@@ -25,26 +25,15 @@ EXIT_OTHER_FAILED = 69
 EXIT_STALLED = 70
 """Exit code of all processes after the watchdog ended the job: EX_SOFTWARE of sysexits.h."""
 
-# What collectives raise when another process has ended.
-_BROKEN = re.compile(
-    "closed by peer|reset by peer|Broken pipe|Connection refused|remote process exited"
-    "|ncclRemoteError|Connection closed"
-)
-
-
-def comes_from_elsewhere(error: BaseException) -> bool:
-    """Return whether an error looks like the end of another process."""
-    return isinstance(error, RuntimeError) and bool(_BROKEN.search(str(error)))
-
 
 def is_secondary(error: BaseException) -> bool:
     """Return whether another process tells the cause of an error better."""
-    return comes_from_elsewhere(error) or getattr(error, "origin", None) is not None
+    return tells_of_lost_peer(error) or getattr(error, "origin", None) is not None
 
 
 def sentence(error: BaseException) -> str:
     """Return the class and the first line of an error; of a list, all of it in that line."""
-    lines = str(error).strip().split("\n")
+    lines = text_of(error).strip().split("\n")
     text = lines[0]
     if text.endswith(":"):
         text += " " + "; ".join(line.strip(" -") for line in lines[1:])

@@ -20,7 +20,10 @@ from typing_extensions import override
 __all__ = ["GONE", "Address", "Hub", "Links", "Message", "Spoke", "open_hub", "reach_hub"]
 
 Message: TypeAlias = dict[str, Any]
-"""What travels: a JSON object with the keys `kind` and, once passed on, `from`."""
+"""What travels: a JSON object with the keys `kind` and, once passed on, `from`.
+
+One with the key `to` is for process 0 alone.
+"""
 
 GONE = "gone"
 """The kind of the message that stands for the end of a connection."""
@@ -172,7 +175,8 @@ class Hub(Links):
                 del self._lines[line.rank]
                 heard.append((line.rank, {"kind": GONE}))
         for rank, message in heard:
-            self._pass_on(rank, message)
+            if "to" not in message:
+                self._pass_on(rank, message)
         return heard
 
     def _admit(self, line: _Line, hello: Message) -> bool:

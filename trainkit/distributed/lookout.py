@@ -3,7 +3,6 @@
 It needs no collective, and works while the main thread sits in one.
 """
 
-import sys
 import threading
 import time
 from collections import deque
@@ -15,7 +14,8 @@ from typing import Any, Protocol
 
 from trainkit import reports
 from trainkit.config import Watchdog
-from trainkit.distributed import leaving, stalls
+from trainkit.distributed import crossed, leaving, stalls
+from trainkit.distributed.callers import Callers, Position
 from trainkit.distributed.leaving import EXIT_FAILED, EXIT_OTHER_FAILED, EXIT_STALLED
 from trainkit.distributed.links import GONE, Links, Message
 from trainkit.distributed.stalls import Member
@@ -71,19 +71,28 @@ class Lookout:
         rank: Of this process.
         members: All processes of the job.
         links: The connections to them; owned from now on.
+        position: Returns how many collectives this process has begun.
 
     Attributes:
+        callers: The calls that not all processes may make.
         failing_since: When this process itself failed; it then ends by itself, or is ended.
         failed_fits: The fits that raised here; who raised too is no reason to end.
         leaves_at_once: The main thread waits for the cause of its error to be heard of.
         closing: Whether this process ends in order.
+        ended: The processes that said that they end in order, and how.
     """
 
-    def __init__(self, rank: int, members: Mapping[int, Member], links: Links) -> None:
+    def __init__(
+        self,
+        rank: int,
+        members: Mapping[int, Member],
+        links: Links,
+        position: Callable[[], Position],
+    ) -> None:
+        self.callers = Callers(rank, len(members), self._post, position)
         self.failing_since: float | None = None
         self.failed_fits: set[int] = set()
-        self.leaves_at_once = False
-        self.closing = False
+        self.leaves_at_once = self.closing = False
         self._rank = rank
         self._members = members
         self._links = links
@@ -91,16 +100,16 @@ class Lookout:
         self._queue: deque[Message] = deque()
         self._sent = threading.Event()
         self._watched: Watched | None = None
-        self._ended: set[int] = set()  # processes that said so
+        self.ended: dict[int, str] = {}
         self._failed: set[int] = set()
         self._cause: _Cause | None = None
         self._states: dict[int, Message] = {}  # answers, once somebody asked
         self._asked_at: float | None = None
         self._marks: tuple[object, ...] = ()
         self._moved_at = 0.0
-        self._frame = (0, 0)
-        self._frame_since = 0.0
+        self._stillness = stalls.Stillness(self._main)
         self._kills = reports.kernel_kills()
+        self._crossed = crossed.Crossed(rank, self._post, position, self._main)
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
     @property
@@ -118,8 +127,14 @@ class Lookout:
         self._watched = watched
         self.wake()
 
+    def hears(self) -> bool:
+        """Return whether others can be heard; not where process 0, which passes on, has ended."""
+        return self._thread.is_alive()
+
     def tell(self, message: Message) -> None:
         """Send a message to the others, and wait until it is on its way."""
+        if not self.hears():
+            return
         self._sent.clear()
         self._queue.append(message)
         self.wake()
@@ -129,9 +144,9 @@ class Lookout:
         """Make the thread look at once."""
         self._links.wake()
 
-    def close(self) -> None:
+    def close(self, how: str) -> None:
         """Tell the others that this process ends in order, and end the thread."""
-        self._queue.append({"kind": "done"})
+        self._queue.append({"kind": "done", "how": how})
         self.closing = True
         self.wake()
         self._thread.join(2.0)
@@ -154,6 +169,7 @@ class Lookout:
                 while self._queue:
                     self._links.send(self._queue.popleft())
                 self._sent.set()
+                self.callers.on_look()
                 self._look(time.monotonic())
         except Exception as error:  # a job must not end for want of a watch
             leaving.say(f"trainkit: the watch of process {self._rank} has ended: {error!r}")
@@ -164,19 +180,26 @@ class Lookout:
     def _pause(self) -> float | None:
         if self._queue or self.closing:
             return 0.0
-        if self._cause or self._asked_at or self.failing_since or self.leaves_at_once:
+        alert = self._cause or self._asked_at or self.failing_since or self.leaves_at_once
+        if alert or self.callers.somebody_waits:
             return _ALERT_PAUSE
-        return None if self._watched is None else _PAUSE
+        return crossed.TICK_SECONDS if self._watched is None else _PAUSE
+
+    def _post(self, message: Message) -> None:
+        self._queue.append(message)
+        self.wake()
 
     def _hear(self, rank: int, message: Message) -> None:
+        self.callers.on_message(rank, message)
+        self._crossed.on_message(rank, message)
         kind = message["kind"]
         if kind == "done":
-            self._ended.add(rank)
+            self.ended[rank] = str(message.get("how"))
         elif kind == "failed":
             self._failed.add(rank)
             self._blame(rank, kind, str(message.get("text")), int(message.get("fit", 0)))
         elif kind == GONE:
-            if rank not in self._ended and rank not in self._failed:
+            if rank not in self.ended and rank not in self._failed:
                 self._blame(rank, "lost", "", 0)
             if rank == 0 and self._cause is None:
                 self.closing = True  # it ended in order, and passes nothing on any more
@@ -205,7 +228,9 @@ class Lookout:
                 self._end_stall()
         elif self._cause is not None:
             self._obey(self._cause, now)
-        elif self._watched is not None and self._stands_still(self._watched, now):
+        elif self._crossed.look(now) or (
+            self._watched is not None and self._stands_still(self._watched, now)
+        ):
             self._answer("stalled")
 
     def _obey(self, cause: _Cause, now: float) -> None:
@@ -214,7 +239,9 @@ class Lookout:
             self._cause = None
             return
         sure = cause.kind == "lost" or self.leaves_at_once
-        patient = now - cause.since < _GRACE_SECONDS and self._still_for(now) < _STILL_SECONDS
+        patient = (
+            now - cause.since < _GRACE_SECONDS and self._stillness.seconds(now) < _STILL_SECONDS
+        )
         if patient and not sure:
             return
         if cause.kind == "failed":
@@ -287,15 +314,7 @@ class Lookout:
         leaving.leave(code, report, self.folder, last)
 
     def _present(self) -> dict[int, Member]:
-        return {rank: m for rank, m in self._members.items() if rank not in self._ended}
-
-    def _still_for(self, now: float) -> float:
-        """Return for how long the main thread has not moved, as far as was looked."""
-        frame = sys._current_frames().get(self._main)
-        place = (id(frame), frame.f_lasti if frame is not None else 0)
-        if place != self._frame:
-            self._frame, self._frame_since = place, now
-        return now - self._frame_since
+        return {rank: m for rank, m in self._members.items() if rank not in self.ended}
 
     def _place(self) -> dict[str, Any]:
         with suppress(Exception):  # the main thread may be changing what is read

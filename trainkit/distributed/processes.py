@@ -2,6 +2,7 @@
 
 import atexit
 import os
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp, Work
 
 from trainkit.distributed import codec, guard
-from trainkit.distributed.group import Membership, failed, join
+from trainkit.distributed.group import Membership, failed, join, set_group_timeout
 from trainkit.errors import ConfigError, DistributedError
 from trainkit.world import World
 
@@ -118,6 +119,31 @@ class Processes:
             )
         return group
 
+    @property
+    def timeout(self) -> timedelta:
+        """How long a collective of the CPU group may wait."""
+        return self._membership.timeout or torch.distributed.default_pg_timeout
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Let collectives raise after `timeout`: of the default group, also one that the user
+        made, of the CPU group, and of the groups that trainkit makes from now on.
+        """
+        self._membership.set_timeout(timeout)
+
+    def adopt(self, *groups: ProcessGroup) -> None:
+        """Give groups that trainkit has made the time-out that was set, if it was."""
+        timeout = self._membership.timeout
+        if timeout is not None:
+            for group in groups:
+                set_group_timeout(group, timeout)
+
+    def position(self) -> tuple[int, ...] | None:
+        """Return how many collectives this process has begun; None once it has left the groups.
+
+        Equal on all processes at the same place of the program. From any thread.
+        """
+        return self._membership.position()
+
     def all_reduce(self, tensor: Tensor, op: Reduction = "sum") -> Tensor:
         """Reduce `tensor` over all processes, in place, and return it."""
         return self._reduce(tensor, op, "all_reduce").wait()
@@ -214,6 +240,8 @@ class Processes:
     def _close_at_exit(self) -> None:
         # After a failure the others may sit in a collective; leaving in order would wait for them.
         if not failed():
+            if self.watch is not None:
+                self.watch.close("ended without an error")  # its exit code is not known here
             self.close()
 
     def _is_usable(self) -> bool:

@@ -1,19 +1,18 @@
 """Values with one entry for each sample: check them, cut them, and put them together.
 
-The entries of a value are found like this, for a batch of n samples (`parse`):
+Where the entries are is decided by the types in a value alone, never by its sizes nor by what was
+gathered before (`parse`):
 
-- A tensor or array has n as its first dimension; its rows are the entries.
-- A dict, data class, named tuple or mapping is a container: the values in it have the entries.
-- A list or tuple is a container if everything in it has one entry for each sample, and holds the
-  entries itself if it is n long: texts, tensors of any shapes, objects.
-- None inside a container stays None. Anything else has no entries and is refused.
+- A tensor or array has them as its rows.
+- A dict, data class, named tuple or mapping holds fields: the values in it have the entries.
+- A tuple holds fields too, if there is a tensor, list or other container in it. One of single
+  things only, such as texts or numbers, has them as its items.
+- A list holds fields if there is a tensor in it, directly or inside lists and tuples. Any other
+  has them as its items: texts, numbers, lists of tokens, dicts, objects.
+- None among fields stays None. Anything else has no entries and is refused.
 
-A list or tuple may pass for both: three tensors of three rows in a batch of three. Then the
-other batches that are put together with it decide: one that passes for only one of the two is
-enough. If there is none, what the same place held before decides (`memory`), and at last the
-look: a tuple is a container; a list is one if it is at least two long and holds different kinds
-of things, or nothing but tensors, arrays and lists of such. A tuple is never taken wrongly for
-entries, so `(predictions, references)` is the form to prefer.
+So `(predictions, references)` are fields whatever they are. A list with one tensor for each sample
+is said to be so by the caller (`use_gather_object`), or is a list of dicts.
 """
 
 import sys
@@ -29,24 +28,21 @@ from trainkit.errors import DataError
 
 __all__ = [
     "Container",
-    "Either",
-    "Memory",
     "Merge",
     "Node",
     "Nothing",
     "Origin",
     "Rows",
     "Samples",
+    "as_samples",
     "cut",
     "from_plain",
+    "holds_fields",
     "join",
     "parse",
     "split",
     "to_plain",
 ]
-
-Memory = dict[str, str]
-"""What ambiguous places held before, by path; equal on all processes."""
 
 
 @dataclass(slots=True)
@@ -65,15 +61,6 @@ class Samples:
 
 
 @dataclass(slots=True)
-class Either:
-    """A list or tuple of n items with n entries each; never cut, as the entries are unknown."""
-
-    items: list[Any]
-    is_tuple: bool
-    count: int  # entries that are real
-
-
-@dataclass(slots=True)
 class Container:
     """Values under keys, and the name of the class that holds them."""
 
@@ -87,15 +74,16 @@ class Nothing:
     """A None."""
 
 
-Node = Rows | Samples | Either | Container | Nothing
+Node = Rows | Samples | Container | Nothing
 
 
-def parse(value: Any, size: int, path: str, known: dict[str, type]) -> Node:
+def parse(value: Any, size: int | None, path: str, known: dict[str, type]) -> Node:
     """Return where the entries of `value` are.
 
     Args:
         value: Any nesting of containers.
-        size: Samples of the batch: the entries that must be there.
+        size: Samples of the batch: the entries that must be there. None: any number, and a tensor
+            without dimensions has one.
         path: Names `value` in errors.
         known: Takes up the classes of the containers, by name.
 
@@ -103,20 +91,66 @@ def parse(value: Any, size: int, path: str, known: dict[str, type]) -> Node:
         DataError: Something in `value` has not `size` entries.
     """
     if is_array(value):
-        if value.ndim == 0 or value.shape[0] != size:
-            raise _no_entries(value, size, path)
-        return Rows(value)
+        return _as_rows(value, size, path)
     taken = classes.parts(value)
     if taken is not None:
-        keys, values = taken
-        children = [
-            _parse_child(child, size, f"{path}[{key!r}]", known)
-            for key, child in zip(keys, values, strict=True)
-        ]
-        return Container(_name(type(value), known), keys, children)
-    if isinstance(value, list | tuple):
-        return _parse_sequence(value, size, path, known)
-    raise _no_entries(value, size, path)
+        return _as_container(type(value), *taken, size, path, known)
+    if not isinstance(value, list | tuple):
+        raise _no_entries(value, size, path)
+    if not holds_fields(value):
+        return as_samples(value, size, path)
+    cls = tuple if isinstance(value, tuple) else list
+    try:
+        return _as_container(cls, list(range(len(value))), list(value), size, path, known)
+    except DataError as error:
+        if len(value) == size:
+            raise DataError(f"{error} {_other_reading(value, path)}") from None
+        raise
+
+
+def _as_rows(value: Any, size: int | None, path: str) -> Rows:
+    if hasattr(value, "filled"):
+        raise DataError(
+            f"`{path}` is a masked array, whose mask would be lost. Gather `{path}.data` and "
+            f"`{path}.mask`, or `{path}.filled(...)`."
+        )
+    if size is None:
+        return Rows(value if value.ndim else value.reshape(1))
+    if value.ndim == 0 or value.shape[0] != size:
+        raise _no_entries(value, size, path)
+    return Rows(value)
+
+
+def as_samples(value: Any, size: int | None, path: str) -> Samples:
+    """Return a list or tuple as one entry for each sample, whatever it holds.
+
+    Raises:
+        DataError: It is neither, or not `size` long.
+    """
+    if not isinstance(value, list | tuple):
+        raise _no_entries(value, size, path)
+    if size is not None and len(value) != size:
+        error = _no_entries(value, size, path)
+        if any(isinstance(item, list | tuple) or classes.parts(item) for item in value):
+            raise DataError(f"{error} Fields side by side are a tuple: `tuple({path})`.")
+        raise error
+    return Samples(list(value), isinstance(value, tuple))
+
+
+def holds_fields(value: list[Any] | tuple[Any, ...]) -> bool:
+    """Return whether a list or tuple holds fields side by side, and not one entry per sample."""
+    if isinstance(value, tuple):
+        return any(
+            is_array(item) or isinstance(item, list | tuple) or classes.parts(item) is not None
+            for item in value
+        )
+    return any(map(_has_arrays, value))
+
+
+def _has_arrays(value: Any) -> bool:
+    if isinstance(value, list | tuple) and classes.parts(value) is None:
+        return any(map(_has_arrays, value))
+    return is_array(value)
 
 
 def is_array(value: Any) -> bool:
@@ -127,36 +161,19 @@ def is_array(value: Any) -> bool:
     return numpy is not None and isinstance(value, numpy.ndarray)
 
 
-def _parse_child(value: Any, size: int, path: str, known: dict[str, type]) -> Node:
-    return Nothing() if value is None else parse(value, size, path, known)
-
-
-def _parse_sequence(
-    value: list[Any] | tuple[Any, ...], size: int, path: str, known: dict[str, type]
-) -> Node:
-    fits = len(value) == size
-    is_tuple = isinstance(value, tuple)
-    try:
-        container = _as_container(value, size, path, known)
-    except DataError as error:
-        if fits:
-            return Samples(list(value), is_tuple)
-        if any(is_array(item) or classes.parts(item) for item in value):
-            raise error
-        raise _no_entries(value, size, path) from None
-    return Either(list(value), is_tuple, size) if fits else container
-
-
 def _as_container(
-    value: list[Any] | tuple[Any, ...], size: int, path: str, known: dict[str, type]
+    cls: type,
+    keys: list[Any],
+    values: list[Any],
+    size: int | None,
+    path: str,
+    known: dict[str, type],
 ) -> Container:
     children = [
-        _parse_child(item, size, f"{path}[{index}]", known) for index, item in enumerate(value)
+        Nothing() if child is None else parse(child, size, f"{path}[{key!r}]", known)
+        for key, child in zip(keys, values, strict=True)
     ]
-    if all(isinstance(child, Nothing) for child in children):
-        raise _no_entries(value, size, path)
-    cls = tuple if isinstance(value, tuple) else list
-    return Container(_name(cls, known), list(range(len(value))), children)
+    return Container(_name(cls, known), keys, children)
 
 
 def _name(cls: type, known: dict[str, type]) -> str:
@@ -165,12 +182,33 @@ def _name(cls: type, known: dict[str, type]) -> str:
     return name
 
 
-def _no_entries(value: Any, size: int, path: str) -> DataError:
+def _no_entries(value: Any, size: int | None, path: str) -> DataError:
+    if size is None:
+        return DataError(
+            f"`{path}` is {_description(value)}, but must be a tensor, an array or a list, or a "
+            "nesting of them. Put a single value in a list."
+        )
     samples = f"{size} sample{'s' * (size != 1)}"
     return DataError(
         f"`{path}` is {_description(value)}, but the batch has {samples}, and it must hold one "
         "entry for each. Return the values of the single samples; for a mean over the batch, "
         "return the sums and counts, or call `run.log(value, weight=n)`."
+    )
+
+
+def _other_reading(value: list[Any] | tuple[Any, ...], path: str) -> str:
+    """Return what to do where fields were meant to be the entries of the samples."""
+    word = "tuple" if isinstance(value, tuple) else "list"
+    if not any(map(_has_arrays, value)):
+        way = f"write `list({path})`"
+    else:
+        way = (
+            f"write `[{{'value': entry}} for entry in {path}]`, or give the list alone with "
+            "`use_gather_object=True`"
+        )
+    return (
+        f"`{path}` is a {word} of fields, each of which has an entry for each sample. If its "
+        f"{len(value)} items are the entries, {way}."
     )
 
 
@@ -189,8 +227,6 @@ def cut(node: Node, count: int) -> Node:
         return node if node.values.shape[0] == count else Rows(node.values[:count])
     if isinstance(node, Samples):
         return Samples(node.items[:count], node.is_tuple)
-    if isinstance(node, Either):
-        return Either(node.items, node.is_tuple, count)
     if isinstance(node, Container):
         children = [cut(child, count) for child in node.children]
         return Container(node.class_name, node.keys, children)
@@ -241,8 +277,6 @@ def to_plain(node: Node) -> tuple[Any, ...]:
         return "rows", node.values
     if isinstance(node, Samples):
         return "samples", node.items, node.is_tuple
-    if isinstance(node, Either):
-        return "either", node.items, node.is_tuple, node.count
     return ("nothing",)
 
 
@@ -255,7 +289,7 @@ def from_plain(plain: tuple[Any, ...]) -> Node:
     return node
 
 
-_KINDS: dict[str, Any] = {"rows": Rows, "samples": Samples, "either": Either, "nothing": Nothing}
+_KINDS: dict[str, Any] = {"rows": Rows, "samples": Samples, "nothing": Nothing}
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,19 +305,19 @@ class Merge:
     """Puts the entries of several nodes together, in their order.
 
     Args:
-        pad_value: Fills up rows that are smaller than the largest in a later dimension, at the
-            end. None: such rows are an error.
         known: Classes of containers by name; others are looked up among imported modules.
-        memory: What ambiguous places held before; brought up to date.
+        pads: Whether rows that are smaller than the largest in a later dimension are filled up at
+            the end; otherwise they are an error.
+        pad_value: What with. None: -100 for signed integers, NaN for floating and complex
+            numbers; rows of other types are an error.
     """
 
-    pad_value: float | None = 0
     known: dict[str, type] = field(default_factory=dict)
-    memory: Memory = field(default_factory=dict)
+    pads: bool = True
+    pad_value: float | None = None
 
     def __call__(self, nodes: Sequence[Node], origins: Sequence[Origin], path: str) -> Any:
         """Return one value with the entries of all `nodes`; at least one is needed."""
-        nodes = self._decide(nodes, path)
         shapes = [_shape(node) for node in nodes]
         for shape, origin in zip(shapes, origins, strict=True):
             if shape != shapes[0]:
@@ -327,68 +361,17 @@ class Merge:
             return rows[0]
         later = [tuple(values.shape[1:]) for values in rows]
         if any(sizes != later[0] for sizes in later):
-            if self.pad_value is None:
+            if not self.pads:
                 raise DataError(
                     f"`{path}` has unequal later dimensions: {sorted(set(later))}. Make them "
                     "equal first, for example with `pad_across_processes(value, dim=1)`."
                 )
-            largest = tuple(max(sizes) for sizes in zip(*later, strict=True))
-            rows = [_padded(values, largest, self.pad_value) for values in rows]
+            from trainkit.distributed.padding import filled_up  # few gathers need it
+
+            rows = filled_up(rows, self.pad_value, path)
         if isinstance(rows[0], Tensor):
             return torch.cat(rows)
         return sys.modules["numpy"].concatenate(rows)
-
-    def _decide(self, nodes: Sequence[Node], path: str) -> list[Node]:
-        """Return the nodes without any that is ambiguous."""
-        unclear = [node for node in nodes if isinstance(node, Either)]
-        kinds = {type(node) for node in nodes} - {Either}
-        if unclear and not kinds:
-            as_samples = self._guess(unclear[0], path)
-        else:
-            as_samples = Samples in kinds
-            if kinds & {Samples, Container}:
-                self.memory[path] = _kind(next(n for n in nodes if not isinstance(n, Either)))
-        return [self._clear(node, as_samples, path) for node in nodes]
-
-    def _guess(self, node: Either, path: str) -> bool:
-        """Return whether a node that passes for both holds the entries itself."""
-        before = self.memory.get(path)
-        if before == "samples":
-            return True
-        if before == f"container of {len(node.items)}" or node.is_tuple:
-            return False
-        kinds = {_look(item) for item in node.items}
-        return len(node.items) < 2 or not (len(kinds) > 1 or _only_arrays(node.items))
-
-    def _clear(self, node: Node, as_samples: bool, path: str) -> Node:
-        if not isinstance(node, Either):
-            return node
-        if as_samples:
-            return Samples(node.items[: node.count], node.is_tuple)
-        value = tuple(node.items) if node.is_tuple else node.items
-        return cut(_as_container(value, len(value), path, self.known), node.count)
-
-
-def _look(value: Any) -> Any:
-    """Return the kind of thing that `value` is, without sizes."""
-    if is_array(value):
-        return "array"
-    taken = classes.parts(value)
-    if taken is not None:
-        return type(value), tuple(taken[0])
-    if isinstance(value, list | tuple):
-        return type(value), frozenset(map(_look, value))
-    return type(value)
-
-
-def _only_arrays(value: Any) -> bool:
-    if isinstance(value, list | tuple) and classes.parts(value) is None:
-        return all(map(_only_arrays, value))
-    return is_array(value)
-
-
-def _kind(node: Node) -> str:
-    return f"container of {len(node.keys)}" if isinstance(node, Container) else "samples"
 
 
 def _shape(node: Node) -> tuple[Any, ...]:
@@ -412,16 +395,3 @@ def _words(node: Node) -> str:
 
 def _listed(keys: Iterable[Any]) -> str:
     return ", ".join(repr(key) for key in keys) or "(none)"
-
-
-def _padded(values: Any, later: tuple[int, ...], pad_value: float) -> Any:
-    """Return the rows filled up at the end of later dimensions."""
-    shape = (values.shape[0], *later)
-    if tuple(values.shape) == shape:
-        return values
-    if isinstance(values, Tensor):
-        full = values.new_full(shape, pad_value)
-    else:
-        full = sys.modules["numpy"].full(shape, pad_value, dtype=values.dtype)
-    full[tuple(slice(size) for size in values.shape)] = values
-    return full

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-__all__ = ["Member", "Verdict", "judge", "where"]
+__all__ = ["Member", "Stillness", "Verdict", "call_of", "judge", "where"]
 
 _PACKAGE = str(Path(__file__).resolve().parent.parent) + os.sep
 _LIBRARY = sysconfig.get_paths()["stdlib"] + os.sep
@@ -104,6 +104,35 @@ def where(thread: int) -> dict[str, str]:
         "line": "" if own is None else _shown(own),
         "stack": stack[-_LONGEST_STACK:],
     }
+
+
+class Stillness:
+    """For how long a thread has not moved, as far as was looked.
+
+    Args:
+        thread: Its number.
+    """
+
+    def __init__(self, thread: int) -> None:
+        self._thread = thread
+        self._place = (0, 0)
+        self._since = 0.0
+
+    def seconds(self, now: float) -> float:
+        """Return the seconds up to `now`, on the clock of time.monotonic."""
+        frame = sys._current_frames().get(self._thread)
+        place = (id(frame), frame.f_lasti if frame is not None else 0)
+        if place != self._place:
+            self._place, self._since = place, now
+        return now - self._since
+
+
+def call_of(error: BaseException) -> str:
+    """Return what a process had called, as its user would, when a collective raised an error."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    ours = [f.f_code.co_name for f in frames if f.f_code.co_filename.startswith(_PACKAGE)]
+    waits = [name for frame in frames if (name := _collective(frame))]
+    return f"`{[*ours, *waits][0]}`" if ours or waits else "a collective"
 
 
 def _collective(frame: FrameType) -> str:

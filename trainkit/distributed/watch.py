@@ -5,18 +5,20 @@ import multiprocessing.util
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
 from trainkit import reports
-from trainkit.distributed import leaving
+from trainkit.distributed import leaving, stalls
+from trainkit.distributed.callers import Position
 from trainkit.distributed.group import failed
 from trainkit.distributed.links import Links
 from trainkit.distributed.lookout import Lookout, Watched
 from trainkit.distributed.stalls import Member
+from trainkit.errors import text_of
 from trainkit.reports import Report
 
 __all__ = ["Watch", "Watched"]
@@ -35,12 +37,21 @@ class Watch:
         rank: Of this process.
         members: All processes of the job.
         links: The connections to them; owned from now on.
+        position: Returns how many collectives this process has begun.
     """
 
-    def __init__(self, rank: int, members: Mapping[int, Member], links: Links) -> None:
-        self._lookout = Lookout(rank, members, links)
+    def __init__(
+        self,
+        rank: int,
+        members: Mapping[int, Member],
+        links: Links,
+        position: Callable[[], Position],
+    ) -> None:
+        self._lookout = Lookout(rank, members, links, position)
+        self.callers = self._lookout.callers
         self._pid = os.getpid()
         self._rank = rank
+        self._members = members
         self._fits = 0  # how many were begun
         self._reported: BaseException | None = None
         self._closed = False
@@ -80,29 +91,49 @@ class Watch:
         if not self._is_at_work():
             return
         lookout = self._lookout
-        if leaving.comes_from_elsewhere(error):
-            lookout.leaves_at_once = True
-            lookout.wake()
-            time.sleep(_EXPLAIN_SECONDS)
-            lookout.leaves_at_once = False
+        if reports.tells_of_lost_peer(error):
+            if lookout.hears():
+                lookout.leaves_at_once = True
+                lookout.wake()
+                time.sleep(_EXPLAIN_SECONDS)
+                lookout.leaves_at_once = False
+            report = self._left_behind(report, error)
+            error.add_note(f"trainkit: {report.cause}. {report.hint}")
         self._reported = error
         lookout.failed_fits.add(self._fits)
         lookout.failing_since = time.monotonic()
         lookout.tell({"kind": "failed", "fit": self._fits, "text": report.cause})
         leaving.publish(report, folder)
 
-    def close(self) -> None:
-        """Tell the others that this process ends in order, and stop to watch."""
+    def close(self, how: str = "left the job by `close`") -> None:
+        """Tell the others that this process ends in order, and `how`; stop to watch."""
         if self._pid != os.getpid() or self._closed:
             return
         self._closed = True
-        self._lookout.close()
+        self._lookout.close(how)
         self._finalizer.cancel()
         if sys.excepthook == self._hook:
             sys.excepthook = self._hook_before
 
+    def _left_behind(self, report: Report, error: BaseException) -> Report:
+        """Return a report that says who has ended in order, if that is why a collective broke."""
+        ended = self._lookout.ended
+        if not ended:
+            return report
+        who, how = next(iter(ended.items()))
+        member = self._members[who]
+        return replace(
+            report,
+            cause=f"process {who} (pid {member.pid} on {member.host}) {how} while the others wait "
+            f"in {stalls.call_of(error)}",
+            hint="Every process must make the same calls, as often as the others: look for one "
+            "behind `if rank == 0`, and for loops of different lengths.",
+            process=who,
+            secondary=self._rank != min(self._members.keys() - ended.keys()),
+        )
+
     def _is_at_work(self) -> bool:
-        return self._pid == os.getpid() and not self._lookout.closing
+        return self._pid == os.getpid() and not self._closed
 
     def _hook(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
@@ -126,7 +157,7 @@ class Watch:
             report = replace(
                 lookout.report("error", cause, process=self._rank),
                 error=reports.error_parts(error),
-                hint=reports.hint_for(type(error).__name__, str(error)),
+                hint=reports.hint_for(type(error).__name__, text_of(error)),
                 memory=reports.memory(),
                 secondary=leaving.is_secondary(error),
             )
@@ -142,4 +173,4 @@ class Watch:
         if error is not None:
             self._fail_for_good(error)
         elif not failed():
-            self.close()
+            self.close("ended with code 0")

@@ -38,8 +38,9 @@ def start_watch(processes: Processes) -> Watch | None:
             f"{told[1]}. If another process fails, it may wait for it until a collective times "
             "out. Allow connections between the machines."
         )
-    watch = None if links is None else Watch(processes.rank, members, links)
-    if watch is not None:
+    watch = None
+    if links is not None:
+        watch = Watch(processes.rank, members, links, processes.position)
         watch.begin()
     processes.barrier()  # process 0 must not end before all have come
     return watch

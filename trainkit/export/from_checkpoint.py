@@ -12,6 +12,7 @@ from trainkit.checkpoint.tensors import tensor_piece
 from trainkit.export.layout import METADATA, Layout, lay_out
 from trainkit.export.publication import Publication
 from trainkit.export.sizes import parse_size
+from trainkit.export.state import warn_of_others
 from trainkit.types import Size
 
 __all__ = ["export_checkpoint"]
@@ -22,12 +23,13 @@ def export_checkpoint(
 ) -> Layout:
     """Write one part of a checkpoint as `save_model` writes a model; return which files there are.
 
-    Sharded tensors are put together, one at a time; tied ones are written once.
+    Sharded tensors are put together, one at a time; tied ones are written once. What is no tensor
+    is left out with a warning.
 
     Args:
         checkpoint: The folder of one checkpoint; every byte of it is verified first.
         directory: Where the files go; an earlier export there is replaced.
-        part: A flat dict of tensors, such as "model".
+        part: A dict of tensors by name, such as "model".
         max_shard_size: Largest size of a file.
 
     Raises:
@@ -37,8 +39,10 @@ def export_checkpoint(
     limit = parse_size(max_shard_size, "max_shard_size")
     opened = CheckpointStore(checkpoint.parent).open(checkpoint)
     names: dict[StoredTensor, str] = {}
-    for name, stored in opened.layout(part).items():
+    others: list[str] = []
+    for name, stored in opened.layout(part, others).items():
         names.setdefault(stored, name)
+    warn_of_others(others)
     pieces = {
         name: Piece(stored.dtype, stored.shape, partial(_bytes_of, opened, part, name))
         for stored, name in names.items()

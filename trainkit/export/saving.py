@@ -9,13 +9,13 @@ from torch import Tensor, nn
 from trainkit.checkpoint import files, tensor_file
 from trainkit.checkpoint.tensor_file import Piece
 from trainkit.checkpoint.tensors import tensor_piece
-from trainkit.distributed import Processes, on_main, together
+from trainkit.distributed import Processes, alone, by_all_or_main, on_main, together
 from trainkit.errors import ConfigError
 from trainkit.export import pickled, pretrained
 from trainkit.export.layout import METADATA, Layout, lay_out
 from trainkit.export.publication import Publication
 from trainkit.export.sizes import parse_size
-from trainkit.export.state import tensors_of, unwrapped, whole
+from trainkit.export.state import is_sharded, tensors_of, unwrapped, whole
 from trainkit.types import Size
 
 __all__ = ["save_model"]
@@ -31,10 +31,11 @@ def save_model(
 ) -> None:
     """Write a model so that `from_pretrained` and `load_checkpoint_in_model` can read it.
 
-    Every process must call it; process 0 writes. Sharded tensors are gathered one at a time. The
-    files are `model.safetensors`, or `model-00001-of-0000N.safetensors` and so on with
-    `model.safetensors.index.json`; for models of transformers also their configuration. They
-    appear when all are complete. An earlier export in the same folder is replaced.
+    Process 0 writes. It may be alone in calling it, but not for a sharded model, whose tensors are
+    gathered one at a time. The files are `model.safetensors`, or
+    `model-00001-of-0000N.safetensors` and so on with `model.safetensors.index.json`; for models
+    of transformers also their configuration. They appear when all are complete. An earlier export
+    in the same folder is replaced.
 
     Args:
         model: Any module, as it is or as a strategy has wrapped it.
@@ -47,15 +48,28 @@ def save_model(
     Raises:
         ConfigError: The model or the folder cannot be exported; on all processes.
         CheckpointError: Writing failed; on all processes.
+        DistributedError: Processes that must call it do not.
     """
     limit = parse_size(max_shard_size, "max_shard_size")
     processes = Processes.start() if processes is None else processes
-    export = _Export(unwrapped(model), Path(directory), limit, safe_serialization, processes)
-    try:
-        export.run()
-    finally:
-        if processes.is_main:
-            export.publication.discard()
+    module, folder = unwrapped(model), Path(directory)
+
+    def export(processes: Processes) -> None:
+        export = _Export(module, folder, limit, safe_serialization, processes)
+        try:
+            export.run()
+        finally:
+            if processes.is_main:
+                export.publication.discard()
+
+    sharded = any(map(is_sharded, module.state_dict(keep_vars=True).values()))
+    by_all_or_main(
+        processes,
+        "save_model",
+        lambda: export(processes),
+        None if sharded else lambda: export(alone(processes)),
+        key=str(directory),
+    )
 
 
 class _Export:

@@ -7,6 +7,7 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
+from trainkit.checkpoint.exact import as_parameter
 from trainkit.export.state import is_sharded, plain_name, same_memory
 
 __all__ = ["Slot", "slots_of"]
@@ -25,7 +26,7 @@ class Slot:
     places: list[tuple[nn.Module, str]] = field(default_factory=list)
 
     def fill(self, value: Tensor, device: torch.device) -> None:
-        """Put `value` there, with the dtype that it has.
+        """Put `value` there, with the dtype that it has and the strides of what is there.
 
         A tensor that is on `device` with this dtype is overwritten, so that an optimizer on it
         stays valid; one on `meta` is replaced.
@@ -36,9 +37,9 @@ class Slot:
         elif present.device == device and present.dtype == value.dtype:
             present.detach().copy_(value)
         elif present.is_meta:
-            self.replace(value.to(device))
+            self.replace(as_parameter(value.to(device), present))
         else:
-            moved = value.to(device)
+            moved = as_parameter(value.to(device), present)
             for module, name in self.places:
                 getattr(module, name).data = moved
 

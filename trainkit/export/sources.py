@@ -15,6 +15,7 @@ from trainkit.checkpoint import strict_json
 from trainkit.checkpoint.names import MANIFEST
 from trainkit.errors import CheckpointCorrupt, CheckpointError
 from trainkit.export.pickled import read_pickled
+from trainkit.export.state import warn_of_others
 
 __all__ = ["Stored", "find_weights", "open_weights"]
 
@@ -87,9 +88,12 @@ def _open_checkpoint(path: Path) -> dict[str, Stored]:
     from trainkit.checkpoint import CheckpointStore  # here: most files need no checkpoint
 
     checkpoint = CheckpointStore(path.parent).open(path)
+    others: list[str] = []
+    layout = checkpoint.layout("model", others)
+    warn_of_others(others, "not loaded")
     return {
         name: Stored(stored.shape, partial(checkpoint.read_tensor, "model", name))
-        for name, stored in checkpoint.layout("model").items()
+        for name, stored in layout.items()
     }
 
 

@@ -1,6 +1,7 @@
 """The tensors of a module under plain names, however it is wrapped, compiled or sharded."""
 
-from collections.abc import Hashable
+import warnings
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
@@ -8,7 +9,17 @@ from torch import Tensor, nn
 
 from trainkit.errors import ConfigError
 
-__all__ = ["is_sharded", "plain_name", "same_memory", "tensors_of", "unwrapped", "whole"]
+__all__ = [
+    "is_sharded",
+    "plain_name",
+    "same_memory",
+    "shapes_in",
+    "shapes_of",
+    "tensors_of",
+    "unwrapped",
+    "warn_of_others",
+    "whole",
+]
 
 # Segments that wrappers put into names; no module of a user is called so.
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
@@ -29,17 +40,44 @@ def plain_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
+def shapes_of(module: nn.Module) -> dict[str, list[int] | None]:
+    """Return each key of a module's state with the shape that it must have; None: any.
+
+    Only parameters and buffers have one: what `get_extra_state` returns, or a list that a metric
+    keeps, may have another length at each save, and need not be a tensor.
+    """
+    held = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+    state = module.state_dict(keep_vars=True)
+    return {name: list(v.shape) if id(v) in held else None for name, v in state.items()}
+
+
+def shapes_in(
+    saved: Mapping[str, Any], expected: Mapping[str, list[int] | None]
+) -> dict[str, list[int] | str | None]:
+    """Return the shapes in a saved state that are to be compared with those of `shapes_of`."""
+    shapes = {name: _shape(value) for name, value in saved.items()}
+    return {name: None if expected.get(name) is None else shape for name, shape in shapes.items()}
+
+
+def _shape(value: Any) -> list[int] | str:
+    return list(value.shape) if isinstance(value, Tensor) else "no tensor"
+
+
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     """Return what a file of the model must hold: every tensor once, by its plain name.
 
-    Of tied tensors the first counts, but not one that transformers fills from another.
+    Of tied tensors the first counts, but not one that transformers fills from another. What is no
+    tensor is left out with a warning.
 
     Raises:
-        ConfigError: Something is no tensor, or has no values.
+        ConfigError: Something has no values.
     """
     module = unwrapped(model)
     found = {plain_name(name): t for name, t in module.state_dict(keep_vars=True).items()}
     ignored = set(getattr(module, "_keys_to_ignore_on_save", None) or ())
+    others = [name for name, value in found.items() if not isinstance(value, Tensor)]
+    warn_of_others([name for name in others if name not in ignored])
+    ignored.update(others)
     found = {name: value for name, value in found.items() if name not in ignored}
     _check(found)
     filled = set(getattr(module, "_tied_weights_keys", None) or ())
@@ -50,13 +88,17 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: value.detach() for name, value in found.items() if name in kept}
 
 
-def _check(found: dict[str, Any]) -> None:
-    others = [name for name, value in found.items() if not isinstance(value, Tensor)]
-    if others:
-        raise ConfigError(
-            f"{_shown(others)} of the model's state hold no tensors, and files of weights can "
-            "hold nothing else. Remove their `get_extra_state`, or save a checkpoint instead."
+def warn_of_others(names: list[str], what: str = "not written") -> None:
+    """Warn of entries of a model's state that files of weights cannot hold, if there are any."""
+    if names:
+        warnings.warn(
+            f"{_shown(names)} of the model's state hold no tensors, and are {what}: files of "
+            "weights hold tensors alone. Only a checkpoint that is resumed from brings them back.",
+            stacklevel=2,
         )
+
+
+def _check(found: dict[str, Tensor]) -> None:
     empty = [name for name, value in found.items() if value.is_meta]
     if empty:
         raise ConfigError(

@@ -6,14 +6,17 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import override
 
+from trainkit.config import checked
 from trainkit.metrics.local_metric import Figures, LocalMetric
-from trainkit.metrics.samples import class_labels
+from trainkit.metrics.samples import IGNORED, class_labels
 
 __all__ = ["Accuracy"]
 
 
 class Accuracy(LocalMetric):
     """The share of samples whose predicted class is the true one, in [0, 1].
+
+    Samples whose true class is -100 are left out, as losses of torch leave them out.
 
     Args:
         normalize: False: their number (or the sum of their weights) and not their share.
@@ -24,6 +27,7 @@ class Accuracy(LocalMetric):
     higher_is_better = True
     _sums: tuple[Any, Any]  # what is right, what there is; stays on the device of the data
 
+    @checked
     def __init__(self, *, normalize: bool = True) -> None:
         super().__init__(normalize=normalize)
         self.normalize = normalize
@@ -37,12 +41,13 @@ class Accuracy(LocalMetric):
         predicted = class_labels(self.name, "predictions", predictions)
         expected = class_labels(self.name, "references", references).to(predicted.device)
         right, total = self._sums
-        is_right = predicted == expected
+        counts = expected != IGNORED
+        is_right = (predicted == expected) & counts
         if weights is None:
-            self._sums = right + is_right.sum(), total + len(is_right)
+            self._sums = right + is_right.sum(), total + counts.sum()
         else:
             weights = weights.to(predicted.device)
-            self._sums = right + weights[is_right].sum(), total + weights.sum()
+            self._sums = right + weights[is_right].sum(), total + weights[counts].sum()
 
     @override
     def _figures(self) -> Figures:

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from trainkit.config import checked
 from trainkit.errors import ConfigError, DataError
 from trainkit.metrics.local_metric import Figures, LocalMetric
-from trainkit.metrics.samples import class_labels
+from trainkit.metrics.samples import IGNORED, class_labels
 
 __all__ = ["F1", "ClassScore", "Precision", "Recall"]
 
@@ -27,6 +28,8 @@ _AVERAGES = ("binary", "macro", "micro", "weighted", None)
 
 class ClassScore(LocalMetric):
     """A score of each class, and its average, from exact counts.
+
+    Samples whose true class is -100 are left out, as losses of torch leave them out.
 
     Args:
         average: `"binary"`: the score of the class `pos_label` of at most two. `"micro"`: the
@@ -47,6 +50,7 @@ class ClassScore(LocalMetric):
     _asks: ClassVar[str]  # what a class must have for the score to be defined
     _sums: dict[int, list[float]]  # counts by class: whole numbers unless weighted
 
+    @checked
     def __init__(
         self,
         *,
@@ -73,9 +77,16 @@ class ClassScore(LocalMetric):
     def _add(self, predictions: Any, references: Any, weights: Tensor | None) -> None:
         predicted = class_labels(self.name, "predictions", predictions).cpu()
         expected = class_labels(self.name, "references", references).cpu()
-        weights = None if weights is None else weights.cpu()
+        counted = expected != IGNORED
+        predicted, expected = predicted[counted], expected[counted]
+        weights = None if weights is None else weights.cpu()[counted]
+        if (predicted == IGNORED).any():
+            raise DataError(
+                f"The metric `{self.name}` found {IGNORED} in `predictions` of samples that have a "
+                "class. Predict one of the classes for each."
+            )
         classes, places = torch.unique(torch.cat([predicted, expected]), return_inverse=True)
-        predicted, expected = places.chunk(2)
+        predicted, expected = places[: len(predicted)], places[len(predicted) :]
         is_right = predicted == expected
 
         def count(of: Tensor, weights: Tensor | None) -> Tensor:
@@ -89,6 +100,8 @@ class ClassScore(LocalMetric):
 
     @override
     def _figures(self) -> Figures:
+        if not self._sums:
+            return {}  # no sample has a class
         counts: list[Counts] = [self._sums.get(label, (0, 0, 0)) for label in self._scored()]
         if self.average == "micro":
             counts = [[sum(column) for column in zip(*counts, strict=True)]]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from trainkit.config import checked
 from trainkit.errors import ConfigError, DataError
 from trainkit.metrics.collecting import CollectingMetric
 from trainkit.metrics.figures import flatten
@@ -29,6 +30,7 @@ class EvaluateMetric(CollectingMetric):
         ConfigError: The module is set up to gather from several processes itself.
     """
 
+    @checked
     def __init__(self, module: Any, *, name: str | None = None, **options: Any) -> None:
         self._parts: list[Any] = getattr(module, "evaluation_modules", [module])
         super().__init__("+".join(str(part.name) for part in self._parts) if name is None else name)

@@ -7,6 +7,7 @@ from typing import Any
 
 from typing_extensions import override
 
+from trainkit.config import checked
 from trainkit.errors import ConfigError
 from trainkit.metrics.collecting import CollectingMetric
 from trainkit.metrics.figures import flatten
@@ -29,6 +30,7 @@ class FunctionMetric(CollectingMetric):
         ConfigError: `function` cannot be called with predictions and references in this order.
     """
 
+    @checked
     def __init__(
         self,
         function: Callable[[Any, Any], Any],

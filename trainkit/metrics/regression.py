@@ -8,9 +8,10 @@ from typing import Any, Literal, TypeAlias
 from torch import Tensor
 from typing_extensions import override
 
+from trainkit.config import checked
 from trainkit.errors import ConfigError, DataError
 from trainkit.metrics.local_metric import Figures, LocalMetric
-from trainkit.metrics.samples import real_columns
+from trainkit.metrics.samples import real_columns, refuse_filled
 
 __all__ = ["MAE", "MSE", "MeanError"]
 
@@ -58,6 +59,8 @@ class MeanError(LocalMetric):
                 f"`predictions` and {expected.shape[-1]} in `references`, but needs as many in "
                 "both, and the same in every batch."
             )
+        if expected.shape[-1] > 1:
+            refuse_filled(self.name, references)
         errors = self._errors(predicted - expected)
         if weights is None:
             total = total + len(errors)
@@ -108,6 +111,7 @@ class MSE(MeanError):
 
     name = "mse"
 
+    @checked
     def __init__(
         self, *, squared: bool = True, multioutput: MultiOutput = "uniform_average"
     ) -> None:

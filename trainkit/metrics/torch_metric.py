@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
+from trainkit.config import checked
 from trainkit.metrics.figures import flatten
 from trainkit.metrics.metric import Metric
 from trainkit.metrics.samples import is_array, matching_length
@@ -27,6 +28,7 @@ class TorchMetric(Metric):
             where not given.
     """
 
+    @checked
     def __init__(self, metric: nn.Module, *, name: str | None = None) -> None:
         self.name = type(metric).__name__ if name is None else name
         self.metric: Any = metric

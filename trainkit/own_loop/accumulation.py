@@ -88,20 +88,20 @@ class Accumulation:
         """Whether other processes have no batch beside the present one."""
         return bool(self._places) and self._current().alone
 
-    def began(self, loader: Any) -> None:
-        """Note that `loader` starts a pass."""
-        self._places[id(loader)] = _Place()
+    def began(self, key: Any) -> None:
+        """Note that a pass begins, which `key` stands for while it is under way."""
+        self._places[id(key)] = _Place()
 
     def yielded(
-        self, loader: Any, *, left: int | None, is_last: bool, remainder: int, alone: bool
+        self, key: Any, *, left: int | None, is_last: bool, remainder: int, alone: bool
     ) -> None:
-        """Note that `loader` hands out a batch."""
-        self._places[id(loader)] = _Place(left, is_last, remainder, alone)
-        self._places.move_to_end(id(loader))
+        """Note that a pass hands out a batch."""
+        self._places[id(key)] = _Place(left, is_last, remainder, alone)
+        self._places.move_to_end(id(key))
 
-    def ended(self, loader: Any) -> None:
-        """Note that the pass of `loader` is over, or was left."""
-        self._places.pop(id(loader), None)
+    def ended(self, key: Any) -> None:
+        """Note that a pass is over, or was left."""
+        self._places.pop(id(key), None)
 
     def advance(self) -> bool:
         """Begin the next micro-batch; return whether it is the last of its window."""

@@ -3,14 +3,16 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.algorithms.join import Join
 
 from trainkit.data.active import ActiveLoaders
-from trainkit.distributed import Processes
+from trainkit.distributed import Processes, by_all_or_main, on_main
 from trainkit.errors import ConfigError
+from trainkit.outputs import check_folder
 from trainkit.own_loop.accumulation import Accumulation
 from trainkit.own_loop.gradients import Gradients
 from trainkit.own_loop.loader import Sharing
@@ -54,6 +56,8 @@ class OwnLoop:
     def __post_init__(self) -> None:
         wishes = self.wishes
         self.project, self.data = wishes.project, wishes.data
+        if self.project.project_dir is not None:
+            self._try_out(self.project.project_dir, "`Accelerator(project_dir=...)`")
         scaler: GradScalerKwargs = wishes.handler(GradScalerKwargs)
         self.precision = _precision(wishes.precision, scaler)
         self.precision.setup(self.device)
@@ -137,16 +141,23 @@ class OwnLoop:
         self, project_name: str, config: Mapping[str, Any] | None, options: Mapping[str, Any]
     ) -> None:
         """Start the trackers that were asked for; on processes that do not track there are none."""
-        wanted = self.wishes.log_with
+        place = self.project.logging_dir
+        trackers = make_trackers(self.wishes.log_with, project_name, place, options)
+        if place is not None and any(each.requires_logging_directory for each in trackers):
+            self._try_out(Path(place) / project_name, "`init_trackers`")
         self.trackers = [
             tracker
-            for tracker in make_trackers(wanted, project_name, self.project.logging_dir, options)
+            for tracker in trackers
             if self.processes.is_main or not tracker.main_process_only
         ]
         for tracker in self.trackers:
             tracker.start()
             if config is not None:
                 tracker.store_init_configuration(dict(config))
+
+    def _try_out(self, folder: str | Path, owner: str) -> None:
+        """Raise, on all processes, where the main process cannot write to a folder."""
+        on_main(self.processes, lambda: check_folder(Path(folder), owner))
 
     def tracker(self, name: str, unwrap: bool) -> Any:
         """Return a tracker, or what its library calls its run."""
@@ -193,6 +204,10 @@ class OwnLoop:
         finally:
             for loader, even in zip(loaders, before, strict=True):
                 loader.even_batches = even
+
+    def end(self) -> None:
+        """Wait for the other processes that end the training too."""
+        by_all_or_main(self.processes, "end_training", self.processes.barrier, lambda: None)
 
     def reset(self) -> None:
         """Let go of all that was prepared."""

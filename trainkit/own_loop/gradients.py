@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from trainkit.errors import ConfigError
 from trainkit.own_loop.accumulation import Accumulation
 from trainkit.precision import FP16, Precision
+from trainkit.precision.fp16 import scaled_loss
 from trainkit.strategies import Strategy
 
 __all__ = ["Gradients"]
@@ -66,7 +67,7 @@ class Gradients:
             loss = loss / self._accumulation.divisor
         if self.scaler is not None:
             self._refresh()
-            loss = self.scaler.scale(loss)
+            loss = scaled_loss(self.scaler, loss)
         loss.backward(**kwargs)
 
     def settle(self, optimizer: Optimizer) -> bool:

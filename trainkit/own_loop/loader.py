@@ -9,6 +9,7 @@ import torch
 from typing_extensions import override
 
 from trainkit.data.active import ActiveLoaders
+from trainkit.data.order_facts import changed_facts, order_facts
 from trainkit.errors import ConfigError
 from trainkit.own_loop.accumulation import Accumulation
 from trainkit.own_loop.settings import DataLoaderConfiguration
@@ -69,10 +70,12 @@ class Resumption:
     Args:
         batches: Batches that this process had got.
         order: What the order was made from.
+        digest: What tells it from others; None where that is not known.
     """
 
     batches: int = 0
     order: Any = field(default=None)
+    digest: str | None = None
 
 
 class SharedLoader(ABC):
@@ -124,10 +127,10 @@ class SharedLoader(ABC):
             stateful = resumption is not None and self.is_stateful
             skip = resumption.batches if resumption is not None and stateful else 0
         active, accumulation = self._sharing.active, self._sharing.accumulation
-        active.began(self)
-        accumulation.began(self)
         self._position = skip
         self._pass = this = object()
+        active.began(this, self)
+        accumulation.began(this)
         batches = self._batches(skip, resumption)
         try:
             for batch in batches:
@@ -135,9 +138,9 @@ class SharedLoader(ABC):
                 self._has_ended = batch.is_last
                 total = sum(batch.counts)
                 remainder = total if total < batch.size * len(batch.counts) else -1
-                active.yielded(self, batch.counts, batch.size)
+                active.yielded(this, batch.counts, batch.size)
                 accumulation.yielded(
-                    self,
+                    this,
                     left=batch.left,
                     is_last=batch.is_last,
                     remainder=remainder,
@@ -148,8 +151,8 @@ class SharedLoader(ABC):
         finally:
             if self._pass is this:
                 self._leave()
-            active.ended(self)
-            accumulation.ended(self)
+            active.ended(this)
+            accumulation.ended(this)
 
     def _leave(self) -> None:
         """Forget the pass under way, which is complete or was left."""
@@ -185,7 +188,23 @@ class SharedLoader(ABC):
             "batches": self._position,
             "has_ended": self._has_ended,
             "order": self._order,
+            "facts": self.order_facts(),
+            "digest": self._order_digest() if self._position else None,
         }
+
+    def order_facts(self) -> dict[str, Any]:
+        """Return what is known of how the samples are ordered, by names for people."""
+        return order_facts(self.source)
+
+    def _order_digest(self) -> str | None:
+        """Return what tells the order of the pass under way from others, where it is known."""
+        return None
+
+    def unfit(self, state_dict: dict[str, Any]) -> list[str]:
+        """Return, in words, why the rest of a pass would not be that of a saved state."""
+        if not state_dict["batches"] or state_dict["has_ended"] or "facts" not in state_dict:
+            return []
+        return changed_facts(state_dict["facts"], self.order_facts())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Let the next pass be the one that was under way, if there was one."""
@@ -195,7 +214,9 @@ class SharedLoader(ABC):
             self.epoch += 1
             self._ended_at = state_dict["batches"]
         elif state_dict["batches"]:
-            self._resumption = Resumption(state_dict["batches"], state_dict["order"])
+            self._resumption = Resumption(
+                state_dict["batches"], state_dict["order"], state_dict.get("digest")
+            )
 
     def close(self) -> None:
         """Stop what runs in the background; a later pass starts it again."""

@@ -18,9 +18,10 @@ from typing_extensions import override
 from trainkit import rng
 from trainkit.data.fetch import fetch_for
 from trainkit.data.order import announce_epoch, divide
+from trainkit.data.order_facts import digest_of
 from trainkit.data.transfer import transfer_for
 from trainkit.data.workers import datasets_of, source_for
-from trainkit.errors import ConfigError
+from trainkit.errors import CheckpointError, ConfigError
 from trainkit.own_loop.loader import Batch, Resumption, SharedLoader, Sharing
 from trainkit.own_loop.rounds import BatchRounds, FlatRounds, Rounds
 
@@ -72,6 +73,16 @@ class MappedShare(SharedLoader):
         self._transfer = transfer_for(sharing.device)
         self._inside = 0  # batches of a pass before which its sampler is not read to the end
         self._lengths: dict[tuple[int, bool], int] = {}
+        self._drawn: list[Any] = []  # by the pass under way
+
+    @override
+    def order_facts(self) -> dict[str, Any]:
+        own = {"samples of a round": self._batch_size and self._batch_size * self._size}
+        return super().order_facts() | own
+
+    @override
+    def _order_digest(self) -> str | None:
+        return digest_of(self._drawn)
 
     @override
     def __len__(self) -> int:
@@ -103,7 +114,8 @@ class MappedShare(SharedLoader):
     @override
     def _batches(self, skip: int, resumption: Resumption | None) -> Iterator[Batch]:
         self._announce()
-        rounds = self._rounds(self._run_sampler(resumption))
+        self._drawn = self._run_sampler(resumption)
+        rounds = self._rounds(self._drawn)
         fetched = self._source.batches(self.epoch, partial(rounds.tasks, skip))
         last = rounds.length - 1
         # Accelerate reads one batch ahead, and a short one reads the sampler to its end.
@@ -157,6 +169,13 @@ class MappedShare(SharedLoader):
         order = self._draw()
         self._set_generators(after)
         rng.restore_host(host)
+        if resumption.digest not in (None, digest_of(order)):
+            raise CheckpointError(
+                "The sampler gives another order than in the pass that the state was saved in: "
+                "its weights, its seed or its data changed, or it keeps a random state of its own. "
+                "Samples would come twice or never. Use the same sampler, keyed by `set_epoch` or "
+                "drawing from its `.generator`, or a state that was saved between two passes."
+            )
         return order
 
     def _draw(self) -> list[Any]:

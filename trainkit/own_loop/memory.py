@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from trainkit.errors import ConfigError
+from trainkit.errors import ConfigError, text_of
 
 __all__ = ["find_executable_batch_size", "is_out_of_memory", "release_memory"]
 
@@ -92,7 +92,7 @@ def is_out_of_memory(error: Exception) -> bool:
     """Return whether an error says that the memory of a device or of the host is used up."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(word in str(error) for word in _WORDS)
+    return isinstance(error, RuntimeError) and any(word in text_of(error) for word in _WORDS)
 
 
 def _empty() -> None:

@@ -11,6 +11,7 @@ from trainkit.checkpoint.files import remove_tree
 from trainkit.checkpoint.listing import broken_folders
 from trainkit.distributed import Processes, on_main
 from trainkit.errors import CheckpointError, ConfigError
+from trainkit.outputs import absolute, why
 from trainkit.own_loop.settings import ProjectConfiguration
 
 __all__ = ["Places"]
@@ -34,25 +35,36 @@ class Places:
         self._processes = processes
         self._continued = False  # whether an earlier training's folders are this one's own
 
-    def for_saving(self, output_dir: Any) -> Path:
+    def for_saving(self, output_dir: Any, processes: Processes) -> Path:
         """Return the folder that the next state is saved to; it exists on return.
+
+        Args:
+            output_dir: What the user said.
+            processes: Those that save. The first of them chooses the number.
 
         Raises:
             ConfigError: There is no folder, or it holds the state of another training.
         """
         if self._project.automatic_checkpoint_naming:
             folder = self._automatic() / f"checkpoint_{self._project.iteration}"
+            folder = Path(processes.broadcast_object(str(folder)))
         elif output_dir is None:
             raise ConfigError(
                 "`save_state` needs a folder. Pass `output_dir`, or "
                 "`ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)`."
             )
         else:
-            folder = Path(output_dir)
-        on_main(self._processes, lambda: self._make(folder))
+            folder = absolute(output_dir, "output_dir")
+        on_main(processes, lambda: self._make(folder))
         return folder
 
-    def commit(self, folder: Path, parts: dict[str, Any], metadata: dict[str, Any]) -> None:
+    def commit(
+        self,
+        folder: Path,
+        parts: dict[str, Any],
+        metadata: dict[str, Any],
+        processes: Processes,
+    ) -> None:
         """Save `parts` in `folder`; then let go of what came before.
 
         Raises:
@@ -67,19 +79,25 @@ class Places:
                 store.clean()
                 newest.extend(entry.step for entry in store.checkpoints()[-1:])
 
-            on_main(self._processes, begin)
-            step = self._processes.broadcast_object(newest[0] + 1 if newest else 0)
+            on_main(processes, begin)
+            step = processes.broadcast_object(newest[0] + 1 if newest else 0)
             store.save(
                 step,
                 parts,
                 metadata=metadata,
-                gather=self._processes.all_gather_objects,
-                rank=self._processes.rank,
+                gather=processes.all_gather_objects,
+                rank=processes.rank,
             )
-            on_main(self._processes, lambda: rotate(store, KeepPolicy(keep_last=1)) and None)
+            on_main(processes, lambda: rotate(store, KeepPolicy(keep_last=1)) and None)
+        self.saved(folder)
         if self._project.automatic_checkpoint_naming:
-            self._project.iteration += 1
-            on_main(self._processes, self._drop_oldest)
+            on_main(processes, self._drop_oldest)
+
+    def saved(self, folder: Path) -> None:
+        """Number the next state after one that was saved."""
+        number = _NUMBERED.fullmatch(folder.name)
+        if self._project.automatic_checkpoint_naming and number is not None:
+            self._project.iteration = int(number[1]) + 1
 
     def for_loading(self, input_dir: Any, report: Callable[[str], None]) -> tuple[Path, Path]:
         """Return the folder of a state, and that of the checkpoint inside it.
@@ -94,9 +112,8 @@ class Places:
 
     def continue_from(self, folder: Path) -> None:
         """Number the next states after a folder that has been loaded."""
-        number = _NUMBERED.fullmatch(folder.name)
-        if self._project.automatic_checkpoint_naming and number is not None:
-            self._project.iteration = int(number[1]) + 1
+        if self._project.automatic_checkpoint_naming and _NUMBERED.fullmatch(folder.name):
+            self.saved(folder)
             self._continued = True
 
     def _make(self, folder: Path) -> None:
@@ -106,7 +123,15 @@ class Places:
                 f"`{folder}` holds a state of an earlier training. Call `load_state()` to go on "
                 "from it, or choose another `project_dir`."
             )
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(
+                f"`save_state` writes to `{folder}`, but cannot: {why(folder, error)}. Pass "
+                "another folder, or make this one writable.",
+                path=folder,
+                errno=error.errno,
+            ) from error
 
     def _automatic(self) -> Path:
         if self._project.project_dir is None:
@@ -126,7 +151,7 @@ class Places:
 
     def _find(self, input_dir: Any, report: Callable[[str], None]) -> tuple[str, str]:
         if input_dir is not None:
-            return self._given(Path(input_dir), report)
+            return self._given(absolute(input_dir, "input_dir"), report)
         if not self._project.automatic_checkpoint_naming:
             raise ConfigError(
                 "`load_state` needs a folder. Pass `input_dir`, or use "

@@ -95,10 +95,14 @@ def concatenate(data: list[Any], dim: int = 0) -> Any:
 
 
 def send_to_device(tensor: Any, device: torch.device | str, non_blocking: bool = False) -> Any:
-    """Return a nesting with everything that has a method `to` moved to the device."""
+    """Return a nesting with everything that has a method `to` moved to the device.
+
+    Copies to the CPU always block: they would be read before they have arrived.
+    """
+    late = non_blocking and torch.device(device).type != "cpu"
     return map_leaves(
         tensor,
-        lambda leaf: leaf.to(device, non_blocking=non_blocking) if hasattr(leaf, "to") else leaf,
+        lambda leaf: leaf.to(device, non_blocking=late) if hasattr(leaf, "to") else leaf,
     )
 
 

@@ -6,35 +6,37 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from trainkit.checkpoint.exact import load_optimizer, other_state, parameter_states
+from trainkit.checkpoint.subclasses import put_parts, take_parts
 from trainkit.errors import CheckpointError
 
 __all__ = ["by_name", "check_optimizer", "load_by_name"]
 
 
-def by_name(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
+def by_name(optimizer: Optimizer, parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Return an optimizer's state.
 
     Args:
         optimizer: Any.
-        names: The parameters' names by their ids; others are called by their place.
+        parameters: The parameters by name; others are called by their place.
     """
-    named = dict(names)
+    named = {id(parameter): name for name, parameter in parameters.items()}
     for place, parameter in enumerate(p for g in optimizer.param_groups for p in g["params"]):
         named.setdefault(id(parameter), f"optimizer.{place}")
     groups = [
         {**group, "params": [named[id(p)] for p in group["params"]]}
         for group in optimizer.param_groups
     ]
-    state = {named[id(p)]: dict(values) for p, values in optimizer.state.items()}
-    return {"state": state, "groups": groups}
+    state = {named[id(p)]: dict(values) for p, values in parameter_states(optimizer).items()}
+    return take_parts({"state": state, "groups": groups}) | other_state(optimizer)
 
 
 def check_optimizer(
-    path: Path, saved: Mapping[str, Any], optimizer: Optimizer, names: Mapping[int, str]
+    path: Path, saved: Mapping[str, Any], optimizer: Optimizer, parameters: Mapping[str, Any]
 ) -> None:
     """Raise CheckpointError where a state is not that of these parameters, in this order."""
     order = [group["params"] for group in saved["groups"]]
-    present = [group["params"] for group in by_name(optimizer, names)["groups"]]
+    present = [group["params"] for group in by_name(optimizer, parameters)["groups"]]
     if order != present:
         raise CheckpointError(
             f"The state `{path}` does not fit: its optimizer is over {_shown(order)}, but here it "
@@ -43,15 +45,24 @@ def check_optimizer(
         )
 
 
-def load_by_name(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
-    """Put back what `by_name` returned."""
+def load_by_name(
+    optimizer: Optimizer, saved: Mapping[str, Any], parameters: Mapping[str, Any]
+) -> None:
+    """Put back what `by_name` returned.
+
+    Args:
+        parameters: By name, as they were saved, where that is known.
+    """
     places: dict[str, int] = {}
     for group in saved["groups"]:
         for name in group["params"]:
             places[name] = len(places)
     groups = [{**g, "params": [places[name] for name in g["params"]]} for g in saved["groups"]]
     state = {places[name]: values for name, values in saved["state"].items()}
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
+    was = [parameters.get(name) for name in places]
+    load_optimizer(optimizer, {"state": state, "param_groups": groups}, was, saved.get("other"))
+    present = [p for group in optimizer.param_groups for p in group["params"]]
+    put_parts(optimizer, saved, dict(zip(places, present, strict=True)))
 
 
 def _shown(groups: list[list[str]]) -> str:

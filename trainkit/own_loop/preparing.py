@@ -22,6 +22,7 @@ from trainkit.own_loop.loader import SharedLoader, Sharing, SkippedLoader
 from trainkit.own_loop.optimizer import PreparedOptimizer
 from trainkit.own_loop.scheduler import PreparedScheduler
 from trainkit.own_loop.settings import AutocastKwargs, DistributedDataParallelKwargs
+from trainkit.parts import check_initialised
 from trainkit.precision import FP32, Precision
 from trainkit.strategies import DDP, Strategy
 from trainkit.types import class_name
@@ -139,6 +140,7 @@ class Preparation:
         """Return a model as the loop calls it."""
         if any(model is unwrapped(known) for known in self.registry.models):
             raise ConfigError("The model is prepared already. Use what `prepare` returned.")
+        check_initialised(model)
         dtype = self.precision.dtype
         if dtype is not None and not isinstance(self.precision, FP32):
             run_in_autocast(model, self.sharing.device.type, dtype, self.autocast)
@@ -163,6 +165,7 @@ class Preparation:
             self.strategy.adopt(optimizer, self.strategy.unwrap(model))
         if place:
             _move_state(optimizer)
+        self.precision.bind(optimizer)
         prepared = PreparedOptimizer(optimizer, self.accumulation, self.gradients)
         self.gradients.optimizers.append(optimizer)
         self.registry.optimizers.append(prepared)

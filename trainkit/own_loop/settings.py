@@ -1,12 +1,13 @@
 """The settings of `Accelerator`, under the names of Hugging Face Accelerate."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from datetime import timedelta
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
 
+from trainkit.config import checked
 from trainkit.errors import ConfigError
+from trainkit.outputs import absolute
 
 __all__ = [
     "AutocastKwargs",
@@ -18,7 +19,6 @@ __all__ = [
     "InitProcessGroupKwargs",
     "KwargsHandler",
     "ProjectConfiguration",
-    "non_default",
 ]
 
 
@@ -31,6 +31,7 @@ class DistributedType(StrEnum):
     FSDP = "FSDP"
 
 
+@checked
 @dataclass
 class GradientAccumulationPlugin:
     """How gradients are accumulated.
@@ -57,6 +58,7 @@ class GradientAccumulationPlugin:
             )
 
 
+@checked
 @dataclass
 class DataLoaderConfiguration:
     """How prepared loaders share out their data.
@@ -89,6 +91,7 @@ class DataLoaderConfiguration:
             )
 
 
+@checked
 @dataclass
 class ProjectConfiguration:
     """Where a project writes.
@@ -116,15 +119,25 @@ class ProjectConfiguration:
 
     def set_directories(self, project_dir: str | Path | None = None) -> None:
         """Take another project folder, also for logs where they have none of their own."""
-        self.project_dir = project_dir
+        self.project_dir = _absolute(project_dir, "project_dir")
         if self.logging_dir is None:
             self.logging_dir = project_dir
+        self.logging_dir = _absolute(self.logging_dir, "logging_dir")
+
+
+def _absolute(path: str | Path | None, name: str) -> str | Path | None:
+    """Return a folder for good; a text stays one, as scripts add to it."""
+    if path is None:
+        return None
+    found = absolute(path, name)
+    return str(found) if isinstance(path, str) else found
 
 
 class KwargsHandler:
     """Settings that are passed to `Accelerator` in the list `kwargs_handlers`."""
 
 
+@checked
 @dataclass
 class GradScalerKwargs(KwargsHandler):
     """The loss scale of fp16; the arguments of `torch.amp.GradScaler`."""
@@ -136,6 +149,7 @@ class GradScalerKwargs(KwargsHandler):
     enabled: bool = True
 
 
+@checked
 @dataclass
 class AutocastKwargs(KwargsHandler):
     """Settings of autocast.
@@ -149,6 +163,7 @@ class AutocastKwargs(KwargsHandler):
     cache_enabled: bool | None = None
 
 
+@checked
 @dataclass
 class DistributedDataParallelKwargs(KwargsHandler):
     """The arguments of `torch.nn.parallel.DistributedDataParallel`.
@@ -165,25 +180,19 @@ class DistributedDataParallelKwargs(KwargsHandler):
     static_graph: bool = False
 
 
+@checked
 @dataclass
 class InitProcessGroupKwargs(KwargsHandler):
     """How the process group is made.
 
     Args:
         backend: None or the one that the device has: "nccl" on CUDA, "gloo" on the CPU.
-        init_method: Where the processes meet; None: what the launcher says.
-        timeout: How long a collective may wait; None: torch's default.
+        init_method: Where the processes meet; None: what the launcher says. Refused where the
+            process group exists already.
+        timeout: How long a collective may wait before it raises, in every group: the default one,
+            also where it exists already, and those that trainkit makes; None: torch's default.
     """
 
     backend: str | None = "nccl"
     init_method: str | None = None
     timeout: timedelta | None = None
-
-
-def non_default(settings: Any) -> dict[str, Any]:
-    """Return the settings of a data class that differ from their defaults."""
-    return {
-        field.name: getattr(settings, field.name)
-        for field in fields(settings)
-        if getattr(settings, field.name) != field.default
-    }

@@ -1,6 +1,7 @@
 """What `save_state` writes and `load_state` puts back (DESIGN 2.22, 2.28)."""
 
 import platform
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -10,20 +11,35 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from trainkit import rng
-from trainkit.checkpoint import Checkpoint, CheckpointStore
+from trainkit.checkpoint import CheckpointStore
+from trainkit.checkpoint.exact import lay_out_buffers, load_state
+from trainkit.checkpoint.forms import applying, process_part
 from trainkit.checkpoint.opened import verify
-from trainkit.distributed import Processes, together
-from trainkit.errors import CheckpointError, ConfigError
+from trainkit.distributed import (
+    Processes,
+    alone,
+    by_all_or_main,
+    called_by_all,
+    guard,
+    together,
+)
+from trainkit.errors import ConfigError
 from trainkit.own_loop.accumulation import Accumulation
 from trainkit.own_loop.gradients import Gradients
+from trainkit.own_loop.loadable import check_form, check_loop, check_model, check_parts
 from trainkit.own_loop.naming import Places
 from trainkit.own_loop.optimizer_state import by_name, check_optimizer, load_by_name
 from trainkit.own_loop.preparing import Registry
+from trainkit.own_loop.registered import (
+    check_registered,
+    object_parts,
+    objects_for,
+    take_objects,
+)
 from trainkit.own_loop.settings import ProjectConfiguration
+from trainkit.own_loop.streams import Streams, saved_by
 from trainkit.state import VERSION
 from trainkit.strategies import Strategy
-from trainkit.types import Stateful
 
 __all__ = ["States"]
 
@@ -60,9 +76,12 @@ class States:
         self._gradients = gradients
         self._accumulation = accumulation
         self._processes = processes
-        self._device = device
+        self._streams = Streams(
+            self._parameters, registry, strategy, accumulation, processes=processes, device=device
+        )
         self._before_save: OrderedDict[int, Hook] = OrderedDict()
         self._before_load: OrderedDict[int, Hook] = OrderedDict()
+        self._was_alone = self._has_warned = False
 
     def register(self, objects: Sequence[Any]) -> None:
         """Save and load more objects with every state.
@@ -70,12 +89,7 @@ class States:
         Raises:
             ConfigError: One has no `state_dict` and `load_state_dict`.
         """
-        for thing in objects:
-            if not isinstance(thing, Stateful):
-                raise ConfigError(
-                    f"A `{type(thing).__name__}` cannot be registered for checkpointing: it has "
-                    "no `state_dict` and `load_state_dict`. Give it both."
-                )
+        check_registered(objects)
         self._registry.objects.extend(objects)
 
     def before_save(self, hook: Hook) -> RemovableHandle:
@@ -87,26 +101,33 @@ class States:
         return _register(self._before_load, hook)
 
     def save(self, output_dir: Any) -> Path:
-        """Save the state; return its folder. Every process must call it.
+        """Save the state; return its folder. For an exact resume every process must call it.
+
+        Where process 0 calls it alone, the state lacks what only other processes know: their
+        random streams. That is said once.
 
         Raises:
-            ConfigError: There is no folder.
+            ConfigError: There is no folder; or process 0 is alone, inside a window.
             CheckpointError: It failed on some process; an earlier state is untouched.
+            DistributedError: The models are sharded, or process 0 is among those that do not call.
         """
-        folder = self.places.for_saving(output_dir)
-        models = [self._strategy.unwrap(model) for model in self._registry.models]
-        weights: list[Any] = [model.state_dict() for model in models]
-        for hook in self._before_save.values():
-            hook(models, weights, str(folder))
-        parts = self._common(weights)
-        rank = self._processes.rank
-        own = {_process_part(rank): self._streams()}
-        if self._strategy.sharded:
-            own |= self._split(parts, rank)
-        elif self._processes.is_main:
-            own |= parts
-        self.places.commit(folder, own, _describe(self._registry))
-        return folder
+        folder = by_all_or_main(
+            self._processes,
+            "save_state",
+            lambda: self._save(output_dir, self._processes, self._parts_of_all),
+            None if self._strategy.sharded else lambda: self._save_alone(output_dir),
+            key="" if output_dir is None else str(output_dir),
+        )
+        self.places.saved(Path(folder))
+        if self._was_alone and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                "`save_state` was called by process 0 alone: the states lack the random streams "
+                "of the other processes, and a resume gives them new ones. For an exact resume "
+                "call it on every process, outside of `if accelerator.is_main_process:`.",
+                stacklevel=3,
+            )
+        return Path(folder)
 
     def load(self, input_dir: Any, report: Callable[[str], None]) -> None:
         """Load a state. Every process must call it.
@@ -114,8 +135,10 @@ class States:
         Nothing changes before all of it is known to be good and to fit.
 
         Raises:
+            DistributedError: Some process does not call it.
             CheckpointError: There is none, or it is broken, or does not fit; on all processes.
         """
+        called_by_all(self._processes, "load_state")
         folder, path = self.places.for_loading(input_dir, report)
         models = list(map(self._strategy.unwrap, self._registry.models))
         left = list(models)
@@ -125,18 +148,69 @@ class States:
             hook(left, str(folder))
         found: dict[str, Any] = {}
         together(self._processes, lambda: found.update(self._read(path, models, left)))
-        self._apply(found, left)
+        self._apply(found, left, path)
+        if found["lacking"]:
+            report(
+                f"trainkit: `{path}` was saved by process 0 alone: the random streams of the "
+                "other processes are new ones, derived from it."
+            )
         self.places.continue_from(folder)
+
+    def _save(
+        self, output_dir: Any, processes: Processes, parts: Callable[[Path], dict[str, Any]]
+    ) -> str:
+        """Save what `parts` returns on each of the processes that save."""
+        folder = self.places.for_saving(output_dir, processes)
+        metadata = _describe(self._registry) | {"processes": self._processes.size}
+        self.places.commit(folder, parts(folder), metadata, processes)
+        return str(folder)
+
+    def _save_alone(self, output_dir: Any) -> str:
+        """Save on process 0 what it has; nothing here may wait for other processes."""
+        if self._accumulation.is_open:
+            raise ConfigError(
+                "`save_state` was called by process 0 alone, inside a window: the gradients that "
+                "other processes have accumulated would be lost. Call it on every process, or "
+                "`if accelerator.sync_gradients:`."
+            )
+        self._was_alone = self._processes.size > 1
+        return self._save(output_dir, alone(self._processes), self._parts_of_main)
+
+    def _parts_of_all(self, folder: Path) -> dict[str, Any]:
+        """Return what this process writes where all of them save."""
+        parts, streams = self._common(self._weights(folder)), self._streams.save()
+        objects, streams["objects"] = take_objects(self._registry.objects, self._processes)
+        parts |= objects
+        own = {process_part(self._processes.rank): streams}
+        if self._strategy.sharded:
+            from trainkit.checkpoint.sharding import split_alike  # others need none of it
+
+            own |= split_alike(self._processes, parts)
+        elif self._processes.is_main:
+            own |= parts
+        return own
+
+    def _parts_of_main(self, folder: Path) -> dict[str, Any]:
+        """Return what process 0 writes where it saves alone."""
+        with guard.only("save_state"):  # also what hooks and objects call
+            parts = self._common(self._weights(folder)) | {process_part(0): self._streams.save()}
+            return parts | take_objects(self._registry.objects, None)[0]
+
+    def _weights(self, folder: Path) -> list[Any]:
+        """Return the states of the models, as the hooks have left them."""
+        models = [self._strategy.unwrap(model) for model in self._registry.models]
+        weights: list[Any] = [model.state_dict() for model in models]
+        for hook in self._before_save.values():
+            hook(models, weights, str(folder))
+        return weights
 
     def _common(self, weights: list[Any]) -> dict[str, Any]:
         """Return what all processes have alike, or hold together."""
         registry = self._registry
-        names = self._parameter_names()
+        parameters = self._parameters()
         parts: dict[str, Any] = {_part("model", i): state for i, state in enumerate(weights)}
         for index, optimizer in enumerate(registry.optimizers):
-            parts[_part("optimizer", index)] = by_name(optimizer.optimizer, names)
-        objects = [thing.state_dict() for thing in registry.objects]
-        parts |= {f"custom_checkpoint_{index}": state for index, state in enumerate(objects)}
+            parts[_part("optimizer", index)] = by_name(optimizer.optimizer, parameters)
         parts["loop"] = {
             "schedulers": [scheduler.state_dict() for scheduler in registry.schedulers],
             "loaders": [loader.state_dict() for loader in registry.loaders],
@@ -145,74 +219,75 @@ class States:
         }
         return parts
 
-    def _split(self, parts: dict[str, Any], rank: int) -> dict[str, Any]:
-        from trainkit.checkpoint.sharding import split  # others need none of it
-
-        mine, digest = split(parts, rank)
-        if len(set(self._processes.all_gather_objects(digest))) > 1:
-            raise CheckpointError(
-                "The states to be saved hold other sharded tensors on other processes. "
-                "`state_dict` of registered objects must return the same `DTensor`s on all."
-            )
-        return mine
-
-    def _parameter_names(self) -> dict[int, str]:
-        """Return the name of each parameter of the prepared models, by its id."""
-        return {id(parameter): name for name, parameter in self._parameters().items()}
-
     def _read(self, path: Path, models: list[nn.Module], wanted: list[nn.Module]) -> dict[str, Any]:
         """Return the parts of a checkpoint that are wanted, compared with what is prepared."""
         registry = self._registry
         checkpoint = CheckpointStore(path.parent).open_unverified(path)
         present = {_part("model", i): model.state_dict() for i, model in enumerate(models)}
         optimizers = {_part("optimizer", i): o for i, o in enumerate(registry.optimizers)}
-        objects = {f"custom_checkpoint_{index}" for index in range(len(registry.objects))}
+        objects = object_parts(checkpoint.names())
         left = {_part("model", i) for i, model in enumerate(models) if model not in wanted}
         names = set(filter(_is_state, checkpoint.names()))
-        _check_parts(path, names, {*present, *optimizers, *objects}, left)
-        like = {"state": self._parameters()} if self._strategy.sharded else None
+        check_parts(path, names - objects, {*present, *optimizers}, left)
+        parameters = self._parameters()
+        like = {"state": parameters} if self._strategy.sharded else None
         likes: dict[str, Any] = {name: model for name, model in present.items() if name not in left}
         likes |= dict.fromkeys(optimizers, like) | dict.fromkeys([*objects, "loop"])
         found = {name: checkpoint.read(name, like) for name, like in likes.items()}
-        found["streams"] = self._read_streams(checkpoint)
+        own, same_size = self._streams.read(checkpoint)
+        found["streams"] = own[0] if same_size else None  # other processes have other streams
+        found["lacking"] = same_size and checkpoint.manifest.world_size < saved_by(checkpoint)
         checkpoint.verify_rest()
-        for name in present.keys() - left:
-            _check_model(path, name, found[name], present[name])
+        check_form(
+            checkpoint,
+            found,
+            [] if found["lacking"] and "seed" in own[0] else own,
+            registry,
+            {name: state for name, state in present.items() if name not in left},
+            parameters,
+            rank=self._processes.rank if same_size else None,
+            has_scaler=self._gradients.scaler is not None,
+        )
+        rank = self._processes.rank
+        found["objects"] = objects_for(
+            registry.objects, found, own, path=path, rank=rank, same_size=same_size
+        )
+        for index in [index for index, model in enumerate(models) if model in wanted]:
+            check_model(path, _part("model", index), found[_part("model", index)], models[index])
         for name, optimizer in optimizers.items():
-            check_optimizer(path, found[name], optimizer.optimizer, self._parameter_names())
-        _check_counts(path, found["loop"], registry)
+            check_optimizer(path, found[name], optimizer.optimizer, parameters)
+        check_loop(path, found["loop"], registry, found["streams"])
         return found
 
-    def _read_streams(self, checkpoint: Checkpoint) -> Any:
-        size = checkpoint.manifest.world_size
-        if size == self._processes.size:
-            return checkpoint.read(_process_part(self._processes.rank))
-        if checkpoint.read(_process_part(0))["gradients"]:
-            raise CheckpointError(
-                f"The state `{checkpoint.path}` was saved inside a window by {size} processes, "
-                "which others cannot complete. Load it on as many.",
-                path=checkpoint.path,
-            )
-        return None  # other processes have other streams
-
-    def _apply(self, found: Mapping[str, Any], wanted: list[nn.Module]) -> None:
+    def _apply(self, found: Mapping[str, Any], wanted: list[nn.Module], path: Path) -> None:
         registry, loop = self._registry, found["loop"]
         for index, wrapped in enumerate(registry.models):
             model = self._strategy.unwrap(wrapped)
             if model in wanted:
-                model.load_state_dict(found[_part("model", index)])
+                state = found[_part("model", index)]
+                with applying("The model", path):
+                    model.load_state_dict(state)
+                    lay_out_buffers(model, state, older=True)
+        saved = {
+            f"{index}.{name}": value
+            for index in range(len(registry.models))
+            for name, value in found.get(_part("model", index), {}).items()
+        }
         for index, optimizer in enumerate(registry.optimizers):
-            load_by_name(optimizer.optimizer, found[_part("optimizer", index)])
-        stateful = [*registry.objects, *registry.schedulers]
-        states = [found[f"custom_checkpoint_{index}"] for index in range(len(registry.objects))]
-        states += loop["schedulers"]
-        for thing, state in zip(stateful, states, strict=True):
-            thing.load_state_dict(state)
+            with applying("The optimizer", path):
+                load_by_name(optimizer.optimizer, found[_part("optimizer", index)], saved)
+        for thing, state in zip(registry.objects, found["objects"].values(), strict=True):
+            with applying(f"The registered `{type(thing).__name__}`", path):
+                load_state(thing, state)
+        for scheduler, state in zip(registry.schedulers, loop["schedulers"], strict=True):
+            with applying("The scheduler", path):
+                scheduler.load_state_dict(state)
         if self._gradients.scaler is not None and loop["scaler"]:
             self._gradients.scaler.load_state_dict(loop["scaler"])
-        self._accumulation.load_state_dict(loop["accumulation"])
+        own = loop | (found["streams"] or {})  # older states have these in `loop` alone
+        self._accumulation.load_state_dict(own["accumulation"])
         self._gradients.forget()
-        self._restore_position(loop["loaders"], found["streams"])
+        self._restore_position(own["loaders"], found["streams"])
 
     def _restore_position(self, states: Sequence[Any], streams: Mapping[str, Any] | None) -> None:
         for loader, state in zip(self._registry.loaders, states, strict=True):
@@ -221,44 +296,7 @@ class States:
             else:
                 loader.load_state_dict(state)
         if streams is not None:
-            self._restore_streams(streams)
-
-    def _restore_streams(self, streams: Mapping[str, Any]) -> None:
-        parameters = self._parameters()
-        for parameter in parameters.values():
-            parameter.grad = None
-        for name, gradient in streams["gradients"].items():
-            parameters[name].grad = gradient.to(parameters[name].device)
-        rng.restore_host((streams["python"], streams["numpy"], streams["torch"]))
-        if streams["device"] is not None:
-            getattr(torch, self._device.type).set_rng_state(streams["device"], self._device)
-
-    def _streams(self) -> dict[str, Any]:
-        python, numpy, host = rng.save_host()
-        module = None if self._device.type == "cpu" else getattr(torch, self._device.type)
-        device = None if module is None else module.get_rng_state(self._device)
-        return {
-            "python": python,
-            "numpy": numpy,
-            "torch": host,
-            "device": device,
-            "gradients": self._open_gradients(),
-        }
-
-    def _open_gradients(self) -> dict[str, torch.Tensor]:
-        """Return what an incomplete window has accumulated on this process."""
-        if not self._accumulation.is_open:
-            return {}
-        if self._strategy.sharded:
-            raise ConfigError(
-                "A state of a sharded model cannot be saved inside a window. Save it "
-                "`if accelerator.sync_gradients:`."
-            )
-        return {
-            name: parameter.grad
-            for name, parameter in self._parameters().items()
-            if parameter.grad is not None
-        }
+            self._streams.restore(streams)
 
     def _parameters(self) -> dict[str, nn.Parameter]:
         """Return the parameters of the prepared models under the names of `by_name`."""
@@ -271,10 +309,6 @@ class States:
 
 def _part(kind: str, index: int) -> str:
     return kind if index == 0 else f"{kind}_{index}"
-
-
-def _process_part(rank: int) -> str:
-    return f"process-{rank:05d}"
 
 
 def _is_state(part: str) -> bool:
@@ -297,40 +331,3 @@ def _describe(registry: Registry) -> dict[str, Any]:
             "python": platform.python_version(),
         },
     }
-
-
-def _check_parts(path: Path, names: set[str], expected: set[str], unsaved: set[str]) -> None:
-    missing, unknown = sorted(expected - names - unsaved), sorted(names - expected)
-    if missing or unknown:
-        raise CheckpointError(
-            f"The state `{path}` does not fit: it lacks {missing or 'nothing'}, and has "
-            f"{unknown or 'nothing'} that is not wanted. Prepare and register as many models, "
-            "optimizers and objects as when it was saved.",
-            path=path,
-        )
-
-
-def _check_model(
-    path: Path, part: str, saved: Mapping[str, Any], present: Mapping[str, Any]
-) -> None:
-    problems = [f"lacks {name!r}" for name in present if name not in saved]
-    problems += [f"has {name!r} too many" for name in saved if name not in present]
-    problems += [
-        f"has {name!r} of shape {list(saved[name].shape)}, not {list(value.shape)}"
-        for name, value in present.items()
-        if isinstance(value, torch.Tensor) and name in saved and saved[name].shape != value.shape
-    ]
-    if problems:
-        raise CheckpointError(
-            f"The state `{path}` does not fit: its {part} {'; '.join(problems[:5])}.", path=path
-        )
-
-
-def _check_counts(path: Path, loop: Mapping[str, Any], registry: Registry) -> None:
-    for kind, things in (("schedulers", registry.schedulers), ("loaders", registry.loaders)):
-        if len(loop[kind]) != len(things):
-            raise CheckpointError(
-                f"The state `{path}` does not fit: it has {len(loop[kind])} {kind}, but "
-                f"{len(things)} are prepared. Prepare as many as when it was saved.",
-                path=path,
-            )

@@ -38,6 +38,7 @@ class StreamedShare(SharedLoader):
             seed=rng.derive(seed, "own loop"),
             split_batches=sharing.configuration.split_batches,
             active=self._relay,
+            may_be_empty=True,
         )
 
     @override

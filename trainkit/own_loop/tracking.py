@@ -3,13 +3,16 @@
 import json
 import math
 import time
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from typing_extensions import override
 
 from trainkit.errors import ConfigError
+from trainkit.outputs import Lines, absolute
 
 __all__ = ["GeneralTracker", "JSONLTracker", "TensorBoardTracker", "make_trackers"]
 
@@ -61,9 +64,10 @@ class TensorBoardTracker(GeneralTracker):
     def __init__(self, run_name: str, logging_dir: str | Path, **kwargs: Any) -> None:
         super().__init__()
         self.run_name = run_name
-        self.logging_dir = Path(logging_dir) / run_name
+        self.logging_dir = absolute(logging_dir, "logging_dir") / run_name
         self._options = kwargs
         self.writer: Any = None
+        self._fails = False
 
     @property
     @override
@@ -87,18 +91,34 @@ class TensorBoardTracker(GeneralTracker):
 
     @override
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        for name, value in values.items():
-            if isinstance(value, str):
-                self.writer.add_text(name, value, global_step=step, **kwargs)
-            elif isinstance(value, Mapping):
-                self.writer.add_scalars(name, dict(value), global_step=step, **kwargs)
-            else:
-                self.writer.add_scalar(name, value, global_step=step, **kwargs)
-        self.writer.flush()
+        with self._lasting():
+            for name, value in values.items():
+                if isinstance(value, str):
+                    self.writer.add_text(name, value, global_step=step, **kwargs)
+                elif isinstance(value, Mapping):
+                    self.writer.add_scalars(name, dict(value), global_step=step, **kwargs)
+                else:
+                    self.writer.add_scalar(name, value, global_step=step, **kwargs)
+            self.writer.flush()
 
     @override
     def finish(self) -> None:
-        self.writer.close()
+        with self._lasting():
+            self.writer.close()
+
+    @contextmanager
+    def _lasting(self) -> Iterator[None]:
+        """Warn once, and go on, where the event file cannot be written any more."""
+        try:
+            yield
+        except OSError as error:
+            if not self._fails:
+                self._fails = True
+                warnings.warn(
+                    f"The tracker {self.name!r} cannot write: {error}. Training goes on, and "
+                    "nothing more is written there.",
+                    stacklevel=4,
+                )
 
 
 class JSONLTracker(GeneralTracker):
@@ -116,8 +136,8 @@ class JSONLTracker(GeneralTracker):
 
     def __init__(self, run_name: str, logging_dir: str | Path) -> None:
         super().__init__()
-        self.path = Path(logging_dir) / run_name / "metrics.jsonl"
-        self._file: TextIO | None = None
+        self.path = absolute(logging_dir, "logging_dir") / run_name / "metrics.jsonl"
+        self._file: Lines | None = None
         self._start = time.monotonic()
 
     @property
@@ -128,7 +148,7 @@ class JSONLTracker(GeneralTracker):
     @override
     def start(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self.path.open("a", encoding="utf-8")
+        self._file = Lines(self.path, f"The tracker {self.name!r}")
 
     @override
     def store_init_configuration(self, values: dict[str, Any]) -> None:
@@ -140,9 +160,8 @@ class JSONLTracker(GeneralTracker):
             raise ConfigError("The tracker has ended. Log before `end_training`.")
         seconds = round(time.monotonic() - self._start, 3)
         figures = {name: _plain(value) for name, value in values.items()}
-        line = json.dumps({"step": step, "time/seconds": seconds, **figures}, allow_nan=False)
-        self._file.write(line + "\n")
-        self._file.flush()
+        line = {"step": step, "time/seconds": seconds, **figures}
+        self._file.write(json.dumps(line, allow_nan=False))
 
     @override
     def finish(self) -> None:

@@ -4,7 +4,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from trainkit.export.state import whole
+from trainkit.distributed import Processes, called_by_all
+from trainkit.export.state import is_sharded, whole
 from trainkit.own_loop.autocasting import run_plainly
 
 __all__ = ["unwrap", "whole_state"]
@@ -30,9 +31,11 @@ def unwrap(
     return model
 
 
-def whole_state(model: nn.Module) -> dict[str, Any]:
-    """Return the state of a model, put together where it is sharded; a collective there."""
+def whole_state(model: nn.Module, processes: Processes) -> dict[str, Any]:
+    """Return the state of a model; where it is sharded every process must ask for it."""
     state = model.state_dict()
+    if any(map(is_sharded, state.values())):
+        called_by_all(processes, "get_state_dict")
     return {name: whole(v) if isinstance(v, Tensor) else v for name, v in state.items()}
 
 

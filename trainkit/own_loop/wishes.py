@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import torch.distributed
 
+from trainkit.distributed import Processes
+from trainkit.distributed.group import as_timeout
 from trainkit.errors import ConfigError
 from trainkit.own_loop import environment
 from trainkit.own_loop.settings import (
@@ -19,7 +21,6 @@ from trainkit.own_loop.settings import (
     GradScalerKwargs,
     InitProcessGroupKwargs,
     ProjectConfiguration,
-    non_default,
 )
 from trainkit.strategies import Strategy
 from trainkit.world import World
@@ -84,19 +85,17 @@ class Wishes:
         return given[0] if given else kind()
 
     def start(self, device: torch.device | str | None) -> torch.device | str | None:
-        """Make the process group where its settings are the user's own; return the device."""
+        """Join the other processes where the user says how; return the device."""
         if self.cpu or environment.flag("USE_CPU"):
             device = "cpu"
-        settings = non_default(self.handler(InitProcessGroupKwargs))
-        settings.pop("backend", None)  # follows from the device
+        settings: InitProcessGroupKwargs = self.handler(InitProcessGroupKwargs)
         world = World.from_env()
-        if not settings or world.size == 1 or torch.distributed.is_initialized():
-            return device
-        if "init_method" in settings:
-            settings |= {"rank": world.rank, "world_size": world.size}
-        on_cuda = torch.cuda.is_available() and torch.device(device or "cuda").type == "cuda"
-        torch.distributed.init_process_group("nccl" if on_cuda else "gloo", **settings)
-        atexit.register(_leave)
+        if settings.init_method is not None and world.size > 1:
+            _make_group(settings.init_method, world, device)
+        if settings.timeout is not None:
+            wanted = None if device is None else torch.device(device)
+            processes = Processes.start(device=wanted)
+            processes.set_timeout(as_timeout(settings.timeout, "InitProcessGroupKwargs.timeout"))
         return device
 
     def _data(self) -> DataLoaderConfiguration:
@@ -153,6 +152,31 @@ def _text(value: Any) -> str:
     return str(getattr(value, "value", value))
 
 
+class _Made:
+    method: str | None = None
+    """How the default process group was made, where it was made here."""
+
+
+def _make_group(method: str, world: World, device: torch.device | str | None) -> None:
+    if torch.distributed.is_initialized():
+        if _Made.method != method:
+            raise ConfigError(
+                f"`InitProcessGroupKwargs(init_method={method!r})` has no effect: the process "
+                "group exists already. Leave `init_method` out, or make the group only here."
+            )
+        return
+    on_cuda = torch.cuda.is_available() and torch.device(device or "cuda").type == "cuda"
+    torch.distributed.init_process_group(
+        "nccl" if on_cuda else "gloo",
+        init_method=method,
+        rank=world.rank,
+        world_size=world.size,
+    )
+    _Made.method = method
+    atexit.register(_leave)
+
+
 def _leave() -> None:
+    _Made.method = None
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

@@ -1,5 +1,6 @@
 """float16 under autocast, with a loss scale that adapts itself and skips a step on overflow."""
 
+import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -9,10 +10,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from trainkit.config import checked
 from trainkit.errors import ConfigError
 from trainkit.precision.precision import Precision
 
-__all__ = ["FP16"]
+__all__ = ["FP16", "place_scale", "scaled_loss"]
 
 
 class FP16(Precision):
@@ -31,6 +33,7 @@ class FP16(Precision):
     name = "fp16"
     dtype = torch.float16
 
+    @checked
     def __init__(
         self,
         *,
@@ -39,6 +42,14 @@ class FP16(Precision):
         backoff_factor: float = 0.5,
         growth_interval: int = 2000,
     ) -> None:
+        known = (init_scale, growth_factor - 1, 1 - backoff_factor, backoff_factor, growth_interval)
+        if not all(0 < value < math.inf for value in known):
+            raise ConfigError(
+                "The loss scale needs `init_scale` above 0, `growth_factor` above 1, "
+                "`backoff_factor` between 0 and 1 and `growth_interval` of at least 1, all finite, "
+                f"but they are {init_scale}, {growth_factor}, {backoff_factor} and "
+                f"{growth_interval}."
+            )
         self._options: dict[str, Any] = {
             "init_scale": init_scale,
             "growth_factor": growth_factor,
@@ -56,6 +67,10 @@ class FP16(Precision):
             )
         self.scaler = torch.amp.GradScaler(device.type, **self._options)
 
+    @override
+    def bind(self, optimizer: Optimizer) -> None:
+        place_scale(self.scaler, optimizer)
+
     @property
     def scale(self) -> float:
         """The present factor on the loss; reading it waits for the device."""
@@ -67,7 +82,7 @@ class FP16(Precision):
 
     @override
     def backward(self, loss: Tensor) -> None:
-        self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        scaled_loss(self.scaler, loss).backward()  # type: ignore[no-untyped-call]
 
     @override
     def unscale(self, optimizer: Optimizer, agree: Callable[[Tensor], Tensor]) -> bool:
@@ -87,3 +102,38 @@ class FP16(Precision):
     @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.scaler.load_state_dict(dict(state))
+
+
+def place_scale(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> None:
+    """Put the scale where the gradients of `optimizer` will be, once and before it is used.
+
+    torch copies the scale to where gradients are without waiting for the copy. On the CPU, where
+    an offloaded model has its gradients, it would be read before it has arrived.
+
+    Raises:
+        ConfigError: Gradients would be on the CPU and on another device.
+    """
+    groups = optimizer.param_groups
+    places = {p.device for group in groups for p in group["params"] if p.requires_grad}
+    if len(places) == 1 and scaler._scale is None:
+        # torch has no public name for it, and would make the scale beside the first loss.
+        scaler._lazy_init_scale_growth_tracker(*places)
+    kinds = {place.type for place in places}
+    if places and scaler._scale is not None:
+        kinds.add(scaler._scale.device.type)
+    if len(places) > 1 or len(kinds) > 1:
+        raise ConfigError(
+            "Trainable parameters are on several devices "
+            f"({', '.join(sorted(kinds if len(kinds) > 1 else map(str, places)))}), and fp16 has "
+            'one loss scale for all. Put them on one device, or use `precision="bf16"`.'
+        )
+
+
+def scaled_loss(scaler: torch.amp.GradScaler, loss: Tensor) -> Tensor:
+    """Return the loss times the scale; the scale itself is never copied to the CPU."""
+    scale = scaler._scale
+    if scale is not None and scale.is_cpu:
+        return loss * scale  # a device takes the number along with the call
+    if scale is not None and loss.is_cpu:
+        loss = loss.to(scale.device)
+    return scaler.scale(loss)

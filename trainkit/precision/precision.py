@@ -30,6 +30,13 @@ class Precision(ABC):
         """Bind to the device; raises `ConfigError` where it lacks the format."""
         self.device = device
 
+    def bind(self, optimizer: Optimizer) -> None:
+        """Take note of an optimizer, whose parameters are now where they are updated.
+
+        Called for each one before any state is loaded and before the first backward. Parameters,
+        and so gradients, may lie elsewhere than the device of `setup`.
+        """
+
     @abstractmethod
     def autocast(self) -> AbstractContextManager[object]:
         """Return the context that the step, model and loss, runs in."""

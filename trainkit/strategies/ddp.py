@@ -1,5 +1,6 @@
 """Data parallelism by torch's DistributedDataParallel."""
 
+import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import TypeAlias
@@ -11,6 +12,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
+from trainkit.config import checked
 from trainkit.distributed import Processes, Vote
 from trainkit.errors import ConfigError
 from trainkit.precision import Precision
@@ -39,6 +41,7 @@ class DDP(Strategy):
 
     name = "ddp"
 
+    @checked
     def __init__(
         self,
         *,
@@ -47,6 +50,10 @@ class DDP(Strategy):
         bucket_cap_mb: float | None = None,
     ) -> None:
         super().__init__(device=device)
+        if bucket_cap_mb is not None and not 0 < bucket_cap_mb < math.inf:
+            raise ConfigError(
+                f"`bucket_cap_mb` must be a positive number of MiB, but is {bucket_cap_mb}."
+            )
         self.find_unused_parameters = find_unused_parameters
         self.bucket_cap_mb = bucket_cap_mb
 

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
+from trainkit.config import checked
 from trainkit.distributed import Processes
 from trainkit.errors import ConfigError
 from trainkit.precision import Precision
@@ -84,6 +85,7 @@ class FSDP(Strategy):
     name = "fsdp"
     sharded = True
 
+    @checked
     def __init__(
         self,
         *,
@@ -102,8 +104,8 @@ class FSDP(Strategy):
         self.activation_checkpointing = activation_checkpointing
         self.replicas = replicas
         self.weights = None if weights is None else Path(weights)
-        self._reduces = True  # whether the present backward reduces over processes
-        self._shares = True  # whether the next forward takes the buffers of process 0
+        # Whether the present backward reduces, and the next forward takes the buffers of process 0.
+        self._reduces = self._shares = True
 
     @override
     def setup(self) -> None:
@@ -125,7 +127,7 @@ class FSDP(Strategy):
                 'Start more processes, or use `strategy="single"`.',
                 stacklevel=2,
             )
-        self._mesh = self._make_mesh()
+        self._mesh = _make_mesh(self.processes, self.device.type, self.replicas)
 
     @override
     def wrap(self, model: nn.Module, precision: Precision) -> nn.Module:
@@ -163,12 +165,13 @@ class FSDP(Strategy):
         groups = [group["params"] for group in optimizer.param_groups]
         if not any(id(p) in replaced for group in groups for p in group):
             return
-        if optimizer.state:
+        if any(optimizer.state.values()):
             raise ConfigError(
                 "The optimizer has state for the full parameters, which FSDP has replaced by "
                 "sharded ones. Pass a callable such as `partial(AdamW, lr=3e-4)`, or an optimizer "
                 "that has made no step, and go on from a checkpoint by `resume`."
             )
+        optimizer.state.clear()  # what has looked for a state may have left an empty one
         for group in groups:
             group[:] = [replaced.get(id(p), p) for p in group]
 
@@ -254,7 +257,9 @@ class FSDP(Strategy):
         norms = [torch.linalg.vector_norm(g).double() for g in gradients if g.numel()]
         # In fp64 the square of a finite fp32 norm is finite too.
         square = torch.zeros((), dtype=torch.float64, device=self.device)
-        if norms and self._counts:
+        # Where there are several of each shard, the first counts.
+        counts = self.replicas == 1 or self._mesh.get_local_rank("replicas") == 0
+        if norms and counts:
             square += torch.stack(norms).square().sum()
         norm = self.processes.all_reduce(square).sqrt()
         return norm.to(gradients[0].dtype if gradients else torch.float32)
@@ -263,20 +268,6 @@ class FSDP(Strategy):
     def close(self) -> None:
         super().close()
         alone.leave()
-
-    @property
-    def _counts(self) -> bool:
-        """Whether the shards here are those that count where there are several of each."""
-        return self.replicas == 1 or self._mesh.get_local_rank("replicas") == 0
-
-    def _make_mesh(self) -> "DeviceMesh":
-        from torch.distributed.device_mesh import init_device_mesh
-
-        kind, size = self.device.type, self.processes.size
-        if self.replicas == 1:
-            return init_device_mesh(kind, (size,), mesh_dim_names=("shards",))
-        sizes = (self.replicas, size // self.replicas)
-        return init_device_mesh(kind, sizes, mesh_dim_names=("replicas", "shards"))
 
     def _shard(self, model: nn.Module, dtype: torch.dtype | None) -> _Sharded:
         from trainkit.strategies.blocks import find_blocks
@@ -330,3 +321,15 @@ def _after_forward(model: nn.Module, inputs: Any, outputs: Any) -> None:
 def _outside_graphs(hook: Callable[..., None]) -> Callable[..., None]:
     """Return a hook for which a compiled model leaves its graph."""
     return torch.compiler.disable(hook)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def _make_mesh(processes: Processes, kind: str, replicas: int) -> "DeviceMesh":
+    from torch.distributed.device_mesh import init_device_mesh
+
+    sizes: tuple[int, ...] = (processes.size,)
+    names: tuple[str, ...] = ("shards",)
+    if replicas > 1:
+        sizes, names = (replicas, processes.size // replicas), ("replicas", "shards")
+    mesh = init_device_mesh(kind, sizes, mesh_dim_names=names)
+    processes.adopt(*mesh.get_all_groups())
+    return mesh

@@ -42,8 +42,10 @@ def shard(
         activation_checkpointing: Whether blocks compute their activations again in backward.
 
     Raises:
-        ConfigError: A trainable parameter has no dimension, or nothing can be computed again.
+        ConfigError: A trainable parameter has no dimension, one does not lie row by row in
+            memory, or nothing can be computed again.
     """
+    _check_rows(model)
     frozen_scalars = _scalars(model)
     if activation_checkpointing:
         _checkpoint_activations(model, blocks.values())
@@ -60,7 +62,7 @@ def shard(
     for block in blocks.values():
         apply(block, reshard_after_forward=reshard_after_forward)
     # What lies outside of the blocks is used first in backward, so it is kept until then.
-    apply(model, reshard_after_forward=None if reshard_after_forward else False)
+    apply(model, reshard_after_forward=False)
 
 
 def _scalars(model: nn.Module) -> set[nn.Parameter]:
@@ -74,6 +76,17 @@ def _scalars(model: nn.Module) -> set[nn.Parameter]:
             'them, or use `strategy="ddp"`.'
         )
     return set(scalars.values())
+
+
+def _check_rows(model: nn.Module) -> None:
+    turned = [name for name, p in model.named_parameters() if not p.is_contiguous()]
+    if turned:
+        raise ConfigError(
+            f"{len(turned)} parameters do not lie row by row in memory, so they cannot be cut into "
+            f"rows: {', '.join(f'`{name}`' for name in turned[:5])}. Leave out "
+            "`memory_format=torch.channels_last`, write `p.data = p.data.contiguous()` for each, "
+            'or use `strategy="ddp"`.'
+        )
 
 
 def _checkpoint_activations(model: nn.Module, blocks: Collection[nn.Module]) -> None:

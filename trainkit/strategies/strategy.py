@@ -41,7 +41,7 @@ class Strategy(ABC):
     processes: Processes
 
     def __init__(self, *, device: torch.device | str | None = None) -> None:
-        self._asked_device = None if device is None else torch.device(device)
+        self._asked_device = None if device is None else _device(device)
 
     @abstractmethod
     def setup(self) -> None:
@@ -191,6 +191,15 @@ class Strategy(ABC):
                 f'`strategy={type(self).__name__}(device="cpu")`.'
             )
         return torch.device("cuda", local_rank)
+
+
+def _device(device: torch.device | str) -> torch.device:
+    if isinstance(device, torch.device | str):
+        try:
+            return torch.device(device)
+        except RuntimeError as error:
+            raise ConfigError(f"`device` must be a device, but is {device!r}: {error}") from None
+    raise ConfigError(f'`device` must be a device such as "cuda:0" or "cpu", but is {device!r}.')
 
 
 def on_meta(model: nn.Module) -> bool:

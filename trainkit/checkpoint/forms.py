@@ -1,0 +1,330 @@
+"""What the parts of a checkpoint must look like that both faces save: streams, optimizers, scales.
+
+Digests find accidents. These checks find what was written by something else, or changed and
+signed again: everything that a resume uses is looked at before anything is applied.
+"""
+
+import inspect
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trainkit.checkpoint.names import JSON_SUFFIX, MANIFEST, TENSOR_SUFFIX
+from trainkit.checkpoint.opened import Checkpoint
+from trainkit.errors import CheckpointCorrupt, CheckpointError
+from trainkit.schema import (
+    Check,
+    Unfit,
+    each,
+    finite,
+    flag,
+    like,
+    listed,
+    maybe,
+    positive,
+    record,
+    row,
+    tensor_like,
+    text,
+    whole,
+    within,
+)
+
+__all__ = [
+    "SCALE",
+    "STREAMS",
+    "anything",
+    "applying",
+    "blaming",
+    "check_groups",
+    "check_optimizer_form",
+    "check_schedule_form",
+    "process_part",
+    "torch_state",
+]
+
+_FLAGS = {"amsgrad", "capturable", "decoupled_weight_decay", "differentiable", "foreach", "fused"}
+_FLAGS |= {"maximize", "nesterov"}
+
+
+@contextmanager
+def blaming(checkpoint: Checkpoint, part: str | None) -> Iterator[None]:
+    """Turn `Unfit` into an error on the file of a part; None: on the manifest."""
+    try:
+        yield
+    except Unfit as error:
+        names = [MANIFEST] if part is None else [part + JSON_SUFFIX, part + TENSOR_SUFFIX]
+        file = next((name for name in names if name in checkpoint.manifest.files), names[0])
+        raise CheckpointCorrupt(
+            f"The checkpoint `{checkpoint.path}` is broken: `{file}`: {error}. Nothing of it was "
+            "applied.",
+            path=checkpoint.path,
+            file=file,
+        ) from error
+
+
+@contextmanager
+def applying(what: str, path: Any) -> Iterator[None]:
+    """Say of an error of `load_state_dict` whose it is, and what has become of the training."""
+    try:
+        yield
+    except Exception as error:
+        raise CheckpointError(
+            f"{what} refused its state of the checkpoint `{path}`: {type(error).__name__}: "
+            f"{error}. Part of the checkpoint is applied already, so this model and optimizer "
+            "cannot be used: make them anew.",
+            path=path,
+        ) from error
+
+
+def process_part(rank: int) -> str:
+    """Return the part that a process writes for itself."""
+    return f"process-{rank:05d}"
+
+
+def anything(value: Any) -> None:
+    """Whatever its owner makes of it."""
+
+
+def _python_state(value: Any) -> None:
+    try:
+        random.Random().setstate(value)
+    except Exception as error:
+        raise Unfit(f"is no state of Python's generator ({error})") from None
+
+
+def _numpy_state(value: Any) -> None:
+    import numpy
+
+    try:
+        _, keys, position, _, _ = value
+        if not 0 <= position <= 624 or keys.shape != (624,):
+            raise ValueError("its position or its words are wrong")
+        numpy.random.RandomState(0).set_state(value)
+    except Exception as error:
+        raise Unfit(f"is no state of NumPy's generator ({error})") from None
+
+
+def torch_state(value: Any) -> None:
+    """A state of a generator of torch on the CPU."""
+    try:
+        torch.Generator().set_state(value)
+    except Exception as error:
+        raise Unfit(f"is no state of torch's generator ({error})") from None
+
+
+def _device_state(value: Any) -> None:
+    if not isinstance(value, Tensor) or value.dtype != torch.uint8 or value.ndim != 1:
+        raise Unfit("is no state of a device's generator")
+
+
+def _growth(value: Any) -> None:
+    finite(value)
+    if value <= 1:
+        raise Unfit(f"must be above 1, but is {value}")
+
+
+def _backoff(value: Any) -> None:
+    positive(value)
+    if value >= 1:
+        raise Unfit(f"must be below 1, but is {value}")
+
+
+STREAMS: dict[str, Check] = {
+    "python": _python_state,
+    "numpy": maybe(_numpy_state),
+    "torch": torch_state,
+    "device": maybe(_device_state),
+}
+
+SCALE = record(
+    {
+        "scale": positive,
+        "growth_factor": _growth,
+        "backoff_factor": _backoff,
+        "growth_interval": whole,
+        "_growth_tracker": whole,
+    }
+)
+
+
+def check_schedule_form(saved: Any, scheduler: Any, *, strict: bool) -> None:
+    """Check the state of a scheduler of torch; others know their own.
+
+    Args:
+        saved: The state.
+        scheduler: Which is to take it.
+        strict: Whether the same version of torch wrote it, which knows the same keys.
+    """
+    if not type(scheduler).__module__.startswith("torch."):
+        return
+    present = scheduler.state_dict()
+    record({})(saved)
+    for key in saved:
+        if callable(getattr(type(scheduler), str(key), None)):
+            raise Unfit("is no state, but a method of the scheduler", key)
+    table = {key: _loosely(key, value) for key, value in present.items()}
+    record(table, optional=() if strict else set(present) - {"last_epoch"})(saved)
+    for key in ("base_lrs", "_last_lr"):
+        if key in saved and isinstance(present.get(key), list):
+            within(key, row(*[_rate] * len(present[key])), saved[key])
+
+
+def _loosely(key: str, present: Any) -> Check:
+    if key in ("last_epoch", "_step_count", "num_bad_epochs", "cooldown_counter"):
+        return whole
+    if isinstance(present, list) and present:
+        plain = not isinstance(present[0], Mapping) and present[0] is not None
+        return listed(like(present[0]) if plain else maybe(record({})))
+    if isinstance(present, Mapping):
+        return record({})
+    return maybe(_rate) if present is None else like(present)
+
+
+def _rate(value: Any) -> None:
+    if not (isinstance(value, Tensor) and value.numel() == 1):
+        finite(value)
+
+
+def check_optimizer_form(
+    saved: Any, optimizer: Optimizer, parameters: Mapping[str, Tensor], *, strict: bool
+) -> None:
+    """Check the state of an optimizer, whose parameters are called by their names.
+
+    Args:
+        saved: The state.
+        optimizer: Which is to take it.
+        parameters: By name; what they have as state is known of optimizers of torch.
+        strict: Whether the same version of torch wrote it, which knows the same keys.
+    """
+    groups = listed(record({"params": listed(text)}))
+    record({"state": each(each(anything)), "groups": groups})(saved)
+    names = [name for group in saved["groups"] for name in group["params"]]
+    if len(set(names)) != len(names):
+        raise Unfit("has one parameter twice", "groups")
+    within("parts", each(each(each(_tensor))), saved.get("parts", {}))
+    if "other" in saved:
+        within("other", record({"keys": record({}), "state": record({})}), saved["other"])
+    for key in ("state", "parts"):
+        unknown = [name for name in saved.get(key, {}) if name not in names]
+        if unknown:
+            raise Unfit("belongs to no group", key, unknown[0])
+    if "training_weights" in saved:
+        table = {name: tensor_like(parameters[name]) for name in names if name in parameters}
+        within("training_weights", record(table), saved["training_weights"])
+    of_torch = type(optimizer).__module__.startswith("torch.optim")
+    present = optimizer.param_groups
+    for index, (group, mine) in enumerate(zip(saved["groups"], present, strict=False)):
+        if of_torch:  # what an option of another one may become, only that one knows
+            options = (*optimizer.defaults, "lr")
+            checks = {key: _option(key, value) for key, value in mine.items() if key in options}
+            known = record(checks, optional=() if strict else checks)
+            within("groups", partial(within, index, known), group)
+            _check_states(index, group, optimizer, saved["state"], parameters, strict=strict)
+
+
+def _option(key: str, present: Any) -> Check:
+    if key in _FLAGS or isinstance(present, bool):
+        return maybe(flag)
+    if present is None:
+        return anything
+    if isinstance(present, tuple | list):
+        return row(*(anything if item is None else _rate for item in present))
+    if isinstance(present, int | float | Tensor):
+        return _rate
+    return like(present)
+
+
+def _check_states(
+    index: int,
+    group: Mapping[str, Any],
+    optimizer: Optimizer,
+    states: Mapping[str, Any],
+    parameters: Mapping[str, Tensor],
+    *,
+    strict: bool,
+) -> None:
+    """Compare states with what the optimizer itself makes of a small parameter of each kind."""
+    made: dict[Any, dict[str, Any] | None] = {}
+    for name in group["params"]:
+        parameter, state = parameters.get(name), states.get(name)
+        if parameter is None or not state:
+            continue
+        kind = (parameter.dtype, parameter.ndim, parameter.device)
+        if kind not in made:
+            made[kind] = _made(optimizer, index, group, *kind)
+        expected = made[kind]
+        if expected is None:
+            return
+        table = {key: _state_of(key, value, parameter) for key, value in expected.items()}
+        check = record(table, optional=() if strict else table)
+        within("state", partial(within, name, check), state)
+
+
+def _state_of(key: str, made: Any, parameter: Tensor) -> Check:
+    if key == "step":
+        return _step
+    if not isinstance(made, Tensor):
+        return anything if made is None else _rate
+    if made.shape == (2,) * parameter.ndim:
+        return tensor_like(torch.empty(parameter.shape, dtype=made.dtype, device="meta"))
+    return _tensor
+
+
+def _tensor(value: Any) -> None:
+    if not isinstance(value, Tensor):
+        raise Unfit(f"must be a tensor, but is {value!r:.60}")
+
+
+def _step(value: Any) -> None:
+    if isinstance(value, Tensor) and value.ndim == 0:
+        value = value.item()
+    finite(value)
+    whole(int(value))
+
+
+def _made(
+    optimizer: Optimizer,
+    index: int,
+    group: Mapping[str, Any],
+    dtype: torch.dtype,
+    ndim: int,
+    device: torch.device,
+) -> dict[str, Any] | None:
+    """Return the state that an optimizer makes of one small parameter; None if it cannot."""
+    kind: Any = type(optimizer)
+    accepted = inspect.signature(kind).parameters
+
+    def make(options: Mapping[str, Any]) -> Any:
+        dummy = nn.Parameter(torch.zeros((2,) * ndim, dtype=dtype, device=device))
+        chosen = {k: v for k, v in options.items() if k in accepted and k != "params"}
+        if "lr" in optimizer.defaults:  # schedules make of it what they like
+            chosen["lr"] = optimizer.defaults["lr"]
+        one = kind([dummy], **chosen)
+        dummy.grad = torch.zeros_like(dummy)
+        return one, dummy
+
+    try:
+        with torch.no_grad():
+            make(optimizer.param_groups[index])[0].step()
+    except Exception:  # needs more than that, such as sparse gradients
+        return None
+    try:
+        with torch.no_grad():
+            one, dummy = make(group)
+            one.step()
+    except Exception as error:
+        raise Unfit(f"is refused by `{kind.__name__}`: {error}", "groups", index) from None
+    return dict(one.state[dummy])
+
+
+def check_groups(groups: Sequence[Any], expected: Sequence[Any]) -> None:
+    """Check that the groups of an optimizer are those that the manifest tells."""
+    if [list(group["params"]) for group in groups] != [list(names) for names in expected]:
+        raise Unfit("holds other parameters than the manifest tells", "groups")

@@ -1,0 +1,74 @@
+"""What decides the order of the samples, in plain values that a checkpoint can hold."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+
+from trainkit.distributed import codec
+
+__all__ = ["changed_facts", "digest_of", "order_facts"]
+
+_SETTINGS = {"replacement": "replacement", "num_samples": "samples drawn", "drop_last": "drop_last"}
+"""Attributes of samplers that decide the order, and what they are called."""
+
+
+def order_facts(loader: Any) -> dict[str, Any]:
+    """Return what is known of how a loader orders its samples, by names for people.
+
+    Facts never suffice for samplers of the user's own: for those there is `digest_of`.
+    """
+    if not isinstance(loader, DataLoader):
+        return {"loader": type(loader).__name__}
+    if isinstance(loader.dataset, IterableDataset):
+        return {"data": "iterable"}
+    facts: dict[str, Any] = {"data": "map-style"}
+    batch_sampler: Any = loader.batch_sampler
+    sampler = loader.sampler if batch_sampler is None else getattr(batch_sampler, "sampler", None)
+    if type(batch_sampler) is not BatchSampler:
+        facts["batch sampler"] = batch_sampler and type(batch_sampler).__name__
+    if sampler is not None:
+        facts["sampler"] = type(sampler).__name__
+    for part in (sampler, batch_sampler):
+        for attribute, name in _SETTINGS.items():
+            value = getattr(part, attribute, None)
+            if isinstance(value, bool | int):
+                facts[name] = value
+    return facts
+
+
+def changed_facts(saved: Mapping[str, Any], present: Mapping[str, Any]) -> list[str]:
+    """Return, in words, which facts a checkpoint has otherwise."""
+    return [
+        f"{name}: {saved.get(name)} in the checkpoint, {present.get(name)} now"
+        for name in dict.fromkeys([*saved, *present])
+        if saved.get(name) != present.get(name)
+    ]
+
+
+def digest_of(order: Tensor | Sequence[Any]) -> str | None:
+    """Return a digest of the indices of an epoch; None of what is not made of plain values."""
+    data = order if isinstance(order, Tensor) else _as_tensor(order)
+    if data is not None:
+        content: Any = data.contiguous().numpy()
+    else:
+        try:
+            content = codec.encode(order)
+        except codec.Unencodable:
+            return None
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
+
+
+def _as_tensor(order: Sequence[Any]) -> Tensor | None:
+    kinds = set(map(type, order))
+    try:
+        if kinds == {int}:
+            return torch.tensor(order, dtype=torch.int64)
+        if kinds == {Tensor}:
+            return torch.stack(list(order))
+    except (OverflowError, RuntimeError):  # beyond 64 bits, or of several shapes
+        pass
+    return None

@@ -1,0 +1,96 @@
+"""The states of registered objects in a checkpoint, alike on all processes or not (DESIGN 2.22)."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from trainkit.checkpoint.per_process import divide, mark, of_this_process
+from trainkit.distributed import Processes, gather_together
+from trainkit.errors import CheckpointError, ConfigError
+from trainkit.types import Stateful
+
+__all__ = ["check_registered", "object_parts", "objects_for", "take_objects"]
+
+_OBJECT = "custom_checkpoint_"
+
+
+def check_registered(objects: Sequence[Any]) -> None:
+    """Raise ConfigError where an object has no `state_dict` and `load_state_dict`."""
+    for thing in objects:
+        if not isinstance(thing, Stateful):
+            raise ConfigError(
+                f"A `{type(thing).__name__}` cannot be registered for checkpointing: it has "
+                "no `state_dict` and `load_state_dict`. Give it both."
+            )
+
+
+def object_parts(names: Sequence[str]) -> set[str]:
+    """Return which parts of a checkpoint are states of registered objects."""
+    return {name for name in names if name.startswith(_OBJECT) and "-shard-" not in name}
+
+
+def take_objects(
+    objects: Sequence[Any], processes: Processes | None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the states that are alike on all processes, by their parts, and this process's own.
+
+    Args:
+        objects: What was registered.
+        processes: Those to compare with, which all call it; None: this process speaks for all.
+    """
+    owners = _named(objects)
+    states: dict[str, Any] = {}
+    alone = processes is None or processes.size == 1
+
+    def take() -> dict[str, str]:
+        states.update({name: thing.state_dict() for name, thing in owners.items()})
+        return {name: mark(owners[name], states[name], name, alone=alone) for name in owners}
+
+    if processes is None:
+        take()
+        return states, {}
+    return divide("object", states, gather_together(processes, take))
+
+
+def objects_for(
+    objects: Sequence[Any],
+    common: Mapping[str, Any],
+    own: Sequence[Mapping[str, Any]],
+    *,
+    path: Path,
+    rank: int,
+    same_size: bool,
+) -> dict[str, Any]:
+    """Return the states of the registered objects on this process, in their order.
+
+    Args:
+        objects: What is registered now.
+        common: The parts of a checkpoint.
+        own: What each process saved itself; only that of this process where `same_size`.
+        path: The checkpoint, for errors.
+        rank: Which process this is.
+        same_size: Whether as many processes saved it.
+
+    Raises:
+        CheckpointError: They do not fit.
+    """
+    names = object_parts(list(common))
+    states, problems = of_this_process(
+        "object",
+        _named(objects),
+        {name: common[name] for name in common if name in names},
+        [of_process.get("objects", {}) for of_process in own],  # older states have none
+        rank=rank,
+        same_size=same_size,
+    )
+    if problems:
+        raise CheckpointError(
+            f"The state `{path}` does not fit: {'; '.join(problems)}. Prepare and register as many "
+            "models, optimizers and objects as when it was saved.",
+            path=path,
+        )
+    return {name: states[name] for name in _named(objects)}
+
+
+def _named(objects: Sequence[Any]) -> dict[str, Any]:
+    return {f"{_OBJECT}{index}": thing for index, thing in enumerate(objects)}

@@ -1,0 +1,97 @@
+"""Callbacks and registered objects whose state is in a checkpoint, and which process saves it."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from trainkit.callback import Callback, CallbackList
+from trainkit.distributed import gather_together
+from trainkit.run import Run
+
+__all__ = ["owners_of", "states_for", "take_states"]
+
+_KINDS = {"callbacks": "callback", "objects": "registered object"}
+"""What has a state of its own, by its key in a checkpoint, and in words."""
+
+_MODEL = "model"
+
+States = dict[str, dict[str, Any]]
+"""States by kind and name."""
+
+
+def owners_of(run: Run, callbacks: CallbackList) -> States:
+    """Return what has a state of its own, by kind and name."""
+    stateful = {c.name: c for c in callbacks.callbacks if _has_state(c)}
+    return dict(zip(_KINDS, (stateful, dict(run.objects)), strict=True))
+
+
+def take_states(
+    run: Run, callbacks: CallbackList, first: Callable[[], dict[str, Any]]
+) -> tuple[States, States]:
+    """Return the states that process 0 saves for all, and those that this process saves itself.
+
+    Every process must call it.
+
+    Args:
+        run: Whose objects are saved.
+        callbacks: Which are saved.
+        first: Called before, where its error is told to all as well. Returns what of the model's
+            state may differ by process; what does is saved by each process under "model".
+    """
+    from trainkit.checkpoint.per_process import divide, mark  # other runs need none of it
+
+    processes = run.accelerator.processes
+    states: States = {}
+
+    def take() -> dict[str, dict[str, str]]:
+        alone = processes.size == 1
+        entries = states[_MODEL] = first()
+        marks: dict[str, dict[str, str]] = {
+            _MODEL: {key: mark(None, entries[key], f"model.{key}", alone=alone) for key in entries}
+        }
+        for kind, owners in owners_of(run, callbacks).items():
+            found = states[kind] = {name: owner.state_dict() for name, owner in owners.items()}
+            marks[kind] = {
+                name: mark(owner, found[name], f"{kind}.{name}", alone=alone)
+                for name, owner in owners.items()
+            }
+        return marks
+
+    marks = gather_together(processes, take)
+    alike: States = {}
+    own: States = {}
+    for kind, word in _KINDS.items():
+        alike[kind], own[kind] = divide(word, states[kind], [one[kind] for one in marks])
+    words = "entry of the model's state"
+    _, entries = divide(words, states[_MODEL], [one[_MODEL] for one in marks])
+    return alike, own | ({_MODEL: entries} if entries else {})
+
+
+def states_for(
+    run: Run,
+    callbacks: CallbackList,
+    common: Mapping[str, Any],
+    parts: Sequence[Mapping[str, Any]],
+    *,
+    same_size: bool,
+) -> tuple[States, list[str]]:
+    """Return the states that this process takes from a checkpoint, and what is in the way."""
+    from trainkit.checkpoint.per_process import of_this_process
+
+    states: States = {}
+    problems: list[str] = []
+    for kind, owners in owners_of(run, callbacks).items():
+        states[kind], found = of_this_process(
+            _KINDS[kind],
+            owners,
+            common[kind],
+            [part.get(kind, {}) for part in parts],  # older ones have none
+            rank=run.accelerator.process_index,
+            same_size=same_size,
+        )
+        problems += found
+    return states, problems
+
+
+def _has_state(callback: Callback) -> bool:
+    own = getattr(callback.state_dict, "__func__", None)
+    return own is not Callback.state_dict
