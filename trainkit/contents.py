@@ -3,7 +3,6 @@
 import platform
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,7 @@ from torch.optim import Optimizer
 
 from trainkit import rng
 from trainkit.callback import CallbackList
-from trainkit.candidates import broken_for_any, candidates, next_path
+from trainkit.candidates import candidates, first_whole
 from trainkit.checkpoint import exact
 from trainkit.checkpoint.subclasses import put_parts, take_parts
 from trainkit.distributed import called_by_all, together
@@ -58,8 +57,10 @@ def collect(run: Run, callbacks: CallbackList) -> dict[str, Any]:
 
     alike, own = take_states(run, callbacks, take)
     parts["trainer"] |= alike
+    from trainkit.checkpoint.names import process_part  # runs without checkpoints need none of it
+
     processes = run.accelerator.processes
-    mine = {_process_part(processes.rank): _streams(run) | own}
+    mine = {process_part(processes.rank): _streams(run) | own}
     if run.strategy.sharded:
         from trainkit.checkpoint.sharding import split_alike  # other runs need none of it
 
@@ -159,23 +160,17 @@ def restore(
         CheckpointError: Nothing can be resumed, or the checkpoint does not fit; on all processes.
     """
     processes = run.accelerator.processes
-    folders = candidates(run, resume) if processes.is_main else iter(())
+    folders = candidates(run.output_dir, resume, run.print) if processes.is_main else iter(())
     present = _present(run, callbacks) if run.strategy.sharded else {}
     loaded: list[_Loaded] = []
 
-    def load(path: Path) -> None:
-        loaded[:] = [_load(run, callbacks, path, present, schedule)]
+    def load(folder: str) -> None:
+        loaded[:] = [_load(run, callbacks, Path(folder), present, schedule)]
 
-    path = next_path(run, folders)
-    while path is not None:
-        broken = broken_for_any(run, partial(load, path))
-        if broken is None:
-            break
-        if resume not in ("auto", "must"):
-            raise broken
-        run.print(f"Skipped: {broken}")
-        path = next_path(run, folders)
-    if path is None:
+    may_skip = resume in ("auto", "must")
+    skip = (lambda why: run.print(f"Skipped: {why}")) if may_skip else None
+    folder = first_whole(processes, folders, load, skip)
+    if folder is None:
         return
     planned = loaded[0].checkpoint.manifest.metadata["planned_steps"]
     if schedule == "keep" and planned != run.planned_steps:
@@ -183,7 +178,7 @@ def restore(
     together(processes, lambda: _apply(run, callbacks, loaded[0], schedule))
     metadata = loaded[0].checkpoint.manifest.metadata
     say_changes(metadata.get("order"), metadata["config"], run)
-    run.checkpoint = path
+    run.checkpoint = Path(folder)
 
 
 @dataclass(slots=True)
@@ -225,6 +220,7 @@ def _load(
     schedule: str | None,
 ) -> _Loaded:
     from trainkit.checkpoint import CheckpointStore  # runs without checkpoints need none of it
+    from trainkit.checkpoint.names import process_part
     from trainkit.loadable import check_metadata, check_parts, check_states
 
     checkpoint = CheckpointStore(path.parent).open_unverified(path)
@@ -240,7 +236,7 @@ def _load(
         checkpoint.read("model", present.get("model")),
         checkpoint.read("optimizer", present.get("optimizer")),
         checkpoint.read("trainer", present.get("trainer")),
-        [checkpoint.read(_process_part(index)) for index in ranks],
+        [checkpoint.read(process_part(index)) for index in ranks],
         {},
     )
     checkpoint.verify_rest((rank, size))
@@ -337,10 +333,6 @@ def _streams(run: Run) -> dict[str, Any]:
         "device": rng.save_device(run.strategy.device),
         "log_sums": run.sums.state_dict(),
     }
-
-
-def _process_part(rank: int) -> str:
-    return f"process-{rank:05d}"
 
 
 def _optimizer_state(optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:

@@ -15,8 +15,8 @@ from trainkit.checkpoint.forms import (
     check_groups,
     check_optimizer_form,
     check_schedule_form,
-    process_part,
 )
+from trainkit.checkpoint.names import process_part
 from trainkit.errors import CheckpointError
 from trainkit.owners import owners_of
 from trainkit.precision import FP16

@@ -15,9 +15,9 @@ from trainkit.checkpoint.forms import (
     blaming,
     check_optimizer_form,
     check_schedule_form,
-    process_part,
     torch_state,
 )
+from trainkit.checkpoint.names import process_part
 from trainkit.errors import CheckpointError
 from trainkit.export.state import shapes_in, shapes_of
 from trainkit.own_loop.preparing import Registry

@@ -13,7 +13,8 @@ from torch.utils.hooks import RemovableHandle
 
 from trainkit.checkpoint import CheckpointStore
 from trainkit.checkpoint.exact import lay_out_buffers, load_state
-from trainkit.checkpoint.forms import applying, process_part
+from trainkit.checkpoint.forms import applying
+from trainkit.checkpoint.names import process_part
 from trainkit.checkpoint.opened import verify
 from trainkit.distributed import (
     Processes,
@@ -132,22 +133,26 @@ class States:
     def load(self, input_dir: Any, report: Callable[[str], None]) -> None:
         """Load a state. Every process must call it.
 
-        Nothing changes before all of it is known to be good and to fit.
+        Nothing changes before all of it is known to be good and to fit. Without `input_dir` the
+        state before a broken one is taken; but not once a hook has seen it.
 
         Raises:
             DistributedError: Some process does not call it.
             CheckpointError: There is none, or it is broken, or does not fit; on all processes.
         """
         called_by_all(self._processes, "load_state")
-        folder, path = self.places.for_loading(input_dir, report)
         models = list(map(self._strategy.unwrap, self._registry.models))
-        left = list(models)
-        if self._before_load:  # a hook may load what it finds
-            together(self._processes, lambda: verify(path))
-        for hook in self._before_load.values():
-            hook(left, str(folder))
-        found: dict[str, Any] = {}
-        together(self._processes, lambda: found.update(self._read(path, models, left)))
+        left, found = list(models), dict[str, Any]()
+
+        def read(path: Path) -> None:
+            found.update(self._read(path, models, left))
+
+        look = verify if self._before_load else read  # a hook may load what it finds
+        folder, path = self.places.for_loading(input_dir, look, report)
+        if self._before_load:
+            for hook in self._before_load.values():
+                hook(left, str(folder))
+            together(self._processes, lambda: read(path))
         self._apply(found, left, path)
         if found["lacking"]:
             report(
