@@ -121,8 +121,7 @@ def _first_round(rank: int) -> list[Any]:
         try:
             found.append(_numbers(accelerator.gather_for_metrics(value)))
         except DataError as error:
-            assert "Two loaders yield in turns" in str(error)
-            found.append("refused")
+            found.append("refused" if "Two loaders yield in turns" in str(error) else str(error))
 
     for (one,), _ in zip(long, short, strict=False):
         gather(one)
