@@ -274,8 +274,7 @@ def _order_problems(run: Run, callbacks: CallbackList, loaded: _Loaded) -> list[
     counters, saved = loaded.trainer["counters"], loaded.checkpoint.manifest.metadata.get("order")
     foreign = any(not type(c).__module__.startswith("trainkit.") for c in callbacks.callbacks)
     late = str(loaded.checkpoint.path) if run.objects or foreign else None
-    inside = counters["epoch_samples"] > 0
-    return order_problems(saved if inside else None, counters["epoch"], run, late=late)
+    return order_problems(saved, counters, run, late=late)
 
 
 def _apply(run: Run, callbacks: CallbackList, loaded: _Loaded, schedule: str | None) -> None:
