@@ -67,6 +67,7 @@ _PROCESS = {
     "loaders": listed(_LOADER),
     "accumulation": _WINDOWS,
     "objects": each(anything),
+    "entries": each(anything),
 }
 
 
@@ -111,7 +112,7 @@ def check_form(
             check_optimizer_form(found[name], optimizer.optimizer, parameters, strict=strict)
     with blaming(checkpoint, "loop"):
         _check_loop_form(found["loop"], registry, strict=strict, has_scaler=has_scaler)
-    check = record(_PROCESS, optional={"loaders", "accumulation", "objects"})
+    check = record(_PROCESS, optional={"loaders", "accumulation", "objects", "entries"})
     for index, part in enumerate(own, rank or 0):
         with blaming(checkpoint, process_part(index)):
             check(part)

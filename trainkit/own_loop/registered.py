@@ -1,15 +1,17 @@
-"""The states of registered objects in a checkpoint, alike on all processes or not (DESIGN 2.22)."""
+"""What may differ by process of a state: registered objects, parts of models (DESIGN 2.22)."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from trainkit.checkpoint.per_process import divide, mark, of_this_process
 from trainkit.distributed import Processes, gather_together
 from trainkit.errors import CheckpointError, ConfigError
 from trainkit.types import Stateful
 
-__all__ = ["check_registered", "object_parts", "objects_for", "take_objects"]
+__all__ = ["check_registered", "object_parts", "objects_for", "put_entries", "take_own"]
 
 _OBJECT = "custom_checkpoint_"
 
@@ -29,27 +31,56 @@ def object_parts(names: Sequence[str]) -> set[str]:
     return {name for name in names if name.startswith(_OBJECT) and "-shard-" not in name}
 
 
-def take_objects(
-    objects: Sequence[Any], processes: Processes | None
+def take_own(
+    objects: Sequence[Any], models: Mapping[str, Any], processes: Processes | None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the states that are alike on all processes, by their parts, and this process's own.
+    """Return the states of objects that are alike on all processes, and what is this process's own.
 
     Args:
         objects: What was registered.
+        models: The states of models by their parts. What in them is no tensor may differ.
         processes: Those to compare with, which all call it; None: this process speaks for all.
     """
     owners = _named(objects)
+    entries = {
+        f"{part}.{key}": value
+        for part, state in models.items()
+        for key, value in state.items()
+        if not isinstance(value, Tensor)
+    }
     states: dict[str, Any] = {}
     alone = processes is None or processes.size == 1
 
     def take() -> dict[str, str]:
-        states.update({name: thing.state_dict() for name, thing in owners.items()})
-        return {name: mark(owners[name], states[name], name, alone=alone) for name in owners}
+        states.update(entries | {name: thing.state_dict() for name, thing in owners.items()})
+        return {name: mark(owners.get(name), states[name], name, alone=alone) for name in states}
 
     if processes is None:
         take()
         return states, {}
-    return divide("object", states, gather_together(processes, take))
+    alike, own = divide("object", states, gather_together(processes, take))
+    return {name: alike[name] for name in owners if name in alike}, {
+        "objects": {name: own[name] for name in owners if name in own},
+        "entries": {name: own[name] for name in entries if name in own},
+    }
+
+
+def put_entries(
+    models: Mapping[str, Any], own: Sequence[Mapping[str, Any]], *, same_size: bool
+) -> list[str]:
+    """Put what processes saved of models themselves in the place of what process 0 saved.
+
+    Returns what cannot be, as another number of processes saved it, in words.
+    """
+    names = list(own[0].get("entries", {}))  # older states have none
+    if names and not same_size:
+        listed = ", ".join(f"`{name}`" for name in names)
+        return [f"has {listed} of several processes, which differed: all take that of process 0."]
+    for name in names:
+        part, _, key = name.partition(".")
+        if key in models.get(part, {}):
+            models[part][key] = own[0]["entries"][name]
+    return []
 
 
 def objects_for(

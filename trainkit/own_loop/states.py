@@ -35,7 +35,8 @@ from trainkit.own_loop.registered import (
     check_registered,
     object_parts,
     objects_for,
-    take_objects,
+    put_entries,
+    take_own,
 )
 from trainkit.own_loop.settings import ProjectConfiguration
 from trainkit.own_loop.streams import Streams, saved_by
@@ -45,6 +46,11 @@ from trainkit.strategies import Strategy
 __all__ = ["States"]
 
 Hook = Callable[..., Any]
+
+_LACKING = (
+    "was saved by process 0 alone: the random streams of the other processes are new ones, derived "
+    "from it."
+)
 
 
 class States:
@@ -154,11 +160,8 @@ class States:
                 hook(left, str(folder))
             together(self._processes, lambda: read(path))
         self._apply(found, left, path)
-        if found["lacking"]:
-            report(
-                f"trainkit: `{path}` was saved by process 0 alone: the random streams of the "
-                "other processes are new ones, derived from it."
-            )
+        for line in found["news"]:
+            report(f"trainkit: `{path}` {line}")
         self.places.continue_from(folder)
 
     def _save(
@@ -183,10 +186,10 @@ class States:
 
     def _parts_of_all(self, folder: Path) -> dict[str, Any]:
         """Return what this process writes where all of them save."""
-        parts, streams = self._common(self._weights(folder)), self._streams.save()
-        objects, streams["objects"] = take_objects(self._registry.objects, self._processes)
-        parts |= objects
-        own = {process_part(self._processes.rank): streams}
+        models, streams = self._weights(folder), self._streams.save()
+        objects, own_states = take_own(self._registry.objects, models, self._processes)
+        parts = self._common(models) | objects
+        own = {process_part(self._processes.rank): streams | own_states}
         if self._strategy.sharded:
             from trainkit.checkpoint.sharding import split_alike  # others need none of it
 
@@ -199,21 +202,21 @@ class States:
         """Return what process 0 writes where it saves alone."""
         with guard.only("save_state"):  # also what hooks and objects call
             parts = self._common(self._weights(folder)) | {process_part(0): self._streams.save()}
-            return parts | take_objects(self._registry.objects, None)[0]
+            return parts | take_own(self._registry.objects, {}, None)[0]
 
-    def _weights(self, folder: Path) -> list[Any]:
-        """Return the states of the models, as the hooks have left them."""
+    def _weights(self, folder: Path) -> dict[str, Any]:
+        """Return the states of the models by their parts, as the hooks have left them."""
         models = [self._strategy.unwrap(model) for model in self._registry.models]
         weights: list[Any] = [model.state_dict() for model in models]
         for hook in self._before_save.values():
             hook(models, weights, str(folder))
-        return weights
+        return {_part("model", index): state for index, state in enumerate(weights)}
 
-    def _common(self, weights: list[Any]) -> dict[str, Any]:
+    def _common(self, models: dict[str, Any]) -> dict[str, Any]:
         """Return what all processes have alike, or hold together."""
         registry = self._registry
         parameters = self._parameters()
-        parts: dict[str, Any] = {_part("model", i): state for i, state in enumerate(weights)}
+        parts = dict(models)
         for index, optimizer in enumerate(registry.optimizers):
             parts[_part("optimizer", index)] = by_name(optimizer.optimizer, parameters)
         parts["loop"] = {
@@ -253,6 +256,8 @@ class States:
             rank=self._processes.rank if same_size else None,
             has_scaler=self._gradients.scaler is not None,
         )
+        found["news"] = put_entries(found, own, same_size=same_size)
+        found["news"] += [_LACKING] if found["lacking"] else []
         rank = self._processes.rank
         found["objects"] = objects_for(
             registry.objects, found, own, path=path, rank=rank, same_size=same_size
