@@ -2,13 +2,10 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from trainkit.distributed import Processes, gather_together, on_main
 from trainkit.errors import CheckpointCorrupt, CheckpointError, ConfigError
-
-if TYPE_CHECKING:
-    from trainkit.checkpoint import CheckpointStore
 
 __all__ = ["candidates", "first_whole"]
 
@@ -68,9 +65,11 @@ def candidates(
     output_dir: Path | None, resume: str | Path, report: Callable[[str], None]
 ) -> Iterator[str | None]:
     """Yield the folders to resume from, the newest first, and at last None; for process 0."""
+    from trainkit.checkpoint import CheckpointStore  # runs without checkpoints need none of it
+
     if resume not in ("auto", "must"):
         path = Path(resume)
-        _store(path.parent).open_unverified(path)  # the rest is verified while it is read
+        CheckpointStore(path.parent).open_unverified(path)  # the rest is verified while it is read
         yield str(path)
         return
     if output_dir is None:
@@ -78,7 +77,7 @@ def candidates(
             f'`resume="{resume}"` looks for checkpoints in the output directory, but the trainer '
             "has none. Pass `Trainer(output_dir=...)`."
         )
-    store = _store(output_dir / "checkpoints")
+    store = CheckpointStore(output_dir / "checkpoints")
     for checkpoint in store.valid(report):
         report(f"trainkit: resuming from `{checkpoint.path}` (step {checkpoint.step}).")
         yield str(checkpoint.path)
@@ -90,9 +89,3 @@ def candidates(
         )
     report(f"trainkit: no checkpoint in `{store.directory}`: a fresh start.")
     yield None
-
-
-def _store(directory: Path) -> "CheckpointStore":
-    from trainkit.checkpoint import CheckpointStore  # runs without checkpoints need none of it
-
-    return CheckpointStore(directory)

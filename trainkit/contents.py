@@ -198,10 +198,8 @@ def _present(run: Run, callbacks: CallbackList) -> dict[str, Any]:
 
     An optimizer has no state yet: what has the shape of a parameter lies as the parameter does.
     """
-    stateful, parameters = (
-        owners_of(run, callbacks)["callbacks"],
-        dict(run.module.named_parameters()),
-    )
+    stateful = owners_of(run, callbacks)["callbacks"]
+    parameters = dict(run.module.named_parameters())
     return {
         "model": run.module.state_dict(),
         "optimizer": {"state": parameters, "training_weights": parameters},
@@ -221,6 +219,7 @@ def _load(
 ) -> _Loaded:
     from trainkit.checkpoint import CheckpointStore  # runs without checkpoints need none of it
     from trainkit.checkpoint.names import process_part
+    from trainkit.checkpoint.per_process import put_own
     from trainkit.loadable import check_metadata, check_parts, check_states
 
     checkpoint = CheckpointStore(path.parent).open_unverified(path)
@@ -244,24 +243,13 @@ def _load(
     loaded.states, unfit = states_for(
         run, callbacks, loaded.trainer, loaded.processes, same_size=same_size
     )
-    _take_own_entries(run, loaded, same_size=same_size)
+    own = [part.get("model", {}) for part in loaded.processes]  # older ones have none
+    if news := put_own(loaded.model, own, same_size=same_size):
+        run.print(f"trainkit: {news}")
     unfit += _order_problems(run, callbacks, loaded)
     _refuse(path, unfit + model_problems(loaded.model, run.module))
     check_states(run, callbacks, checkpoint, loaded.states)
     return loaded
-
-
-def _take_own_entries(run: Run, loaded: _Loaded, *, same_size: bool) -> None:
-    """Put what this process saved itself of the model's state in the place of process 0's."""
-    own = [part.get("model", {}) for part in loaded.processes]
-    if same_size:
-        loaded.model.update({key: own[0][key] for key in own[0] if key in loaded.model})
-    elif any(own):
-        names = ", ".join(f"`{key}`" for key in own[0])
-        run.print(
-            f"trainkit: {names} of the model differed between the processes that saved it; all "
-            "take that of process 0."
-        )
 
 
 def _refuse(path: Path, problems: list[str]) -> None:
@@ -283,8 +271,7 @@ def _apply(run: Run, callbacks: CallbackList, loaded: _Loaded, schedule: str | N
     trainer, path = loaded.trainer, loaded.checkpoint.path
     older = "layouts" not in loaded.checkpoint.manifest.metadata["fingerprint"]
     with applying("The model", path):
-        run.module.load_state_dict(loaded.model)
-        exact.lay_out_buffers(run.module, loaded.model, older=older)
+        exact.load_model(run.module, loaded.model, older=older)
     run.state.load_state_dict(trainer["counters"])
     rescaled = schedule == "rescale" and run.lr_schedule is not None
     with applying("The optimizer", path):
@@ -358,6 +345,11 @@ def _load_optimizer(run: Run, loaded: _Loaded, *, rescaled: bool) -> None:
             "resumed run is the same run. For other settings, begin a new one with its weights."
         )
     order = [name for group in saved["groups"] for name in group["params"]]
+    parameters = dict(run.module.named_parameters())
+    added = loaded.checkpoint.manifest.metadata["fingerprint"].get("added parameters", {})
+    for group in saved["groups"][len(optimizer.param_groups) :]:
+        mine = [parameters[name].requires_grad_(added[name]) for name in group["params"]]
+        optimizer.add_param_group({**group, "params": mine})
     groups, first = [], 0
     for group, present in zip(saved["groups"], optimizer.param_groups, strict=True):
         numbers = list(range(first, first + len(group["params"])))
@@ -366,7 +358,6 @@ def _load_optimizer(run: Run, loaded: _Loaded, *, rescaled: bool) -> None:
         values = {k: v for k, v in present.items() if k != "params"} if rescaled else group
         groups.append({**values, "params": numbers})
     state = {order.index(name): values for name, values in saved["state"].items()}
-    parameters = [loaded.model.get(name) for name in order]
     states = {"state": state, "param_groups": groups}
-    exact.load_optimizer(optimizer, states, parameters, saved.get("other"))
-    put_parts(optimizer, saved, dict(run.module.named_parameters()))
+    exact.load_optimizer(optimizer, states, list(map(loaded.model.get, order)), saved.get("other"))
+    put_parts(optimizer, saved, parameters)

@@ -84,8 +84,8 @@ def order_problems(
 
 def _latest(counters: Mapping[str, Any]) -> int:
     """Return the epoch whose order was made last; -1 where none was."""
-    epoch: int = counters["epoch"]
-    return epoch if counters["epoch_samples"] > 0 else epoch - 1
+    epoch: int = counters["epoch"] - (counters["epoch_samples"] == 0)
+    return epoch
 
 
 def _run_to(digest: str, epoch: int, run: Run) -> str:
@@ -93,17 +93,17 @@ def _run_to(digest: str, epoch: int, run: Run) -> str:
 
     One that keeps a random state of its own gives it when it has run once for each epoch.
     """
+    loader, accumulation = run.train_loader, run.config.gradient_accumulation_steps
     found: str | None = None
     for _ in range(max(2, epoch + 1)):
         earlier = found
         with suppress(Exception):  # one that is not ready raises again later
-            accumulation = run.config.gradient_accumulation_steps
-            found = run.train_loader.order_digest(epoch, accumulation)
+            found = loader.order_digest(epoch, accumulation)
         if found == digest:
             return ""
         if found == earlier:
             return _CHANGED
-        run.train_loader.forget_order()
+        loader.forget_order()
     return _OWN
 
 

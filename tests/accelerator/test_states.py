@@ -464,3 +464,26 @@ def test_where_there_is_no_choice_a_forged_state_raises(
     text, value, seen = run_ranks(1, _goes_back, tmp_path, "process-00000", given, hook)[0]
     assert "`process-00000.json`: `torch`" in text
     assert (value, seen) == (9, ["checkpoint_2"] * hook)
+
+
+def test_a_state_of_a_last_batch_is_one_of_a_pass_that_is_over(tmp_path: Path) -> None:
+    """As in Accelerate: loops that count epochs by `steps // len(loader)` go on with the next."""
+
+    def passes(stop: bool) -> list[list[int]]:
+        set_seed(4)
+        config = DataLoaderConfiguration(use_stateful_dataloader=True)
+        accelerator = Accelerator(cpu=True, dataloader_config=config)
+        loader = accelerator.prepare(DataLoader(range(8), 2, shuffle=True))  # type: ignore[arg-type]
+        found: list[list[int]] = []
+        if stop:
+            accelerator.load_state(tmp_path)
+        for _ in range(len(found), 3 - stop):
+            found.append([])
+            for batch in loader:
+                found[-1] += batch.tolist()
+                if len(found) == 1 and len(found[0]) == 8 and not stop:
+                    accelerator.save_state(tmp_path)
+        return found
+
+    whole = passes(False)
+    assert passes(True) == whole[1:]

@@ -105,8 +105,6 @@ class Places:
     ) -> tuple[Path, Path]:
         """Load a state; return its folder, and that of the checkpoint inside it.
 
-        Every process must call it.
-
         Args:
             input_dir: What the user said; by default the newest state that is whole.
             load: Reads a checkpoint.

@@ -6,14 +6,15 @@ from typing import Any
 
 from torch import Tensor
 
-from trainkit.checkpoint.per_process import divide, mark, of_this_process
-from trainkit.distributed import Processes, gather_together
+from trainkit.checkpoint.per_process import of_this_process, take_divided
+from trainkit.distributed import Processes
 from trainkit.errors import CheckpointError, ConfigError
 from trainkit.types import Stateful
 
-__all__ = ["check_registered", "object_parts", "objects_for", "put_entries", "take_own"]
+__all__ = ["check_registered", "object_parts", "objects_for", "take_own"]
 
 _OBJECT = "custom_checkpoint_"
+_OBJECTS = "objects"
 
 
 def check_registered(objects: Sequence[Any]) -> None:
@@ -41,46 +42,20 @@ def take_own(
         models: The states of models by their parts. What in them is no tensor may differ.
         processes: Those to compare with, which all call it; None: this process speaks for all.
     """
-    owners = _named(objects)
-    entries = {
-        f"{part}.{key}": value
-        for part, state in models.items()
-        for key, value in state.items()
-        if not isinstance(value, Tensor)
-    }
-    states: dict[str, Any] = {}
-    alone = processes is None or processes.size == 1
+    owners = {_OBJECTS: _named(objects)}
 
-    def take() -> dict[str, str]:
-        states.update(entries | {name: thing.state_dict() for name, thing in owners.items()})
-        return {name: mark(owners.get(name), states[name], name, alone=alone) for name in states}
+    def take() -> dict[str, Any]:
+        states = {name: thing.state_dict() for name, thing in owners[_OBJECTS].items()}
+        return {_OBJECTS: states} | {
+            part: {key: value for key, value in state.items() if not isinstance(value, Tensor)}
+            for part, state in models.items()
+        }
 
     if processes is None:
-        take()
-        return states, {}
-    alike, own = divide("object", states, gather_together(processes, take))
-    return {name: alike[name] for name in owners if name in alike}, {
-        "objects": {name: own[name] for name in owners if name in own},
-        "entries": {name: own[name] for name in entries if name in own},
-    }
-
-
-def put_entries(
-    models: Mapping[str, Any], own: Sequence[Mapping[str, Any]], *, same_size: bool
-) -> list[str]:
-    """Put what processes saved of models themselves in the place of what process 0 saved.
-
-    Returns what cannot be, as another number of processes saved it, in words.
-    """
-    names = list(own[0].get("entries", {}))  # older states have none
-    if names and not same_size:
-        listed = ", ".join(f"`{name}`" for name in names)
-        return [f"has {listed} of several processes, which differed: all take that of process 0."]
-    for name in names:
-        part, _, key = name.partition(".")
-        if key in models.get(part, {}):
-            models[part][key] = own[0]["entries"][name]
-    return []
+        return take()[_OBJECTS], {}
+    words = dict.fromkeys(models, "entry of the model's state") | {_OBJECTS: "object"}
+    alike, own = take_divided(processes, words, owners, take)
+    return alike[_OBJECTS], own
 
 
 def objects_for(
@@ -110,7 +85,7 @@ def objects_for(
         "object",
         _named(objects),
         {name: common[name] for name in common if name in names},
-        [of_process.get("objects", {}) for of_process in own],  # older states have none
+        [of_process.get(_OBJECTS, {}) for of_process in own],  # older states have none
         rank=rank,
         same_size=same_size,
     )

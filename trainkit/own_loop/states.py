@@ -12,10 +12,11 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from trainkit.checkpoint import CheckpointStore
-from trainkit.checkpoint.exact import lay_out_buffers, load_state
+from trainkit.checkpoint.exact import load_model, load_state
 from trainkit.checkpoint.forms import applying
 from trainkit.checkpoint.names import process_part
 from trainkit.checkpoint.opened import verify
+from trainkit.checkpoint.per_process import put_own
 from trainkit.distributed import (
     Processes,
     alone,
@@ -35,7 +36,6 @@ from trainkit.own_loop.registered import (
     check_registered,
     object_parts,
     objects_for,
-    put_entries,
     take_own,
 )
 from trainkit.own_loop.settings import ProjectConfiguration
@@ -48,8 +48,8 @@ __all__ = ["States"]
 Hook = Callable[..., Any]
 
 _LACKING = (
-    "was saved by process 0 alone: the random streams of the other processes are new ones, derived "
-    "from it."
+    "it was saved by process 0 alone: the random streams of the other processes are new ones, "
+    "derived from it."
 )
 
 
@@ -160,8 +160,8 @@ class States:
                 hook(left, str(folder))
             together(self._processes, lambda: read(path))
         self._apply(found, left, path)
-        for line in found["news"]:
-            report(f"trainkit: `{path}` {line}")
+        for line in filter(None, found["news"]):
+            report(f"trainkit: `{path}`: {line}")
         self.places.continue_from(folder)
 
     def _save(
@@ -256,8 +256,10 @@ class States:
             rank=self._processes.rank if same_size else None,
             has_scaler=self._gradients.scaler is not None,
         )
-        found["news"] = put_entries(found, own, same_size=same_size)
-        found["news"] += [_LACKING] if found["lacking"] else []
+        found["news"] = [_LACKING] if found["lacking"] else []
+        for name in likes.keys() & present:
+            entries = [of_process.get(name, {}) for of_process in own]  # older states have none
+            found["news"].append(put_own(found[name], entries, same_size=same_size))
         rank = self._processes.rank
         found["objects"] = objects_for(
             registry.objects, found, own, path=path, rank=rank, same_size=same_size
@@ -276,8 +278,7 @@ class States:
             if model in wanted:
                 state = found[_part("model", index)]
                 with applying("The model", path):
-                    model.load_state_dict(state)
-                    lay_out_buffers(model, state, older=True)
+                    load_model(model, state, older=True)
         saved = {
             f"{index}.{name}": value
             for index in range(len(registry.models))
