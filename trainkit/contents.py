@@ -243,8 +243,7 @@ def _load(
     loaded.states, unfit = states_for(
         run, callbacks, loaded.trainer, loaded.processes, same_size=same_size
     )
-    own = [part.get("model", {}) for part in loaded.processes]  # older ones have none
-    if news := put_own(loaded.model, own, same_size=same_size):
+    if news := put_own(loaded.model, "model", loaded.processes, same_size=same_size):
         run.print(f"trainkit: {news}")
     unfit += _order_problems(run, callbacks, loaded)
     _refuse(path, unfit + model_problems(loaded.model, run.module))

@@ -149,15 +149,17 @@ def of_this_process(
     return states, problems
 
 
-def put_own(state: States, own: Sequence[States], *, same_size: bool) -> str:
+def put_own(state: States, kind: str, parts: Sequence[States], *, same_size: bool) -> str:
     """Put the entries that this process saved itself in the place of process 0's.
 
-    Returns what is to be said where another number of processes saved them.
+    Returns what is to be said where another number of processes saved them. `kind` names them in
+    the `parts` that processes saved.
     """
+    own = parts[0].get(kind, {})  # older checkpoints have none
     if same_size:
-        state.update({key: own[0][key] for key in own[0] if key in state})
+        state.update({key: own[key] for key in own if key in state})
         return ""
-    names = ", ".join(f"`{key}`" for key in own[0])
+    names = ", ".join(f"`{key}`" for key in own)
     told = "of the model differed between the processes that saved it; all take that of process 0."
     return f"{names} {told}" if names else ""
 

@@ -1,17 +1,17 @@
 """What may differ by process of a state: registered objects, parts of models (DESIGN 2.22)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from trainkit.checkpoint.per_process import of_this_process, take_divided
+from trainkit.checkpoint.per_process import of_this_process, put_own, take_divided
 from trainkit.distributed import Processes
 from trainkit.errors import CheckpointError, ConfigError
 from trainkit.types import Stateful
 
-__all__ = ["check_registered", "object_parts", "objects_for", "take_own"]
+__all__ = ["check_registered", "object_parts", "objects_for", "put_entries", "take_own"]
 
 _OBJECT = "custom_checkpoint_"
 _OBJECTS = "objects"
@@ -56,6 +56,13 @@ def take_own(
     words = dict.fromkeys(models, "entry of the model's state") | {_OBJECTS: "object"}
     alike, own = take_divided(processes, words, owners, take)
     return alike[_OBJECTS], own
+
+
+def put_entries(
+    found: Mapping[str, Any], models: Collection[str], own: Sequence[Any], *, same_size: bool
+) -> list[str]:
+    """Put what of the models' states this process saved itself in its place; return what to say."""
+    return [put_own(found[name], name, own, same_size=same_size) for name in sorted(models)]
 
 
 def objects_for(

@@ -16,7 +16,6 @@ from trainkit.checkpoint.exact import load_model, load_state
 from trainkit.checkpoint.forms import applying
 from trainkit.checkpoint.names import process_part
 from trainkit.checkpoint.opened import verify
-from trainkit.checkpoint.per_process import put_own
 from trainkit.distributed import (
     Processes,
     alone,
@@ -36,6 +35,7 @@ from trainkit.own_loop.registered import (
     check_registered,
     object_parts,
     objects_for,
+    put_entries,
     take_own,
 )
 from trainkit.own_loop.settings import ProjectConfiguration
@@ -160,7 +160,7 @@ class States:
                 hook(left, str(folder))
             together(self._processes, lambda: read(path))
         self._apply(found, left, path)
-        for line in filter(None, found["news"]):
+        for line in filter(None, [*found["news"], found["lacking"] and _LACKING]):
             report(f"trainkit: `{path}`: {line}")
         self.places.continue_from(folder)
 
@@ -256,13 +256,9 @@ class States:
             rank=self._processes.rank if same_size else None,
             has_scaler=self._gradients.scaler is not None,
         )
-        found["news"] = [_LACKING] if found["lacking"] else []
-        for name in likes.keys() & present:
-            entries = [of_process.get(name, {}) for of_process in own]  # older states have none
-            found["news"].append(put_own(found[name], entries, same_size=same_size))
-        rank = self._processes.rank
+        found["news"] = put_entries(found, likes.keys() & present, own, same_size=same_size)
         found["objects"] = objects_for(
-            registry.objects, found, own, path=path, rank=rank, same_size=same_size
+            registry.objects, found, own, path=path, rank=self._processes.rank, same_size=same_size
         )
         for index in [index for index, model in enumerate(models) if model in wanted]:
             check_model(path, _part("model", index), found[_part("model", index)], models[index])
