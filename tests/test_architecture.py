@@ -18,7 +18,7 @@ LAYERS = (
     ("distributed",),
     ("precision", "data", "metrics", "logs"),
     ("strategies", "weighting", "agreement", "checkpoint"),
-    ("export",),
+    ("candidates", "export"),
     ("verbs", "parts"),
     ("own_loop",),
     ("accelerator",),
@@ -26,7 +26,6 @@ LAYERS = (
     ("callback", "failures"),
     (
         "callbacks",
-        "candidates",
         "epoch_order",
         "evaluation",
         "fingerprint",

@@ -166,9 +166,11 @@ class Run:
     """Cuts the windows of an epoch into other micro-batches of the same samples; None: as read."""
 
     weights: EvaluationWeights = field(init=False)
+    given_groups: int = field(init=False)  # those of the optimizer before the run added any
 
     def __post_init__(self) -> None:
         self.weights = EvaluationWeights(self.optimizer)
+        self.given_groups = len(self.optimizer.param_groups)
 
     @property
     def is_main_process(self) -> bool:
