@@ -420,23 +420,15 @@ class Accelerator(_Outlets):
             yield
 
     @override
-    def gather(self, tensor: Any, differentiable: bool = False) -> Any:
-        self._refuse_alone()
-        return super().gather(tensor, differentiable)
-
-    @override
     def gather_for_metrics(
         self, input_data: Any, use_gather_object: bool = False, **options: Any
     ) -> Any:
-        self._refuse_alone()
-        return super().gather_for_metrics(input_data, use_gather_object, **options)
-
-    def _refuse_alone(self) -> None:
         if self._parts is not None and self._parts.accumulation.alone:
             raise DataError(
                 "Not every process has a batch in this round, so not every process gathers. Leave "
-                "`even_batches=False` out: `gather_for_metrics` leaves out what fills batches up."
+                "`even_batches=False` out: what fills batches up is never gathered."
             )
+        return super().gather_for_metrics(input_data, use_gather_object, **options)
 
     def set_trigger(self) -> None:
         """Ask, on this process, that `check_trigger` tells all."""

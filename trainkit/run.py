@@ -401,9 +401,7 @@ class Run:
     def as_zero_weight(self, *, gathers: bool = False) -> Iterator[None]:
         """Run a micro-batch that counts for nothing: buffers and random streams are put back.
 
-        Args:
-            gathers: Whether `gather` takes its rows in all the same, as where no process has
-                others.
+        With `gathers` its rows are gathered all the same, as where no process has others.
         """
         before = [
             (module, name, buffer, buffer.clone())

@@ -176,14 +176,10 @@ class Processes:
         longest = max(counts)
         if self.size == 1 or longest == 0:
             return rows.detach()
-        sent = rows.detach().contiguous()
-        if len(rows) < longest:
-            sent = rows.new_zeros(longest, *rows.shape[1:])
-            sent[: len(rows)] = rows.detach()
-        received = sent.new_empty(self.size, *sent.shape)
-        torch.distributed.all_gather(list(received.unbind()), sent, self._group_of(sent))
-        if min(counts) == longest:
-            return received.flatten(0, 1)
+        missing = rows.new_zeros(longest - len(rows), *rows.shape[1:])
+        sent = torch.cat([rows.detach(), missing])
+        received = [torch.empty_like(sent) for _ in counts]
+        torch.distributed.all_gather(received, sent, self._group_of(sent))
         return torch.cat([part[:count] for part, count in zip(received, counts, strict=True)])
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
