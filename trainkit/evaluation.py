@@ -168,8 +168,10 @@ def evaluate(
     chunks = _Chunks(accelerator, loader, metrics)
     with _undisturbed(module, accelerator), closing(loader.batches(0)) as batches:
         for micro_batch in watch(batches):
+            accelerator.processes.repeats = micro_batch.count == 0
             with precision.autocast():
                 outputs = _mapping(step(module, micro_batch.data))
+            accelerator.processes.repeats = False
             chunks.add(outputs)
             if micro_batch.count:
                 _add_means(sums, outputs, micro_batch.count)
@@ -194,8 +196,10 @@ def predict(
     chunks = _Chunks(accelerator, loader, [])
     with _undisturbed(module, accelerator), closing(loader.batches(0)) as batches:
         for micro_batch in batches:
+            accelerator.processes.repeats = micro_batch.count == 0
             with precision.autocast():
                 outputs = _mapping(step(module, micro_batch.data))
+            accelerator.processes.repeats = False
             parts += chunks.add({"predictions": _require(outputs, "predictions")}, keep=True)
         parts += chunks.flush()
     return concatenate(
@@ -255,6 +259,7 @@ def _undisturbed(module: nn.Module, accelerator: Accelerator) -> Iterator[None]:
             module.eval()
             yield
     finally:
+        accelerator.processes.repeats = False
         for part, training in modes:
             part.training = training
 
