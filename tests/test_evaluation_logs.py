@@ -87,6 +87,7 @@ def test_before_a_fit_the_run_of_an_evaluation_says_what_it_lacks() -> None:
     class Asks(Trainer):
         def evaluation_step(self, model: nn.Module, batch: Any) -> Any:
             assert self.run is not None
+            assert len(self.run.gather_for_metrics(batch[1])) == len(batch[1])
             return {"step": self.run.state.step}
 
     with pytest.raises(AttributeError, match=r"`run.state` belongs to a `fit`"):

@@ -165,13 +165,21 @@ class Log:
             self.sums, self.zero_weight, self.samples = outer
 
 
+_OF_PROCESSES = ("gather_for_metrics", "is_main_process", "print")
+
+
+@dataclass(kw_only=True, slots=True)
 class LoneLog(Log):
     """Takes the place of a run in an evaluation before any `fit`."""
 
+    accelerator: Any
+
     def __getattr__(self, name: str) -> Any:
+        if name in _OF_PROCESSES:
+            return getattr(self.accelerator, name)
         raise AttributeError(
             f"`run.{name}` belongs to a `fit`, and this trainer has made none: in an evaluation "
-            "before it, `run` has `log` alone. Ask the trainer, for example `trainer.accelerator`."
+            f"before it, `run` has only `log`, `accelerator`, {str(_OF_PROCESSES)[1:-1]}."
         )
 
 

@@ -438,7 +438,7 @@ def _evaluation(
     with trainer._calls.enter(call), compiled(model, trainer._compile):
         called_by_all(trainer.accelerator.processes, call)
         run, given = trainer.run, trainer.loss_fn
-        log: Any = LoneLog() if run is None else run
+        log: Any = LoneLog(accelerator=trainer.accelerator) if run is None else run
         is_trained = isinstance(run, Run) and model in (run.model, run.module)
         try:
             trainer.run = log
