@@ -15,7 +15,7 @@ LAYERS = (
     ("errors", "types"),
     ("outputs", "streams"),
     ("schema", "world", "state", "rng", "config", "signals", "reports"),
-    ("schedule", "steps", "compiled", "report", "layouts"),
+    ("schedule", "steps", "compiled", "report", "layouts", "unchanged"),
     ("distributed",),
     ("precision", "data", "metrics", "logs"),
     ("strategies", "weighting", "agreement", "checkpoint"),

@@ -19,7 +19,7 @@ from trainkit.config import TrainConfig
 from trainkit.data import PreparedLoader, Window
 from trainkit.distributed import Processes, Vote, guard
 from trainkit.errors import ConfigError, TrainkitError
-from trainkit.logs import LogSums, Reduction
+from trainkit.logs import Log
 from trainkit.metrics.metric import Metric
 from trainkit.precision import Precision
 from trainkit.schedule import EvaluationWeights, LRSchedule
@@ -112,7 +112,7 @@ class PhaseClock:
 
 
 @dataclass(kw_only=True, slots=True)
-class Run:
+class Run(Log):
     """The parts of one training. Callbacks read it, and ask it by `log` and `request_...`."""
 
     config: TrainConfig
@@ -138,12 +138,9 @@ class Run:
     """Best value so far of each figure of which it is known what is better."""
     stop_reason: str | None = None
     """Why the training ended; None while it goes on."""
-    zero_weight: bool = False
-    """True inside a repeat that only keeps the processes in step and counts for nothing."""
     clock: PhaseClock = field(default_factory=PhaseClock)
     """Seconds of this process by what the run was doing."""
     requests: Requests = field(default_factory=Requests)
-    sums: LogSums = field(default_factory=LogSums)
     expected_figures: set[str] | None = None
     """Names of the figures that an evaluation gives; None where that is not known ahead."""
     logs: bool = False  # whether any callback of any process listens to `on_log`
@@ -228,24 +225,6 @@ class Run:
     def lacks_last_evaluation(self) -> bool:
         """Whether the last step is to be evaluated and has not been."""
         return self.evaluates_end and self.last_evaluated_attempt != self.state.attempts
-
-    def log(
-        self,
-        values: Mapping[str, Tensor | float],
-        weight: Tensor | float = 1,
-        reduce: Reduction = "mean",
-    ) -> None:
-        """Add figures to the next log.
-
-        Args:
-            values: Numbers or one-element tensors by name. Tensors are not read before the log.
-            weight: How much they count in a mean, such as the number of samples.
-            reduce: How they are put together over the steps since the last log and over all
-                processes: "mean" (weighted), "sum", "max" or "last".
-        """
-        if not self.zero_weight:
-            for name, value in values.items():
-                self.sums.add(name, value, weight, reduce)
 
     def request_stop(self, reason: str, *, agreed: bool = False) -> None:
         """Ask for the end of training.
@@ -405,17 +384,16 @@ class Run:
 
         With `gathers` its rows are gathered all the same, as where no process has others.
         """
-        before = [
-            (module, name, buffer, buffer.clone())
-            for module in self.module.modules()
-            for name, buffer in module.named_buffers(recurse=False)
-        ]
+        from trainkit.unchanged import kept_buffers  # most windows have none
+
         processes = self.accelerator.processes
         self.zero_weight, processes.repeats = True, not gathers
         try:
-            with rng.preserved(self.strategy.device), self.strategy.adding_nothing(self.module):
+            with (
+                kept_buffers(self.module.modules()),
+                rng.preserved(self.strategy.device),
+                self.strategy.adding_nothing(self.module),
+            ):
                 yield
         finally:
             self.zero_weight = processes.repeats = False
-            for module, name, buffer, value in before:
-                setattr(module, name, buffer.copy_(value))
