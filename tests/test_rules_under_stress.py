@@ -229,7 +229,9 @@ def test_a_metric_that_needs_more_data_than_one_batch_is_let_through() -> None:
 
 
 def test_evaluation_on_some_processes_only_is_refused() -> None:
-    with pytest.raises(RanksError, match="differ in their evaluations: process 0: metrics"):
+    with pytest.raises(
+        RanksError, match="differ in their `Evaluation` callbacks: process 0: metrics"
+    ):
         run_ranks(2, evaluate_on_one_rank)
 
 

@@ -17,23 +17,13 @@ from trainkit.errors import ConfigError
 from trainkit.facts import SCRIPT, code_of, digest, program, settings
 from trainkit.types import class_name
 
-__all__ = ["EVALUATIONS", "OUTPUT_DIR", "are_alike", "check_alike", "describe_model", "facts_of"]
-
-OUTPUT_DIR = "`output_dir`"
-EVALUATIONS = "their evaluations"
+__all__ = ["are_alike", "check_alike", "describe_model", "facts_of"]
 
 _REMEDIES = {
-    OUTPUT_DIR: "Give all of them one folder that they share.",
-    EVALUATIONS: "Give every process the same `Evaluation` callbacks; `MainProcess` is for "
-    "callbacks that only look.",
+    "`output_dir`": "Give all of them one folder that they share.",
+    "the training loader": "Every process must build the same; seed what is random in it, such as "
+    "`random_split(..., generator=...)`.",
 }
-_REMEDY = (
-    "Every process must be given the same; seed what is random in it, such as "
-    "`random_split(..., generator=...)`."
-)
-
-Facts = Iterable[tuple[str, str]]
-"""Names of what is compared, and what they are on this process, in words."""
 
 
 def facts_of(
@@ -43,15 +33,7 @@ def facts_of(
     evaluations: Mapping[str, PreparedLoader],
     parts: Mapping[str, Any],
 ) -> Iterator[tuple[str, str]]:
-    """Yield what a training depends on before its optimizer is made.
-
-    Args:
-        config: The numbers.
-        module: What is trained.
-        loader: For training.
-        evaluations: The other loaders.
-        parts: What else there is, by the names of arguments.
-    """
+    """Yield what a training depends on before its optimizer is made; `parts` counts too."""
     yield from program()
     yield from ((f"`{name}`", repr(value)) for name, value in asdict(config).items())
     yield "the model", describe_model(module)
@@ -65,10 +47,10 @@ def facts_of(
         yield from settings(name, part, whole=False)
 
 
-def check_alike(processes: Processes, facts: Facts) -> None:
-    """Raise ConfigError, on all processes, where a fact differs between them.
+def check_alike(processes: Processes, facts: Iterable[tuple[str, str]]) -> None:
+    """Raise ConfigError, on all processes, where a fact differs between them or only some have it.
 
-    Where none does, one number travels. One process alone looks at no fact.
+    Where all are alike one number travels. One process alone looks at no fact.
     """
     if processes.size == 1:
         return
@@ -79,25 +61,21 @@ def check_alike(processes: Processes, facts: Facts) -> None:
     all_facts: list[dict[str, str]] = processes.all_gather_objects(mine)
     differences: dict[str, str] = {}
     for name in dict.fromkeys(name for of_process in all_facts for name in of_process):
+        known = {of_process[name] for of_process in all_facts if name in of_process}
         values = [of_process.get(name, "not set") for of_process in all_facts]
-        known = [of_process[name] for of_process in all_facts if name in of_process]
-        if len(set(known if name == SCRIPT else values)) > 1:
+        if len(known if name == SCRIPT else set(values)) > 1:
             differences[name] = "; ".join(f"process {r}: {value}" for r, value in enumerate(values))
     if differences:
         first, *others = differences
         also = f" They differ also in {', '.join(others[:5])}." if others else ""
-        remedy = _REMEDIES.get(first, _REMEDY if "the " in first else "Give all of them the same.")
+        remedy = _REMEDIES.get(first, "Give all of them the same.")
         raise ConfigError(f"The processes differ in {first}: {differences[first]}. {remedy}{also}")
 
 
 def are_alike(processes: Processes, number: int, part: int = 0, parts: int = 1) -> bool:
-    """Return, on every process, whether all that hold the same part have the same number.
+    """Return, on every process, whether all with the same `part` have the same number.
 
-    Args:
-        processes: Which all call it; each sends 16 bytes a part.
-        number: From 0 to below 2**62, such as a digest.
-        part: What this process holds, below `parts`.
-        parts: How many there are.
+    Every process calls it, and sends 16 bytes a part. The number is below 2**62.
     """
     rows = torch.full((parts, 2), -(2**62))
     rows[part, 0], rows[part, 1] = number, -number

@@ -88,9 +88,7 @@ def begin(run: Run, callbacks: CallbackList) -> None:
 
         check_savable(run, callbacks)
     if run.accelerator.num_processes > 1:
-        from trainkit.agreement import check_alike  # one process needs none of it
-
-        check_alike(run.accelerator.processes, _facts_of(run))
+        _check_alike(run)
     run.expected_figures = rehearse(run)
     if run.lr_schedule is not None:
         run.lr_schedule.check(run.expected_figures)
@@ -99,16 +97,17 @@ def begin(run: Run, callbacks: CallbackList) -> None:
     run.stop_reason = run.end_reached  # where a run is resumed that had ended
 
 
-def _facts_of(run: Run) -> Iterator[tuple[str, str]]:
-    """Yield what the processes must have alike and is known only now."""
-    from trainkit.agreement import EVALUATIONS
+def _check_alike(run: Run) -> None:
+    """Raise where the processes differ in what is known only now."""
+    from trainkit.agreement import check_alike  # one process needs none of it
     from trainkit.facts import optimizer_settings, settings
 
     names = [metric.name for metric in run.evaluation_metrics]
     plan = f"metrics {names}, each epoch: {run.evaluates_epochs}, at the end: {run.evaluates_end}"
-    yield EVALUATIONS, plan
-    yield from settings("lr_scheduler", run.lr_schedule)
-    yield from optimizer_settings("optimizer", run.optimizer)
+    facts = {"their `Evaluation` callbacks": plan}
+    facts |= dict(settings("lr_scheduler", run.lr_schedule))
+    facts |= dict(optimizer_settings("optimizer", run.optimizer))
+    check_alike(run.accelerator.processes, facts.items())
 
 
 def serve(run: Run, callbacks: CallbackList) -> None:

@@ -1,6 +1,6 @@
 """Whether processes that should hold the same parameters and optimizer state do (DESIGN 2.22)."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from numbers import Number
 from typing import Any
 
@@ -21,7 +21,7 @@ _CHUNK = 2**22  # elements that a device works on at once: 32 MB in between
 
 def check_replicas(
     strategy: Strategy,
-    parameters: Mapping[str, Tensor],
+    parameters: Iterable[tuple[str, Tensor]],
     optimizers: Sequence[Optimizer],
     when: str,
 ) -> None:
@@ -33,7 +33,7 @@ def check_replicas(
 
     Args:
         strategy: Tells which processes hold the same.
-        parameters: By name.
+        parameters: With their names.
         optimizers: Their state of each parameter, and the settings of their groups, count too.
         when: Stands in the error, such as "after step 12".
 
@@ -44,7 +44,7 @@ def check_replicas(
     part, parts = strategy.held_part
     if parts == processes.size:
         return
-    digests = _digests(dict(_entries(parameters, optimizers)))
+    digests = _digests(dict(_entries(dict(parameters), optimizers)))
     if are_alike(processes, int(_hex(digests), 16) >> 2, part, parts):
         return
     differences = _differences(processes.all_gather_objects([part, digests]))

@@ -138,16 +138,18 @@ class Preparation:
 
     def check_alike(self, objects: Sequence[Any]) -> None:
         """Raise, on all processes, where what trains a model that they hold together differs."""
-        models = [m for m in [*objects, *self.registry.models] if isinstance(m, nn.Module)]
-        joined = {id(p) for model in models if self._joins(model) for p in model.parameters()}
-        held = [
-            {id(p) for p in thing.parameters()}
-            if isinstance(thing, nn.Module)
-            else {id(p) for group in _groups(thing) for p in group["params"]}
-            for thing in objects
-        ]
-        if any(joined & own for own in held):
+        if any(map(self._trains_together, objects)):
             check_alike(self.sharing.processes, self._facts_of(objects))
+
+    def _trains_together(self, thing: Any) -> bool:
+        """Return whether something is, or trains, a model that the processes hold together."""
+        if isinstance(thing, nn.Module):
+            return self._joins(thing)
+        groups = getattr(getattr(thing, "optimizer", thing), "param_groups", [])
+        own = {id(p) for group in groups for p in group["params"]}
+        models = [model for model in self.registry.models if self._joins(model)]
+        known = {id(p) for model in models for p in model.parameters()}
+        return bool(own) and bool(models) and (self.strategy.sharded or bool(own & known))
 
     def _facts_of(self, objects: Sequence[Any]) -> Iterator[tuple[str, str]]:
         """Yield, in words, what every process must have alike."""
@@ -161,11 +163,10 @@ class Preparation:
             place = f"prepare(...)[{index}]"
             data = thing.dataset if isinstance(thing, DataLoader) else None
             if isinstance(data, Sized) and not isinstance(data, IterableDataset):
-                length, batch = len(data), thing.batch_size
-                loader = f"the loader at position {index} of `prepare`"
-                yield loader, f"{length} samples, batch size {batch}"
+                text = f"{len(data)} samples, batch size {thing.batch_size}"
+                yield f"the loader at position {index} of `prepare`", text
             if isinstance(thing, nn.Module) and not self._is_prepared(thing):
-                yield f"the model at position {index} of `prepare`", describe_model(thing)
+                yield f"`{place}`", describe_model(thing)
             if isinstance(thing, Optimizer):
                 yield from optimizer_settings(place, thing)
             if isinstance(thing, LRScheduler):
@@ -251,12 +252,6 @@ class Preparation:
                 f"{len(device_placement)} entries."
             )
         return [self.places if place is None else place for place in device_placement]
-
-
-def _groups(thing: Any) -> list[Any]:
-    """Return the groups of an optimizer, or of that of a scheduler."""
-    groups: list[Any] = getattr(getattr(thing, "optimizer", thing), "param_groups", [])
-    return groups
 
 
 def _check_kind(thing: Any, index: int) -> None:
