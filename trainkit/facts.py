@@ -24,7 +24,15 @@ from trainkit.precision import Precision
 from trainkit.state import VERSION
 from trainkit.strategies import Strategy
 
-__all__ = ["SCRIPT", "code_of", "digest", "optimizer_settings", "program", "settings"]
+__all__ = [
+    "SCRIPT",
+    "code_of",
+    "digest",
+    "group_settings",
+    "optimizer_settings",
+    "program",
+    "settings",
+]
 
 SCRIPT = "the script"  # a process may have none, such as a notebook
 
@@ -76,7 +84,18 @@ def optimizer_settings(path: str, optimizer: Optimizer) -> Iterator[tuple[str, s
     for index, group in enumerate(optimizer.param_groups):
         name = f"{path}.param_groups[{index}]"
         yield f"`{name}.params`", repr([tuple(p.shape) for p in group["params"]])
-        yield from settings(name, {key: v for key, v in group.items() if key != "params"})
+        yield from settings(name, group_settings(group))
+
+
+def group_settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings in a group of an optimizer, without tensors that it works in."""
+
+    def is_large(value: Any) -> bool:
+        if isinstance(value, list | tuple):
+            return any(isinstance(inner, Tensor) for inner in value)
+        return isinstance(value, Tensor) and value.numel() > 1
+
+    return {key: value for key, value in group.items() if not is_large(value)}
 
 
 def code_of(function: Any) -> str:

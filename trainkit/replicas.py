@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from trainkit.agreement import are_alike
 from trainkit.checkpoint.exact import parameter_states
 from trainkit.errors import DistributedError
+from trainkit.facts import group_settings
 from trainkit.strategies import Strategy
 
 __all__ = ["check_replicas"]
@@ -67,8 +68,7 @@ def _entries(
         states = parameter_states(optimizer)
         for number, group in enumerate(optimizer.param_groups):
             place = f"`param_groups[{number}]` of optimizer {index}"
-            # Larger tensors in groups are where an optimizer works.
-            yield place, {key: v for key, v in group.items() if isinstance(v, Number | str | tuple)}
+            yield place, group_settings(group)
             for position, parameter in enumerate(group["params"]):
                 name = names.get(id(parameter), f"parameter {position} in {place}")
                 for key, value in states.get(parameter, {}).items():
