@@ -37,8 +37,8 @@ class ReplicaCheck(Callback):
     def on_step_end(self, run: Run, result: StepResult) -> None:
         step, every = run.state.step, self.every_n_steps
         if every is not None and (step % every == 0 or step == run.planned_steps):
-            when = f"after step {step}"
-            check_replicas(run.strategy, run.module.named_parameters(), [run.optimizer], when)
+            parameters = dict(run.module.named_parameters())
+            check_replicas(run.strategy, parameters, [run.optimizer], f"after step {step}")
 
     @override
     def on_checkpoint_start(self, run: Run) -> None:

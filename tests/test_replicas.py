@@ -179,7 +179,7 @@ def hybrid(rank: int) -> list[str]:
             with torch.no_grad():
                 model[1].weight.to_local().add_(other)  # type: ignore[operator,union-attr]
         with pytest.raises(DistributedError) as caught:
-            check_replicas(strategy, model.named_parameters(), [], "now")
+            check_replicas(strategy, dict(model.named_parameters()), [], "now")
         texts.append(str(caught.value))
     return texts
 

@@ -96,8 +96,8 @@ def describe(run: Run) -> dict[str, Any]:
     if run.saver.check_replicas:
         from trainkit.replicas import check_replicas  # one process needs none of it
 
-        when = f"after step {run.state.step}"
-        check_replicas(run.strategy, run.module.named_parameters(), [run.optimizer], when)
+        parameters = dict(run.module.named_parameters())
+        check_replicas(run.strategy, parameters, [run.optimizer], f"after step {run.state.step}")
     evaluated = run.last_evaluated_attempt == run.state.attempts
     return {
         "epoch": run.state.epoch,

@@ -1,6 +1,6 @@
 """Whether processes that should hold the same parameters and optimizer state do (DESIGN 2.22)."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from numbers import Number
 from typing import Any
 
@@ -22,7 +22,7 @@ _CHUNK = 2**22  # elements that a device works on at once: 32 MB in between
 
 def check_replicas(
     strategy: Strategy,
-    parameters: Iterable[tuple[str, Tensor]],
+    parameters: Mapping[str, Tensor],
     optimizers: Sequence[Optimizer],
     when: str,
 ) -> None:
@@ -34,7 +34,7 @@ def check_replicas(
 
     Args:
         strategy: Tells which processes hold the same.
-        parameters: With their names.
+        parameters: By name.
         optimizers: Their state of each parameter, and the settings of their groups, count too.
         when: Stands in the error, such as "after step 12".
 
@@ -45,7 +45,7 @@ def check_replicas(
     part, parts = strategy.held_part
     if parts == processes.size:
         return
-    digests = _digests(dict(_entries(dict(parameters), optimizers)))
+    digests = _digests(dict(_entries(parameters, optimizers)))
     if are_alike(processes, int(_hex(digests), 16) >> 2, part, parts):
         return
     differences = _differences(processes.all_gather_objects([part, digests]))
@@ -54,7 +54,8 @@ def check_replicas(
         f"The processes hold different models {when}: {'; '.join(differences[:5])}{rest}. "
         "Something has changed it on some of them only, such as an edit under "
         "`if is_main_process:`, or other hardware computes other bits. No checkpoint is written "
-        "from it, and earlier ones stay. `ReplicaCheck(every_n_steps=1)` names the first such step."
+        "from it, and earlier ones stay. In `fit`, `ReplicaCheck(every_n_steps=1)` names the first "
+        "such step."
     )
 
 

@@ -165,8 +165,7 @@ class States:
     ) -> str:
         """Save what `parts` returns on each of the processes that save."""
         if checks:
-            parameters = self._parameters().items()
-            check_replicas(self._strategy, parameters, self._registry.optimizers, _WHEN)
+            check_replicas(self._strategy, self._parameters(), self._registry.optimizers, _WHEN)
         folder = self.places.for_saving(output_dir, processes)
         metadata = _describe(self._registry) | {"processes": self._processes.size}
         self.places.commit(folder, parts(folder), metadata, processes)
