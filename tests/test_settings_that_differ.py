@@ -217,7 +217,7 @@ def test_the_same_holds_for_what_an_own_loop_prepares() -> None:
         "`precision`: process 0: FP32; process 1: BF16",
         "`precision.options.init_scale`: process 0: 8.0; process 1: 9.0",
         "`gradient_accumulation.num_steps`: process 0: 1; process 1: 2",
-        r"prepare\(...\)\[0\]`: process 0: Linear with 2 tensors",
+        r"what `prepare` was given: .*process 1: \['Doubled', .*also in `prepare\(...\)\[0\]`",
     ]
     found = run_ranks(2, own_loops, timeout=120)
     assert found[0] == found[1]
