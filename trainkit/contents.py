@@ -89,7 +89,16 @@ def _common(run: Run) -> dict[str, Any]:
 
 
 def describe(run: Run) -> dict[str, Any]:
-    """Return what stands in the manifest: for people, for retention, and to compare at a resume."""
+    """Return what stands in the manifest: for people, for retention, and to compare at a resume.
+
+    Every process must call it: it raises, on all of them, where nothing must be saved.
+    """
+    assert run.saver is not None
+    if run.saver.check_replicas:
+        from trainkit.replicas import check_replicas  # one process needs none of it
+
+        parameters = dict(run.module.named_parameters())
+        check_replicas(run.strategy, parameters, [run.optimizer], f"after step {run.state.step}")
     evaluated = run.last_evaluated_attempt == run.state.attempts
     return {
         "epoch": run.state.epoch,
@@ -104,6 +113,7 @@ def describe(run: Run) -> dict[str, Any]:
         },
         "fingerprint": fingerprint(run),
         "order": order_of(run),
+        **finiteness(run),
     }
 
 
@@ -128,7 +138,7 @@ def save_now(run: Run | None, callbacks: CallbackList) -> Path:
     run.save_checkpoints(KeepPolicy(keep_last=None))
     assert run.saver is not None
     try:
-        about = describe(run) | finiteness(run)
+        about = describe(run)
         with run.evaluation_weights():
             path = run.saver.save(run.state.step, collect(run, callbacks), about)
     finally:

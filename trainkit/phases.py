@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from trainkit import rng
-from trainkit.agreement import check_evaluation
 from trainkit.callback import Callback, CallbackList
 from trainkit.config import TrainConfig
 from trainkit.distributed import guard, together
@@ -150,14 +149,27 @@ def begin(run: Run, callbacks: CallbackList) -> None:
         from trainkit.savable import check_savable  # runs without checkpoints need none of it
 
         check_savable(run, callbacks)
-    names = [metric.name for metric in run.evaluation_metrics]
-    check_evaluation(run.accelerator.processes, run.evaluates_epochs, run.evaluates_end, names)
+    if run.accelerator.num_processes > 1:
+        _check_alike(run)
     run.expected_figures = rehearse(run)
     if run.lr_schedule is not None:
         run.lr_schedule.check(run.expected_figures)
     run.restore_streams()
     run.phase = "train"
     run.stop_reason = run.end_reached  # where a run is resumed that had ended
+
+
+def _check_alike(run: Run) -> None:
+    """Raise where the processes differ in what is known only now."""
+    from trainkit.agreement import check_alike  # one process needs none of it
+    from trainkit.facts import optimizer_settings, settings
+
+    names = [metric.name for metric in run.evaluation_metrics]
+    plan = f"metrics {names}, each epoch: {run.evaluates_epochs}, at the end: {run.evaluates_end}"
+    facts = {"their `Evaluation` callbacks": plan}
+    facts |= dict(settings("lr_scheduler", run.lr_schedule))
+    facts |= dict(optimizer_settings("optimizer", run.optimizer))
+    check_alike(run.accelerator.processes, facts.items())
 
 
 def serve(run: Run, callbacks: CallbackList) -> None:
@@ -223,7 +235,6 @@ def _is_interrupted(run: Run) -> bool:
 def _save(run: Run, callbacks: CallbackList) -> None:
     """Save a checkpoint if one is due, and tell of one that was committed meanwhile."""
     from trainkit.contents import collect, describe  # runs without checkpoints need none of it
-    from trainkit.finite import finiteness
 
     saver = run.saver
     assert saver is not None
@@ -238,7 +249,7 @@ def _save(run: Run, callbacks: CallbackList) -> None:
     phase, run.phase = run.phase, "save"
     callbacks.emit(Callback.on_checkpoint_start, run)
     _note_saved(run, callbacks, saver.wait())
-    about = describe(run) | finiteness(run)
+    about = describe(run)
     with run.evaluation_weights():
         path = saver.save(run.state.step, collect(run, callbacks), about)
     run.last_saved_attempt = run.state.attempts

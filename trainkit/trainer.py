@@ -9,7 +9,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainkit import agreement, evaluation, loop, parts, rng, steps
+from trainkit import evaluation, loop, parts, rng, steps
 from trainkit.accelerator import Accelerator
 from trainkit.callback import Callback, CallbackList
 from trainkit.config import TrainConfig, Watchdog, as_path, check_argument
@@ -344,12 +344,13 @@ class Trainer:
     def _make_run(
         self, module: nn.Module, loader: PreparedLoader, evaluations: dict[str, PreparedLoader]
     ) -> Run:
+        from trainkit.agreement import check_alike, facts_of  # only where something is trained
+
         config, processes = self.config, self.accelerator.processes
         parts.check_evaluations(evaluations)
-        facts = agreement.facts_of(config, module, loader, evaluations)
-        if self.output_dir is not None:
-            facts[agreement.OUTPUT_DIR] = str(self.output_dir.resolve())
-        agreement.check_alike(processes, facts)
+        names = ("output_dir", "strategy", "precision", "training_step", "loss_fn", "_compile")
+        others = {name.lstrip("_"): getattr(self, name) for name in names}
+        check_alike(processes, facts_of(config, module, loader, evaluations, others))
         self.planned_steps = parts.planned_steps(config, loader)
         self.precision.setup(self.accelerator.device)  # its state is that of one training
         self.strategy.seed = config.seed

@@ -40,12 +40,15 @@ from trainkit.own_loop.registered import (
 )
 from trainkit.own_loop.settings import ProjectConfiguration
 from trainkit.own_loop.streams import Streams, saved_by
+from trainkit.replicas import check_replicas
 from trainkit.state import VERSION
 from trainkit.strategies import Strategy
 
 __all__ = ["States"]
 
 Hook = Callable[..., Any]
+_Parts = Callable[[Path], dict[str, Any]]
+_WHEN = "in `save_state`"
 
 _LACKING = (
     "it was saved by process 0 alone: the random streams of the other processes are new ones, "
@@ -107,7 +110,7 @@ class States:
         """Call `hook(models, folder)` before each load, on every process."""
         return _register(self._before_load, hook)
 
-    def save(self, output_dir: Any) -> Path:
+    def save(self, output_dir: Any, checks: bool) -> Path:
         """Save the state; return its folder. For an exact resume every process must call it.
 
         Where process 0 calls it alone, the state lacks what only other processes know: their
@@ -116,12 +119,13 @@ class States:
         Raises:
             ConfigError: There is no folder; or process 0 is alone, inside a window.
             CheckpointError: It failed on some process; an earlier state is untouched.
-            DistributedError: The models are sharded, or process 0 is among those that do not call.
+            DistributedError: The models are sharded, or process 0 is among those that do not call;
+                or the processes do not hold the same, where that is to be looked at.
         """
         folder = by_all_or_main(
             self._processes,
             "save_state",
-            lambda: self._save(output_dir, self._processes, self._parts_of_all),
+            lambda: self._save(output_dir, self._processes, self._parts_of_all, checks=checks),
             None if self._strategy.sharded else lambda: self._save_alone(output_dir),
             key="" if output_dir is None else str(output_dir),
         )
@@ -165,9 +169,11 @@ class States:
         self.places.continue_from(folder)
 
     def _save(
-        self, output_dir: Any, processes: Processes, parts: Callable[[Path], dict[str, Any]]
+        self, output_dir: Any, processes: Processes, parts: _Parts, *, checks: bool = False
     ) -> str:
         """Save what `parts` returns on each of the processes that save."""
+        if checks:
+            check_replicas(self._strategy, self._parameters(), self._registry.optimizers, _WHEN)
         folder = self.places.for_saving(output_dir, processes)
         metadata = _describe(self._registry) | {"processes": self._processes.size}
         self.places.commit(folder, parts(folder), metadata, processes)
