@@ -19,7 +19,7 @@ LAYERS = (
     ("precision", "data", "metrics", "logs"),
     ("strategies", "weighting", "agreement", "checkpoint"),
     ("export",),
-    ("verbs", "parts"),
+    ("verbs", "parts", "overflow"),
     ("own_loop",),
     ("accelerator",),
     ("run",),

@@ -124,7 +124,7 @@ def skip(run: Run, callbacks: CallbackList) -> None:
     """Clear the gradients and leave everything else as it was (DESIGN 2.9)."""
     state = run.state
     loss, _ = run.weighting.result()
-    reason = run.requests.skip or "the gradients overflowed"
+    reason = run.requests.skip or run.overflow(loss)
     run.optimizer.zero_grad(set_to_none=True)
     run.requests.skip = None
     state.skipped_steps += 1

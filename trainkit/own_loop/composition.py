@@ -66,7 +66,11 @@ class OwnLoop:
         self.registry = Registry()
         self.accumulation = Accumulation(wishes.accumulation)
         self.gradients = Gradients(
-            self.accumulation, self.precision, self.strategy, scaled=scaler.enabled
+            self.accumulation,
+            self.precision,
+            self.strategy,
+            self.registry.models,
+            scaled=scaler.enabled,
         )
         sharing = Sharing(
             processes=self.processes,

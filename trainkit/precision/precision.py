@@ -26,6 +26,9 @@ class Precision(ABC):
 
     device: torch.device
 
+    exhausted: bool = False
+    """Whether the latest overflow came where the loss cannot be scaled down any further."""
+
     def setup(self, device: torch.device) -> None:
         """Bind to the device; raises `ConfigError` where it lacks the format."""
         self.device = device

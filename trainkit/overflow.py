@@ -1,0 +1,49 @@
+"""What is said of gradients that overflow and go on to do so (DESIGN 2.9)."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from trainkit.errors import NonFiniteError
+from trainkit.strategies import Strategy
+
+__all__ = ["low_scale"]
+
+
+def low_scale(
+    strategy: Strategy, named: Iterable[tuple[str, Tensor]], loss: Tensor, *, step: int
+) -> NonFiniteError:
+    """Return the error for gradients that overflow at the smallest scale.
+
+    Every process must call it, before the gradients are cleared. It reads the device.
+
+    Args:
+        strategy: Tells how gradients lie on the processes.
+        named: Parameters with their names, in one order on all processes.
+        loss: The latest loss of this process, not scaled.
+        step: Updates applied before.
+    """
+    parameters = dict(named)
+    with torch.no_grad():
+        parts = [strategy.local_gradients([p]) for p in parameters.values()]
+        bad = [index for index, part in enumerate(parts) if any(map(_is_bad, part))]
+    found = strategy.processes.all_gather_objects((bad, loss.float().mean().item()))
+    positions = sorted({index for seen, _ in found for index in seen})
+    names = [name for index, name in enumerate(parameters) if index in positions]
+    process = next((rank for rank, (seen, _) in enumerate(found) if positions[:1] == seen[:1]), 0)
+    where = f", first that of `{names[0]}`, last that of `{names[-1]}`" if names else ""
+    return NonFiniteError(
+        f"The gradients overflow float16{where}, and the loss scale is at its smallest. After "
+        f"{step} updates the loss of process {process} is {found[process][1]:g}. At a smaller "
+        "scale gradients would be rounded to zero. Lower the learning rate, look for inputs or "
+        'losses that are not finite, or use "bf16"; `FP16(min_scale=...)` sets the smallest scale.',
+        step=step,
+        process=process,
+        parameter=names[0] if names else None,
+    )
+
+
+def _is_bad(gradient: Tensor) -> bool:
+    values = gradient._values() if gradient.is_sparse else gradient
+    return not bool(torch.isfinite(values).all())
