@@ -15,6 +15,7 @@ LAYERS = (
     ("outputs", "streams"),
     ("schema", "world", "state", "rng", "config", "signals", "reports"),
     ("schedule", "steps", "compiled", "report", "layouts"),
+    ("schedule_plan",),
     ("distributed",),
     ("precision", "data", "metrics", "logs"),
     ("strategies", "weighting", "agreement", "checkpoint"),

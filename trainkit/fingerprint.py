@@ -35,7 +35,7 @@ def fingerprint(run: Run) -> dict[str, Any]:
         "optimizer groups": [
             [names[id(p)] for p in group["params"]] for group in run.optimizer.param_groups
         ],
-        "scheduler": run.lr_schedule and type(run.lr_schedule.scheduler).__name__,
+        "scheduler": run.lr_schedule and run.lr_schedule.name,
         "precision": run.precision.name,
         "data set length": loader.samples_per_epoch,
         "global batch": loader.nominal_window(run.config.gradient_accumulation_steps),

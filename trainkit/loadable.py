@@ -208,7 +208,7 @@ def _check_plugins(run: Run, checkpoint: "Checkpoint", trainer: Any) -> None:
     named = manifest.metadata["fingerprint"]["scheduler"]
     if (saved is None) != (named is None):
         raise Unfit(f"must be that of {named}", "lr_scheduler")
-    if scheduler is not None and type(scheduler.scheduler).__name__ == named:
+    if scheduler is not None and scheduler.name == named:
         strict = same_torch(checkpoint)
         within(
             "lr_scheduler",

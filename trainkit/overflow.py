@@ -14,24 +14,18 @@ __all__ = ["low_scale"]
 def low_scale(
     strategy: Strategy, named: Iterable[tuple[str, Tensor]], loss: Tensor, *, step: int
 ) -> NonFiniteError:
-    """Return the error for gradients that overflow at the smallest scale.
+    """Return the error for gradients that overflow at the smallest scale, before they are cleared.
 
-    Every process must call it, before the gradients are cleared. It reads the device.
-
-    Args:
-        strategy: Tells how gradients lie on the processes.
-        named: Parameters with their names, in one order on all processes.
-        loss: The latest loss of this process, not scaled.
-        step: Updates applied before.
+    Every process must call it, with its own `loss` and its parameters in the same order.
     """
     parameters = dict(named)
     with torch.no_grad():
         parts = [strategy.local_gradients([p]) for p in parameters.values()]
         bad = [index for index, part in enumerate(parts) if any(map(_is_bad, part))]
     found = strategy.processes.all_gather_objects((bad, loss.float().mean().item()))
-    positions = sorted({index for seen, _ in found for index in seen})
-    names = [name for index, name in enumerate(parameters) if index in positions]
-    process = next((rank for rank, (seen, _) in enumerate(found) if positions[:1] == seen[:1]), 0)
+    process = min(range(len(found)), key=lambda rank: found[rank][0] or [len(parts)])
+    bad = sorted({index for seen, _ in found for index in seen})
+    names = [list(parameters)[index] for index in bad]
     where = f", first that of `{names[0]}`, last that of `{names[-1]}`" if names else ""
     return NonFiniteError(
         f"The gradients overflow float16{where}, and the loss scale is at its smallest. After "

@@ -17,10 +17,10 @@ from trainkit.data import PreparedLoader, evaluation_loader, training_loader
 from trainkit.distributed import Processes, Vote
 from trainkit.distributed.group import as_timeout
 from trainkit.errors import ConfigError
-from trainkit.phases import check_outputs, lasting_streams, training_mode, watched
+from trainkit.phases import check_outputs, check_schedule, lasting_streams, training_mode, watched
 from trainkit.precision import Precision
 from trainkit.run import FitResult, Run
-from trainkit.schedule import LRSchedule
+from trainkit.schedule import LRSchedule, make_lr_schedule
 from trainkit.strategies import Strategy
 from trainkit.types import (
     AnyScheduler,
@@ -157,7 +157,7 @@ class Trainer:
 
     def configure_lr_scheduler(self, optimizer: Optimizer) -> AnyScheduler | LRSchedule | None:
         """Return the scheduler; the default makes what `fit` was given."""
-        return parts.make_lr_schedule(self._lr_scheduler, optimizer)
+        return make_lr_schedule(self._lr_scheduler, optimizer, self.planned_steps, self._warmup)
 
     # What people call.
 
@@ -167,7 +167,8 @@ class Trainer:
         loaders: Any,
         *,
         optimizer: Optimizer | OptimizerFactory | None = None,
-        lr_scheduler: AnyScheduler | LRSchedule | SchedulerFactory | None = None,
+        lr_scheduler: AnyScheduler | LRSchedule | SchedulerFactory | str | None = None,
+        warmup: float = 0,
         loss_fn: LossFn | None = None,
         resume: str | Path | None = None,
         schedule: Literal["keep", "rescale"] | None = None,
@@ -181,9 +182,12 @@ class Trainer:
                 out over the processes here.
             optimizer: A callable `params -> Optimizer` such as `partial(AdamW, lr=3e-4)`, or an
                 optimizer on the model's parameters.
-            lr_scheduler: A callable `optimizer -> LRScheduler`, or a ready-made one. It advances
-                once for each update; `LRSchedule` says otherwise. `planned_steps` is known when
-                the callable runs.
+            lr_scheduler: "constant", "linear", "cosine" or "wsd" over all updates of the run; or a
+                callable `optimizer -> LRScheduler`, or a ready-made one. It advances once for
+                each update; `LRSchedule` says otherwise. `planned_steps` is known when the
+                callable runs.
+            warmup: Of a schedule by name: a fraction of the run such as 0.1, or a whole number of
+                updates.
             loss_fn: `(outputs, targets) -> loss`, a mean over samples, for loaders of pairs
                 `(inputs, targets)`. Without it the model computes its own loss.
 
@@ -200,7 +204,7 @@ class Trainer:
                 leaves the program with the code 143, 130 or 75.
         """
         resume = parts.check_resume(resume, schedule)
-        self._optimizer, self._lr_scheduler = optimizer, lr_scheduler
+        self._optimizer, self._lr_scheduler, self._warmup = optimizer, lr_scheduler, warmup
         self.loss_fn = type(self).loss_fn if loss_fn is None else parts.check_loss_fn(loss_fn)
         with ExitStack() as stack:
             stack.enter_context(lasting_streams())
@@ -214,6 +218,7 @@ class Trainer:
                 from trainkit import contents  # runs without checkpoints need none of it
 
                 contents.restore(run, self.callbacks, resume, schedule, self._make_schedule)
+            check_schedule(run)
             stack.enter_context(run.interrupts)
             stack.callback(run.close)
             run.weights.train()
@@ -273,7 +278,7 @@ class Trainer:
                 step=self.evaluation_step,
             )
 
-    def explain(self, model: nn.Module | None = None, loaders: Any = None) -> None:
+    def explain(self, model: nn.Module | None = None, loaders: Any = None, **schedule: Any) -> None:
         """Print what `fit` would do: make-up, order of hooks, saving, and every default.
 
         It changes nothing and starts nothing. Every process may call it; the main one prints.
@@ -281,12 +286,15 @@ class Trainer:
         Args:
             model: As for `fit`; its parameters are then counted.
             loaders: As for `fit`; the global batch and the planned steps are then known.
+            **schedule: `optimizer`, `lr_scheduler` and `warmup`, as for `fit`; with model and
+                loaders the learning rates are then known.
         """
         from trainkit.explain import explain
 
         with ExitStack() as stack:
             prepared = None if loaders is None else _prepare_all(self, stack, loaders)
-            explain(self, None if model is None else parts.check_model(model), prepared)
+            known = None if model is None else parts.check_model(model)
+            explain(self, known, prepared, **schedule)
 
     def register_for_checkpointing(self, *objects: Stateful, **named: Stateful) -> None:
         """Save and restore more objects with every checkpoint.
@@ -387,7 +395,7 @@ class Trainer:
         """Return the schedule for a horizon."""
         present, self.planned_steps = self.planned_steps, planned_steps
         try:
-            return parts.make_lr_schedule(self.configure_lr_scheduler(optimizer), optimizer)
+            return make_lr_schedule(self.configure_lr_scheduler(optimizer), optimizer)
         finally:
             self.planned_steps = present
 

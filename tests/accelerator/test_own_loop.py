@@ -235,7 +235,7 @@ def _overflowing_loop(rank: int) -> tuple[int, str | None, str]:
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_scale_that_cannot_fall_further_ends_the_loop(size: int) -> None:
     for skips, parameter, message in run_ranks(size, _overflowing_loop):
-        assert (skips, parameter) == (30, "0.weight")
+        assert (skips, parameter) == (30, "0.0.weight")
         assert "the loss of process 0" in message
 
 

@@ -66,12 +66,9 @@ class OwnLoop:
         self.registry = Registry()
         self.accumulation = Accumulation(wishes.accumulation)
         self.gradients = Gradients(
-            self.accumulation,
-            self.precision,
-            self.strategy,
-            self.registry.models,
-            scaled=scaler.enabled,
+            self.accumulation, self.precision, self.strategy, scaled=scaler.enabled
         )
+        self.gradients.models = self.registry.models
         sharing = Sharing(
             processes=self.processes,
             device=self.device if wishes.device_placement else torch.device("cpu"),

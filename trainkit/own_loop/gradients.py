@@ -29,7 +29,6 @@ class Gradients:
         accumulation: Tells the windows.
         precision: Tells the number format.
         strategy: Tells how gradients lie on the processes.
-        models: Those that are prepared, now and later; an error names their parameters.
         scaled: Whether fp16 scales losses.
     """
 
@@ -38,15 +37,15 @@ class Gradients:
         accumulation: Accumulation,
         precision: Precision,
         strategy: Strategy,
-        models: Sequence[nn.Module],
         *,
         scaled: bool = True,
     ) -> None:
         self._fp16 = precision if isinstance(precision, FP16) and scaled else None
         self.scaler = None if self._fp16 is None else self._fp16.scaler
         """The scaler of fp16; None without one."""
-        self._models = models
-        self._loss = torch.tensor(math.nan)  # the latest
+        self.models: Sequence[nn.Module] = ()
+        """Those that were prepared; an error names their parameters."""
+        self._loss = torch.tensor(math.nan)  # the latest, not scaled
         self.optimizers: list[Optimizer] = []
         """Those that were prepared."""
         self._accumulation = accumulation
@@ -67,11 +66,11 @@ class Gradients:
                 f"`loss` must be a scalar, but has the shape {list(loss.shape)}. Take its mean or "
                 "sum, or pass `gradient=`."
             )
-        self._loss = loss.detach()
         if self._accumulation.divisor != 1:
             loss = loss / self._accumulation.divisor
         if self.scaler is not None:
             self._refresh()
+            self._loss = loss.detach()
             loss = scaled_loss(self.scaler, loss)
         loss.backward(**kwargs)
 
@@ -130,11 +129,6 @@ class Gradients:
         self._refresh()
         return {} if self.scaler is None else self.scaler.state_dict()
 
-    def load_scale_state(self, state: dict[str, Any]) -> None:
-        """Take back the state of the loss scale."""
-        if self._fp16 is not None and state:
-            self._fp16.load_state_dict(state)
-
     def _settle_owners(self, parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:
         """Make the gradients final of each optimizer that has one of the parameters."""
         found = [parameters] if isinstance(parameters, Tensor) else list(parameters)
@@ -157,10 +151,9 @@ class Gradients:
         if overflowed and self._fp16 is not None and self._fp16.is_lowest():
             from trainkit.overflow import low_scale  # most loops need none of it
 
-            models = [self._strategy.unwrap(model) for model in self._models]
-            named = models[0] if len(models) == 1 else nn.ModuleList(models)
-            done = self._accumulation.window - 1
-            raise low_scale(self._strategy, named.named_parameters(), self._loss, step=done)
+            models = nn.ModuleList(self._strategy.unwrap(model) for model in self.models)
+            loss, done = self._loss * self._accumulation.divisor, self._accumulation.window - 1
+            raise low_scale(self._strategy, models.named_parameters(), loss, step=done)
         return overflowed
 
     def _refresh(self) -> None:

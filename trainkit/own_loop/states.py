@@ -282,8 +282,8 @@ class States:
         for scheduler, state in zip(registry.schedulers, loop["schedulers"], strict=True):
             with applying("The scheduler", path):
                 scheduler.load_state_dict(state)
-        with applying("The loss scale", path):
-            self._gradients.load_scale_state(loop["scaler"])
+        if self._gradients.scaler is not None and loop["scaler"]:
+            self._gradients.scaler.load_state_dict(loop["scaler"])
         own = loop | (found["streams"] or {})  # older states have these in `loop` alone
         self._accumulation.load_state_dict(own["accumulation"])
         self._gradients.forget()

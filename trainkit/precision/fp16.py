@@ -114,12 +114,6 @@ class FP16(Precision):
 
     @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if state["scale"] < self.min_scale:
-            raise ConfigError(
-                f"The saved loss scale is {state['scale']:g}, below `min_scale` "
-                f"({self.min_scale:g}): gradients overflowed again and again before it was saved, "
-                "and would now be rounded to zero. Go on from an earlier state."
-            )
         self.scaler.load_state_dict(dict(state))
 
 
