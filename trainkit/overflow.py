@@ -21,7 +21,8 @@ def low_scale(
     parameters = dict(named)
     with torch.no_grad():
         parts = [strategy.local_gradients([p]) for p in parameters.values()]
-        bad = [index for index, part in enumerate(parts) if any(map(_is_bad, part))]
+        values = [[g._values() if g.is_sparse else g for g in part] for part in parts]
+        bad = [i for i, part in enumerate(values) if not all(g.isfinite().all() for g in part)]
     found = strategy.processes.all_gather_objects((bad, loss.float().mean().item()))
     process = min(range(len(found)), key=lambda rank: found[rank][0] or [len(parts)])
     bad = sorted({index for seen, _ in found for index in seen})
@@ -36,8 +37,3 @@ def low_scale(
         process=process,
         parameter=names[0] if names else None,
     )
-
-
-def _is_bad(gradient: Tensor) -> bool:
-    values = gradient._values() if gradient.is_sparse else gradient
-    return not bool(torch.isfinite(values).all())

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 __all__ = [
     "begin",
     "check_outputs",
-    "check_schedule",
     "finish",
     "lasting_streams",
     "serve",
@@ -79,14 +78,6 @@ def check_outputs(run: Run, callbacks: CallbackList) -> None:
             callback.check_output(run)
 
     together(run.accelerator.processes, check)
-
-
-def check_schedule(run: Run) -> None:
-    """Raise where the schedule cannot be meant for this run; say where it is strange."""
-    if run.lr_schedule is not None:
-        from trainkit.schedule_plan import check_plan  # many runs have no schedule
-
-        check_plan(run.lr_schedule, run.planned_steps, run.config.max_epochs, run.print)
 
 
 def begin(run: Run, callbacks: CallbackList) -> None:

@@ -52,9 +52,8 @@ class LRSchedule:
     def name(self) -> str:
         """What it is, and when it advances if not after each update."""
         name = getattr(self.scheduler, "described", type(self.scheduler).__name__)
-        if self.metric is not None:
-            return f"{name} by {self.metric}"
-        return name if self.every == "step" else f"{name} every {self.every}"
+        unit = "" if self.every == "step" else f" every {self.every}"
+        return name + (unit if self.metric is None else f" by {self.metric}")
 
     def check(self, figures: Iterable[str] | None) -> None:
         """Raise where the schedule could never advance.
@@ -83,14 +82,9 @@ class LRSchedule:
             for _ in range(state.step if self.every == "step" else state.epoch):
                 self.scheduler.step()  # type: ignore[call-arg]
 
-    def advance_step(self) -> None:
-        """Advance after an applied update, if that is this schedule's pace."""
-        if self.metric is None and self.every == "step":
-            self.scheduler.step()  # type: ignore[call-arg]
-
-    def advance_epoch(self) -> None:
-        """Advance at the end of an epoch, if that is this schedule's pace."""
-        if self.metric is None and self.every == "epoch":
+    def advance(self, unit: Literal["step", "epoch"]) -> None:
+        """Advance after an applied update or at the end of an epoch, if that is its pace."""
+        if self.metric is None and self.every == unit:
             self.scheduler.step()  # type: ignore[call-arg]
 
     def advance_evaluation(self, metrics: Scalars) -> None:
@@ -107,12 +101,7 @@ class NamedLR(LRScheduler):
     Each of `w` warm-up updates has a higher rate than the one before, from `1 / (w + 1)` of the
     optimizer's on. After them "constant" stays; "linear" and "cosine" fall to 0 at the end of the
     run; "wsd" (warm-up, stable, decay) stays, and falls linearly to 0 in the last fifth.
-
-    Args:
-        optimizer: Its rates are the highest of the schedule.
-        name: As above.
-        total_steps: Updates of the run; None where they are not known.
-        warmup: A fraction of these updates, or as a whole number so many updates.
+    The run has `total_steps` updates, where known; `warmup` is a fraction of them, or whole.
     """
 
     def __init__(

@@ -17,8 +17,6 @@ __all__ = ["check_plan", "describe", "settings_of"]
 _FALLING = ("StepLR", "MultiStepLR", "ExponentialLR", "PolynomialLR", "LinearLR")
 # What says where a schedule ends, and which part of a run is strangely early for it.
 _ENDS = {"total_steps": 1.0, "T_max": 0.9, "total_iters": 0.6, "step_size": 0.6, "milestones": 0.6}
-_BY_HISTORY = ("ChainedScheduler", "MultiplicativeLR")  # no rate is known without those before it
-_POINTS = 1000  # of a run that are looked at
 
 
 def describe(schedule: LRSchedule, steps: int | None, epochs: int | None) -> str:
@@ -50,15 +48,16 @@ def check_plan(
         return
     unit, others = ("update", "epochs") if by_step else ("epoch", "updates")
     name, length = _length(scheduler)
-    early = length < count * _ENDS.get(name, 0)
-    if name in ("step_size", "milestones"):
-        early = early and by_step and length < other  # they may well be few in the beginning
+    few = name in ("step_size", "milestones") and not (by_step and length < other)
+    early = not few and length < count * _ENDS.get(name, 0)
+    gone = type(scheduler).__name__ in _FALLING
+    if gone:
+        rates = zip(_rates(scheduler, count // 2 + 1)[count // 2], scheduler.base_lrs, strict=True)
+        gone = all(rate <= 1e-6 * base for rate, base in rates)
     refused = {
         "it cannot go on after its end": early and name == "total_steps",
         f"that is the number of {others}": length == other != count and (early or not by_step),
-        "after half of them the rate is below a millionth of the optimizer's": (
-            type(scheduler).__name__ in _FALLING and _is_over(scheduler, count // 2)
-        ),
+        "after half of them the rate is below a millionth of the optimizer's": gone,
     }
     strange = {
         f"that looks like a number of {others}": early and length <= other,
@@ -99,19 +98,14 @@ def _is_known(scheduler: Any) -> bool:
     functions = [getattr(f, "func", f) for f in getattr(scheduler, "lr_lambdas", ())]
     packages = [str(getattr(part, "__module__", "")) for part in (type(scheduler), *functions)]
     known = all(name.startswith(("torch.", "trainkit.", "transformers.")) for name in packages)
-    known = known and type(scheduler).__name__ not in _BY_HISTORY
+    known = known and not isinstance(scheduler, lr_scheduler.ChainedScheduler)  # goes by its past
     return known and all(map(_is_known, getattr(scheduler, "_schedulers", ())))
-
-
-def _is_over(scheduler: Any, step: int) -> bool:
-    rates = zip(_rates(scheduler, step + 1)[step], scheduler.base_lrs, strict=True)
-    return all(rate <= 1e-6 * base for rate, base in rates)
 
 
 def _rates(scheduler: Any, count: int) -> dict[int, list[float]]:
     """Return the rates of all groups after so many advances, wherever they are highest too."""
     twin = _twin(scheduler, settings_of(scheduler.optimizer))
-    width = max(1, count // _POINTS)
+    width = max(1, count // 1000)  # so many are looked at
     steps, rates = [*range(0, count, width), count - 1], {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # no update comes before, and jumps are old-fashioned

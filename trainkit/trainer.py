@@ -17,7 +17,7 @@ from trainkit.data import PreparedLoader, evaluation_loader, training_loader
 from trainkit.distributed import Processes, Vote
 from trainkit.distributed.group import as_timeout
 from trainkit.errors import ConfigError
-from trainkit.phases import check_outputs, check_schedule, lasting_streams, training_mode, watched
+from trainkit.phases import check_outputs, lasting_streams, training_mode, watched
 from trainkit.precision import Precision
 from trainkit.run import FitResult, Run
 from trainkit.schedule import LRSchedule, make_lr_schedule
@@ -218,7 +218,10 @@ class Trainer:
                 from trainkit import contents  # runs without checkpoints need none of it
 
                 contents.restore(run, self.callbacks, resume, schedule, self._make_schedule)
-            check_schedule(run)
+            if run.lr_schedule is not None:
+                from trainkit.schedule_plan import check_plan  # many runs need none of it
+
+                check_plan(run.lr_schedule, run.planned_steps, self.config.max_epochs, run.print)
             stack.enter_context(run.interrupts)
             stack.callback(run.close)
             run.weights.train()

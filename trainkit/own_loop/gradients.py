@@ -43,8 +43,7 @@ class Gradients:
         self._fp16 = precision if isinstance(precision, FP16) and scaled else None
         self.scaler = None if self._fp16 is None else self._fp16.scaler
         """The scaler of fp16; None without one."""
-        self.models: Sequence[nn.Module] = ()
-        """Those that were prepared; an error names their parameters."""
+        self.models: Sequence[nn.Module] = ()  # whose parameters an error names
         self._loss = torch.tensor(math.nan)  # the latest, not scaled
         self.optimizers: list[Optimizer] = []
         """Those that were prepared."""

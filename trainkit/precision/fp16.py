@@ -82,10 +82,7 @@ class FP16(Precision):
         return self.scaler.get_scale()
 
     def is_lowest(self) -> bool:
-        """Return whether one more overflow takes the scale below the smallest; reads the device.
-
-        Ask after an overflow, before the scale has followed it.
-        """
+        """Return whether an overflow that the scale has not followed yet takes it too low."""
         return self.scale * self.scaler.get_backoff_factor() < self.min_scale
 
     @override
