@@ -14,10 +14,7 @@ __all__ = ["low_scale"]
 def low_scale(
     strategy: Strategy, named: Iterable[tuple[str, Tensor]], loss: Tensor, *, step: int
 ) -> NonFiniteError:
-    """Return the error for gradients that overflow at the smallest scale, before they are cleared.
-
-    Every process must call it, with its own `loss` and its parameters in the same order.
-    """
+    """Return the error for gradients that overflow at the smallest scale; called by all."""
     parameters = dict(named)
     with torch.no_grad():
         parts = [strategy.local_gradients([p]) for p in parameters.values()]

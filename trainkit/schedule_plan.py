@@ -20,10 +20,9 @@ _ENDS = {"total_steps": 1.0, "T_max": 0.9, "total_iters": 0.6, "step_size": 0.6,
 
 
 def describe(schedule: LRSchedule, steps: int | None, epochs: int | None) -> str:
-    """Return what a schedule is, and its first, highest and last rate, from a copy.
+    """Return what a schedule is, and its first, highest and last rate in a run, from a copy.
 
-    The run has so many steps and epochs, where known. Functions that a user wrote are not called:
-    then only the present rate is told.
+    Functions that a user wrote are not called: then only the present rate is told.
     """
     by_step = schedule.every == "step" and schedule.metric is None
     text = f"{schedule.name}{' every update' if by_step else ''}: "
