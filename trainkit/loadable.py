@@ -9,6 +9,7 @@ from torch import Tensor
 
 from trainkit.checkpoint.forms import (
     SCALE,
+    STREAM,
     STREAMS,
     anything,
     blaming,
@@ -79,6 +80,7 @@ _METADATA = record(
     },
     optional={"order", "versions"},
 )
+_DATA = each(STREAM)
 _TRAINER = record(
     {
         "counters": record(dict.fromkeys(TrainState().state_dict(), whole), closed=True),
@@ -92,8 +94,9 @@ _TRAINER = record(
         "callbacks": each(anything),
         "objects": each(anything),
         "optimizer_states": whole,
+        "data": _DATA,
     },
-    optional={"optimizer_states"},  # older ones have none
+    optional={"optimizer_states", "data"},  # older ones have none
 )
 _SUM = row(one_of("mean", "sum", "max", "last"), number, number)
 _PROCESS = record(
@@ -103,8 +106,9 @@ _PROCESS = record(
         "callbacks": each(anything),
         "objects": each(anything),
         "model": each(anything),
+        "data": _DATA,
     },
-    optional={"callbacks", "objects", "model"},  # older ones have none
+    optional={"callbacks", "objects", "model", "data"},  # older ones have none
 )
 
 

@@ -38,6 +38,7 @@ from trainkit.schema import (
 
 __all__ = [
     "SCALE",
+    "STREAM",
     "STREAMS",
     "anything",
     "applying",
@@ -142,6 +143,21 @@ STREAMS: dict[str, Check] = {
     "torch": torch_state,
     "device": maybe(_device_state),
 }
+
+_STREAM_STATE = {
+    "items": whole,
+    "ended": flag,
+    "before_last": anything,
+    "dataset": anything,
+    "iterator": anything,
+}
+STREAM = record(
+    {
+        "shards": whole,
+        "inside": flag,
+        "state": maybe(record(_STREAM_STATE, optional={"dataset", "iterator"})),
+    }
+)
 
 SCALE = record(
     {

@@ -135,6 +135,8 @@ def of_this_process(
 def _merged(kind: str, name: str, merge: Any, saved: list[Any]) -> Any:
     try:
         return merge(saved)
+    except CheckpointError:  # says why itself
+        raise
     except Exception as error:
         raise CheckpointError(
             f"`merge_state_dicts` of the {kind} `{name}` raised {type(error).__name__}: {error}. "

@@ -37,6 +37,7 @@ class _Round:
     total: int
     pending: Any = None  # on its way to the device
     spare: tuple[Any, int] | None = None
+    state: Any = None  # of the data set after it
     fault: Exception | None = None  # raised when the round is due
     lacking: int | None = None  # a process that has nothing to repeat
 
@@ -73,7 +74,7 @@ class _Pass:
         counts = tuple(max(word, 0) for word in words)
         pending = self._transfer.start(piece.data) if piece.count > 0 else None
         lacking = words.index(_LACKS) if _LACKS in words else None
-        return _Round(counts, sum(counts), pending, piece.spare, fault, lacking)
+        return _Round(counts, sum(counts), pending, piece.spare, piece.state, fault, lacking)
 
     def _agree(self, word: int) -> tuple[int, ...]:
         if self._processes.size == 1:
@@ -112,9 +113,11 @@ class AgreedLoader(PreparedLoader):
         self.samples_per_epoch = samples_per_epoch
         self.batches_per_epoch = batches_per_epoch
         self._feed = feed
+        self.stream = feed.stream
         self._least = 1  # samples of a round that is not the end
         if whole and batch_size is not None:
             self._least = self.processes.size * batch_size
+        self._end: Any = None  # the state of the data set after an epoch
         self._transfer = transfer_for(self.device)
         self._refuse_empty(length_of(getattr(source, "dataset", source)))
 
@@ -130,6 +133,8 @@ class AgreedLoader(PreparedLoader):
                 yield window
         if is_idle:
             self._refuse_idle(epoch)
+        if self.stream is not None:
+            self.stream.ended(self._end)
 
     @override
     def batches(self, epoch: int, *, position: int = 0) -> Generator[MicroBatch, None, None]:
@@ -178,7 +183,8 @@ class AgreedLoader(PreparedLoader):
             left -= 1
             last = left == 0 or self._is_end(ahead)
             size = count or repeat.size
-            yield MicroBatch(data, count, current.total, last, current.counts, size)
+            state = current.state
+            yield MicroBatch(data, count, current.total, last, current.counts, size, state)
             left = left or accumulation
 
     @contextmanager
@@ -197,6 +203,8 @@ class AgreedLoader(PreparedLoader):
         for micro_batch in micro_batches:
             if self.active is not None:
                 self.active.yielded(self, micro_batch.counts, micro_batch.size)
+            if self.stream is not None:
+                self.stream.consumed(micro_batch.state)
             yield micro_batch
 
     def _due(
@@ -204,8 +212,20 @@ class AgreedLoader(PreparedLoader):
     ) -> Iterator[tuple[Any, _Round, _Round]]:
         """Yield the data of each round from `position` on, the round, and the one after it."""
         rank = self.processes.rank
-        done = position if self._feed.finds_position else 0
-        for current, ahead in self._rounds(epoch, position):
+        start = None if self.stream is None else self.stream.resumption()
+        if start is not None and start["state"] is None:
+            start = None
+        jumps = self._feed.finds_position or start is not None
+        done = position if jumps else 0
+        if position and start is None:
+            logger.warning(
+                "`%s` cannot jump to a position: the first %d samples of epoch %d are read again.",
+                type(self.source).__name__,
+                position,
+                epoch,
+            )
+        pieces = self._feed.pieces(epoch, position if jumps else 0, start)
+        for current, ahead in self._rounds(epoch, pieces):
             data = None
             if current.counts[rank]:
                 data = self._transfer.finish(current.pending)
@@ -225,16 +245,8 @@ class AgreedLoader(PreparedLoader):
                 f"{done} samples. Keep the global batch and the data set of the checkpoint."
             )
 
-    def _rounds(self, epoch: int, position: int) -> Iterator[tuple[_Round, _Round]]:
+    def _rounds(self, epoch: int, pieces: Iterator[Piece]) -> Iterator[tuple[_Round, _Round]]:
         """Yield each round of the epoch with the one after it."""
-        if position:
-            logger.warning(
-                "`%s` cannot jump to a position: the first %d samples of epoch %d are read again.",
-                type(self.source).__name__,
-                position,
-                epoch,
-            )
-        pieces = self._feed.pieces(epoch, position if self._feed.finds_position else 0)
         reading = _Pass(self._feed, self.processes, self._transfer, pieces)
         ahead = reading.read()
         while not self._is_end(ahead):
@@ -248,6 +260,7 @@ class AgreedLoader(PreparedLoader):
                 )
             ahead = reading.read()
             yield current, ahead
+        self._end = ahead.state
 
     def _is_end(self, ahead: _Round) -> bool:
         return ahead.fault is None and ahead.total < self._least

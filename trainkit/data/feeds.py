@@ -2,7 +2,7 @@
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import chain, count, islice
 from typing import Any
@@ -14,6 +14,7 @@ from typing_extensions import override
 from trainkit import rng
 from trainkit.data.fetch import Fetch
 from trainkit.data.order import KeyedOrder, announce_epoch
+from trainkit.data.position import StreamPosition
 from trainkit.data.stream import Piece, StreamReader
 from trainkit.data.tree import count_samples
 from trainkit.data.workers import Source, datasets_of, source_for
@@ -26,11 +27,20 @@ class Feed(ABC):
 
     finds_position: bool = False  # whether `pieces` begins after `position` by itself
     has_spare: bool = False  # whether `spare` works
+    stream: StreamPosition | None = None  # what a checkpoint keeps of an iterable data set
     advice: str  # for users where a process never had a batch
 
     @abstractmethod
-    def pieces(self, epoch: int, position: int) -> Iterator[Piece]:
-        """Yield this process's piece of each round."""
+    def pieces(
+        self, epoch: int, position: int, start: Mapping[str, Any] | None = None
+    ) -> Iterator[Piece]:
+        """Yield this process's piece of each round.
+
+        Args:
+            epoch: Which epoch.
+            position: Samples that were consumed before, where `finds_position`.
+            start: What `stream` kept there; the pass goes on from it.
+        """
 
     def spare(self, epoch: int) -> tuple[Any, int]:
         """Return a batch and its number of samples, for a process that had none in this epoch."""
@@ -79,28 +89,45 @@ class StreamFeed(Feed):
             source_for, loader=loader, base_seed=base_seed, told=told, device=device, alone=True
         )
         self._workers: Source | None = None
+        self._readers: list[StreamReader] = []  # of the passes under way in this process
+        self.stream = StreamPosition(loader, reader.shards) if told else None
         # A position counts the samples of all shards, which one shard alone cannot find.
         self.finds_position = not reader.is_sharded
 
     @override
-    def pieces(self, epoch: int, position: int) -> Iterator[Piece]:
+    def pieces(
+        self, epoch: int, position: int, start: Mapping[str, Any] | None = None
+    ) -> Iterator[Piece]:
+        dataset: Any = self._loader.dataset
+        if start is not None:
+            self.close()  # workers under way would not hear of it
+            if not start["inside"]:
+                dataset.load_state_dict(copy.deepcopy(start["state"]["dataset"]))
         if self._told:
-            announce_epoch(datasets_of(self._loader.dataset), epoch)
+            announce_epoch(datasets_of(dataset), epoch)
         run = next(self._runs)
-        return self._source().batches(epoch, lambda: ((run, position, k) for k in count()))
+        self._reader.start = (run, start["state"]) if start and start["inside"] else None
+        tasks = partial(map, lambda index: (run, position, index), count())
+        if self._loader.num_workers > 0:
+            self._workers = self._workers or self._source_of(self._reader)
+            yield from self._workers.batches(epoch, tasks)
+            return
+        # A reader of its own, so that passes at the same time do not disturb each other.
+        reader = copy.copy(self._reader)
+        self._readers.append(reader)
+        try:
+            yield from self._source_of(reader).batches(epoch, tasks)
+        finally:
+            reader.leave()
+            self._readers = [one for one in self._readers if one is not reader]
 
     @override
     def close(self) -> None:
+        for reader in self._readers:
+            reader.leave()
         if self._workers is not None:
             self._workers.close()
-
-    def _source(self) -> Source:
-        if self._loader.num_workers == 0:
-            # A reader of its own, so that passes at the same time do not disturb each other.
-            return self._source_of(copy.copy(self._reader))
-        if self._workers is None:
-            self._workers = self._source_of(self._reader)
-        return self._workers
+            self._workers = None
 
 
 class KeyFeed(Feed):
@@ -139,7 +166,9 @@ class KeyFeed(Feed):
         self._latest = None
 
     @override
-    def pieces(self, epoch: int, position: int) -> Iterator[Piece]:
+    def pieces(
+        self, epoch: int, position: int, start: Mapping[str, Any] | None = None
+    ) -> Iterator[Piece]:
         keys = self._keys(epoch)
         mine = keys[self._rank :: self._size]
         yield from _filled(self._source.batches(epoch, partial(iter, mine)))
@@ -186,7 +215,9 @@ class ForeignFeed(Feed):
         self._told = told
 
     @override
-    def pieces(self, epoch: int, position: int) -> Iterator[Piece]:
+    def pieces(
+        self, epoch: int, position: int, start: Mapping[str, Any] | None = None
+    ) -> Iterator[Piece]:
         loader = self._loader
         if self._told:
             batch_sampler = getattr(loader, "batch_sampler", None)

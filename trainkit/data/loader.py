@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trainkit.data.active import ActiveLoaders
+from trainkit.data.position import StreamPosition
 from trainkit.data.window import MicroBatch, Window
 from trainkit.errors import ConfigError, DataError
 
@@ -58,6 +59,7 @@ class PreparedLoader(ABC):
     batches_per_epoch: int | None = None  # micro-batches of one process; None: not known
     samples_per_epoch: int | None = None  # over all processes, after `drop_last`; None: not known
     batch_size: int | None = None  # of one process; None: it varies
+    stream: StreamPosition | None = None  # where an iterable data set of training is
 
     def __init__(self, source: Any, preparation: Preparation) -> None:
         self.source = source

@@ -127,6 +127,7 @@ def _streamed(loader: DataLoader[Any], preparation: Preparation) -> PreparedLoad
         device=preparation.device,
         told=preparation.trains,
     )
+    reader.in_training = preparation.trains
     samples = None if reader.is_sharded or size is None else length_of(loader.dataset)
     batches = None
     if samples is not None and size is not None:

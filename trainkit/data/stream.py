@@ -1,14 +1,18 @@
 """Reads this process's slices of an iterable data set (DESIGN 2.17)."""
 
+import copy
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
+from weakref import WeakValueDictionary
 
 from typing_extensions import override
 
 from trainkit import rng
 from trainkit.data.fetch import Fetch, collates_silently
-from trainkit.data.tree import count_samples
+from trainkit.data.position import is_stateful
+from trainkit.data.tree import count_samples, is_same
 from trainkit.errors import DataError
 
 __all__ = ["Piece", "StreamReader"]
@@ -23,11 +27,13 @@ class Piece:
         data: Their batch; None where it has none.
         spare: A batch of the stream's first samples and their number, for a process that never
             had any.
+        state: Where the data set is after the round; None where it has no `state_dict`.
     """
 
     count: int
     data: Any = None
     spare: tuple[Any, int] | None = None
+    state: Any = None
 
 
 class StreamReader(Fetch):
@@ -62,6 +68,7 @@ class StreamReader(Fetch):
         super().__init__(dataset, seed)
         self.seeds = sample_seeding
         self.is_sharded = size > 1 and _can_shard(dataset, size)
+        self.shards = size if self.is_sharded else 1
         self._collate = collate
         self._seeds_collate = sample_seeding and not collates_silently(collate)
         self._batch_size = batch_size
@@ -70,6 +77,12 @@ class StreamReader(Fetch):
         self._whole = whole
         self._run: int | None = None
         self._iterator: Iterator[Any] = iter(())
+        self._data: Any = dataset  # what is read: the data set, or the shard of this process
+        self._found: dict[str, Any] | None = None  # the state that the pass has found it in
+        self._owner: Any = None  # who tells the state: the iterator, or the data set
+        self._prior: Any = None  # the state before the latest item
+        self._state: dict[str, Any] | None = None  # after the latest round
+        self.start: tuple[int, Any] | None = None  # a pass, and the state that it goes on from
 
     @override
     def fetch(self, epoch: int, task: tuple[int, int, int]) -> Piece:
@@ -82,21 +95,41 @@ class StreamReader(Fetch):
         """
         run, position, index = task
         if run != self._run:
-            self._begin(epoch, position)
+            self._begin(run, epoch, position)
             self._run = run
-        if self._batch_size is None:
-            return self._batch_of_stream(index)
-        return self._slice_of_round(index, self._batch_size)
+        size = self._batch_size
+        piece = self._batch_of_stream(index) if size is None else self._slice_of_round(index, size)
+        state = self._taken_state()
+        return piece if state is None else replace(piece, state=state)
 
-    def _begin(self, epoch: int, position: int) -> None:
-        self._epoch, self._at, self._next, self._ended = epoch, 0, 0, False
+    def leave(self) -> None:
+        """Put a data set that was left in the middle of a pass back to where the pass found it.
+
+        After an evaluation it is put back in any case. Where another pass has begun to read the
+        same object, nothing is done.
+        """
+        found, self._found = self._found, None
+        self._iterator = iter(())
+        is_mine = _latest.get(id(self._data)) is self
+        if found is not None and is_mine and not (self._complete and self.in_training):
+            self._data.load_state_dict(found["state"])
+
+    def _begin(self, run: int, epoch: int, position: int) -> None:
+        self.leave()
+        self._epoch, self._at, self._next = epoch, 0, 0
+        self._ended = self._complete = False
         self._first: list[Any] = []
-        dataset = self.dataset
+        self._prior = self._state = self._owner = None
+        self._data = self.dataset
         if self.is_sharded:
-            dataset = dataset.shard(num_shards=self._size, index=self._rank)
-        if self.seeds:
-            rng.seed_host(rng.derive(self.seed, "stream", epoch))
-        self._iterator = iter(dataset)
+            self._data = self._data.shard(num_shards=self._size, index=self._rank)
+        if is_stateful(self._data):
+            self._found = {"state": copy.deepcopy(self._data.state_dict())}
+            _latest[id(self._data)] = self
+        if self.start is not None and self.start[0] == run:
+            self._go_on(self.start[1])
+            return
+        self._open()
         done = 0
         while done < position:
             items = self._read(1)
@@ -110,21 +143,74 @@ class StreamReader(Fetch):
                 f"{self._at} items. Resume with the data set of the checkpoint."
             )
 
+    def _open(self, kind: str = "", state: Any = None) -> None:
+        """Make the iterator.
+
+        Args:
+            kind: Who takes a state before the first item, "dataset" or "iterator"; "": nobody.
+            state: The state.
+        """
+        if kind == "dataset":
+            self._data.load_state_dict(copy.deepcopy(state))
+        if self.seeds:
+            rng.seed_host(rng.derive(self.seed, "stream", self._epoch))
+        self._iterator = iter(self._data)
+        owners = [one for one in (self._iterator, self._data) if is_stateful(one)]
+        self._owner = owners[0] if owners else None
+        if kind == "iterator":
+            self._owner.load_state_dict(copy.deepcopy(state))
+
+    def _go_on(self, state: dict[str, Any]) -> None:
+        """Begin where a state was taken."""
+        self._at = state["items"]
+        if state["ended"]:
+            self._state, self._ended, self._complete = state, True, True
+            return
+        kind = "iterator" if "iterator" in state else "dataset"
+        if state["before_last"] is not None:
+            # What `__iter__` draws before its first sample is drawn under the key of sample 0, and
+            # the next sample must be under its own. So the last one is read again, and dropped.
+            self._open(kind, state["before_last"])
+            rng.seed_host(self._key(0))
+            if next(self._iterator, self) is not self:
+                if is_same(self._owner.state_dict(), state[kind]):
+                    return
+        self._open(kind, state[kind])
+
+    def _taken_state(self) -> dict[str, Any] | None:
+        """Return where the data set is, copied: it may go on to change what it returned."""
+        if self._owner is None or not self.in_training:
+            return self._state
+        if self._state is not None and self._state["ended"]:
+            return self._state
+        kind = "dataset" if self._owner is self._data else "iterator"
+        self._state = {
+            "items": self._at,
+            "ended": self._ended,
+            "before_last": self._prior,
+            kind: copy.deepcopy(self._owner.state_dict()),
+        }
+        return self._state
+
     def _slice_of_round(self, index: int, share: int) -> Piece:
         start = 0 if self.is_sharded else self._rank * share
         many = share if self.is_sharded else self._size * share
         self._skip((index - self._next) * many)
         self._next = index + 1
         key = self._key(self._at + start)
-        samples = self._read(many)
+        samples = self._read(many, keeps_prior=True)
         mine = samples[start : start + share]
         if self._whole and len(mine) < share:
             mine = []
         if mine:
             return Piece(len(mine), self._collated(mine, key))
-        if index or self.is_sharded or not samples:
+        first = self._first if samples and not index else []
+        if self.is_sharded and not index and self._at:  # the shard had samples before
+            shard = self.dataset.shard(num_shards=self._size, index=self._rank)
+            first = list(islice(shard, share))
+        if not first:
             return Piece(0)
-        return Piece(0, spare=(self._collated(self._first, self._key(0)), len(self._first)))
+        return Piece(0, spare=(self._collated(first, self._key(0)), len(first)))
 
     def _batch_of_stream(self, index: int) -> Piece:
         many = 1 if self.is_sharded else self._size
@@ -132,12 +218,16 @@ class StreamReader(Fetch):
         self._next = index + 1
         start = 0 if self.is_sharded else self._rank
         key = self._key(self._at + start)
-        items = self._read(many)
+        items = self._read(many, keeps_prior=True)
         if start < len(items):
             return Piece(count_samples(items[start]), self._collated(items[start], key))
-        if index or self.is_sharded or not items:
+        found = self._first if items and not index else []
+        if self.is_sharded and not index and self._at:
+            shard = self.dataset.shard(num_shards=self._size, index=self._rank)
+            found = list(islice(filter(count_samples, shard), 1))
+        if not found:
             return Piece(0)
-        first = self._first[0]
+        first = found[0]
         return Piece(0, spare=(self._collated(first, self._key(0)), count_samples(first)))
 
     def _skip(self, many: int) -> None:
@@ -145,11 +235,19 @@ class StreamReader(Fetch):
             if not self._read(1):
                 return
 
-    def _read(self, many: int) -> list[Any]:
-        """Return the next `many` items of the stream, fewer at its end."""
+    def _read(self, many: int, *, keeps_prior: bool = False) -> list[Any]:
+        """Return the next `many` items of the stream, fewer at its end.
+
+        Args:
+            many: How many.
+            keeps_prior: Whether the state before the last of them is kept.
+        """
         items: list[Any] = []
+        keeps_prior = keeps_prior and self.seeds and self._owner is not None and self.in_training
         try:
             while len(items) < many and not self._ended:
+                if keeps_prior and len(items) == many - 1:
+                    self._prior = copy.deepcopy(self._owner.state_dict())
                 if self.seeds:
                     rng.seed_host(self._key(self._at))
                 item = next(self._iterator)
@@ -157,7 +255,7 @@ class StreamReader(Fetch):
                 if self._batch_size is not None or count_samples(item):
                     items.append(item)
         except StopIteration:
-            self._ended = True
+            self._ended = self._complete = True
         except Exception as error:
             self._ended = True
             error.add_note(
@@ -185,6 +283,10 @@ class StreamReader(Fetch):
                 f"`{type(self.dataset).__name__}`, epoch {self._epoch}."
             )
             raise
+
+
+_latest: "WeakValueDictionary[int, StreamReader]" = WeakValueDictionary()
+"""Who began last to read a data set that has a state, by the identity of the data set."""
 
 
 def _can_shard(dataset: Any, size: int) -> bool:
