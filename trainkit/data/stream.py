@@ -69,6 +69,8 @@ class StreamReader(Fetch):
         self.seeds = sample_seeding
         self.is_sharded = size > 1 and _can_shard(dataset, size)
         self.shards = size if self.is_sharded else 1
+        # What a shard had read must be known after its end too, where it may be asked for it.
+        self._merges = self.is_sharded and hasattr(dataset, "merge_state_dicts")
         self._collate = collate
         self._seeds_collate = sample_seeding and not collates_silently(collate)
         self._batch_size = batch_size
@@ -184,11 +186,12 @@ class StreamReader(Fetch):
         if self._state is not None and self._state["ended"]:
             return self._state
         kind = "dataset" if self._owner is self._data else "iterator"
+        has_read_all = self._ended and self._merges
         self._state = {
             "items": self._at,
             "ended": self._ended,
-            "before_last": self._prior,
-            kind: copy.deepcopy(self._owner.state_dict()),
+            "before_last": self._prior if self.seeds else None,
+            kind: self._prior if has_read_all else copy.deepcopy(self._owner.state_dict()),
         }
         return self._state
 
@@ -243,10 +246,10 @@ class StreamReader(Fetch):
             keeps_prior: Whether the state before the last of them is kept.
         """
         items: list[Any] = []
-        keeps_prior = keeps_prior and self.seeds and self._owner is not None and self.in_training
+        keeps_prior = keeps_prior and self._owner is not None and self.in_training
         try:
             while len(items) < many and not self._ended:
-                if keeps_prior and len(items) == many - 1:
+                if keeps_prior and (self._merges or (self.seeds and len(items) == many - 1)):
                     self._prior = copy.deepcopy(self._owner.state_dict())
                 if self.seeds:
                     rng.seed_host(self._key(self._at))
