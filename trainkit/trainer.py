@@ -339,7 +339,7 @@ class Trainer:
         self, module: nn.Module, loader: PreparedLoader, evaluations: dict[str, PreparedLoader]
     ) -> Run:
         config, processes = self.config, self.accelerator.processes
-        parts.check_evaluations(evaluations)
+        parts.check_evaluations(evaluations, loader)
         facts = agreement.facts_of(config, module, loader, evaluations)
         if self.output_dir is not None:
             facts[agreement.OUTPUT_DIR] = str(self.output_dir.resolve())

@@ -144,20 +144,8 @@ STREAMS: dict[str, Check] = {
     "device": maybe(_device_state),
 }
 
-_STREAM_STATE = {
-    "items": whole,
-    "ended": flag,
-    "before_last": anything,
-    "dataset": anything,
-    "iterator": anything,
-}
-STREAM = record(
-    {
-        "shards": whole,
-        "inside": flag,
-        "state": maybe(record(_STREAM_STATE, optional={"dataset", "iterator"})),
-    }
-)
+_OF_STREAM = record({"items": whole, "ended": flag, "before_last": anything})
+STREAM = record({"shards": whole, "inside": flag, "state": maybe(_OF_STREAM)})
 
 SCALE = record(
     {

@@ -117,7 +117,6 @@ class AgreedLoader(PreparedLoader):
         self._least = 1  # samples of a round that is not the end
         if whole and batch_size is not None:
             self._least = self.processes.size * batch_size
-        self._end: Any = None  # the state of the data set after an epoch
         self._transfer = transfer_for(self.device)
         self._refuse_empty(length_of(getattr(source, "dataset", source)))
 
@@ -134,7 +133,7 @@ class AgreedLoader(PreparedLoader):
         if is_idle:
             self._refuse_idle(epoch)
         if self.stream is not None:
-            self.stream.ended(self._end)
+            self.stream.ended()
 
     @override
     def batches(self, epoch: int, *, position: int = 0) -> Generator[MicroBatch, None, None]:
@@ -177,15 +176,12 @@ class AgreedLoader(PreparedLoader):
     ) -> Generator[MicroBatch, None, None]:
         rank = self.processes.rank
         repeat = Repeat()
-        left = accumulation
-        for data, current, ahead in self._due(epoch, position, repeat):
+        for data, current, ahead in self._due(epoch, position, repeat, accumulation):
             count = current.counts[rank]
-            left -= 1
-            last = left == 0 or self._is_end(ahead)
+            last = ahead is None or self._is_end(ahead)
             size = count or repeat.size
             state = current.state
             yield MicroBatch(data, count, current.total, last, current.counts, size, state)
-            left = left or accumulation
 
     @contextmanager
     def _under_way(self) -> Iterator[None]:
@@ -204,32 +200,20 @@ class AgreedLoader(PreparedLoader):
             if self.active is not None:
                 self.active.yielded(self, micro_batch.counts, micro_batch.size)
             if self.stream is not None:
-                self.stream.consumed(micro_batch.state)
+                self.stream.inside, self.stream.state = True, micro_batch.state
             yield micro_batch
 
     def _due(
-        self, epoch: int, position: int, repeat: Repeat
-    ) -> Iterator[tuple[Any, _Round, _Round]]:
-        """Yield the data of each round from `position` on, the round, and the one after it."""
+        self, epoch: int, position: int, repeat: Repeat, accumulation: int
+    ) -> Iterator[tuple[Any, _Round, _Round | None]]:
+        """Yield what `_rounds` yields from `position` on, after the data of each round."""
         rank = self.processes.rank
-        start = None if self.stream is None else self.stream.resumption()
-        if start is not None and start["state"] is None:
-            start = None
-        jumps = self._feed.finds_position or start is not None
-        done = position if jumps else 0
-        if position and start is None:
-            logger.warning(
-                "`%s` cannot jump to a position: the first %d samples of epoch %d are read again.",
-                type(self.source).__name__,
-                position,
-                epoch,
-            )
-        pieces = self._feed.pieces(epoch, position if jumps else 0, start)
-        for current, ahead in self._rounds(epoch, pieces):
+        done, pieces = self._begin(epoch, position)
+        for current, ahead in self._rounds(epoch, pieces, accumulation):
             data = None
             if current.counts[rank]:
                 data = self._transfer.finish(current.pending)
-                if not ahead.counts[rank]:
+                if ahead is None or not ahead.counts[rank]:
                     repeat.keep(data, current.counts[rank])
             if done < position:
                 done += current.total
@@ -245,10 +229,32 @@ class AgreedLoader(PreparedLoader):
                 f"{done} samples. Keep the global batch and the data set of the checkpoint."
             )
 
-    def _rounds(self, epoch: int, pieces: Iterator[Piece]) -> Iterator[tuple[_Round, _Round]]:
-        """Yield each round of the epoch with the one after it."""
+    def _begin(self, epoch: int, position: int) -> tuple[int, Iterator[Piece]]:
+        """Return how many samples were consumed where the pieces begin, and the pieces."""
+        start = None
+        if self.stream is not None:
+            start, self.stream.start = self.stream.start, None
+        if start is not None and start["state"] is not None:
+            return position, self._feed.pieces(epoch, position, start)
+        if position:
+            logger.warning(
+                "`%s` cannot jump to a position: the first %d samples of epoch %d are read again.",
+                type(self.source).__name__,
+                position,
+                epoch,
+            )
+        done = position if self._feed.finds_position else 0
+        return done, self._feed.pieces(epoch, done)
+
+    def _rounds(
+        self, epoch: int, pieces: Iterator[Piece], accumulation: int
+    ) -> Iterator[tuple[_Round, _Round | None]]:
+        """Yield each round of the epoch, and inside a window the one after it.
+
+        What follows a window is read after its update, which a data set may depend on.
+        """
         reading = _Pass(self._feed, self.processes, self._transfer, pieces)
-        ahead = reading.read()
+        ahead, left = reading.read(), accumulation
         while not self._is_end(ahead):
             current = ahead
             if current.fault is not None:
@@ -258,12 +264,16 @@ class AgreedLoader(PreparedLoader):
                     f"Process {current.lacking} has no batch in epoch {epoch}, while others have, "
                     f"so it cannot take part in their collectives. {self._feed.advice}"
                 )
-            ahead = reading.read()
-            yield current, ahead
-        self._end = ahead.state
+            left = (left or accumulation) - 1
+            following = reading.read() if left else None
+            yield current, following
+            ahead = reading.read() if following is None else following
 
     def _is_end(self, ahead: _Round) -> bool:
-        return ahead.fault is None and ahead.total < self._least
+        is_end = ahead.fault is None and ahead.total < self._least
+        if is_end and self.stream is not None:
+            self.stream.end = ahead.state
+        return is_end
 
     def _repeated(self, repeat: Repeat, epoch: int, current: _Round) -> Any:
         if not repeat.size:

@@ -2,7 +2,7 @@
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from itertools import chain, count, islice
 from typing import Any
@@ -31,15 +31,13 @@ class Feed(ABC):
     advice: str  # for users where a process never had a batch
 
     @abstractmethod
-    def pieces(
-        self, epoch: int, position: int, start: Mapping[str, Any] | None = None
-    ) -> Iterator[Piece]:
+    def pieces(self, epoch: int, position: int, start: Any = None) -> Iterator[Piece]:
         """Yield this process's piece of each round.
 
         Args:
             epoch: Which epoch.
             position: Samples that were consumed before, where `finds_position`.
-            start: What `stream` kept there; the pass goes on from it.
+            start: What `stream` kept of the data set there.
         """
 
     def spare(self, epoch: int) -> tuple[Any, int]:
@@ -95,9 +93,7 @@ class StreamFeed(Feed):
         self.finds_position = not reader.is_sharded
 
     @override
-    def pieces(
-        self, epoch: int, position: int, start: Mapping[str, Any] | None = None
-    ) -> Iterator[Piece]:
+    def pieces(self, epoch: int, position: int, start: Any = None) -> Iterator[Piece]:
         dataset: Any = self._loader.dataset
         if start is not None:
             self.close()  # workers under way would not hear of it
@@ -166,9 +162,7 @@ class KeyFeed(Feed):
         self._latest = None
 
     @override
-    def pieces(
-        self, epoch: int, position: int, start: Mapping[str, Any] | None = None
-    ) -> Iterator[Piece]:
+    def pieces(self, epoch: int, position: int, start: Any = None) -> Iterator[Piece]:
         keys = self._keys(epoch)
         mine = keys[self._rank :: self._size]
         yield from _filled(self._source.batches(epoch, partial(iter, mine)))
@@ -215,9 +209,7 @@ class ForeignFeed(Feed):
         self._told = told
 
     @override
-    def pieces(
-        self, epoch: int, position: int, start: Mapping[str, Any] | None = None
-    ) -> Iterator[Piece]:
+    def pieces(self, epoch: int, position: int, start: Any = None) -> Iterator[Piece]:
         loader = self._loader
         if self._told:
             batch_sampler = getattr(loader, "batch_sampler", None)

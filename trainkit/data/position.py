@@ -19,9 +19,6 @@ def is_stateful(thing: Any) -> bool:
 class StreamPosition:
     """The part of a checkpoint that says where an iterable data set of training is.
 
-    Inside an epoch that is the state after the batch that was consumed last; between two epochs
-    it is the state that the next one begins with.
-
     Args:
         loader: The loader of the user.
         shards: How many parts of it are read, one by each process; 1: all read the whole.
@@ -31,32 +28,28 @@ class StreamPosition:
         self._dataset: Any = loader.dataset
         self._lasts = loader.num_workers > 0 and loader.persistent_workers
         self._shards = shards
-        self._inside = False
-        self._state: Any = None
-        self._resumption: dict[str, Any] | None = None
+        self.inside = False
+        """Whether a batch of an epoch was consumed that has not ended."""
+        self.state: Any = None
+        """That after the batch consumed last, or after the end of the latest epoch."""
+        self.end: Any = None
+        """That after the end of the epoch, where it is known to come next."""
+        self.start: dict[str, Any] | None = None
+        """What was loaded, and no pass has begun with."""
 
-    def consumed(self, state: Any) -> None:
-        """Take the state after the batch that is consumed now."""
-        self._inside, self._state = True, state
-
-    def ended(self, state: Any) -> None:
-        """Take the state after the end of an epoch."""
-        self._inside, self._state = False, state
-
-    def resumption(self) -> dict[str, Any] | None:
-        """Return what was loaded since the last pass, once."""
-        found, self._resumption = self._resumption, None
-        return found
+    def ended(self) -> None:
+        """Note that nothing of the epoch is left."""
+        self.inside, self.state = False, self.end
 
     @property
     def per_process(self) -> bool | None:
-        """Whether each process reads data of its own; None: they are compared."""
-        return True if self._inside and self._shards > 1 else None
+        """Whether each process reads data of its own; None: their states are compared."""
+        return True if self.inside and self._shards > 1 else None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the data set is."""
-        state = self._state if self._inside else self._between()
-        return {"shards": self._shards, "inside": self._inside, "state": state}
+        """Return where the data set is; between two epochs, what the next one begins with."""
+        state = self.state if self.inside else self._between()
+        return {"shards": self._shards, "inside": self.inside, "state": state}
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
         """Raise CheckpointError for a state that the data set cannot go on from."""
@@ -70,30 +63,26 @@ class StreamPosition:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the next pass go on from a state."""
-        state = self._fitting(state)
-        self._inside, self._state = state["inside"], state["state"]
-        self._resumption = state
+        self.start = self._fitting(state)
+        self.inside, self.state = self.start["inside"], self.start["state"]
 
     def merge_state_dicts(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Return one state of those of other processes, by `merge_state_dicts` of the data set."""
+        """Return one state for all shards, by `merge_state_dicts` of the data set."""
         name, now = type(self._dataset).__name__, self._shards
         merge = getattr(self._dataset, "merge_state_dicts", None)
         if merge is None or any(state["state"] is None for state in states):
             raise CheckpointError(
-                f"The checkpoint was made inside an epoch of the data set `{name}`, shared out over "
-                f"{len(states)} processes by its `shard`, and now they are {now}: who goes on with "
-                "what was not consumed is not known. Resume on as many processes as then, or give "
-                f"`{name}` `state_dict`, `load_state_dict` and `merge_state_dicts(states)`, which "
-                "returns one state for all shards, of those by shard."
+                f"The checkpoint was made inside an epoch of the data set `{name}`, which was read "
+                f"as {len(states)} shard(s), one by each process, and now they are {now}: who goes "
+                "on with what was not consumed is not known. Resume on as many processes as then, "
+                f"or give `{name}` a state and `merge_state_dicts(states)`, which returns one for "
+                "all shards, of those by shard."
             )
         parts = [state["state"] for state in states]
         kind = "iterator" if "iterator" in parts[0] else "dataset"
-        merged = {
-            "items": sum(part["items"] for part in parts) // now,
-            "ended": False,
-            "before_last": None,
-            kind: merge([part[kind] for part in parts]),
-        }
+        items = sum(part["items"] for part in parts) // now
+        merged = {"items": items, "ended": False, "before_last": None}
+        merged[kind] = merge([part[kind] for part in parts])
         return {"shards": now, "inside": True, "state": merged}
 
     def _fitting(self, state: dict[str, Any]) -> dict[str, Any]:
@@ -104,7 +93,7 @@ class StreamPosition:
     def _between(self) -> Any:
         if self._shards > 1 or not is_stateful(self._dataset):
             return None
-        if self._lasts and self._state and "dataset" in self._state:
-            return self._state  # the copies in the workers go on
+        if self._lasts and self.state and "dataset" in self.state:
+            return self.state  # the copies in the workers go on
         state = copy.deepcopy(self._dataset.state_dict())
         return {"items": 0, "ended": False, "before_last": None, "dataset": state}

@@ -12,7 +12,7 @@ from typing_extensions import override
 from trainkit import rng
 from trainkit.data.fetch import Fetch, collates_silently
 from trainkit.data.position import is_stateful
-from trainkit.data.tree import count_samples, is_same
+from trainkit.data.tree import count_samples
 from trainkit.errors import DataError
 
 __all__ = ["Piece", "StreamReader"]
@@ -99,8 +99,7 @@ class StreamReader(Fetch):
         if run != self._run:
             self._begin(run, epoch, position)
             self._run = run
-        size = self._batch_size
-        piece = self._batch_of_stream(index) if size is None else self._slice_of_round(index, size)
+        piece = self._round(index)
         state = self._taken_state()
         return piece if state is None else replace(piece, state=state)
 
@@ -122,9 +121,7 @@ class StreamReader(Fetch):
         self._ended = self._complete = False
         self._first: list[Any] = []
         self._prior = self._state = self._owner = None
-        self._data = self.dataset
-        if self.is_sharded:
-            self._data = self._data.shard(num_shards=self._size, index=self._rank)
+        self._data = self._shard() if self.is_sharded else self.dataset
         if is_stateful(self._data):
             self._found = {"state": copy.deepcopy(self._data.state_dict())}
             _latest[id(self._data)] = self
@@ -174,9 +171,10 @@ class StreamReader(Fetch):
             # the next sample must be under its own. So the last one is read again, and dropped.
             self._open(kind, state["before_last"])
             rng.seed_host(self._key(0))
-            if next(self._iterator, self) is not self:
-                if is_same(self._owner.state_dict(), state[kind]):
-                    return
+            if next(self._iterator, self) is not self and _is_same(
+                self._owner.state_dict(), state[kind]
+            ):
+                return
         self._open(kind, state[kind])
 
     def _taken_state(self) -> dict[str, Any] | None:
@@ -195,43 +193,32 @@ class StreamReader(Fetch):
         }
         return self._state
 
-    def _slice_of_round(self, index: int, share: int) -> Piece:
+    def _round(self, index: int) -> Piece:
+        share = self._batch_size or 1  # items of one process, perhaps whole batches
         start = 0 if self.is_sharded else self._rank * share
         many = share if self.is_sharded else self._size * share
         self._skip((index - self._next) * many)
         self._next = index + 1
         key = self._key(self._at + start)
-        samples = self._read(many, keeps_prior=True)
-        mine = samples[start : start + share]
-        if self._whole and len(mine) < share:
-            mine = []
-        if mine:
-            return Piece(len(mine), self._collated(mine, key))
-        first = self._first if samples and not index else []
-        if self.is_sharded and not index and self._at:  # the shard had samples before
-            shard = self.dataset.shard(num_shards=self._size, index=self._rank)
-            first = list(islice(shard, share))
+        items = self._read(many, keeps_prior=True)
+        mine = items[start : start + share]
+        if mine and not (self._whole and len(mine) < share):
+            return self._piece(mine, key)
+        first = self._first if items and not index else []
+        if self.is_sharded and not index and self._at:  # it had samples before
+            first = list(islice(self._shard(), share))
         if not first:
             return Piece(0)
-        return Piece(0, spare=(self._collated(first, self._key(0)), len(first)))
+        spare = self._piece(first, self._key(0))
+        return Piece(0, spare=(spare.data, spare.count))
 
-    def _batch_of_stream(self, index: int) -> Piece:
-        many = 1 if self.is_sharded else self._size
-        self._skip((index - self._next) * many)
-        self._next = index + 1
-        start = 0 if self.is_sharded else self._rank
-        key = self._key(self._at + start)
-        items = self._read(many, keeps_prior=True)
-        if start < len(items):
-            return Piece(count_samples(items[start]), self._collated(items[start], key))
-        found = self._first if items and not index else []
-        if self.is_sharded and not index and self._at:
-            shard = self.dataset.shard(num_shards=self._size, index=self._rank)
-            found = list(islice(filter(count_samples, shard), 1))
-        if not found:
-            return Piece(0)
-        first = found[0]
-        return Piece(0, spare=(self._collated(first, self._key(0)), count_samples(first)))
+    def _piece(self, items: list[Any], key: int) -> Piece:
+        data = items if self._batch_size is not None else items[0]
+        size = len(items) if self._batch_size is not None else count_samples(data)
+        return Piece(size, self._collated(data, key))
+
+    def _shard(self) -> Any:
+        return self.dataset.shard(num_shards=self._size, index=self._rank)
 
     def _skip(self, many: int) -> None:
         for _ in range(many):
@@ -290,6 +277,13 @@ class StreamReader(Fetch):
 
 _latest: "WeakValueDictionary[int, StreamReader]" = WeakValueDictionary()
 """Who began last to read a data set that has a state, by the identity of the data set."""
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    try:
+        return bool(one == other)
+    except Exception:  # of arrays, such as the states of generators: not known
+        return False
 
 
 def _can_shard(dataset: Any, size: int) -> bool:

@@ -16,7 +16,6 @@ __all__ = [
     "count_samples",
     "is_container",
     "is_opaque",
-    "is_same",
     "map_children",
     "map_leaves",
 ]
@@ -56,18 +55,6 @@ def is_container(tree: Any) -> bool:
 def is_opaque(tree: Any) -> bool:
     """Return whether `tree` is an object that holds tensors and moves itself, such as a graph."""
     return hasattr(tree, "to") and not isinstance(tree, Tensor | dict | UserDict)
-
-
-def is_same(one: Any, other: Any) -> bool:
-    """Return whether two trees are known to hold the same values."""
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, Mapping):
-        return list(one) == list(other) and all(is_same(one[key], other[key]) for key in one)
-    if isinstance(one, tuple | list):
-        return len(one) == len(other) and all(map(is_same, one, other))
-    equal: Any = one == other
-    return bool(equal.all()) if hasattr(equal, "all") else bool(equal)
 
 
 def copy_containers(tree: Any) -> Any:
