@@ -202,7 +202,7 @@ def _check_told(run: Run, checkpoint: "Checkpoint", trainer: Any) -> None:
     ):
         if trainer[name] > limit:
             raise Unfit(f"is {trainer[name]}, more than {limit} can be", name)
-    _check_position(run, counters["epoch_samples"], manifest.metadata["fingerprint"])
+    _check_position(run, counters, manifest.metadata["fingerprint"])
 
 
 def _check_plugins(run: Run, checkpoint: "Checkpoint", trainer: Any) -> None:
@@ -225,11 +225,12 @@ def _check_plugins(run: Run, checkpoint: "Checkpoint", trainer: Any) -> None:
         within("precision", record({}, closed=True), trainer["precision"])
 
 
-def _check_position(run: Run, position: int, told: Mapping[str, Any]) -> None:
+def _check_position(run: Run, counters: Mapping[str, int], told: Mapping[str, Any]) -> None:
+    position = counters["epoch_samples"]
     length, batch = told["data set length"], told["global batch"]
     if run.train_loader.order_facts().get("data") != "map-style" or not length or not batch:
         return
-    if position % batch or position >= length:
+    if position % batch or (position >= length and not counters["epoch"]):  # later ones may grow
         why = f"is {position}, where no step of {batch} of {length} samples begins"
         raise Unfit(why, "counters", "epoch_samples")
 

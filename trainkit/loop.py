@@ -4,7 +4,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from trainkit.callback import Callback, CallbackList
 from trainkit.data import MicroBatch, Window
-from trainkit.phases import begin, finish, serve
+from trainkit.phases import begin, finish, follow_plan, serve
 from trainkit.run import Run
 from trainkit.types import StepResult
 
@@ -47,6 +47,7 @@ def train_epoch(run: Run, callbacks: CallbackList) -> None:
         return
     windows = run.windows()
     window = next(windows, None)
+    follow_plan(run)
     while window is not None:
         train_step(run, callbacks, window)
         window = next(windows, None)
@@ -136,6 +137,7 @@ def skip(run: Run, callbacks: CallbackList) -> None:
 def end_epoch(run: Run, callbacks: CallbackList) -> None:
     """Count the epoch, then serve what its last step and its end ask for, once."""
     state = run.state
+    follow_plan(run)
     if run.lr_schedule is not None:
         run.lr_schedule.advance_epoch()
     state.epoch += 1

@@ -10,6 +10,7 @@ from torch import nn
 from trainkit.agreement import check_evaluation
 from trainkit.callback import Callback, CallbackList
 from trainkit.distributed import together
+from trainkit.errors import DataError
 from trainkit.evaluation import evaluate_run, rehearse
 from trainkit.run import Run
 
@@ -20,6 +21,7 @@ __all__ = [
     "begin",
     "check_outputs",
     "finish",
+    "follow_plan",
     "lasting_streams",
     "serve",
     "training_mode",
@@ -96,6 +98,46 @@ def begin(run: Run, callbacks: CallbackList) -> None:
     run.restore_streams()
     run.phase = "train"
     run.stop_reason = run.end_reached  # where a run is resumed that had ended
+
+
+def follow_plan(run: Run) -> None:
+    """Plan anew, and say so, where an epoch has another length than was planned (DESIGN 2.2).
+
+    Every process calls it once an epoch's first window is there, and at the epoch's end.
+
+    Raises:
+        DataError: The epoch has not the same length on all processes.
+    """
+    found, run.train_loader.found = run.train_loader.found, None
+    if found is None:
+        return
+    lengths = [tuple(one[1:]) for one in run.accelerator.processes.all_gather_objects(list(found))]
+    if len(set(lengths)) > 1:
+        shown = "; ".join(
+            f"process {rank}: {samples} samples in {steps} steps"
+            for rank, (steps, samples) in enumerate(lengths)
+        )
+        raise DataError(
+            f"The processes differ in the length of epoch {run.state.epoch}: {shown}. A data set "
+            "that grows or shrinks must do so alike on all of them."
+        )
+    epochs, planned = run.config.max_epochs, run.planned_steps
+    if epochs is None or planned is None:
+        return
+    left, whole, _ = found
+    run.planned_steps = run.state.attempts + left + whole * (epochs - run.state.epoch - 1)
+    if run.planned_steps == planned:
+        return
+    text = (
+        f"trainkit: epoch {run.state.epoch} has {whole} steps, so {run.planned_steps} steps are "
+        f"planned now, and no longer {planned}."
+    )
+    if run.lr_schedule is not None and run.lr_schedule.every == "step":
+        text += (
+            f" The learning-rate schedule stays that of {run.scheduled_steps} planned steps. Give "
+            "`max_steps` where it must end with the training."
+        )
+    run.print(text)
 
 
 def serve(run: Run, callbacks: CallbackList) -> None:

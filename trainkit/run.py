@@ -166,9 +166,12 @@ class Run:
     """Cuts the windows of an epoch into other micro-batches of the same samples; None: as read."""
 
     weights: EvaluationWeights = field(init=False)
+    scheduled_steps: int | None = field(init=False)
+    """What `planned_steps` was when the schedule was made: epochs may turn out otherwise."""
 
     def __post_init__(self) -> None:
         self.weights = EvaluationWeights(self.optimizer)
+        self.scheduled_steps = self.planned_steps
 
     @property
     def is_main_process(self) -> bool:

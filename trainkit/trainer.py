@@ -82,7 +82,8 @@ class Trainer:
     """What `fit` was given; the default steps use it."""
 
     planned_steps: int | None = None
-    """Updates that the present `fit` will apply, where known; for schedules."""
+    """Updates that the present `fit` was planned to apply, where known; for schedules. Where the
+    data set grows or shrinks, `run.planned_steps` follows."""
 
     def __init__(
         self,

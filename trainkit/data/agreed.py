@@ -125,13 +125,15 @@ class AgreedLoader(PreparedLoader):
         self, epoch: int, *, position: int = 0, accumulation: int = 1, drop_last: bool = False
     ) -> Generator[Window, None, None]:
         micro_batches = self._micro_batches(epoch, position, accumulation)
-        is_idle = position == 0
+        found = 0
         with self._under_way(), closing(micro_batches):
             for window in self._cut(micro_batches, accumulation if drop_last else None):
-                is_idle = False
+                found += 1
                 yield window
-        if is_idle:
-            self._refuse_idle(epoch)
+        if position == 0:
+            self.found = 0, found, 0
+            if not found:
+                self._refuse_idle(epoch)
         if self.stream is not None:
             self.stream.ended()
 

@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from trainkit import rng
 from trainkit.data.fetch import Fetch
+from trainkit.data.loader import Preparation
 from trainkit.data.order import KeyedOrder, announce_epoch
 from trainkit.data.position import StreamPosition
 from trainkit.data.stream import Piece, StreamReader
@@ -63,29 +64,19 @@ class StreamFeed(Feed):
     Args:
         reader: Reads the slices of this process.
         loader: The loader of the user; its settings of workers are used.
-        base_seed: What the workers' own generators start from.
-        device: Where the batches go in the end.
-        told: Whether the data set hears of epochs by `set_epoch`.
+        preparation: What it is prepared for.
     """
 
     advice = "Give the data set at least as many shards with samples as there are processes."
 
     def __init__(
-        self,
-        reader: StreamReader,
-        loader: DataLoader[Any],
-        *,
-        base_seed: int,
-        device: torch.device,
-        told: bool,
+        self, reader: StreamReader, loader: DataLoader[Any], preparation: Preparation
     ) -> None:
         self._reader = reader
         self._loader = loader
-        self._told = told
+        self._told = told = preparation.trains  # in training, the data set hears of epochs
         self._runs = count()
-        self._source_of = partial(
-            source_for, loader=loader, base_seed=base_seed, told=told, device=device, alone=True
-        )
+        self._source_of = partial(source_for, loader=loader, preparation=preparation, alone=True)
         self._workers: Source | None = None
         self._readers: list[StreamReader] = []  # of the passes under way in this process
         self.stream = StreamPosition(loader, reader.shards) if told else None
@@ -133,22 +124,19 @@ class KeyFeed(Feed):
         order: Runs the sampler.
         fetch: Turns a key into a batch.
         source: Where it is fetched.
-        rank: This process.
-        size: Number of processes.
-        told: Whether sampler and data set hear of epochs by `set_epoch`.
+        preparation: What it is prepared for.
     """
 
     has_spare = True
 
     def __init__(
-        self, order: KeyedOrder, fetch: Fetch, source: Source, *, rank: int, size: int, told: bool
+        self, order: KeyedOrder, fetch: Fetch, source: Source, preparation: Preparation
     ) -> None:
         self._order = order
         self._fetch = fetch
         self._source = source
-        self._rank = rank
-        self._size = size
-        self._told = told
+        self._rank, self._size = preparation.processes.rank, preparation.processes.size
+        self._told = preparation.trains
         self._latest: tuple[int, list[Any]] | None = None  # the epoch under way in training
 
     @override
@@ -195,18 +183,16 @@ class ForeignFeed(Feed):
 
     Args:
         loader: The iterable.
-        seed: The seed of the run, or of evaluation.
-        rank: This process.
-        told: Whether it hears of epochs by `set_epoch`.
+        preparation: What it is prepared for.
     """
 
     advice = "Give each process's loader at least one batch."
 
-    def __init__(self, loader: Any, *, seed: int, rank: int, told: bool) -> None:
+    def __init__(self, loader: Any, preparation: Preparation) -> None:
         self._loader = loader
-        self._seed = seed
-        self._rank = rank
-        self._told = told
+        self._seed = preparation.seed
+        self._rank = preparation.processes.rank
+        self._told = preparation.trains
 
     @override
     def pieces(self, epoch: int, position: int, start: Any = None) -> Iterator[Piece]:

@@ -60,6 +60,8 @@ class PreparedLoader(ABC):
     samples_per_epoch: int | None = None  # over all processes, after `drop_last`; None: not known
     batch_size: int | None = None  # of one process; None: it varies
     stream: StreamPosition | None = None  # where an iterable data set of training is
+    found: tuple[int, int, int] | None = None
+    """Of an epoch of training, once known: windows left in the pass, in all, and samples."""
 
     def __init__(self, source: Any, preparation: Preparation) -> None:
         self.source = source

@@ -7,10 +7,12 @@ from itertools import islice
 from typing import Any
 from weakref import WeakValueDictionary
 
+from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from trainkit import rng
 from trainkit.data.fetch import Fetch, collates_silently
+from trainkit.data.loader import Preparation
 from trainkit.data.position import is_stateful
 from trainkit.data.tree import count_samples
 from trainkit.errors import DataError
@@ -43,43 +45,29 @@ class StreamReader(Fetch):
     A stream with `shard(num_shards, index)` is asked for the share of this process instead.
 
     Args:
-        dataset: The iterable data set.
-        collate: Turns a list of samples into a batch, or converts a batch of the stream.
-        seed: The seed of the run, or of evaluation.
+        loader: The loader of the user, over an iterable data set.
+        preparation: What it is prepared for.
         batch_size: Samples of one process in a round; None where the stream yields batches.
-        rank: This process.
-        size: Number of processes.
-        sample_seeding: Whether reading runs under the keys of the stream's positions.
-        whole: Whether incomplete batches of one process are left out.
     """
 
     def __init__(
-        self,
-        dataset: Any,
-        collate: Any,
-        *,
-        seed: int,
-        batch_size: int | None,
-        rank: int,
-        size: int,
-        sample_seeding: bool,
-        whole: bool,
+        self, loader: DataLoader[Any], preparation: Preparation, batch_size: int | None
     ) -> None:
-        super().__init__(dataset, seed)
-        self.seeds = sample_seeding
-        self.is_sharded = size > 1 and _can_shard(dataset, size)
-        self.shards = size if self.is_sharded else 1
+        super().__init__(loader.dataset, preparation.seed)
+        self.in_training = preparation.trains
+        self.seeds = preparation.sample_seeding
+        self._rank, self._size = preparation.processes.rank, preparation.processes.size
+        self.is_sharded = self._size > 1 and _can_shard(self.dataset, self._size)
+        self.shards = self._size if self.is_sharded else 1
         # What a shard had read must be known after its end too, where it may be asked for it.
-        self._merges = self.is_sharded and hasattr(dataset, "merge_state_dicts")
-        self._collate = collate
-        self._seeds_collate = sample_seeding and not collates_silently(collate)
+        self._merges = self.is_sharded and hasattr(self.dataset, "merge_state_dicts")
+        self._collate: Any = loader.collate_fn
+        self._seeds_collate = self.seeds and not collates_silently(self._collate)
         self._batch_size = batch_size
-        self._rank = rank
-        self._size = size
-        self._whole = whole
+        self._whole = loader.drop_last and not self.in_training  # keeps no incomplete batch
         self._run: int | None = None
         self._iterator: Iterator[Any] = iter(())
-        self._data: Any = dataset  # what is read: the data set, or the shard of this process
+        self._data: Any = self.dataset  # what is read: the data set, or the shard of this process
         self._found: dict[str, Any] | None = None  # the state that the pass has found it in
         self._owner: Any = None  # who tells the state: the iterator, or the data set
         self._prior: Any = None  # the state before the latest item
