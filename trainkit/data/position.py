@@ -12,7 +12,15 @@ __all__ = ["StreamPosition", "is_stateful"]
 
 
 def is_stateful(thing: Any) -> bool:
-    """Return whether `thing` has `state_dict` and `load_state_dict`."""
+    """Return whether `thing` has `state_dict` and `load_state_dict`, and says in them all it needs.
+
+    The shuffle buffers of `datasets` are left out of their states: their samples would be lost.
+    """
+    part = getattr(thing, "_ex_iterable", None)
+    while part is not None:
+        if type(part).__name__ == "BufferShuffledExamplesIterable":
+            return False
+        part = getattr(part, "ex_iterable", None)
     return all(callable(getattr(thing, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
