@@ -4,7 +4,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from trainkit.callback import Callback, CallbackList
 from trainkit.data import MicroBatch, Window
-from trainkit.phases import begin, finish, follow_plan, serve
+from trainkit.phases import begin, finish, first_window, follow_plan, serve
 from trainkit.run import Run
 from trainkit.types import StepResult
 
@@ -45,9 +45,7 @@ def train_epoch(run: Run, callbacks: CallbackList) -> None:
     run.stop_reason = run.requests.stop
     if run.stop_reason is not None:
         return
-    windows = run.windows()
-    window = next(windows, None)
-    follow_plan(run)
+    windows, window = first_window(run)
     while window is not None:
         train_step(run, callbacks, window)
         window = next(windows, None)

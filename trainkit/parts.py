@@ -184,16 +184,9 @@ def name_loaders(loaders: Any) -> dict[str, Any]:
     return dict(loaders)
 
 
-def check_evaluations(loaders: Mapping[str, PreparedLoader], train: PreparedLoader) -> None:
-    """Raise where an evaluation during training would have nothing to look at, or not all of it."""
-    read = train.source.dataset if train.stream and not train.source.num_workers else None
+def check_evaluations(loaders: Mapping[str, PreparedLoader]) -> None:
+    """Raise where an evaluation during training would have nothing to look at."""
     for name, loader in loaders.items():
-        if read is not None and read is getattr(loader.source, "dataset", None):
-            raise ConfigError(
-                f"Training and evaluation read the same `{type(read).__name__}`, which yields its "
-                "samples one after the other: an evaluation in the middle would begin where "
-                "training is. Give each a data set of its own."
-            )
         if loader.samples_per_epoch == 0 or loader.batches_per_epoch == 0:
             raise ConfigError(
                 f"The evaluation loader{f' `{name}`' if name else ''} is empty, so `fit` could "

@@ -1,6 +1,6 @@
 """What is served between two windows: log, evaluate, checkpoint, stop (DESIGN 2.5)."""
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,6 +9,7 @@ from torch import nn
 
 from trainkit.agreement import check_evaluation
 from trainkit.callback import Callback, CallbackList
+from trainkit.data import Window
 from trainkit.distributed import together
 from trainkit.errors import DataError
 from trainkit.evaluation import evaluate_run, rehearse
@@ -21,6 +22,7 @@ __all__ = [
     "begin",
     "check_outputs",
     "finish",
+    "first_window",
     "follow_plan",
     "lasting_streams",
     "serve",
@@ -90,6 +92,8 @@ def begin(run: Run, callbacks: CallbackList) -> None:
         from trainkit.savable import check_savable  # runs without checkpoints need none of it
 
         check_savable(run, callbacks)
+    if run.train_loader.stream is not None:
+        run.train_loader.stream.check_evaluations(run.evaluation_loaders.values())
     names = [metric.name for metric in run.evaluation_metrics]
     check_evaluation(run.accelerator.processes, run.evaluates_epochs, run.evaluates_end, names)
     run.expected_figures = rehearse(run)
@@ -98,6 +102,14 @@ def begin(run: Run, callbacks: CallbackList) -> None:
     run.restore_streams()
     run.phase = "train"
     run.stop_reason = run.end_reached  # where a run is resumed that had ended
+
+
+def first_window(run: Run) -> tuple[Generator[Window, None, None], Window | None]:
+    """Return the windows of what is left of the epoch, and the first of them."""
+    windows = run.windows()
+    window = next(windows, None)
+    follow_plan(run)
+    return windows, window
 
 
 def follow_plan(run: Run) -> None:
@@ -113,10 +125,8 @@ def follow_plan(run: Run) -> None:
         return
     lengths = [tuple(one[1:]) for one in run.accelerator.processes.all_gather_objects(list(found))]
     if len(set(lengths)) > 1:
-        shown = "; ".join(
-            f"process {rank}: {samples} samples in {steps} steps"
-            for rank, (steps, samples) in enumerate(lengths)
-        )
+        words = (f"process {rank}: {n} samples in {k} steps" for rank, (k, n) in enumerate(lengths))
+        shown = "; ".join(words)
         raise DataError(
             f"The processes differ in the length of epoch {run.state.epoch}: {shown}. A data set "
             "that grows or shrinks must do so alike on all of them."

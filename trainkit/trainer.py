@@ -82,8 +82,7 @@ class Trainer:
     """What `fit` was given; the default steps use it."""
 
     planned_steps: int | None = None
-    """Updates that the present `fit` was planned to apply, where known; for schedules. Where the
-    data set grows or shrinks, `run.planned_steps` follows."""
+    """Updates that `fit` planned at its start, for schedules; `run.planned_steps` follows the data."""
 
     def __init__(
         self,
@@ -340,7 +339,7 @@ class Trainer:
         self, module: nn.Module, loader: PreparedLoader, evaluations: dict[str, PreparedLoader]
     ) -> Run:
         config, processes = self.config, self.accelerator.processes
-        parts.check_evaluations(evaluations, loader)
+        parts.check_evaluations(evaluations)
         facts = agreement.facts_of(config, module, loader, evaluations)
         if self.output_dir is not None:
             facts[agreement.OUTPUT_DIR] = str(self.output_dir.resolve())

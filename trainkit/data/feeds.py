@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from functools import partial
 from itertools import chain, count, islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import DataLoader
@@ -15,10 +15,12 @@ from trainkit import rng
 from trainkit.data.fetch import Fetch
 from trainkit.data.loader import Preparation
 from trainkit.data.order import KeyedOrder, announce_epoch
-from trainkit.data.position import StreamPosition
 from trainkit.data.stream import Piece, StreamReader
 from trainkit.data.tree import count_samples
 from trainkit.data.workers import Source, datasets_of, source_for
+
+if TYPE_CHECKING:
+    from trainkit.data.position import StreamPosition
 
 __all__ = ["Feed", "ForeignFeed", "KeyFeed", "StreamFeed"]
 
@@ -28,7 +30,7 @@ class Feed(ABC):
 
     finds_position: bool = False  # whether `pieces` begins after `position` by itself
     has_spare: bool = False  # whether `spare` works
-    stream: StreamPosition | None = None  # what a checkpoint keeps of an iterable data set
+    stream: "StreamPosition | None" = None  # what a checkpoint keeps of an iterable data set
     advice: str  # for users where a process never had a batch
 
     @abstractmethod
@@ -79,7 +81,10 @@ class StreamFeed(Feed):
         self._source_of = partial(source_for, loader=loader, preparation=preparation, alone=True)
         self._workers: Source | None = None
         self._readers: list[StreamReader] = []  # of the passes under way in this process
-        self.stream = StreamPosition(loader, reader.shards) if told else None
+        if told:
+            from trainkit.data.position import StreamPosition  # other data needs none of it
+
+            self.stream = StreamPosition(loader, reader.shards)
         # A position counts the samples of all shards, which one shard alone cannot find.
         self.finds_position = not reader.is_sharded
 

@@ -1,27 +1,15 @@
 """Where an iterable data set is, and how it comes back there (DESIGN 2.15)."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch.utils.data import DataLoader
 
-from trainkit.errors import CheckpointError
+from trainkit.data.stream import is_stateful
+from trainkit.errors import CheckpointError, ConfigError
 
-__all__ = ["StreamPosition", "is_stateful"]
-
-
-def is_stateful(thing: Any) -> bool:
-    """Return whether `thing` has `state_dict` and `load_state_dict`, and says in them all it needs.
-
-    The shuffle buffers of `datasets` are left out of their states: their samples would be lost.
-    """
-    part = getattr(thing, "_ex_iterable", None)
-    while part is not None:
-        if type(part).__name__ == "BufferShuffledExamplesIterable":
-            return False
-        part = getattr(part, "ex_iterable", None)
-    return all(callable(getattr(thing, name, None)) for name in ("state_dict", "load_state_dict"))
+__all__ = ["StreamPosition"]
 
 
 class StreamPosition:
@@ -34,16 +22,25 @@ class StreamPosition:
 
     def __init__(self, loader: DataLoader[Any], shards: int) -> None:
         self._dataset: Any = loader.dataset
+        self._is_here = loader.num_workers == 0
         self._lasts = loader.num_workers > 0 and loader.persistent_workers
         self._shards = shards
         self.inside = False
-        """Whether a batch of an epoch was consumed that has not ended."""
-        self.state: Any = None
-        """That after the batch consumed last, or after the end of the latest epoch."""
-        self.end: Any = None
-        """That after the end of the epoch, where it is known to come next."""
-        self.start: dict[str, Any] | None = None
-        """What was loaded, and no pass has begun with."""
+        """Whether an epoch is under way."""
+        self.state: Any = None  # after the batch consumed last, or the end of the latest epoch
+        self.end: Any = None  # after the epoch, where its end comes next
+        self.start: dict[str, Any] | None = None  # what was loaded, until a pass begins with it
+
+    def check_evaluations(self, loaders: Iterable[Any]) -> None:
+        """Raise ConfigError where one of these reads the same object, while training does."""
+        name = type(self._dataset).__name__
+        read = [getattr(loader.source, "dataset", None) for loader in loaders]
+        if self._is_here and any(dataset is self._dataset for dataset in read):
+            raise ConfigError(
+                f"Training and evaluation read the same `{name}`, which yields its samples one "
+                "after the other: an evaluation in the middle would begin where training is. Give "
+                "each a data set of its own."
+            )
 
     def ended(self) -> None:
         """Note that nothing of the epoch is left."""

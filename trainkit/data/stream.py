@@ -13,11 +13,10 @@ from typing_extensions import override
 from trainkit import rng
 from trainkit.data.fetch import Fetch, collates_silently
 from trainkit.data.loader import Preparation
-from trainkit.data.position import is_stateful
 from trainkit.data.tree import count_samples
 from trainkit.errors import DataError
 
-__all__ = ["Piece", "StreamReader"]
+__all__ = ["Piece", "StreamReader", "is_stateful"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +91,9 @@ class StreamReader(Fetch):
         return piece if state is None else replace(piece, state=state)
 
     def leave(self) -> None:
-        """Put a data set that was left in the middle of a pass back to where the pass found it.
+        """Put a data set back to where the pass found it, if left in the middle or evaluated.
 
-        After an evaluation it is put back in any case. Where another pass has begun to read the
-        same object, nothing is done.
+        Where another pass has begun to read the same object, nothing is done.
         """
         found, self._found = self._found, None
         self._iterator = iter(())
@@ -131,12 +129,7 @@ class StreamReader(Fetch):
             )
 
     def _open(self, kind: str = "", state: Any = None) -> None:
-        """Make the iterator.
-
-        Args:
-            kind: Who takes a state before the first item, "dataset" or "iterator"; "": nobody.
-            state: The state.
-        """
+        """Make the iterator; "dataset", "iterator" or nobody takes a state before."""
         if kind == "dataset":
             self._data.load_state_dict(copy.deepcopy(state))
         if self.seeds:
@@ -214,12 +207,7 @@ class StreamReader(Fetch):
                 return
 
     def _read(self, many: int, *, keeps_prior: bool = False) -> list[Any]:
-        """Return the next `many` items of the stream, fewer at its end.
-
-        Args:
-            many: How many.
-            keeps_prior: Whether the state before the last of them is kept.
-        """
+        """Return the next `many` items, fewer at the end; keep the state before the last."""
         items: list[Any] = []
         keeps_prior = keeps_prior and self._owner is not None and self.in_training
         try:
@@ -265,6 +253,19 @@ class StreamReader(Fetch):
 
 _latest: "WeakValueDictionary[int, StreamReader]" = WeakValueDictionary()
 """Who began last to read a data set that has a state, by the identity of the data set."""
+
+
+def is_stateful(thing: Any) -> bool:
+    """Return whether `thing` has `state_dict` and `load_state_dict`, and says in them all it needs.
+
+    The shuffle buffers of `datasets` are left out of their states: their samples would be lost.
+    """
+    part = getattr(thing, "_ex_iterable", None)
+    while part is not None:
+        if type(part).__name__ == "BufferShuffledExamplesIterable":
+            return False
+        part = getattr(part, "ex_iterable", None)
+    return all(callable(getattr(thing, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
 def _is_same(one: Any, other: Any) -> bool:
