@@ -82,7 +82,7 @@ class Trainer:
     """What `fit` was given; the default steps use it."""
 
     planned_steps: int | None = None
-    """Updates that `fit` planned at its start, for schedules; `run.planned_steps` follows the data."""
+    """Updates that `fit` planned when it began; `run.planned_steps` follows the data."""
 
     def __init__(
         self,
