@@ -121,6 +121,7 @@ class ProgressBar(Callback):
                 title=f"epoch {self._epoch}" + (f"/{epochs}" if epochs is not None else ""),
                 step=run.state.step,
                 details=tuple(text for text in texts if text is not None),
+                total=run.planned_steps,
             )
         )
 

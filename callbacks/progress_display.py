@@ -33,6 +33,8 @@ class Progress:
     """Updates applied."""
     details: tuple[str, ...]
     """Figures for the right end, the important ones first."""
+    total: int | None = None
+    """Steps at the end; None where that is not known."""
 
 
 class Display(ABC):
@@ -67,7 +69,7 @@ def choose_display(*, total: int | None, initial: int, stream: TextIO) -> Displa
         from tqdm import tqdm
 
         return _TerminalBar(tqdm, total, initial, stream)
-    return _Lines(total, initial, stream)
+    return _Lines(initial, stream)
 
 
 def _in_notebook() -> bool:
@@ -109,6 +111,7 @@ class _Bar(Display):
 
     @override
     def show(self, progress: Progress) -> None:
+        self._bar.total = progress.total
         self._bar.set_description_str(progress.title, refresh=False)
         self._bar.set_postfix_str(", ".join(progress.details), refresh=False)
         self._bar.update(progress.step - self._bar.n)
@@ -148,8 +151,7 @@ class _TerminalBar(_Bar):
 class _Lines(Display):
     """A line now and then, for files and pipes."""
 
-    def __init__(self, total: int | None, initial: int, stream: TextIO) -> None:
-        self._total = total
+    def __init__(self, initial: int, stream: TextIO) -> None:
         self._initial = initial
         self._stream = stream
         self._start = time.monotonic()
@@ -177,9 +179,9 @@ class _Lines(Display):
         elapsed = now - self._start
         self._waiting = None
         texts = [progress.title, f"step {progress.step}", f"{duration(elapsed)} elapsed"]
-        if self._total is not None:
-            done, left = progress.step - self._initial, self._total - progress.step
-            texts[1] += f"/{self._total}"
+        if progress.total is not None:
+            done, left = progress.step - self._initial, progress.total - progress.step
+            texts[1] += f"/{progress.total}"
             if done and left:
                 texts.append(f"{duration(elapsed / done * left)} left")
         self.note(", ".join([*texts, *progress.details]))

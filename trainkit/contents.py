@@ -104,7 +104,7 @@ def describe(run: Run) -> dict[str, Any]:
         "epoch": run.state.epoch,
         "metrics": dict(run.metrics) if evaluated else {},
         "config": asdict(run.config),
-        "planned_steps": run.planned_steps,
+        "planned_steps": run.scheduled_steps,
         "strategy": run.strategy.name,
         "versions": {
             "trainkit": VERSION,
@@ -185,6 +185,7 @@ def restore(
     planned = loaded[0].checkpoint.manifest.metadata["planned_steps"]
     if schedule == "keep" and planned != run.planned_steps:
         run.lr_schedule = remake(run.optimizer, planned)  # it must end where it would have ended
+        run.scheduled_steps = planned
     together(processes, lambda: _apply(run, callbacks, loaded[0], schedule))
     metadata = loaded[0].checkpoint.manifest.metadata
     say_changes(metadata.get("order"), metadata["config"], run)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from trainkit.checkpoint.forms import (
     SCALE,
+    STREAM,
     STREAMS,
     anything,
     blaming,
@@ -83,6 +84,7 @@ _METADATA = record(
     },
     optional={"order", "versions"},
 )
+_DATA = each(STREAM)
 _TRAINER = record(
     {
         "counters": record(dict.fromkeys(TrainState().state_dict(), whole), closed=True),
@@ -96,8 +98,9 @@ _TRAINER = record(
         "callbacks": each(anything),
         "objects": each(anything),
         "optimizer_states": whole,
+        "data": _DATA,
     },
-    optional={"optimizer_states"},  # older ones have none
+    optional={"optimizer_states", "data"},  # older ones have none
 )
 _SUM = row(one_of("mean", "sum", "max", "last"), number, number)
 _PROCESS = record(
@@ -107,8 +110,9 @@ _PROCESS = record(
         "callbacks": each(anything),
         "objects": each(anything),
         "model": each(anything),
+        "data": _DATA,
     },
-    optional={"callbacks", "objects", "model"},  # older ones have none
+    optional={"callbacks", "objects", "model", "data"},  # older ones have none
 )
 
 
@@ -202,7 +206,7 @@ def _check_told(run: Run, checkpoint: "Checkpoint", trainer: Any) -> None:
     ):
         if trainer[name] > limit:
             raise Unfit(f"is {trainer[name]}, more than {limit} can be", name)
-    _check_position(run, counters["epoch_samples"], manifest.metadata["fingerprint"])
+    _check_position(run, counters, manifest.metadata["fingerprint"])
 
 
 def _check_plugins(run: Run, checkpoint: "Checkpoint", trainer: Any) -> None:
@@ -225,11 +229,12 @@ def _check_plugins(run: Run, checkpoint: "Checkpoint", trainer: Any) -> None:
         within("precision", record({}, closed=True), trainer["precision"])
 
 
-def _check_position(run: Run, position: int, told: Mapping[str, Any]) -> None:
+def _check_position(run: Run, counters: Mapping[str, int], told: Mapping[str, Any]) -> None:
+    position = counters["epoch_samples"]
     length, batch = told["data set length"], told["global batch"]
     if run.train_loader.order_facts().get("data") != "map-style" or not length or not batch:
         return
-    if position % batch or position >= length:
+    if position % batch or (position >= length and not counters["epoch"]):  # later ones may grow
         why = f"is {position}, where no step of {batch} of {length} samples begins"
         raise Unfit(why, "counters", "epoch_samples")
 

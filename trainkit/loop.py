@@ -4,7 +4,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from trainkit.callback import Callback, CallbackList
 from trainkit.data import MicroBatch, Window
-from trainkit.phases import begin, finish, serve
+from trainkit.phases import begin, finish, first_window, follow_plan, serve
 from trainkit.run import Run
 from trainkit.types import StepResult
 
@@ -45,8 +45,7 @@ def train_epoch(run: Run, callbacks: CallbackList) -> None:
     run.stop_reason = run.requests.stop
     if run.stop_reason is not None:
         return
-    windows = run.windows()
-    window = next(windows, None)
+    windows, window = first_window(run)
     while window is not None:
         train_step(run, callbacks, window)
         window = next(windows, None)
@@ -136,6 +135,7 @@ def skip(run: Run, callbacks: CallbackList) -> None:
 def end_epoch(run: Run, callbacks: CallbackList) -> None:
     """Count the epoch, then serve what its last step and its end ask for, once."""
     state = run.state
+    follow_plan(run)
     if run.lr_schedule is not None:
         run.lr_schedule.advance("epoch")
     state.epoch += 1

@@ -8,7 +8,7 @@ from trainkit.run import Run
 
 __all__ = ["owners_of", "states_for", "take_states"]
 
-_KINDS = {"callbacks": "callback", "objects": "registered object"}
+_KINDS = {"callbacks": "callback", "objects": "registered object", "data": "iterable data set"}
 """What has a state of its own, by its key in a checkpoint, and in words."""
 
 _MODEL = "model"
@@ -20,7 +20,9 @@ States = dict[str, dict[str, Any]]
 def owners_of(run: Run, callbacks: CallbackList) -> States:
     """Return what has a state of its own, by kind and name."""
     stateful = {c.name: c for c in callbacks.callbacks if _has_state(c)}
-    return dict(zip(_KINDS, (stateful, dict(run.objects)), strict=True))
+    stream = run.train_loader.stream
+    data = {} if stream is None else {"train": stream}
+    return dict(zip(_KINDS, (stateful, dict(run.objects), data), strict=True))
 
 
 def take_states(
@@ -64,6 +66,9 @@ def states_for(
     states: States = {}
     problems: list[str] = []
     for kind, owners in owners_of(run, callbacks).items():
+        if kind not in common:  # older checkpoints know of no data sets
+            states[kind] = {}
+            continue
         states[kind], found = of_this_process(
             _KINDS[kind],
             owners,

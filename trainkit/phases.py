@@ -1,6 +1,6 @@
 """What is served between two windows: log, evaluate, checkpoint, stop (DESIGN 2.5)."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,8 +10,9 @@ from torch import nn
 from trainkit import rng
 from trainkit.callback import Callback, CallbackList
 from trainkit.config import TrainConfig
+from trainkit.data import Window
 from trainkit.distributed import guard, together
-from trainkit.errors import ConfigError
+from trainkit.errors import ConfigError, DataError
 from trainkit.evaluation import evaluate_run, rehearse
 from trainkit.run import Run
 
@@ -25,6 +26,8 @@ __all__ = [
     "compiled",
     "conditions",
     "finish",
+    "first_window",
+    "follow_plan",
     "lasting_streams",
     "serve",
     "watched",
@@ -149,6 +152,8 @@ def begin(run: Run, callbacks: CallbackList) -> None:
         from trainkit.savable import check_savable  # runs without checkpoints need none of it
 
         check_savable(run, callbacks)
+    if run.train_loader.stream is not None:
+        run.train_loader.stream.check_evaluations(run.evaluation_loaders.values())
     if run.accelerator.num_processes > 1:
         _check_alike(run)
     run.expected_figures = rehearse(run)
@@ -170,6 +175,52 @@ def _check_alike(run: Run) -> None:
     facts |= dict(settings("lr_scheduler", run.lr_schedule))
     facts |= dict(optimizer_settings("optimizer", run.optimizer))
     check_alike(run.accelerator.processes, facts.items())
+
+
+def first_window(run: Run) -> tuple[Generator[Window, None, None], Window | None]:
+    """Return the windows of what is left of the epoch, and the first of them."""
+    windows = run.windows()
+    window = next(windows, None)
+    follow_plan(run)
+    return windows, window
+
+
+def follow_plan(run: Run) -> None:
+    """Plan anew, and say so, where an epoch has another length than was planned (DESIGN 2.2).
+
+    Every process calls it once an epoch's first window is there, and at the epoch's end.
+
+    Raises:
+        DataError: The epoch has not the same length on all processes.
+    """
+    found, run.train_loader.found = run.train_loader.found, None
+    if found is None:
+        return
+    lengths = [tuple(one[1:]) for one in run.accelerator.processes.all_gather_objects(list(found))]
+    if len(set(lengths)) > 1:
+        words = (f"process {rank}: {n} samples in {k} steps" for rank, (k, n) in enumerate(lengths))
+        shown = "; ".join(words)
+        raise DataError(
+            f"The processes differ in the length of epoch {run.state.epoch}: {shown}. A data set "
+            "that grows or shrinks must do so alike on all of them."
+        )
+    epochs, planned = run.config.max_epochs, run.planned_steps
+    if epochs is None or planned is None:
+        return
+    left, whole, _ = found
+    run.planned_steps = run.state.attempts + left + whole * (epochs - run.state.epoch - 1)
+    if run.planned_steps == planned:
+        return
+    text = (
+        f"trainkit: epoch {run.state.epoch} has {whole} steps, so {run.planned_steps} steps are "
+        f"planned now, and no longer {planned}."
+    )
+    if run.lr_schedule is not None and run.lr_schedule.every == "step":
+        text += (
+            f" The learning-rate schedule stays that of {run.scheduled_steps} planned steps. Give "
+            "`max_steps` where it must end with the training."
+        )
+    run.print(text)
 
 
 def serve(run: Run, callbacks: CallbackList) -> None:

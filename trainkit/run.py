@@ -164,10 +164,13 @@ class Run(Log):
 
     weights: EvaluationWeights = field(init=False)
     given_groups: int = field(init=False)  # those of the optimizer before the run added any
+    scheduled_steps: int | None = field(init=False)
+    """What `planned_steps` was when the schedule was made: epochs may turn out otherwise."""
 
     def __post_init__(self) -> None:
         self.weights = EvaluationWeights(self.optimizer)
         self.given_groups = len(self.optimizer.param_groups)
+        self.scheduled_steps = self.planned_steps
 
     @property
     def is_main_process(self) -> bool:

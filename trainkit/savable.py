@@ -54,6 +54,8 @@ def _states(run: Run) -> Iterator[tuple[str, Any]]:
     yield "precision", run.precision.state_dict()
     for name, part in run.objects.items():
         yield f"objects.{name}", part.state_dict()
+    if run.train_loader.stream is not None:
+        yield "data.train", run.train_loader.stream.state_dict()
 
 
 def _callback_states(callbacks: CallbackList) -> Iterator[tuple[str, Any]]:

@@ -83,7 +83,7 @@ class Trainer:
     """What `fit` was given; the default steps use it."""
 
     planned_steps: int | None = None
-    """Updates that the present `fit` will apply, where known; for schedules."""
+    """Updates that `fit` planned when it began; `run.planned_steps` follows the data."""
 
     def __init__(
         self,

@@ -38,6 +38,7 @@ from trainkit.schema import (
 
 __all__ = [
     "SCALE",
+    "STREAM",
     "STREAMS",
     "anything",
     "applying",
@@ -136,6 +137,9 @@ STREAMS: dict[str, Check] = {
     "torch": torch_state,
     "device": maybe(_device_state),
 }
+
+_OF_STREAM = record({"items": whole, "ended": flag, "before_last": anything})
+STREAM = record({"shards": whole, "inside": flag, "state": maybe(_OF_STREAM)})
 
 SCALE = record(
     {

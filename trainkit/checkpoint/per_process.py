@@ -167,6 +167,8 @@ def put_own(state: States, kind: str, parts: Sequence[States], *, same_size: boo
 def _merged(kind: str, name: str, merge: Any, saved: list[Any]) -> Any:
     try:
         return merge(saved)
+    except CheckpointError:  # says why itself
+        raise
     except Exception as error:
         raise CheckpointError(
             f"`merge_state_dicts` of the {kind} `{name}` raised {type(error).__name__}: {error}. "

@@ -37,6 +37,7 @@ class _Round:
     total: int
     pending: Any = None  # on its way to the device
     spare: tuple[Any, int] | None = None
+    state: Any = None  # of the data set after it
     fault: Exception | None = None  # raised when the round is due
     lacking: int | None = None  # a process that has nothing to repeat
 
@@ -73,7 +74,7 @@ class _Pass:
         counts = tuple(max(word, 0) for word in words)
         pending = self._transfer.start(piece.data) if piece.count > 0 else None
         lacking = words.index(_LACKS) if _LACKS in words else None
-        return _Round(counts, sum(counts), pending, piece.spare, fault, lacking)
+        return _Round(counts, sum(counts), pending, piece.spare, piece.state, fault, lacking)
 
     def _agree(self, word: int) -> tuple[int, ...]:
         if self._processes.size == 1:
@@ -112,6 +113,7 @@ class AgreedLoader(PreparedLoader):
         self.samples_per_epoch = samples_per_epoch
         self.batches_per_epoch = batches_per_epoch
         self._feed = feed
+        self.stream = feed.stream
         self._least = 1  # samples of a round that is not the end
         if whole and batch_size is not None:
             self._least = self.processes.size * batch_size
@@ -123,13 +125,17 @@ class AgreedLoader(PreparedLoader):
         self, epoch: int, *, position: int = 0, accumulation: int = 1, drop_last: bool = False
     ) -> Generator[Window, None, None]:
         micro_batches = self._micro_batches(epoch, position, accumulation)
-        is_idle = position == 0
+        found = 0
         with self._under_way(), closing(micro_batches):
             for window in self._cut(micro_batches, accumulation if drop_last else None):
-                is_idle = False
+                found += 1
                 yield window
-        if is_idle:
-            self._refuse_idle(epoch)
+        if position == 0:
+            self.found = 0, found, 0
+            if not found:
+                self._refuse_idle(epoch)
+        if self.stream is not None:
+            self.stream.ended()
 
     @override
     def batches(self, epoch: int, *, position: int = 0) -> Generator[MicroBatch, None, None]:
@@ -172,14 +178,12 @@ class AgreedLoader(PreparedLoader):
     ) -> Generator[MicroBatch, None, None]:
         rank = self.processes.rank
         repeat = Repeat()
-        left = accumulation
-        for data, current, ahead in self._due(epoch, position, repeat):
+        for data, current, ahead in self._due(epoch, position, repeat, accumulation):
             count = current.counts[rank]
-            left -= 1
-            last = left == 0 or self._is_end(ahead)
+            last = ahead is None or self._is_end(ahead)
             size = count or repeat.size
-            yield MicroBatch(data, count, current.total, last, current.counts, size)
-            left = left or accumulation
+            state = current.state
+            yield MicroBatch(data, count, current.total, last, current.counts, size, state)
 
     @contextmanager
     def _under_way(self) -> Iterator[None]:
@@ -197,19 +201,21 @@ class AgreedLoader(PreparedLoader):
         for micro_batch in micro_batches:
             if self.active is not None:
                 self.active.yielded(self, micro_batch.counts, micro_batch.size)
+            if self.stream is not None:
+                self.stream.inside, self.stream.state = True, micro_batch.state
             yield micro_batch
 
     def _due(
-        self, epoch: int, position: int, repeat: Repeat
-    ) -> Iterator[tuple[Any, _Round, _Round]]:
-        """Yield the data of each round from `position` on, the round, and the one after it."""
+        self, epoch: int, position: int, repeat: Repeat, accumulation: int
+    ) -> Iterator[tuple[Any, _Round, _Round | None]]:
+        """Yield what `_rounds` yields from `position` on, after the data of each round."""
         rank = self.processes.rank
-        done = position if self._feed.finds_position else 0
-        for current, ahead in self._rounds(epoch, position):
+        done, pieces = self._begin(epoch, position)
+        for current, ahead in self._rounds(epoch, pieces, accumulation):
             data = None
             if current.counts[rank]:
                 data = self._transfer.finish(current.pending)
-                if not ahead.counts[rank]:
+                if ahead is None or not ahead.counts[rank]:
                     repeat.keep(data, current.counts[rank])
             if done < position:
                 done += current.total
@@ -225,8 +231,13 @@ class AgreedLoader(PreparedLoader):
                 f"{done} samples. Keep the global batch and the data set of the checkpoint."
             )
 
-    def _rounds(self, epoch: int, position: int) -> Iterator[tuple[_Round, _Round]]:
-        """Yield each round of the epoch with the one after it."""
+    def _begin(self, epoch: int, position: int) -> tuple[int, Iterator[Piece]]:
+        """Return how many samples were consumed where the pieces begin, and the pieces."""
+        start = None
+        if self.stream is not None:
+            start, self.stream.start = self.stream.start, None
+        if start is not None and start["state"] is not None:
+            return position, self._feed.pieces(epoch, position, start)
         if position:
             logger.warning(
                 "`%s` cannot jump to a position: the first %d samples of epoch %d are read again.",
@@ -234,9 +245,18 @@ class AgreedLoader(PreparedLoader):
                 position,
                 epoch,
             )
-        pieces = self._feed.pieces(epoch, position if self._feed.finds_position else 0)
+        done = position if self._feed.finds_position else 0
+        return done, self._feed.pieces(epoch, done)
+
+    def _rounds(
+        self, epoch: int, pieces: Iterator[Piece], accumulation: int
+    ) -> Iterator[tuple[_Round, _Round | None]]:
+        """Yield each round of the epoch, and inside a window the one after it.
+
+        What follows a window is read after its update, which a data set may depend on.
+        """
         reading = _Pass(self._feed, self.processes, self._transfer, pieces)
-        ahead = reading.read()
+        ahead, left = reading.read(), accumulation
         while not self._is_end(ahead):
             current = ahead
             if current.fault is not None:
@@ -246,11 +266,16 @@ class AgreedLoader(PreparedLoader):
                     f"Process {current.lacking} has no batch in epoch {epoch}, while others have, "
                     f"so it cannot take part in their collectives. {self._feed.advice}"
                 )
-            ahead = reading.read()
-            yield current, ahead
+            left = (left or accumulation) - 1
+            following = reading.read() if left else None
+            yield current, following
+            ahead = reading.read() if following is None else following
 
     def _is_end(self, ahead: _Round) -> bool:
-        return ahead.fault is None and ahead.total < self._least
+        is_end = ahead.fault is None and ahead.total < self._least
+        if is_end and self.stream is not None:
+            self.stream.end = ahead.state
+        return is_end
 
     def _repeated(self, repeat: Repeat, epoch: int, current: _Round) -> Any:
         if not repeat.size:

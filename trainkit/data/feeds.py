@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from functools import partial
 from itertools import chain, count, islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import DataLoader
@@ -13,10 +13,14 @@ from typing_extensions import override
 
 from trainkit import rng
 from trainkit.data.fetch import Fetch
+from trainkit.data.loader import Preparation
 from trainkit.data.order import KeyedOrder, announce_epoch
 from trainkit.data.stream import Piece, StreamReader
 from trainkit.data.tree import count_samples
 from trainkit.data.workers import Source, datasets_of, source_for
+
+if TYPE_CHECKING:
+    from trainkit.data.position import StreamPosition
 
 __all__ = ["Feed", "ForeignFeed", "KeyFeed", "StreamFeed"]
 
@@ -26,11 +30,18 @@ class Feed(ABC):
 
     finds_position: bool = False  # whether `pieces` begins after `position` by itself
     has_spare: bool = False  # whether `spare` works
+    stream: "StreamPosition | None" = None  # what a checkpoint keeps of an iterable data set
     advice: str  # for users where a process never had a batch
 
     @abstractmethod
-    def pieces(self, epoch: int, position: int) -> Iterator[Piece]:
-        """Yield this process's piece of each round."""
+    def pieces(self, epoch: int, position: int, start: Any = None) -> Iterator[Piece]:
+        """Yield this process's piece of each round.
+
+        Args:
+            epoch: Which epoch.
+            position: Samples that were consumed before, where `finds_position`.
+            start: What `stream` kept of the data set there.
+        """
 
     def spare(self, epoch: int) -> tuple[Any, int]:
         """Return a batch and its number of samples, for a process that had none in this epoch."""
@@ -55,52 +66,60 @@ class StreamFeed(Feed):
     Args:
         reader: Reads the slices of this process.
         loader: The loader of the user; its settings of workers are used.
-        base_seed: What the workers' own generators start from.
-        device: Where the batches go in the end.
-        told: Whether the data set hears of epochs by `set_epoch`.
+        preparation: What it is prepared for.
     """
 
     advice = "Give the data set at least as many shards with samples as there are processes."
 
     def __init__(
-        self,
-        reader: StreamReader,
-        loader: DataLoader[Any],
-        *,
-        base_seed: int,
-        device: torch.device,
-        told: bool,
+        self, reader: StreamReader, loader: DataLoader[Any], preparation: Preparation
     ) -> None:
         self._reader = reader
         self._loader = loader
-        self._told = told
+        self._told = told = preparation.trains  # in training, the data set hears of epochs
         self._runs = count()
-        self._source_of = partial(
-            source_for, loader=loader, base_seed=base_seed, told=told, device=device, alone=True
-        )
+        self._source_of = partial(source_for, loader=loader, preparation=preparation, alone=True)
         self._workers: Source | None = None
+        self._readers: list[StreamReader] = []  # of the passes under way in this process
+        if told:
+            from trainkit.data.position import StreamPosition  # other data needs none of it
+
+            self.stream = StreamPosition(loader, reader.shards)
         # A position counts the samples of all shards, which one shard alone cannot find.
         self.finds_position = not reader.is_sharded
 
     @override
-    def pieces(self, epoch: int, position: int) -> Iterator[Piece]:
+    def pieces(self, epoch: int, position: int, start: Any = None) -> Iterator[Piece]:
+        dataset: Any = self._loader.dataset
+        if start is not None:
+            self.close()  # workers under way would not hear of it
+            if not start["inside"]:
+                dataset.load_state_dict(copy.deepcopy(start["state"]["dataset"]))
         if self._told:
-            announce_epoch(datasets_of(self._loader.dataset), epoch)
+            announce_epoch(datasets_of(dataset), epoch)
         run = next(self._runs)
-        return self._source().batches(epoch, lambda: ((run, position, k) for k in count()))
+        self._reader.start = (run, start["state"]) if start and start["inside"] else None
+        tasks = partial(map, lambda index: (run, position, index), count())
+        if self._loader.num_workers > 0:
+            self._workers = self._workers or self._source_of(self._reader)
+            yield from self._workers.batches(epoch, tasks)
+            return
+        # A reader of its own, so that passes at the same time do not disturb each other.
+        reader = copy.copy(self._reader)
+        self._readers.append(reader)
+        try:
+            yield from self._source_of(reader).batches(epoch, tasks)
+        finally:
+            reader.leave()
+            self._readers = [one for one in self._readers if one is not reader]
 
     @override
     def close(self) -> None:
+        for reader in self._readers:
+            reader.leave()
         if self._workers is not None:
             self._workers.close()
-
-    def _source(self) -> Source:
-        if self._loader.num_workers == 0:
-            # A reader of its own, so that passes at the same time do not disturb each other.
-            return self._source_of(copy.copy(self._reader))
-        if self._workers is None:
-            self._workers = self._source_of(self._reader)
-        return self._workers
+            self._workers = None
 
 
 class KeyFeed(Feed):
@@ -110,22 +129,19 @@ class KeyFeed(Feed):
         order: Runs the sampler.
         fetch: Turns a key into a batch.
         source: Where it is fetched.
-        rank: This process.
-        size: Number of processes.
-        told: Whether sampler and data set hear of epochs by `set_epoch`.
+        preparation: What it is prepared for.
     """
 
     has_spare = True
 
     def __init__(
-        self, order: KeyedOrder, fetch: Fetch, source: Source, *, rank: int, size: int, told: bool
+        self, order: KeyedOrder, fetch: Fetch, source: Source, preparation: Preparation
     ) -> None:
         self._order = order
         self._fetch = fetch
         self._source = source
-        self._rank = rank
-        self._size = size
-        self._told = told
+        self._rank, self._size = preparation.processes.rank, preparation.processes.size
+        self._told = preparation.trains
         self._latest: tuple[int, list[Any]] | None = None  # the epoch under way in training
 
     @override
@@ -139,7 +155,7 @@ class KeyFeed(Feed):
         self._latest = None
 
     @override
-    def pieces(self, epoch: int, position: int) -> Iterator[Piece]:
+    def pieces(self, epoch: int, position: int, start: Any = None) -> Iterator[Piece]:
         keys = self._keys(epoch)
         mine = keys[self._rank :: self._size]
         yield from _filled(self._source.batches(epoch, partial(iter, mine)))
@@ -172,21 +188,19 @@ class ForeignFeed(Feed):
 
     Args:
         loader: The iterable.
-        seed: The seed of the run, or of evaluation.
-        rank: This process.
-        told: Whether it hears of epochs by `set_epoch`.
+        preparation: What it is prepared for.
     """
 
     advice = "Give each process's loader at least one batch."
 
-    def __init__(self, loader: Any, *, seed: int, rank: int, told: bool) -> None:
+    def __init__(self, loader: Any, preparation: Preparation) -> None:
         self._loader = loader
-        self._seed = seed
-        self._rank = rank
-        self._told = told
+        self._seed = preparation.seed
+        self._rank = preparation.processes.rank
+        self._told = preparation.trains
 
     @override
-    def pieces(self, epoch: int, position: int) -> Iterator[Piece]:
+    def pieces(self, epoch: int, position: int, start: Any = None) -> Iterator[Piece]:
         loader = self._loader
         if self._told:
             batch_sampler = getattr(loader, "batch_sampler", None)

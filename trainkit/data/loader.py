@@ -12,6 +12,7 @@ from trainkit.data.window import MicroBatch, Window
 from trainkit.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
+    from trainkit.data.position import StreamPosition
     from trainkit.distributed.processes import Processes
 
 __all__ = ["Preparation", "PreparedLoader", "length_of"]
@@ -58,6 +59,8 @@ class PreparedLoader(ABC):
     batches_per_epoch: int | None = None  # micro-batches of one process; None: not known
     samples_per_epoch: int | None = None  # over all processes, after `drop_last`; None: not known
     batch_size: int | None = None  # of one process; None: it varies
+    stream: "StreamPosition | None" = None  # where an iterable data set of training is
+    found: tuple[int, int, int] | None = None  # of an epoch: windows left, in all, and samples
 
     def __init__(self, source: Any, preparation: Preparation) -> None:
         self.source = source

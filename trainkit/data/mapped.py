@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from trainkit import rng
 from trainkit.data.fetch import fetch_for
 from trainkit.data.loader import Preparation, PreparedLoader, length_of
 from trainkit.data.order import BatchPlan, FlatPlan, KeyedOrder, Plan, announce_epoch, divide
@@ -43,13 +42,7 @@ class MappedLoader(PreparedLoader):
                 self._unit = self.batch_size * (size if self._trains else 1)
         fetch = fetch_for(loader, seed, preparation.sample_seeding)
         fetch.in_training = self._trains
-        self._source = source_for(
-            fetch,
-            loader,
-            base_seed=rng.derive(seed, "workers", self.processes.rank),
-            told=self._trains,
-            device=self.device,
-        )
+        self._source = source_for(fetch, loader, preparation)
         self._transfer = transfer_for(self.device)
         self._latest: tuple[int, Plan] | None = None  # the epoch under way in training
         self._is_ready = False  # whether no pass has used it
@@ -75,6 +68,8 @@ class MappedLoader(PreparedLoader):
             stop = start if short else stop
         if stop == 0:
             self._refuse_idle(epoch)
+        left, whole = (-(-rounds // accumulation) for rounds in (stop - first, stop))
+        self.found = left, whole, plan.total(0, plan.rounds)
         micro_batches = self._micro_batches(plan, epoch, first, stop, accumulation)
         try:
             for start in range(first, stop, accumulation):

@@ -110,23 +110,8 @@ def _streamed(loader: DataLoader[Any], preparation: Preparation) -> PreparedLoad
     processes, size = preparation.processes, loader.batch_size
     if preparation.split_batches and size is not None:
         size = divide(size, processes.size)
-    reader = StreamReader(
-        loader.dataset,
-        loader.collate_fn,
-        seed=preparation.seed,
-        batch_size=size,
-        rank=processes.rank,
-        size=processes.size,
-        sample_seeding=preparation.sample_seeding,
-        whole=loader.drop_last and not preparation.trains,
-    )
-    feed = StreamFeed(
-        reader,
-        loader,
-        base_seed=rng.derive(preparation.seed, "workers", processes.rank),
-        device=preparation.device,
-        told=preparation.trains,
-    )
+    reader = StreamReader(loader, preparation, size)
+    feed = StreamFeed(reader, loader, preparation)
     samples = None if reader.is_sharded or size is None else length_of(loader.dataset)
     batches = None
     if samples is not None and size is not None:
@@ -145,32 +130,17 @@ def _streamed(loader: DataLoader[Any], preparation: Preparation) -> PreparedLoad
 
 
 def _keyed(loader: DataLoader[Any], preparation: Preparation) -> PreparedLoader:
-    processes, seed = preparation.processes, preparation.seed
     if preparation.split_batches:
         raise ConfigError(
             "`split_batches` divides the loader's batch size, but the loader has "
             "`batch_size=None`. Give it a batch size, or leave `split_batches` out."
         )
-    order = KeyedOrder(loader, seed)
-    fetch = fetch_for(loader, seed, preparation.sample_seeding)
+    order = KeyedOrder(loader, preparation.seed)
+    fetch = fetch_for(loader, preparation.seed, preparation.sample_seeding)
     fetch.in_training = preparation.trains
-    source = source_for(
-        fetch,
-        loader,
-        base_seed=rng.derive(seed, "workers", processes.rank),
-        told=preparation.trains,
-        device=preparation.device,
-    )
-    feed = KeyFeed(
-        order,
-        fetch,
-        source,
-        rank=processes.rank,
-        size=processes.size,
-        told=preparation.trains,
-    )
+    feed = KeyFeed(order, fetch, source_for(fetch, loader, preparation), preparation)
     keys = length_of(loader.sampler)
-    batches = None if keys is None else -(-keys // processes.size)
+    batches = None if keys is None else -(-keys // preparation.processes.size)
     return AgreedLoader(loader, feed, preparation, batches_per_epoch=batches)
 
 
@@ -193,6 +163,6 @@ def _foreign(loader: Any, preparation: Preparation) -> PreparedLoader:
             f"`split_batches` divides the batch size of a plain `DataLoader`, but the loader is a "
             f"`{type(inner).__name__}`. Leave `split_batches` out."
         )
-    feed = ForeignFeed(inner, seed=preparation.seed, rank=processes.rank, told=preparation.trains)
+    feed = ForeignFeed(inner, preparation)
     batches = length_of(inner) if processes.size == 1 else None
     return AgreedLoader(loader, feed, preparation, batches_per_epoch=batches)

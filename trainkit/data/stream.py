@@ -1,17 +1,22 @@
 """Reads this process's slices of an iterable data set (DESIGN 2.17)."""
 
+import copy
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
+from weakref import WeakValueDictionary
 
+from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from trainkit import rng
 from trainkit.data.fetch import Fetch, collates_silently
+from trainkit.data.loader import Preparation
 from trainkit.data.tree import count_samples
 from trainkit.errors import DataError
 
-__all__ = ["Piece", "StreamReader"]
+__all__ = ["Piece", "StreamReader", "is_stateful"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,11 +28,13 @@ class Piece:
         data: Their batch; None where it has none.
         spare: A batch of the stream's first samples and their number, for a process that never
             had any.
+        state: Where the data set is after the round; None where it has no `state_dict`.
     """
 
     count: int
     data: Any = None
     spare: tuple[Any, int] | None = None
+    state: Any = None
 
 
 class StreamReader(Fetch):
@@ -37,39 +44,34 @@ class StreamReader(Fetch):
     A stream with `shard(num_shards, index)` is asked for the share of this process instead.
 
     Args:
-        dataset: The iterable data set.
-        collate: Turns a list of samples into a batch, or converts a batch of the stream.
-        seed: The seed of the run, or of evaluation.
+        loader: The loader of the user, over an iterable data set.
+        preparation: What it is prepared for.
         batch_size: Samples of one process in a round; None where the stream yields batches.
-        rank: This process.
-        size: Number of processes.
-        sample_seeding: Whether reading runs under the keys of the stream's positions.
-        whole: Whether incomplete batches of one process are left out.
     """
 
     def __init__(
-        self,
-        dataset: Any,
-        collate: Any,
-        *,
-        seed: int,
-        batch_size: int | None,
-        rank: int,
-        size: int,
-        sample_seeding: bool,
-        whole: bool,
+        self, loader: DataLoader[Any], preparation: Preparation, batch_size: int | None
     ) -> None:
-        super().__init__(dataset, seed)
-        self.seeds = sample_seeding
-        self.is_sharded = size > 1 and _can_shard(dataset, size)
-        self._collate = collate
-        self._seeds_collate = sample_seeding and not collates_silently(collate)
+        super().__init__(loader.dataset, preparation.seed)
+        self.in_training = preparation.trains
+        self.seeds = preparation.sample_seeding
+        self._rank, self._size = preparation.processes.rank, preparation.processes.size
+        self.is_sharded = self._size > 1 and _can_shard(self.dataset, self._size)
+        self.shards = self._size if self.is_sharded else 1
+        # What a shard had read must be known after its end too, where it may be asked for it.
+        self._merges = self.is_sharded and hasattr(self.dataset, "merge_state_dicts")
+        self._collate: Any = loader.collate_fn
+        self._seeds_collate = self.seeds and not collates_silently(self._collate)
         self._batch_size = batch_size
-        self._rank = rank
-        self._size = size
-        self._whole = whole
+        self._whole = loader.drop_last and not self.in_training  # keeps no incomplete batch
         self._run: int | None = None
         self._iterator: Iterator[Any] = iter(())
+        self._data: Any = self.dataset  # what is read: the data set, or the shard of this process
+        self._found: dict[str, Any] | None = None  # the state that the pass has found it in
+        self._owner: Any = None  # who tells the state: the iterator, or the data set
+        self._prior: Any = None  # the state before the latest item
+        self._state: dict[str, Any] | None = None  # after the latest round
+        self.start: tuple[int, Any] | None = None  # a pass, and the state that it goes on from
 
     @override
     def fetch(self, epoch: int, task: tuple[int, int, int]) -> Piece:
@@ -82,21 +84,37 @@ class StreamReader(Fetch):
         """
         run, position, index = task
         if run != self._run:
-            self._begin(epoch, position)
+            self._begin(run, epoch, position)
             self._run = run
-        if self._batch_size is None:
-            return self._batch_of_stream(index)
-        return self._slice_of_round(index, self._batch_size)
+        piece = self._round(index)
+        state = self._taken_state()
+        return piece if state is None else replace(piece, state=state)
 
-    def _begin(self, epoch: int, position: int) -> None:
-        self._epoch, self._at, self._next, self._ended = epoch, 0, 0, False
+    def leave(self) -> None:
+        """Put a data set back to where the pass found it, if left in the middle or evaluated.
+
+        Where another pass has begun to read the same object, nothing is done.
+        """
+        found, self._found = self._found, None
+        self._iterator = iter(())
+        is_mine = _latest.get(id(self._data)) is self
+        if found is not None and is_mine and not (self._complete and self.in_training):
+            self._data.load_state_dict(found["state"])
+
+    def _begin(self, run: int, epoch: int, position: int) -> None:
+        self.leave()
+        self._epoch, self._at, self._next = epoch, 0, 0
+        self._ended = self._complete = False
         self._first: list[Any] = []
-        dataset = self.dataset
-        if self.is_sharded:
-            dataset = dataset.shard(num_shards=self._size, index=self._rank)
-        if self.seeds:
-            rng.seed_host(rng.derive(self.seed, "stream", epoch))
-        self._iterator = iter(dataset)
+        self._prior = self._state = self._owner = None
+        self._data = self._shard() if self.is_sharded else self.dataset
+        if is_stateful(self._data):
+            self._found = {"state": copy.deepcopy(self._data.state_dict())}
+            _latest[id(self._data)] = self
+        if self.start is not None and self.start[0] == run:
+            self._go_on(self.start[1])
+            return
+        self._open()
         done = 0
         while done < position:
             items = self._read(1)
@@ -110,46 +128,92 @@ class StreamReader(Fetch):
                 f"{self._at} items. Resume with the data set of the checkpoint."
             )
 
-    def _slice_of_round(self, index: int, share: int) -> Piece:
+    def _open(self, kind: str = "", state: Any = None) -> None:
+        """Make the iterator; "dataset", "iterator" or nobody takes a state before."""
+        if kind == "dataset":
+            self._data.load_state_dict(copy.deepcopy(state))
+        if self.seeds:
+            rng.seed_host(rng.derive(self.seed, "stream", self._epoch))
+        self._iterator = iter(self._data)
+        owners = [one for one in (self._iterator, self._data) if is_stateful(one)]
+        self._owner = owners[0] if owners else None
+        if kind == "iterator":
+            self._owner.load_state_dict(copy.deepcopy(state))
+
+    def _go_on(self, state: dict[str, Any]) -> None:
+        """Begin where a state was taken."""
+        self._at = state["items"]
+        if state["ended"]:
+            self._state, self._ended, self._complete = state, True, True
+            return
+        kind = "iterator" if "iterator" in state else "dataset"
+        if state["before_last"] is not None:
+            # What `__iter__` draws before its first sample is drawn under the key of sample 0, and
+            # the next sample must be under its own. So the last one is read again, and dropped.
+            self._open(kind, state["before_last"])
+            rng.seed_host(self._key(0))
+            if next(self._iterator, self) is not self and _is_same(
+                self._owner.state_dict(), state[kind]
+            ):
+                return
+        self._open(kind, state[kind])
+
+    def _taken_state(self) -> dict[str, Any] | None:
+        """Return where the data set is, copied: it may go on to change what it returned."""
+        if self._owner is None or not self.in_training:
+            return self._state
+        if self._state is not None and self._state["ended"]:
+            return self._state
+        kind = "dataset" if self._owner is self._data else "iterator"
+        has_read_all = self._ended and self._merges
+        self._state = {
+            "items": self._at,
+            "ended": self._ended,
+            "before_last": self._prior if self.seeds else None,
+            kind: self._prior if has_read_all else copy.deepcopy(self._owner.state_dict()),
+        }
+        return self._state
+
+    def _round(self, index: int) -> Piece:
+        share = self._batch_size or 1  # items of one process, perhaps whole batches
         start = 0 if self.is_sharded else self._rank * share
         many = share if self.is_sharded else self._size * share
         self._skip((index - self._next) * many)
         self._next = index + 1
         key = self._key(self._at + start)
-        samples = self._read(many)
-        mine = samples[start : start + share]
-        if self._whole and len(mine) < share:
-            mine = []
-        if mine:
-            return Piece(len(mine), self._collated(mine, key))
-        if index or self.is_sharded or not samples:
+        items = self._read(many, keeps_prior=True)
+        mine = items[start : start + share]
+        if mine and not (self._whole and len(mine) < share):
+            return self._piece(mine, key)
+        first = self._first if items and not index else []
+        if self.is_sharded and not index and self._at:  # it had samples before
+            first = list(islice(self._shard(), share))
+        if not first:
             return Piece(0)
-        return Piece(0, spare=(self._collated(self._first, self._key(0)), len(self._first)))
+        spare = self._piece(first, self._key(0))
+        return Piece(0, spare=(spare.data, spare.count))
 
-    def _batch_of_stream(self, index: int) -> Piece:
-        many = 1 if self.is_sharded else self._size
-        self._skip((index - self._next) * many)
-        self._next = index + 1
-        start = 0 if self.is_sharded else self._rank
-        key = self._key(self._at + start)
-        items = self._read(many)
-        if start < len(items):
-            return Piece(count_samples(items[start]), self._collated(items[start], key))
-        if index or self.is_sharded or not items:
-            return Piece(0)
-        first = self._first[0]
-        return Piece(0, spare=(self._collated(first, self._key(0)), count_samples(first)))
+    def _piece(self, items: list[Any], key: int) -> Piece:
+        data = items if self._batch_size is not None else items[0]
+        size = len(items) if self._batch_size is not None else count_samples(data)
+        return Piece(size, self._collated(data, key))
+
+    def _shard(self) -> Any:
+        return self.dataset.shard(num_shards=self._size, index=self._rank)
 
     def _skip(self, many: int) -> None:
         for _ in range(many):
             if not self._read(1):
                 return
 
-    def _read(self, many: int) -> list[Any]:
-        """Return the next `many` items of the stream, fewer at its end."""
+    def _read(self, many: int, *, keeps_prior: bool = False) -> list[Any]:
+        """Return the next `many` items, fewer at the end; keep the state before the last."""
         items: list[Any] = []
+        keeps_prior = keeps_prior and self._owner is not None and self.in_training
         try:
             while len(items) < many and not self._ended:
+                if keeps_prior and (self._merges or (self.seeds and len(items) == many - 1)):
+                    self._prior = copy.deepcopy(self._owner.state_dict())
                 if self.seeds:
                     rng.seed_host(self._key(self._at))
                 item = next(self._iterator)
@@ -157,7 +221,7 @@ class StreamReader(Fetch):
                 if self._batch_size is not None or count_samples(item):
                     items.append(item)
         except StopIteration:
-            self._ended = True
+            self._ended = self._complete = True
         except Exception as error:
             self._ended = True
             error.add_note(
@@ -185,6 +249,30 @@ class StreamReader(Fetch):
                 f"`{type(self.dataset).__name__}`, epoch {self._epoch}."
             )
             raise
+
+
+_latest: "WeakValueDictionary[int, StreamReader]" = WeakValueDictionary()
+"""Who began last to read a data set that has a state, by the identity of the data set."""
+
+
+def is_stateful(thing: Any) -> bool:
+    """Return whether `thing` has `state_dict` and `load_state_dict`, and says in them all it needs.
+
+    The shuffle buffers of `datasets` are left out of their states: their samples would be lost.
+    """
+    part = getattr(thing, "_ex_iterable", None)
+    while part is not None:
+        if type(part).__name__ == "BufferShuffledExamplesIterable":
+            return False
+        part = getattr(part, "ex_iterable", None)
+    return all(callable(getattr(thing, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    try:
+        return bool(one == other)
+    except Exception:  # of arrays, such as the states of generators: not known
+        return False
 
 
 def _can_shard(dataset: Any, size: int) -> bool:

@@ -16,9 +16,10 @@ class MicroBatch:
         last: Whether no further micro-batch follows in this window.
         counts: Real samples of each process, by rank.
         size: Samples in `data`: `count`, which is the default, or those of the repeat.
+        state: Where an iterable data set is after it, if that has a state.
     """
 
-    __slots__ = ("count", "counts", "data", "last", "size", "total")
+    __slots__ = ("count", "counts", "data", "last", "size", "state", "total")
 
     def __init__(
         self,
@@ -28,6 +29,7 @@ class MicroBatch:
         last: bool,
         counts: tuple[int, ...],
         size: int | None = None,
+        state: Any = None,
     ) -> None:
         self.data = data
         self.count = count
@@ -35,6 +37,7 @@ class MicroBatch:
         self.last = last
         self.counts = counts
         self.size = count if size is None else size
+        self.state = state
 
 
 class Window:

@@ -24,6 +24,7 @@ from typing_extensions import override
 
 from trainkit import rng
 from trainkit.data.fetch import Fetch
+from trainkit.data.loader import Preparation
 from trainkit.data.order import announce_epoch
 from trainkit.errors import ConfigError, DataError, text_of
 from trainkit.signals import CAUGHT
@@ -243,18 +244,13 @@ class _WorkerSide:
 
 
 def source_for(
-    fetch: Fetch,
-    loader: DataLoader[Any],
-    *,
-    base_seed: int,
-    told: bool,
-    device: torch.device,
-    alone: bool = False,
+    fetch: Fetch, loader: DataLoader[Any], preparation: Preparation, *, alone: bool = False
 ) -> Source:
-    """Return the source that fetches where `loader` says; the arguments are those of `Workers`."""
+    """Return the source that fetches where `loader` says, as `Workers` does where it has some."""
     if loader.num_workers == 0:
         return Here(fetch)
-    pin = device.type == "cuda"
+    base_seed = rng.derive(preparation.seed, "workers", preparation.processes.rank)
+    told, pin = preparation.trains, preparation.device.type == "cuda"
     return Workers(fetch, loader, base_seed=base_seed, told=told, alone=alone, pin=pin)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from trainkit.checkpoint import Checkpoint
 from trainkit.checkpoint.forms import (
     SCALE,
+    STREAM,
     STREAMS,
     anything,
     blaming,
@@ -49,8 +50,9 @@ _LOADER = record(
         "order": maybe(record({"host": _HOST, **_GENERATORS})),
         "facts": each(anything),
         "digest": maybe(text),
+        "stream": STREAM,
     },
-    optional={"facts", "digest"},  # older states have none
+    optional={"facts", "digest", "stream"},  # older states have none
 )
 _WINDOWS = record({"count": whole, "in_window": whole, "divisor": whole})
 _LOOP = record(

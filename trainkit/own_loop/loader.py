@@ -72,11 +72,13 @@ class Resumption:
         batches: Batches that this process had got.
         order: What the order was made from.
         digest: What tells it from others; None where that is not known.
+        stream: Where an iterable data set was.
     """
 
     batches: int = 0
     order: Any = field(default=None)
     digest: str | None = None
+    stream: Any = None
 
 
 class SharedLoader(ABC):
@@ -219,7 +221,10 @@ class SharedLoader(ABC):
             self._ended_at = state_dict["batches"]
         elif state_dict["batches"]:
             self._resumption = Resumption(
-                state_dict["batches"], state_dict["order"], state_dict.get("digest")
+                state_dict["batches"],
+                state_dict["order"],
+                state_dict.get("digest"),
+                state_dict.get("stream"),
             )
 
     def close(self) -> None:

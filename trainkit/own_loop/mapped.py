@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from trainkit import rng
 from trainkit.data.fetch import fetch_for
+from trainkit.data.loader import Preparation
 from trainkit.data.order import announce_epoch, divide
 from trainkit.data.order_facts import digest_of
 from trainkit.data.transfer import transfer_for
@@ -63,13 +64,8 @@ class MappedShare(SharedLoader):
         self._give_generator()
         key = rng.derive(self._seed, "own loop")
         fetch = fetch_for(source, key, sample_seeding=True)
-        self._source = source_for(
-            fetch,
-            source,
-            base_seed=rng.derive(key, "workers", self._rank),
-            told=True,
-            device=sharing.device,
-        )
+        preparation = Preparation(processes=processes, device=sharing.device, seed=key, trains=True)
+        self._source = source_for(fetch, source, preparation)
         self._transfer = transfer_for(sharing.device)
         self._inside = 0  # batches of a pass before which its sampler is not read to the end
         self._lengths: dict[tuple[int, bool], int] = {}

@@ -46,13 +46,35 @@ class StreamedShare(SharedLoader):
         return len(self._inner)
 
     @override
+    def state_dict(self) -> dict[str, Any]:
+        stream = self._inner.stream
+        if stream is not None and self._has_ended:
+            stream.ended()  # it has been read to its end
+        return super().state_dict() | ({} if stream is None else {"stream": stream.state_dict()})
+
+    @override
+    def unfit(self, state_dict: dict[str, Any]) -> list[str]:
+        if self._inner.stream is not None and state_dict.get("stream"):
+            self._inner.stream.check_state_dict(state_dict["stream"])
+        return super().unfit(state_dict)
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        if self._inner.stream and self._resumption is None and state_dict.get("stream"):
+            self._inner.stream.load_state_dict(state_dict["stream"])
+
+    @override
     def close(self) -> None:
         self._inner.close()
 
     @override
     def _batches(self, skip: int, resumption: Resumption | None) -> Iterator[Batch]:
-        share = self._inner.batch_size
+        share, stream = self._inner.batch_size, self._inner.stream
         jumps = share is not None and skip > 0
+        if stream and resumption and resumption.stream and skip == resumption.batches:
+            stream.load_state_dict(resumption.stream)
+            jumps = jumps or resumption.stream["state"] is not None
         position = skip * share * self._sharing.processes.size if share is not None else 0
         length = self._inner.batches_per_epoch
         windows = self._inner.windows(self.epoch, position=position, accumulation=_NO_WINDOWS)

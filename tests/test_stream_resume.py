@@ -1,0 +1,143 @@
+"""A resumed stream goes on with the sample after the last one consumed (DESIGN 2.15)."""
+
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from tests.data import streams
+from tests.helpers.ranks import RanksError, run_ranks
+from trainkit import Callback, Run, Trainer
+from trainkit.callbacks import Checkpoint
+
+WORKERS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "one": {"num_workers": 1},
+    "two": {"num_workers": 2},
+    "lasting": {"num_workers": 2, "persistent_workers": True},
+}
+EPOCHS = 2
+
+
+class Killed(Exception):
+    """What ends a run here."""
+
+
+class Journal(Callback):
+    """Keeps which samples were trained on; ends the run after a window, perhaps."""
+
+    def __init__(self, kill_at: int | None = None) -> None:
+        self.kill_at = kill_at
+        self.seen: list[list[float]] = []
+
+    def on_microbatch_start(self, run: Run, batch: Any) -> None:
+        self.seen += batch[0].tolist()
+
+    def on_checkpoint_saved(self, run: Run, path: Path) -> None:
+        if run.state.step != self.kill_at:
+            return
+        if run.accelerator.num_processes == 1:
+            raise Killed
+        run.request_stop("killed", agreed=True)  # an error of one would end the other
+
+
+def train(
+    data: Any, folder: Path, kill_at: int | None = None, batch: int = 2, **options: Any
+) -> list[list[float]]:
+    """Train, and return the samples of this process in their order."""
+    workers = options.pop("workers", {})
+    settings = {"max_epochs": EPOCHS, **options.pop("settings", {})}
+    journal = Journal(kill_at)
+    torch.manual_seed(0)
+    trainer = Trainer(
+        callbacks=[journal, Checkpoint(every_n_steps=kill_at or 10_000)],
+        output_dir=folder,
+        **settings,
+    )
+    with suppress(Killed):
+        trainer.fit(
+            nn.Linear(2, 1).double(),
+            DataLoader(data, batch, **workers),
+            optimizer=partial(torch.optim.SGD, lr=1e-3),
+            loss_fn=nn.MSELoss(),
+            **options,
+        )
+    return journal.seen
+
+
+def kill_and_resume(rank: int, folder: Path, cases: list[tuple[str, str, int]]) -> None:
+    """Resume in the process that was killed, with the same data set object."""
+    for kind, workers, kill_at in cases:
+        make = getattr(streams, kind)
+        options: dict[str, Any] = {"workers": WORKERS[workers]}
+        place, data = folder / f"{kind} {workers} {kill_at}", make()
+        whole = train(make(), place / "whole", **options)
+        first = train(data, place, kill_at, **options)
+        assert 0 < len(first) < len(whole)
+        rest = train(data, place, resume="must", **options)
+        assert first + rest == whole, (kind, workers, kill_at)
+
+
+STATEFUL = ["Counting", "Shuffling", "Buffering", "Drawing", "Walking"]
+
+
+@pytest.mark.parametrize("kind", STATEFUL)
+def test_the_same_object_goes_on_after_the_last_sample(kind: str, tmp_path: Path) -> None:
+    cases = [(kind, "none", kill_at) for kill_at in (1, 4, 11, 13)]
+    kill_and_resume(0, tmp_path, cases + [(kind, workers, 4) for workers in ("two", "lasting")])
+
+
+def test_two_processes_go_on_after_the_last_sample(tmp_path: Path) -> None:
+    cases = [(kind, "none", 4) for kind in (*STATEFUL, "Stateless", "Sharded", "Merging")]
+    cases += [("Sharded", "none", kill_at) for kill_at in (1, 5, 6, 8)]
+    cases += [("Counting", "two", 2), ("Buffering", "lasting", 6), ("Sharded", "one", 5)]
+    run_ranks(2, kill_and_resume, tmp_path, cases, timeout=300)
+
+
+def phase(rank: int, kind: str, folder: Path, *args: Any, **options: Any) -> list[list[float]]:
+    return train(getattr(streams, kind)(), folder, *args, **options)
+
+
+def together(ranks: list[list[list[float]]]) -> list[float]:
+    return sorted(one[0] for of_rank in ranks for one in of_rank)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_new_process_goes_on_after_the_last_sample(size: int, tmp_path: Path) -> None:
+    for kind in ("Counting", "Shuffling", "Sharded"):
+        place, two = tmp_path / kind, WORKERS["two"]
+        whole = run_ranks(size, phase, kind, place / "whole")
+        first = run_ranks(size, phase, kind, place, 3, workers=two)
+        rest = run_ranks(size, phase, kind, place, resume="must")  # with other workers
+        assert [one + other for one, other in zip(first, rest, strict=True)] == whole
+
+
+@pytest.mark.parametrize("kind", ["Counting", "Buffering", "Merging"])
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+def test_another_number_of_processes_goes_on_after_the_last_sample(
+    kind: str, before: int, after: int, tmp_path: Path
+) -> None:
+    once: dict[str, Any] = {"settings": {"max_epochs": 1}}
+    batch = 8 // before
+    first = run_ranks(before, phase, kind, tmp_path, 2, batch, **once)
+    rest = run_ranks(after, phase, kind, tmp_path, None, 8 // after, resume="must", **once)
+    whole = run_ranks(1, phase, kind, tmp_path / "whole", None, 8, **once)
+    assert sorted(together(first) + together(rest)) == together(whole)
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 3)])
+def test_shards_that_do_not_say_how_are_refused_before_the_first_step(
+    before: int, after: int, tmp_path: Path
+) -> None:
+    run_ranks(before, phase, "Sharded", tmp_path, 1, 6 // before)
+    with pytest.raises(RanksError) as caught:
+        run_ranks(after, phase, "Sharded", tmp_path, None, 6 // after, resume="must")
+    for text in caught.value.failures.values():
+        assert f"read as {before} shard(s)" in text
+        assert f"now they are {after}" in text
+        assert "`merge_state_dicts(states)`" in text
