@@ -14,7 +14,7 @@ LAYERS = (
     ("errors", "types"),
     ("outputs", "streams"),
     ("schema", "world", "state", "rng", "config", "signals", "reports"),
-    ("schedule", "steps", "compiled", "report", "layouts"),
+    ("schedule", "steps", "scores", "compiled", "report", "layouts"),
     ("distributed",),
     ("precision", "data", "metrics", "logs"),
     ("strategies", "weighting", "agreement", "checkpoint"),

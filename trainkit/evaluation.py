@@ -6,7 +6,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +17,15 @@ from trainkit.accelerator import Accelerator
 from trainkit.callback import Callback, CallbackList
 from trainkit.data import BatchInfo, MicroBatch, PreparedLoader
 from trainkit.distributed import concatenate, gather_samples
-from trainkit.errors import DataError, TrainkitError
+from trainkit.errors import ConfigError, DataError, TrainkitError
 from trainkit.logs import LogSums
 from trainkit.metrics.metric import Metric
 from trainkit.precision import Precision
 from trainkit.run import Run
-from trainkit.types import Batch, Scalars
+from trainkit.types import Batch, LossFn, Scalars
+
+if TYPE_CHECKING:
+    from trainkit.scores import Reading
 
 __all__ = ["evaluate", "evaluate_run", "predict"]
 
@@ -50,6 +53,7 @@ def _evaluate_run(run: Run, callbacks: CallbackList) -> None:
             accelerator=run.accelerator,
             precision=run.precision,
             step=run.evaluation_step,
+            loss_fn=run.loss_fn,
             metrics=run.evaluation_metrics,
             prefix=f"eval/{name}/" if name else "eval/",
             watch=partial(_announce, run, callbacks),
@@ -92,6 +96,7 @@ def rehearse(run: Run) -> set[str] | None:
                 accelerator=run.accelerator,
                 precision=run.precision,
                 step=run.evaluation_step,
+                loss_fn=run.loss_fn,
                 metrics=[*metrics],
                 prefix=f"eval/{name}/" if name else "eval/",
                 watch=lambda batches: islice(batches, 1),
@@ -109,7 +114,7 @@ class _Rehearsed(Metric):
     def __init__(self, metric: Metric) -> None:
         self.metric = metric
         self.name = metric.name
-        self.uses = metric.uses  # type: ignore[misc]
+        self.uses = metric.uses
         self.refused = False
 
     @override
@@ -134,13 +139,14 @@ class _Rehearsed(Metric):
         return figures
 
 
-def evaluate(
+def evaluate(  # noqa: PLR0913  the parts of a run, and it may be of none
     module: nn.Module,
     loader: PreparedLoader,
     *,
     accelerator: Accelerator,
     precision: Precision,
     step: EvaluationStep,
+    loss_fn: LossFn | None,
     metrics: list[Metric],
     prefix: str = "eval/",
     watch: Callable[[Iterator[MicroBatch]], Iterator[MicroBatch]] = iter,
@@ -155,9 +161,11 @@ def evaluate(
         loader: A prepared evaluation loader.
         accelerator: Gathers over the processes.
         precision: Whose autocast the step runs in.
-        step: Returns a mapping. `predictions` and `references` hold one entry for each sample.
-            Every other entry is averaged: a scalar counts `weight` times (default: the number of
-            samples), a tensor with one number for each sample counts each once.
+        step: Returns a mapping. `scores`, `predictions`, `probabilities` and `references` hold
+            one entry for each sample. Every other entry is averaged: a scalar counts `weight`
+            times (default: the number of samples), a tensor with one number for each sample
+            counts each once.
+        loss_fn: Says how `scores` are read, where a metric uses what the step does not return.
         metrics: Computed from all predictions and references, or from the mean loss.
         prefix: Stands before each name in the result.
         watch: Stands between the loader's batches and the evaluation.
@@ -165,7 +173,7 @@ def evaluate(
     for metric in metrics:
         metric.reset()
     sums = LogSums()
-    chunks = _Chunks(accelerator, loader, metrics)
+    chunks = _Chunks(accelerator, loader, metrics, _reading(module, loss_fn))
     with _undisturbed(module, accelerator), closing(loader.batches(0)) as batches:
         for micro_batch in watch(batches):
             with precision.autocast():
@@ -188,23 +196,49 @@ def predict(
     accelerator: Accelerator,
     precision: Precision,
     step: EvaluationStep,
+    loss_fn: LossFn | None,
+    outputs: str,
 ) -> Any:
-    """Return the `predictions` of every sample once, in the loader's order, on all processes."""
+    """Return what was asked for of every sample once, in the loader's order, on all processes."""
+    if outputs not in _RETURNED:
+        raise ConfigError(f"`outputs` must be one of {[*_RETURNED]}, but is {outputs!r}.")
     parts: list[tuple[Any, int]] = []
-    chunks = _Chunks(accelerator, loader, [])
+    reading = _reading(module, loss_fn)
+    chunks = _Chunks(accelerator, loader, [], reading)
     with _undisturbed(module, accelerator), closing(loader.batches(0)) as batches:
         for micro_batch in batches:
             with precision.autocast():
-                outputs = _mapping(step(module, micro_batch.data))
-            parts += chunks.add({"predictions": _require(outputs, "predictions")}, keep=True)
+                returned = _mapping(step(module, micro_batch.data))
+            parts += chunks.hold({outputs: _predicted(returned, outputs, reading)})
         parts += chunks.flush()
-    return concatenate(
-        [part["predictions"] for part, _ in parts], [samples for _, samples in parts]
-    )
+    return concatenate([part[outputs] for part, _ in parts], [samples for _, samples in parts])
+
+
+def _reading(module: nn.Module, loss_fn: LossFn | None) -> "Reading":
+    from trainkit.scores import Reading  # runs without an evaluation need none of it
+
+    return Reading(module, loss_fn)
+
+
+_RETURNED = {"raw": "scores", "classes": "predictions", "probabilities": "probabilities"}
+
+
+def _predicted(returned: Mapping[str, Any], outputs: str, reading: "Reading") -> Any:
+    """Return what `predict` was asked for: as the step returned it, or else read from scores."""
+    own = _RETURNED[outputs]
+    if own not in returned and "scores" in returned:
+        return reading(outputs, returned["scores"], returned.get("references"))
+    found = _require(returned, own if own in returned or outputs != "raw" else "predictions")
+    if outputs == "classes" and isinstance(found, Tensor) and found.is_floating_point():
+        raise DataError(
+            f"`evaluation_step` returned `predictions` of {found.dtype}, which are no classes. "
+            'Return classes, or what the model returns as `scores`; or ask for `outputs="raw"`.'
+        )
+    return found
 
 
 _LOSS_WEIGHT = "\0loss weight"
-_NOT_AVERAGED = ("predictions", "references", "weight")
+_NOT_AVERAGED = ("scores", "predictions", "probabilities", "references", "weight")
 
 
 @dataclass(slots=True)
@@ -214,16 +248,27 @@ class _Chunks:
     accelerator: Accelerator
     loader: PreparedLoader
     metrics: list[Metric]
+    reading: "Reading"
+    wanted: list[str] = field(init=False)  # what the metrics use, besides the references
+    keys: dict[str, str] = field(init=False)  # under which of the outputs that is
     outputs: list[dict[str, Any]] = field(default_factory=list)
     infos: list[BatchInfo] = field(default_factory=list)
 
-    def add(self, outputs: Mapping[str, Any], *, keep: bool = False) -> list[tuple[Any, int]]:
-        """Take in the outputs of one batch; return what `flush` does, if it was time to."""
-        wanted = [metric for metric in self.metrics if metric.uses == "predictions"]
-        if not wanted and not keep:
-            return []
-        names = ["predictions"] if keep else ["predictions", "references"]
-        self.outputs.append({name: _require(outputs, name) for name in names})
+    def __post_init__(self) -> None:
+        self.metrics = [metric for metric in self.metrics if metric.uses != "loss"]
+        self.wanted = sorted({metric.uses for metric in self.metrics})
+
+    def add(self, outputs: Mapping[str, Any]) -> None:
+        """Take in the outputs of one batch for the metrics."""
+        if not self.wanted:
+            return
+        found = {uses: self._entry(outputs, uses) for uses in self.wanted}
+        self.keys = {uses: key for uses, (key, _) in found.items()}
+        self.hold({**dict(found.values()), "references": _require(outputs, "references")})
+
+    def hold(self, entries: dict[str, Any]) -> list[tuple[Any, int]]:
+        """Keep what is to be gathered of one batch; return what `flush` does, if it was time."""
+        self.outputs.append(entries)
         info = self.accelerator.loaders.current(self.loader)
         assert info is not None  # the loader has just yielded
         self.infos.append(info)
@@ -240,11 +285,23 @@ class _Chunks:
             [info.local_size for info in self.infos],
         )
         for metric in self.metrics:
-            if metric.uses == "predictions":
-                metric.update(gathered["predictions"], gathered["references"])
+            metric.update(gathered[self.keys[metric.uses]], gathered["references"])
         samples = sum(sum(info.counts) for info in self.infos)
         self.outputs, self.infos = [], []
         return [(gathered, samples)]
+
+    def _entry(self, outputs: Mapping[str, Any], uses: str) -> tuple[str, Any]:
+        """Return what a metric uses, and its key: as the step returned it, or read from scores.
+
+        A step that returns `predictions` alone has said what every metric gets.
+        """
+        if uses in outputs:
+            return uses, outputs[uses]
+        if "scores" not in outputs:
+            return "predictions", _require(outputs, "predictions")
+        scores = outputs["scores"]
+        found = self.reading(uses, scores, outputs.get("references"))
+        return ("scores" if found is scores else uses), found
 
 
 @contextmanager
@@ -273,7 +330,8 @@ def _require(outputs: Mapping[str, Any], name: str) -> Any:
         return outputs[name]
     raise DataError(
         f"`evaluation_step` returned no `{name}`, only {sorted(map(str, outputs))}, but a metric "
-        "or `predict` needs it. Return it with one entry for each sample."
+        "or `predict` needs it. Return it with one entry for each sample; `scores`, which is what "
+        "the model returns, serve where classes can be read from them."
     )
 
 

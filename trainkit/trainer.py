@@ -148,7 +148,11 @@ class Trainer:
         return steps.training_step(model, self.strategy.unwrap(model), batch, self.loss_fn)
 
     def evaluation_step(self, model: nn.Module, batch: Batch) -> Mapping[str, Any]:
-        """Return `predictions`, `references`, `loss` of `batch`; see `evaluation.evaluate`."""
+        """Return `scores`, `references` and `loss` of `batch`; see `evaluation.evaluate`.
+
+        `scores` are what the model returns. Classes are read from them by the convention of the
+        loss, where a metric wants some, unless `predictions` say what every metric gets.
+        """
         return steps.evaluation_step(model, self.strategy.unwrap(model), batch, self.loss_fn)
 
     def configure_optimizer(self, model: nn.Module) -> Optimizer:
@@ -239,8 +243,7 @@ class Trainer:
                 `evaluate` or of torchmetrics. The mean loss is always there, if there is one.
             loss_fn: As for `fit`; what the latest `fit` was given, if left out.
         """
-        if loss_fn is not None:
-            self.loss_fn = parts.check_loss_fn(loss_fn)
+        self.loss_fn = self.loss_fn if loss_fn is None else parts.check_loss_fn(loss_fn)
         chosen = parts.make_metrics(metrics)
         figures: Scalars = {}
         for name, data in parts.name_loaders(loader).items():
@@ -254,13 +257,28 @@ class Trainer:
                     accelerator=self.accelerator,
                     precision=self.precision,
                     step=self.evaluation_step,
+                    loss_fn=self.loss_fn,
                     metrics=chosen,
                     prefix=f"eval/{name}/" if name else "eval/",
                 )
         return figures
 
-    def predict(self, model: nn.Module, loader: Any) -> Any:
-        """Return the predictions for every sample once, in the loader's order."""
+    def predict(
+        self, model: nn.Module, loader: Any, *, outputs: str = "raw", loss_fn: LossFn | None = None
+    ) -> Any:
+        """Return what the model says of every sample, once, in the loader's order.
+
+        Args:
+            model: Any module; it is moved to the device.
+            loader: A DataLoader, with or without references.
+            outputs: "raw": what the model returns; of a mapping, its `logits`. "classes" and
+                "probabilities" are read from that by the convention of the loss.
+            loss_fn: As for `fit`; what the latest `fit` was given, if left out.
+
+        Raises:
+            ConfigError: `outputs` is none of these.
+            DataError: It cannot be told which classes the outputs stand for.
+        """
         with (
             _prepare(self, evaluation_loader, loader) as prepared,
             _evaluated(self.run, model, self._compile),
@@ -271,6 +289,8 @@ class Trainer:
                 accelerator=self.accelerator,
                 precision=self.precision,
                 step=self.evaluation_step,
+                loss_fn=self.loss_fn if loss_fn is None else parts.check_loss_fn(loss_fn),
+                outputs=outputs,
             )
 
     def explain(self, model: nn.Module | None = None, loaders: Any = None) -> None:
@@ -365,6 +385,7 @@ class Trainer:
             evaluation_loaders=evaluations,
             training_step=self.training_step,
             evaluation_step=self.evaluation_step,
+            loss_fn=self.loss_fn,
             weighting=_weighting(config, processes, loader),
             planned_steps=self.planned_steps,
             output_dir=self.output_dir,

@@ -1,0 +1,156 @@
+"""What a model's outputs say: classes and probabilities, by the convention of its loss."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from trainkit.errors import DataError
+from trainkit.types import LossFn
+
+__all__ = ["Reading", "form"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Convention:
+    axis: int | None = None  # dimension of the classes; None: each number stands alone
+    threshold: float = 0.0  # a number that stands alone says class 1 above it
+    activation: Callable[[Tensor], Tensor] | None = None  # makes probabilities; None: not known
+
+
+_VALUES = _Convention()
+_LOGITS = _Convention(axis=1, activation=partial(torch.softmax, dim=1))
+_LOGITS_LAST = _Convention(axis=-1, activation=partial(torch.softmax, dim=-1))
+_BINARY = _Convention(activation=torch.sigmoid)
+
+_LOSSES: tuple[tuple[_Convention, type[nn.Module], Callable[..., Tensor]], ...] = (
+    (_LOGITS, nn.CrossEntropyLoss, functional.cross_entropy),
+    (_Convention(axis=1, activation=torch.exp), nn.NLLLoss, functional.nll_loss),
+    (_Convention(axis=1), nn.MultiMarginLoss, functional.multi_margin_loss),
+    (_BINARY, nn.BCEWithLogitsLoss, functional.binary_cross_entropy_with_logits),
+    (_BINARY, nn.MultiLabelSoftMarginLoss, functional.multilabel_soft_margin_loss),
+    (_Convention(None, 0.5, torch.clone), nn.BCELoss, functional.binary_cross_entropy),
+    (_VALUES, nn.MSELoss, functional.mse_loss),
+    (_VALUES, nn.L1Loss, functional.l1_loss),
+    (_VALUES, nn.SmoothL1Loss, functional.smooth_l1_loss),
+    (_VALUES, nn.HuberLoss, functional.huber_loss),
+    (_VALUES, nn.PoissonNLLLoss, functional.poisson_nll_loss),
+)
+
+
+class Reading:
+    """How the outputs of a model are read.
+
+    A loss of torch says it: those of classes have them in dimension 1, those of a number for each
+    class say 1 above a threshold, those of regression take values. Models of transformers with a
+    loss of their own have the classes last, and in dimension 1 for images. With any other loss
+    the shape of whole-numbered references says it, and floating references are values.
+
+    Args:
+        module: The user's own module.
+        loss_fn: Its loss; None: the model computes its own, or nobody knows.
+    """
+
+    def __init__(self, module: nn.Module, loss_fn: LossFn | None) -> None:
+        own_loss = loss_fn is None and hasattr(module, "loss_function")  # a model of transformers
+        self._config = getattr(module, "config", None) if own_loss else None
+        self._known = _of_loss(loss_fn)
+
+    def __call__(self, what: str, scores: Any, references: Any = None) -> Any:
+        """Return what `scores` say.
+
+        Args:
+            what: "classes" or "probabilities"; "predictions" are classes of the shape of
+                `references`, or the scores as they are where those are values.
+            scores: What the model returned.
+            references: Asked where the loss does not say where the classes are.
+
+        Raises:
+            DataError: It cannot be told; says the readings, and the lines for them.
+        """
+        is_read = isinstance(scores, Tensor) and scores.is_floating_point()
+        found = self._convention(scores, references) if is_read else _VALUES
+        if found == _VALUES:
+            is_whole = isinstance(scores, Tensor) and not is_read
+            if what == "predictions" or (what == "classes" and is_whole):
+                return scores
+            raise _undecided(scores, references, "they are values, not scores of classes")
+        if what == "probabilities":
+            if found.activation is None:
+                raise _undecided(scores, references, "they may be logits or probabilities")
+            return found.activation(scores)
+        alone = found.axis is None
+        classes = (scores > found.threshold).long() if alone else scores.argmax(found.axis)
+        if what == "predictions" and getattr(references, "shape", classes.shape) != classes.shape:
+            raise _undecided(scores, references, f"classes would have the shape {[*classes.shape]}")
+        return classes
+
+    def _convention(self, scores: Tensor, references: Any) -> _Convention:
+        found = self._known
+        if self._config is not None:
+            found = _of_transformers(self._config, scores)
+        if found is None:
+            found = _of_shapes(scores, references)
+        if found.axis is not None and (scores.dim() < 2 or scores.shape[found.axis] == 1):
+            raise _undecided(scores, references, _ONE_NUMBER)
+        return found
+
+
+def _of_loss(loss_fn: Any) -> _Convention | None:
+    while isinstance(loss_fn, partial):
+        loss_fn = loss_fn.func
+    found = (row[0] for row in _LOSSES if isinstance(loss_fn, row[1]) or loss_fn is row[2])
+    return next(found, None)
+
+
+def _of_transformers(config: Any, scores: Tensor) -> _Convention:
+    problem = getattr(config, "problem_type", None)  # set at the latest by the first loss
+    if problem == "regression" or (scores.dim() == 2 and scores.shape[-1] == 1):
+        return _VALUES
+    if problem == "multi_label_classification":
+        return _BINARY
+    return _LOGITS if scores.dim() == 4 else _LOGITS_LAST
+
+
+def _of_shapes(scores: Tensor, references: Any) -> _Convention:
+    if not isinstance(references, Tensor):
+        raise _undecided(scores, references, "the loss is none of torch's")
+    if references.is_floating_point():
+        return _VALUES
+    if scores.shape == references.shape:
+        raise _undecided(scores, references, _ONE_NUMBER)
+    axes = (1, -1) if scores.dim() > 2 else (1,)
+    shape = scores.shape
+    fitting = [a for a in axes if shape[:a] + shape[a:][1:] == references.shape]
+    if len(fitting) == 2:
+        raise _undecided(
+            scores, references, "both `outputs.argmax(1)` and `outputs.argmax(-1)` fit"
+        )
+    if not fitting:
+        raise _undecided(scores, references, "neither dimension 1 nor the last can be the classes")
+    return _Convention(axis=fitting[0])
+
+
+_ONE_NUMBER = (
+    "one number may be a logit, `(outputs > 0).long()`, or a probability, `(outputs > 0.5).long()`"
+)
+
+
+def _undecided(scores: Any, references: Any, why: str) -> DataError:
+    others = "" if references is None else f" and references {form(references)}"
+    return DataError(
+        f"It cannot be told which classes the outputs {form(scores)}{others} stand for: {why}. "
+        "Pass the loss of torch as `loss_fn`, or return `predictions` from `evaluation_step`; "
+        "metrics that want the outputs themselves say so: `metrics.scores(function)`."
+    )
+
+
+def form(values: Any) -> str:
+    """Return what a value is, in words, for messages."""
+    if not isinstance(values, Tensor):
+        return f"of type {type(values).__name__}"
+    return f"of shape {[*values.shape]} ({str(values.dtype).removeprefix('torch.')})"
