@@ -64,9 +64,13 @@ class TorchMetric(Metric):
         if self._activation is not None:
             predictions, references = self._settled(predictions), _whole(references)
         try:
+            if self._activation == "sigmoid" and predictions.shape != references.shape:
+                raise ValueError(
+                    "They must have one shape; of two classes, `outputs.softmax(1)[:, 1]` has it."
+                )
             with _unsynchronised(self._parts()):
                 self.metric.update(predictions, references)
-        except (IndexError, RuntimeError, TypeError, ValueError) as error:
+        except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
             raise DataError(
                 f"The metric `{self.name}` cannot take {self.uses} {form(predictions)} with "
                 f"references {form(references)}: {error} Return what it needs from "
