@@ -60,7 +60,7 @@ def task(name: str) -> Task:
         outputs = torch.randn(SAMPLES, 5, CLASSES)
         targets = torch.randint(CLASSES, (SAMPLES, 5))
         return Task(outputs, targets, last_axis_loss, outputs.argmax(-1), outputs.softmax(-1))
-    shape = (4, 6) if name == "segmentation" else ()
+    shape = (4, 4) if name == "segmentation" else ()  # as many rows and columns as classes
     targets = torch.randint(CLASSES, (SAMPLES, *shape))
     hot = functional.one_hot(targets, CLASSES).movedim(-1, 1)
     outputs = 2 * hot + 1.5 * torch.randn(hot.shape)
