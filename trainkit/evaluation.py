@@ -250,7 +250,7 @@ class _Chunks:
     metrics: list[Metric]
     reading: "Reading"
     wanted: list[str] = field(init=False)  # what the metrics use, besides the references
-    keys: dict[str, str] = field(init=False)  # under which of the outputs that is
+    keys: dict[str, str] = field(default_factory=dict)  # under which of the outputs that is
     outputs: list[dict[str, Any]] = field(default_factory=list)
     infos: list[BatchInfo] = field(default_factory=list)
 
@@ -262,9 +262,11 @@ class _Chunks:
         """Take in the outputs of one batch for the metrics."""
         if not self.wanted:
             return
-        found = {uses: self._entry(outputs, uses) for uses in self.wanted}
-        self.keys = {uses: key for uses, (key, _) in found.items()}
-        self.hold({**dict(found.values()), "references": _require(outputs, "references")})
+        entries = {"references": _require(outputs, "references")}
+        for uses in self.wanted:
+            key, entries[key] = self._entry(outputs, uses)
+            self.keys[uses] = key
+        self.hold(entries)
 
     def hold(self, entries: dict[str, Any]) -> list[tuple[Any, int]]:
         """Keep what is to be gathered of one batch; return what `flush` does, if it was time."""

@@ -74,7 +74,7 @@ class Reading:
         """
         is_read = isinstance(scores, Tensor) and scores.is_floating_point()
         found = self._convention(scores, references) if is_read else _VALUES
-        if found == _VALUES:
+        if found is _VALUES:
             is_whole = isinstance(scores, Tensor) and not is_read
             if what == "predictions" or (what == "classes" and is_whole):
                 return scores
