@@ -28,6 +28,11 @@ def own_loss(outputs: Tensor, targets: Tensor) -> Tensor:
     return functional.cross_entropy(outputs, targets) ** 2
 
 
+class LastAxis(nn.CrossEntropyLoss):
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return super().forward(outputs.transpose(1, 2), targets)
+
+
 def whole(*shape: int) -> Tensor:
     return torch.zeros(shape, dtype=torch.int64)
 
@@ -44,6 +49,7 @@ def whole(*shape: int) -> Tensor:
         (nn.MSELoss(), {"boxes": ONE}, ONE, {"boxes": ONE}),
         (None, OUTPUTS.argmax(1), whole(6), OUTPUTS.argmax(1)),
         (own_loss, OUTPUTS, whole(6), OUTPUTS.argmax(1)),
+        (LastAxis(), WORDS, whole(2, 5), WORDS.argmax(-1)),
         (own_loss, WORDS, whole(2, 5), WORDS.argmax(-1)),
         (own_loss, IMAGES[..., :2], whole(2, 3, 2), IMAGES[..., :2].argmax(1)),
         (own_loss, OUTPUTS, OUTPUTS, OUTPUTS),
@@ -66,6 +72,7 @@ def test_predictions_follow_the_loss(
         (own_loss, IMAGES, whole(2, 6, 6), "neither dimension 1 nor the last"),
         (own_loss, ONE, whole(6), r"`\(outputs > 0\).long\(\)`, or a probability"),
         (own_loss, ONE[:, None], whole(6), "may be a logit"),
+        (None, ONE, whole(6).float(), "may be a logit"),
         (own_loss, OUTPUTS, None, "none of torch's"),
         (nn.CrossEntropyLoss(), IMAGES, whole(2, 6, 6), r"would have the shape \[2, 3, 3\]"),
         (nn.CrossEntropyLoss(), OUTPUTS, OUTPUTS.softmax(1), r"would have the shape \[6\]"),

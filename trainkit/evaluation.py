@@ -264,8 +264,8 @@ class _Chunks:
             return
         entries = {"references": _require(outputs, "references")}
         for uses in self.wanted:
-            key, entries[key] = self._entry(outputs, uses)
-            self.keys[uses] = key
+            key, entry = self._entry(outputs, uses)
+            entries[key], self.keys[uses] = entry, key
         self.hold(entries)
 
     def hold(self, entries: dict[str, Any]) -> list[tuple[Any, int]]:

@@ -48,7 +48,8 @@ class Reading:
     A loss of torch says it: those of classes have them in dimension 1, those of a number for each
     class say 1 above a threshold, those of regression take values. Models of transformers with a
     loss of their own have the classes last, and in dimension 1 for images. With any other loss
-    the shape of whole-numbered references says it, and floating references are values.
+    the shape of whole-numbered references says it, and floating references are values, unless
+    those of the first batch are all 0 or 1.
 
     Args:
         module: The user's own module.
@@ -59,6 +60,7 @@ class Reading:
         own_loss = loss_fn is None and hasattr(module, "loss_function")  # a model of transformers
         self._config = getattr(module, "config", None) if own_loss else None
         self._known = _of_loss(loss_fn)
+        self._seen = False  # whether references that are values were looked at: that waits for them
 
     def __call__(self, what: str, scores: Any, references: Any = None) -> Any:
         """Return what `scores` say.
@@ -82,7 +84,7 @@ class Reading:
         if what == "probabilities":
             if found.activation is None:
                 raise _undecided(scores, references, "they may be logits or probabilities")
-            return found.activation(scores)
+            return found.activation(scores.float() if scores.itemsize < 4 else scores)
         alone = found.axis is None
         classes = (scores > found.threshold).long() if alone else scores.argmax(found.axis)
         if what == "predictions" and getattr(references, "shape", classes.shape) != classes.shape:
@@ -95,6 +97,13 @@ class Reading:
             found = _of_transformers(self._config, scores)
         if found is None:
             found = _of_shapes(scores, references)
+            if (
+                found is _VALUES
+                and not self._seen
+                and bool((references * (1 - references) == 0).all())
+            ):
+                raise _undecided(scores, references, _ONE_NUMBER)
+            self._seen = True
         if found.axis is not None and (scores.dim() < 2 or scores.shape[found.axis] == 1):
             raise _undecided(scores, references, _ONE_NUMBER)
         return found
@@ -103,7 +112,8 @@ class Reading:
 def _of_loss(loss_fn: Any) -> _Convention | None:
     while isinstance(loss_fn, partial):
         loss_fn = loss_fn.func
-    found = (row[0] for row in _LOSSES if isinstance(loss_fn, row[1]) or loss_fn is row[2])
+    forward = getattr(type(loss_fn), "forward", loss_fn)  # of a subclass it may be another
+    found = (row[0] for row in _LOSSES if forward is row[1].forward or forward is row[2])
     return next(found, None)
 
 

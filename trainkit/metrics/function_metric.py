@@ -5,6 +5,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from typing_extensions import override
 
 from trainkit.config import checked
@@ -71,10 +72,11 @@ class FunctionMetric(CollectingMetric):
 
     @override
     def _compute(self, predictions: Any, references: Any) -> dict[str, float]:
-        arguments = (predictions, references)
-        if self._is_like_sklearn:
-            arguments = references, predictions
-        return flatten(self.name, self._function(*arguments))
+        if not self._is_like_sklearn:
+            return flatten(self.name, self._function(predictions, references))
+        if getattr(predictions, "dtype", None) is torch.bfloat16:
+            predictions = predictions.float()  # NumPy has no such numbers
+        return flatten(self.name, self._function(references, predictions))
 
 
 def scores(
