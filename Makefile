@@ -72,7 +72,7 @@ test-versions-%:
 	rm -rf .versions/$* && $(MADE_BY) -m venv .versions/$*
 	.versions/$*/bin/python -m pip install --quiet --upgrade pip setuptools
 	.versions/$*/bin/python -m pip install --quiet --no-cache-dir $(AS_OF) --editable '.[versions]'
-	$(ONE_THREAD) .versions/$*/bin/python -m pytest -q -p no:cacheprovider $(FAST_TESTS)
+	$(ONE_THREAD) .versions/$*/bin/python -m pytest -q -p no:cacheprovider -p no:anyio $(FAST_TESTS)
 	rm -rf .versions/$*
 
 check: .venv/with-dev

@@ -17,7 +17,7 @@ from trainkit.accelerator import Accelerator
 from trainkit.callback import Callback, CallbackList
 from trainkit.data import BatchInfo, MicroBatch, PreparedLoader
 from trainkit.distributed import concatenate, gather_samples
-from trainkit.errors import ConfigError, DataError, TrainkitError
+from trainkit.errors import DataError, TrainkitError
 from trainkit.logs import LogSums
 from trainkit.metrics.metric import Metric
 from trainkit.precision import Precision
@@ -176,8 +176,10 @@ def evaluate(  # noqa: PLR0913  the parts of a run, and it may be of none
     chunks = _Chunks(accelerator, loader, metrics, _reading(module, loss_fn))
     with _undisturbed(module, accelerator), closing(loader.batches(0)) as batches:
         for micro_batch in watch(batches):
+            accelerator.processes.repeats = micro_batch.count == 0
             with precision.autocast():
                 outputs = _mapping(step(module, micro_batch.data))
+            accelerator.processes.repeats = False
             chunks.add(outputs)
             if micro_batch.count:
                 _add_means(sums, outputs, micro_batch.count)
@@ -200,16 +202,17 @@ def predict(
     outputs: str,
 ) -> Any:
     """Return what was asked for of every sample once, in the loader's order, on all processes."""
-    if outputs not in _RETURNED:
-        raise ConfigError(f"`outputs` must be one of {[*_RETURNED]}, but is {outputs!r}.")
     parts: list[tuple[Any, int]] = []
     reading = _reading(module, loss_fn)
+    reading.check(outputs)
     chunks = _Chunks(accelerator, loader, [], reading)
     with _undisturbed(module, accelerator), closing(loader.batches(0)) as batches:
         for micro_batch in batches:
+            accelerator.processes.repeats = micro_batch.count == 0
             with precision.autocast():
                 returned = _mapping(step(module, micro_batch.data))
-            parts += chunks.hold({outputs: _predicted(returned, outputs, reading)})
+            accelerator.processes.repeats = False
+            parts += chunks.hold({outputs: reading.predicted(returned, outputs)})
         parts += chunks.flush()
     return concatenate([part[outputs] for part, _ in parts], [samples for _, samples in parts])
 
@@ -218,23 +221,6 @@ def _reading(module: nn.Module, loss_fn: LossFn | None) -> "Reading":
     from trainkit.scores import Reading  # runs without an evaluation need none of it
 
     return Reading(module, loss_fn)
-
-
-_RETURNED = {"raw": "scores", "classes": "predictions", "probabilities": "probabilities"}
-
-
-def _predicted(returned: Mapping[str, Any], outputs: str, reading: "Reading") -> Any:
-    """Return what `predict` was asked for: as the step returned it, or else read from scores."""
-    own = _RETURNED[outputs]
-    if own not in returned and "scores" in returned:
-        return reading(outputs, returned["scores"], returned.get("references"))
-    found = _require(returned, own if own in returned or outputs != "raw" else "predictions")
-    if outputs == "classes" and isinstance(found, Tensor) and found.is_floating_point():
-        raise DataError(
-            f"`evaluation_step` returned `predictions` of {found.dtype}, which are no classes. "
-            'Return classes, or what the model returns as `scores`; or ask for `outputs="raw"`.'
-        )
-    return found
 
 
 _LOSS_WEIGHT = "\0loss weight"
@@ -262,9 +248,9 @@ class _Chunks:
         """Take in the outputs of one batch for the metrics."""
         if not self.wanted:
             return
-        entries = {"references": _require(outputs, "references")}
+        entries = {"references": self.reading.require(outputs, "references")}
         for uses in self.wanted:
-            key, entry = self._entry(outputs, uses)
+            key, entry = self.reading.entry(outputs, uses)
             entries[key], self.keys[uses] = entry, key
         self.hold(entries)
 
@@ -292,19 +278,6 @@ class _Chunks:
         self.outputs, self.infos = [], []
         return [(gathered, samples)]
 
-    def _entry(self, outputs: Mapping[str, Any], uses: str) -> tuple[str, Any]:
-        """Return what a metric uses, and its key: as the step returned it, or read from scores.
-
-        A step that returns `predictions` alone has said what every metric gets.
-        """
-        if uses in outputs:
-            return uses, outputs[uses]
-        if "scores" not in outputs:
-            return "predictions", _require(outputs, "predictions")
-        scores = outputs["scores"]
-        found = self.reading(uses, scores, outputs.get("references"))
-        return ("scores" if found is scores else uses), found
-
 
 @contextmanager
 def _undisturbed(module: nn.Module, accelerator: Accelerator) -> Iterator[None]:
@@ -314,6 +287,7 @@ def _undisturbed(module: nn.Module, accelerator: Accelerator) -> Iterator[None]:
             module.eval()
             yield
     finally:
+        accelerator.processes.repeats = False
         for part, training in modes:
             part.training = training
 
@@ -324,16 +298,6 @@ def _mapping(outputs: object) -> Mapping[str, Any]:
     raise DataError(
         f"`evaluation_step` must return a mapping, but returned {type(outputs).__name__!r}. "
         'Return for example `{"loss": loss, "predictions": ..., "references": ...}`.'
-    )
-
-
-def _require(outputs: Mapping[str, Any], name: str) -> Any:
-    if name in outputs:
-        return outputs[name]
-    raise DataError(
-        f"`evaluation_step` returned no `{name}`, only {sorted(map(str, outputs))}, but a metric "
-        "or `predict` needs it. Return it with one entry for each sample; `scores`, which is what "
-        "the model returns, serve where classes can be read from them."
     )
 
 

@@ -167,9 +167,11 @@ class Run:
     """Cuts the windows of an epoch into other micro-batches of the same samples; None: as read."""
 
     weights: EvaluationWeights = field(init=False)
+    given_groups: int = field(init=False)  # those of the optimizer before the run added any
 
     def __post_init__(self) -> None:
         self.weights = EvaluationWeights(self.optimizer)
+        self.given_groups = len(self.optimizer.param_groups)
 
     @property
     def is_main_process(self) -> bool:
@@ -327,6 +329,14 @@ class Run:
         """Return every real sample's entry of all processes; see `Accelerator`."""
         return self.accelerator.gather_for_metrics(input_data, **options)
 
+    def gather(self, tensor: Any, differentiable: bool = False) -> Any:
+        """Return the tensors of all processes, joined along dimension 0; see `Accelerator`."""
+        return self.accelerator.gather(tensor, differentiable)
+
+    def own_rows(self, tensor: Tensor) -> slice:
+        """Return which rows of `gather(tensor)` this process gave; see `Accelerator`."""
+        return self.accelerator.own_rows(tensor)
+
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on the main process."""
         self.accelerator.print(*args, **kwargs)
@@ -391,18 +401,22 @@ class Run:
             )
 
     @contextmanager
-    def as_zero_weight(self) -> Iterator[None]:
-        """Run a micro-batch that counts for nothing: buffers and random streams are put back."""
+    def as_zero_weight(self, *, gathers: bool = False) -> Iterator[None]:
+        """Run a micro-batch that counts for nothing: buffers and random streams are put back.
+
+        With `gathers` its rows are gathered all the same, as where no process has others.
+        """
         before = [
             (module, name, buffer, buffer.clone())
             for module in self.module.modules()
             for name, buffer in module.named_buffers(recurse=False)
         ]
-        self.zero_weight = True
+        processes = self.accelerator.processes
+        self.zero_weight, processes.repeats = True, not gathers
         try:
             with rng.preserved(self.strategy.device), self.strategy.adding_nothing(self.module):
                 yield
         finally:
-            self.zero_weight = False
+            self.zero_weight = processes.repeats = False
             for module, name, buffer, value in before:
                 setattr(module, name, buffer.copy_(value))

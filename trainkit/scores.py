@@ -1,6 +1,6 @@
 """What a model's outputs say: classes and probabilities, by the convention of its loss."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from trainkit.errors import DataError
+from trainkit.errors import ConfigError, DataError
 from trainkit.types import LossFn
 
 __all__ = ["Reading", "form"]
@@ -91,6 +91,49 @@ class Reading:
             raise _undecided(scores, references, f"classes would have the shape {[*classes.shape]}")
         return classes
 
+    def entry(self, outputs: Mapping[str, Any], uses: str) -> tuple[str, Any]:
+        """Return what a metric uses, and its key: as the step returned it, or read from scores.
+
+        A step that returns `predictions` alone has said what every metric gets.
+        """
+        if uses in outputs:
+            return uses, outputs[uses]
+        if "scores" not in outputs:
+            return "predictions", self.require(outputs, "predictions")
+        scores = outputs["scores"]
+        found = self(uses, scores, outputs.get("references"))
+        return ("scores" if found is scores else uses), found
+
+    @staticmethod
+    def require(outputs: Mapping[str, Any], name: str) -> Any:
+        """Return what the step must have returned under a name."""
+        if name in outputs:
+            return outputs[name]
+        raise DataError(
+            f"`evaluation_step` returned no `{name}`, only {sorted(map(str, outputs))}, but a "
+            "metric or `predict` needs it. Return it with one entry for each sample; `scores`, "
+            "which is what the model returns, serve where classes can be read from them."
+        )
+
+    def check(self, asked: str) -> None:
+        """Raise where `predict` is asked for what it does not return."""
+        if asked not in _RETURNED:
+            raise ConfigError(f"`outputs` must be one of {[*_RETURNED]}, but is {asked!r}.")
+
+    def predicted(self, outputs: Mapping[str, Any], asked: str) -> Any:
+        """Return what `predict` was asked for: as the step returned it, or read from scores."""
+        own = _RETURNED[asked]
+        if own not in outputs and "scores" in outputs:
+            return self(asked, outputs["scores"], outputs.get("references"))
+        found = self.require(outputs, own if own in outputs or asked != "raw" else "predictions")
+        if asked == "classes" and isinstance(found, Tensor) and found.is_floating_point():
+            raise DataError(
+                f"`evaluation_step` returned `predictions` of {found.dtype}, which are no "
+                "classes. Return classes, or what the model returns as `scores`; or ask for "
+                '`outputs="raw"`.'
+            )
+        return found
+
     def _convention(self, scores: Tensor, references: Any) -> _Convention:
         found = self._known
         if self._config is not None:
@@ -107,6 +150,9 @@ class Reading:
         if found.axis is not None and (scores.dim() < 2 or scores.shape[found.axis] == 1):
             raise _undecided(scores, references, _ONE_NUMBER)
         return found
+
+
+_RETURNED = {"raw": "scores", "classes": "predictions", "probabilities": "probabilities"}
 
 
 def _of_loss(loss_fn: Any) -> _Convention | None:

@@ -48,6 +48,9 @@ def main() -> None:
         if arguments.save is not None:
             torch.save(module.state_dict(), arguments.save)
         print(f"weights {checksum(module)}")
+    # A DistributedDataParallel that ends after its group waits for the group's threads while it
+    # holds the interpreter lock, and they may wait for the lock.
+    del model
     if size > 1:
         dist.destroy_process_group()
 

@@ -294,7 +294,7 @@ def test_loops_of_the_users_own_are_watched(kind: str, tmp_path: Path) -> None:
         )
         for r in range(2)
     ]
-    errors = [process.communicate(timeout=60)[1] for process in ranks]
+    errors = [process.communicate(timeout=240)[1] for process in ranks]
     assert ranks[0].returncode == EXIT_OTHER_FAILED, errors
     text = failure.show(tmp_path / "reports")
     assert text is not None
