@@ -37,10 +37,10 @@ class Predictions(Callback):
     """Writes the predictions of evaluations to a file, each sample once, in the loader's order.
 
     A line has `index`, the position in the loader from 0, `prediction`, `reference`, and what
-    `extra` adds. They are what `evaluation_step` returns under `predictions` and `references`, so
-    an evaluation gathers them as for a metric such as accuracy. Tensors are numbers and nested
-    lists; in JSON, NaN and infinities are the texts "NaN", "Infinity" and "-Infinity". A cell of
-    a CSV file that is no number or text holds JSON.
+    `extra` adds. They are what a metric such as accuracy gets: classes, values, or what
+    `evaluation_step` returns under `predictions`, and the references. Tensors are numbers and
+    nested lists; in JSON, NaN and infinities are the texts "NaN", "Infinity" and "-Infinity". A
+    cell of a CSV file that is no number or text holds JSON.
 
     The main process writes. A file appears, or is replaced, when it is complete. Without
     `{step}` in its name it holds the predictions of the latest evaluation, at the end those of

@@ -15,7 +15,7 @@ LAYERS = (
     ("errors", "types"),
     ("outputs", "streams"),
     ("schema", "world", "state", "rng", "config", "signals", "reports"),
-    ("schedule", "steps", "compiled", "report", "layouts", "unchanged"),
+    ("schedule", "steps", "scores", "compiled", "report", "layouts", "unchanged"),
     ("schedule_plan",),
     ("distributed",),
     ("precision", "data", "metrics", "logs"),

@@ -21,7 +21,7 @@ FILE_LIMITS = {
     "trainkit/trainer.py": 310,  # a face: half of what it does is to say what it does
 }
 # Faces: to cut them in two would only hide from a reader what belongs together.
-CLASS_LIMITS = {("trainkit/trainer.py", "Trainer"): 210, ("trainkit/run.py", "Run"): 215}
+CLASS_LIMITS = {("trainkit/trainer.py", "Trainer"): 210, ("trainkit/run.py", "Run"): 216}
 
 NOT_CODE = {
     tokenize.COMMENT,

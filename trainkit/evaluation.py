@@ -6,7 +6,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,10 @@ from trainkit.logs import Log, LogSums
 from trainkit.metrics.metric import Metric
 from trainkit.precision import Precision
 from trainkit.run import Run
-from trainkit.types import Batch, Scalars
+from trainkit.types import Batch, LossFn, Scalars
+
+if TYPE_CHECKING:
+    from trainkit.scores import Reading
 
 __all__ = ["evaluate", "evaluate_run", "predict"]
 
@@ -51,6 +54,7 @@ def _evaluate_run(run: Run, callbacks: CallbackList) -> None:
             accelerator=run.accelerator,
             precision=run.precision,
             step=run.evaluation_step,
+            loss_fn=run.loss_fn,
             metrics=run.evaluation_metrics,
             prefix=f"eval/{name}/" if name else "eval/",
             watch=partial(_announce, run, callbacks),
@@ -101,6 +105,7 @@ def rehearse(run: Run) -> set[str] | None:
                 accelerator=run.accelerator,
                 precision=run.precision,
                 step=run.evaluation_step,
+                loss_fn=run.loss_fn,
                 metrics=[*metrics],
                 prefix=f"eval/{name}/" if name else "eval/",
                 watch=lambda batches: islice(batches, 1),
@@ -118,7 +123,7 @@ class _Rehearsed(Metric):
     def __init__(self, metric: Metric) -> None:
         self.metric = metric
         self.name = metric.name
-        self.uses = metric.uses  # type: ignore[misc]
+        self.uses = metric.uses
         self.refused = False
 
     @override
@@ -151,6 +156,7 @@ def evaluate(  # noqa: PLR0913  the parts of a run, and it may be of none
     accelerator: Accelerator,
     precision: Precision,
     step: EvaluationStep,
+    loss_fn: LossFn | None,
     metrics: list[Metric],
     prefix: str = "eval/",
     watch: Callable[[Iterator[MicroBatch]], Iterator[MicroBatch]] = iter,
@@ -167,9 +173,11 @@ def evaluate(  # noqa: PLR0913  the parts of a run, and it may be of none
             `step` returns.
         accelerator: Gathers over the processes.
         precision: Whose autocast the step runs in.
-        step: Returns a mapping. `predictions` and `references` hold one entry for each sample.
-            Every other entry is averaged: a scalar counts `weight` times (default: the number of
-            samples), a tensor with one number for each sample counts each once.
+        step: Returns a mapping. `scores`, `predictions`, `probabilities` and `references` hold
+            one entry for each sample. Every other entry is averaged: a scalar counts `weight`
+            times (default: the number of samples), a tensor with one number for each sample
+            counts each once.
+        loss_fn: Says how `scores` are read, where a metric uses what the step does not return.
         metrics: Computed from all predictions and references, or from the mean loss.
         prefix: Stands before each name in the result.
         watch: Stands between the loader's batches and the evaluation.
@@ -177,7 +185,7 @@ def evaluate(  # noqa: PLR0913  the parts of a run, and it may be of none
     for metric in metrics:
         metric.reset()
     sums = LogSums()
-    chunks = _Chunks(accelerator, loader, metrics)
+    chunks = _Chunks(accelerator, loader, metrics, _reading(module, loss_fn))
     with _undisturbed(module, accelerator), log.apart() as logged:
         with closing(loader.batches(0)) as batches:
             for micro_batch in watch(batches):
@@ -205,13 +213,17 @@ def predict(
     accelerator: Accelerator,
     precision: Precision,
     step: EvaluationStep,
+    loss_fn: LossFn | None,
+    outputs: str,
 ) -> Any:
-    """Return the `predictions` of every sample once, in the loader's order, on all processes.
+    """Return what was asked for of every sample once, in the loader's order, on all processes.
 
     What `step` logs is dropped.
     """
     parts: list[tuple[Any, int]] = []
-    chunks = _Chunks(accelerator, loader, [])
+    reading = _reading(module, loss_fn)
+    reading.check(outputs)
+    chunks = _Chunks(accelerator, loader, [], reading)
     with (
         _undisturbed(module, accelerator),
         log.apart(),
@@ -221,17 +233,21 @@ def predict(
             log.samples, log.zero_weight = micro_batch.count, micro_batch.count == 0
             accelerator.processes.repeats = micro_batch.count == 0
             with precision.autocast():
-                outputs = _mapping(step(module, micro_batch.data))
+                returned = _mapping(step(module, micro_batch.data))
             accelerator.processes.repeats = False
-            parts += chunks.add({"predictions": _require(outputs, "predictions")}, keep=True)
+            parts += chunks.hold({outputs: reading.predicted(returned, outputs)})
         parts += chunks.flush()
-    return concatenate(
-        [part["predictions"] for part, _ in parts], [samples for _, samples in parts]
-    )
+    return concatenate([part[outputs] for part, _ in parts], [samples for _, samples in parts])
+
+
+def _reading(module: nn.Module, loss_fn: LossFn | None) -> "Reading":
+    from trainkit.scores import Reading  # runs without an evaluation need none of it
+
+    return Reading(module, loss_fn)
 
 
 _LOSS_WEIGHT = "\0loss weight"
-_NOT_AVERAGED = ("predictions", "references", "weight")
+_NOT_AVERAGED = ("scores", "predictions", "probabilities", "references", "weight")
 
 
 @dataclass(slots=True)
@@ -241,16 +257,29 @@ class _Chunks:
     accelerator: Accelerator
     loader: PreparedLoader
     metrics: list[Metric]
+    reading: "Reading"
+    wanted: list[str] = field(init=False)  # what the metrics use, besides the references
+    keys: dict[str, str] = field(default_factory=dict)  # under which of the outputs that is
     outputs: list[dict[str, Any]] = field(default_factory=list)
     infos: list[BatchInfo] = field(default_factory=list)
 
-    def add(self, outputs: Mapping[str, Any], *, keep: bool = False) -> list[tuple[Any, int]]:
-        """Take in the outputs of one batch; return what `flush` does, if it was time to."""
-        wanted = [metric for metric in self.metrics if metric.uses == "predictions"]
-        if not wanted and not keep:
-            return []
-        names = ["predictions"] if keep else ["predictions", "references"]
-        self.outputs.append({name: _require(outputs, name) for name in names})
+    def __post_init__(self) -> None:
+        self.metrics = [metric for metric in self.metrics if metric.uses != "loss"]
+        self.wanted = sorted({metric.uses for metric in self.metrics})
+
+    def add(self, outputs: Mapping[str, Any]) -> None:
+        """Take in the outputs of one batch for the metrics."""
+        if not self.wanted:
+            return
+        entries = {"references": self.reading.require(outputs, "references")}
+        for uses in self.wanted:
+            key, entry = self.reading.entry(outputs, uses)
+            entries[key], self.keys[uses] = entry, key
+        self.hold(entries)
+
+    def hold(self, entries: dict[str, Any]) -> list[tuple[Any, int]]:
+        """Keep what is to be gathered of one batch; return what `flush` does, if it was time."""
+        self.outputs.append(entries)
         info = self.accelerator.loaders.current(self.loader)
         assert info is not None  # the loader has just yielded
         self.infos.append(info)
@@ -267,8 +296,7 @@ class _Chunks:
             [info.local_size for info in self.infos],
         )
         for metric in self.metrics:
-            if metric.uses == "predictions":
-                metric.update(gathered["predictions"], gathered["references"])
+            metric.update(gathered[self.keys[metric.uses]], gathered["references"])
         samples = sum(sum(info.counts) for info in self.infos)
         self.outputs, self.infos = [], []
         return [(gathered, samples)]
@@ -295,15 +323,6 @@ def _mapping(outputs: object) -> Mapping[str, Any]:
     raise DataError(
         f"`evaluation_step` must return a mapping, but returned {type(outputs).__name__!r}. "
         'Return for example `{"loss": loss, "predictions": ..., "references": ...}`.'
-    )
-
-
-def _require(outputs: Mapping[str, Any], name: str) -> Any:
-    if name in outputs:
-        return outputs[name]
-    raise DataError(
-        f"`evaluation_step` returned no `{name}`, only {sorted(map(str, outputs))}, but a metric "
-        "or `predict` needs it. Return it with one entry for each sample."
     )
 
 

@@ -26,7 +26,7 @@ from trainkit.schedule import EvaluationWeights, LRSchedule
 from trainkit.signals import Interrupted, Interrupts
 from trainkit.state import TrainState
 from trainkit.strategies import Strategy
-from trainkit.types import Batch, Scalars, Stateful
+from trainkit.types import Batch, LossFn, Scalars, Stateful
 from trainkit.weighting import Weighting
 
 if TYPE_CHECKING:
@@ -127,6 +127,7 @@ class Run(Log):
     evaluation_loaders: Mapping[str, PreparedLoader]
     training_step: Callable[[nn.Module, Batch], Any]
     evaluation_step: Callable[[nn.Module, Batch], Mapping[str, Any]]
+    loss_fn: LossFn | None
     weighting: Weighting
     planned_steps: int | None
     output_dir: Path | None = None

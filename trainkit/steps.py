@@ -53,29 +53,30 @@ def training_step(
 def evaluation_step(
     model: nn.Module, module: nn.Module, batch: Batch, loss_fn: LossFn | None
 ) -> dict[str, Any]:
-    """Return `predictions`, and `references`, `loss` and its `weight` where the batch has them.
+    """Return `scores`, which is what the model returns, and `references`, `loss`, its `weight`.
 
-    `predictions` are `logits.argmax(-1)` where the references are integers with one dimension
-    less, else the outputs themselves.
+    Of a mapping, `scores` are the `logits`, where the model returns any. Where its loss compares
+    each position with the next label, `references` are the next labels, and none for the last.
     """
     if isinstance(batch, Mapping):
         outputs = model(**batch)
         loss, logits = _get(outputs, "loss"), _get(outputs, "logits")
         references = batch.get("labels")
         result = {"loss": loss, "weight": _label_count(module, batch) if loss is not None else None}
-        predictions = outputs if logits is None else logits
+        scores = outputs if logits is None else logits
+        if isinstance(references, Tensor) and _shifts_labels(module):
+            references = nn.functional.pad(references[..., 1:], (0, 1), value=IGNORED)
     elif isinstance(batch, Sequence) and len(batch) == 2:
         inputs, references = batch
-        predictions = model(inputs)
+        scores = model(inputs)
         result = {}
         if loss_fn is not None:
-            output = _mean_loss(loss_fn, predictions, references)
+            output = _mean_loss(loss_fn, scores, references)
             result = {"loss": output.loss, "weight": output.weight}
     else:
         inputs = batch[0] if isinstance(batch, Sequence) and len(batch) == 1 else batch
-        predictions, references, result = model(inputs), None, {}
-    result["predictions"] = _classes(predictions, references)
-    result["references"] = references
+        scores, references, result = model(inputs), None, {}
+    result |= {"scores": scores, "references": references}
     return {name: value for name, value in result.items() if value is not None}
 
 
@@ -122,17 +123,6 @@ def _get(outputs: Any, name: str) -> Any:
     return getattr(outputs, name, None)
 
 
-def _classes(predictions: Any, references: Any) -> Any:
-    if (
-        isinstance(predictions, Tensor)
-        and isinstance(references, Tensor)
-        and not references.is_floating_point()
-        and predictions.dim() == references.dim() + 1
-    ):
-        return predictions.argmax(-1)
-    return predictions
-
-
 def _label_count(module: nn.Module, batch: Mapping[str, Any]) -> Tensor | None:
     """Return how many labels the loss of a transformers model averages, on the device.
 
@@ -147,11 +137,17 @@ def _label_count(module: nn.Module, batch: Mapping[str, Any]) -> Tensor | None:
     if _reads_ctc_reduction(type(module).forward):
         _refuse_reduction("ctc_loss", config.ctc_loss_reduction)
         return None
-    if _shifts(type(module).forward, getattr(module, "loss_type", None)):
+    if _shifts_labels(module):
         labels = labels[..., 1:]
     # Segmentation models have an ignored label of their own.
     ignored = getattr(config, "semantic_loss_ignore_index", IGNORED)
     return (labels != ignored).sum()
+
+
+def _shifts_labels(module: nn.Module) -> bool:
+    return hasattr(module, "loss_function") and _shifts(
+        type(module).forward, getattr(module, "loss_type", None)
+    )
 
 
 @cache

@@ -149,7 +149,11 @@ class Trainer:
         return steps.training_step(model, self.strategy.unwrap(model), batch, self.loss_fn)
 
     def evaluation_step(self, model: nn.Module, batch: Batch) -> Mapping[str, Any]:
-        """Return `predictions`, `references`, `loss` of `batch`; see `evaluation.evaluate`."""
+        """Return `scores`, `references` and `loss` of `batch`; see `evaluation.evaluate`.
+
+        `scores` are what the model returns. Classes are read from them by the convention of the
+        loss, where a metric wants some, unless `predictions` say what every metric gets.
+        """
         return steps.evaluation_step(model, self.strategy.unwrap(model), batch, self.loss_fn)
 
     def configure_optimizer(self, model: nn.Module) -> Optimizer:
@@ -264,18 +268,32 @@ class Trainer:
                         accelerator=self.accelerator,
                         precision=self.precision,
                         step=self.evaluation_step,
+                        loss_fn=self.loss_fn,
                         metrics=chosen,
                         prefix=f"eval/{name}/" if name else "eval/",
                     )
         return figures
 
-    def predict(self, model: nn.Module, loader: Any) -> Any:
-        """Return the predictions for every sample once, in the loader's order.
+    def predict(
+        self, model: nn.Module, loader: Any, *, outputs: str = "raw", loss_fn: LossFn | None = None
+    ) -> Any:
+        """Return what the model says of every sample, once, in the loader's order.
 
         Every process must call it; callbacks and steps of a `fit` may.
+
+        Args:
+            model: Any module; it is moved to the device.
+            loader: A DataLoader, with or without references.
+            outputs: "raw": what the model returns; of a mapping, its `logits`. "classes" and
+                "probabilities" are read from that by the convention of the loss.
+            loss_fn: As for `fit`; what the latest `fit` was given, if left out.
+
+        Raises:
+            ConfigError: `outputs` is none of these.
+            DataError: It cannot be told which classes the outputs stand for.
         """
         with (
-            _evaluation(self, "predict", model) as log,
+            _evaluation(self, "predict", model, loss_fn) as log,
             _prepare(self, evaluation_loader, loader) as prepared,
         ):
             return evaluation.predict(
@@ -285,6 +303,8 @@ class Trainer:
                 accelerator=self.accelerator,
                 precision=self.precision,
                 step=self.evaluation_step,
+                loss_fn=self.loss_fn,
+                outputs=outputs,
             )
 
     def explain(self, model: nn.Module | None = None, loaders: Any = None, **schedule: Any) -> None:
@@ -383,6 +403,7 @@ class Trainer:
             evaluation_loaders=evaluations,
             training_step=self.training_step,
             evaluation_step=self.evaluation_step,
+            loss_fn=self.loss_fn,
             weighting=_weighting(config, processes, loader),
             planned_steps=self.planned_steps,
             output_dir=self.output_dir,

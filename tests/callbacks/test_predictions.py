@@ -36,7 +36,7 @@ def test_it_writes_each_sample_once_in_order(tmp_path: Path) -> None:
         )
     ]
     assert [entry.name for entry in path.parent.iterdir()] == ["out.jsonl"]
-    predicted = trainer.predict(model, toy_loaders()[1])
+    predicted = trainer.predict(model, toy_loaders()[1], outputs="classes")
     Predictions.write(tmp_path / "own.csv", predicted, targets)
     rows = table(tmp_path / "own.csv")
     assert [int(row["prediction"]) for row in rows] == [e["prediction"] for e in lines(path)]

@@ -6,9 +6,10 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from sklearn import metrics as sklearn_metrics
 
 from trainkit.errors import ConfigError, DataError
-from trainkit.metrics import FunctionMetric, as_metric
+from trainkit.metrics import FunctionMetric, as_metric, scores
 
 
 class Recorder:
@@ -117,13 +118,36 @@ def test_whether_higher_is_better_is_for_the_user_to_say() -> None:
 def test_functions_of_other_parameters_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"takes \(evaluation: Any\).*two parameters"):
         as_metric(_of_one_argument)
-    with pytest.raises(ConfigError, match="true values first"):
-        as_metric(_in_the_order_of_sklearn)
+
+
+def test_functions_in_the_manner_of_sklearn_get_the_true_values_first() -> None:
+    for function, uses in ((_on_classes, "predictions"), (_on_scores, "scores")):
+        metric = as_metric(function)
+        assert metric.uses == uses
+        metric.update(torch.tensor([3.0]), torch.tensor([1.0]))
+        assert metric.compute() == {function.__name__: 1.0 - 3.0}
+    assert as_metric(sklearn_metrics.log_loss).uses == "probabilities"
+
+
+def test_functions_that_call_what_wants_scores_must_say_what_they_get() -> None:
+    def auc(predictions: Any, references: Any) -> Any:
+        return sklearn_metrics.roc_auc_score(references, predictions)
+
+    with pytest.raises(ConfigError, match=r"calls `roc_auc_score`.*`metrics.scores\(auc\)`"):
+        as_metric(auc)
+    assert scores(auc).uses == "scores"
+    assert FunctionMetric(auc, uses="predictions").uses == "predictions"
+    with pytest.raises(ConfigError, match="`uses` of `auc` must be one of"):
+        FunctionMetric(auc, uses="loss")
 
 
 def _of_one_argument(evaluation: Any) -> float:
     return 0.0
 
 
-def _in_the_order_of_sklearn(y_true: Any, y_pred: Any) -> float:
-    return 0.0
+def _on_classes(y_true: Any, y_pred: Any) -> float:
+    return float(y_true - y_pred)
+
+
+def _on_scores(y_true: Any, y_score: Any) -> float:
+    return float(y_true - y_score)

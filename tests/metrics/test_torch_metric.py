@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torchmetrics
+from torchmetrics.classification import BinaryHammingDistance
 
 from tests.helpers.ranks import run_ranks
 from trainkit.errors import DataError
@@ -45,10 +46,10 @@ def test_collections_keep_their_keys() -> None:
 
 
 def test_whether_higher_is_better_is_what_the_metric_says() -> None:
-    accuracy, error = torchmetrics.classification.BinaryAccuracy(), torchmetrics.MeanSquaredError()
+    accuracy, error = torchmetrics.classification.BinaryAccuracy(), BinaryHammingDistance()
     assert TorchMetric(accuracy).higher_is_better is True
     assert TorchMetric(error).higher_is_better is False
-    assert TorchMetric(torchmetrics.SumMetric()).higher_is_better is None
+    assert TorchMetric(torchmetrics.classification.BinaryROC()).higher_is_better is None
     assert TorchMetric(torchmetrics.MetricCollection([accuracy])).higher_is_better is True
     assert TorchMetric(torchmetrics.MetricCollection([accuracy, error])).higher_is_better is None
 

@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     from trainkit.metrics.accuracy import Accuracy
     from trainkit.metrics.class_scores import F1, Precision, Recall
     from trainkit.metrics.evaluate_metric import EvaluateMetric
-    from trainkit.metrics.function_metric import FunctionMetric
+    from trainkit.metrics.function_metric import FunctionMetric, scores
     from trainkit.metrics.local_metric import LocalMetric
     from trainkit.metrics.metric import Metric
     from trainkit.metrics.perplexity import Perplexity
@@ -30,6 +30,7 @@ __all__ = [
     "TorchMetric",
     "as_metric",
     "load",
+    "scores",
 ]
 
 _HOME = {
@@ -47,6 +48,7 @@ _HOME = {
     "TorchMetric": "torch_metric",
     "as_metric": "registry",
     "load": "registry",
+    "scores": "function_metric",
 }
 
 

@@ -12,6 +12,7 @@ from trainkit.config import checked
 from trainkit.errors import ConfigError, DataError
 from trainkit.metrics.collecting import CollectingMetric
 from trainkit.metrics.figures import flatten
+from trainkit.metrics.metric import Uses, agreed
 from trainkit.metrics.samples import is_array
 
 __all__ = ["EvaluateMetric"]
@@ -20,6 +21,8 @@ __all__ = ["EvaluateMetric"]
 class EvaluateMetric(CollectingMetric):
     """Calls the module's `compute` once, with all samples, in memory.
 
+    It uses scores where the module asks for floating numbers, else predictions.
+
     Args:
         module: What `evaluate.load` or `evaluate.combine` returned. Its first input other than
             `references` gets the predictions.
@@ -27,7 +30,8 @@ class EvaluateMetric(CollectingMetric):
         options: Passed on to the module's `compute`, such as `average="macro"`.
 
     Raises:
-        ConfigError: The module is set up to gather from several processes itself.
+        ConfigError: The module is set up to gather from several processes itself, or combines
+            what wants scores with what wants classes.
     """
 
     @checked
@@ -40,6 +44,7 @@ class EvaluateMetric(CollectingMetric):
                     f"The metric `{self.name}` has `num_process={part.num_process}`, but must have "
                     "1: every process gets all samples. Load it without `num_process`."
                 )
+        self.uses = agreed(self.name, map(_uses, self._parts))
         self.module = module
         self._options = options
 
@@ -76,12 +81,23 @@ class EvaluateMetric(CollectingMetric):
         return result
 
 
-def _by_input_name(module: Any, predictions: Any, references: Any) -> dict[str, Any]:
+def _inputs(module: Any) -> tuple[str, Any, bool]:
+    """Return the name and form of the input for predictions, and whether there are references."""
     features = module.features[0] if isinstance(module.features, list) else module.features
-    names = list(features)
-    inputs = {"references": references} if "references" in names else {}
-    first = next((name for name in names if name != "references"), "predictions")
-    return {first: predictions, **inputs}
+    first = next((name for name in features if name != "references"), "predictions")
+    return first, features.get(first), "references" in features
+
+
+def _by_input_name(module: Any, predictions: Any, references: Any) -> dict[str, Any]:
+    first, _, has_references = _inputs(module)
+    return {first: predictions, **({"references": references} if has_references else {})}
+
+
+def _uses(module: Any) -> Uses:
+    _, form, _ = _inputs(module)
+    while hasattr(form, "feature"):  # of a sequence
+        form = form.feature
+    return "scores" if "float" in str(getattr(form, "dtype", "")) else "predictions"
 
 
 def _plain(values: Any) -> Any:

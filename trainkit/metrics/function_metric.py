@@ -5,29 +5,46 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from typing_extensions import override
 
 from trainkit.config import checked
 from trainkit.errors import ConfigError
 from trainkit.metrics.collecting import CollectingMetric
 from trainkit.metrics.figures import flatten
+from trainkit.metrics.metric import Uses
 
-__all__ = ["FunctionMetric"]
+__all__ = ["FunctionMetric", "scores"]
+
+_USES = ("predictions", "scores", "probabilities")
+_OF_PROBABILITIES = {"log_loss", "d2_log_loss_score"}  # whose parameter is `y_pred` in old releases
+_OF_SCORES = {  # by name: what gives a number of classes too, but a wrong one
+    *("roc_auc_score", "roc_curve", "average_precision_score", "precision_recall_curve"),
+    *("det_curve", "brier_score_loss", "log_loss", "top_k_accuracy_score", "calibration_curve"),
+    *("coverage_error", "label_ranking_average_precision_score", "label_ranking_loss"),
+    *("auroc", "average_precision", "calibration_error", "topk"),
+    *("sigmoid", "softmax", "log_softmax", "cross_entropy"),
+}
 
 
 class FunctionMetric(CollectingMetric):
     """Calls `function(predictions, references)` once, with all samples.
 
+    Functions in the manner of sklearn are called as `function(y_true, ...)`.
+
     Args:
         function: Returns a number, or a mapping of names to numbers. Gets CPU tensors where the
             evaluation step returned tensors.
+        uses: What it gets as predictions; see `Metric.uses`. None: predictions, or what the name
+            of sklearn's second parameter says, such as `y_score`.
         name: Key of the figure where `function` returns a single number; the function's own name
             where not given.
         higher_is_better: Whether the higher figure is the better one, for all figures; None: no
             value of them counts as the best.
 
     Raises:
-        ConfigError: `function` cannot be called with predictions and references in this order.
+        ConfigError: `function` cannot be called with predictions and references, or calls
+            something that wants scores although nothing says that it gets them.
     """
 
     @checked
@@ -35,11 +52,16 @@ class FunctionMetric(CollectingMetric):
         self,
         function: Callable[[Any, Any], Any],
         *,
+        uses: Uses | None = None,
         name: str | None = None,
         higher_is_better: bool | None = None,
     ) -> None:
         super().__init__(_function_name(function) if name is None else name)
-        _check_parameters(self.name, function)
+        second = _check_parameters(self.name, function)
+        self._is_like_sklearn = second is not None
+        self.uses = _uses(self.name, function, second) if uses is None else uses
+        if self.uses not in _USES:
+            raise ConfigError(f"`uses` of `{self.name}` must be one of {_USES}, but is {uses!r}.")
         if higher_is_better is not None and not isinstance(higher_is_better, bool):
             raise ConfigError(
                 f"`higher_is_better` of `{self.name}` must be True, False or None, but is "
@@ -50,7 +72,21 @@ class FunctionMetric(CollectingMetric):
 
     @override
     def _compute(self, predictions: Any, references: Any) -> dict[str, float]:
-        return flatten(self.name, self._function(predictions, references))
+        if not self._is_like_sklearn:
+            return flatten(self.name, self._function(predictions, references))
+        if getattr(predictions, "dtype", None) is torch.bfloat16:
+            predictions = predictions.float()  # NumPy has no such numbers
+        return flatten(self.name, self._function(references, predictions))
+
+
+def scores(
+    function: Callable[[Any, Any], Any],
+    *,
+    name: str | None = None,
+    higher_is_better: bool | None = None,
+) -> FunctionMetric:
+    """Return a `FunctionMetric` that gets what the model returns, such as logits, not classes."""
+    return FunctionMetric(function, uses="scores", name=name, higher_is_better=higher_is_better)
 
 
 def _function_name(function: Any) -> str:
@@ -60,11 +96,12 @@ def _function_name(function: Any) -> str:
     return name.strip("<>")  # a lambda is called `<lambda>`
 
 
-def _check_parameters(name: str, function: Callable[..., Any]) -> None:
+def _check_parameters(name: str, function: Callable[..., Any]) -> str | None:
+    """Return the parameter for predictions of a function that takes `y_true` first, else None."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
-        return  # some functions written in C do not tell
+        return None  # some functions written in C do not tell
     try:
         bound = signature.bind(None, None)
     except TypeError as error:
@@ -72,10 +109,34 @@ def _check_parameters(name: str, function: Callable[..., Any]) -> None:
             f"The metric function `{name}` takes {signature}, but is called as "
             f"`{name}(predictions, references)`. Give it these two parameters."
         ) from error
-    if next(iter(bound.arguments)) == "y_true":
-        # Precision would silently become recall, and recall precision.
+    first, second = [*bound.arguments, ""][:2]
+    return second if first == "y_true" else None
+
+
+def _uses(name: str, function: Any, second: str | None) -> Uses:
+    """Return what a function gets that nobody has said: by its parameters, as sklearn names them.
+
+    Raises:
+        ConfigError: It calls one that is known to want scores.
+    """
+    if second is not None:
+        if second in ("y_prob", "y_proba") or name in _OF_PROBABILITIES:
+            return "probabilities"
+        return "predictions" if second == "y_pred" else "scores"
+    called = sorted(_called(function) & _OF_SCORES)
+    if called:
         raise ConfigError(
-            f"The metric function `{name}` takes the true values first, but is called as "
-            f"`{name}(predictions, references)`. Swap them: "
-            f"`lambda predictions, references: {name}(references, predictions)`."
+            f"The metric function `{name}` calls `{called[0]}`, which wants scores, but functions "
+            f"get classes. Write `metrics.scores({name})` for what the model returns, "
+            f'`FunctionMetric({name}, uses="probabilities")`, or `uses="predictions"` if it is to '
+            "get classes; functions of sklearn can be passed as they are."
         )
+    return "predictions"
+
+
+def _called(function: Any) -> set[str]:
+    """Return the names that the code of a Python function looks up."""
+    while isinstance(function, partial):
+        function = function.func
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return set() if code is None else set(code.co_names)

@@ -1,9 +1,16 @@
 """The face that every metric shows to the evaluation."""
 
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar, Literal
+from collections.abc import Iterable
+from typing import Any, Literal, TypeAlias, TypeVar
 
-__all__ = ["Metric"]
+from trainkit.errors import ConfigError
+
+__all__ = ["Metric", "Uses", "agreed"]
+
+T = TypeVar("T")
+
+Uses: TypeAlias = Literal["predictions", "scores", "probabilities", "loss"]
 
 
 class Metric(ABC):
@@ -16,8 +23,10 @@ class Metric(ABC):
     name: str
     """What error texts call the metric."""
 
-    uses: ClassVar[Literal["predictions", "loss"]] = "predictions"
-    """What `update` is fed: predictions and references, or mean losses and their weights."""
+    uses: Uses = "predictions"
+    """What `update` is fed as predictions: classes, or values where there are none
+    (`"predictions"`); what the model returns (`"scores"`); the probabilities of classes; or mean
+    losses, and their weights as references (`"loss"`)."""
 
     keys: tuple[str, ...] | None = None
     """Names of the figures, where they are known before the metric runs."""
@@ -45,3 +54,14 @@ class Metric(ABC):
     @abstractmethod
     def compute(self) -> dict[str, float]:
         """Return the figures over what was seen since `reset`; `{}` where that was nothing."""
+
+
+def agreed(name: str, inputs: Iterable[T]) -> T:
+    """Return what the parts of the metric `name` get; raise where they get different things."""
+    found = set(inputs)
+    if len(found) != 1:
+        raise ConfigError(
+            f"`{name}` must hold metrics of one kind of input, but has {sorted(found, key=str)}. "
+            "Pass those of each kind by themselves."
+        )
+    return found.pop()

@@ -1,7 +1,7 @@
 """How many next words a language model is torn between."""
 
 import math
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ class Perplexity(LocalMetric):
     """
 
     name = "perplexity"
-    uses: ClassVar[Literal["predictions", "loss"]] = "loss"
+    uses = "loss"
     keys = ("perplexity",)
     higher_is_better = False
     _sums: tuple[Any, Any]  # weighted losses, weights; on the device of the data

@@ -1,0 +1,212 @@
+"""What a model's outputs say: classes and probabilities, by the convention of its loss."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from trainkit.errors import ConfigError, DataError
+from trainkit.types import LossFn
+
+__all__ = ["Reading", "form"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Convention:
+    axis: int | None = None  # dimension of the classes; None: each number stands alone
+    threshold: float = 0.0  # a number that stands alone says class 1 above it
+    activation: Callable[[Tensor], Tensor] | None = None  # makes probabilities; None: not known
+
+
+_VALUES = _Convention()
+_LOGITS = _Convention(axis=1, activation=partial(torch.softmax, dim=1))
+_LOGITS_LAST = _Convention(axis=-1, activation=partial(torch.softmax, dim=-1))
+_BINARY = _Convention(activation=torch.sigmoid)
+
+_LOSSES: tuple[tuple[_Convention, type[nn.Module], Callable[..., Tensor]], ...] = (
+    (_LOGITS, nn.CrossEntropyLoss, functional.cross_entropy),
+    (_Convention(axis=1, activation=torch.exp), nn.NLLLoss, functional.nll_loss),
+    (_Convention(axis=1), nn.MultiMarginLoss, functional.multi_margin_loss),
+    (_BINARY, nn.BCEWithLogitsLoss, functional.binary_cross_entropy_with_logits),
+    (_BINARY, nn.MultiLabelSoftMarginLoss, functional.multilabel_soft_margin_loss),
+    (_Convention(None, 0.5, torch.clone), nn.BCELoss, functional.binary_cross_entropy),
+    (_VALUES, nn.MSELoss, functional.mse_loss),
+    (_VALUES, nn.L1Loss, functional.l1_loss),
+    (_VALUES, nn.SmoothL1Loss, functional.smooth_l1_loss),
+    (_VALUES, nn.HuberLoss, functional.huber_loss),
+    (_VALUES, nn.PoissonNLLLoss, functional.poisson_nll_loss),
+)
+
+
+class Reading:
+    """How the outputs of a model are read.
+
+    A loss of torch says it: those of classes have them in dimension 1, those of a number for each
+    class say 1 above a threshold, those of regression take values. Models of transformers with a
+    loss of their own have the classes last, and in dimension 1 for images. With any other loss
+    the shape of whole-numbered references says it, and floating references are values, unless
+    those of the first batch are all 0 or 1.
+
+    Args:
+        module: The user's own module.
+        loss_fn: Its loss; None: the model computes its own, or nobody knows.
+    """
+
+    def __init__(self, module: nn.Module, loss_fn: LossFn | None) -> None:
+        own_loss = loss_fn is None and hasattr(module, "loss_function")  # a model of transformers
+        self._config = getattr(module, "config", None) if own_loss else None
+        self._known = _of_loss(loss_fn)
+        self._seen = False  # whether references that are values were looked at: that waits for them
+
+    def __call__(self, what: str, scores: Any, references: Any = None) -> Any:
+        """Return what `scores` say.
+
+        Args:
+            what: "classes" or "probabilities"; "predictions" are classes of the shape of
+                `references`, or the scores as they are where those are values.
+            scores: What the model returned.
+            references: Asked where the loss does not say where the classes are.
+
+        Raises:
+            DataError: It cannot be told; says the readings, and the lines for them.
+        """
+        is_read = isinstance(scores, Tensor) and scores.is_floating_point()
+        found = self._convention(scores, references) if is_read else _VALUES
+        if found is _VALUES:
+            is_whole = isinstance(scores, Tensor) and not is_read
+            if what == "predictions" or (what == "classes" and is_whole):
+                return scores
+            raise _undecided(scores, references, "they are values, not scores of classes")
+        if what == "probabilities":
+            if found.activation is None:
+                raise _undecided(scores, references, "they may be logits or probabilities")
+            return found.activation(scores.float() if scores.itemsize < 4 else scores)
+        alone = found.axis is None
+        classes = (scores > found.threshold).long() if alone else scores.argmax(found.axis)
+        if what == "predictions" and getattr(references, "shape", classes.shape) != classes.shape:
+            raise _undecided(scores, references, f"classes would have the shape {[*classes.shape]}")
+        return classes
+
+    def entry(self, outputs: Mapping[str, Any], uses: str) -> tuple[str, Any]:
+        """Return what a metric uses, and its key: as the step returned it, or read from scores.
+
+        A step that returns `predictions` alone has said what every metric gets.
+        """
+        if uses in outputs:
+            return uses, outputs[uses]
+        if "scores" not in outputs:
+            return "predictions", self.require(outputs, "predictions")
+        scores = outputs["scores"]
+        found = self(uses, scores, outputs.get("references"))
+        return ("scores" if found is scores else uses), found
+
+    @staticmethod
+    def require(outputs: Mapping[str, Any], name: str) -> Any:
+        """Return what the step must have returned under a name."""
+        if name in outputs:
+            return outputs[name]
+        raise DataError(
+            f"`evaluation_step` returned no `{name}`, only {sorted(map(str, outputs))}, but a "
+            "metric or `predict` needs it. Return it with one entry for each sample; `scores`, "
+            "which is what the model returns, serve where classes can be read from them."
+        )
+
+    def check(self, asked: str) -> None:
+        """Raise where `predict` is asked for what it does not return."""
+        if asked not in _RETURNED:
+            raise ConfigError(f"`outputs` must be one of {[*_RETURNED]}, but is {asked!r}.")
+
+    def predicted(self, outputs: Mapping[str, Any], asked: str) -> Any:
+        """Return what `predict` was asked for: as the step returned it, or read from scores."""
+        own = _RETURNED[asked]
+        if own not in outputs and "scores" in outputs:
+            return self(asked, outputs["scores"], outputs.get("references"))
+        found = self.require(outputs, own if own in outputs or asked != "raw" else "predictions")
+        if asked == "classes" and isinstance(found, Tensor) and found.is_floating_point():
+            raise DataError(
+                f"`evaluation_step` returned `predictions` of {found.dtype}, which are no "
+                "classes. Return classes, or what the model returns as `scores`; or ask for "
+                '`outputs="raw"`.'
+            )
+        return found
+
+    def _convention(self, scores: Tensor, references: Any) -> _Convention:
+        found = self._known
+        if self._config is not None:
+            found = _of_transformers(self._config, scores)
+        if found is None:
+            found = _of_shapes(scores, references)
+            if (
+                found is _VALUES
+                and not self._seen
+                and bool((references * (1 - references) == 0).all())
+            ):
+                raise _undecided(scores, references, _ONE_NUMBER)
+            self._seen = True
+        if found.axis is not None and (scores.dim() < 2 or scores.shape[found.axis] == 1):
+            raise _undecided(scores, references, _ONE_NUMBER)
+        return found
+
+
+_RETURNED = {"raw": "scores", "classes": "predictions", "probabilities": "probabilities"}
+
+
+def _of_loss(loss_fn: Any) -> _Convention | None:
+    while isinstance(loss_fn, partial):
+        loss_fn = loss_fn.func
+    forward = getattr(type(loss_fn), "forward", loss_fn)  # of a subclass it may be another
+    found = (row[0] for row in _LOSSES if forward is row[1].forward or forward is row[2])
+    return next(found, None)
+
+
+def _of_transformers(config: Any, scores: Tensor) -> _Convention:
+    problem = getattr(config, "problem_type", None)  # set at the latest by the first loss
+    if problem == "regression" or (scores.dim() == 2 and scores.shape[-1] == 1):
+        return _VALUES
+    if problem == "multi_label_classification":
+        return _BINARY
+    return _LOGITS if scores.dim() == 4 else _LOGITS_LAST
+
+
+def _of_shapes(scores: Tensor, references: Any) -> _Convention:
+    if not isinstance(references, Tensor):
+        raise _undecided(scores, references, "the loss is none of torch's")
+    if references.is_floating_point():
+        return _VALUES
+    if scores.shape == references.shape:
+        raise _undecided(scores, references, _ONE_NUMBER)
+    axes = (1, -1) if scores.dim() > 2 else (1,)
+    shape = scores.shape
+    fitting = [a for a in axes if shape[:a] + shape[a:][1:] == references.shape]
+    if len(fitting) == 2:
+        raise _undecided(
+            scores, references, "both `outputs.argmax(1)` and `outputs.argmax(-1)` fit"
+        )
+    if not fitting:
+        raise _undecided(scores, references, "neither dimension 1 nor the last can be the classes")
+    return _Convention(axis=fitting[0])
+
+
+_ONE_NUMBER = (
+    "one number may be a logit, `(outputs > 0).long()`, or a probability, `(outputs > 0.5).long()`"
+)
+
+
+def _undecided(scores: Any, references: Any, why: str) -> DataError:
+    others = "" if references is None else f" and references {form(references)}"
+    return DataError(
+        f"It cannot be told which classes the outputs {form(scores)}{others} stand for: {why}. "
+        "Pass the loss of torch as `loss_fn`, or return `predictions` from `evaluation_step`; "
+        "metrics that want the outputs themselves say so: `metrics.scores(function)`."
+    )
+
+
+def form(values: Any) -> str:
+    """Return what a value is, in words, for messages."""
+    if not isinstance(values, Tensor):
+        return f"of type {type(values).__name__}"
+    return f"of shape {[*values.shape]} ({str(values.dtype).removeprefix('torch.')})"
