@@ -42,7 +42,7 @@ class Heard:
     """What a training said, and how far it came.
 
     Attributes:
-        errors: The last line of each process's exception; none if it ran to its end.
+        errors: The exception of each process; none if it ran to its end.
         updated: Whether there was an update on any process.
         said: All that was printed, logged and warned.
         tapes: What each process has seen; none after an exception.
@@ -118,7 +118,7 @@ class Bench:
         except RanksError as failure:
             if in_short(failure)[0] != RAISES:
                 raise
-            errors = [_last_line(text) for text in failure.failures.values()]
+            errors = [_message(text) for text in failure.failures.values()]
         said = "".join(path.read_text(errors="replace") for path in folder.glob("said-*"))
         return Heard(errors, (folder / "updated").exists(), said, tapes)
 
@@ -263,16 +263,20 @@ def _be_heard(folder: Path) -> None:
 
 
 def in_short(error: RanksError) -> tuple[str, str]:
-    """Return a mark, and the last line of the first failure."""
+    """Return a mark, and the exception of the first failure."""
     texts = [text for text in error.failures.values() if not text.startswith("still running")]
     if not texts:
         return ERROR, "does not end"
     mark = RAISES if texts[0].startswith("raised") else ERROR
-    return mark, _last_line(texts[0])[:200]
+    return mark, _message(texts[0])[:200]
 
 
-def _last_line(text: str) -> str:
-    return " ".join(text.strip().splitlines()[-1].split())
+def _message(text: str) -> str:
+    """Return what stands behind the last frame of a traceback: the exception and its notes."""
+    lines = text.strip().splitlines()
+    frames = [number for number, line in enumerate(lines) if line.startswith("  ")]
+    behind = lines[frames[-1] + 1 :] if frames else []
+    return " ".join(" ".join(behind or lines[-1:]).split())
 
 
 def _surround(port: int) -> None:

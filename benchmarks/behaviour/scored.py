@@ -13,12 +13,12 @@ CLASSES, HEIGHT, WIDTH = 3, 4, 6
 DIMENSIONS = 4  # of an embedding
 
 
-class Binary(Numbers):
-    """Every third sample is of class 1, the others are of class 0."""
+class Classes(Numbers):
+    """Sample i is of class i % 3."""
 
     @override
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return torch.tensor([float(index), 0.0]), torch.tensor(float(index % 3 == 0))
+        return torch.tensor([float(index), 0.0]), torch.tensor(index % CLASSES)
 
 
 class Masks(Numbers):
@@ -52,7 +52,9 @@ class Fixed(Pick):
 
 
 class Logits(Fixed):
-    """A logit for each sample: never between 0 and 1, where it might be a probability."""
+    """A logit for each class: never between 0 and 1, where it might be a probability."""
+
+    shape = (CLASSES,)
 
     @override
     def drawn(self, numbers: Tensor) -> Tensor:
@@ -73,9 +75,9 @@ class Embeddings(Fixed):
 
 def metric(name: str) -> Any:
     """Return a metric of torchmetrics: "auroc" or "iou"."""
-    from torchmetrics.classification import BinaryAUROC, MulticlassJaccardIndex
+    from torchmetrics.classification import MulticlassAUROC, MulticlassJaccardIndex
 
-    return BinaryAUROC() if name == "auroc" else MulticlassJaccardIndex(CLASSES)
+    return MulticlassAUROC(CLASSES) if name == "auroc" else MulticlassJaccardIndex(CLASSES)
 
 
 def function(name: str) -> Callable[[Tensor, Tensor], float]:
@@ -85,16 +87,19 @@ def function(name: str) -> Callable[[Tensor, Tensor], float]:
         from torchmetrics.functional import classification as of
 
         if name == "auroc":
-            return float(of.binary_auroc(outputs, targets.long()))
+            return float(of.multiclass_auroc(outputs, targets, CLASSES))
         return float(of.multiclass_jaccard_index(outputs, targets, CLASSES))
 
     return compute
 
 
 def area(scores: Tensor, labels: Tensor) -> float:
-    """Return the area under the ROC curve by hand: how often class 1 has the higher score."""
-    above = scores[labels == 1][:, None] > scores[labels == 0]
-    return float(above.double().mean())
+    """Return the mean area under the ROC curves of the classes by hand."""
+    areas = []
+    for number, of_class in enumerate(scores.softmax(1).T):
+        above = of_class[labels == number][:, None] > of_class[labels != number]
+        areas.append(float(above.double().mean()))  # how often one of the class is above another
+    return sum(areas) / CLASSES
 
 
 def mean_iou(scores: Tensor, masks: Tensor) -> float:

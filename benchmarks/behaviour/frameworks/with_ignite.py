@@ -11,9 +11,9 @@ import torch
 from ignite.engine import Events, create_supervised_evaluator, create_supervised_trainer
 from ignite.handlers import Checkpoint, DiskSaver, global_step_from_engine
 from ignite.metrics import (
-    ROC_AUC,
     Average,
     ConfusionMatrix,
+    EpochMetric,
     Loss,
     RunningAverage,
     mIoU,
@@ -129,7 +129,7 @@ class Ignite(Framework):
         self._start(job)
         model = idist.auto_model(job.model(job.samples))
         if job.metric == "auroc":
-            metric: Any = ROC_AUC()
+            metric: Any = EpochMetric(scored.function(job.metric))
         else:
             metric = mIoU(ConfusionMatrix(scored.CLASSES))
         evaluator = create_supervised_evaluator(model, {"metric": metric})

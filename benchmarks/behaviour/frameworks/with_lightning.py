@@ -44,7 +44,7 @@ class _Module(LightningModule):
     def validation_step(self, batch: Any, index: int) -> None:
         x, y = batch
         if self.metric is not None:
-            self.metric.update(self.model(x), y.long())
+            self.metric.update(self.model(x), y)
             self.log("metric", self.metric)
         self.log("val", self.job.loss(self.model(x), y), sync_dist=True, batch_size=len(x))
 

@@ -71,7 +71,7 @@ class _Metric(TrainerCallback):
         self.metric = metric
 
     def on_eval_step_end(self, trainer: Any, batch: Any, batch_output: Any, **kwargs: Any) -> None:
-        self.metric.update(batch_output["model_outputs"], batch[1].long())
+        self.metric.update(batch_output["model_outputs"], batch[1])
 
     def on_eval_epoch_end(self, trainer: Any, **kwargs: Any) -> None:
         trainer.run_history.update_metric("metric", self.metric.compute())

@@ -79,16 +79,15 @@ class Trainkit(Framework):
             trainer.job = job
         return trainer
 
-    def _fit(self, trainer: Trainer, job: Job, **more: Any) -> None:
+    def _fit(self, trainer: Trainer, job: Job, *, evaluates: bool = False) -> None:
         scheduler = job.scheduler if job.has_scheduler else None
         trainer.fit(
             job.model(job.samples),
-            job.loader(),
+            (job.loader(), job.loader()) if evaluates else job.loader(),
             optimizer=job.optimizer,
             lr_scheduler=scheduler,
             loss_fn=job.loss,
             resume=job.resume,
-            **more,
         )
 
     def train(self, job: Job) -> None:
@@ -109,7 +108,7 @@ class Trainkit(Framework):
     def log_in_evaluation(self, job: Job) -> float:
         figures = _Figures()
         trainer = self._trainer(job, kind=_Logging, callbacks=[figures])
-        self._fit(trainer, job, evaluation=job.loader())
+        self._fit(trainer, job, evaluates=True)
         return figures.figures["eval/figure"]
 
     def contrast(self, job: Job) -> None:

@@ -16,7 +16,7 @@ def _apart(tapes: list[Tape]) -> float:
 def rates_differ(bench: Bench) -> Outcome:
     """Two processes, 4 updates; the rate is 1 on process 0, and 0.5 on process 1."""
     heard = bench.listen(bench.job(samples=16, optimizer=toys.unequal), 2)
-    if heard.refusal("lr", "learning rate") is not None:
+    if heard.refusal(".lr", "learning rate") is not None:
         return Outcome(not heard.updated, "refused" + " too late" * heard.updated)
     largest = max(map(abs, heard.tapes[0].weights))
     figure = f"trains, to weights that are {_apart(heard.tapes) / largest:.0%} apart"
