@@ -250,16 +250,21 @@ def _be(
 
 def _be_heard(folder: Path) -> None:
     """Let this process write all that it says to a file, and note its first update."""
-    file = os.open(folder / f"said-{os.environ['RANK']}", os.O_WRONLY | os.O_CREAT)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
+    sys.stdout = sys.stderr = file = (folder / f"said-{os.environ['RANK']}").open("w", buffering=1)
+    os.dup2(file.fileno(), 1)
+    os.dup2(file.fileno(), 2)
     warnings.resetwarnings()
     warnings.simplefilter("always")
+    warnings.showwarning = _write_warning
     logging.disable(logging.NOTSET)
     logging.basicConfig(level=logging.INFO)
     for name in list(logging.root.manager.loggerDict):
         logging.getLogger(name).setLevel(logging.INFO)
     toys.AFTER_UPDATE.append(lambda done: (folder / "updated").touch() if done else None)
+
+
+def _write_warning(message: Any, category: Any, *_: Any) -> None:
+    print(f"{category.__name__}: {message}", file=sys.stderr)
 
 
 def in_short(error: RanksError) -> tuple[str, str]:
