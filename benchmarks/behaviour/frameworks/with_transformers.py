@@ -85,7 +85,7 @@ class Transformers(Framework):
         "iterable": [
             Variant("a data set that splits itself over workers", {"data": toys.SplitStream})
         ],
-        "sum_loss": [option("a forward that takes `**kwargs`", with_kwargs=True)],
+        "sum_loss": [option("a forward that takes **kwargs", with_kwargs=True)],
         "kwargs": [option("model.accepts_loss_kwargs = False", accepts_loss_kwargs=False)],
     }
     left_to_users: ClassVar = {

@@ -155,7 +155,7 @@ def sum_loss(bench: Bench) -> Outcome:
 )
 def contrastive(bench: Bench) -> Outcome:
     """InfoNCE of 8 embeddings in fp64, 4 on each process, each against those that the framework's
-    gather returns; one update.
+    gather returns, with its switch for gradients if it has one; one update.
     """
     job = bench.job(samples=8, batch=4, model=scored.Embeddings)
     [step] = bench.tapes(job, 2, "contrast")[0].steps
