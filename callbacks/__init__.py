@@ -23,6 +23,7 @@ from trainkit.callbacks.nan_guard import NaNGuard
 from trainkit.callbacks.predictions import Predictions
 from trainkit.callbacks.profiler import Profiler
 from trainkit.callbacks.progress_bar import ProgressBar
+from trainkit.callbacks.replica_check import ReplicaCheck
 from trainkit.callbacks.summary import Summary
 from trainkit.callbacks.tensorboard_logger import TensorBoardLogger
 from trainkit.callbacks.throughput import Throughput
@@ -48,6 +49,7 @@ __all__ = [
     "Predictions",
     "Profiler",
     "ProgressBar",
+    "ReplicaCheck",
     "Summary",
     "TensorBoardLogger",
     "Throughput",

@@ -91,6 +91,10 @@ class JSONLLogger(Callback):
             self._events.write("log", **waits)
 
     @override
+    def on_late_log(self, run: Run, values: Scalars) -> None:
+        self.on_log(run, values)
+
+    @override
     def on_evaluation_end(self, run: Run, metrics: Scalars) -> None:
         self._write(run, "eval", metrics)
         if self._events is not None:

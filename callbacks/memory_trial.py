@@ -77,7 +77,7 @@ class MemoryTrial:
     def _fits_here(self, size: int, alone: bool) -> bool:
         run = self._run
         try:
-            with run.as_zero_weight(), self._guarded():
+            with run.as_zero_weight(gathers=True), self._guarded():
                 self._step(size)
                 if not run.optimizer.state:
                     self._make_state()

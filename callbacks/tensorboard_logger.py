@@ -63,6 +63,10 @@ class TensorBoardLogger(Callback):
         self._add(run, {f"train/{name}": value for name, value in values.items()})
 
     @override
+    def on_late_log(self, run: Run, values: Scalars) -> None:
+        self.on_log(run, values)
+
+    @override
     def on_evaluation_end(self, run: Run, metrics: Scalars) -> None:
         self._add(run, metrics)
         with self._lasting():

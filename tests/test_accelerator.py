@@ -185,7 +185,7 @@ def _main_raises(rank: int) -> int:
 
 
 def test_an_error_in_the_first_turn_does_not_hold_the_others() -> None:
-    assert run_ranks(2, _main_raises, timeout=20) == [2, 2]
+    assert run_ranks(2, _main_raises) == [2, 2]
 
 
 def _split(rank: int, inputs: Any, apply_padding: bool) -> Any:

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -16,7 +17,6 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.toys import toy_dataset, toy_model
 from trainkit import Callback, CheckpointError, Run, Trainer
 from trainkit.callbacks import Checkpoint
-from trainkit.checkpoint import CheckpointStore
 from trainkit.data.order_facts import digest_of
 
 SAMPLES = 24
@@ -84,7 +84,10 @@ def fit(
 ) -> list[int]:
     data = Places()
     callbacks = [Stop(stop), *options.pop("callbacks", []), Checkpoint(every_n_steps=1)]
-    trainer = Trainer(max_epochs=2, output_dir=folder, callbacks=callbacks, **options)
+    options = {"max_epochs": 2} | options
+    parts = options.pop("parts", {})
+    trainer = Trainer(output_dir=folder, callbacks=callbacks, **options)
+    trainer.register_for_checkpointing(**parts)
     model = toy_model()
     before = [parameter.clone() for parameter in model.parameters()]
     try:
@@ -246,6 +249,61 @@ def test_a_sampler_that_is_loaded_with_the_run_is_compared_then(
             train(7, tmp_path, None, "must")
 
 
+class Own(Sampler[int]):
+    """Draws from a generator of its own, which nobody sets back at an epoch."""
+
+    def __init__(self, seed: int | None = 3) -> None:
+        self.random = np.random.default_rng(seed)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.random.permutation(SAMPLES).tolist())
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+
+def owning(seed: int | None, data: Any) -> Any:
+    return DataLoader(data, 4, sampler=Own(seed))
+
+
+@pytest.mark.parametrize("stop", [4, 7, 10, 13])
+def test_a_sampler_with_a_generator_of_its_own_goes_on_where_it_was(
+    stop: int, tmp_path: Path
+) -> None:
+    whole = fit(tmp_path / "whole", partial(owning, 3), max_epochs=3)
+    assert whole[:SAMPLES] != whole[SAMPLES : 2 * SAMPLES] != whole[2 * SAMPLES :]
+    fit(tmp_path, partial(owning, 3), stop=stop, max_epochs=3)
+    rest = fit(tmp_path, partial(owning, 3), resume="must", max_epochs=3)
+    assert rest == whole[4 * (stop - 1) :]
+
+
+@pytest.mark.parametrize("stop", [4, 7])
+def test_one_that_cannot_is_refused(stop: int, tmp_path: Path) -> None:
+    fit(tmp_path, partial(owning, None), stop=stop)
+    with pytest.raises(CheckpointError, match=r"keeps a random state of its own.*`set_epoch`"):
+        fit(tmp_path, partial(owning, None), resume="must")
+
+
+class Restored(Own):
+    """One whose generator is saved and put back."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"random": self.random.bit_generator.state}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.random.bit_generator.state = state["random"]
+
+
+def test_one_that_is_registered_may_begin_anywhere(tmp_path: Path) -> None:
+    def run(**options: Any) -> list[int]:
+        sampler = Restored(None)
+        loader = partial(DataLoader, batch_size=4, sampler=sampler)
+        return fit(tmp_path, loader, parts={"sampler": sampler}, **options)
+
+    first = run(stop=7)
+    assert run(resume="must")[:4] == first[SAMPLES : SAMPLES + 4]
+
+
 def test_the_digest_of_a_long_epoch_costs_next_to_nothing() -> None:
     order = torch.randperm(1_000_000)
     start = time.perf_counter()
@@ -257,9 +315,3 @@ def test_the_digest_of_a_long_epoch_costs_next_to_nothing() -> None:
     assert digest != digest_of(order.flip(0))
     assert digest_of([object()]) is None
     assert digest_of([("a", 1)]) == digest_of([("a", 1)]) != digest_of([("a", 2)])
-
-
-def test_a_checkpoint_between_epochs_has_no_digest(tmp_path: Path) -> None:
-    fit(tmp_path, shuffled, stop=7)
-    (entry,) = CheckpointStore(tmp_path / "checkpoints").checkpoints()[-1:]
-    assert entry.manifest.metadata["order"]["digest"] is None

@@ -234,3 +234,63 @@ def test_the_command_shows_compares_and_exports_it(
     with pytest.warns(UserWarning, match=r"no place for:\n  - `extra.4._extra_state`"):
         load_checkpoint_in_model(fresh, tmp_path / "export")
     assert fresh.linear.weight.equal(model.linear.weight)
+
+
+class Late(nn.Linear):
+    """Makes a buffer in its first forward, and a parameter trainable later."""
+
+    scale: Tensor | None
+
+    def __init__(self) -> None:
+        super().__init__(FEATURES, 2)
+        self.register_buffer("scale", None)
+        self.late = nn.Parameter(torch.zeros(2), requires_grad=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.scale is None:
+            self.scale = inputs.detach().abs().mean()
+        return super().forward(inputs / self.scale) + self.late
+
+
+class Unfreeze(Callback):
+    """Lets the optimizer train what it did not have, as gradual unfreezing does."""
+
+    def on_step_end(self, run: Run, result: Any) -> None:
+        if run.state.step == 2:
+            late: Any = run.module.late.requires_grad_(True)
+            run.optimizer.add_param_group({"params": [late], "lr": 0.5})
+
+
+def fit_late(rank: int, folder: Path, steps: int, resume: str | None) -> Any:
+    torch.manual_seed(1)
+    model = Late()
+    trainer = Trainer(
+        max_steps=steps, callbacks=[Unfreeze(), Checkpoint()], output_dir=folder, strategy="single"
+    )
+    trainer.fit(
+        model,
+        DataLoader(toy_dataset(), 4),
+        optimizer=lambda _: SGD([model.weight, model.bias], lr=0.1, momentum=0.9),
+        loss_fn=nn.CrossEntropyLoss(),
+        resume=resume,
+        schedule="keep" if resume else None,
+    )
+    return [tensor.tolist() for tensor in model.state_dict().values()]
+
+
+def test_what_a_run_adds_to_the_model_and_the_optimizer_comes_back(tmp_path: Path) -> None:
+    whole = fit_late(0, tmp_path / "whole", 6, None)
+    fit_late(0, tmp_path / "run", 4, None)
+    assert fit_late(0, tmp_path / "run", 6, "must") == whole
+    assert whole[2] != [0.0, 0.0]
+
+
+def test_a_buffer_that_was_made_in_a_loop_of_ones_own_comes_back(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(Late())
+    model(torch.full((1, FEATURES), 3.0))
+    accelerator.save_state(tmp_path)
+    again = Accelerator(cpu=True)
+    fresh = again.prepare(Late())
+    again.load_state(tmp_path)
+    assert accelerator.unwrap_model(fresh).scale == 3.0

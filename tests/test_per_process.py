@@ -16,6 +16,7 @@ from tests.helpers.toys import toy_dataset, toy_model
 from trainkit import Accelerator, Callback, DataLoaderConfiguration, Run, Trainer
 from trainkit.callbacks import EMA, Checkpoint, MainProcess
 from trainkit.checkpoint import CheckpointStore
+from trainkit.strategies import FSDP
 
 
 class Seen:
@@ -339,3 +340,27 @@ def test_what_a_model_keeps_on_each_process_comes_back_to_it(
     capfd.readouterr()
     assert see(0, tmp_path / "again", 3, "must", size=1) == saved[0]
     assert "`_extra_state` of the model differed" in capfd.readouterr().out
+
+
+def see_oneself(rank: int, folder: Path, load: bool, sharded: bool = False) -> Any:
+    accelerator = Accelerator(cpu=True, strategy=FSDP(device="cpu") if sharded else None)
+    seen = [Seeing(1, 1), Seeing(1, 1)]
+    prepared = accelerator.prepare(seen[0], nn.Sequential(seen[1]))
+    if load:
+        accelerator.load_state(folder)
+        return [model.seen for model in seen]
+    for index, model in enumerate(prepared):
+        model(torch.full((1, 1), rank + 10.0 * index))
+    accelerator.save_state(folder)
+    return None
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_so_it_does_in_an_own_loop(
+    sharded: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run_ranks(2, see_oneself, tmp_path, False, sharded)
+    assert run_ranks(2, see_oneself, tmp_path, True, sharded) == [[0.0, 10.0], [1.0, 11.0]]
+    assert run_ranks(1, see_oneself, tmp_path, True) == [[0.0, 10.0]]
+    told = "`_extra_state` of the model differed"
+    assert told in capfd.readouterr().out

@@ -78,6 +78,7 @@ CALLBACKS = [
     "Predictions",
     "Profiler",
     "ProgressBar",
+    "ReplicaCheck",
     "Summary",
     "TensorBoardLogger",
     "Throughput",

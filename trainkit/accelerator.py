@@ -84,7 +84,11 @@ class _Outlets(Verbs):
         self._own.states.register(objects)
 
     def save_state(
-        self, output_dir: str | Path | None = None, safe_serialization: bool = True
+        self,
+        output_dir: str | Path | None = None,
+        safe_serialization: bool = True,
+        *,
+        check_replicas: bool = True,
     ) -> str:
         """Save models, optimizers, schedulers, scale, loaders, random states and objects.
 
@@ -96,15 +100,17 @@ class _Outlets(Verbs):
         Args:
             output_dir: The folder; not needed with `automatic_checkpoint_naming`.
             safe_serialization: True; there is no other form.
+            check_replicas: Save nothing where processes that call it do not hold the same
+                parameters and optimizer states to the bit. False: those of process 0 are saved.
 
         Raises:
             ConfigError: There is no folder; or process 0 is alone, inside a window.
             CheckpointError: It failed on some process; an earlier state is untouched.
-            DistributedError: Processes that must call it do not.
+            DistributedError: Processes that must call it do not, or they do not hold the same.
         """
         if not safe_serialization:
             raise ConfigError("States hold no pickle. Leave `safe_serialization=False` out.")
-        return str(self._own.states.save(output_dir))
+        return str(self._own.states.save(output_dir, check_replicas))
 
     def load_state(self, input_dir: str | Path | None = None) -> None:
         """Load what `save_state` saved, into what is prepared. Every process must call it.
@@ -336,17 +342,21 @@ class Accelerator(_Outlets):
         """Return a model as the loop calls it; not wrapped where it is only evaluated."""
         preparation = self._own.preparation
         place = preparation.places if device_placement is None else device_placement
+        if not evaluation_mode:
+            preparation.check_alike([model])
         return preparation.model(model, place, evaluation_mode=evaluation_mode)
 
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> "PreparedOptimizer":
         """Return an optimizer that follows the windows."""
+        self._own.preparation.check_alike([optimizer])
         place = self._own.preparation.places if device_placement is None else device_placement
         return self._own.preparation.optimizer(optimizer, place)
 
     def prepare_scheduler(self, scheduler: Any) -> "PreparedScheduler":
         """Return a scheduler that follows the prepared optimizers."""
+        self._own.preparation.check_alike([scheduler])
         return self._own.preparation.scheduler(scheduler)
 
     def prepare_data_loader(

@@ -1,8 +1,9 @@
-"""What every process must have alike: compared once, before the first step."""
+"""What every process must have alike: compared before the first step (DESIGN 2.3)."""
 
-import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
+from hashlib import blake2b
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,11 +14,16 @@ from trainkit.config import TrainConfig
 from trainkit.data import PreparedLoader
 from trainkit.distributed import Processes
 from trainkit.errors import ConfigError
+from trainkit.facts import SCRIPT, code_of, digest, program, settings
 from trainkit.types import class_name
 
-__all__ = ["OUTPUT_DIR", "check_alike", "check_evaluation", "facts_of"]
+__all__ = ["are_alike", "check_alike", "describe_model", "facts_of"]
 
-OUTPUT_DIR = "`output_dir`"  # the fact that has another remedy than the rest
+_REMEDIES = {
+    "`output_dir`": "Give all of them one folder that they share.",
+    "the training loader": "Every process must build the same; seed what is random in it, such as "
+    "`random_split(..., generator=...)`.",
+}
 
 
 def facts_of(
@@ -25,59 +31,67 @@ def facts_of(
     module: nn.Module,
     loader: PreparedLoader,
     evaluations: Mapping[str, PreparedLoader],
-) -> dict[str, str]:
-    """Return, in words, what training depends on and every process must have alike."""
-    facts = {f"`{name}`": repr(value) for name, value in asdict(config).items()}
-    facts["the model"] = _describe_model(module)
-    facts["the training loader"] = _describe_loader(loader)
-    facts["the names of the evaluation loaders"] = repr(list(evaluations))
+    parts: Mapping[str, Any],
+) -> Iterator[tuple[str, str]]:
+    """Yield what a training depends on before its optimizer is made; `parts` counts too."""
+    yield from program()
+    yield from ((f"`{name}`", repr(value)) for name, value in asdict(config).items())
+    yield "the model", describe_model(module)
+    yield "the training loader", _describe_loader(loader)
+    yield "the names of the evaluation loaders", repr(list(evaluations))
     for name, evaluation in evaluations.items():
-        facts[f"the evaluation loader {name!r}"] = _describe_loader(evaluation)
-    return facts
+        yield f"the evaluation loader {name!r}", _describe_loader(evaluation)
+    for name, part in parts.items():
+        if isinstance(part, Path):
+            yield f"`{name}`", str(part.resolve())
+        yield from settings(name, part, whole=False)
 
 
-def check_alike(processes: Processes, facts: Mapping[str, str]) -> None:
-    """Raise ConfigError, on all processes, where a fact differs between them."""
+def check_alike(processes: Processes, facts: Iterable[tuple[str, str]]) -> None:
+    """Raise ConfigError, on all processes, where a fact differs between them or only some have it.
+
+    Where all are alike one number travels. One process alone looks at no fact.
+    """
     if processes.size == 1:
         return
-    all_facts: list[dict[str, str]] = processes.all_gather_objects(dict(facts))
-    names = list(dict.fromkeys(name for of_process in all_facts for name in of_process))
-    for name in names:
-        values = [of_process.get(name, "missing") for of_process in all_facts]
-        if len(set(values)) > 1:
-            shown = "; ".join(f"process {rank}: {value}" for rank, value in enumerate(values))
-            remedy = (
-                "Give all of them one folder that they share."
-                if name == OUTPUT_DIR
-                else "Every process must build the same; seed what is random in it, such as "
-                "`random_split(..., generator=...)`."
-            )
-            raise ConfigError(f"The processes differ in {name}: {shown}. {remedy}")
+    mine = dict(facts)
+    number = blake2b(repr(sorted(mine.items())).encode(), digest_size=7).digest()
+    if are_alike(processes, int.from_bytes(number, "little")):
+        return
+    all_facts: list[dict[str, str]] = processes.all_gather_objects(mine)
+    differences: dict[str, str] = {}
+    for name in dict.fromkeys(name for of_process in all_facts for name in of_process):
+        known = {of_process[name] for of_process in all_facts if name in of_process}
+        values = [of_process.get(name, "not set") for of_process in all_facts]
+        if len(known if name == SCRIPT else set(values)) > 1:
+            differences[name] = "; ".join(f"process {r}: {value}" for r, value in enumerate(values))
+    if differences:
+        first, *others = differences
+        also = f" They differ also in {', '.join(others[:5])}." if others else ""
+        remedy = _REMEDIES.get(first, "Give all of them the same.")
+        raise ConfigError(f"The processes differ in {first}: {differences[first]}. {remedy}{also}")
 
 
-def check_evaluation(processes: Processes, epochs: bool, end: bool, metrics: list[str]) -> None:
-    """Raise, on all processes, where their callbacks would evaluate differently.
+def are_alike(processes: Processes, number: int, part: int = 0, parts: int = 1) -> bool:
+    """Return, on every process, whether all with the same `part` have the same number.
 
-    Args:
-        processes: The processes of the run.
-        epochs: Whether epochs end with an evaluation by themselves.
-        end: Whether the last step is evaluated.
-        metrics: Names of the metrics.
+    Every process calls it, and sends 16 bytes a part. The number is below 2**62.
     """
-    plans = processes.all_gather_objects([epochs, end, metrics])
-    for rank, plan in enumerate(plans):
-        if plan != plans[0]:
-            raise ConfigError(
-                f"Process 0 evaluates with the metrics {plans[0][2]}, process {rank} with "
-                f"{plan[2]}, or at other times. Give every process the same `Evaluation` "
-                "callbacks; `MainProcess` is for callbacks that only look."
-            )
+    rows = torch.full((parts, 2), -(2**62))
+    rows[part, 0], rows[part, 1] = number, -number
+    highest = processes.all_reduce(rows, "max")
+    return bool((highest[:, 0] == -highest[:, 1]).all())
 
 
-def _describe_model(module: nn.Module) -> str:
+def describe_model(module: nn.Module) -> str:
+    """Return the class of a model, and digests of its tensors' names and of its code."""
     tensors = [*module.named_parameters(), *module.named_buffers()]
     rows = [(name, tuple(t.shape), str(t.dtype), t.requires_grad) for name, t in tensors]
-    return f"{class_name(module)} with {len(rows)} tensors (digest {_digest(repr(rows))})"
+    code = {code_of(kind.forward) for kind in {type(each) for each in module.modules()}}
+    return (
+        f"{class_name(module)} with {len(rows)} tensors (digest {digest(repr(rows))}, "
+        f"code {digest(repr(sorted(code)))})"
+    )
 
 
 def _describe_loader(loader: PreparedLoader) -> str:
@@ -92,10 +106,5 @@ def _describe_loader(loader: PreparedLoader) -> str:
     dataset: Any = source.dataset
     if type(dataset) is Subset:
         indices = torch.as_tensor(dataset.indices)
-        words.append(f"indices with digest {_digest(indices.numpy().tobytes())}")
+        words.append(f"indices with digest {digest(indices.numpy().tobytes())}")
     return ", ".join(words)
-
-
-def _digest(data: str | bytes) -> str:
-    data = data.encode() if isinstance(data, str) else data
-    return hashlib.blake2b(data, digest_size=4).hexdigest()

@@ -35,6 +35,7 @@ class Callback:
                 on_checkpoint_start ?
                 on_checkpoint_saved ?
             on_epoch_end
+        on_late_log ?
         on_exception ?
         on_fit_end
 
@@ -104,7 +105,13 @@ class Callback:
         """The window ended without an update: an overflow, or a request to skip."""
 
     def on_log(self, run: Run, values: Scalars) -> None:
-        """`values` are the figures since the last log, over all processes."""
+        """`values` are the figures since the last log, over all processes; `loss` is among them."""
+
+    def on_late_log(self, run: Run, values: Scalars) -> None:
+        """`values` came after the last step's `on_log`, as from `on_evaluation_end`: no `loss`.
+
+        At the end of a training, where no record of a step follows; for loggers.
+        """
 
     def on_evaluation_start(self, run: Run) -> None:
         """An evaluation begins."""

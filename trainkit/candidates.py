@@ -1,65 +1,85 @@
-"""Which checkpoint a run resumes from; all processes come to the same one."""
+"""Which checkpoint is loaded of several; all processes come to the same one."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TypeVar
 
-from trainkit.distributed import gather_together, on_main
+from trainkit.distributed import Processes, gather_together, on_main
 from trainkit.errors import CheckpointCorrupt, CheckpointError, ConfigError
-from trainkit.run import Run
 
-if TYPE_CHECKING:
-    from trainkit.checkpoint import CheckpointStore
+__all__ = ["candidates", "first_whole"]
 
-__all__ = ["broken_for_any", "candidates", "next_path"]
+T = TypeVar("T")
 
 
-def next_path(run: Run, folders: Iterator[str | None]) -> Path | None:
-    """Return what comes next on process 0; every process must call it."""
-    processes = run.accelerator.processes
-    found: list[str | None] = [None]
-    on_main(processes, lambda: found.__setitem__(0, next(folders)))
-    path = processes.broadcast_object(found[0])
-    return None if path is None else Path(path)
+def first_whole(
+    processes: Processes,
+    places: Iterator[T | None],
+    load: Callable[[T], object],
+    skip: Callable[[CheckpointCorrupt], None] | None,
+) -> T | None:
+    """Load the first checkpoint that is whole on all processes; return its place.
 
+    Every process must call it. Errors other than `CheckpointCorrupt` are raised by all.
 
-def broken_for_any(run: Run, load: Callable[[], None]) -> CheckpointCorrupt | None:
-    """Return why a checkpoint is broken, as some process sees it; other errors are raised by all.
-
-    Every process must call it.
+    Args:
+        processes: The processes of the job.
+        places: Where checkpoints are, those of process 0; None where there is nothing to load.
+        load: Reads one.
+        skip: Told why a checkpoint is broken, on each process; None: that is raised.
     """
+    found: list[T | None] = [None]
+    while True:
+        on_main(processes, lambda: found.__setitem__(0, next(places)))
+        place: T | None = processes.broadcast_object(found[0])
+        broken = None if place is None else _broken_for_any(processes, load, place)
+        if broken is None:
+            return place
+        if skip is None:
+            raise broken
+        skip(broken)
+
+
+def _broken_for_any(
+    processes: Processes, load: Callable[[T], object], place: T
+) -> CheckpointCorrupt | None:
+    """Return why a checkpoint is broken, as some process sees it."""
     errors: list[CheckpointCorrupt] = []
 
     def attempt() -> str:
         try:
-            load()
+            load(place)
         except CheckpointCorrupt as error:
             errors.append(error)
             return str(error)
         return ""
 
-    texts = gather_together(run.accelerator.processes, attempt)
+    texts = gather_together(processes, attempt)
     if errors:
         return errors[0]
     theirs = [f"On process {rank}: {text}" for rank, text in enumerate(texts) if text]
     return CheckpointCorrupt(theirs[0]) if theirs else None
 
 
-def candidates(run: Run, resume: str | Path) -> Iterator[str | None]:
+def candidates(
+    output_dir: Path | None, resume: str | Path, report: Callable[[str], None]
+) -> Iterator[str | None]:
     """Yield the folders to resume from, the newest first, and at last None; for process 0."""
+    from trainkit.checkpoint import CheckpointStore  # runs without checkpoints need none of it
+
     if resume not in ("auto", "must"):
         path = Path(resume)
-        _store(path.parent).open_unverified(path)  # the rest is verified while it is read
+        CheckpointStore(path.parent).open_unverified(path)  # the rest is verified while it is read
         yield str(path)
         return
-    if run.output_dir is None:
+    if output_dir is None:
         raise ConfigError(
             f'`resume="{resume}"` looks for checkpoints in the output directory, but the trainer '
             "has none. Pass `Trainer(output_dir=...)`."
         )
-    store = _store(run.output_dir / "checkpoints")
-    for checkpoint in store.valid(run.print):
-        run.print(f"trainkit: resuming from `{checkpoint.path}` (step {checkpoint.step}).")
+    store = CheckpointStore(output_dir / "checkpoints")
+    for checkpoint in store.valid(report):
+        report(f"trainkit: resuming from `{checkpoint.path}` (step {checkpoint.step}).")
         yield str(checkpoint.path)
     if resume == "must":
         raise CheckpointError(
@@ -67,11 +87,5 @@ def candidates(run: Run, resume: str | Path) -> Iterator[str | None]:
             'verifies. Use `resume="auto"` to start afresh in this case.',
             path=store.directory,
         )
-    run.print(f"trainkit: no checkpoint in `{store.directory}`: a fresh start.")
+    report(f"trainkit: no checkpoint in `{store.directory}`: a fresh start.")
     yield None
-
-
-def _store(directory: Path) -> "CheckpointStore":
-    from trainkit.checkpoint import CheckpointStore  # runs without checkpoints need none of it
-
-    return CheckpointStore(directory)

@@ -3,7 +3,6 @@
 import platform
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,7 @@ from torch.optim import Optimizer
 
 from trainkit import rng
 from trainkit.callback import CallbackList
-from trainkit.candidates import broken_for_any, candidates, next_path
+from trainkit.candidates import candidates, first_whole
 from trainkit.checkpoint import exact
 from trainkit.checkpoint.subclasses import put_parts, take_parts
 from trainkit.distributed import called_by_all, together
@@ -58,8 +57,10 @@ def collect(run: Run, callbacks: CallbackList) -> dict[str, Any]:
 
     alike, own = take_states(run, callbacks, take)
     parts["trainer"] |= alike
+    from trainkit.checkpoint.names import process_part  # runs without checkpoints need none of it
+
     processes = run.accelerator.processes
-    mine = {_process_part(processes.rank): _streams(run) | own}
+    mine = {process_part(processes.rank): _streams(run) | own}
     if run.strategy.sharded:
         from trainkit.checkpoint.sharding import split_alike  # other runs need none of it
 
@@ -88,7 +89,16 @@ def _common(run: Run) -> dict[str, Any]:
 
 
 def describe(run: Run) -> dict[str, Any]:
-    """Return what stands in the manifest: for people, for retention, and to compare at a resume."""
+    """Return what stands in the manifest: for people, for retention, and to compare at a resume.
+
+    Every process must call it: it raises, on all of them, where nothing must be saved.
+    """
+    assert run.saver is not None
+    if run.saver.check_replicas:
+        from trainkit.replicas import check_replicas  # one process needs none of it
+
+        parameters = dict(run.module.named_parameters())
+        check_replicas(run.strategy, parameters, [run.optimizer], f"after step {run.state.step}")
     evaluated = run.last_evaluated_attempt == run.state.attempts
     return {
         "epoch": run.state.epoch,
@@ -103,6 +113,7 @@ def describe(run: Run) -> dict[str, Any]:
         },
         "fingerprint": fingerprint(run),
         "order": order_of(run),
+        **finiteness(run),
     }
 
 
@@ -127,7 +138,7 @@ def save_now(run: Run | None, callbacks: CallbackList) -> Path:
     run.save_checkpoints(KeepPolicy(keep_last=None))
     assert run.saver is not None
     try:
-        about = describe(run) | finiteness(run)
+        about = describe(run)
         with run.evaluation_weights():
             path = run.saver.save(run.state.step, collect(run, callbacks), about)
     finally:
@@ -159,23 +170,17 @@ def restore(
         CheckpointError: Nothing can be resumed, or the checkpoint does not fit; on all processes.
     """
     processes = run.accelerator.processes
-    folders = candidates(run, resume) if processes.is_main else iter(())
+    folders = candidates(run.output_dir, resume, run.print) if processes.is_main else iter(())
     present = _present(run, callbacks) if run.strategy.sharded else {}
     loaded: list[_Loaded] = []
 
-    def load(path: Path) -> None:
-        loaded[:] = [_load(run, callbacks, path, present, schedule)]
+    def load(folder: str) -> None:
+        loaded[:] = [_load(run, callbacks, Path(folder), present, schedule)]
 
-    path = next_path(run, folders)
-    while path is not None:
-        broken = broken_for_any(run, partial(load, path))
-        if broken is None:
-            break
-        if resume not in ("auto", "must"):
-            raise broken
-        run.print(f"Skipped: {broken}")
-        path = next_path(run, folders)
-    if path is None:
+    may_skip = resume in ("auto", "must")
+    skip = (lambda why: run.print(f"Skipped: {why}")) if may_skip else None
+    folder = first_whole(processes, folders, load, skip)
+    if folder is None:
         return
     planned = loaded[0].checkpoint.manifest.metadata["planned_steps"]
     if schedule == "keep" and planned != run.planned_steps:
@@ -183,7 +188,7 @@ def restore(
     together(processes, lambda: _apply(run, callbacks, loaded[0], schedule))
     metadata = loaded[0].checkpoint.manifest.metadata
     say_changes(metadata.get("order"), metadata["config"], run)
-    run.checkpoint = path
+    run.checkpoint = Path(folder)
 
 
 @dataclass(slots=True)
@@ -203,10 +208,8 @@ def _present(run: Run, callbacks: CallbackList) -> dict[str, Any]:
 
     An optimizer has no state yet: what has the shape of a parameter lies as the parameter does.
     """
-    stateful, parameters = (
-        owners_of(run, callbacks)["callbacks"],
-        dict(run.module.named_parameters()),
-    )
+    stateful = owners_of(run, callbacks)["callbacks"]
+    parameters = dict(run.module.named_parameters())
     return {
         "model": run.module.state_dict(),
         "optimizer": {"state": parameters, "training_weights": parameters},
@@ -225,6 +228,8 @@ def _load(
     schedule: str | None,
 ) -> _Loaded:
     from trainkit.checkpoint import CheckpointStore  # runs without checkpoints need none of it
+    from trainkit.checkpoint.names import process_part
+    from trainkit.checkpoint.per_process import put_own
     from trainkit.loadable import check_metadata, check_parts, check_states
 
     checkpoint = CheckpointStore(path.parent).open_unverified(path)
@@ -240,7 +245,7 @@ def _load(
         checkpoint.read("model", present.get("model")),
         checkpoint.read("optimizer", present.get("optimizer")),
         checkpoint.read("trainer", present.get("trainer")),
-        [checkpoint.read(_process_part(index)) for index in ranks],
+        [checkpoint.read(process_part(index)) for index in ranks],
         {},
     )
     checkpoint.verify_rest((rank, size))
@@ -248,24 +253,12 @@ def _load(
     loaded.states, unfit = states_for(
         run, callbacks, loaded.trainer, loaded.processes, same_size=same_size
     )
-    _take_own_entries(run, loaded, same_size=same_size)
+    if news := put_own(loaded.model, "model", loaded.processes, same_size=same_size):
+        run.print(f"trainkit: {news}")
     unfit += _order_problems(run, callbacks, loaded)
     _refuse(path, unfit + model_problems(loaded.model, run.module))
     check_states(run, callbacks, checkpoint, loaded.states)
     return loaded
-
-
-def _take_own_entries(run: Run, loaded: _Loaded, *, same_size: bool) -> None:
-    """Put what this process saved itself of the model's state in the place of process 0's."""
-    own = [part.get("model", {}) for part in loaded.processes]
-    if same_size:
-        loaded.model.update({key: own[0][key] for key in own[0] if key in loaded.model})
-    elif any(own):
-        names = ", ".join(f"`{key}`" for key in own[0])
-        run.print(
-            f"trainkit: {names} of the model differed between the processes that saved it; all "
-            "take that of process 0."
-        )
 
 
 def _refuse(path: Path, problems: list[str]) -> None:
@@ -278,8 +271,7 @@ def _order_problems(run: Run, callbacks: CallbackList, loaded: _Loaded) -> list[
     counters, saved = loaded.trainer["counters"], loaded.checkpoint.manifest.metadata.get("order")
     foreign = any(not type(c).__module__.startswith("trainkit.") for c in callbacks.callbacks)
     late = str(loaded.checkpoint.path) if run.objects or foreign else None
-    inside = counters["epoch_samples"] > 0
-    return order_problems(saved if inside else None, counters["epoch"], run, late=late)
+    return order_problems(saved, counters, run, late=late)
 
 
 def _apply(run: Run, callbacks: CallbackList, loaded: _Loaded, schedule: str | None) -> None:
@@ -288,8 +280,7 @@ def _apply(run: Run, callbacks: CallbackList, loaded: _Loaded, schedule: str | N
     trainer, path = loaded.trainer, loaded.checkpoint.path
     older = "layouts" not in loaded.checkpoint.manifest.metadata["fingerprint"]
     with applying("The model", path):
-        run.module.load_state_dict(loaded.model)
-        exact.lay_out_buffers(run.module, loaded.model, older=older)
+        exact.load_model(run.module, loaded.model, older=older)
     run.state.load_state_dict(trainer["counters"])
     rescaled = schedule == "rescale" and run.lr_schedule is not None
     with applying("The optimizer", path):
@@ -339,10 +330,6 @@ def _streams(run: Run) -> dict[str, Any]:
     }
 
 
-def _process_part(rank: int) -> str:
-    return f"process-{rank:05d}"
-
-
 def _optimizer_state(optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
     """Return an optimizer's state with parameters called by their names."""
     names = parameter_names(module)
@@ -367,6 +354,11 @@ def _load_optimizer(run: Run, loaded: _Loaded, *, rescaled: bool) -> None:
             "resumed run is the same run. For other settings, begin a new one with its weights."
         )
     order = [name for group in saved["groups"] for name in group["params"]]
+    parameters = dict(run.module.named_parameters())
+    added = loaded.checkpoint.manifest.metadata["fingerprint"].get("added parameters", {})
+    for group in saved["groups"][len(optimizer.param_groups) :]:
+        mine = [parameters[name].requires_grad_(added[name]) for name in group["params"]]
+        optimizer.add_param_group({**group, "params": mine})
     groups, first = [], 0
     for group, present in zip(saved["groups"], optimizer.param_groups, strict=True):
         numbers = list(range(first, first + len(group["params"])))
@@ -375,7 +367,6 @@ def _load_optimizer(run: Run, loaded: _Loaded, *, rescaled: bool) -> None:
         values = {k: v for k, v in present.items() if k != "params"} if rescaled else group
         groups.append({**values, "params": numbers})
     state = {order.index(name): values for name, values in saved["state"].items()}
-    parameters = [loaded.model.get(name) for name in order]
     states = {"state": state, "param_groups": groups}
-    exact.load_optimizer(optimizer, states, parameters, saved.get("other"))
-    put_parts(optimizer, saved, dict(run.module.named_parameters()))
+    exact.load_optimizer(optimizer, states, list(map(loaded.model.get, order)), saved.get("other"))
+    put_parts(optimizer, saved, parameters)

@@ -20,24 +20,35 @@ _SETTINGS = (
 )
 """Settings that change samples or updates, and that a resume takes from the run, not the save."""
 
+_CHANGED = (
+    "the sampler gives another order for the latest epoch: its weights, its seed or its data "
+    "changed, or the batches that make a step"
+)
+_OWN = (
+    "the sampler keeps a random state of its own, and does not come to the checkpoint's order: key "
+    "it by `set_epoch`, let it draw from its `.generator`, seed that state where it is made, or "
+    "give it `state_dict` and `load_state_dict` and register it for checkpointing"
+)
+
 
 def order_of(run: Run) -> dict[str, Any]:
-    """Return what decides the order of the samples: facts, and inside an epoch a digest of it."""
-    inside = run.state.epoch_samples > 0
+    """Return what decides the order of the samples: facts, and a digest of the latest epoch's."""
+    loader, accumulation = run.train_loader, run.config.gradient_accumulation_steps
+    epoch = _latest(run.state.state_dict())
     return {
-        "facts": run.train_loader.order_facts(),
-        "digest": _digest(run) if inside else None,
+        "facts": loader.order_facts(),
+        "digest": loader.order_digest(epoch, accumulation) if epoch >= 0 else None,
     }
 
 
 def order_problems(
-    saved: Mapping[str, Any] | None, epoch: int, run: Run, *, late: str | None
+    saved: Mapping[str, Any] | None, counters: Mapping[str, Any], run: Run, *, late: str | None
 ) -> list[str]:
-    """Return, in words, why the rest of an epoch would not be that of the checkpoint.
+    """Return, in words, why the samples would not follow that the checkpoint's run would have had.
 
     Args:
-        saved: What `order_of` returned; None of older checkpoints, and between epochs.
-        epoch: The epoch that the checkpoint was made in.
+        saved: What `order_of` returned; None of older checkpoints.
+        counters: Those of the checkpoint.
         run: The run that resumes.
         late: The checkpoint, where a sampler may be what it was only once callbacks and registered
             objects are loaded: then it is looked at again before the first window.
@@ -46,25 +57,22 @@ def order_problems(
         return []
     loader, accumulation = run.train_loader, run.config.gradient_accumulation_steps
     changed = changed_facts(saved["facts"], loader.order_facts())
-    if saved["digest"] is None:
-        return changed
-    words = "; ".join(changed) or (
-        "the sampler gives another order for the epoch under way: its weights, its seed or its "
-        "data changed, or the batches that make a step, or it keeps a random state of its own: "
-        "key it by `set_epoch`, or let it draw from its `.generator`"
-    )
-    words += " (allowed between epochs; inside one, samples would come twice or never)"
-    found = None
-    with suppress(Exception):  # one that is not ready raises again later
-        found = loader.order_digest(epoch, accumulation)
-    if found == saved["digest"]:
+    digest, epoch, inside = saved["digest"], _latest(counters), counters["epoch_samples"] > 0
+    if digest is None or (changed and not inside):
+        return changed if inside else []
+    why = _run_to(digest, epoch, run)
+    if not inside:
+        return [why] if why == _OWN and not _is_registered_in(run) else []
+    if not why:
         return []
+    words = "; ".join(changed) or why
+    words += " (allowed between epochs; inside one, samples would come twice or never)"
     if late is None:
         return [words]
     loader.forget_order()
 
     def check() -> None:
-        if loader.order_digest(epoch, accumulation) != saved["digest"]:
+        if loader.order_digest(epoch, accumulation) != digest:
             raise CheckpointError(
                 f"The checkpoint `{late}` does not fit: {words}. The model holds its weights "
                 "already, but nothing was trained."
@@ -72,6 +80,39 @@ def order_problems(
 
     run.check_order = check
     return []
+
+
+def _latest(counters: Mapping[str, Any]) -> int:
+    """Return the epoch whose order was made last; -1 where none was."""
+    epoch: int = counters["epoch"] - (counters["epoch_samples"] == 0)
+    return epoch
+
+
+def _run_to(digest: str, epoch: int, run: Run) -> str:
+    """Let the sampler run until it gives the order of an epoch; return why it does not, in words.
+
+    One that keeps a random state of its own gives it when it has run once for each epoch.
+    """
+    loader, accumulation = run.train_loader, run.config.gradient_accumulation_steps
+    found: str | None = None
+    for _ in range(max(2, epoch + 1)):
+        earlier = found
+        with suppress(Exception):  # one that is not ready raises again later
+            found = loader.order_digest(epoch, accumulation)
+        if found == digest:
+            return ""
+        if found == earlier:
+            return _CHANGED
+        loader.forget_order()
+    return _OWN
+
+
+def _is_registered_in(run: Run) -> bool:
+    """Return whether the state of a sampler is loaded with the run."""
+    source = run.train_loader.source
+    batch_sampler = getattr(source, "batch_sampler", None)
+    samplers = [batch_sampler, *(getattr(one, "sampler", None) for one in (source, batch_sampler))]
+    return any(part is sampler for part in run.objects.values() for sampler in samplers)
 
 
 def say_changes(saved: Mapping[str, Any] | None, config: Mapping[str, Any], run: Run) -> None:
@@ -92,8 +133,3 @@ def say_changes(saved: Mapping[str, Any] | None, config: Mapping[str, Any], run:
     ]
     if settings:
         run.print(f"trainkit: the run goes on with other settings: {', '.join(settings)}.")
-
-
-def _digest(run: Run) -> str | None:
-    accumulation = run.config.gradient_accumulation_steps
-    return run.train_loader.order_digest(run.state.epoch, accumulation)

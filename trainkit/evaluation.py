@@ -18,7 +18,7 @@ from trainkit.callback import Callback, CallbackList
 from trainkit.data import BatchInfo, MicroBatch, PreparedLoader
 from trainkit.distributed import concatenate, gather_samples
 from trainkit.errors import DataError, TrainkitError
-from trainkit.logs import LogSums
+from trainkit.logs import Log, LogSums
 from trainkit.metrics.metric import Metric
 from trainkit.precision import Precision
 from trainkit.run import Run
@@ -34,7 +34,7 @@ GATHER_EVERY = 16
 
 def evaluate_run(run: Run, callbacks: CallbackList) -> None:
     """Evaluate the model of a run on all its loaders, between the evaluation hooks."""
-    with run.evaluation_weights():
+    with run.weights.held(error_is_last=True):
         _evaluate_run(run, callbacks)
 
 
@@ -47,6 +47,7 @@ def _evaluate_run(run: Run, callbacks: CallbackList) -> None:
         metrics |= evaluate(
             run.module,
             loader,
+            log=run,
             accelerator=run.accelerator,
             precision=run.precision,
             step=run.evaluation_step,
@@ -79,16 +80,24 @@ def rehearse(run: Run) -> set[str] | None:
     step. The names are None where they are not known: a metric of others may refuse so little
     data, and a loader that can be read only once is left alone.
     """
+    from trainkit.unchanged import kept  # only a fit needs it
+
     metrics = [_Rehearsed(metric) for metric in run.evaluation_metrics]
     names: set[str] = set()
+    owner = getattr(run.evaluation_step, "__self__", None)  # the trainer
     for name, loader in run.evaluation_loaders.items():
-        if isinstance(loader.source, Iterator):
+        data = getattr(loader.source, "dataset", None)
+        if isinstance(loader.source, Iterator) or isinstance(data, Iterator):
             return None
-        with warnings.catch_warnings():
+        with (
+            kept(run.module, owner, *run.evaluation_metrics),
+            warnings.catch_warnings(),
+        ):
             warnings.simplefilter("ignore")  # about so little data
             names |= evaluate(
                 run.module,
                 loader,
+                log=run,
                 accelerator=run.accelerator,
                 precision=run.precision,
                 step=run.evaluation_step,
@@ -134,10 +143,11 @@ class _Rehearsed(Metric):
         return figures
 
 
-def evaluate(
+def evaluate(  # noqa: PLR0913  the parts of a run, and it may be of none
     module: nn.Module,
     loader: PreparedLoader,
     *,
+    log: Log,
     accelerator: Accelerator,
     precision: Precision,
     step: EvaluationStep,
@@ -153,6 +163,8 @@ def evaluate(
     Args:
         module: The user's own module, on its device.
         loader: A prepared evaluation loader.
+        log: What `step` may log to: between the batches its figures are averaged like those that
+            `step` returns.
         accelerator: Gathers over the processes.
         precision: Whose autocast the step runs in.
         step: Returns a mapping. `predictions` and `references` hold one entry for each sample.
@@ -166,36 +178,51 @@ def evaluate(
         metric.reset()
     sums = LogSums()
     chunks = _Chunks(accelerator, loader, metrics)
-    with _undisturbed(module, accelerator), closing(loader.batches(0)) as batches:
-        for micro_batch in watch(batches):
-            with precision.autocast():
-                outputs = _mapping(step(module, micro_batch.data))
-            chunks.add(outputs)
-            if micro_batch.count:
-                _add_means(sums, outputs, micro_batch.count)
-        chunks.flush()
-    figures = sums.reduce(accelerator.processes)
-    weight = figures.pop(_LOSS_WEIGHT, 0.0)
-    return {
-        f"{prefix}{name}": value for name, value in _all_figures(metrics, figures, weight).items()
-    }
+    with _undisturbed(module, accelerator), log.apart() as logged:
+        with closing(loader.batches(0)) as batches:
+            for micro_batch in watch(batches):
+                log.samples, log.zero_weight = micro_batch.count, micro_batch.count == 0
+                accelerator.processes.repeats = micro_batch.count == 0
+                with precision.autocast():
+                    outputs = _mapping(step(module, micro_batch.data))
+                accelerator.processes.repeats = False
+                chunks.add(outputs)
+                if micro_batch.count:
+                    _add_means(sums, outputs, micro_batch.count)
+            chunks.flush()
+        sums.join(logged)
+        means = sums.reduce(accelerator.processes)
+        weight = means.pop(_LOSS_WEIGHT, 1.0)
+        figures = _all_figures(metrics, means, weight)
+    return {f"{prefix}{name}": value for name, value in figures.items()}
 
 
 def predict(
     module: nn.Module,
     loader: PreparedLoader,
     *,
+    log: Log,
     accelerator: Accelerator,
     precision: Precision,
     step: EvaluationStep,
 ) -> Any:
-    """Return the `predictions` of every sample once, in the loader's order, on all processes."""
+    """Return the `predictions` of every sample once, in the loader's order, on all processes.
+
+    What `step` logs is dropped.
+    """
     parts: list[tuple[Any, int]] = []
     chunks = _Chunks(accelerator, loader, [])
-    with _undisturbed(module, accelerator), closing(loader.batches(0)) as batches:
+    with (
+        _undisturbed(module, accelerator),
+        log.apart(),
+        closing(loader.batches(0)) as batches,
+    ):
         for micro_batch in batches:
+            log.samples, log.zero_weight = micro_batch.count, micro_batch.count == 0
+            accelerator.processes.repeats = micro_batch.count == 0
             with precision.autocast():
                 outputs = _mapping(step(module, micro_batch.data))
+            accelerator.processes.repeats = False
             parts += chunks.add({"predictions": _require(outputs, "predictions")}, keep=True)
         parts += chunks.flush()
     return concatenate(
@@ -250,11 +277,14 @@ class _Chunks:
 @contextmanager
 def _undisturbed(module: nn.Module, accelerator: Accelerator) -> Iterator[None]:
     modes = [(part, part.training) for part in module.modules()]
+    repeats, accelerator.processes.repeats = accelerator.processes.repeats, False
     try:
         with rng.preserved(accelerator.device), accelerator.loaders.apart(), torch.no_grad():
             module.eval()
             yield
     finally:
+        accelerator.processes.repeats = repeats
+        torch.clear_autocast_cache()  # else a forward around it takes casts that have no gradient
         for part, training in modes:
             part.training = training
 

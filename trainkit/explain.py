@@ -203,6 +203,7 @@ def _algorithm(trainer: Explained) -> Iterator[tuple[int, str]]:
     yield 2, "on_checkpoint_start"
     yield 2, "on_checkpoint_saved"
     yield 1, "then requests to stop, and signals"
+    yield 0, "on_late_log"
     yield 0, "on_exception"
     yield 0, "on_fit_end"
 

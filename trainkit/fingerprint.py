@@ -35,6 +35,11 @@ def fingerprint(run: Run) -> dict[str, Any]:
         "optimizer groups": [
             [names[id(p)] for p in group["params"]] for group in run.optimizer.param_groups
         ],
+        "added parameters": {
+            names[id(p)]: p.requires_grad
+            for group in run.optimizer.param_groups[run.given_groups :]
+            for p in group["params"]
+        },
         "scheduler": run.lr_schedule and type(run.lr_schedule.scheduler).__name__,
         "precision": run.precision.name,
         "data set length": loader.samples_per_epoch,
@@ -47,8 +52,9 @@ def differences(saved: Mapping[str, Any], present: Mapping[str, Any]) -> list[st
     """Return, in words, where two fingerprints differ."""
     problems = _key_problems("parameter", saved["parameters"], present["parameters"])
     if saved["parameters"] == present["parameters"]:
-        groups = saved["optimizer groups"], present["optimizer groups"]
-        if groups[0] != groups[1]:
+        added = saved.get("added parameters", {})  # older checkpoints do not tell
+        given = [group for group in saved["optimizer groups"] if not added.keys() & {*group}]
+        if present["optimizer groups"] not in (given, saved["optimizer groups"]):
             problems.append("the optimizer's groups hold other parameters")
         if "layouts" in saved:  # older checkpoints do not tell
             shapes = present["parameters"]
@@ -61,7 +67,7 @@ def differences(saved: Mapping[str, Any], present: Mapping[str, Any]) -> list[st
 
 def model_problems(saved: Mapping[str, Any], module: nn.Module) -> list[str]:
     """Return, in words, what keeps a saved state out of a model."""
-    expected = shapes_of(module)
+    expected = shapes_of(module, saved)
     return _key_problems("entry of the model's state", shapes_in(saved, expected), expected)
 
 
@@ -93,7 +99,7 @@ def overruled_settings(saved: Sequence[Mapping[str, Any]], run: Run) -> list[str
         names = dict.fromkeys(["initial_lr", *(n for n in names if n not in _SCHEDULED)])
     found = {
         f"`{name}` {was} (given: {given})": None
-        for old, new in zip(saved, run.optimizer.param_groups, strict=True)
+        for old, new in zip(saved, run.optimizer.param_groups, strict=False)
         for name in names
         if (was := _numbers(old.get(name))) and (given := _numbers(new.get(name))) and was != given
     }

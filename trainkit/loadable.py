@@ -15,8 +15,8 @@ from trainkit.checkpoint.forms import (
     check_groups,
     check_optimizer_form,
     check_schedule_form,
-    process_part,
 )
+from trainkit.checkpoint.names import process_part
 from trainkit.errors import CheckpointError
 from trainkit.owners import owners_of
 from trainkit.precision import FP16
@@ -24,6 +24,7 @@ from trainkit.run import Run
 from trainkit.schema import (
     Unfit,
     each,
+    flag,
     listed,
     maybe,
     number,
@@ -66,13 +67,14 @@ _METADATA = record(
                 "layouts": each(listed(whole)),
                 "optimizer": text,
                 "optimizer groups": listed(listed(text)),
+                "added parameters": each(flag),
                 "scheduler": maybe(text),
                 "precision": text,
                 "data set length": maybe(whole),
                 "global batch": maybe(whole),
                 "seed": _integer,
             },
-            optional={"layouts"},  # older ones have none
+            optional={"layouts", "added parameters"},  # older ones have none
         ),
         "versions": each(text),
         "order": record({"facts": each(anything), "digest": maybe(text)}),

@@ -1,17 +1,18 @@
 """The figures of a run since its last log: kept on the device, reduced in one collective."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
 from trainkit.distributed import Processes
-from trainkit.errors import ConfigError
+from trainkit.errors import ConfigError, DataError
 from trainkit.types import Scalars
 
-__all__ = ["LogSums", "Reduction"]
+__all__ = ["Log", "LogSums", "LoneLog", "Reduction"]
 
 Reduction: TypeAlias = Literal["mean", "sum", "max", "last"]
 """How the values of a name are put together, over steps and over processes."""
@@ -60,6 +61,15 @@ class LogSums:
             _add_weighted(entry, value, weight)
         else:
             _add_plain(entry, value)
+
+    def join(self, other: "LogSums") -> None:
+        """Take over the figures of `other`, which must have other names."""
+        for name in self._entries.keys() & other._entries.keys():
+            raise DataError(
+                f"Two figures of an evaluation are called `{name}`: `evaluation_step` returned it, "
+                "and gave it to `run.log` too. Do one of them, or rename it."
+            )
+        self._entries |= other._entries
 
     def reduce(self, processes: Processes) -> Scalars:
         """Return the figures over all processes, sorted by name, and start afresh.
@@ -114,6 +124,63 @@ class LogSums:
             name: (entry.reduce, host(entry.value), host(entry.weight))
             for name, entry in entries.items()
         }
+
+
+@dataclass(kw_only=True, slots=True)
+class Log:
+    """Where `log` puts figures: into the next log of a training, or an evaluation under way."""
+
+    sums: LogSums = field(default_factory=LogSums)
+    zero_weight: bool = False
+    """True inside a repeat that only keeps the processes in step and counts for nothing."""
+    samples: int = 1  # how much a figure counts whose weight is not given
+
+    def log(
+        self,
+        values: Mapping[str, Tensor | float],
+        weight: Tensor | float | None = None,
+        reduce: Reduction = "mean",
+    ) -> None:
+        """Add figures to the next log, or to the evaluation under way: between its batches.
+
+        Args:
+            values: Numbers or one-element tensors by name. Tensors are not read before the log.
+            weight: How much they count in a mean, such as the number of samples. None: 1, and in
+                an evaluation the number of samples in the batch.
+            reduce: How they are put together over the steps since the last log, or the batches of
+                the evaluation, and over all processes: "mean" (weighted), "sum", "max" or "last".
+        """
+        if not self.zero_weight:
+            for name, value in values.items():
+                self.sums.add(name, value, self.samples if weight is None else weight, reduce)
+
+    @contextmanager
+    def apart(self) -> Iterator[LogSums]:
+        """Collect what is logged inside apart from what was logged before."""
+        outer = self.sums, self.zero_weight, self.samples
+        self.sums, self.zero_weight, self.samples = LogSums(), False, 1
+        try:
+            yield self.sums
+        finally:
+            self.sums, self.zero_weight, self.samples = outer
+
+
+_OF_PROCESSES = ("gather_for_metrics", "is_main_process", "print")
+
+
+@dataclass(kw_only=True, slots=True)
+class LoneLog(Log):
+    """Takes the place of a run in an evaluation before any `fit`."""
+
+    accelerator: Any
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _OF_PROCESSES:
+            return getattr(self.accelerator, name)
+        raise AttributeError(
+            f"`run.{name}` belongs to a `fit`, and this trainer has made none: in an evaluation "
+            f"before it, `run` has only `log`, `accelerator`, {str(_OF_PROCESSES)[1:-1]}."
+        )
 
 
 def _new_entry(name: str, reduce: Reduction) -> _Entry:

@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from trainkit.callback import Callback, CallbackList
-from trainkit.distributed import gather_together
 from trainkit.run import Run
 
 __all__ = ["owners_of", "states_for", "take_states"]
@@ -37,33 +36,18 @@ def take_states(
         first: Called before, where its error is told to all as well. Returns what of the model's
             state may differ by process; what does is saved by each process under "model".
     """
-    from trainkit.checkpoint.per_process import divide, mark  # other runs need none of it
+    from trainkit.checkpoint.per_process import take_divided  # other runs need none of it
 
-    processes = run.accelerator.processes
-    states: States = {}
+    owners = owners_of(run, callbacks)
 
-    def take() -> dict[str, dict[str, str]]:
-        alone = processes.size == 1
-        entries = states[_MODEL] = first()
-        marks: dict[str, dict[str, str]] = {
-            _MODEL: {key: mark(None, entries[key], f"model.{key}", alone=alone) for key in entries}
-        }
-        for kind, owners in owners_of(run, callbacks).items():
-            found = states[kind] = {name: owner.state_dict() for name, owner in owners.items()}
-            marks[kind] = {
-                name: mark(owner, found[name], f"{kind}.{name}", alone=alone)
-                for name, owner in owners.items()
-            }
-        return marks
+    def take() -> States:
+        entries = first()
+        states = {k: {n: o.state_dict() for n, o in owners[k].items()} for k in owners}
+        return {_MODEL: entries, **states}
 
-    marks = gather_together(processes, take)
-    alike: States = {}
-    own: States = {}
-    for kind, word in _KINDS.items():
-        alike[kind], own[kind] = divide(word, states[kind], [one[kind] for one in marks])
-    words = "entry of the model's state"
-    _, entries = divide(words, states[_MODEL], [one[_MODEL] for one in marks])
-    return alike, own | ({_MODEL: entries} if entries else {})
+    words = {**_KINDS, _MODEL: "entry of the model's state"}
+    alike, own = take_divided(run.accelerator.processes, words, owners, take)
+    return {kind: alike[kind] for kind in _KINDS}, own
 
 
 def states_for(

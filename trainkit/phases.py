@@ -1,15 +1,17 @@
 """What is served between two windows: log, evaluate, checkpoint, stop (DESIGN 2.5)."""
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from trainkit.agreement import check_evaluation
+from trainkit import rng
 from trainkit.callback import Callback, CallbackList
-from trainkit.distributed import together
+from trainkit.config import TrainConfig
+from trainkit.distributed import guard, together
+from trainkit.errors import ConfigError
 from trainkit.evaluation import evaluate_run, rehearse
 from trainkit.run import Run
 
@@ -17,14 +19,55 @@ if TYPE_CHECKING:
     from trainkit.config import Watchdog
 
 __all__ = [
+    "Calls",
     "begin",
     "check_outputs",
+    "compiled",
+    "conditions",
     "finish",
     "lasting_streams",
     "serve",
-    "training_mode",
     "watched",
 ]
+
+
+MOST_EVALUATIONS = 2
+"""How many evaluations that a user calls may be inside each other."""
+
+
+class Calls:
+    """What was called and has not returned, from the outermost on."""
+
+    def __init__(self) -> None:
+        self._names: tuple[str, ...] = ()
+
+    @contextmanager
+    def enter(self, name: str) -> Iterator[None]:
+        """Be inside the call `name`; refuse it, before anything happens, where it cannot work.
+
+        Raises:
+            ConfigError: Other calls are under way that do not allow this one.
+            DistributedError: Not all processes run the code that makes it.
+        """
+        guard.check(name)
+        outer = self._names
+        if name == "fit" and outer:
+            raise ConfigError(
+                f"`fit` was called inside `{outer[-1]}` of the same trainer, whose model, "
+                "optimizer and callbacks are in use. Make another `Trainer` for it, or call it "
+                "afterwards. `evaluate` and `predict` may be called inside."
+            )
+        if len(outer) - outer.count("fit") == MOST_EVALUATIONS:
+            chain = " inside ".join(f"`{call}`" for call in (name, *reversed(outer)))
+            raise ConfigError(
+                f"{chain}: it looks as if `evaluation_step` called this for ever. Call the model "
+                "in it instead, or use another `Trainer`."
+            )
+        self._names = (*outer, name)
+        try:
+            yield
+        finally:
+            self._names = outer
 
 
 @contextmanager
@@ -44,7 +87,25 @@ def watched(run: Run, watchdog: "Watchdog | None") -> Iterator[None]:
 
 
 @contextmanager
-def training_mode(model: nn.Module) -> Iterator[None]:
+def conditions(
+    model: nn.Module, config: TrainConfig, options: Mapping[str, Any] | None
+) -> Iterator[None]:
+    """Hold what is to hold while a model is trained, and put it back afterwards."""
+    with compiled(model, options), rng.determinism(config.deterministic), _training_mode(model):
+        yield
+
+
+def compiled(model: nn.Module, options: Mapping[str, Any] | None) -> AbstractContextManager[None]:
+    """Return what lets a model run compiled inside, where there are options for it."""
+    if options is None:
+        return nullcontext()
+    from trainkit import compiled  # most runs need none of it
+
+    return compiled.compiled(model, options)
+
+
+@contextmanager
+def _training_mode(model: nn.Module) -> Iterator[None]:
     """Put a model that was left in evaluation mode into training mode, and back afterwards.
 
     One in training mode is left alone, so that submodules which the user froze stay frozen.
@@ -88,14 +149,27 @@ def begin(run: Run, callbacks: CallbackList) -> None:
         from trainkit.savable import check_savable  # runs without checkpoints need none of it
 
         check_savable(run, callbacks)
-    names = [metric.name for metric in run.evaluation_metrics]
-    check_evaluation(run.accelerator.processes, run.evaluates_epochs, run.evaluates_end, names)
+    if run.accelerator.num_processes > 1:
+        _check_alike(run)
     run.expected_figures = rehearse(run)
     if run.lr_schedule is not None:
         run.lr_schedule.check(run.expected_figures)
     run.restore_streams()
     run.phase = "train"
     run.stop_reason = run.end_reached  # where a run is resumed that had ended
+
+
+def _check_alike(run: Run) -> None:
+    """Raise where the processes differ in what is known only now."""
+    from trainkit.agreement import check_alike  # one process needs none of it
+    from trainkit.facts import optimizer_settings, settings
+
+    names = [metric.name for metric in run.evaluation_metrics]
+    plan = f"metrics {names}, each epoch: {run.evaluates_epochs}, at the end: {run.evaluates_end}"
+    facts = {"their `Evaluation` callbacks": plan}
+    facts |= dict(settings("lr_scheduler", run.lr_schedule))
+    facts |= dict(optimizer_settings("optimizer", run.optimizer))
+    check_alike(run.accelerator.processes, facts.items())
 
 
 def serve(run: Run, callbacks: CallbackList) -> None:
@@ -161,7 +235,6 @@ def _is_interrupted(run: Run) -> bool:
 def _save(run: Run, callbacks: CallbackList) -> None:
     """Save a checkpoint if one is due, and tell of one that was committed meanwhile."""
     from trainkit.contents import collect, describe  # runs without checkpoints need none of it
-    from trainkit.finite import finiteness
 
     saver = run.saver
     assert saver is not None
@@ -176,7 +249,7 @@ def _save(run: Run, callbacks: CallbackList) -> None:
     phase, run.phase = run.phase, "save"
     callbacks.emit(Callback.on_checkpoint_start, run)
     _note_saved(run, callbacks, saver.wait())
-    about = describe(run) | finiteness(run)
+    about = describe(run)
     with run.evaluation_weights():
         path = saver.save(run.state.step, collect(run, callbacks), about)
     run.last_saved_attempt = run.state.attempts
@@ -194,5 +267,7 @@ def _write_log(run: Run, callbacks: CallbackList) -> None:
     """Reduce the figures since the last log, and hand them to the callbacks if there are any."""
     run.last_logged_step = run.state.step
     values = run.sums.reduce(run.accelerator.processes)
-    if values:
+    if "loss" in values:
         callbacks.emit(Callback.on_log, run, values)
+    elif values:  # logged after the record of the last step
+        callbacks.emit(Callback.on_late_log, run, values)

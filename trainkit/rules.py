@@ -41,8 +41,8 @@ def rules(trainer: Explained, model: nn.Module | None) -> Iterator[tuple[str, st
         (
             "An item counts the same, however a step is split: sum(weight x gradient) / "
             "sum(weight) over all processes and micro-batches. The weight is the number of "
-            "samples; for models of transformers with labels, that of the labels that count; or "
-            "what `StepOutput` says. [6]"
+            "samples; for models of transformers, class weights and ignored labels, that of the "
+            "labels that count; or what `StepOutput` says. [6]"
         ),
     )
     yield (

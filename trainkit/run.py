@@ -19,7 +19,7 @@ from trainkit.config import TrainConfig
 from trainkit.data import PreparedLoader, Window
 from trainkit.distributed import Processes, Vote, guard
 from trainkit.errors import ConfigError, TrainkitError
-from trainkit.logs import LogSums, Reduction
+from trainkit.logs import Log
 from trainkit.metrics.metric import Metric
 from trainkit.precision import Precision
 from trainkit.schedule import EvaluationWeights, LRSchedule
@@ -112,7 +112,7 @@ class PhaseClock:
 
 
 @dataclass(kw_only=True, slots=True)
-class Run:
+class Run(Log):
     """The parts of one training. Callbacks read it, and ask it by `log` and `request_...`."""
 
     config: TrainConfig
@@ -138,12 +138,9 @@ class Run:
     """Best value so far of each figure of which it is known what is better."""
     stop_reason: str | None = None
     """Why the training ended; None while it goes on."""
-    zero_weight: bool = False
-    """True inside a repeat that only keeps the processes in step and counts for nothing."""
     clock: PhaseClock = field(default_factory=PhaseClock)
     """Seconds of this process by what the run was doing."""
     requests: Requests = field(default_factory=Requests)
-    sums: LogSums = field(default_factory=LogSums)
     expected_figures: set[str] | None = None
     """Names of the figures that an evaluation gives; None where that is not known ahead."""
     logs: bool = False  # whether any callback of any process listens to `on_log`
@@ -166,9 +163,11 @@ class Run:
     """Cuts the windows of an epoch into other micro-batches of the same samples; None: as read."""
 
     weights: EvaluationWeights = field(init=False)
+    given_groups: int = field(init=False)  # those of the optimizer before the run added any
 
     def __post_init__(self) -> None:
         self.weights = EvaluationWeights(self.optimizer)
+        self.given_groups = len(self.optimizer.param_groups)
 
     @property
     def is_main_process(self) -> bool:
@@ -226,24 +225,6 @@ class Run:
     def lacks_last_evaluation(self) -> bool:
         """Whether the last step is to be evaluated and has not been."""
         return self.evaluates_end and self.last_evaluated_attempt != self.state.attempts
-
-    def log(
-        self,
-        values: Mapping[str, Tensor | float],
-        weight: Tensor | float = 1,
-        reduce: Reduction = "mean",
-    ) -> None:
-        """Add figures to the next log.
-
-        Args:
-            values: Numbers or one-element tensors by name. Tensors are not read before the log.
-            weight: How much they count in a mean, such as the number of samples.
-            reduce: How they are put together over the steps since the last log and over all
-                processes: "mean" (weighted), "sum", "max" or "last".
-        """
-        if not self.zero_weight:
-            for name, value in values.items():
-                self.sums.add(name, value, weight, reduce)
 
     def request_stop(self, reason: str, *, agreed: bool = False) -> None:
         """Ask for the end of training.
@@ -326,6 +307,14 @@ class Run:
         """Return every real sample's entry of all processes; see `Accelerator`."""
         return self.accelerator.gather_for_metrics(input_data, **options)
 
+    def gather(self, tensor: Any, differentiable: bool = False) -> Any:
+        """Return the tensors of all processes, joined along dimension 0; see `Accelerator`."""
+        return self.accelerator.gather(tensor, differentiable)
+
+    def own_rows(self, tensor: Tensor) -> slice:
+        """Return which rows of `gather(tensor)` this process gave; see `Accelerator`."""
+        return self.accelerator.own_rows(tensor)
+
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on the main process."""
         self.accelerator.print(*args, **kwargs)
@@ -390,18 +379,21 @@ class Run:
             )
 
     @contextmanager
-    def as_zero_weight(self) -> Iterator[None]:
-        """Run a micro-batch that counts for nothing: buffers and random streams are put back."""
-        before = [
-            (module, name, buffer, buffer.clone())
-            for module in self.module.modules()
-            for name, buffer in module.named_buffers(recurse=False)
-        ]
-        self.zero_weight = True
+    def as_zero_weight(self, *, gathers: bool = False) -> Iterator[None]:
+        """Run a micro-batch that counts for nothing: buffers and random streams are put back.
+
+        With `gathers` its rows are gathered all the same, as where no process has others.
+        """
+        from trainkit.unchanged import kept_buffers  # most windows have none
+
+        processes = self.accelerator.processes
+        self.zero_weight, processes.repeats = True, not gathers
         try:
-            with rng.preserved(self.strategy.device), self.strategy.adding_nothing(self.module):
+            with (
+                kept_buffers(self.module.modules()),
+                rng.preserved(self.strategy.device),
+                self.strategy.adding_nothing(self.module),
+            ):
                 yield
         finally:
-            self.zero_weight = False
-            for module, name, buffer, value in before:
-                setattr(module, name, buffer.copy_(value))
+            self.zero_weight = processes.repeats = False

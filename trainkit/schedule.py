@@ -121,13 +121,23 @@ class EvaluationWeights:
             self._optimizer.eval()
 
     @contextmanager
-    def held(self) -> Iterator[None]:
-        """Let the parameters hold the weights of evaluation inside, and after an error too."""
+    def held(self, *, error_is_last: bool = False) -> Iterator[None]:
+        """Let the parameters hold the weights of evaluation inside.
+
+        Args:
+            error_is_last: After an error they stay, as the training ends with it; callbacks that
+                exchange weights too then find theirs.
+        """
         if self._training is not None:
             yield
             return
         self.evaluate()
-        yield
+        try:
+            yield
+        except BaseException:
+            if not error_is_last:
+                self.train()
+            raise
         self.train()
 
     def state_dict(self, module: nn.Module) -> dict[str, Any]:

@@ -2,10 +2,11 @@
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from trainkit.errors import ConfigError
 from trainkit.types import Batch, LossFn, StepOutput, class_name
@@ -14,6 +15,9 @@ __all__ = ["evaluation_step", "training_step"]
 
 IGNORED = -100
 """The label that losses leave out by convention (torch, transformers)."""
+
+# Means over labels: some may be left out, or count more than others.
+_OVER_LABELS = (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward, F.cross_entropy, F.nll_loss)
 
 
 def training_step(
@@ -25,11 +29,11 @@ def training_step(
         model: What is called.
         module: The user's module behind it.
         batch: `(inputs, targets)` with `loss_fn`; else keyword arguments of the model.
-        loss_fn: `(outputs, targets) -> loss`, a mean over the samples.
+        loss_fn: `(outputs, targets) -> loss`, a mean over the samples, or torch's over labels.
     """
     if loss_fn is not None:
         inputs, targets = _pair(batch)
-        return StepOutput(loss_fn(model(inputs), targets))
+        return _mean_loss(loss_fn, model(inputs), targets)
     if not isinstance(batch, Mapping):
         raise ConfigError(
             f"The loader yields {type(batch).__name__!r}, and no `loss_fn` was given. Pass "
@@ -63,7 +67,10 @@ def evaluation_step(
     elif isinstance(batch, Sequence) and len(batch) == 2:
         inputs, references = batch
         predictions = model(inputs)
-        result = {"loss": None if loss_fn is None else loss_fn(predictions, references)}
+        result = {}
+        if loss_fn is not None:
+            output = _mean_loss(loss_fn, predictions, references)
+            result = {"loss": output.loss, "weight": output.weight}
     else:
         inputs = batch[0] if isinstance(batch, Sequence) and len(batch) == 1 else batch
         predictions, references, result = model(inputs), None, {}
@@ -73,12 +80,40 @@ def evaluation_step(
 
 
 def _pair(batch: Batch) -> tuple[Any, Any]:
-    if isinstance(batch, Sequence) and len(batch) == 2:
+    if isinstance(batch, tuple | list | Sequence) and len(batch) == 2:
         return batch[0], batch[1]
     raise ConfigError(
         "`loss_fn` was given, so the loader must yield pairs `(inputs, targets)`, but it yields "
         f"{type(batch).__name__!r}. Override `training_step` for anything else."
     )
+
+
+def _mean_loss(loss_fn: Any, outputs: Any, targets: Any) -> StepOutput:
+    """Return a loss, with what its mean divides by where that is not the number of samples."""
+    bound = loss_fn.__class__ is partial
+    get = loss_fn.keywords.get if bound else partial(getattr, loss_fn)
+    _refuse_reduction("loss_fn", get("reduction", "mean"))
+    loss = loss_fn(outputs, targets)
+    computes = loss_fn.func if bound else getattr(type(loss_fn), "forward", loss_fn)
+    if computes not in _OVER_LABELS or targets.is_floating_point():
+        return StepOutput(loss)
+    weight, ignored = get("weight", None), get("ignore_index", IGNORED)
+    if weight is None and ignored == IGNORED and targets.dim() < 2:
+        return StepOutput(loss)  # one label for each sample, and nobody said that some are left out
+    counted = targets != ignored
+    items = counted if weight is None else weight[targets.where(counted, 0)] * counted
+    return StepOutput(loss, items.sum())
+
+
+def _refuse_reduction(name: str, reduction: object) -> None:
+    if reduction in ("sum", "none"):
+        raise ConfigError(
+            f'`{name}` has `reduction="{reduction}"`, but the default steps need a mean, which '
+            'does not depend on how a step is split. Set `reduction="mean"`; for the gradient of '
+            "the sum over a step, multiply the learning rate by its samples. To put losses of "
+            "single samples together, override `training_step` and `evaluation_step`. If it "
+            "returns a mean all the same, pass `lambda outputs, targets: loss(outputs, targets)`."
+        )
 
 
 def _get(outputs: Any, name: str) -> Any:
@@ -108,11 +143,21 @@ def _label_count(module: nn.Module, batch: Mapping[str, Any]) -> Tensor | None:
         return None
     if not hasattr(module, "loss_function"):  # not a model of transformers
         return None
+    config: Any = getattr(module, "config", None)
+    if _reads_ctc_reduction(type(module).forward):
+        _refuse_reduction("ctc_loss", config.ctc_loss_reduction)
+        return None
     if _shifts(type(module).forward, getattr(module, "loss_type", None)):
         labels = labels[..., 1:]
     # Segmentation models have an ignored label of their own.
-    ignored = getattr(getattr(module, "config", None), "semantic_loss_ignore_index", IGNORED)
+    ignored = getattr(config, "semantic_loss_ignore_index", IGNORED)
     return (labels != ignored).sum()
+
+
+@cache
+def _reads_ctc_reduction(forward: Callable[..., Any]) -> bool:
+    code = getattr(inspect.unwrap(forward), "__code__", None)
+    return code is not None and "ctc_loss_reduction" in code.co_names
 
 
 @cache

@@ -1,7 +1,7 @@
 """Trainer: the face for people who want the loop to be there."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -9,15 +9,16 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainkit import agreement, evaluation, loop, parts, rng, steps
+from trainkit import evaluation, loop, parts, rng, steps
 from trainkit.accelerator import Accelerator
 from trainkit.callback import Callback, CallbackList
 from trainkit.config import TrainConfig, Watchdog, as_path, check_argument
 from trainkit.data import PreparedLoader, evaluation_loader, training_loader
-from trainkit.distributed import Processes, Vote
+from trainkit.distributed import Processes, Vote, called_by_all
 from trainkit.distributed.group import as_timeout
 from trainkit.errors import ConfigError
-from trainkit.phases import check_outputs, lasting_streams, training_mode, watched
+from trainkit.logs import Log, LoneLog
+from trainkit.phases import Calls, check_outputs, compiled, conditions, lasting_streams, watched
 from trainkit.precision import Precision
 from trainkit.run import FitResult, Run
 from trainkit.schedule import LRSchedule
@@ -121,7 +122,7 @@ class Trainer:
             sample_seeding=sample_seeding,
             max_consecutive_skips=max_consecutive_skips,
         )
-        self._objects: dict[str, Stateful] = {}
+        self._objects, self._calls = dict[str, Stateful](), Calls()
         check_argument("watchdog", watchdog, Watchdog | None)
         self.output_dir = as_path("output_dir", output_dir)
         self.callbacks = _list_callbacks(callbacks, self.output_dir)
@@ -200,16 +201,17 @@ class Trainer:
                 leaves the program with the code 143, 130 or 75.
         """
         resume = parts.check_resume(resume, schedule)
-        self._optimizer, self._lr_scheduler = optimizer, lr_scheduler
-        self.loss_fn = type(self).loss_fn if loss_fn is None else parts.check_loss_fn(loss_fn)
         with ExitStack() as stack:
+            stack.enter_context(self._calls.enter("fit"))
+            self._optimizer, self._lr_scheduler = optimizer, lr_scheduler
+            self.loss_fn = type(self).loss_fn if loss_fn is None else parts.check_loss_fn(loss_fn)
             stack.enter_context(lasting_streams())
             loader, evaluation_loaders = _prepare_all(self, stack, loaders)
             self.run = run = self._make_run(parts.check_model(model), loader, evaluation_loaders)
             stack.enter_context(watched(run, self._watchdog))
             check_outputs(run, self.callbacks)
             rng.seed_all(rng.device_seed(self.config.seed, self.accelerator.process_index))
-            stack.enter_context(_conditions(model, self.config, self._compile))
+            stack.enter_context(conditions(model, self.config, self._compile))
             if resume is not None:
                 from trainkit import contents  # runs without checkpoints need none of it
 
@@ -232,6 +234,9 @@ class Trainer:
     ) -> Scalars:
         """Return the figures of `model` on `loader`, equal on all processes.
 
+        Every process must call it; callbacks and steps of a `fit` may. What `evaluation_step`
+        gives to `run.log` is a figure too.
+
         Args:
             model: Any module; it is moved to the device.
             loader: A DataLoader, or a mapping of named ones.
@@ -239,35 +244,36 @@ class Trainer:
                 `evaluate` or of torchmetrics. The mean loss is always there, if there is one.
             loss_fn: As for `fit`; what the latest `fit` was given, if left out.
         """
-        if loss_fn is not None:
-            self.loss_fn = parts.check_loss_fn(loss_fn)
         chosen = parts.make_metrics(metrics)
         figures: Scalars = {}
-        for name, data in parts.name_loaders(loader).items():
-            with (
-                _prepare(self, evaluation_loader, data) as prepared,
-                _evaluated(self.run, model, self._compile),
-            ):
-                figures |= evaluation.evaluate(
-                    self.strategy.place(model),
-                    prepared,
-                    accelerator=self.accelerator,
-                    precision=self.precision,
-                    step=self.evaluation_step,
-                    metrics=chosen,
-                    prefix=f"eval/{name}/" if name else "eval/",
-                )
+        with _evaluation(self, "evaluate", model, loss_fn) as log:
+            for name, data in parts.name_loaders(loader).items():
+                with _prepare(self, evaluation_loader, data) as prepared:
+                    figures |= evaluation.evaluate(
+                        self.strategy.place(model),
+                        prepared,
+                        log=log,
+                        accelerator=self.accelerator,
+                        precision=self.precision,
+                        step=self.evaluation_step,
+                        metrics=chosen,
+                        prefix=f"eval/{name}/" if name else "eval/",
+                    )
         return figures
 
     def predict(self, model: nn.Module, loader: Any) -> Any:
-        """Return the predictions for every sample once, in the loader's order."""
+        """Return the predictions for every sample once, in the loader's order.
+
+        Every process must call it; callbacks and steps of a `fit` may.
+        """
         with (
+            _evaluation(self, "predict", model) as log,
             _prepare(self, evaluation_loader, loader) as prepared,
-            _evaluated(self.run, model, self._compile),
         ):
             return evaluation.predict(
                 self.strategy.place(model),
                 prepared,
+                log=log,
                 accelerator=self.accelerator,
                 precision=self.precision,
                 step=self.evaluation_step,
@@ -338,12 +344,13 @@ class Trainer:
     def _make_run(
         self, module: nn.Module, loader: PreparedLoader, evaluations: dict[str, PreparedLoader]
     ) -> Run:
+        from trainkit.agreement import check_alike, facts_of  # only where something is trained
+
         config, processes = self.config, self.accelerator.processes
         parts.check_evaluations(evaluations)
-        facts = agreement.facts_of(config, module, loader, evaluations)
-        if self.output_dir is not None:
-            facts[agreement.OUTPUT_DIR] = str(self.output_dir.resolve())
-        agreement.check_alike(processes, facts)
+        names = ("output_dir", "strategy", "precision", "training_step", "loss_fn", "_compile")
+        others = {name.lstrip("_"): getattr(self, name) for name in names}
+        check_alike(processes, facts_of(config, module, loader, evaluations, others))
         self.planned_steps = parts.planned_steps(config, loader)
         self.precision.setup(self.accelerator.device)  # its state is that of one training
         self.strategy.seed = config.seed
@@ -422,35 +429,28 @@ def _prepare_all(
 
 
 @contextmanager
-def _conditions(
-    model: nn.Module, config: TrainConfig, options: Mapping[str, Any] | None
-) -> Iterator[None]:
-    """Hold what is to hold while a model is trained, and put it back afterwards."""
-    with (
-        _compiled(model, options),
-        rng.determinism(config.deterministic),
-        training_mode(model),
-    ):
-        yield
+def _evaluation(
+    trainer: Trainer, call: str, model: nn.Module, loss_fn: LossFn | None = None
+) -> Iterator[Log]:
+    """Hold what is to hold while a model is evaluated, perhaps that of a fit under way.
 
-
-def _compiled(model: nn.Module, options: Mapping[str, Any] | None) -> AbstractContextManager[None]:
-    if options is None:
-        return nullcontext()
-    from trainkit.compiled import compiled  # most runs need none of it
-
-    return compiled(model, options)
-
-
-@contextmanager
-def _evaluated(
-    run: Run | None, model: nn.Module, options: Mapping[str, Any] | None
-) -> Iterator[None]:
-    """Hold what is to hold while a model is evaluated, perhaps that of a fit under way."""
-    is_trained = run is not None and model in (run.model, run.module)
-    weights = run.evaluation_weights() if run is not None and is_trained else nullcontext()
-    with _compiled(model, options), weights:
-        yield
+    What `run.log` is given inside goes into what is yielded.
+    """
+    with trainer._calls.enter(call), compiled(model, trainer._compile):
+        called_by_all(trainer.accelerator.processes, call)
+        run, given = trainer.run, trainer.loss_fn
+        log: Any = LoneLog(accelerator=trainer.accelerator) if run is None else run
+        is_trained = isinstance(run, Run) and model in (run.model, run.module)
+        try:
+            trainer.run = log
+            if loss_fn is not None:
+                trainer.loss_fn = parts.check_loss_fn(loss_fn)
+            with log.evaluation_weights() if is_trained else nullcontext():
+                if is_trained and log.phase != "done":  # as in the evaluations of the fit
+                    trainer.strategy.share_buffers(log.module)
+                yield log
+        finally:
+            trainer.run, trainer.loss_fn = run, given
 
 
 @contextmanager

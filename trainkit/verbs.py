@@ -78,14 +78,36 @@ class Verbs:
         """Whether this is the last process of the job."""
         return self.processes.world.is_last
 
-    def gather(self, tensor: Any) -> Any:
+    def gather(self, tensor: Any, differentiable: bool = False) -> Any:
         """Return the tensors of all processes, joined along dimension 0, on every process.
+
+        Where a `Trainer` lets a process repeat a batch with weight 0, that process gives no rows.
 
         Args:
             tensor: A tensor, or a nesting of them. A scalar counts as one row. The first
                 dimensions may differ between processes.
+            differentiable: Whether the result has a graph, for losses that look at the rows of
+                all processes (DESIGN 2.6). A row then gets the sum of the gradients that all
+                processes have for it, in a backward that all must run. False: no gradient.
+
+        Raises:
+            DataError: On all processes, if the tensors do not fit together.
         """
-        return gather_tensors(self.processes, tensor, name="tensor")
+        if not differentiable:
+            return gather_tensors(self.processes, tensor, name="tensor")
+        from trainkit.distributed.differentiable import gather_with_gradients  # most runs need none
+
+        return gather_with_gradients(self.processes, tensor, name="tensor")
+
+    def own_rows(self, tensor: torch.Tensor) -> slice:
+        """Return which rows of `gather(tensor)` this process gave; every process calls it.
+
+        `rows.start` is the offset of its labels. It is empty inside a repeat of weight 0.
+        """
+        guard.check("own_rows")
+        count = 0 if self.processes.repeats else tensor.shape[:1].numel()
+        first = sum(self.processes.all_gather_objects(count)[: self.process_index])
+        return slice(first, first + count)
 
     def gather_for_metrics(
         self,

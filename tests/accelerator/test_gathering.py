@@ -106,6 +106,41 @@ def test_of_two_loaders_in_turns_the_last_is_meant_unless_both_may_be() -> None:
         assert "`loader=`" in refused
 
 
+def _again_and_again(loader: Any) -> Iterator[Any]:
+    while True:
+        yield from loader
+
+
+def _first_round(rank: int) -> list[Any]:
+    """Return what is gathered of a first round, or why it is refused."""
+    accelerator = Accelerator(cpu=True)
+    long, short = accelerator.prepare(_loader(8, 2), _loader(3, 2))
+    found: list[Any] = []
+
+    def gather(value: Any) -> None:
+        try:
+            found.append(_numbers(accelerator.gather_for_metrics(value)))
+        except DataError as error:
+            found.append("refused" if "Two loaders yield in turns" in str(error) else str(error))
+
+    for (one,), _ in zip(long, short, strict=False):
+        gather(one)
+    for (one,), _ in zip(short, skip_first_batches(long, 1), strict=False):
+        gather(one)
+    for (one,), _ in zip(long, _again_and_again(short), strict=False):
+        gather(one)
+    for (_,) in long:  # an evaluation inside an epoch is no such thing
+        for (one,) in short:
+            gather(one)
+    return found
+
+
+def test_the_first_round_of_two_loaders_in_turns_is_refused_as_well() -> None:
+    # Nothing tells the first round of a generator around a loader from an evaluation in an epoch.
+    expected = ["refused", "refused", [0, 1, 2], "refused", [0, 1, 2], [0, 1, 2]]
+    assert run_ranks(2, _first_round) == [expected] * 2
+
+
 def _held(rank: int) -> Any:
     accelerator = Accelerator(cpu=True)
     train, evaluation = accelerator.prepare(_loader(16, 4), _loader(7, 2))

@@ -518,7 +518,7 @@ def test_workers_that_nobody_refers_to_any_more_end_at_once(tmp_path: Path) -> N
         "print('end')\n"
     )
     ended = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=100, check=True
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=300, check=True
     )
     assert ended.stdout == "end\n"
     assert "Error" not in ended.stderr

@@ -416,3 +416,74 @@ def test_a_forged_state_changes_nothing(
     with pytest.raises(CheckpointCorrupt, match=rf"`{file}`.*{words}"):
         accelerator.load_state(tmp_path)
     assert bits(model) == before
+
+
+def _goes_back(rank: int, folder: Path, part: str, given: bool, hook: bool) -> Any:
+    project = ProjectConfiguration(folder, automatic_checkpoint_naming=True)
+    accelerator = Accelerator(cpu=True, project_config=project)
+    model, registered = nn.Linear(1, 1), _Counter()
+    accelerator.prepare(model)
+    accelerator.register_for_checkpointing(registered)
+    seen: list[str] = []
+    if hook:
+        accelerator.register_load_state_pre_hook(lambda models, path: seen.append(Path(path).name))
+    newest = ""
+    for value in range(3):
+        registered.value = value
+        torch.nn.init.constant_(model.weight, value)
+        newest = accelerator.save_state()
+    if rank == 0:
+        (file,) = Path(newest).rglob(f"{part}.json")
+        tree = json.loads(file.read_text())
+        file.write_text(json.dumps(tree | {"torch": None}))
+        sign(file.parent)
+    accelerator.wait_for_everyone()
+    registered.value = 9
+    try:
+        accelerator.load_state(newest if given else None)
+    except CheckpointCorrupt as error:
+        return str(error), registered.value, seen
+    saved = accelerator.save_state()
+    return registered.value, model.weight.item(), Path(saved).name, seen
+
+
+@pytest.mark.parametrize(("size", "part"), [(1, "process-00000"), (2, "process-00001")])
+def test_loading_the_newest_goes_back_to_the_one_before(
+    size: int, part: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    found = run_ranks(size, _goes_back, tmp_path, part, False, False)
+    assert found == [(1, 1.0, "checkpoint_2", [])] * size
+    told = [line for line in capfd.readouterr().out.splitlines() if "skipped" in line]
+    assert ["checkpoint_2" in line and f"`{part}.json`" in line for line in told] == [True]
+
+
+@pytest.mark.parametrize(("given", "hook"), [(True, False), (False, True)])
+def test_where_there_is_no_choice_a_forged_state_raises(
+    given: bool, hook: bool, tmp_path: Path
+) -> None:
+    text, value, seen = run_ranks(1, _goes_back, tmp_path, "process-00000", given, hook)[0]
+    assert "`process-00000.json`: `torch`" in text
+    assert (value, seen) == (9, ["checkpoint_2"] * hook)
+
+
+def test_a_state_of_a_last_batch_is_one_of_a_pass_that_is_over(tmp_path: Path) -> None:
+    """As in Accelerate: loops that count epochs by `steps // len(loader)` go on with the next."""
+
+    def passes(stop: bool) -> list[list[int]]:
+        set_seed(4)
+        config = DataLoaderConfiguration(use_stateful_dataloader=True)
+        accelerator = Accelerator(cpu=True, dataloader_config=config)
+        loader = accelerator.prepare(DataLoader(range(8), 2, shuffle=True))  # type: ignore[arg-type]
+        found: list[list[int]] = []
+        if stop:
+            accelerator.load_state(tmp_path)
+        for _ in range(len(found), 3 - stop):
+            found.append([])
+            for batch in loader:
+                found[-1] += batch.tolist()
+                if len(found) == 1 and len(found[0]) == 8 and not stop:
+                    accelerator.save_state(tmp_path)
+        return found
+
+    whole = passes(False)
+    assert passes(True) == whole[1:]

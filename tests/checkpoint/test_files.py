@@ -82,7 +82,7 @@ def late():
 threading.Thread(target=late).start()
 """
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=240, check=False
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert (tmp_path / "late").read_bytes() == b"late"

@@ -294,7 +294,7 @@ def test_loops_of_the_users_own_are_watched(kind: str, tmp_path: Path) -> None:
         )
         for r in range(2)
     ]
-    errors = [process.communicate(timeout=60)[1] for process in ranks]
+    errors = [process.communicate(timeout=240)[1] for process in ranks]
     assert ranks[0].returncode == EXIT_OTHER_FAILED, errors
     text = failure.show(tmp_path / "reports")
     assert text is not None
@@ -444,7 +444,7 @@ def test_one_process_alone_hears_nothing_of_others() -> None:
         assert hint_for("RuntimeError", text, alone=True) == ""
 
 
-def _evaluate_without(rank: int, left: int, how: str) -> None:
+def _fit_without(rank: int, left: int, how: str) -> None:
     data = DataLoader(TensorDataset(torch.ones(16, 3), torch.ones(16, 1)), 2)
     trainer = Trainer(max_epochs=1, callbacks=[])
     if rank == left and how == "close":
@@ -454,7 +454,9 @@ def _evaluate_without(rank: int, left: int, how: str) -> None:
         atexit._run_exitfuncs()  # as the interpreter does at its end
     else:
         try:
-            trainer.evaluate(nn.Linear(3, 1), data, loss_fn=_loss)
+            trainer.fit(
+                nn.Linear(3, 1), data, optimizer=partial(torch.optim.SGD, lr=0.1), loss_fn=_loss
+            )
         except RuntimeError as error:  # as the interpreter does where nobody catches it
             sys.last_value = error
             sys.excepthook(type(error), error, error.__traceback__)
@@ -466,14 +468,14 @@ def _evaluate_without(rank: int, left: int, how: str) -> None:
 def test_who_ended_in_order_is_named_where_the_others_wait(
     size: int, left: int, how: str, tmp_path: Path
 ) -> None:
-    job = _run(size, tmp_path, partial(_evaluate_without, left=left, how=how))
+    job = _run(size, tmp_path, partial(_fit_without, left=left, how=how))
     others = [rank for rank in range(size) if rank != left]
     assert job.codes[left] == 0, job.log()
     assert all(job.codes[rank] in (1, EXIT_OTHER_FAILED) for rank in others), job.log()
     first = first_of(read_all(tmp_path / "reports"))
     assert first is not None
     ended = "left the job by `close`" if how == "close" else "ended (with code 0|without an error)"
-    told = rf"process {left} \(pid \d+ on .*\) {ended} while the others wait in `evaluate`"
+    told = rf"process {left} \(pid \d+ on .*\) {ended} while the others wait in `fit`"
     assert re.fullmatch(told, first[1].cause)
     assert (first[1].process, first[1].secondary) == (left, False)
     assert "behind `if rank == 0`" in first[1].hint

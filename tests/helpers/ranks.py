@@ -52,7 +52,7 @@ class _Child:
 
 
 def run_ranks(
-    size: int, function: Callable[..., Any], *args: Any, timeout: float = 60.0, **kwargs: Any
+    size: int, function: Callable[..., Any], *args: Any, timeout: float = 240.0, **kwargs: Any
 ) -> list[Any]:
     """Call `function(rank, *args, **kwargs)` on `size` forked processes; return all results.
 

@@ -92,7 +92,7 @@ def _exit_codes(script: str, folder: Path, jobs: int, at_once: int) -> list[int]
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         text=True,
-        timeout=60 + 10 * jobs,
+        timeout=240 + 10 * jobs,
         check=True,
     )
     return [int(code) for code in result.stdout.strip().splitlines()[-1].strip("[]").split(",")]

@@ -72,7 +72,7 @@ def test_a_program_ends_with_its_workers(kind: str, code: int, tmp_path: Path) -
         text=True,
     ) as program:
         try:
-            _, errors = program.communicate(timeout=60)
+            _, errors = program.communicate(timeout=240)
         finally:
             if program.poll() is None:
                 os.killpg(program.pid, signal.SIGKILL)

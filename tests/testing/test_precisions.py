@@ -79,7 +79,7 @@ class LosesState(FP16):
         (NeverSkips, "`unscale` did not return True"),
         (Casts, "float32"),
         (Noisy, "What a precision draws or adapts belongs in `state_dict`"),
-        (DrawsApart, "must be alike on all processes"),
+        (DrawsApart, "The processes hold different models after step"),
         (lambda: LosesState(growth_interval=2), "must be what it was"),
     ],
 )

@@ -11,7 +11,8 @@ from trainkit.checkpoint.tensors import kept_strides
 
 __all__ = [
     "as_parameter",
-    "lay_out_buffers",
+    "empty_buffers",
+    "load_model",
     "load_optimizer",
     "load_state",
     "other_state",
@@ -116,12 +117,30 @@ def as_parameter(value: Tensor, parameter: Tensor, was: Tensor | None = None) ->
     return torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
 
 
-def lay_out_buffers(module: nn.Module, saved: Mapping[str, Any], *, older: bool = False) -> None:
-    """Give buffers the strides that they had, in place: a forward may have replaced them.
+def empty_buffers(module: nn.Module) -> dict[str, tuple[nn.Module, str]]:
+    """Return the saved buffers of a module that are None so far: whose they are, and their names.
+
+    A forward may make them; the state of the module has them from then on.
+    """
+    return {
+        f"{prefix}.{name}" if prefix else name: (part, name)
+        for prefix, part in module.named_modules()
+        for name, buffer in part._buffers.items()
+        if buffer is None and name not in part._non_persistent_buffers_set
+    }
+
+
+def load_model(module: nn.Module, saved: Mapping[str, Any], *, older: bool = False) -> None:
+    """Load what `module.state_dict` returned; buffers that a forward has made or replaced too.
 
     Args:
         older: The checkpoint may be one that kept no strides.
     """
+    device = next((p.device for p in module.parameters()), None)
+    for key, (part, name) in empty_buffers(module).items():
+        if key in saved:
+            part._buffers[name] = torch.empty_like(saved[key], device=device)
+    module.load_state_dict(saved)
     for name, buffer in module.named_buffers():
         was = saved.get(name)
         if type(buffer) is not Tensor or type(was) is not Tensor or buffer.shape != was.shape:

@@ -45,7 +45,6 @@ __all__ = [
     "check_groups",
     "check_optimizer_form",
     "check_schedule_form",
-    "process_part",
     "torch_state",
 ]
 
@@ -81,11 +80,6 @@ def applying(what: str, path: Any) -> Iterator[None]:
             "cannot be used: make them anew.",
             path=path,
         ) from error
-
-
-def process_part(rank: int) -> str:
-    """Return the part that a process writes for itself."""
-    return f"process-{rank:05d}"
 
 
 def anything(value: Any) -> None:

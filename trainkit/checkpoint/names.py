@@ -13,6 +13,7 @@ __all__ = [
     "folder_name",
     "is_allowed",
     "part_of",
+    "process_part",
     "tensor_name",
     "why_refused",
 ]
@@ -49,6 +50,11 @@ def why_refused(part: object) -> str | None:
 def part_of(file: str) -> str:
     """Return the part whose file has this name; the name itself if no part's file has it."""
     return file.removesuffix(TENSOR_SUFFIX if file.endswith(TENSOR_SUFFIX) else JSON_SUFFIX)
+
+
+def process_part(rank: int) -> str:
+    """Return the part that a process writes for itself."""
+    return f"process-{rank:05d}"
 
 
 def tensor_name(keys: Iterable[object], taken: Collection[str]) -> str:

@@ -5,16 +5,17 @@ attribute `per_process` whether its state differs by process; else the states ar
 save (DESIGN 2.22).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import xxhash
 
 from trainkit.checkpoint import codec, strict_json
 from trainkit.checkpoint.sharding import split
+from trainkit.distributed import Processes, gather_together
 from trainkit.errors import CheckpointError
 
-__all__ = ["States", "divide", "mark", "of_this_process"]
+__all__ = ["States", "of_this_process", "put_own", "take_divided"]
 
 States = dict[str, Any]
 """States by the names of their owners."""
@@ -22,20 +23,45 @@ States = dict[str, Any]
 _ALIKE, _OWN = "alike", "own"
 
 
-def mark(owner: Any, state: Any, path: str, *, alone: bool) -> str:
-    """Return what the processes compare of a state: its digest, or what its owner says of it.
+def take_divided(
+    processes: Processes,
+    words: Mapping[str, str],
+    owners: Mapping[str, Mapping[str, Any]],
+    take: Callable[[], Mapping[str, States]],
+) -> tuple[dict[str, States], dict[str, States]]:
+    """Return the states that process 0 saves for all, and those that this process saves itself.
+
+    Every process must call it.
 
     Args:
-        owner: Whose state it is.
-        state: What its `state_dict` returned.
-        path: Names it in errors, such as `callbacks.Mine`.
-        alone: Whether there is nothing to compare it with.
-
-    Raises:
-        CheckpointError: The state cannot be saved, or not so.
+        processes: The processes of the job.
+        words: What an owner is called in errors, by kind.
+        owners: By kind and name; what is missing says nothing of itself.
+        take: Returns the states by kind; its error is raised by all.
     """
+    states: dict[str, States] = {}
+
+    def marks() -> dict[str, dict[str, str]]:
+        states.update(take())
+        return {
+            kind: {
+                name: _mark(owners.get(kind, {}).get(name), state, f"{kind}.{name}", processes)
+                for name, state in states[kind].items()
+            }
+            for kind in words
+        }
+
+    found = gather_together(processes, marks)
+    pairs = {kind: _divide(words[kind], states[kind], [m[kind] for m in found]) for kind in words}
+    return {kind: pair[0] for kind, pair in pairs.items()}, {
+        kind: pair[1] for kind, pair in pairs.items()
+    }
+
+
+def _mark(owner: Any, state: Any, path: str, processes: Processes) -> str:
+    """Return what the processes compare of a state: its digest, or what its owner says of it."""
     said = getattr(owner, "per_process", None)
-    if said is False or (alone and not said):
+    if said is False or (processes.size == 1 and not said):
         return _ALIKE
     parts, shards = split({path: state}, 0)
     encoded = codec.encode(parts[path], path)
@@ -54,17 +80,8 @@ def mark(owner: Any, state: Any, path: str, *, alone: bool) -> str:
     return f"sharded {shards} {digest.hexdigest()}" if encoded.is_sharded else digest.hexdigest()
 
 
-def divide(kind: str, states: States, marks: Sequence[Mapping[str, str]]) -> tuple[States, States]:
-    """Return the states that process 0 saves for all, and those that each process saves itself.
-
-    Args:
-        kind: What the owners are called in errors.
-        states: Those of this process.
-        marks: The marks of each process, by name. What only some processes have is their own.
-
-    Raises:
-        CheckpointError: A state holds sharded tensors, and the rest of it differs; on all.
-    """
+def _divide(kind: str, states: States, marks: Sequence[Mapping[str, str]]) -> tuple[States, States]:
+    """Divide states by the marks of each process; what only some processes have is their own."""
     alike: States = {}
     own: States = {}
     for name in dict.fromkeys(name for of_process in marks for name in of_process):
@@ -130,6 +147,21 @@ def of_this_process(
         else:
             problems.append(_not_alike(kind, name, len(parts)))
     return states, problems
+
+
+def put_own(state: States, kind: str, parts: Sequence[States], *, same_size: bool) -> str:
+    """Put the entries that this process saved itself in the place of process 0's.
+
+    Returns what is to be said where another number of processes saved them. `kind` names them in
+    the `parts` that processes saved.
+    """
+    own = parts[0].get(kind, {})  # older checkpoints have none
+    if same_size:
+        state.update({key: own[key] for key in own if key in state})
+        return ""
+    names = ", ".join(f"`{key}`" for key in own)
+    told = "of the model differed between the processes that saved it; all take that of process 0."
+    return f"{names} {told}" if names else ""
 
 
 def _merged(kind: str, name: str, merge: Any, saved: list[Any]) -> Any:

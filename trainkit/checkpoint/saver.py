@@ -49,6 +49,7 @@ class Saver:
 
     Attributes:
         has_warned: Whether it was said that a checkpoint is not finite.
+        check_replicas: Whether the processes first compare what they hold; for whoever saves.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Saver:
         self.background = background
         self.non_finite: NonFinite = non_finite
         self.has_warned = False
+        self.check_replicas = True
         self._processes = processes
         self._writers = apart(processes) if background else processes
         self._retention = retention

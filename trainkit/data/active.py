@@ -32,16 +32,17 @@ class _Pass:
         key: What the pass is known by: the loader, or an object of its own where a loader may be
             passed over twice at once.
         loader: The prepared loader.
+        latest: Number of its latest batch among all batches of all loaders; before the first, the
+            number of batches when its iterator was made.
+        earlier: What `latest` was before that.
         batch: Its latest batch; None before the first.
-        latest: Number of that batch among all batches of all loaders.
-        earlier: That of the batch before it.
     """
 
     key: Any
     loader: Any
-    batch: BatchInfo | None = None
-    latest: int = 0
+    latest: int
     earlier: int = 0
+    batch: BatchInfo | None = None
 
     def is_over(self, loader: Any) -> bool:
         """Return whether a user who says `loader` means this pass."""
@@ -57,15 +58,21 @@ class ActiveLoaders:
     def __init__(self) -> None:
         self._passes: list[_Pass] = []
         self._changes = 0
+        self._interrupted: _Pass | None = None  # the pass that ended last, if others yielded since
 
-    def began(self, key: Any, loader: Any = None) -> None:
+    def began(self, key: Any, loader: Any = None, since: int | None = None) -> None:
         """Note that a pass begins.
 
         Args:
             key: Stands for the pass.
             loader: The prepared loader, where `key` is another object.
+            since: What `changes` was when its iterator was made; by default now.
         """
-        self._passes.append(_Pass(key, key if loader is None else loader))
+        loader = key if loader is None else loader
+        last, self._interrupted = self._interrupted, None
+        if last is not None and last.loader is loader:  # begun anew while another goes on
+            since = last.latest
+        self._passes.append(_Pass(key, loader, self._changes if since is None else since))
 
     def yielded(self, key: Any, counts: tuple[int, ...], local_size: int) -> None:
         """Note that a pass hands out a batch with `counts` real samples on the processes."""
@@ -81,6 +88,7 @@ class ActiveLoaders:
         found = self._find(key)
         if found is not None:
             self._passes.remove(found)
+            self._interrupted = found if found.latest < self._changes else None
 
     @contextmanager
     def apart(self) -> Iterator[None]:
@@ -125,7 +133,7 @@ class ActiveLoaders:
             return "", ""
         last = self._latest()
         for other in entries:
-            in_turns = other is not last and 0 < last.earlier < other.latest
+            in_turns = last.earlier < other.latest < last.latest
             if in_turns and _may_be_mistaken(other.batch, last.batch):
                 return (
                     "Two loaders yield in turns, and their batches hold different numbers of "

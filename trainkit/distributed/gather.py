@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from trainkit.distributed import classes, codec, guard
@@ -16,6 +17,7 @@ from trainkit.distributed.rows import (
     Node,
     Origin,
     Rows,
+    Samples,
     as_samples,
     cut,
     from_plain,
@@ -85,7 +87,8 @@ def gather_samples(
         mine = [Refusal(e.message + hint) if isinstance(e, Refusal) else e for e in mine]
     entries = _exchange(processes, mine, counts)
     nodes, origins = _in_order(entries, counts)
-    if processes.size == 1 and len(batches) == 1 and local_sizes[0] == counts[0][0]:
+    whole = processes.size == 1 and len(batches) == 1 and local_sizes[0] == counts[0][0]
+    if whole and entries[0][0] is mine[0]:
         return batches[0]  # as it is: not even a container is made anew
     return Merge(known, pad_value=pad_value)(nodes, origins, name)
 
@@ -114,7 +117,8 @@ def gather_all(
 def gather_tensors(processes: Processes, value: Any, *, name: str = "value") -> Any:
     """Return a tensor, or a nesting of tensors, of all processes joined along dimension 0.
 
-    A scalar counts as one row. The first dimensions may differ, the later ones may not.
+    A scalar counts as one row. The first dimensions may differ, the later ones may not. There is
+    no graph behind the result. A process inside a repeat gives no rows.
 
     Raises:
         DataError: On all processes, if on one of them there is anything but tensors, or the
@@ -123,7 +127,7 @@ def gather_tensors(processes: Processes, value: Any, *, name: str = "value") -> 
     guard.check("gather")
     known: dict[str, type] = {}
     try:
-        mine: Node | Refusal = _all_rows(value, name, known)
+        mine: Node | Refusal = _all_rows(value, name, known, processes.repeats)
     except DataError as error:
         mine = Refusal(str(error))
     return _merged(processes, mine, Merge(known, pads=False), name)
@@ -177,9 +181,10 @@ def _own_entries(
         return Refusal(f"`{name}` cannot be gathered: {type(error).__name__}: {text_of(error)}")
 
 
-def _all_rows(value: Any, path: str, known: dict[str, type]) -> Node:
+def _all_rows(value: Any, path: str, known: dict[str, type], repeats: bool) -> Node:
     if isinstance(value, Tensor):
-        return Rows(value if value.ndim else value.reshape(1))
+        rows = value if value.ndim else value.reshape(1)
+        return Rows(rows[:0] if repeats else rows)
     taken = classes.parts(value)
     if taken is None and isinstance(value, list | tuple):
         taken = list(range(len(value))), list(value)
@@ -190,7 +195,8 @@ def _all_rows(value: Any, path: str, known: dict[str, type]) -> Node:
         )
     keys, values = taken
     children = [
-        _all_rows(child, f"{path}[{key!r}]", known) for key, child in zip(keys, values, strict=True)
+        _all_rows(child, f"{path}[{key!r}]", known, repeats)
+        for key, child in zip(keys, values, strict=True)
     ]
     class_name = f"{type(value).__module__}:{type(value).__qualname__}"
     known[class_name] = type(value)
@@ -202,7 +208,7 @@ def _exchange(
 ) -> list[Sequence[Node | Refusal]]:
     """Return the entries of all processes, for each batch."""
     if processes.size == 1:
-        return [mine]
+        return [[_without_graph(entry) for entry in mine] if torch.is_grad_enabled() else mine]
     try:
         packet = codec.encode(_packed(mine), allow_pickle=True)
     except codec.Unencodable as error:
@@ -216,6 +222,24 @@ def _exchange(
         )
         for rank, packet in enumerate(processes.all_gather_bytes(packet))
     ]
+
+
+def _without_graph(node: Node | Refusal) -> Node | Refusal:
+    """Return a node whose tensors carry no gradient, as those of other processes do not."""
+    if isinstance(node, Rows):
+        return Rows(node.values.detach()) if _has_graph(node.values) else node
+    if isinstance(node, Samples) and any(map(_has_graph, node.items)):
+        items = [item.detach() if _has_graph(item) else item for item in node.items]
+        return Samples(items, node.is_tuple)
+    if isinstance(node, Container):
+        children: list[Any] = [_without_graph(child) for child in node.children]
+        if any(new is not old for new, old in zip(children, node.children, strict=True)):
+            return Container(node.class_name, node.keys, children)
+    return node
+
+
+def _has_graph(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
 
 
 def _packed(entries: Sequence[Node | Refusal]) -> Any:

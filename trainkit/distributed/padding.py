@@ -57,7 +57,8 @@ def _fill(dtype: Any, pad_value: float | None, path: str) -> Any:
             return math.nan if is_float else IGNORED
         raise DataError(
             f"`{path}` has rows of different width, and {dtype} has no value that cannot be data. "
-            "Say by `pad_value=` what they are filled up with, or make them equally wide first."
+            "Say by `pad_value=` what they are filled up with, or make them equally wide first; "
+            "where a `Trainer` gathers, do that in `evaluation_step`, or return integers or floats."
         )
     if limits is not None and not (
         pad_value == pad_value // 1 and limits[0] <= pad_value <= limits[1]

@@ -2,6 +2,7 @@
 
 import atexit
 import os
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -81,6 +82,7 @@ class Processes:
         self._capacity = _SMALLEST_CAPACITY
         self._pid = os.getpid()
         self._closed = False
+        self.repeats = False  # inside a repeat of weight 0, whose rows nobody gathers (DESIGN 2.16)
         self.watch: Watch | None = None  # on the other processes; None where there are none
 
     @classmethod
@@ -162,6 +164,23 @@ class Processes:
             if buffer.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(buffer)
         return tensor
+
+    def all_gather(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
+        """Return the rows of all processes, in their order, without a graph.
+
+        Args:
+            rows: Equal in dtype and in later dimensions on all processes.
+            counts: How many each process has; equal on all.
+        """
+        guard.check("all_gather")
+        longest = max(counts)
+        if self.size == 1 or longest == 0:
+            return rows.detach()
+        missing = rows.new_zeros(longest - len(rows), *rows.shape[1:])
+        sent = torch.cat([rows.detach(), missing])
+        received = [torch.empty_like(sent) for _ in counts]
+        torch.distributed.all_gather(received, sent, self._group_of(sent))
+        return torch.cat([part[:count] for part, count in zip(received, counts, strict=True)])
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
         """Return the payloads of all processes, in their order.

@@ -13,30 +13,36 @@ from trainkit.errors import DataError
 __all__ = ["map_tensors", "only_tensors", "pad_to_longest", "split"]
 
 
-def map_tensors(function: Callable[[Tensor], Any], value: Any, path: str) -> Any:
+def map_tensors(
+    function: Callable[[Tensor], Any], value: Any, path: str, paths: list[str] | None = None
+) -> Any:
     """Return `value` with `function` applied to each tensor in it, in order.
 
     Args:
         function: Takes a tensor.
         value: A tensor, or any nesting of lists, tuples, dicts, mappings and data classes.
         path: Names `value` in errors.
+        paths: Takes up the names of the tensors.
 
     Raises:
         DataError: There is something else than a tensor.
     """
     if isinstance(value, Tensor):
+        if paths is not None:
+            paths.append(path)
         return function(value)
     taken = classes.parts(value)
     if taken is not None:
         keys, values = taken
         mapped = [
-            map_tensors(function, item, f"{path}[{key!r}]")
+            map_tensors(function, item, f"{path}[{key!r}]", paths)
             for key, item in zip(keys, values, strict=True)
         ]
         return classes.build(type(value), keys, mapped)
     if isinstance(value, list | tuple):
         items = [
-            map_tensors(function, item, f"{path}[{index}]") for index, item in enumerate(value)
+            map_tensors(function, item, f"{path}[{index}]", paths)
+            for index, item in enumerate(value)
         ]
         return tuple(items) if isinstance(value, tuple) else items
     raise DataError(

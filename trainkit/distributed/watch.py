@@ -53,6 +53,7 @@ class Watch:
         self._rank = rank
         self._members = members
         self._fits = 0  # how many were begun
+        self._followed: list[Watched] = []  # each inside the one before
         self._reported: BaseException | None = None
         self._closed = False
 
@@ -70,11 +71,13 @@ class Watch:
     def follow(self, watched: Watched) -> None:
         """Watch the progress of a run too, until `unfollow`."""
         self._fits += 1
+        self._followed.append(watched)
         self._lookout.follow(watched)
 
     def unfollow(self) -> None:
-        """No longer watch the run; whoever called it may go on after its failure."""
-        self._lookout.follow(None)
+        """Watch the run before it again, if any; whoever called it may go on after its failure."""
+        self._followed.pop()
+        self._lookout.follow(self._followed[-1] if self._followed else None)
         self._lookout.failing_since = None
 
     def fail(self, error: BaseException, report: Report, folder: Path | None) -> None:

@@ -1,12 +1,13 @@
 """The tensors of a module under plain names, however it is wrapped, compiled or sharded."""
 
 import warnings
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from trainkit.checkpoint.exact import empty_buffers
 from trainkit.errors import ConfigError
 
 __all__ = [
@@ -40,15 +41,17 @@ def plain_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
-def shapes_of(module: nn.Module) -> dict[str, list[int] | None]:
+def shapes_of(module: nn.Module, saved: Iterable[str] = ()) -> dict[str, list[int] | None]:
     """Return each key of a module's state with the shape that it must have; None: any.
 
     Only parameters and buffers have one: what `get_extra_state` returns, or a list that a metric
-    keeps, may have another length at each save, and need not be a tensor.
+    keeps, may have another length at each save, and need not be a tensor. Buffers that are None
+    so far count where they are among the `saved` keys.
     """
     held = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
     state = module.state_dict(keep_vars=True)
-    return {name: list(v.shape) if id(v) in held else None for name, v in state.items()}
+    shapes = {name: list(v.shape) if id(v) in held else None for name, v in state.items()}
+    return shapes | dict.fromkeys(empty_buffers(module).keys() & set(saved))
 
 
 def shapes_in(

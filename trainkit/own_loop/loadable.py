@@ -15,9 +15,9 @@ from trainkit.checkpoint.forms import (
     blaming,
     check_optimizer_form,
     check_schedule_form,
-    process_part,
     torch_state,
 )
+from trainkit.checkpoint.names import process_part
 from trainkit.errors import CheckpointError
 from trainkit.export.state import shapes_in, shapes_of
 from trainkit.own_loop.preparing import Registry
@@ -111,7 +111,10 @@ def check_form(
             check_optimizer_form(found[name], optimizer.optimizer, parameters, strict=strict)
     with blaming(checkpoint, "loop"):
         _check_loop_form(found["loop"], registry, strict=strict, has_scaler=has_scaler)
-    check = record(_PROCESS, optional={"loaders", "accumulation", "objects"})
+    check = record(
+        _PROCESS | dict.fromkeys(models, each(anything)),
+        optional={"loaders", "accumulation", "objects", *models},
+    )
     for index, part in enumerate(own, rank or 0):
         with blaming(checkpoint, process_part(index)):
             check(part)
@@ -174,7 +177,7 @@ def check_parts(path: Path, names: set[str], expected: set[str], unsaved: set[st
 
 def check_model(path: Path, part: str, saved: Mapping[str, Any], model: nn.Module) -> None:
     """Raise CheckpointError where a state is not that of a model."""
-    expected = shapes_of(model)
+    expected = shapes_of(model, saved)
     shapes = shapes_in(saved, expected)
     problems = [f"lacks {name!r}" for name in expected if name not in saved]
     problems += [f"has {name!r} too many" for name in saved if name not in expected]

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -118,7 +119,10 @@ class SharedLoader(ABC):
         return self.iterate(None)
 
     def iterate(self, skip: int | None) -> Iterator[Any]:
-        """Yield the batches of this process from number `skip` on."""
+        """Return the batches of this process from number `skip` on."""
+        return self._iterate(skip, self._sharing.active.changes())
+
+    def _iterate(self, skip: int | None, since: int) -> Iterator[Any]:
         resumption, self._resumption = self._resumption, None
         ended_at, self._ended_at = self._ended_at, None
         if skip is not None and skip == ended_at:
@@ -129,7 +133,7 @@ class SharedLoader(ABC):
         active, accumulation = self._sharing.active, self._sharing.accumulation
         self._position = skip
         self._pass = this = object()
-        active.began(this, self)
+        active.began(this, self, since)
         accumulation.began(this)
         batches = self._batches(skip, resumption)
         try:
@@ -241,13 +245,10 @@ class SkippedLoader:
         self.skipped = skipped
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the batches that are left."""
+        """Return the batches that are left."""
         if isinstance(self.source, SharedLoader):
-            yield from self.source.iterate(self.skipped)
-            return
-        for index, batch in enumerate(self.source):
-            if index >= self.skipped:
-                yield batch
+            return self.source.iterate(self.skipped)
+        return islice(self.source, self.skipped, None)
 
     def __len__(self) -> int:
         """Return the number of batches that are left."""

@@ -1,11 +1,12 @@
 """Where `save_state` writes, where `load_state` reads, and which folders stay."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from trainkit.candidates import first_whole
 from trainkit.checkpoint import Checkpoint, CheckpointStore, KeepPolicy, RunLock, rotate
 from trainkit.checkpoint.files import remove_tree
 from trainkit.checkpoint.listing import broken_folders
@@ -99,16 +100,27 @@ class Places:
         if self._project.automatic_checkpoint_naming and number is not None:
             self._project.iteration = int(number[1]) + 1
 
-    def for_loading(self, input_dir: Any, report: Callable[[str], None]) -> tuple[Path, Path]:
-        """Return the folder of a state, and that of the checkpoint inside it.
+    def for_loading(
+        self, input_dir: Any, load: Callable[[Path], object], report: Callable[[str], None]
+    ) -> tuple[Path, Path]:
+        """Load a state; return its folder, and that of the checkpoint inside it.
+
+        Args:
+            input_dir: What the user said; by default the newest state that is whole.
+            load: Reads a checkpoint.
+            report: Told of each state that is passed over.
 
         Raises:
-            CheckpointError: Nothing is there, or nothing that verifies.
+            CheckpointError: Nothing is there, or nothing that is whole; on all processes.
         """
-        found: list[tuple[str, str]] = []
-        on_main(self._processes, lambda: found.append(self._find(input_dir, report)))
-        folder, checkpoint = self._processes.broadcast_object(found[0] if found else None)
-        return Path(folder), Path(checkpoint)
+        place = first_whole(
+            self._processes,
+            self._states(input_dir, report),
+            lambda place: load(Path(place[1])),
+            None if input_dir is not None else lambda why: report(f"trainkit: skipped: {why}"),
+        )
+        assert place is not None  # an error where there is none
+        return Path(place[0]), Path(place[1])
 
     def continue_from(self, folder: Path) -> None:
         """Number the next states after a folder that has been loaded."""
@@ -149,9 +161,11 @@ class Places:
         for folder in states[: max(0, len(states) - limit)]:
             remove_tree(folder)
 
-    def _find(self, input_dir: Any, report: Callable[[str], None]) -> tuple[str, str]:
+    def _states(self, input_dir: Any, report: Callable[[str], None]) -> Iterator[tuple[str, str]]:
+        """Yield the folders of states, the newest first, and of the checkpoints inside them."""
         if input_dir is not None:
-            return self._given(absolute(input_dir, "input_dir"), report)
+            yield self._given(absolute(input_dir, "input_dir"), report)
+            return
         if not self._project.automatic_checkpoint_naming:
             raise ConfigError(
                 "`load_state` needs a folder. Pass `input_dir`, or use "
@@ -159,7 +173,7 @@ class Places:
             )
         for folder in reversed(_numbered(self._automatic())):
             try:
-                return self._open(folder, report)
+                yield self._open(folder, report)
             except CheckpointError as error:
                 report(f"trainkit: skipped `{folder}`: {error}")
         raise CheckpointError(

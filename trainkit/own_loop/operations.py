@@ -37,9 +37,9 @@ class PartialState(Verbs):
         super().__init__(device="cpu" if cpu else None)
 
 
-def gather(tensor: Any) -> Any:
+def gather(tensor: Any, differentiable: bool = False) -> Any:
     """Return the tensors of all processes, joined along dimension 0, on every process."""
-    return Verbs().gather(tensor)
+    return Verbs().gather(tensor, differentiable)
 
 
 def gather_object(object: Any) -> Any:

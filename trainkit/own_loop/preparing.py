@@ -1,6 +1,6 @@
 """What `prepare` makes of models, optimizers, schedulers and loaders."""
 
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,10 +11,11 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
-from trainkit.agreement import check_alike
+from trainkit.agreement import check_alike, describe_model
 from trainkit.data.presharded import Presharded
 from trainkit.errors import ConfigError
 from trainkit.export.state import unwrapped
+from trainkit.facts import optimizer_settings, program, settings
 from trainkit.own_loop.accumulation import Accumulation
 from trainkit.own_loop.autocasting import run_in_autocast
 from trainkit.own_loop.gradients import Gradients
@@ -121,8 +122,7 @@ class Preparation:
         places = self._places_of(objects, device_placement)
         for index, thing in enumerate(objects):
             _check_kind(thing, index)
-        if any(isinstance(thing, nn.Module) and self._joins(thing) for thing in objects):
-            check_alike(self.sharing.processes, _facts_of(objects))
+        self.check_alike(objects)
         results = list(objects)
         kinds: tuple[tuple[Any, Callable[[Any, bool], Any]], ...] = (
             (nn.Module, self.model),
@@ -135,6 +135,42 @@ class Preparation:
                 if isinstance(thing, kind) and not self._is_prepared(thing):
                     results[index] = make(thing, place)
         return results
+
+    def check_alike(self, objects: Sequence[Any]) -> None:
+        """Raise, on all processes, where what trains a model that they hold together differs."""
+        if any(map(self._trains_together, objects)):
+            check_alike(self.sharing.processes, self._facts_of(objects))
+
+    def _trains_together(self, thing: Any) -> bool:
+        """Return whether something is, or trains, a model that the processes hold together."""
+        if isinstance(thing, nn.Module):
+            return self._joins(thing)
+        groups = getattr(getattr(thing, "optimizer", thing), "param_groups", [])
+        own = {id(p) for group in groups for p in group["params"]}
+        models = [model for model in self.registry.models if self._joins(model)]
+        known = {id(p) for model in models for p in model.parameters()}
+        return bool(own) and bool(models) and (self.strategy.sharded or bool(own & known))
+
+    def _facts_of(self, objects: Sequence[Any]) -> Iterator[tuple[str, str]]:
+        """Yield, in words, what every process must have alike."""
+        yield from program()
+        yield "what `prepare` was given", repr([class_name(thing) for thing in objects])
+        for name in ("strategy", "precision", "autocast", "compile_backend"):
+            yield from settings(name, getattr(self, name), whole=False)
+        yield from settings("gradient_accumulation", self.accumulation.plugin)
+        yield from settings("dataloader_config", self.sharing.configuration)
+        for index, thing in enumerate(objects):
+            place = f"prepare(...)[{index}]"
+            data = thing.dataset if isinstance(thing, DataLoader) else None
+            if isinstance(data, Sized) and not isinstance(data, IterableDataset):
+                text = f"{len(data)} samples, batch size {thing.batch_size}"
+                yield f"the loader at position {index} of `prepare`", text
+            if isinstance(thing, nn.Module) and not self._is_prepared(thing):
+                yield f"`{place}`", describe_model(thing)
+            if isinstance(thing, Optimizer):
+                yield from optimizer_settings(place, thing)
+            if isinstance(thing, LRScheduler):
+                yield from settings(place, thing)
 
     def model(self, model: nn.Module, place: bool, *, evaluation_mode: bool = False) -> nn.Module:
         """Return a model as the loop calls it."""
@@ -216,19 +252,6 @@ class Preparation:
                 f"{len(device_placement)} entries."
             )
         return [self.places if place is None else place for place in device_placement]
-
-
-def _facts_of(objects: Sequence[Any]) -> dict[str, str]:
-    """Return, in words, what every process must have alike."""
-    facts = {"what `prepare` was given": repr([class_name(thing) for thing in objects])}
-    for index, thing in enumerate(objects):
-        data = thing.dataset if isinstance(thing, DataLoader) else None
-        if isinstance(data, Sized) and not isinstance(data, IterableDataset):
-            length, batch = len(data), thing.batch_size
-            facts[f"the loader at position {index} of `prepare`"] = (
-                f"{length} samples, batch size {batch}"
-            )
-    return facts
 
 
 def _check_kind(thing: Any, index: int) -> None:

@@ -1,17 +1,20 @@
-"""The states of registered objects in a checkpoint, alike on all processes or not (DESIGN 2.22)."""
+"""What may differ by process of a state: registered objects, parts of models (DESIGN 2.22)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainkit.checkpoint.per_process import divide, mark, of_this_process
-from trainkit.distributed import Processes, gather_together
+from torch import Tensor
+
+from trainkit.checkpoint.per_process import of_this_process, put_own, take_divided
+from trainkit.distributed import Processes
 from trainkit.errors import CheckpointError, ConfigError
 from trainkit.types import Stateful
 
-__all__ = ["check_registered", "object_parts", "objects_for", "take_objects"]
+__all__ = ["check_registered", "object_parts", "objects_for", "put_entries", "take_own"]
 
 _OBJECT = "custom_checkpoint_"
+_OBJECTS = "objects"
 
 
 def check_registered(objects: Sequence[Any]) -> None:
@@ -29,27 +32,37 @@ def object_parts(names: Sequence[str]) -> set[str]:
     return {name for name in names if name.startswith(_OBJECT) and "-shard-" not in name}
 
 
-def take_objects(
-    objects: Sequence[Any], processes: Processes | None
+def take_own(
+    objects: Sequence[Any], models: Mapping[str, Any], processes: Processes | None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the states that are alike on all processes, by their parts, and this process's own.
+    """Return the states of objects that are alike on all processes, and what is this process's own.
 
     Args:
         objects: What was registered.
+        models: The states of models by their parts. What in them is no tensor may differ.
         processes: Those to compare with, which all call it; None: this process speaks for all.
     """
-    owners = _named(objects)
-    states: dict[str, Any] = {}
-    alone = processes is None or processes.size == 1
+    owners = {_OBJECTS: _named(objects)}
 
-    def take() -> dict[str, str]:
-        states.update({name: thing.state_dict() for name, thing in owners.items()})
-        return {name: mark(owners[name], states[name], name, alone=alone) for name in owners}
+    def take() -> dict[str, Any]:
+        states = {name: thing.state_dict() for name, thing in owners[_OBJECTS].items()}
+        return {_OBJECTS: states} | {
+            part: {key: value for key, value in state.items() if not isinstance(value, Tensor)}
+            for part, state in models.items()
+        }
 
     if processes is None:
-        take()
-        return states, {}
-    return divide("object", states, gather_together(processes, take))
+        return take()[_OBJECTS], {}
+    words = dict.fromkeys(models, "entry of the model's state") | {_OBJECTS: "object"}
+    alike, own = take_divided(processes, words, owners, take)
+    return alike[_OBJECTS], own
+
+
+def put_entries(
+    found: Mapping[str, Any], models: Collection[str], own: Sequence[Any], *, same_size: bool
+) -> list[str]:
+    """Put what of the models' states this process saved itself in its place; return what to say."""
+    return [put_own(found[name], name, own, same_size=same_size) for name in sorted(models)]
 
 
 def objects_for(
@@ -79,7 +92,7 @@ def objects_for(
         "object",
         _named(objects),
         {name: common[name] for name in common if name in names},
-        [of_process.get("objects", {}) for of_process in own],  # older states have none
+        [of_process.get(_OBJECTS, {}) for of_process in own],  # older states have none
         rank=rank,
         same_size=same_size,
     )

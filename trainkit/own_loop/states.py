@@ -12,8 +12,9 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from trainkit.checkpoint import CheckpointStore
-from trainkit.checkpoint.exact import lay_out_buffers, load_state
-from trainkit.checkpoint.forms import applying, process_part
+from trainkit.checkpoint.exact import load_model, load_state
+from trainkit.checkpoint.forms import applying
+from trainkit.checkpoint.names import process_part
 from trainkit.checkpoint.opened import verify
 from trainkit.distributed import (
     Processes,
@@ -34,16 +35,25 @@ from trainkit.own_loop.registered import (
     check_registered,
     object_parts,
     objects_for,
-    take_objects,
+    put_entries,
+    take_own,
 )
 from trainkit.own_loop.settings import ProjectConfiguration
 from trainkit.own_loop.streams import Streams, saved_by
+from trainkit.replicas import check_replicas
 from trainkit.state import VERSION
 from trainkit.strategies import Strategy
 
 __all__ = ["States"]
 
 Hook = Callable[..., Any]
+_Parts = Callable[[Path], dict[str, Any]]
+_WHEN = "in `save_state`"
+
+_LACKING = (
+    "it was saved by process 0 alone: the random streams of the other processes are new ones, "
+    "derived from it."
+)
 
 
 class States:
@@ -100,7 +110,7 @@ class States:
         """Call `hook(models, folder)` before each load, on every process."""
         return _register(self._before_load, hook)
 
-    def save(self, output_dir: Any) -> Path:
+    def save(self, output_dir: Any, checks: bool) -> Path:
         """Save the state; return its folder. For an exact resume every process must call it.
 
         Where process 0 calls it alone, the state lacks what only other processes know: their
@@ -109,12 +119,13 @@ class States:
         Raises:
             ConfigError: There is no folder; or process 0 is alone, inside a window.
             CheckpointError: It failed on some process; an earlier state is untouched.
-            DistributedError: The models are sharded, or process 0 is among those that do not call.
+            DistributedError: The models are sharded, or process 0 is among those that do not call;
+                or the processes do not hold the same, where that is to be looked at.
         """
         folder = by_all_or_main(
             self._processes,
             "save_state",
-            lambda: self._save(output_dir, self._processes, self._parts_of_all),
+            lambda: self._save(output_dir, self._processes, self._parts_of_all, checks=checks),
             None if self._strategy.sharded else lambda: self._save_alone(output_dir),
             key="" if output_dir is None else str(output_dir),
         )
@@ -132,34 +143,37 @@ class States:
     def load(self, input_dir: Any, report: Callable[[str], None]) -> None:
         """Load a state. Every process must call it.
 
-        Nothing changes before all of it is known to be good and to fit.
+        Nothing changes before all of it is known to be good and to fit. Without `input_dir` the
+        state before a broken one is taken; but not once a hook has seen it.
 
         Raises:
             DistributedError: Some process does not call it.
             CheckpointError: There is none, or it is broken, or does not fit; on all processes.
         """
         called_by_all(self._processes, "load_state")
-        folder, path = self.places.for_loading(input_dir, report)
         models = list(map(self._strategy.unwrap, self._registry.models))
-        left = list(models)
-        if self._before_load:  # a hook may load what it finds
-            together(self._processes, lambda: verify(path))
-        for hook in self._before_load.values():
-            hook(left, str(folder))
-        found: dict[str, Any] = {}
-        together(self._processes, lambda: found.update(self._read(path, models, left)))
+        left, found = list(models), dict[str, Any]()
+
+        def read(path: Path) -> None:
+            found.update(self._read(path, models, left))
+
+        look = verify if self._before_load else read  # a hook may load what it finds
+        folder, path = self.places.for_loading(input_dir, look, report)
+        if self._before_load:
+            for hook in self._before_load.values():
+                hook(left, str(folder))
+            together(self._processes, lambda: read(path))
         self._apply(found, left, path)
-        if found["lacking"]:
-            report(
-                f"trainkit: `{path}` was saved by process 0 alone: the random streams of the "
-                "other processes are new ones, derived from it."
-            )
+        for line in filter(None, [*found["news"], found["lacking"] and _LACKING]):
+            report(f"trainkit: `{path}`: {line}")
         self.places.continue_from(folder)
 
     def _save(
-        self, output_dir: Any, processes: Processes, parts: Callable[[Path], dict[str, Any]]
+        self, output_dir: Any, processes: Processes, parts: _Parts, *, checks: bool = False
     ) -> str:
         """Save what `parts` returns on each of the processes that save."""
+        if checks:
+            check_replicas(self._strategy, self._parameters(), self._registry.optimizers, _WHEN)
         folder = self.places.for_saving(output_dir, processes)
         metadata = _describe(self._registry) | {"processes": self._processes.size}
         self.places.commit(folder, parts(folder), metadata, processes)
@@ -178,10 +192,10 @@ class States:
 
     def _parts_of_all(self, folder: Path) -> dict[str, Any]:
         """Return what this process writes where all of them save."""
-        parts, streams = self._common(self._weights(folder)), self._streams.save()
-        objects, streams["objects"] = take_objects(self._registry.objects, self._processes)
-        parts |= objects
-        own = {process_part(self._processes.rank): streams}
+        models, streams = self._weights(folder), self._streams.save()
+        objects, own_states = take_own(self._registry.objects, models, self._processes)
+        parts = self._common(models) | objects
+        own = {process_part(self._processes.rank): streams | own_states}
         if self._strategy.sharded:
             from trainkit.checkpoint.sharding import split_alike  # others need none of it
 
@@ -194,21 +208,21 @@ class States:
         """Return what process 0 writes where it saves alone."""
         with guard.only("save_state"):  # also what hooks and objects call
             parts = self._common(self._weights(folder)) | {process_part(0): self._streams.save()}
-            return parts | take_objects(self._registry.objects, None)[0]
+            return parts | take_own(self._registry.objects, {}, None)[0]
 
-    def _weights(self, folder: Path) -> list[Any]:
-        """Return the states of the models, as the hooks have left them."""
+    def _weights(self, folder: Path) -> dict[str, Any]:
+        """Return the states of the models by their parts, as the hooks have left them."""
         models = [self._strategy.unwrap(model) for model in self._registry.models]
         weights: list[Any] = [model.state_dict() for model in models]
         for hook in self._before_save.values():
             hook(models, weights, str(folder))
-        return weights
+        return {_part("model", index): state for index, state in enumerate(weights)}
 
-    def _common(self, weights: list[Any]) -> dict[str, Any]:
+    def _common(self, models: dict[str, Any]) -> dict[str, Any]:
         """Return what all processes have alike, or hold together."""
         registry = self._registry
         parameters = self._parameters()
-        parts: dict[str, Any] = {_part("model", i): state for i, state in enumerate(weights)}
+        parts = dict(models)
         for index, optimizer in enumerate(registry.optimizers):
             parts[_part("optimizer", index)] = by_name(optimizer.optimizer, parameters)
         parts["loop"] = {
@@ -248,9 +262,9 @@ class States:
             rank=self._processes.rank if same_size else None,
             has_scaler=self._gradients.scaler is not None,
         )
-        rank = self._processes.rank
+        found["news"] = put_entries(found, likes.keys() & present, own, same_size=same_size)
         found["objects"] = objects_for(
-            registry.objects, found, own, path=path, rank=rank, same_size=same_size
+            registry.objects, found, own, path=path, rank=self._processes.rank, same_size=same_size
         )
         for index in [index for index, model in enumerate(models) if model in wanted]:
             check_model(path, _part("model", index), found[_part("model", index)], models[index])
@@ -266,8 +280,7 @@ class States:
             if model in wanted:
                 state = found[_part("model", index)]
                 with applying("The model", path):
-                    model.load_state_dict(state)
-                    lay_out_buffers(model, state, older=True)
+                    load_model(model, state, older=True)
         saved = {
             f"{index}.{name}": value
             for index in range(len(registry.models))

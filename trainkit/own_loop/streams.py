@@ -9,7 +9,8 @@ from torch import nn
 from trainkit import rng
 from trainkit.checkpoint import Checkpoint
 from trainkit.checkpoint.exact import as_parameter
-from trainkit.checkpoint.forms import blaming, process_part
+from trainkit.checkpoint.forms import blaming
+from trainkit.checkpoint.names import process_part
 from trainkit.distributed import Processes
 from trainkit.errors import CheckpointError, ConfigError
 from trainkit.own_loop.accumulation import Accumulation

@@ -129,6 +129,11 @@ class FSDP(Strategy):
             )
         self._mesh = _make_mesh(self.processes, self.device.type, self.replicas)
 
+    @property
+    @override
+    def held_part(self) -> tuple[int, int]:
+        return self._mesh.get_local_rank("shards"), self.processes.size // self.replicas
+
     @override
     def wrap(self, model: nn.Module, precision: Precision) -> nn.Module:
         known = _models.get(model)

@@ -43,6 +43,15 @@ class Strategy(ABC):
     def __init__(self, *, device: torch.device | str | None = None) -> None:
         self._asked_device = None if device is None else _device(device)
 
+    @property
+    def held_part(self) -> tuple[int, int]:
+        """Which part of a model lies on this process, from 0, and how many parts there are.
+
+        Processes with the same part must hold the same to the bit, which is compared before each
+        checkpoint. As many parts as processes: there is nothing to compare.
+        """
+        return (self.processes.rank, self.processes.size) if self.sharded else (0, 1)
+
     @abstractmethod
     def setup(self) -> None:
         """Find the device and join the other processes. Called once, before anything else."""

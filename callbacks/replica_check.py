@@ -1,0 +1,46 @@
+"""Compare what the processes hold of the model."""
+
+from typing_extensions import override
+
+from trainkit.callback import Callback
+from trainkit.config import checked
+from trainkit.errors import ConfigError
+from trainkit.replicas import check_replicas
+from trainkit.run import Run
+from trainkit.types import StepResult
+
+__all__ = ["ReplicaCheck"]
+
+
+class ReplicaCheck(Callback):
+    """Ends the run where processes that should hold the same model hold another (DESIGN 2.22).
+
+    Parameters and optimizer state are compared to the bit, by digests that are computed where they
+    lie; `DistributedError` names what differs, where, and after which step. Every save does so by
+    itself: this finds the step that a difference began with, or switches it off. There is nothing
+    to compare on one process, and where each holds a part of its own, as with FSDP without
+    `replicas`. It must be in the list of callbacks on every process.
+
+    Args:
+        every_n_steps: Updates between two looks; the last planned step is looked at too.
+        at_checkpoints: Whether each save looks. False: what process 0 holds is saved.
+    """
+
+    @checked
+    def __init__(self, *, every_n_steps: int | None = None, at_checkpoints: bool = True) -> None:
+        if every_n_steps is not None and every_n_steps < 1:
+            raise ConfigError(f"`every_n_steps` must be at least 1, but is {every_n_steps}.")
+        self.every_n_steps = every_n_steps
+        self.at_checkpoints = at_checkpoints
+
+    @override
+    def on_step_end(self, run: Run, result: StepResult) -> None:
+        step, every = run.state.step, self.every_n_steps
+        if every is not None and (step % every == 0 or step == run.planned_steps):
+            parameters = dict(run.module.named_parameters())
+            check_replicas(run.strategy, parameters, [run.optimizer], f"after step {step}")
+
+    @override
+    def on_checkpoint_start(self, run: Run) -> None:
+        assert run.saver is not None
+        run.saver.check_replicas = self.at_checkpoints

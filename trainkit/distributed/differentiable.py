@@ -1,0 +1,87 @@
+"""Gather rows so that gradients flow back to the process that gave them (DESIGN 2.6)."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from typing_extensions import override
+
+from trainkit.distributed import guard, tree
+from trainkit.distributed.processes import Processes
+from trainkit.errors import DataError
+
+__all__ = ["gather_with_gradients"]
+
+
+def gather_with_gradients(processes: Processes, value: Any, *, name: str = "value") -> Any:
+    """Return a tensor, or a nesting of tensors, of all processes, each with its graph.
+
+    As `gather_tensors`, but the tensors stay on their device. One collective tells the sizes, then
+    each tensor takes one here and one in the backward, which every process must run. Gradients
+    of gradients are refused.
+
+    Raises:
+        DataError: On all processes, if on one of them there is anything but tensors, or their
+            names, dtypes, later dimensions, or whether they require a gradient, differ.
+    """
+    guard.check("gather")
+    if processes.size == 1:
+        return tree.map_tensors(torch.atleast_1d, value, name)
+    numbers = iter(_numbers_of_rows(processes, value, name))
+
+    def gathered(tensor: Tensor) -> Tensor:
+        counts = next(numbers)
+        rows = torch.atleast_1d(tensor)[: counts[processes.rank]]  # type: ignore[no-untyped-call]
+        return _Gather.apply(rows, processes, counts)  # type: ignore[no-untyped-call, no-any-return]
+
+    return tree.map_tensors(gathered, value, name)
+
+
+class _Gather(torch.autograd.Function):
+    """The rows of all processes; backward adds up what they all say of the rows of this one."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, rows: Tensor, processes: Processes, counts: list[int]) -> Tensor:
+        ctx.processes, ctx.counts, ctx.repeats = processes, counts, processes.repeats
+        return processes.all_gather(rows, counts)
+
+    @staticmethod
+    @once_differentiable
+    @override
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        counts, rank = ctx.counts, ctx.processes.rank
+        # What a repeat says counts for nothing, even where it is not finite.
+        own = torch.zeros_like(gradient) if ctx.repeats else gradient.clone()
+        total = ctx.processes.all_reduce(own)
+        return total.narrow(0, sum(counts[:rank]), counts[rank]), None, None
+
+
+def _numbers_of_rows(processes: Processes, value: Any, name: str) -> list[list[int]]:
+    """Return for each tensor in `value` how many rows each process gives."""
+    counts: list[int] = []
+    forms: list[str] = []
+
+    def note(tensor: Tensor) -> None:
+        graph = "with" if tensor.requires_grad and torch.is_grad_enabled() else "without"
+        counts.append(0 if processes.repeats else tensor.shape[:1].numel())
+        forms.append(f"rows of shape {list(tensor.shape[1:])}, {tensor.dtype}, {graph} a gradient")
+
+    failure, paths = "", list[str]()
+    try:
+        tree.map_tensors(note, value, name, paths)
+    except DataError as error:
+        failure = str(error)  # raised below by all, as the others wait for our sizes
+    described = "; ".join(f"`{path}` of {form}" for path, form in zip(paths, forms, strict=True))
+    packets = processes.all_gather_objects((failure, described, counts))
+    for rank, (message, words, _) in enumerate(packets):
+        if message:
+            raise DataError(f"On process {rank}: {message}")
+        if words != packets[0][1]:
+            raise DataError(
+                f"The processes gather different things: process 0 {packets[0][1]}, but process "
+                f"{rank} {words}. All but the number of rows must be equal, and who requires a "
+                "gradient too: their backwards wait for each other."
+            )
+    return [list(of_tensor) for of_tensor in zip(*(packet[2] for packet in packets), strict=True)]
