@@ -53,7 +53,7 @@ def _make_up(run: Run) -> dict[str, Any]:
         "parameters": sum(count for count, _ in counts),
         "trainable parameters": sum(count for count, trains in counts if trains),
         "optimizer": type(run.optimizer).__name__,
-        "lr scheduler": None if schedule is None else type(schedule.scheduler).__name__,
+        "lr scheduler": None if schedule is None else schedule.name,
         "strategy": run.strategy.name,
         "precision": run.precision.name,
         "processes": run.accelerator.num_processes,

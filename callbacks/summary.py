@@ -10,6 +10,7 @@ from typing_extensions import override
 from trainkit.callback import Callback
 from trainkit.callbacks.texts import duration, figures_by_loader
 from trainkit.run import Run
+from trainkit.schedule_plan import describe
 from trainkit.types import Scalars, class_name
 
 __all__ = ["Summary"]
@@ -66,6 +67,9 @@ def _make_up(run: Run) -> dict[str, str]:
         "precision": run.precision.name,
         "global batch": _global_batch(run),
         "planned": _plan(run),
+        "learning rate": ""
+        if run.lr_schedule is None
+        else describe(run.lr_schedule, run.planned_steps, run.config.max_epochs),
         "output": "" if run.output_dir is None else str(run.output_dir),
     }
 

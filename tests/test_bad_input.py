@@ -83,7 +83,11 @@ FOREIGN = SGD(nn.Linear(3, 1).parameters(), lr=0.1)
         ({"lr_scheduler": ReduceLROnPlateau}, "must know which figure to watch"),
         ({"loaders": {"training": [], "eval": []}}, 'must have the key "train"'),
         ({"loaders": (1, 2, 3)}, r"must be `\(train, eval\)`, but has 3"),
-        ({"loss_fn": nn.MSELoss(reduction="none")}, r"must be a scalar.*\(2, 1\).*`loss.mean\(\)`"),
+        ({"loss_fn": nn.MSELoss(reduction="none")}, 'has `reduction="none"`.*`reduction="mean"`'),
+        (
+            {"loss_fn": lambda outputs, targets: (outputs - targets) ** 2},
+            r"must be a scalar.*\(2, 1\).*`loss.mean\(\)`",
+        ),
         ({"loss_fn": lambda outputs, targets: outputs.detach().mean()}, "The loss has no graph"),
         (
             {"loss_fn": lambda outputs, targets: 1.0},

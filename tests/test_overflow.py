@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.helpers.ranks import run_ranks
 from tests.helpers.toys import toy_loaders, toy_model
-from trainkit import Callback, Run, StepResult, Trainer, TrainkitError
+from trainkit import Callback, ConfigError, NonFiniteError, Run, StepResult, Trainer, TrainkitError
 from trainkit.callbacks import Checkpoint
 from trainkit.precision import FP16
 
@@ -151,3 +151,49 @@ def test_an_overflow_that_only_another_process_saw_is_an_overflow() -> None:
     precision.backward(model(torch.ones(1, 2)).sum())
     assert precision.unscale(optimizer, lambda found: found.fill_(1.0))
     assert precision.scale == 512
+
+
+def always_overflows() -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.randn(96, 4), torch.full((96, 2), 1e18)), batch_size=2)
+
+
+def named_overflow(rank: int, strategy: str) -> tuple[str | None, int, str]:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    before = [p.detach().clone() for p in model.parameters()]
+    trainer = Trainer(max_epochs=5, precision="fp16", strategy=strategy, callbacks=[])  # type: ignore[arg-type]
+    with pytest.raises(NonFiniteError) as caught:
+        trainer.fit(
+            model,
+            always_overflows(),
+            optimizer=partial(AdamW, lr=1e-2, weight_decay=0.1),
+            loss_fn=nn.functional.mse_loss,
+        )
+    assert trainer.run is not None
+    whole = [getattr(p, "full_tensor", lambda p=p: p)() for p in model.parameters()]
+    assert equal([p.detach() for p in whole], before)  # no update of weight decay alone
+    return caught.value.parameter, trainer.run.state.skipped_steps, str(caught.value)
+
+
+@pytest.mark.parametrize(("size", "strategy"), [(1, "single"), (2, "ddp"), (2, "fsdp")])
+def test_a_scale_that_cannot_fall_further_ends_the_run(size: int, strategy: str) -> None:
+    for parameter, skips, message in run_ranks(size, named_overflow, strategy):
+        assert parameter == "0.weight"
+        assert skips == 30  # from 2**16 to 2**-14
+        assert "first that of `0.weight`, last that of `1.bias`" in message
+        assert "the loss of process 0 is 1e+36" in message
+
+
+def test_the_limit_of_skips_comes_first_where_the_scale_has_room() -> None:
+    trainer = Trainer(max_epochs=5, precision=FP16(init_scale=2.0**60), callbacks=[])
+    with pytest.raises(TrainkitError, match=r"65 windows in a row were skipped"):
+        trainer.fit(
+            nn.Linear(4, 2),
+            always_overflows(),
+            optimizer=partial(AdamW, lr=1e-2),
+            loss_fn=nn.functional.mse_loss,
+        )
+
+
+def test_a_scale_that_begins_below_the_smallest_is_refused() -> None:
+    with pytest.raises(ConfigError, match="`init_scale` of at least `min_scale`"):
+        FP16(init_scale=1e-6)

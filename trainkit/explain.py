@@ -5,6 +5,7 @@ import shutil
 import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -15,6 +16,7 @@ from trainkit.config import TrainConfig
 from trainkit.data import PreparedLoader
 from trainkit.precision import Precision
 from trainkit.rules import Explained, rules
+from trainkit.schedule import make_lr_schedule
 from trainkit.types import class_name
 
 __all__ = ["explain"]
@@ -24,17 +26,20 @@ Rows = Iterator[tuple[str, str]]
 Prepared = tuple[PreparedLoader, Mapping[str, PreparedLoader]]
 
 
-def explain(trainer: Explained, model: nn.Module | None, prepared: Prepared | None) -> None:
+def explain(
+    trainer: Explained, model: nn.Module | None, prepared: Prepared | None, **given: Any
+) -> None:
     """Print, on the main process, what a fit would do.
 
     Args:
         trainer: The trainer; nothing of it changes.
         model: What would be trained; None where that is not known.
         prepared: The training loader and the evaluation loaders; None where not known.
+        **given: `optimizer`, `lr_scheduler` and `warmup`, as for `fit`.
     """
     width = min(100, max(80, shutil.get_terminal_size((96, 24)).columns))
     blocks = {
-        "what is trained": _table(_make_up(trainer, model, prepared), width),
+        "what is trained": _table(_make_up(trainer, model, prepared, given), width),
         "callbacks": _table(_callbacks(trainer.callbacks), width),
         "order": _order(trainer, width),
         "saving": _table(_saving(trainer), width),
@@ -63,7 +68,9 @@ def _table(rows: Rows, width: int) -> list[str]:
     return lines
 
 
-def _make_up(trainer: Explained, model: nn.Module | None, prepared: Prepared | None) -> Rows:
+def _make_up(
+    trainer: Explained, model: nn.Module | None, prepared: Prepared | None, given: dict[str, Any]
+) -> Rows:
     config, strategy = trainer.config, trainer.strategy
     processes = trainer.accelerator.num_processes
     if model is not None:
@@ -82,10 +89,34 @@ def _make_up(trainer: Explained, model: nn.Module | None, prepared: Prepared | N
     loader, evaluations = prepared
     yield "global batch", _global_batch(config, loader, processes)
     yield "length", _length(config, loader)
+    if model is not None and given:
+        yield from _learning_rate(trainer, model, loader, **given)
     for name, data in evaluations.items():
         samples = _known(data.samples_per_epoch, "sample")
         when = "" if trainer.callbacks.schedule_evaluation else "; after each epoch, mean loss only"
         yield "evaluated on", f"{f'`{name}`: ' if name else ''}{samples}, each exactly once{when}"
+
+
+def _learning_rate(
+    trainer: Explained,
+    model: nn.Module,
+    loader: PreparedLoader,
+    optimizer: Any = None,
+    lr_scheduler: Any = None,
+    warmup: float = 0,
+) -> Rows:
+    from trainkit.schedule_plan import check_plan, describe, settings_of  # many runs have none
+
+    # A schedule changes the rates of its optimizer as soon as it is made.
+    own = getattr(getattr(lr_scheduler, "scheduler", lr_scheduler), "optimizer", None)
+    copied = own or settings_of(parts.make_optimizer(optimizer, model))
+    before, planned = trainer.planned_steps, parts.planned_steps(trainer.config, loader)
+    trainer.planned_steps = planned
+    schedule = make_lr_schedule(lr_scheduler, copied, planned, warmup)
+    trainer.planned_steps = before
+    if schedule is not None:
+        check_plan(schedule, planned, trainer.config.max_epochs, trainer.accelerator.print)
+        yield "learning rate", describe(schedule, planned, trainer.config.max_epochs)
 
 
 def _precision(precision: Precision) -> str:

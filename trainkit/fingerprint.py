@@ -23,6 +23,16 @@ __all__ = [
 _SCHEDULED = ("lr", "momentum", "betas")
 """Settings that schedules of torch change in every step."""
 
+_EQUAL = (
+    "optimizer",
+    "scheduler",
+    "scheduler advances",
+    "precision",
+    "data set length",
+    "global batch",
+    "seed",
+)
+
 
 def fingerprint(run: Run) -> dict[str, Any]:
     """Return what must not change between a save and a resume."""
@@ -40,7 +50,8 @@ def fingerprint(run: Run) -> dict[str, Any]:
             for group in run.optimizer.param_groups[run.given_groups :]
             for p in group["params"]
         },
-        "scheduler": run.lr_schedule and type(run.lr_schedule.scheduler).__name__,
+        "scheduler": run.lr_schedule and run.lr_schedule.kind,
+        "scheduler advances": run.lr_schedule and run.lr_schedule.unit,
         "precision": run.precision.name,
         "data set length": loader.samples_per_epoch,
         "global batch": loader.nominal_window(run.config.gradient_accumulation_steps),
@@ -59,9 +70,10 @@ def differences(saved: Mapping[str, Any], present: Mapping[str, Any]) -> list[st
         if "layouts" in saved:  # older checkpoints do not tell
             shapes = present["parameters"]
             problems += layout_problems(saved["layouts"], present["layouts"], shapes)
-    for name in ("optimizer", "scheduler", "precision", "data set length", "global batch", "seed"):
-        if saved[name] != present[name]:
-            problems.append(f"{name}: {saved[name]!r} in the checkpoint, {present[name]!r} now")
+    for name in _EQUAL:
+        was = saved.get(name, present[name])  # older checkpoints do not tell all
+        if was != present[name]:
+            problems.append(f"{name}: {was!r} in the checkpoint, {present[name]!r} now")
     return problems
 
 

@@ -69,12 +69,14 @@ _METADATA = record(
                 "optimizer groups": listed(listed(text)),
                 "added parameters": each(flag),
                 "scheduler": maybe(text),
+                "scheduler advances": maybe(text),
                 "precision": text,
                 "data set length": maybe(whole),
                 "global batch": maybe(whole),
                 "seed": _integer,
             },
-            optional={"layouts", "added parameters"},  # older ones have none
+            # Older ones have none.
+            optional={"layouts", "added parameters", "scheduler advances"},
         ),
         "versions": each(text),
         "order": record({"facts": each(anything), "digest": maybe(text)}),
@@ -210,7 +212,7 @@ def _check_plugins(run: Run, checkpoint: "Checkpoint", trainer: Any) -> None:
     named = manifest.metadata["fingerprint"]["scheduler"]
     if (saved is None) != (named is None):
         raise Unfit(f"must be that of {named}", "lr_scheduler")
-    if scheduler is not None and type(scheduler.scheduler).__name__ == named:
+    if scheduler is not None and scheduler.kind == named:
         strict = same_torch(checkpoint)
         within(
             "lr_scheduler",

@@ -107,7 +107,7 @@ def update(run: Run, callbacks: CallbackList) -> None:
         run.strategy.clip_grad_value(run.parameters, config.max_grad_value)
     run.precision.step(optimizer)
     if run.lr_schedule is not None:
-        run.lr_schedule.advance_step()
+        run.lr_schedule.advance("step")
     optimizer.zero_grad(set_to_none=True)
     state.step += 1
     state.consecutive_skips = 0
@@ -124,7 +124,7 @@ def skip(run: Run, callbacks: CallbackList) -> None:
     """Clear the gradients and leave everything else as it was (DESIGN 2.9)."""
     state = run.state
     loss, _ = run.weighting.result()
-    reason = run.requests.skip or "the gradients overflowed"
+    reason = run.requests.skip or run.overflow(loss)
     run.optimizer.zero_grad(set_to_none=True)
     run.requests.skip = None
     state.skipped_steps += 1
@@ -137,7 +137,7 @@ def end_epoch(run: Run, callbacks: CallbackList) -> None:
     """Count the epoch, then serve what its last step and its end ask for, once."""
     state = run.state
     if run.lr_schedule is not None:
-        run.lr_schedule.advance_epoch()
+        run.lr_schedule.advance("epoch")
     state.epoch += 1
     state.epoch_samples = 0
     run.requests.evaluation |= run.evaluates_epochs

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.optim import LBFGS, Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from trainkit import strategies
@@ -18,9 +17,8 @@ from trainkit.data import PreparedLoader
 from trainkit.errors import ConfigError
 from trainkit.metrics.metric import Metric
 from trainkit.precision import BF16, FP16, FP32, Precision
-from trainkit.schedule import LRSchedule
 from trainkit.strategies import DDP, SingleDevice, Strategy
-from trainkit.types import LossFn, OptimizerFactory, SchedulerFactory, Stateful, class_name
+from trainkit.types import LossFn, OptimizerFactory, Stateful, class_name
 from trainkit.world import World
 
 __all__ = [
@@ -32,7 +30,6 @@ __all__ = [
     "check_model",
     "check_resume",
     "check_stateful",
-    "make_lr_schedule",
     "make_metrics",
     "make_optimizer",
     "make_precision",
@@ -322,34 +319,6 @@ def check_optimizer(optimizer: Optimizer, module: nn.Module) -> None:
             "not change the model. Make the optimizer from `model.parameters()` of the model that "
             "is passed to `fit`, or pass a callable such as `partial(AdamW, lr=3e-4)`."
         )
-
-
-def make_lr_schedule(
-    lr_scheduler: object | SchedulerFactory | None, optimizer: Optimizer
-) -> LRSchedule | None:
-    """Return the schedule, from a callable `optimizer -> LRScheduler` or as it is."""
-    if lr_scheduler is None:
-        return None
-    if not isinstance(lr_scheduler, LRScheduler | ReduceLROnPlateau | LRSchedule):
-        if not callable(lr_scheduler):
-            raise ConfigError(
-                "`lr_scheduler` must be an LRScheduler or a callable `optimizer -> LRScheduler`, "
-                f"but is {type(lr_scheduler).__name__!r}."
-            )
-        lr_scheduler = lr_scheduler(optimizer)
-    if isinstance(lr_scheduler, LRScheduler | ReduceLROnPlateau):
-        lr_scheduler = LRSchedule(lr_scheduler)
-    if not isinstance(lr_scheduler, LRSchedule):
-        raise ConfigError(
-            "The `lr_scheduler` callable must return an LRScheduler or an `LRSchedule`, but "
-            f"returned {type(lr_scheduler).__name__!r}."
-        )
-    if lr_scheduler.scheduler.optimizer is not optimizer:
-        raise ConfigError(
-            "`lr_scheduler` belongs to another optimizer than the one that is used: it would "
-            "change nothing. Pass a callable `optimizer -> LRScheduler`."
-        )
-    return lr_scheduler
 
 
 def planned_steps(config: TrainConfig, loader: PreparedLoader) -> int | None:

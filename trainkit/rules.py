@@ -24,6 +24,7 @@ class Explained(Protocol):
     callbacks: CallbackList
     config: TrainConfig
     output_dir: Path | None
+    planned_steps: int | None
     precision: Precision
     strategy: Strategy
 

@@ -368,6 +368,15 @@ class Run(Log):
         rng.restore_device(self.strategy.device, device_state)
         self.streams = None
 
+    def overflow(self, loss: Tensor) -> str:
+        """Return why a window is skipped; raise where its overflow leaves no way on."""
+        if self.precision.exhausted:
+            from trainkit.overflow import low_scale  # most runs need none of it
+
+            named = self.module.named_parameters()
+            raise low_scale(self.strategy, named, loss, step=self.state.step)
+        return "the gradients overflowed"
+
     def refuse_more_skips(self, reason: str) -> None:
         """Raise where too many windows in a row were skipped, the last one for `reason`."""
         skips, limit = self.state.consecutive_skips, self.config.max_consecutive_skips

@@ -1,5 +1,6 @@
-"""When a learning-rate scheduler advances, and what an optimizer that needs none does instead."""
+"""Learning-rate schedules: when they advance, those by name, and optimizers that need none."""
 
+import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -9,15 +10,18 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from typing_extensions import override
 
+from trainkit.config import check_argument
 from trainkit.errors import ConfigError
 from trainkit.state import TrainState
-from trainkit.types import AnyScheduler, Scalars
+from trainkit.types import AnyScheduler, Scalars, SchedulerFactory
 
-__all__ = ["EvaluationWeights", "LRSchedule"]
+__all__ = ["EvaluationWeights", "LRSchedule", "NamedLR", "make_lr_schedule"]
 
 _KEY = "training_weights"
+NAMES = ("constant", "linear", "cosine", "wsd")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +47,21 @@ class LRSchedule:
                 "`ReduceLROnPlateau` must know which figure to watch. Return "
                 '`LRSchedule(scheduler, metric="eval/loss")` from the scheduler callable.'
             )
+
+    @property
+    def kind(self) -> str:
+        """What it is: its class, or its name and warm-up."""
+        return str(getattr(self.scheduler, "described", type(self.scheduler).__name__))
+
+    @property
+    def unit(self) -> str:
+        """When it advances."""
+        return f"every {self.every}" if self.metric is None else f"by {self.metric}"
+
+    @property
+    def name(self) -> str:
+        """What it is, and when it advances if not after each update."""
+        return self.kind if self.unit == "every step" else f"{self.kind} {self.unit}"
 
     def check(self, figures: Iterable[str] | None) -> None:
         """Raise where the schedule could never advance.
@@ -71,14 +90,9 @@ class LRSchedule:
             for _ in range(state.step if self.every == "step" else state.epoch):
                 self.scheduler.step()  # type: ignore[call-arg]
 
-    def advance_step(self) -> None:
-        """Advance after an applied update, if that is this schedule's pace."""
-        if self.metric is None and self.every == "step":
-            self.scheduler.step()  # type: ignore[call-arg]
-
-    def advance_epoch(self) -> None:
-        """Advance at the end of an epoch, if that is this schedule's pace."""
-        if self.metric is None and self.every == "epoch":
+    def advance(self, unit: Literal["step", "epoch"]) -> None:
+        """Advance after an applied update or at the end of an epoch, if that is its pace."""
+        if self.metric is None and self.every == unit:
             self.scheduler.step()  # type: ignore[call-arg]
 
     def advance_evaluation(self, metrics: Scalars) -> None:
@@ -87,6 +101,78 @@ class LRSchedule:
         if self.metric is None:
             return
         self.scheduler.step(metrics[self.metric])  # type: ignore[arg-type]
+
+
+class NamedLR(LRScheduler):
+    """A schedule over all updates of a run, by name.
+
+    Each of `w` warm-up updates has a higher rate than the one before, from `1 / (w + 1)` of the
+    optimizer's on. After them "constant" stays; "linear" and "cosine" fall to 0 at the end of the
+    run; "wsd" (warm-up, stable, decay) stays, and falls linearly to 0 in the last fifth.
+    The run has `total_steps` updates, where known; `warmup` is a fraction of them, or whole.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, name: object, total_steps: int | None, warmup: float = 0
+    ) -> None:
+        check_argument("warmup", warmup, float)
+        by_fraction = isinstance(warmup, float)
+        limit = 1 if by_fraction else total_steps or math.inf
+        known = total_steps is not None or (name == "constant" and not by_fraction)
+        if name not in NAMES or not known or not 0 <= warmup < limit:
+            raise ConfigError(
+                f"`lr_scheduler={name!r}` with `warmup={warmup!r}` is no schedule by name for "
+                f"{total_steps or 'an unknown number of'} updates. The names are "
+                f"{', '.join(NAMES)}; `warmup` is a fraction of the run, such as 0.1, or a whole "
+                "number of updates, fewer than the run has. Where these are not known, pass "
+                "`Trainer(max_steps=...)`."
+            )
+        self.described = f"{name}, warmup={warmup}"
+        self.shape, self.total_steps = name, None if name == "constant" else total_steps
+        self.warmup_steps = round(warmup * (total_steps or 0)) if by_fraction else warmup
+        super().__init__(optimizer)
+
+    @override
+    def get_lr(self) -> list[float | Tensor]:
+        step, begin, end = self.last_epoch, self.warmup_steps, self.total_steps
+        if step < begin:
+            factor = (step + 1) / (begin + 1)
+        elif end is None:
+            factor = 1.0
+        else:
+            if self.shape == "wsd":
+                begin = max(begin, end - math.ceil(end / 5))
+            done = min(max(step - begin, 0) / (end - begin), 1.0)
+            factor = (1 + math.cos(math.pi * done)) / 2 if self.shape == "cosine" else 1 - done
+        return [base * factor for base in self.base_lrs]
+
+
+def make_lr_schedule(
+    lr_scheduler: object | SchedulerFactory | None,
+    optimizer: Optimizer,
+    planned_steps: int | None = None,
+    warmup: float = 0,
+) -> LRSchedule | None:
+    """Return the schedule, by name, from a callable `optimizer -> LRScheduler` or as it is."""
+    if isinstance(lr_scheduler, str) or warmup != 0:
+        lr_scheduler = NamedLR(optimizer, lr_scheduler, planned_steps, warmup)
+    if lr_scheduler is None:
+        return None
+    if callable(lr_scheduler):
+        lr_scheduler = lr_scheduler(optimizer)
+    if isinstance(lr_scheduler, LRScheduler | ReduceLROnPlateau):
+        lr_scheduler = LRSchedule(lr_scheduler)
+    if not isinstance(lr_scheduler, LRSchedule):
+        raise ConfigError(
+            "`lr_scheduler` must be an LRScheduler, an `LRSchedule`, a callable `optimizer -> "
+            f"LRScheduler` or a name, but is or returns a {type(lr_scheduler).__name__!r}."
+        )
+    if lr_scheduler.scheduler.optimizer is not optimizer:
+        raise ConfigError(
+            "`lr_scheduler` belongs to another optimizer than the one that is used: it would "
+            "change nothing. Pass a callable `optimizer -> LRScheduler`."
+        )
+    return lr_scheduler
 
 
 class EvaluationWeights:

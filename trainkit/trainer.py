@@ -21,7 +21,7 @@ from trainkit.logs import Log, LoneLog
 from trainkit.phases import Calls, check_outputs, compiled, conditions, lasting_streams, watched
 from trainkit.precision import Precision
 from trainkit.run import FitResult, Run
-from trainkit.schedule import LRSchedule
+from trainkit.schedule import LRSchedule, make_lr_schedule
 from trainkit.strategies import Strategy
 from trainkit.types import (
     AnyScheduler,
@@ -158,7 +158,7 @@ class Trainer:
 
     def configure_lr_scheduler(self, optimizer: Optimizer) -> AnyScheduler | LRSchedule | None:
         """Return the scheduler; the default makes what `fit` was given."""
-        return parts.make_lr_schedule(self._lr_scheduler, optimizer)
+        return make_lr_schedule(self._lr_scheduler, optimizer, self.planned_steps, self._warmup)
 
     # What people call.
 
@@ -168,7 +168,8 @@ class Trainer:
         loaders: Any,
         *,
         optimizer: Optimizer | OptimizerFactory | None = None,
-        lr_scheduler: AnyScheduler | LRSchedule | SchedulerFactory | None = None,
+        lr_scheduler: AnyScheduler | LRSchedule | SchedulerFactory | str | None = None,
+        warmup: float = 0,
         loss_fn: LossFn | None = None,
         resume: str | Path | None = None,
         schedule: Literal["keep", "rescale"] | None = None,
@@ -182,9 +183,12 @@ class Trainer:
                 out over the processes here.
             optimizer: A callable `params -> Optimizer` such as `partial(AdamW, lr=3e-4)`, or an
                 optimizer on the model's parameters.
-            lr_scheduler: A callable `optimizer -> LRScheduler`, or a ready-made one. It advances
-                once for each update; `LRSchedule` says otherwise. `planned_steps` is known when
-                the callable runs.
+            lr_scheduler: "constant", "linear", "cosine" or "wsd" over all updates of the run; or a
+                callable `optimizer -> LRScheduler`, or a ready-made one. It advances once for
+                each update; `LRSchedule` says otherwise. `planned_steps` is known when the
+                callable runs.
+            warmup: Of a schedule by name: a fraction of the run such as 0.1, or a whole number of
+                updates.
             loss_fn: `(outputs, targets) -> loss`, a mean over samples, for loaders of pairs
                 `(inputs, targets)`. Without it the model computes its own loss.
 
@@ -203,7 +207,7 @@ class Trainer:
         resume = parts.check_resume(resume, schedule)
         with ExitStack() as stack:
             stack.enter_context(self._calls.enter("fit"))
-            self._optimizer, self._lr_scheduler = optimizer, lr_scheduler
+            self._optimizer, self._lr_scheduler, self._warmup = optimizer, lr_scheduler, warmup
             self.loss_fn = type(self).loss_fn if loss_fn is None else parts.check_loss_fn(loss_fn)
             stack.enter_context(lasting_streams())
             loader, evaluation_loaders = _prepare_all(self, stack, loaders)
@@ -216,6 +220,10 @@ class Trainer:
                 from trainkit import contents  # runs without checkpoints need none of it
 
                 contents.restore(run, self.callbacks, resume, schedule, self._make_schedule)
+            if run.lr_schedule is not None:
+                from trainkit.schedule_plan import check_plan  # many runs need none of it
+
+                check_plan(run.lr_schedule, run.planned_steps, self.config.max_epochs, run.print)
             stack.enter_context(run.interrupts)
             stack.callback(run.close)
             run.weights.train()
@@ -279,7 +287,7 @@ class Trainer:
                 step=self.evaluation_step,
             )
 
-    def explain(self, model: nn.Module | None = None, loaders: Any = None) -> None:
+    def explain(self, model: nn.Module | None = None, loaders: Any = None, **schedule: Any) -> None:
         """Print what `fit` would do: make-up, order of hooks, saving, and every default.
 
         It changes nothing and starts nothing. Every process may call it; the main one prints.
@@ -287,12 +295,15 @@ class Trainer:
         Args:
             model: As for `fit`; its parameters are then counted.
             loaders: As for `fit`; the global batch and the planned steps are then known.
+            **schedule: `optimizer`, `lr_scheduler` and `warmup`, as for `fit`; with model and
+                loaders the learning rates are then known.
         """
         from trainkit.explain import explain
 
         with ExitStack() as stack:
             prepared = None if loaders is None else _prepare_all(self, stack, loaders)
-            explain(self, None if model is None else parts.check_model(model), prepared)
+            known = None if model is None else parts.check_model(model)
+            explain(self, known, prepared, **schedule)
 
     def register_for_checkpointing(self, *objects: Stateful, **named: Stateful) -> None:
         """Save and restore more objects with every checkpoint.
@@ -394,7 +405,7 @@ class Trainer:
         """Return the schedule for a horizon."""
         present, self.planned_steps = self.planned_steps, planned_steps
         try:
-            return parts.make_lr_schedule(self.configure_lr_scheduler(optimizer), optimizer)
+            return make_lr_schedule(self.configure_lr_scheduler(optimizer), optimizer)
         finally:
             self.planned_steps = present
 

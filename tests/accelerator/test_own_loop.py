@@ -33,6 +33,7 @@ from trainkit import (
     GradientAccumulationPlugin,
     GradScalerKwargs,
     InitProcessGroupKwargs,
+    NonFiniteError,
     PartialState,
     Trainer,
     broadcast_object_list,
@@ -212,6 +213,30 @@ def test_two_optimizers_share_a_scale_and_each_sees_its_own_overflow() -> None:
     assert [model.weight.item() for model in models] == [1.0, 0.5]
     assert accelerator.scaler is not None
     assert accelerator.scaler.get_scale() == 512.0
+
+
+def _overflowing_loop(rank: int) -> tuple[int, str | None, str]:
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16")
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    skips = 0
+    try:
+        for _ in range(200):
+            accelerator.backward(model(torch.ones(1, 2)).sum().float() * 1e18)
+            optimizer.step()
+            optimizer.zero_grad()
+            skips += accelerator.optimizer_step_was_skipped
+    except NonFiniteError as error:
+        return skips, error.parameter, str(error)
+    return skips, "none", "200 steps"
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_scale_that_cannot_fall_further_ends_the_loop(size: int) -> None:
+    for skips, parameter, message in run_ranks(size, _overflowing_loop):
+        assert (skips, parameter) == (30, "0.0.weight")
+        assert "the loss of process 0" in message
 
 
 def test_scaled_gradients_are_not_clipped_inside_a_window() -> None:

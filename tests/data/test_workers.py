@@ -4,6 +4,8 @@ import multiprocessing
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -194,3 +196,29 @@ def _runs(pid: int) -> bool:
     except OSError:
         return False
     return state != "Z"
+
+
+def test_a_fork_leaves_the_workers_of_forgotten_iterators_alone() -> None:
+    script = """
+import gc, os, torch
+from torch.utils.data import DataLoader
+from trainkit import Accelerator
+loader = DataLoader(torch.arange(37), 6, num_workers=2, persistent_workers=True)
+batches = iter(Accelerator(cpu=True).prepare(loader))
+next(batches)
+kind = "_MultiProcessingDataLoaderIter"
+held = [each for each in gc.get_objects() if type(each).__name__ == kind]
+assert held
+del batches, loader
+gc.collect()
+if os.fork():
+    os.wait()
+else:
+    held.clear()
+    gc.collect()
+    os._exit(0)
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=240, check=True
+    )
+    assert ended.stderr == ""

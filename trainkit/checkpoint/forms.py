@@ -149,14 +149,14 @@ SCALE = record(
 
 
 def check_schedule_form(saved: Any, scheduler: Any, *, strict: bool) -> None:
-    """Check the state of a scheduler of torch; others know their own.
+    """Check the state of a scheduler of torch or trainkit; others know their own.
 
     Args:
         saved: The state.
         scheduler: Which is to take it.
         strict: Whether the same version of torch wrote it, which knows the same keys.
     """
-    if not type(scheduler).__module__.startswith("torch."):
+    if not type(scheduler).__module__.startswith(("torch.", "trainkit.")):
         return
     present = scheduler.state_dict()
     record({})(saved)

@@ -133,6 +133,7 @@ class Workers(Source):
         if self._pid != os.getpid():
             self._iterators.clear()  # those of the process that this one was forked from
         self._pid = os.getpid()
+        _with_workers.add(iterator)
         if iterator not in self._iterators:  # a persistent one comes back for each pass
             self._iterators.append(iterator)
         try:
@@ -280,6 +281,8 @@ def _blocked(signals: tuple[signal.Signals, ...]) -> Iterator[None]:
 
 
 _at_exit: WeakSet[Workers] = WeakSet()
+_with_workers: WeakSet[Any] = WeakSet()
+"""The iterators of torch that have workers, those too that nobody refers to any more."""
 
 
 @atexit.register
@@ -299,9 +302,8 @@ def _dismiss(dismissal: Connection, pid: int) -> None:
 
 def _leave_to_parent() -> None:
     """Let the collector stop no workers here that belong to the process this one is a fork of."""
-    for workers in list(_at_exit):
-        for iterator in workers._iterators:
-            iterator._shutdown = True
+    for iterator in list(_with_workers):
+        iterator._shutdown = True
 
 
 os.register_at_fork(after_in_child=_leave_to_parent)

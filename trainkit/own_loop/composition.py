@@ -68,6 +68,7 @@ class OwnLoop:
         self.gradients = Gradients(
             self.accumulation, self.precision, self.strategy, scaled=scaler.enabled
         )
+        self.gradients.models = self.registry.models
         sharing = Sharing(
             processes=self.processes,
             device=self.device if wishes.device_placement else torch.device("cpu"),

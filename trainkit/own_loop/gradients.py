@@ -1,6 +1,7 @@
 """What happens to gradients between a backward and an update, in a loop of the user's own."""
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -39,10 +40,11 @@ class Gradients:
         *,
         scaled: bool = True,
     ) -> None:
-        self.scaler: torch.amp.GradScaler | None = None
+        self._fp16 = precision if isinstance(precision, FP16) and scaled else None
+        self.scaler = None if self._fp16 is None else self._fp16.scaler
         """The scaler of fp16; None without one."""
-        if isinstance(precision, FP16) and scaled:
-            self.scaler = precision.scaler
+        self.models: Sequence[nn.Module] = ()  # whose parameters an error names
+        self._loss = torch.tensor(math.nan)  # the latest, not scaled
         self.optimizers: list[Optimizer] = []
         """Those that were prepared."""
         self._accumulation = accumulation
@@ -67,6 +69,7 @@ class Gradients:
             loss = loss / self._accumulation.divisor
         if self.scaler is not None:
             self._refresh()
+            self._loss = loss.detach()
             loss = scaled_loss(self.scaler, loss)
         loss.backward(**kwargs)
 
@@ -143,7 +146,14 @@ class Gradients:
         # torch has no public name for the flag that GradScaler.step reads.
         (found,) = scaler._found_inf_per_device(optimizer).values()
         self._stale = True
-        return self._strategy.agree(found).item() != 0  # the one read a step that fp16 costs
+        overflowed = self._strategy.agree(found).item() != 0  # the one read a step that fp16 costs
+        if overflowed and self._fp16 is not None and self._fp16.is_lowest():
+            from trainkit.overflow import low_scale  # most loops need none of it
+
+            models = nn.ModuleList(self._strategy.unwrap(model) for model in self.models)
+            loss, done = self._loss * self._accumulation.divisor, self._accumulation.window - 1
+            raise low_scale(self._strategy, models.named_parameters(), loss, step=done)
+        return overflowed
 
     def _refresh(self) -> None:
         if self._stale and self.scaler is not None:

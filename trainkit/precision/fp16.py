@@ -28,6 +28,8 @@ class FP16(Precision):
         growth_factor: What the scale is multiplied by after `growth_interval` good windows.
         backoff_factor: What the scale is multiplied by after an overflow.
         growth_interval: Good windows in a row before the scale grows.
+        min_scale: Smallest scale. Gradients that still overflow there end the run: below it those
+            that do not would be rounded to zero, and updates would only decay the weights.
     """
 
     name = "fp16"
@@ -41,15 +43,18 @@ class FP16(Precision):
         growth_factor: float = 2.0,
         backoff_factor: float = 0.5,
         growth_interval: int = 2000,
+        min_scale: float = 2.0**-14,
     ) -> None:
-        known = (init_scale, growth_factor - 1, 1 - backoff_factor, backoff_factor, growth_interval)
-        if not all(0 < value < math.inf for value in known):
+        known = (min_scale, growth_factor - 1, 1 - backoff_factor, backoff_factor, growth_interval)
+        fits = min_scale <= init_scale < math.inf
+        if not (fits and all(0 < value < math.inf for value in known)):
             raise ConfigError(
-                "The loss scale needs `init_scale` above 0, `growth_factor` above 1, "
-                "`backoff_factor` between 0 and 1 and `growth_interval` of at least 1, all finite, "
-                f"but they are {init_scale}, {growth_factor}, {backoff_factor} and "
-                f"{growth_interval}."
+                "The loss scale needs `min_scale` above 0, `init_scale` of at least `min_scale`, "
+                "`growth_factor` above 1, `backoff_factor` between 0 and 1 and `growth_interval` "
+                f"of at least 1, all finite, but they are {min_scale}, {init_scale}, "
+                f"{growth_factor}, {backoff_factor} and {growth_interval}."
             )
+        self.min_scale = min_scale
         self._options: dict[str, Any] = {
             "init_scale": init_scale,
             "growth_factor": growth_factor,
@@ -76,6 +81,10 @@ class FP16(Precision):
         """The present factor on the loss; reading it waits for the device."""
         return self.scaler.get_scale()
 
+    def is_lowest(self) -> bool:
+        """Return whether an overflow that the scale has not followed yet takes it too low."""
+        return self.scale * self.scaler.get_backoff_factor() < self.min_scale
+
     @override
     def autocast(self) -> AbstractContextManager[object]:
         return torch.autocast(self.device.type, dtype=self.dtype)
@@ -91,9 +100,10 @@ class FP16(Precision):
         self.scaler.unscale_(optimizer)
         # torch has no public name for the flag that GradScaler.step reads.
         (found,) = self.scaler._found_inf_per_device(optimizer).values()
-        overflow = agree(found)
+        overflowed = agree(found).item() != 0  # the one read a step that fp16 costs
+        self.exhausted = overflowed and self.is_lowest()
         self.scaler.update()
-        return overflow.item() != 0  # the one read a step that fp16 costs
+        return overflowed
 
     @override
     def state_dict(self) -> dict[str, Any]:

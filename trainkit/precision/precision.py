@@ -25,6 +25,8 @@ class Precision(ABC):
     """What parameters may be converted to for a forward; None: they stay what they are."""
 
     device: torch.device
+    exhausted: bool = False
+    """Whether the latest overflow came where the loss cannot be scaled down any further."""
 
     def setup(self, device: torch.device) -> None:
         """Bind to the device; raises `ConfigError` where it lacks the format."""

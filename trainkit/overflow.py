@@ -1,0 +1,36 @@
+"""What is said of gradients that overflow and go on to do so (DESIGN 2.9)."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from trainkit.errors import NonFiniteError
+from trainkit.strategies import Strategy
+
+__all__ = ["low_scale"]
+
+
+def low_scale(
+    strategy: Strategy, named: Iterable[tuple[str, Tensor]], loss: Tensor, *, step: int
+) -> NonFiniteError:
+    """Return the error for gradients that overflow at the smallest scale; called by all."""
+    parameters = dict(named)
+    with torch.no_grad():
+        parts = [strategy.local_gradients([p]) for p in parameters.values()]
+        values = [[g._values() if g.is_sparse else g for g in part] for part in parts]
+        bad = [i for i, part in enumerate(values) if not all(g.isfinite().all() for g in part)]
+    found = strategy.processes.all_gather_objects((bad, loss.float().mean().item()))
+    process = min(range(len(found)), key=lambda rank: found[rank][0] or [len(parts)])
+    bad = sorted({index for seen, _ in found for index in seen})
+    names = [list(parameters)[index] for index in bad]
+    where = f", first that of `{names[0]}`, last that of `{names[-1]}`" if names else ""
+    return NonFiniteError(
+        f"The gradients overflow float16{where}, and the loss scale is at its smallest. After "
+        f"{step} updates the loss of process {process} is {found[process][1]:g}. At a smaller "
+        "scale gradients would be rounded to zero. Lower the learning rate, look for inputs or "
+        'losses that are not finite, or use "bf16"; `FP16(min_scale=...)` sets the smallest scale.',
+        step=step,
+        process=process,
+        parameter=names[0] if names else None,
+    )
