@@ -1,12 +1,15 @@
 """trainkit is right in every row of the table of behaviours (`benchmarks/behaviour`)."""
 
 import json
+import warnings
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
 
 from benchmarks.behaviour import __main__ as command
-from benchmarks.behaviour import frameworks, rows, table, toys
+from benchmarks.behaviour import frameworks, rows, scored, table, toys
 from benchmarks.behaviour.bench import Bench, Outcome
 from benchmarks.behaviour.job import Variant
 from benchmarks.behaviour.worker import NOT_OFFERED, OPTION, RIGHT, WRONG, Cell, fill, run
@@ -74,6 +77,40 @@ def test_a_run_goes_on_where_it_was(tmp_path: Path) -> None:
     assert set(again.cells) == {("nan", "trainkit")}
     assert not command.Results(path, afresh=True).cells
     assert json.loads(path.read_text())["cells"][0]["mark"] == RIGHT
+
+
+def _warns(outputs: Tensor, targets: Tensor) -> Tensor:
+    warnings.warn("`T_max` is small", stacklevel=1)
+    return toys.mean(outputs, targets)
+
+
+def _refuses(outputs: Tensor, targets: Tensor) -> Tensor:
+    error = ValueError("this `reduction` is not known")
+    error.add_note("a note, which stands last")
+    raise error
+
+
+def test_what_a_training_says_is_heard(tmp_path: Path) -> None:
+    bench = Bench(frameworks.load("trainkit"), None, tmp_path)
+    heard = bench.listen(bench.job(loss=_warns))
+    assert (heard.updated, heard.errors, len(heard.tapes)) == (True, [], 1)
+    assert heard.names("t_max")
+    assert not heard.names("reduction")
+    heard = bench.listen(bench.job(loss=_refuses))
+    assert not heard.updated
+    assert "`reduction` is not known" in str(heard.refusal("reduction"))
+    with pytest.raises(RuntimeError, match="otherwise: ValueError"):
+        heard.refusal("T_max")
+
+
+def test_what_is_computed_by_hand_is_what_torchmetrics_computes() -> None:
+    numbers = torch.arange(9.0)[:, None]
+    for name, model, data, by_hand in (
+        ("auroc", scored.Logits(9), scored.Classes(9), scored.area),
+        ("iou", scored.PixelLogits(9), scored.Masks(9), scored.mean_iou),
+    ):
+        scores, labels = model(numbers).detach(), torch.stack([data[i][1] for i in range(9)])
+        assert by_hand(scores, labels) == pytest.approx(scored.function(name)(scores, labels))
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """Runs jobs for a probe: in forked processes, with limits, and killed where the probe says so."""
 
+import logging
 import multiprocessing
 import os
 import signal
@@ -8,18 +9,22 @@ import subprocess
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 
+from benchmarks.behaviour import toys
 from benchmarks.behaviour.job import Framework, Job, NotOffered, Variant
 from benchmarks.behaviour.toys import TAPE, Tape
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import RanksError, run_ranks
 
+RAISES, ERROR = "raises", "error"
 LIMIT = 90.0  # seconds for one job: it takes one or two on a quiet machine
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -30,6 +35,44 @@ class Outcome:
 
     right: bool
     figure: str
+
+
+@dataclass(frozen=True)
+class Heard:
+    """What a training said, and how far it came.
+
+    Attributes:
+        errors: The exception of each process; none if it ran to its end.
+        updated: Whether there was an update on any process.
+        said: All that was printed, logged and warned.
+        tapes: What each process has seen; none after an exception.
+    """
+
+    errors: list[str]
+    updated: bool
+    said: str
+    tapes: list[Tape]
+
+    def refusal(self, *words: str) -> str | None:
+        """Return the error that has one of `words`; None if there is none.
+
+        Raises:
+            RuntimeError: It ended with another error.
+        """
+        for error in self.errors:
+            if _has(error, words):
+                return error
+        if self.errors:
+            raise RuntimeError(f"it ended otherwise: {self.errors[0][:120]}")
+        return None
+
+    def names(self, *words: str) -> bool:
+        """Whether it said one of `words`, in an error or elsewhere."""
+        return _has(self.said, words) or any(_has(error, words) for error in self.errors)
+
+
+def _has(text: str, words: tuple[str, ...]) -> bool:
+    return any(word.lower() in text.lower() for word in words)
 
 
 class Bench:
@@ -64,6 +107,20 @@ class Bench:
             if isinstance(tape.result, NotOffered):
                 raise tape.result
         return tapes
+
+    def listen(self, job: Job, size: int = 1) -> Heard:
+        """Train on `size` processes, with everything switched on that may be logged or warned."""
+        folder = self.new_folder()
+        tapes: list[Tape] = []
+        errors: list[str] = []
+        try:
+            tapes = self.tapes(job, size, before=partial(_be_heard, folder))
+        except RanksError as failure:
+            if in_short(failure)[0] != RAISES:
+                raise
+            errors = [_message(text) for text in failure.failures.values()]
+        said = "".join(path.read_text(errors="replace") for path in folder.glob("said-*"))
+        return Heard(errors, (folder / "updated").exists(), said, tapes)
 
     def start(self, job: Job, size: int, before: Callable[[], None] | None = None) -> "Started":
         """Start `job` on `size` processes that nobody watches over, as `srun` does."""
@@ -189,6 +246,42 @@ def _be(
     except Exception:
         traceback.print_exc()
         sys.exit(1)
+
+
+def _be_heard(folder: Path) -> None:
+    """Let this process write all that it says to a file, and note its first update."""
+    sys.stdout = sys.stderr = file = (folder / f"said-{os.environ['RANK']}").open("w", buffering=1)
+    os.dup2(file.fileno(), 1)
+    os.dup2(file.fileno(), 2)
+    warnings.resetwarnings()
+    warnings.simplefilter("always")
+    warnings.showwarning = _write_warning
+    logging.disable(logging.NOTSET)
+    logging.basicConfig(level=logging.INFO)
+    for name in list(logging.root.manager.loggerDict):
+        logging.getLogger(name).setLevel(logging.INFO)
+    toys.AFTER_UPDATE.append(lambda done: (folder / "updated").touch() if done else None)
+
+
+def _write_warning(message: Any, category: Any, *_: Any) -> None:
+    print(f"{category.__name__}: {message}", file=sys.stderr)
+
+
+def in_short(error: RanksError) -> tuple[str, str]:
+    """Return a mark, and the exception of the first failure."""
+    texts = [text for text in error.failures.values() if not text.startswith("still running")]
+    if not texts:
+        return ERROR, "does not end"
+    mark = RAISES if texts[0].startswith("raised") else ERROR
+    return mark, _message(texts[0])[:200]
+
+
+def _message(text: str) -> str:
+    """Return what stands behind the last frame of a traceback: the exception and its notes."""
+    lines = text.strip().splitlines()
+    frames = [number for number, line in enumerate(lines) if line.startswith("  ")]
+    behind = lines[frames[-1] + 1 :] if frames else []
+    return " ".join(" ".join(behind or lines[-1:]).split())
 
 
 def _surround(port: int) -> None:

@@ -19,6 +19,9 @@ class NotOffered(Exception):
     """The framework does not say that it does this; the message says how it is meant instead."""
 
 
+NO_CHECK = "it has no such check"
+
+
 @dataclass(frozen=True)
 class Job:
     """One small training or evaluation; every process gets the same one.
@@ -34,6 +37,9 @@ class Job:
         loss: `(outputs, targets) -> loss`.
         weigh: Over how many items the loss of these targets is a mean, if not samples.
         schedule: Factor of the learning rate after so many updates.
+        make_scheduler: Given the optimizer, makes a scheduler that is handed over as it is: nothing
+            is said of when it moves.
+        metric: What an evaluation computes; see `scored.metric`.
         optimizer: Given the parameters, makes the optimizer.
         overflow: Train in fp16 with a gradient scaler.
         folder: For checkpoints.
@@ -56,6 +62,8 @@ class Job:
     loss: Callable[[Tensor, Tensor], Tensor] = toys.mean
     weigh: Callable[[Tensor], Tensor] | None = None
     schedule: Callable[[int], float] | None = None
+    make_scheduler: Callable[[Any], Any] | None = None
+    metric: str = "auroc"
     optimizer: Callable[[Any], Any] = toys.Recorder
     overflow: bool = False
     folder: Path | None = None
@@ -87,7 +95,19 @@ class Job:
 
     def scheduler(self, optimizer: Any) -> Any:
         """Return the learning-rate scheduler, if there is one."""
+        if self.make_scheduler is not None:
+            return self.make_scheduler(optimizer)
         return None if self.schedule is None else LambdaLR(optimizer, self.schedule)
+
+    def contrastive(self, gather: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+        """Return `toys.contrastive` over what `gather` returns, or torch's own with that option."""
+        rows = toys.torch_gather if "torch_gather" in self.options else gather
+        return lambda z, y: toys.contrastive(z, y, rows(z), gather(y))
+
+    @property
+    def has_scheduler(self) -> bool:
+        """Whether there is a scheduler."""
+        return self.schedule is not None or self.make_scheduler is not None
 
 
 @dataclass(frozen=True)
@@ -108,6 +128,9 @@ def option(label: str | None = None, **options: Any) -> Variant:
     return Variant(
         label or ", ".join(f"{n}={v!r}" for n, v in options.items()), {"options": options}
     )
+
+
+TORCH_GATHER = option("torch.distributed.nn.functional.all_gather", torch_gather=True)
 
 
 class Framework(ABC):
@@ -138,6 +161,18 @@ class Framework(ABC):
     def evaluate(self, job: Job) -> float:
         """Return the mean loss over all samples, as process 0 has it."""
         raise NotOffered("evaluation loops are the user's")
+
+    def metric(self, job: Job) -> float:
+        """Return the metric of `job` over all samples, as process 0 has it."""
+        raise NotOffered("metrics are the user's")
+
+    def log_in_evaluation(self, job: Job) -> float:
+        """Train and evaluate; return the figure that its steps log, their mean squared target."""
+        raise NotOffered("nothing is logged in evaluation steps")
+
+    def contrast(self, job: Job) -> None:
+        """Train with `toys.contrastive` over the outputs of all processes."""
+        raise NotOffered("it gathers nothing for losses")
 
     def logged(self, job: Job) -> list[float]:
         """Train, and return the loss of each step as it is shown."""

@@ -4,8 +4,9 @@ import platform
 from collections.abc import Iterable, Mapping
 from datetime import date
 
+from benchmarks.behaviour.bench import ERROR, RAISES
 from benchmarks.behaviour.rows import Row
-from benchmarks.behaviour.worker import ERROR, NOT_OFFERED, OPTION, RAISES, RIGHT, WRONG, Cell
+from benchmarks.behaviour.worker import NOT_OFFERED, OPTION, RIGHT, WRONG, Cell
 
 MARKS = {
     RIGHT: "yes",

@@ -30,12 +30,14 @@ class Tape:
         steps: The gradient of every update, in full.
         rates: The learning rate of every update.
         inputs: Number and random part of every sample that went through the model in training.
+        weights: The parameters after the last update of a `Recorder`.
         first: Parameters and buffers, as (smallest, largest), at the first forward in training.
     """
 
     steps: list[list[float]] = field(default_factory=list)
     rates: list[float] = field(default_factory=list)
     inputs: list[tuple[int, float]] = field(default_factory=list)
+    weights: list[float] = field(default_factory=list)
     first: dict[str, Any] = field(default_factory=dict)
     result: Any = None
 
@@ -144,8 +146,17 @@ class Raises(Pick):
 
     @override
     def seen(self, x: Tensor) -> None:
-        if os.environ.get("RANK", os.environ.get("LOCAL_RANK")) == "1" and len(TAPE.steps) == 2:
+        if _rank() == 1 and len(TAPE.steps) == 2:
             raise RuntimeError("the planned failure")
+
+
+class Edited(Pick):
+    """Changes a parameter after the second update on process 1, behind everybody's back."""
+
+    @override
+    def seen(self, x: Tensor) -> None:
+        if _rank() == 1 and len(TAPE.steps) == 2:
+            self.weight.data[0] += 1.0
 
 
 class Slow(Pick):
@@ -204,8 +215,24 @@ class _Recording:
 class Recorder(_Recording, SGD):
     """SGD that records; a parameter is the sum of what its sample counted."""
 
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, lr=1.0)
+    def __init__(self, params: Any, lr: float = 1.0) -> None:
+        super().__init__(params, lr=lr)
+
+    @override
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        TAPE.weights = [value for p in parameters for value in p.detach().flatten().tolist()]
+        return loss
+
+
+def unequal(params: Any) -> Recorder:
+    """Return an optimizer whose learning rate is 1 on process 0, and 1/2 on the others."""
+    return Recorder(params, lr=1.0 if _rank() == 0 else 0.5)
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")))
 
 
 class Fused(AdamW):
@@ -253,6 +280,25 @@ def ragged(x: Tensor) -> Tensor:
     rows = [[int(number) + 1.0] * (int(number) % 3 + 1) for number, _ in x.tolist()]
     longest = max(map(len, rows))
     return torch.tensor([row + [0.0] * (longest - len(row)) for row in rows])
+
+
+def contrastive(own: Tensor, numbers: Tensor, others: Tensor, their_numbers: Tensor) -> Tensor:
+    """Return InfoNCE of our embeddings against those of all processes, itself left out.
+
+    Samples 2k and 2k + 1 belong together; who gets which does not matter.
+    """
+    logits = own @ others.T
+    logits = logits.masked_fill(numbers[:, None] == their_numbers, float("-inf"))
+    partner = torch.where(numbers % 2 == 0, numbers + 1, numbers - 1)
+    found = (partner[:, None] == their_numbers).long().argmax(1)
+    return nn.functional.cross_entropy(logits, found)
+
+
+def torch_gather(rows: Tensor) -> Tensor:
+    """Return the rows of all processes with their gradients, as torch has it."""
+    from torch.distributed.nn.functional import all_gather
+
+    return torch.cat(all_gather(rows))
 
 
 def touch_after(updates: int, path: Path) -> Callable[[int], None]:

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 
 from benchmarks.behaviour import rows
-from benchmarks.behaviour.bench import Bench, Outcome
+from benchmarks.behaviour.bench import ERROR, Bench, Outcome, in_short
 from benchmarks.behaviour.frameworks import load
 from benchmarks.behaviour.job import Framework, NotOffered, Variant
 from benchmarks.behaviour.rows import Row
@@ -23,7 +23,6 @@ from tests.helpers.ranks import RanksError
 
 CELL_LIMIT = 600.0  # seconds for one cell with all its variants
 RIGHT, OPTION, WRONG, NOT_OFFERED = "right", "option", "wrong", "not offered"
-RAISES, ERROR = "raises", "error"
 
 
 @dataclass(frozen=True)
@@ -55,19 +54,10 @@ def _probe(framework: Framework, row: Row, variant: Variant | None) -> tuple[str
         except NotOffered as reason:
             return NOT_OFFERED, str(reason)
         except RanksError as error:
-            return _in_short(error)
+            return in_short(error)
         except Exception as error:
             return ERROR, f"{type(error).__name__}: {error}"[:160]
     return (RIGHT if outcome.right else WRONG), outcome.figure
-
-
-def _in_short(error: RanksError) -> tuple[str, str]:
-    """Return a mark, and the last line of the first failure."""
-    texts = [text for text in error.failures.values() if not text.startswith("still running")]
-    if not texts:
-        return ERROR, "does not end"
-    last = texts[0].strip().splitlines()[-1].strip()
-    return (RAISES if texts[0].startswith("raised") else ERROR), " ".join(last.split())[:200]
 
 
 def fill(framework: Framework, row: Row) -> Cell:

@@ -15,8 +15,16 @@ from accelerate.utils import (
 )
 from torch import Tensor
 
-from benchmarks.behaviour import toys
-from benchmarks.behaviour.job import Framework, Job, Variant, by_number, option
+from benchmarks.behaviour import scored, toys
+from benchmarks.behaviour.job import (
+    NO_CHECK,
+    TORCH_GATHER,
+    Framework,
+    Job,
+    Variant,
+    by_number,
+    option,
+)
 
 
 class _Place:
@@ -52,6 +60,7 @@ class Accelerate(Framework):
 
     package = "accelerate"
     variants: ClassVar = {
+        "contrastive": [TORCH_GATHER],
         "overflow": [Variant("AdamW(fused=False)", {"optimizer": toys.Unfused})],
         "resume_order": RESUMING,
         "resume_augmentation": RESUMING,
@@ -71,7 +80,13 @@ class Accelerate(Framework):
         "gather_texts": [option(use_gather_object=True)],
         "gather_ragged": [option("pad_across_processes(dim=1)", pad=True)],
     }
+    left_to_users: ClassVar = {
+        "schedule_unit": "the loop steps it",
+        "replica": NO_CHECK,
+        "rates_differ": NO_CHECK,
+    }
     not_offered: ClassVar = {
+        "eval_figure": "evaluation loops are the user's",
         "sigterm": "it does not handle signals",
         "background": "saves are in the foreground",
     }
@@ -164,6 +179,21 @@ class Accelerate(Framework):
             outputs, y = accelerator.gather_for_metrics((outputs, y))
             losses += [job.loss(o, t).item() for o, t in zip(outputs, y, strict=True)]
         return sum(losses) / len(losses)
+
+    def metric(self, job: Job) -> float:
+        accelerator = self._accelerator(job)
+        model = accelerator.prepare(job.model(job.samples)).eval()
+        found = []
+        for x, y in accelerator.prepare(job.loader()):
+            with torch.no_grad():
+                outputs = model(x)
+            found.append(accelerator.gather_for_metrics((outputs, y)))
+        outputs, targets = (torch.cat(parts) for parts in zip(*found, strict=True))
+        return scored.function(job.metric)(outputs, targets)
+
+    def contrast(self, job: Job) -> None:
+        gather = self._accelerator(job).gather
+        self.train(job.but(loss=job.contrastive(gather)))
 
     def gather(self, job: Job, outputs: Callable[[Tensor], Any]) -> list[Any]:
         accelerator = self._accelerator(job)

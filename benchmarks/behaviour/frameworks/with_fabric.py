@@ -6,7 +6,7 @@ from lightning.fabric import Fabric as LightningFabric
 from lightning.fabric import seed_everything
 
 from benchmarks.behaviour import toys
-from benchmarks.behaviour.job import Framework, Job, Variant, size_of_world
+from benchmarks.behaviour.job import NO_CHECK, Framework, Job, Variant, size_of_world
 
 _LOOP = "the loop is the user's"
 
@@ -26,9 +26,13 @@ class Fabric(Framework):
             Variant("a data set that splits itself over workers", {"data": toys.SplitStream})
         ],
     }
+    left_to_users: ClassVar = {"rates_differ": NO_CHECK}
     not_offered: ClassVar = {
         **dict.fromkeys(
             ["last_window", "kwargs", "tokens_accumulation", "tokens_processes", "scheduler"], _LOOP
+        ),
+        **dict.fromkeys(
+            ["sum_loss", "schedule_unit", "auroc", "segmentation", "eval_figure"], _LOOP
         ),
         **dict.fromkeys(
             ["resume_order", "resume_augmentation", "elastic", "kill_one", "kill_three", "torn"],
@@ -41,9 +45,16 @@ class Fabric(Framework):
         "break_early": _LOOP,
         "sigterm": _LOOP,
         "bit_flip": "what is saved is the user's",
+        "replica": "what is saved is the user's",
     }
 
     def train(self, job: Job) -> None:
+        self._train(job)
+
+    def contrast(self, job: Job) -> None:
+        self._train(job, over_processes=True)
+
+    def _train(self, job: Job, *, over_processes: bool = False) -> None:
         size = job.options.get("devices", size_of_world())
         strategy = "ddp" if size > 1 else "auto"
         fabric = LightningFabric(accelerator="cpu", devices=size, strategy=strategy)
@@ -54,7 +65,14 @@ class Fabric(Framework):
         loader: Any = fabric.setup_dataloaders(job.loader())
         for _ in range(job.epochs):
             for x, y in loader:
-                fabric.backward(job.loss(model(x), y))
+                outputs = model(x)
+                if over_processes:
+                    others: Any = fabric.all_gather(outputs, sync_grads=True)
+                    theirs: Any = fabric.all_gather(y)
+                    loss = toys.contrastive(outputs, y, others.flatten(0, -2), theirs.flatten())
+                else:
+                    loss = job.loss(outputs, y)
+                fabric.backward(loss)
                 optimizer.step()
                 optimizer.zero_grad()
 

@@ -10,13 +10,29 @@ import ignite.distributed as idist
 import torch
 from ignite.engine import Events, create_supervised_evaluator, create_supervised_trainer
 from ignite.handlers import Checkpoint, DiskSaver, global_step_from_engine
-from ignite.metrics import Loss, RunningAverage
+from ignite.metrics import (
+    Average,
+    ConfusionMatrix,
+    EpochMetric,
+    Loss,
+    RunningAverage,
+    mIoU,
+)
 from ignite.utils import manual_seed
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from benchmarks.behaviour import toys
-from benchmarks.behaviour.job import Framework, Job, Variant, by_number, option, size_of_world
+from benchmarks.behaviour import scored, toys
+from benchmarks.behaviour.job import (
+    NO_CHECK,
+    TORCH_GATHER,
+    Framework,
+    Job,
+    Variant,
+    by_number,
+    option,
+    size_of_world,
+)
 
 logging.disable(logging.INFO)
 warnings.filterwarnings("ignore", module="ignite")
@@ -27,13 +43,20 @@ class Ignite(Framework):
 
     package = "pytorch-ignite"
     variants: ClassVar = {
+        "contrastive": [TORCH_GATHER],
         "resume_order": [option(deterministic=True)],
         "resume_augmentation": [option(deterministic=True)],
         "elastic": [option(deterministic=True)],
         "iterable": [
             Variant("a data set that splits itself over workers", {"data": toys.SplitStream})
         ],
+        "eval_figure": [option("Average of a row for each sample", by_sample=True)],
         "rank_augmentation": [option("manual_seed(seed + rank)", seed_by_rank=True)],
+    }
+    left_to_users: ClassVar = {
+        "schedule_unit": "the user says at which event it moves",
+        "replica": NO_CHECK,
+        "rates_differ": NO_CHECK,
     }
     not_offered: ClassVar = {
         "sigterm": "it does not handle signals",
@@ -101,6 +124,35 @@ class Ignite(Framework):
         model = idist.auto_model(job.model(job.samples))
         evaluator = create_supervised_evaluator(model, {"loss": Loss(job.loss)})
         return float(evaluator.run(self._loader(job)).metrics["loss"])
+
+    def metric(self, job: Job) -> float:
+        self._start(job)
+        model = idist.auto_model(job.model(job.samples))
+        if job.metric == "auroc":
+            metric: Any = EpochMetric(scored.function(job.metric))
+        else:
+            metric = mIoU(ConfusionMatrix(scored.CLASSES))
+        evaluator = create_supervised_evaluator(model, {"metric": metric})
+        return float(evaluator.run(self._loader(job)).metrics["metric"])
+
+    def log_in_evaluation(self, job: Job) -> float:
+        trainer, parts = self._trainer(job)
+        by_sample = "by_sample" in job.options
+        evaluator = create_supervised_evaluator(
+            parts["model"],
+            output_transform=lambda x, y, y_pred: (
+                y.square()[:, None] if by_sample else y.square().mean().item()
+            ),
+        )
+        Average().attach(evaluator, "figure")
+        loader = self._loader(job)
+        trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: evaluator.run(loader))
+        self._run(trainer, parts, job)
+        return float(evaluator.state.metrics["figure"])
+
+    def contrast(self, job: Job) -> None:
+        gather: Any = idist.all_gather
+        self.train(job.but(loss=job.contrastive(gather)))
 
     def logged(self, job: Job) -> list[float]:
         trainer, parts = self._trainer(job)

@@ -10,8 +10,16 @@ from lightning.pytorch import LightningModule, Trainer, callbacks, seed_everythi
 from lightning.pytorch.plugins import AsyncCheckpointIO, MixedPrecision
 from torch import Tensor
 
-from benchmarks.behaviour import toys
-from benchmarks.behaviour.job import Framework, Job, Variant, by_number, option, size_of_world
+from benchmarks.behaviour import scored, toys
+from benchmarks.behaviour.job import (
+    NO_CHECK,
+    Framework,
+    Job,
+    Variant,
+    by_number,
+    option,
+    size_of_world,
+)
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 warnings.filterwarnings("ignore", module="lightning")
@@ -22,6 +30,7 @@ class _Module(LightningModule):
         super().__init__()
         self.job, self.model = job, job.model(job.samples)
         self.losses: list[float] = []
+        self.metric: Any = None
 
     def training_step(self, batch: Any, index: int) -> Tensor:
         x, y = batch
@@ -34,14 +43,36 @@ class _Module(LightningModule):
 
     def validation_step(self, batch: Any, index: int) -> None:
         x, y = batch
+        if self.metric is not None:
+            self.metric.update(self.model(x), y)
+            self.log("metric", self.metric)
         self.log("val", self.job.loss(self.model(x), y), sync_dist=True, batch_size=len(x))
 
     def configure_optimizers(self) -> Any:
         optimizer = self.job.optimizer(self.parameters())
+        if self.job.make_scheduler is not None:
+            return [optimizer], [self.job.scheduler(optimizer)]
         if self.job.schedule is None:
             return optimizer
         scheduler = {"scheduler": self.job.scheduler(optimizer), "interval": "step"}
         return {"optimizer": optimizer, "lr_scheduler": scheduler}
+
+
+class _Contrastive(_Module):
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        embeddings, numbers = self.model(batch[0]), batch[1]
+        others = self.all_gather(embeddings, sync_grads=True).flatten(0, -2)  # type: ignore[union-attr]
+        theirs = self.all_gather(numbers).flatten()  # type: ignore[union-attr]
+        return toys.contrastive(embeddings, numbers, others, theirs)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, index: int) -> None:
+        """There is no figure to keep."""
+
+
+class _Logging(_Module):
+    def validation_step(self, batch: Any, index: int) -> None:
+        options = {"sync_dist": True} if self.job.options.get("sync_dist") else {}
+        self.log("figure", batch[1].square().mean(), **options)
 
 
 class Lightning(Framework):
@@ -56,6 +87,7 @@ class Lightning(Framework):
             )
         ],
         "sigterm": [option("ModelCheckpoint(save_on_exception=True)", save_on_exception=True)],
+        "eval_figure": [option("log(sync_dist=True)", sync_dist=True)],
         "iterable": [
             Variant("a data set that splits itself over workers", {"data": toys.SplitStream})
         ],
@@ -64,6 +96,7 @@ class Lightning(Framework):
         "gather_texts": "all_gather is for tensors",
         "gather_ragged": "all_gather is for tensors of one shape",
     }
+    left_to_users: ClassVar = {"replica": NO_CHECK, "rates_differ": NO_CHECK}
     uneven = toys.OwnShare
 
     def _trainer(self, job: Job, **settings: Any) -> Trainer:
@@ -118,6 +151,20 @@ class Lightning(Framework):
     def evaluate(self, job: Job) -> float:
         trainer = self._trainer(job)
         return float(trainer.validate(_Module(job), job.loader(), verbose=False)[0]["val"])
+
+    def metric(self, job: Job) -> float:
+        module = _Module(job)
+        module.metric = scored.metric(job.metric)
+        trainer = self._trainer(job)
+        return float(trainer.validate(module, job.loader(), verbose=False)[0]["metric"])
+
+    def log_in_evaluation(self, job: Job) -> float:
+        trainer = self._trainer(job)
+        trainer.fit(_Logging(job), job.loader(), job.loader())
+        return float(trainer.callback_metrics["figure"])
+
+    def contrast(self, job: Job) -> None:
+        self._trainer(job).fit(_Contrastive(job), job.loader())
 
     def logged(self, job: Job) -> list[float]:
         return self._fit(job).losses

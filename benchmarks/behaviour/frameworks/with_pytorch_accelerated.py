@@ -11,8 +11,16 @@ from pytorch_accelerated.trainer import Trainer
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from benchmarks.behaviour import toys
-from benchmarks.behaviour.job import Framework, Job, Variant, by_number, option
+from benchmarks.behaviour import scored, toys
+from benchmarks.behaviour.job import (
+    NO_CHECK,
+    TORCH_GATHER,
+    Framework,
+    Job,
+    Variant,
+    by_number,
+    option,
+)
 
 
 class _Trainer(Trainer):
@@ -56,16 +64,35 @@ class _Gathering(TrainerCallback):
         self.found.append(trainer.gather(self.outputs(batch[0]), padding_value=0.0))
 
 
+class _Metric(TrainerCallback):
+    """Computes a metric as in its guide to metrics."""
+
+    def __init__(self, metric: Any) -> None:
+        self.metric = metric
+
+    def on_eval_step_end(self, trainer: Any, batch: Any, batch_output: Any, **kwargs: Any) -> None:
+        self.metric.update(batch_output["model_outputs"], batch[1])
+
+    def on_eval_epoch_end(self, trainer: Any, **kwargs: Any) -> None:
+        trainer.run_history.update_metric("metric", self.metric.compute())
+
+
 class PytorchAccelerated(Framework):
     """A loss is known for each epoch, which is where it is looked at."""
 
     package = "pytorch-accelerated"
     variants: ClassVar = {
+        "contrastive": [TORCH_GATHER],
         "overflow": [Variant("AdamW(fused=False)", {"optimizer": toys.Unfused})],
         "tokens_accumulation": [option("num_items_in_batch", num_items_in_batch=True)],
         "tokens_processes": [option("num_items_in_batch", num_items_in_batch=True)],
     }
+    left_to_users: ClassVar = {
+        "replica": NO_CHECK,
+        "rates_differ": NO_CHECK,
+    }
     not_offered: ClassVar = {
+        "eval_figure": "callbacks get what the step returns, and average by themselves",
         "sigterm": "it does not handle signals",
         "background": "saves are in the foreground",
         "gather_texts": "it gathers tensors",
@@ -105,7 +132,7 @@ class PytorchAccelerated(Framework):
             num_epochs=job.epochs,
             per_device_batch_size=job.batch,
             gradient_accumulation_steps=job.accumulation,
-            create_scheduler_fn=job.scheduler if job.schedule is not None else None,
+            create_scheduler_fn=job.scheduler if job.has_scheduler else None,
             train_dataloader_kwargs=loading,
             resume_from=None if job.resume is None else str(job.resume),
         )
@@ -118,6 +145,17 @@ class PytorchAccelerated(Framework):
         trainer = self._trainer(job)
         self._evaluate(trainer, job)
         return float(trainer.run_history.get_latest_metric("evaluation_loss"))
+
+    def metric(self, job: Job) -> float:
+        trainer = self._trainer(job, _Metric(scored.metric(job.metric)))
+        self._evaluate(trainer, job)
+        return float(trainer.run_history.get_latest_metric("metric"))
+
+    def contrast(self, job: Job) -> None:
+        trainer = self._trainer(job)
+        gather = trainer.gather
+        trainer.loss_func = job.contrastive(gather)
+        self._run(trainer, job)
 
     def logged(self, job: Job) -> list[float]:
         losses = _Losses()

@@ -11,9 +11,18 @@ from torchtnt.framework.callbacks import DistributedCheckpointSaver
 from torchtnt.framework.fit import fit
 from torchtnt.framework.train import train
 from torchtnt.utils import init_from_env
+from torchtnt.utils.distributed import all_gather_tensors
 from torchtnt.utils.env import seed
 
-from benchmarks.behaviour.job import Framework, Job, by_number, option, size_of_world
+from benchmarks.behaviour.job import (
+    NO_CHECK,
+    TORCH_GATHER,
+    Framework,
+    Job,
+    by_number,
+    option,
+    size_of_world,
+)
 
 _DATA = "loaders are the user's; with torch's DistributedSampler"
 
@@ -36,6 +45,7 @@ class Torchtnt(Framework):
 
     package = "torchtnt"
     variants: ClassVar = {
+        "contrastive": [TORCH_GATHER],
         "rank_augmentation": [option("seed(seed + rank)", seed_by_rank=True)],
         "resume_order": [option("torchdata's StatefulDataLoader", stateful=True)],
         "resume_augmentation": [option("torchdata's StatefulDataLoader", stateful=True)],
@@ -43,15 +53,20 @@ class Torchtnt(Framework):
     not_offered: ClassVar = {
         "sigterm": "it does not handle signals",
         "evaluation": "metrics are the user's",
+        "auroc": "metrics are the user's",
+        "segmentation": "metrics are the user's",
+        "eval_figure": "metrics are the user's",
         "constant": "metrics are the user's",
         "gather_texts": "it gathers tensors",
         "custom_sampler": "loaders are the user's",
         "custom_batches": "loaders are the user's",
         "elastic": "loaders are the user's",
     }
-    left_to_users: ClassVar = dict.fromkeys(
-        ["each_once", "iterable", "small", "same_updates"], _DATA
-    )
+    left_to_users: ClassVar = {
+        **dict.fromkeys(["each_once", "iterable", "small", "same_updates"], _DATA),
+        "replica": NO_CHECK,
+        "rates_differ": NO_CHECK,
+    }
 
     def _unit(self, job: Job) -> _Unit:
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
@@ -61,7 +76,7 @@ class Torchtnt(Framework):
             module=job.model(job.samples),
             device=torch.device("cpu"),
             strategy="ddp" if size_of_world() > 1 else None,
-            step_lr_interval="step",
+            **({} if job.make_scheduler is not None else {"step_lr_interval": "step"}),
             gradient_accumulation_steps=job.accumulation,
         )
 
@@ -100,6 +115,12 @@ class Torchtnt(Framework):
             DistributedCheckpointSaver.restore(str(job.resume), unit, train_dataloader=loader)
         train(unit, loader, max_epochs=job.epochs, callbacks=callbacks)
         return unit
+
+    def contrast(self, job: Job) -> None:
+        def gather(rows: Tensor) -> Tensor:
+            return torch.cat(all_gather_tensors(rows))
+
+        self.train(job.but(loss=job.contrastive(gather)))
 
     def break_early(self, job: Job) -> None:
         fit(

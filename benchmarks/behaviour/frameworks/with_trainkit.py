@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from benchmarks.behaviour import scored, toys
 from benchmarks.behaviour.job import Framework, Job
 from trainkit import Accelerator, Callback, Run, StepOutput, Trainer
 from trainkit.callbacks import Checkpoint
@@ -21,6 +22,29 @@ class _Weighted(Trainer):
         x, y = batch
         assert self.job.weigh is not None
         return StepOutput(self.job.loss(model(x), y), weight=self.job.weigh(y))
+
+
+class _Contrastive(Trainer):
+    def training_step(self, model: nn.Module, batch: Any) -> Tensor:
+        assert self.run is not None
+        embeddings, numbers = model(batch[0]), batch[1]
+        others = self.run.gather(embeddings, differentiable=True)
+        return toys.contrastive(embeddings, numbers, others, self.run.gather(numbers))
+
+
+class _Logging(Trainer):
+    def evaluation_step(self, model: nn.Module, batch: Any) -> dict[str, Any]:
+        assert self.run is not None
+        self.run.log({"figure": batch[1].square().mean()})
+        return super().evaluation_step(model, batch)
+
+
+class _Figures(Callback):
+    def __init__(self) -> None:
+        self.figures: dict[str, float] = {}
+
+    def on_evaluation_end(self, run: Run, metrics: dict[str, float]) -> None:
+        self.figures = metrics
 
 
 class _Losses(Callback):
@@ -43,7 +67,7 @@ class Trainkit(Framework):
             callbacks.append(
                 Checkpoint(every_n_steps=job.save_every, keep_last=job.keep, background=background)
             )
-        kind = _Weighted if job.weigh is not None else Trainer
+        kind = settings.pop("kind", _Weighted if job.weigh is not None else Trainer)
         trainer = kind(
             max_epochs=job.epochs,
             gradient_accumulation_steps=job.accumulation,
@@ -55,11 +79,11 @@ class Trainkit(Framework):
             trainer.job = job
         return trainer
 
-    def _fit(self, trainer: Trainer, job: Job) -> None:
-        scheduler = None if job.schedule is None else job.scheduler
+    def _fit(self, trainer: Trainer, job: Job, *, evaluates: bool = False) -> None:
+        scheduler = job.scheduler if job.has_scheduler else None
         trainer.fit(
             job.model(job.samples),
-            job.loader(),
+            (job.loader(), job.loader()) if evaluates else job.loader(),
             optimizer=job.optimizer,
             lr_scheduler=scheduler,
             loss_fn=job.loss,
@@ -73,6 +97,22 @@ class Trainkit(Framework):
         trainer = self._trainer(job)
         loader = job.loader()
         return trainer.evaluate(job.model(job.samples), loader, loss_fn=job.loss)["eval/loss"]
+
+    def metric(self, job: Job) -> float:
+        trainer = self._trainer(job)
+        metrics = [scored.metric(job.metric)]
+        module, loader = job.model(job.samples), job.loader()
+        figures = trainer.evaluate(module, loader, loss_fn=job.loss, metrics=metrics)
+        return next(value for name, value in figures.items() if name != "eval/loss")
+
+    def log_in_evaluation(self, job: Job) -> float:
+        figures = _Figures()
+        trainer = self._trainer(job, kind=_Logging, callbacks=[figures])
+        self._fit(trainer, job, evaluates=True)
+        return figures.figures["eval/figure"]
+
+    def contrast(self, job: Job) -> None:
+        self._fit(self._trainer(job, kind=_Contrastive), job)
 
     def logged(self, job: Job) -> list[float]:
         losses = _Losses()

@@ -11,8 +11,17 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 from transformers import Trainer, TrainingArguments
 
-from benchmarks.behaviour import toys
-from benchmarks.behaviour.job import Framework, Job, Variant, by_number, option, size_of_world
+from benchmarks.behaviour import scored, toys
+from benchmarks.behaviour.job import (
+    NO_CHECK,
+    TORCH_GATHER,
+    Framework,
+    Job,
+    Variant,
+    by_number,
+    option,
+    size_of_world,
+)
 
 transformers.logging.set_verbosity_error()
 
@@ -68,6 +77,7 @@ class Transformers(Framework):
 
     package = "transformers"
     variants: ClassVar = {
+        "contrastive": [TORCH_GATHER],
         "overflow": [Variant("AdamW(fused=False)", {"optimizer": toys.Unfused})],
         "rank_augmentation": [Variant("dataloader_num_workers=1", {"workers": 1})],
         "nan": [option(logging_nan_inf_filter=False)],
@@ -75,9 +85,15 @@ class Transformers(Framework):
         "iterable": [
             Variant("a data set that splits itself over workers", {"data": toys.SplitStream})
         ],
+        "sum_loss": [option("a forward that takes **kwargs", with_kwargs=True)],
         "kwargs": [option("model.accepts_loss_kwargs = False", accepts_loss_kwargs=False)],
     }
+    left_to_users: ClassVar = {
+        "replica": NO_CHECK,
+        "rates_differ": NO_CHECK,
+    }
     not_offered: ClassVar = {
+        "eval_figure": "figures come from `compute_metrics`, over all outputs",
         "background": "saves are in the foreground",
         "gather_texts": "predictions are arrays",
         "break_early": "evaluations cannot be left early",
@@ -124,6 +140,7 @@ class Transformers(Framework):
             data_collator=_collate,
             optimizers=(optimizer, job.scheduler(optimizer) or flat),
             compute_loss_func=_of_tokens(job) if job.weigh is not None else None,
+            compute_metrics=_metric(job),
         )
 
     def train(self, job: Job) -> None:
@@ -132,6 +149,16 @@ class Transformers(Framework):
 
     def evaluate(self, job: Job) -> float:
         return float(self._trainer(job).evaluate()["eval_loss"])
+
+    def metric(self, job: Job) -> float:
+        return float(self._trainer(job).evaluate()["eval_metric"])
+
+    def contrast(self, job: Job) -> None:
+        trainer = self._trainer(job)
+        gather = trainer.accelerator.gather
+        model: Any = trainer.model
+        model.job = job.but(loss=job.contrastive(gather))
+        trainer.train()
 
     def logged(self, job: Job) -> list[float]:
         trainer = self._trainer(job)
@@ -151,6 +178,14 @@ class Transformers(Framework):
 
     def checkpoints(self, folder: Path) -> list[Path]:
         return by_number(folder.glob("checkpoint-*"))
+
+
+def _metric(job: Job) -> Callable[[Any], dict[str, float]]:
+    def compute(found: Any) -> dict[str, float]:
+        outputs, labels = map(torch.as_tensor, (found.predictions, found.label_ids))
+        return {"metric": scored.function(job.metric)(outputs, labels)}
+
+    return compute
 
 
 def _of_tokens(job: Job) -> Callable[..., Tensor]:

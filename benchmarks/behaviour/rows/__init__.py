@@ -48,6 +48,7 @@ def row(key: str, title: str, right: str, *, quick: bool = False) -> Callable[[P
 
 def load() -> dict[str, Row]:
     """Return all rows, in the order of the table."""
-    for family in ("updates", "samples", "evaluation", "resuming", "files", "failures"):
+    families = ("updates", "samples", "evaluation", "processes", "resuming", "files", "failures")
+    for family in families:
         import_module(f"benchmarks.behaviour.rows.{family}")
     return ROWS

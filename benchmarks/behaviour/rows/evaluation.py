@@ -1,11 +1,13 @@
 """What an evaluation returns, and what is shown of a training."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
-from benchmarks.behaviour import toys
+from benchmarks.behaviour import scored, toys
 from benchmarks.behaviour.bench import Bench, Outcome, short
 from benchmarks.behaviour.rows import row
 
@@ -74,3 +76,54 @@ def nan(bench: Bench) -> Outcome:
     losses = bench.tapes(job, 1, "logged")[0].result
     concerned = losses[2] if len(losses) == 6 else losses[0]
     return Outcome(math.isnan(concerned), "shows " + ", ".join(map(short, losses)))
+
+
+def _metric(bench: Bench, by_hand: Callable[[Tensor, Tensor], float], **fields: Any) -> Outcome:
+    job = bench.job(samples=9, **fields)
+    data = job.data(9)
+    x, y = (torch.stack(part) for part in zip(*(data[i] for i in range(9)), strict=True))
+    wanted = by_hand(job.model(9)(x).detach(), y)
+    found = [float(bench.tapes(job, size, "metric")[0].result) for size in (1, 2)]
+    right = all(abs(figure - wanted) < 1e-6 for figure in found)
+    return Outcome(
+        right, " and ".join(map(short, found)) + ("" if right else f", not {short(wanted)}")
+    )
+
+
+@row("auroc", "AUROC of 9 samples, on one and on two processes", "as by hand")
+def auroc(bench: Bench) -> Outcome:
+    """A metric that wants scores, not classes: the mean over 3 classes, each against the others, by
+    torchmetrics or by what the framework has for it.
+    """
+    return _metric(
+        bench,
+        scored.area,
+        data=scored.Classes,
+        model=scored.Logits,
+        loss=nn.CrossEntropyLoss(),
+        metric="auroc",
+    )
+
+
+@row("segmentation", "Mean IoU of 9 segmented images, likewise", "as by hand")
+def segmentation(bench: Bench) -> Outcome:
+    """Logits of shape (samples, 3 classes, 4, 6), as `CrossEntropyLoss` takes them."""
+    return _metric(
+        bench,
+        scored.mean_iou,
+        data=scored.Masks,
+        model=scored.PixelLogits,
+        loss=nn.CrossEntropyLoss(),
+        metric="iou",
+    )
+
+
+@row("eval_figure", "A figure logged in the evaluation step, two processes", "its mean over all")
+def eval_figure(bench: Bench) -> Outcome:
+    """9 samples in batches of 2 on each process, in a training; the step logs the mean square of
+    its batch's numbers, which are 0 to 8.
+    """
+    mean = bench.tapes(bench.job(samples=9), 2, "log_in_evaluation")[0].result
+    wanted = sum(number**2 for number in range(9)) / 9
+    right = abs(mean - wanted) < 1e-4
+    return Outcome(right, short(mean) if right else f"{short(mean)}, not {short(wanted)}")

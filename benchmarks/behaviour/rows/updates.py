@@ -1,10 +1,17 @@
 """What an update is made of: windows, weights, schedules, skipped steps."""
 
+from functools import partial
 from itertools import zip_longest
 
-from benchmarks.behaviour import toys
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR
+
+from benchmarks.behaviour import scored, toys
 from benchmarks.behaviour.bench import Bench, Outcome, short, updates
 from benchmarks.behaviour.rows import row
+
+EPOCHS, UPDATES = 4, 5  # of a training whose schedule has a unit
 
 
 def _sums(steps: list[list[float]]) -> str:
@@ -120,3 +127,72 @@ def overflow(bench: Bench) -> Outcome:
     )
     counted = bench.tapes(job, 1, "skips")[0].result
     return Outcome(counted == 2, f"the schedule counts {counted} of 2 updates")
+
+
+@row("sum_loss", 'Accumulation with `reduction="sum"`', "one big batch's gradient, or refused")
+def sum_loss(bench: Bench) -> Outcome:
+    """`MSELoss(reduction="sum")`: 3 micro-batches of 2 to an update, against one batch of 6."""
+    loss = nn.MSELoss(reduction="sum")
+    heard = bench.listen(bench.job(samples=12, accumulation=3, loss=loss))
+    if heard.refusal("reduction") is not None:
+        return Outcome(not heard.updated, "refused")
+    found = heard.tapes[0].steps
+    wanted = [[-2.0 * i if i // 6 == step else 0.0 for i in range(12)] for step in range(2)]
+    ratios = {
+        round(a / b, 6)
+        for ours, theirs in zip(found, wanted, strict=True)
+        for a, b in zip(ours, theirs, strict=True)
+        if b
+    }
+    figure = "gradients " + " and ".join(f"{short(ratio)} times as large" for ratio in ratios)
+    return Outcome(ratios == {1.0}, "exact" if ratios == {1.0} else figure)
+
+
+@row(
+    "contrastive",
+    "A contrastive loss over two processes' embeddings",
+    "the gradient of one process",
+)
+def contrastive(bench: Bench) -> Outcome:
+    """InfoNCE of 8 embeddings in fp64, 4 on each process, each against those that the framework's
+    gather returns, with its switch for gradients if it has one; one update.
+    """
+    job = bench.job(samples=8, batch=4, model=scored.Embeddings)
+    [step] = bench.tapes(job, 2, "contrast")[0].steps
+    model, numbers = job.model(8), torch.arange(8)
+    embeddings = model.weight.view(8, -1)
+    toys.contrastive(embeddings, numbers, embeddings, numbers).backward()
+    wanted = model.weight.grad
+    gap = float((torch.tensor(step, dtype=torch.float64) - wanted).norm() / wanted.norm())
+    return Outcome(gap < 1e-12, "exact" if gap < 1e-12 else f"gradient {gap:.0%} off")
+
+
+@row("schedule_unit", "A cosine schedule whose `T_max` has the wrong unit", "refused or named")
+def schedule_unit(bench: Bench) -> Outcome:
+    """4 epochs of 5 updates, with `T_max=4` and with `T_max=20`: where the schedule moves with each
+    update the first is wrong, where it moves with each epoch the second.
+    """
+    words, right, fits = [], True, 0
+    for length, unit in ((EPOCHS, "epochs"), (EPOCHS * UPDATES, "updates")):
+        cosine = partial(CosineAnnealingLR, T_max=length)
+        heard = bench.listen(bench.job(samples=2 * UPDATES, epochs=EPOCHS, make_scheduler=cosine))
+        if heard.refusal("T_max", "schedul") is not None:
+            right = right and not heard.updated
+            words.append(f"T_max in {unit}: refused")
+            continue
+        rates = heard.tapes[0].rates
+        if rates == sorted(rates, reverse=True) and rates[-1] < 0.2:
+            fits += 1
+            words.append(f"T_max in {unit}: falls to {short(rates[-1])}")
+            continue
+        named = heard.names("T_max")
+        right = right and named
+        words.append(f"T_max in {unit}: {_course(rates)}, {'named' if named else 'not a word'}")
+    return Outcome(right and fits == 1, "; ".join(words))
+
+
+def _course(rates: list[float]) -> str:
+    lowest = min(rates)
+    if rates[-1] == lowest:
+        return f"falls to {short(lowest)} only"
+    return f"{short(lowest)} at update {rates.index(lowest) + 1} of {len(rates)}, then rises"
