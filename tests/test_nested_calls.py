@@ -43,7 +43,7 @@ def _asking(hook: str) -> Any:
         assert trainer.run is run
         mode = [part.training for part in run.module.modules()]
         figures = trainer.evaluate(run.module, held_out(), metrics=["accuracy"])
-        predictions = trainer.predict(run.module, held_out())
+        predictions = trainer.predict(run.module, held_out(), outputs="classes")
         labels = toy_dataset(7, seed=5).tensors[1]
         assert figures["eval/accuracy"] == (predictions == labels).double().mean().item()
         assert figures["eval/twice"] == pytest.approx(2 * figures["eval/loss"])

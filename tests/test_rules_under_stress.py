@@ -350,7 +350,7 @@ def test_what_is_logged_in_the_last_evaluation_is_not_lost() -> None:
         def on_evaluation_end(self, run: Run, metrics: Any) -> None:
             run.log({"late": 1.0})
 
-        def on_log(self, run: Run, values: Any) -> None:
+        def on_late_log(self, run: Run, values: Any) -> None:
             self.seen |= values
 
     callback = Logs()

@@ -83,7 +83,7 @@ def test_what_cannot_be_meant_is_refused_before_the_first_step(case: str) -> Non
     seen: list[int] = []
 
     class Starts(Callback):
-        def on_fit_start(self, run: Run) -> None:
+        def on_step_start(self, run: Run) -> None:
             seen.append(run.state.step)
 
     with pytest.raises(ConfigError, match=f"(?s){message}.*every=.epoch.*planned_steps"):

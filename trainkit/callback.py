@@ -227,6 +227,11 @@ class CallbackList:
         """Whether any callback overrides `hook`."""
         return bool(self._listeners[hook])
 
+    @property
+    def logs(self) -> bool:
+        """Whether any callback takes what is logged."""
+        return self.listens(Callback.on_log) or self.listens(Callback.on_late_log)
+
     def names(self, hook: str) -> list[str]:
         """Return the names of the callbacks that override `hook`, in the order they run in."""
         return [callback.name for callback in self.callbacks if _overrides(callback, hook)]

@@ -156,6 +156,10 @@ def begin(run: Run, callbacks: CallbackList) -> None:
         run.train_loader.stream.check_evaluations(run.evaluation_loaders.values())
     if run.accelerator.num_processes > 1:
         _check_alike(run)
+    if run.lr_schedule is not None:
+        from trainkit.schedule_plan import check_plan  # many runs need none of it
+
+        check_plan(run.lr_schedule, run.planned_steps, run.config.max_epochs, run.print)
     run.expected_figures = rehearse(run)
     if run.lr_schedule is not None:
         run.lr_schedule.check(run.expected_figures)

@@ -144,7 +144,7 @@ class Run(Log):
     requests: Requests = field(default_factory=Requests)
     expected_figures: set[str] | None = None
     """Names of the figures that an evaluation gives; None where that is not known ahead."""
-    logs: bool = False  # whether any callback of any process listens to `on_log`
+    logs: bool = False  # whether any callback of any process takes what is logged
     evaluates_epochs: bool = False  # whether epochs end with an evaluation by themselves
     evaluates_end: bool = False  # whether the last step is evaluated in any case
     last_logged_step: int = 0

@@ -224,10 +224,6 @@ class Trainer:
                 from trainkit import contents  # runs without checkpoints need none of it
 
                 contents.restore(run, self.callbacks, resume, schedule, self._make_schedule)
-            if run.lr_schedule is not None:
-                from trainkit.schedule_plan import check_plan  # many runs need none of it
-
-                check_plan(run.lr_schedule, run.planned_steps, self.config.max_epochs, run.print)
             stack.enter_context(run.interrupts)
             stack.callback(run.close)
             run.weights.train()
@@ -408,7 +404,7 @@ class Trainer:
             planned_steps=self.planned_steps,
             output_dir=self.output_dir,
             # One process alone may have a logger, but all must reduce.
-            logs=any(processes.all_gather_objects(self.callbacks.listens(Callback.on_log))),
+            logs=any(processes.all_gather_objects(self.callbacks.logs)),
             evaluates_epochs=own_evaluation,
             evaluates_end=own_evaluation,
             objects=self._objects,

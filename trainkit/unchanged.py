@@ -10,6 +10,7 @@ from torch import Tensor, nn
 __all__ = ["kept", "kept_buffers"]
 
 _MISSING = object()
+_HOOKS = {name for name in vars(nn.Module()) if "hooks" in name}  # one may remove itself
 
 
 @contextmanager
@@ -32,7 +33,7 @@ def kept(*roots: object) -> Iterator[None]:
     dicts; and buffers. Parameters and deeper contents are left alone.
     """
     owners = _owners(roots)
-    values = [value for owner in owners for value in vars(owner).values()]
+    values = [v for owner in owners for name, v in vars(owner).items() if name not in _HOOKS]
     names = [(each, dict(each)) for each in values if isinstance(each, dict)]
     lists = [(each, list(each)) for each in values if isinstance(each, list)]
     sets = [(each, set(each)) for each in values if isinstance(each, set)]

@@ -55,7 +55,7 @@ def _outcome(capsys: pytest.CaptureFixture[str], *metrics: Any, loaders: Any = N
 def test_last_figures_that_are_the_best_are_not_said_twice(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert _outcome(capsys, "mse") == ["  best          eval/loss #, eval/mse #"]
+    assert _outcome(capsys, "accuracy") == ["  best          eval/loss #, eval/accuracy #"]
 
 
 def test_a_figure_of_unknown_direction_has_no_best(capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,9 +68,9 @@ def test_a_figure_of_unknown_direction_has_no_best(capsys: pytest.CaptureFixture
 def test_each_named_loader_has_its_line(capsys: pytest.CaptureFixture[str]) -> None:
     train, evaluation = toy_loaders()
     loaders = {"train": train, "eval": {"dev": evaluation, "test": evaluation}}
-    assert _outcome(capsys, "mse", loaders=loaders) == [
-        "  best          eval/dev: loss #, mse #",
-        "                eval/test: loss #, mse #",
+    assert _outcome(capsys, "accuracy", loaders=loaders) == [
+        "  best          eval/dev: loss #, accuracy #",
+        "                eval/test: loss #, accuracy #",
     ]
 
 

@@ -206,8 +206,8 @@ from trainkit import Accelerator
 loader = DataLoader(torch.arange(37), 6, num_workers=2, persistent_workers=True)
 batches = iter(Accelerator(cpu=True).prepare(loader))
 next(batches)
-kind = "_MultiProcessingDataLoaderIter"
-held = [each for each in gc.get_objects() if type(each).__name__ == kind]
+kind = torch.utils.data.dataloader._MultiProcessingDataLoaderIter
+held = [each for each in gc.get_objects() if issubclass(type(each), kind)]
 assert held
 del batches, loader
 gc.collect()

@@ -1,6 +1,7 @@
 """Modules of `evaluate` as our metrics, and our metrics as modules of `evaluate`."""
 
 import math
+import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,8 +43,16 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     before = evaluate.config.HF_METRICS_CACHE, evaluate.config.HF_MODULES_CACHE
     evaluate.config.HF_METRICS_CACHE = str(folder / "metrics")
     evaluate.config.HF_MODULES_CACHE = str(folder / "modules")
+    _forget_modules()
     yield evaluate
+    _forget_modules()
     evaluate.config.HF_METRICS_CACHE, evaluate.config.HF_MODULES_CACHE = before
+
+
+def _forget_modules() -> None:
+    """Let `evaluate` import its modules from the folder of now."""
+    for name in [name for name in sys.modules if name.split(".")[0] == "evaluate_modules"]:
+        del sys.modules[name]
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import signal
 import struct
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ import torch
 import torch.distributed
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
-from torch.utils.data import DataLoader, Dataset, Sampler, Subset, default_collate
+from torch.utils.data import DataLoader, Dataset, Subset, default_collate
 
 from tests.system.harness import running
 from trainkit import Callback, Run, Trainer, Watchdog
@@ -169,7 +169,6 @@ ACTS: dict[str, Callable[[bool], None]] = {
     "exhaust": _exhaust,
     "different collective": _different,
     "lonely collective": _lonely,
-    "end early": lambda _: None,  # see `Short`
 }
 EVERYWHERE = ("different collective",)  # in which all processes have a part
 
@@ -208,21 +207,6 @@ class Collate:
         return default_collate(samples)
 
 
-class Short(Sampler[int]):
-    """Yields fewer samples on the process at fault, and does not say so."""
-
-    def __init__(self, injector: Injector) -> None:
-        self.injector = injector
-
-    def __len__(self) -> int:
-        return 200
-
-    def __iter__(self) -> Iterator[int]:
-        fault, injector = self.injector.fault, self.injector
-        short = fault.act == "end early" and injector.rank == fault.who
-        return iter(range(STEP * BATCH * fault.size if short else 200))
-
-
 class Hooks(Callback):
     """Calls the injector wherever callbacks are called, and counts the steps for it."""
 
@@ -234,8 +218,6 @@ class Hooks(Callback):
         self.injector.at("step start")
 
     def on_step_end(self, run: Run, result: Any) -> None:
-        if run.state.step == STEP and self.injector.fault.act == "end early":
-            self.injector.mark()
         self.injector.at("step end")
 
     def on_evaluation_batch_end(self, run: Run) -> None:
@@ -315,7 +297,6 @@ def train(fault: Fault, injector: Injector, folder: Path) -> None:
     train_loader = DataLoader(
         data,
         BATCH,
-        sampler=Short(injector),
         collate_fn=Collate(injector),
         num_workers=fault.workers,
     )
@@ -411,6 +392,7 @@ FAULTS = [
     Fault(place="backward", act="kill", cause=_DIED, size=3, who=0, workers=2),
     Fault(place="evaluation", act="kill", cause=_DIED),
     Fault(place="save", act="kill", cause=_DIED, size=3, who=2),
+    Fault(place="saved", act="kill", cause=_DIED),
     Fault(place="training step", act="crash", cause=_DIED, workers=1),
     Fault(place="training step", act="allocate", cause=r"(?i)out of memory: use smaller"),
     Fault(place="step start", act="exhaust", cause=r"MemoryError(.|\n)*address space limit"),
@@ -437,5 +419,4 @@ FAULTS = [
         stalls=True,
         named=False,
     ),
-    Fault(place="order", act="end early", cause=r"different places", stalls=True, named=False),
 ]

@@ -25,7 +25,6 @@ SHORT = [
     ("data", "kill", 2),
     ("save", "stop", 3),
     ("backward", "hold", 2),
-    ("order", "end early", 2),
 ]
 
 

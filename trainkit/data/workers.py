@@ -20,6 +20,7 @@ from weakref import WeakSet, finalize
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, get_worker_info
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from typing_extensions import override
 
 from trainkit import rng
@@ -134,7 +135,6 @@ class Workers(Source):
         if self._pid != os.getpid():
             self._iterators.clear()  # those of the process that this one was forked from
         self._pid = os.getpid()
-        _with_workers.add(iterator)
         if iterator not in self._iterators:  # a persistent one comes back for each pass
             self._iterators.append(iterator)
         try:
@@ -168,7 +168,7 @@ class Workers(Source):
 
     def _make(self) -> DataLoader[Any]:
         loader = self._loader
-        return DataLoader(
+        return _Loader(
             self._side,  # type: ignore[arg-type]
             batch_size=None,
             sampler=self._keys,
@@ -182,6 +182,26 @@ class Workers(Source):
             multiprocessing_context=loader.multiprocessing_context,
             generator=torch.Generator(),
         )
+
+
+class _Loader(DataLoader[Any]):
+    """Makes iterators whose workers are ended by the process that started them alone."""
+
+    @override
+    def _get_iterator(self) -> Any:
+        return _Iterator(self)
+
+
+class _Iterator(_MultiProcessingDataLoaderIter):
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self._made_by = os.getpid()
+        super().__init__(loader)
+
+    @override
+    def __del__(self) -> None:
+        # A fork may collect what its parent had dropped, and would wait for the parent's workers.
+        if self._made_by == os.getpid():
+            super().__del__()
 
 
 class _Keys:
@@ -277,8 +297,6 @@ def _blocked(signals: tuple[signal.Signals, ...]) -> Iterator[None]:
 
 
 _at_exit: WeakSet[Workers] = WeakSet()
-_with_workers: WeakSet[Any] = WeakSet()
-"""The iterators of torch that have workers, those too that nobody refers to any more."""
 
 
 @atexit.register
@@ -294,15 +312,6 @@ def _dismiss(dismissal: Connection, pid: int) -> None:
         with suppress(OSError):
             dismissal.send_bytes(b".")
     dismissal.close()
-
-
-def _leave_to_parent() -> None:
-    """Let the collector stop no workers here that belong to the process this one is a fork of."""
-    for iterator in list(_with_workers):
-        iterator._shutdown = True
-
-
-os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def _start_worker(worker: int) -> None:
