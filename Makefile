@@ -5,6 +5,8 @@ BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints-cpu.txt
 # The tests start processes of their own: more threads than cores would only make them wait.
 ONE_THREAD := OMP_NUM_THREADS=1
+# Two files of tests at a time: many tests wait for processes more than they compute.
+PYTEST := -m pytest -q -n 2 --dist loadfile
 DEMO := runs/sentiment
 
 .DEFAULT_GOAL := help
@@ -45,7 +47,7 @@ data/fashion-mnist:
 	rm -r data/unpacked
 
 test: .venv/with-test
-	$(ONE_THREAD) $(BIN)/python -m pytest -q
+	$(ONE_THREAD) $(BIN)/python $(PYTEST)
 
 # Each environment is made, used and removed: a torch with CUDA takes several GB.
 # `make test-versions VERSIONS=lowest` runs one; `PYTHON_OLDEST=...` says where a Python is.
@@ -72,14 +74,14 @@ test-versions-%:
 	rm -rf .versions/$* && $(MADE_BY) -m venv .versions/$*
 	.versions/$*/bin/python -m pip install --quiet --upgrade pip setuptools
 	.versions/$*/bin/python -m pip install --quiet --no-cache-dir $(AS_OF) --editable '.[versions]'
-	$(ONE_THREAD) .versions/$*/bin/python -m pytest -q -p no:cacheprovider -p no:anyio $(FAST_TESTS)
+	$(ONE_THREAD) .versions/$*/bin/python $(PYTEST) -p no:cacheprovider -p no:anyio $(FAST_TESTS)
 	rm -rf .versions/$*
 
 check: .venv/with-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(ONE_THREAD) $(BIN)/python -m pytest -q
+	$(ONE_THREAD) $(BIN)/python $(PYTEST)
 
 fix: .venv/with-dev
 	$(BIN)/ruff check --fix .
