@@ -20,7 +20,7 @@ from trainkit import Callback, Trainer
 from trainkit.callbacks import Checkpoint, ProgressBar, TensorBoardLogger
 from trainkit.callbacks import progress_bar as progress_bar_module
 
-OVER_RAW = 60  # calls a step, without callbacks
+OVER_RAW = 54  # calls a step, without callbacks
 OVER_RAW_LOADED = 120  # with the callbacks of an ordinary run
 A_SAMPLE = 6  # calls more for each sample that is fetched alone: its random streams
 SHORT, LONG = 50, 250  # steps; both end at a log step, so that what is logged is counted

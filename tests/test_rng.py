@@ -1,7 +1,6 @@
 """Random streams are named by keys (DESIGN 2.12)."""
 
 import random
-from typing import Any
 
 import numpy as np
 import pytest
@@ -37,17 +36,17 @@ def test_preserved_puts_every_generator_back() -> None:
 
 @pytest.mark.parametrize("before", [0, 1, 2, 3])
 @pytest.mark.parametrize("between", [0, 1])
-def test_lending_puts_every_generator_back(before: int, between: int) -> None:
-    def main_program(lend: bool) -> list[float]:
+def test_the_generators_come_back_inside_one_another(before: int, between: int) -> None:
+    def main_program(nest: bool) -> list[float]:
         rng.seed_host(5)
         drawn = []
         for _ in range(3):
             drawn += [float(np.random.randn()) for _ in range(before)]  # odd: half a pair waits
-            for value in range(2) if lend else ():
-                with rng.lent():
+            for value in range(2) if nest else ():
+                with rng.preserved():
                     rng.seed_host(value)
                     drawn_inside.append((*draws(), float(np.random.randn())))
-                    with rng.lent():
+                    with rng.preserved():
                         rng.seed_host(9)
                         draws()
             drawn += [number for _ in range(between) for number in draws()]
@@ -55,25 +54,11 @@ def test_lending_puts_every_generator_back(before: int, between: int) -> None:
 
     state = rng.save_host()
     drawn_inside: list[tuple[float, ...]] = []
-    assert main_program(lend=True) == main_program(lend=False)
+    assert main_program(nest=True) == main_program(nest=False)
     for value in range(2):
         rng.seed_host(value)
         expected = (*draws(), float(np.random.randn()))
         assert drawn_inside[value::2] == [expected] * 3
-    rng.restore_host(state)
-
-
-def test_lending_another_generator_of_numpy() -> None:
-    random_of_numpy: Any = np.random  # its types lack the two functions
-    exchange = random_of_numpy.set_bit_generator
-    state, theirs = rng.save_host(), random_of_numpy.get_bit_generator()
-    exchange(np.random.PCG64(3))
-    with rng.lent():
-        np.random.rand()
-    drawn = np.random.rand()
-    exchange(np.random.PCG64(3))
-    assert np.random.rand() == drawn
-    exchange(theirs)
     rng.restore_host(state)
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from trainkit.data.order_facts import changed_facts
+from trainkit.data.order_facts import OWN, changed_facts, run_to
 from trainkit.errors import CheckpointError
 from trainkit.run import Run
 
@@ -19,16 +19,6 @@ _SETTINGS = (
     "deterministic",
 )
 """Settings that change samples or updates, and that a resume takes from the run, not the save."""
-
-_CHANGED = (
-    "the sampler gives another order for the latest epoch: its weights, its seed or its data "
-    "changed, or the batches that make a step"
-)
-_OWN = (
-    "the sampler keeps a random state of its own, and does not come to the checkpoint's order: key "
-    "it by `set_epoch`, let it draw from its `.generator`, seed that state where it is made, or "
-    "give it `state_dict` and `load_state_dict` and register it for checkpointing"
-)
 
 
 def order_of(run: Run) -> dict[str, Any]:
@@ -62,7 +52,7 @@ def order_problems(
         return changed if inside else []
     why = _run_to(digest, epoch, run)
     if not inside:
-        return [why] if why == _OWN and not _is_registered_in(run) else []
+        return [why] if why == OWN and not _is_registered_in(run) else []
     if not why:
         return []
     words = "; ".join(changed) or why
@@ -89,22 +79,17 @@ def _latest(counters: Mapping[str, Any]) -> int:
 
 
 def _run_to(digest: str, epoch: int, run: Run) -> str:
-    """Let the sampler run until it gives the order of an epoch; return why it does not, in words.
+    """Let the sampler run until it gives the order of an epoch; return why it does not."""
 
-    One that keeps a random state of its own gives it when it has run once for each epoch.
-    """
-    loader, accumulation = run.train_loader, run.config.gradient_accumulation_steps
-    found: str | None = None
-    for _ in range(max(2, epoch + 1)):
-        earlier = found
+    def draw() -> str | None:
+        found = None
         with suppress(Exception):  # one that is not ready raises again later
-            found = loader.order_digest(epoch, accumulation)
-        if found == digest:
-            return ""
-        if found == earlier:
-            return _CHANGED
-        loader.forget_order()
-    return _OWN
+            found = run.train_loader.order_digest(epoch, run.config.gradient_accumulation_steps)
+        if found != digest:
+            run.train_loader.forget_order()
+        return found
+
+    return run_to(digest, epoch + 1, draw)
 
 
 def _is_registered_in(run: Run) -> bool:

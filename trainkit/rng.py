@@ -9,7 +9,6 @@ resume, with other workers and on another number of processes (DESIGN 2.12):
 - `device(rank)` for dropout and the like.
 """
 
-import ctypes
 import hashlib
 import random
 import sys
@@ -25,8 +24,6 @@ __all__ = [
     "determinism",
     "device_seed",
     "in_stream",
-    "init_seed",
-    "lent",
     "order_seed",
     "preserved",
     "restore_device",
@@ -52,11 +49,6 @@ def derive(seed: int, *key: int | str) -> int:
     """Return the seed of the stream that `key` names under `seed`, in [0, 2**63)."""
     digest = hashlib.blake2b(repr((seed, *key)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
-
-
-def init_seed(seed: int) -> int:
-    """Return the seed for the initial values of parameters, equal on all processes."""
-    return derive(seed, "init")
 
 
 def order_seed(seed: int, epoch: int) -> int:
@@ -123,7 +115,6 @@ def restore_host(state: HostState) -> None:
     random.setstate(python_state)
     if numpy_state is not None:
         sys.modules["numpy"].random.set_state(numpy_state)
-        _numpy_loan.plain = b""
     torch.default_generator.set_state(torch_state)
 
 
@@ -152,69 +143,6 @@ def preserved(device: torch.device | None = None) -> Iterator[None]:
         restore_host(state)
         if device is not None:
             restore_device(device, device_state)
-
-
-class _NumpyLoan:
-    """Lets NumPy's functions draw from a generator of our own for a while.
-
-    Reading and setting NumPy's state take 35 us each, exchanging its generator 0.3 us. But an
-    exchange forgets the second half of a pair of normal numbers, which may be waiting outside of
-    the generator: so whether one waits is read each time that the generator has moved. (Who seeds
-    NumPy again, to the very state of an earlier batch, with a half waiting that did not wait then,
-    loses that half.)
-    """
-
-    def __init__(self) -> None:
-        self.plain = b""  # a state of the user's generator with which no half of a pair waits
-        self._ours: Any = None
-
-    def take(self, numpy_random: Any) -> tuple[Any, Any]:
-        """Exchange the generator; return the user's, and the whole state if a half waits."""
-        theirs = numpy_random.get_bit_generator()
-        words = b""
-        if type(theirs) is numpy_random.MT19937:
-            words = ctypes.string_at(theirs.ctypes.state_address, 625 * 4)  # and the position
-        state = None
-        if not words or words != self.plain:
-            state = numpy_random.get_state(legacy=False)
-            if not state["has_gauss"]:
-                self.plain, state = words, None
-        if self._ours is None or self._ours is theirs:  # a loan within a loan
-            self._ours = numpy_random.MT19937(0)
-        numpy_random.set_bit_generator(self._ours)
-        return theirs, state
-
-    def give_back(self, numpy_random: Any, taken: tuple[Any, Any]) -> None:
-        """Undo `take`."""
-        theirs, state = taken
-        numpy_random.set_bit_generator(theirs)
-        if state is not None:
-            numpy_random.set_state(state)
-
-
-_numpy_loan = _NumpyLoan()
-
-
-@contextmanager
-def lent() -> Iterator[None]:
-    """Put the global generators of the host back at the end, as `preserved` does.
-
-    For work that seeds them before it draws, once a batch: NumPy's is exchanged, which takes a
-    third of the time.
-    """
-    numpy_random = _modules["numpy"].random if "numpy" in _modules else None
-    if not hasattr(numpy_random, "set_bit_generator"):  # no NumPy, or one before 1.24
-        with preserved():
-            yield
-        return
-    taken = _numpy_loan.take(numpy_random)
-    python_state, torch_state = random.getstate(), torch.default_generator.get_state()
-    try:
-        yield
-    finally:
-        random.setstate(python_state)
-        _numpy_loan.give_back(numpy_random, taken)
-        torch.default_generator.set_state(torch_state)
 
 
 @contextmanager

@@ -32,8 +32,12 @@ def training_step(
         loss_fn: `(outputs, targets) -> loss`, a mean over the samples, or torch's over labels.
     """
     if loss_fn is not None:
-        inputs, targets = _pair(batch)
-        return _mean_loss(loss_fn, model(inputs), targets)
+        if not isinstance(batch, tuple | list | Sequence) or len(batch) != 2:
+            raise ConfigError(
+                "`loss_fn` was given, so the loader must yield pairs `(inputs, targets)`, but it "
+                f"yields {type(batch).__name__!r}. Override `training_step` for anything else."
+            )
+        return _mean_loss(loss_fn, model(batch[0]), batch[1])
     if not isinstance(batch, Mapping):
         raise ConfigError(
             f"The loader yields {type(batch).__name__!r}, and no `loss_fn` was given. Pass "
@@ -80,20 +84,12 @@ def evaluation_step(
     return {name: value for name, value in result.items() if value is not None}
 
 
-def _pair(batch: Batch) -> tuple[Any, Any]:
-    if isinstance(batch, tuple | list | Sequence) and len(batch) == 2:
-        return batch[0], batch[1]
-    raise ConfigError(
-        "`loss_fn` was given, so the loader must yield pairs `(inputs, targets)`, but it yields "
-        f"{type(batch).__name__!r}. Override `training_step` for anything else."
-    )
-
-
 def _mean_loss(loss_fn: Any, outputs: Any, targets: Any) -> StepOutput:
     """Return a loss, with what its mean divides by where that is not the number of samples."""
     bound = loss_fn.__class__ is partial
     get = loss_fn.keywords.get if bound else partial(getattr, loss_fn)
-    _refuse_reduction("loss_fn", get("reduction", "mean"))
+    if (reduction := get("reduction", "mean")) != "mean":
+        _refuse_reduction("loss_fn", reduction)
     loss = loss_fn(outputs, targets)
     computes = loss_fn.func if bound else getattr(type(loss_fn), "forward", loss_fn)
     if computes not in _OVER_LABELS or targets.is_floating_point():

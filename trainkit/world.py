@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
+import torch.distributed
+
 from trainkit.errors import ConfigError
 
 __all__ = ["World"]
@@ -38,6 +40,15 @@ class World:
         local_size = _integer(env, "LOCAL_WORLD_SIZE", size)
         local_rank = _integer(env, "LOCAL_RANK", rank % local_size if local_size > 0 else rank)
         return cls(rank=rank, local_rank=local_rank, size=size, local_size=local_size)
+
+    @classmethod
+    def current(cls) -> Self:
+        """Return the place in the process group, if there is one, else the launcher's."""
+        group = torch.distributed
+        if not group.is_available() or not group.is_initialized():
+            return cls.from_env()
+        numbers = {"RANK": str(group.get_rank()), "WORLD_SIZE": str(group.get_world_size())}
+        return cls.from_env({**os.environ, **numbers})
 
     @property
     def is_main(self) -> bool:

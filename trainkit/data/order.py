@@ -18,7 +18,15 @@ from torch.utils.data import (
 from trainkit import rng
 from trainkit.errors import ConfigError, DataError
 
-__all__ = ["BatchPlan", "FlatPlan", "KeyedOrder", "Plan", "announce_epoch", "divide"]
+__all__ = [
+    "BatchPlan",
+    "FlatPlan",
+    "KeyedOrder",
+    "Plan",
+    "announce_epoch",
+    "divide",
+    "refuse_shared",
+]
 
 Indices: TypeAlias = Tensor | list[Any]
 
@@ -44,6 +52,15 @@ def announce_epoch(objects: Sequence[Any], epoch: int) -> None:
             tell(epoch)
 
 
+def refuse_shared(samplers: Sequence[Any]) -> None:
+    """Raise ConfigError where one of `samplers` shares the samples out already."""
+    if any(isinstance(part, DistributedSampler) for part in samplers):
+        raise ConfigError(
+            "The loader has a `DistributedSampler`, but trainkit shares the samples out by "
+            "itself. Remove it, and use `shuffle=True` if it shuffled."
+        )
+
+
 class KeyedOrder:
     """Runs a loader's own sampler under the key of an epoch.
 
@@ -61,12 +78,7 @@ class KeyedOrder:
         self.samplers = [
             part for part in (loader.sampler, batch_sampler, inner) if part is not None
         ]
-        for part in self.samplers:
-            if isinstance(part, DistributedSampler):
-                raise ConfigError(
-                    "The loader has a `DistributedSampler`, but trainkit shares the samples out by "
-                    "itself. Remove it, and use `shuffle=True` if it shuffled."
-                )
+        refuse_shared(self.samplers)
         self.seed = seed
         self.yields_batches = batch_sampler is not None and type(batch_sampler) is not BatchSampler
         self.sampler: Any = loader.sampler

@@ -1,7 +1,7 @@
 """What decides the order of the samples, in plain values that a checkpoint can hold."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,10 +10,20 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from trainkit.distributed import codec
 
-__all__ = ["changed_facts", "digest_of", "order_facts"]
+__all__ = ["CHANGED", "OWN", "changed_facts", "digest_of", "order_facts", "run_to"]
 
 _SETTINGS = {"replacement": "replacement", "num_samples": "samples drawn", "drop_last": "drop_last"}
 """Attributes of samplers that decide the order, and what they are called."""
+
+CHANGED = (
+    "the sampler gives another order for the latest epoch: its weights, its seed or its data "
+    "changed, or the batches that make a step"
+)
+OWN = (
+    "the sampler keeps a random state of its own, and does not come to the checkpoint's order: key "
+    "it by `set_epoch`, let it draw from its `.generator`, seed that state where it is made, or "
+    "give it `state_dict` and `load_state_dict` and register it for checkpointing"
+)
 
 
 def order_facts(loader: Any) -> dict[str, Any]:
@@ -47,6 +57,27 @@ def changed_facts(saved: Mapping[str, Any], present: Mapping[str, Any]) -> list[
         for name in dict.fromkeys([*saved, *present])
         if saved.get(name) != present.get(name)
     ]
+
+
+def run_to(digest: str, runs: int, draw: Callable[[], str | None]) -> str:
+    """Let a sampler run until it gives an order; return why it does not, in words.
+
+    One that keeps a random state of its own gives it when it has run as often as it had.
+
+    Args:
+        digest: That of the order.
+        runs: How often the sampler had run, this order included.
+        draw: Runs it, and returns the digest of what it gives.
+    """
+    found: str | None = None
+    for _ in range(max(2, runs)):
+        earlier = found
+        found = draw()
+        if found == digest:
+            return ""
+        if found == earlier:
+            return CHANGED
+    return OWN
 
 
 def digest_of(order: Tensor | Sequence[Any]) -> str | None:

@@ -60,7 +60,7 @@ class Source(ABC):
         """Return one batch, made in this process; the global generators are as before."""
         if not self._fetch.seeds:
             return self._fetch.fetch(epoch, task)
-        with rng.lent():
+        with rng.preserved():
             return self._fetch.fetch(epoch, task)
 
     def close(self) -> None:

@@ -147,7 +147,7 @@ def default_device(world: World, device: torch.device | None = None) -> torch.de
 def join(device: torch.device | None) -> tuple[Membership, torch.device]:
     """Adopt the process group that exists, else make one if there is more than one process."""
     adopted = _default_group() is not None
-    world = _adopted_world() if adopted else World.from_env()
+    world = World.current()
     device = default_device(world, device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -188,12 +188,6 @@ def _backends(group: ProcessGroup) -> list[Any]:
 
 def _default_group() -> ProcessGroup | None:
     return torch.distributed.group.WORLD if torch.distributed.is_available() else None
-
-
-def _adopted_world() -> World:
-    """Return the place of this process in the group that exists, with torchrun's local numbers."""
-    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    return World.from_env({**os.environ, "RANK": str(rank), "WORLD_SIZE": str(size)})
 
 
 class _Rendezvous:

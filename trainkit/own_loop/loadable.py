@@ -42,12 +42,13 @@ _GENERATORS = dict.fromkeys(
     ("generators", "generators_inside", "generators_after"), listed(torch_state)
 )
 _HOST = row(STREAMS["python"], STREAMS["numpy"], STREAMS["torch"])
+_ORDER = {"host": _HOST, **_GENERATORS, "epoch": whole, "runs": whole}
 _LOADER = record(
     {
         "epoch": whole,
         "batches": whole,
         "has_ended": flag,
-        "order": maybe(record({"host": _HOST, **_GENERATORS})),
+        "order": maybe(record(_ORDER, optional={"epoch", "runs"})),  # older states have none
         "facts": each(anything),
         "digest": maybe(text),
         "stream": STREAM,
@@ -205,11 +206,10 @@ def check_loop(
                 f"{len(things)} are prepared. Prepare as many as when it was saved.",
                 path=path,
             )
-    if streams is None:  # no pass is gone on with
-        return
-    states = {**loop, **streams}["loaders"]
+    states = {**loop, **(streams or {})}["loaders"]
     for index, (loader, state) in enumerate(zip(registry.loaders, states, strict=True)):
-        problems = loader.unfit(state)
+        goes_on = streams is not None  # else every pass begins anew
+        problems = loader.unfit(state) if goes_on else []
         if problems:
             raise CheckpointError(
                 f"The state `{path}` was saved inside a pass of the loader {index}, which goes on "
@@ -217,3 +217,9 @@ def check_loop(
                 "state that was saved between two passes.",
                 path=path,
             )
+        if not (goes_on and state["batches"] and not state["has_ended"]):
+            why = loader.come_to(state, registry.objects)
+            if why:
+                raise CheckpointError(
+                    f"The state `{path}` does not fit the loader {index}: {why}.", path=path
+                )

@@ -1,7 +1,7 @@
 """The prepared loader of a loop of the user's own, by the data rules of Accelerate."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -195,7 +195,7 @@ class SharedLoader(ABC):
             "has_ended": self._has_ended,
             "order": self._order,
             "facts": self.order_facts(),
-            "digest": self._order_digest() if self._position else None,
+            "digest": self._order_digest(),
         }
 
     def order_facts(self) -> dict[str, Any]:
@@ -203,8 +203,20 @@ class SharedLoader(ABC):
         return order_facts(self.source)
 
     def _order_digest(self) -> str | None:
-        """Return what tells the order of the pass under way from others, where it is known."""
+        """Return what tells the order of `_order` from others, where it is known."""
         return None
+
+    def come_to(self, state_dict: dict[str, Any], objects: Sequence[Any]) -> str:
+        """Let a sampler with a random state of its own come to where it was between two passes.
+
+        Args:
+            state_dict: The saved state.
+            objects: What is registered; it comes back by itself.
+
+        Returns:
+            Why it does not, in words; else nothing.
+        """
+        return ""
 
     def unfit(self, state_dict: dict[str, Any]) -> list[str]:
         """Return, in words, why the rest of a pass would not be that of a saved state."""

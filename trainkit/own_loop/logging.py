@@ -8,7 +8,7 @@ from typing import Any
 from typing_extensions import override
 
 from trainkit.distributed import Processes
-from trainkit.own_loop.place import present_place
+from trainkit.world import World
 
 __all__ = ["ProcessLogger", "get_logger"]
 
@@ -24,7 +24,7 @@ class ProcessLogger(logging.LoggerAdapter[logging.Logger]):
     def log(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:
         only_main, in_order = kwargs.pop("main_process_only", True), kwargs.pop("in_order", False)
         kwargs.setdefault("stacklevel", 2)
-        world = present_place()
+        world = World.current()
         if only_main and not in_order:
             if world.is_main:
                 self._speak(level, msg, args, kwargs)

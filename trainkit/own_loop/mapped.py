@@ -1,6 +1,7 @@
 """Map-style data of a loop of the user's own: the sampler's order, cut into rounds."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -9,7 +10,6 @@ import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
-    DistributedSampler,
     RandomSampler,
     SequentialSampler,
 )
@@ -18,11 +18,11 @@ from typing_extensions import override
 from trainkit import rng
 from trainkit.data.fetch import fetch_for
 from trainkit.data.loader import Preparation
-from trainkit.data.order import announce_epoch, divide
-from trainkit.data.order_facts import digest_of
+from trainkit.data.order import announce_epoch, divide, refuse_shared
+from trainkit.data.order_facts import OWN, digest_of, run_to
 from trainkit.data.transfer import transfer_for
 from trainkit.data.workers import datasets_of, source_for
-from trainkit.errors import CheckpointError, ConfigError
+from trainkit.errors import CheckpointError
 from trainkit.own_loop.loader import Batch, Resumption, SharedLoader, Sharing
 from trainkit.own_loop.rounds import BatchRounds, FlatRounds, Rounds
 
@@ -48,11 +48,7 @@ class MappedShare(SharedLoader):
         batch_sampler: Any = source.batch_sampler
         inner = getattr(batch_sampler, "sampler", None)
         self._samplers = [part for part in (inner, batch_sampler) if part is not None]
-        if any(isinstance(part, DistributedSampler) for part in self._samplers):
-            raise ConfigError(
-                "The loader has a `DistributedSampler`, but `prepare` shares the samples out by "
-                "itself. Remove it, and use `shuffle=True` if it shuffled."
-            )
+        refuse_shared(self._samplers)
         self._is_flat = type(batch_sampler) is BatchSampler
         self._sampler: Any = inner if self._is_flat else batch_sampler
         self._batch_size: Any = getattr(batch_sampler, "batch_size", None)
@@ -60,8 +56,12 @@ class MappedShare(SharedLoader):
         if sharing.configuration.split_batches and self._batch_size is not None:
             self._batch_size = divide(self._batch_size, self._size)
         self._seed = int(processes.broadcast_object(torch.initial_seed()))
-        self._seedable = self._seedable_sampler()
-        self._give_generator()
+        self._seedable: RandomSampler | None = None
+        wanted = sharing.configuration.use_seedable_sampler and self._is_flat
+        if wanted and type(self._sampler) is RandomSampler:
+            self._seedable = _seedable(self._sampler)
+        elif self._size > 1 and isinstance(self._sampler, RandomSampler):
+            _give_generator(self._sampler)
         key = rng.derive(self._seed, "own loop")
         fetch = fetch_for(source, key, sample_seeding=True)
         preparation = Preparation(processes=processes, device=sharing.device, seed=key, trains=True)
@@ -69,7 +69,12 @@ class MappedShare(SharedLoader):
         self._transfer = transfer_for(sharing.device)
         self._inside = 0  # batches of a pass before which its sampler is not read to the end
         self._lengths: dict[tuple[int, bool], int] = {}
-        self._drawn: list[Any] = []  # by the pass under way
+        # Between passes, such a sampler cannot be told to begin where it was.
+        self._may_keep_state = any(
+            not type(part).__module__.startswith("torch.") for part in self._samplers
+        )
+        self._drawn: list[Any] = []  # by the latest pass
+        self._digest: str | None = None  # of that, once it was asked for
 
     @override
     def order_facts(self) -> dict[str, Any]:
@@ -78,7 +83,25 @@ class MappedShare(SharedLoader):
 
     @override
     def _order_digest(self) -> str | None:
-        return digest_of(self._drawn)
+        if self._order is None:
+            return None
+        if self._digest is None:
+            self._digest = digest_of(self._drawn)
+        return self._digest
+
+    @override
+    def come_to(self, state_dict: dict[str, Any], objects: Sequence[Any]) -> str:
+        digest, order = state_dict.get("digest"), state_dict["order"] or {}
+        registered = any(one is part for one in objects for part in self._samplers)
+        if digest is None or "runs" not in order or registered or not self._may_keep_state:
+            return ""
+        latest = self._order or {}
+        if latest.get("runs") == order["runs"] and self._order_digest() == digest:
+            return ""
+        why = ""
+        with suppress(Exception):  # one that is not ready raises again later
+            why = run_to(digest, order["runs"], partial(self._draw_again, order))
+        return why if why == OWN else ""  # another order is allowed between two passes
 
     @override
     def __len__(self) -> int:
@@ -110,7 +133,7 @@ class MappedShare(SharedLoader):
     @override
     def _batches(self, skip: int, resumption: Resumption | None) -> Iterator[Batch]:
         self._announce()
-        self._drawn = self._run_sampler(resumption)
+        self._run_sampler(resumption)
         rounds = self._rounds(self._drawn)
         fetched = self._source.batches(self.epoch, partial(rounds.tasks, skip))
         last = rounds.length - 1
@@ -124,10 +147,13 @@ class MappedShare(SharedLoader):
 
     @override
     def _leave(self) -> None:
-        if self._order is not None and 0 < self._position <= self._inside:
+        order = self._order
+        if order is not None and 0 < self._position <= self._inside:
             # A sampler that is not read to its end has not drawn what it draws there.
-            self._set_generators(self._order["generators_inside"])
+            self._set_generators(order["generators_inside"])
         super()._leave()
+        if self._may_keep_state:
+            self._order = order
 
     def _announce(self) -> None:
         announce_epoch([*self._samplers, *datasets_of(self.source.dataset)], self.epoch)
@@ -150,40 +176,52 @@ class MappedShare(SharedLoader):
             return FlatRounds(order, batch_size=full, **options)
         return BatchRounds(batches, split=split, **options)
 
-    def _run_sampler(self, resumption: Resumption | None) -> list[Any]:
-        """Return all that the sampler yields in this pass; notes what the order is made from."""
+    def _run_sampler(self, resumption: Resumption | None) -> None:
+        """Draw all that the sampler yields in this pass; notes what the order is made from."""
         if resumption is None or resumption.order is None:
             self._synchronize()
             self._order = self._order_state()
-            return self._draw()
-        self._order = resumption.order
-        host = rng.save_host()
-        python, numpy, cpu = self._order["host"]
-        after = self._order["generators_after"]
-        rng.restore_host((python, numpy, cpu))
-        self._set_generators(self._order["generators"])
-        order = self._draw()
-        self._set_generators(after)
-        rng.restore_host(host)
-        if resumption.digest not in (None, digest_of(order)):
+            self._drawn, self._digest = self._draw(), None
+            return
+        order, digest = resumption.order, resumption.digest
+        after = order["generators_after"]
+        draw = partial(self._draw_again, order)
+        if digest is None:  # of an older state, or of what is not made of plain values
+            draw()
+        elif why := run_to(digest, order.get("runs", 1), draw):
             raise CheckpointError(
-                "The sampler gives another order than in the pass that the state was saved in: "
-                "its weights, its seed or its data changed, or it keeps a random state of its own. "
-                "Samples would come twice or never. Use the same sampler, keyed by `set_epoch` or "
-                "drawing from its `.generator`, or a state that was saved between two passes."
+                f"The pass that the state was saved in cannot go on: {why}. Samples would come "
+                "twice or never. Use the same sampler, or a state that was saved between two "
+                "passes."
             )
-        return order
+        self._set_generators(after)
+
+    def _draw_again(self, order: dict[str, Any]) -> str | None:
+        """Run the sampler on the random streams of an earlier pass; return the order's digest."""
+        host, states, epoch = rng.save_host(), self._generator_states(), self.epoch
+        python, numpy, cpu = order["host"]
+        try:
+            self.epoch, self._order = order.get("epoch", epoch), order
+            self._announce()
+            rng.restore_host((python, numpy, cpu))
+            self._set_generators(order["generators"])
+            self._drawn, self._digest = self._draw(), None
+            return self._order_digest()
+        finally:
+            self._set_generators(states)
+            rng.restore_host(host)
+            self.epoch = epoch
 
     def _draw(self) -> list[Any]:
         # What torch's own loader draws for its workers: what comes after it stays the same.
         torch.empty((), dtype=torch.int64).random_(generator=self.source.generator)
         if self._seedable is not None:
             assert isinstance(self._seedable.generator, torch.Generator)
-            self._seedable.generator.manual_seed(self._seed_of_order() + self.epoch)
+            given = self._sharing.configuration.data_seed
+            seed = self._seed if given is None else given
+            self._seedable.generator.manual_seed(seed + self.epoch)
             return list(self._seedable)
-        own = any(
-            isinstance(getattr(s, "generator", None), torch.Generator) for s in self._samplers
-        )
+        own = bool(_generators_of(self._samplers))
         if self._size == 1 or own or type(self._sampler) is SequentialSampler:
             reading = iter(self._sampler)
             order = list(islice(reading, 1))
@@ -203,6 +241,8 @@ class MappedShare(SharedLoader):
             "generators": states,
             "generators_inside": states,
             "generators_after": states,
+            "epoch": self.epoch,
+            "runs": (self._order or {}).get("runs", 0) + 1,
         }
 
     def _generator_states(self) -> list[torch.Tensor]:
@@ -210,10 +250,7 @@ class MappedShare(SharedLoader):
 
     def _generators(self) -> list[torch.Generator]:
         """Return the samplers' and the loader's own generators."""
-        parts = [*self._samplers, self.source]
-        found = [getattr(part, "generator", None) for part in parts]
-        unique = {id(one): one for one in found if isinstance(one, torch.Generator)}
-        return list(unique.values())
+        return _generators_of([*self._samplers, self.source])
 
     def _set_generators(self, states: list[Any]) -> None:
         for generator, state in zip(self._generators(), states, strict=True):
@@ -232,28 +269,27 @@ class MappedShare(SharedLoader):
         if "cuda" in wanted and self._sharing.device.type == "cuda":
             torch.cuda.set_rng_state(broadcast(torch.cuda.get_rng_state()))
 
-    def _give_generator(self) -> None:
-        """Give a shuffling sampler a generator that can be made equal on all processes."""
-        sampler = self._sampler
-        is_random = isinstance(sampler, RandomSampler) and self._seedable is None
-        if self._size > 1 and is_random and sampler.generator is None:
-            sampler.generator = torch.Generator()
-            sampler.generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_()))
 
-    def _seedable_sampler(self) -> RandomSampler | None:
-        wanted = self._sharing.configuration.use_seedable_sampler
-        if not wanted or not self._is_flat or type(self._sampler) is not RandomSampler:
-            return None
-        return RandomSampler(
-            self._sampler.data_source,
-            replacement=self._sampler.replacement,
-            num_samples=self._sampler._num_samples,
-            generator=torch.Generator(),
-        )
+def _generators_of(parts: Sequence[Any]) -> list[torch.Generator]:
+    found = [getattr(part, "generator", None) for part in parts]
+    return list({id(one): one for one in found if isinstance(one, torch.Generator)}.values())
 
-    def _seed_of_order(self) -> int:
-        given = self._sharing.configuration.data_seed
-        return self._seed if given is None else given
+
+def _give_generator(sampler: RandomSampler) -> None:
+    """Give a shuffling sampler a generator that can be made equal on all processes."""
+    if sampler.generator is None:
+        sampler.generator = torch.Generator()
+        sampler.generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_()))
+
+
+def _seedable(sampler: RandomSampler) -> RandomSampler:
+    """Return a sampler that draws as one does, from a generator that is seeded at each epoch."""
+    return RandomSampler(
+        sampler.data_source,
+        replacement=sampler.replacement,
+        num_samples=sampler._num_samples,
+        generator=torch.Generator(),
+    )
 
 
 def _is_regular(batches: list[list[Any]], size: int) -> bool:

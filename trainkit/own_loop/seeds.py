@@ -4,7 +4,7 @@ import random
 
 import torch
 
-from trainkit.own_loop.place import present_place
+from trainkit.world import World
 
 __all__ = ["set_seed"]
 
@@ -18,7 +18,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
         deterministic: Whether torch may only use deterministic algorithms from now on.
     """
     if device_specific:
-        seed += present_place().rank
+        seed += World.current().rank
     random.seed(seed)
     _seed_numpy(seed)
     torch.manual_seed(seed)
