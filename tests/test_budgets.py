@@ -18,7 +18,7 @@ FUNCTION_LIMITS = {
 }
 FILE_LIMITS = {
     "trainkit/loop.py": 120,  # the algorithm is readable in one screen
-    "trainkit/trainer.py": 320,  # a face: half of what it does is to say what it does
+    "trainkit/trainer.py": 325,  # a face: half of what it does is to say what it does
 }
 # Faces: to cut them in two would only hide from a reader what belongs together.
 CLASS_LIMITS = {("trainkit/trainer.py", "Trainer"): 220, ("trainkit/run.py", "Run"): 216}

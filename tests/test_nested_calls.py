@@ -1,5 +1,6 @@
 """`fit`, `evaluate` and `predict` of a trainer inside one another, on one process and on two."""
 
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from tests.helpers.ranks import RanksError, run_ranks
 from tests.helpers.toys import fit, toy_dataset, toy_loaders, toy_model
@@ -340,3 +341,68 @@ def test_behind_a_plain_if_it_is_refused_with_its_name(caller: int, call: str, h
         run_ranks(2, evaluate_alone, caller, call, hook)
     assert f"`{call}`" in caught.value.failures[caller]
     assert "Every process must call it" in caught.value.failures[caller]
+
+
+def _one_regression(_: int) -> dict[str, float]:
+    inputs = torch.arange(10.0).reshape(10, 1)
+    loader = DataLoader(TensorDataset(inputs, 2 * inputs[:, 0] + 1), 3)
+
+    def gap(predictions: torch.Tensor, references: torch.Tensor) -> float:
+        return float((predictions - references).abs().mean())
+
+    model = nn.Linear(1, 1)
+    nn.init.constant_(model.weight, 2.0)
+    nn.init.constant_(model.bias, 0.0)
+    trainer = Trainer(max_epochs=1, callbacks=[], strategy="auto")
+    loss_fn = nn.L1Loss()
+
+    def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return torch.as_tensor(loss_fn(outputs.squeeze(1), targets))
+
+    return trainer.evaluate(model, loader, metrics=[gap, "mae"], loss_fn=loss)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_column_of_predictions_meets_a_row_of_references(size: int) -> None:
+    for figures in run_ranks(size, _one_regression):
+        assert figures["eval/gap"] == pytest.approx(1.0)
+        assert figures["eval/mae"] == pytest.approx(1.0)
+
+
+def _other_loaders(rank: int) -> str:
+    trainer = Trainer(max_epochs=1, callbacks=[])
+    loader = DataLoader(toy_dataset(8), 2 + rank)
+    with pytest.raises(ConfigError, match="The processes differ in the loader") as caught:
+        trainer.predict(toy_model(), loader)
+    with pytest.raises(ConfigError, match="The processes differ in the metrics"):
+        trainer.evaluate(
+            toy_model(), DataLoader(toy_dataset(8), 2), metrics=[["accuracy", "f1"][rank]]
+        )
+    return str(caught.value)
+
+
+def test_processes_that_evaluate_other_data_are_told() -> None:
+    first, second = run_ranks(2, _other_loaders)
+    assert first == second
+
+
+def test_a_prediction_takes_one_loader() -> None:
+    loader = DataLoader(toy_dataset(8), 2)
+    with pytest.raises(ConfigError, match="takes one loader"):
+        Trainer(max_epochs=1, callbacks=[]).predict(toy_model(), {"a": loader})
+
+
+def test_the_stream_of_a_training_under_way_is_not_evaluated() -> None:
+    class Lines(IterableDataset[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            yield from map(toy_dataset(12).__getitem__, range(12))
+
+    loader = DataLoader(Lines(), 4)
+
+    class Looks(Callback):
+        def on_step_end(self, run: Run, result: Any) -> None:
+            trainer.predict(run.module, loader)
+
+    trainer = Trainer(max_epochs=1, callbacks=[Looks()])
+    with pytest.raises(ConfigError, match="read the same `Lines`"):
+        fit(trainer, loader)

@@ -17,7 +17,7 @@ from trainkit.errors import ConfigError
 from trainkit.facts import SCRIPT, code_of, digest, program, settings
 from trainkit.types import class_name
 
-__all__ = ["are_alike", "check_alike", "describe_model", "facts_of"]
+__all__ = ["are_alike", "check_alike", "check_evaluation", "describe_model", "facts_of"]
 
 _REMEDIES = {
     "`output_dir`": "Give all of them one folder that they share.",
@@ -70,6 +70,12 @@ def check_alike(processes: Processes, facts: Iterable[tuple[str, str]]) -> None:
         also = f" They differ also in {', '.join(others[:5])}." if others else ""
         remedy = _REMEDIES.get(first, "Give all of them the same.")
         raise ConfigError(f"The processes differ in {first}: {differences[first]}. {remedy}{also}")
+
+
+def check_evaluation(processes: Processes, loader: PreparedLoader, metrics: Iterable[str]) -> None:
+    """Raise ConfigError, on all processes, where they do not evaluate the same."""
+    facts = {"the loader": _describe_loader(loader), "the metrics": repr(list(metrics))}
+    check_alike(processes, facts.items())
 
 
 def are_alike(processes: Processes, number: int, part: int = 0, parts: int = 1) -> bool:

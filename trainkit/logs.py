@@ -165,7 +165,7 @@ class Log:
             self.sums, self.zero_weight, self.samples = outer
 
 
-_OF_PROCESSES = ("gather_for_metrics", "is_main_process", "print")
+_OF_PROCESSES = ("gather", "gather_for_metrics", "is_main_process", "own_rows", "print")
 
 
 @dataclass(kw_only=True, slots=True)

@@ -28,6 +28,7 @@ __all__ = [
     "check_initialised",
     "check_loss_fn",
     "check_model",
+    "check_one_loader",
     "check_resume",
     "check_stateful",
     "make_metrics",
@@ -179,6 +180,16 @@ def name_loaders(loaders: Any) -> dict[str, Any]:
             f"Evaluation loaders are named by words without `/`, but one is called {bad[0]!r}."
         )
     return dict(loaders)
+
+
+def check_one_loader(loader: Any) -> Any:
+    """Return the loader of a `predict`, which takes one."""
+    if isinstance(loader, Mapping):
+        raise ConfigError(
+            "`predict` takes one loader, but got a mapping. Call it once for each: "
+            "`{name: trainer.predict(model, each) for name, each in loaders.items()}`."
+        )
+    return loader
 
 
 def check_evaluations(loaders: Mapping[str, PreparedLoader]) -> None:

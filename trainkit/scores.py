@@ -79,7 +79,9 @@ class Reading:
         if found is _VALUES:
             is_whole = isinstance(scores, Tensor) and not is_read
             if what == "predictions" or (what == "classes" and is_whole):
-                return scores
+                # One value for each reference; else `predictions - references` would broadcast.
+                is_column = getattr(references, "shape", None) == getattr(scores, "shape", ())[:-1]
+                return scores.squeeze(-1) if is_column and scores.shape[-1] == 1 else scores
             raise _undecided(scores, references, "they are values, not scores of classes")
         if what == "probabilities":
             if found.activation is None:

@@ -1,6 +1,6 @@
 """Trainer: the face for people who want the loop to be there."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -18,6 +18,7 @@ from trainkit.distributed import Processes, Vote, called_by_all
 from trainkit.distributed.group import as_timeout
 from trainkit.errors import ConfigError
 from trainkit.logs import Log, LoneLog
+from trainkit.metrics.metric import Metric
 from trainkit.phases import Calls, check_outputs, compiled, conditions, lasting_streams, watched
 from trainkit.precision import Precision
 from trainkit.run import FitResult, Run
@@ -256,7 +257,7 @@ class Trainer:
         figures: Scalars = {}
         with _evaluation(self, "evaluate", model, loss_fn) as log:
             for name, data in parts.name_loaders(loader).items():
-                with _prepare(self, evaluation_loader, data) as prepared:
+                with _to_evaluate(self, log, data, chosen) as prepared:
                     figures |= evaluation.evaluate(
                         self.strategy.place(model),
                         prepared,
@@ -290,7 +291,7 @@ class Trainer:
         """
         with (
             _evaluation(self, "predict", model, loss_fn) as log,
-            _prepare(self, evaluation_loader, loader) as prepared,
+            _to_evaluate(self, log, parts.check_one_loader(loader)) as prepared,
         ):
             return evaluation.predict(
                 self.strategy.place(model),
@@ -479,6 +480,22 @@ def _evaluation(
                 yield log
         finally:
             trainer.run, trainer.loss_fn = run, given
+
+
+@contextmanager
+def _to_evaluate(
+    trainer: Trainer, log: Log, data: Any, metrics: Sequence[Metric] = ()
+) -> Iterator[PreparedLoader]:
+    """Prepare a loader, and close it; on several processes they must have the same."""
+    with _prepare(trainer, evaluation_loader, data) as loader:
+        if trainer.accelerator.num_processes > 1:
+            from trainkit.agreement import check_evaluation  # one process needs none of it
+
+            names = [metric.name for metric in metrics]
+            check_evaluation(trainer.accelerator.processes, loader, names)
+        if isinstance(log, Run) and log.phase != "done" and log.train_loader.stream is not None:
+            log.train_loader.stream.check_evaluations([loader])
+        yield loader
 
 
 @contextmanager

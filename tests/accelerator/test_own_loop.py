@@ -547,3 +547,20 @@ def test_workers_that_nobody_refers_to_any_more_end_at_once(tmp_path: Path) -> N
     )
     assert ended.stdout == "end\n"
     assert "Error" not in ended.stderr
+
+
+def _rates_of_a_falling_loss(_: int) -> list[float]:
+    accelerator = Accelerator(cpu=True)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.5)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+    optimizer, scheduler = accelerator.prepare(optimizer, scheduler)
+    rates = []
+    for loss in (4.0, 3.0, 2.0, 1.0):
+        scheduler.step(loss)
+        rates.append(optimizer.param_groups[0]["lr"])
+    return rates
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_plateau_counts_each_figure_once(size: int) -> None:
+    assert run_ranks(size, _rates_of_a_falling_loss) == [[0.5] * 4] * size

@@ -84,7 +84,9 @@ def class_labels(metric: str, argument: str, values: Any) -> Tensor:
     if labels.numel() != len(labels):
         raise DataError(
             f"The metric `{metric}` needs one class per sample in `{argument}`, but got the shape "
-            f"{list(labels.shape)}. Turn scores into classes first, such as by `argmax(-1)`."
+            f"{list(labels.shape)}. Where a sample has several, as in segmentation, for tokens or "
+            "with several labels, pass a metric of torchmetrics or a function of your own; turn "
+            "scores into classes, such as by `argmax(1)`."
         )
     if labels.is_floating_point() and not bool((labels == labels.round()).all()):
         raise DataError(

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
 from trainkit.own_loop.accumulation import Accumulation
 from trainkit.own_loop.optimizer import PreparedOptimizer
 
@@ -14,7 +16,8 @@ class PreparedScheduler:
 
     It steps where the optimizers have stepped: not inside a window and not after an overflow. As
     in Accelerate, one step counts as many steps as there are processes, unless
-    `split_batches`, because a script counts the steps of one process.
+    `split_batches`, because a script counts the steps of one process; `ReduceLROnPlateau`, which
+    counts evaluations, takes one.
 
     Args:
         scheduler: The user's.
@@ -48,7 +51,9 @@ class PreparedScheduler:
         if skipped or not self._accumulation.sync_gradients:
             return
         total = getattr(self.scheduler, "total_steps", None)
-        for _ in range(self._steps):
+        # One figure is one observation: seen twice, it would have stopped improving.
+        follows_figure = isinstance(self.scheduler, ReduceLROnPlateau)
+        for _ in range(1 if follows_figure else self._steps):
             # A one-cycle schedule raises beyond its end, where the last steps may lead.
             if total is None or self.scheduler._step_count <= total:
                 self.scheduler.step(*args, **kwargs)
