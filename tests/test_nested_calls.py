@@ -405,4 +405,4 @@ def test_the_stream_of_a_training_under_way_is_not_evaluated() -> None:
 
     trainer = Trainer(max_epochs=1, callbacks=[Looks()])
     with pytest.raises(ConfigError, match="read the same `Lines`"):
-        fit(trainer, loader)
+        fit(trainer, {"train": loader})
