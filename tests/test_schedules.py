@@ -3,6 +3,7 @@
 import copy
 import math
 import re
+import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -301,3 +302,38 @@ def test_groups_keep_their_own_rates() -> None:
     low, high = (float(group["lr"]) for group in optimizer.param_groups)
     assert (low, high) == (0.0, 0.0)
     assert isinstance(optimizer.param_groups[1]["lr"], torch.Tensor)
+
+
+def test_the_evaluation_of_a_stop_does_not_advance_a_schedule_that_watches_figures(
+    tmp_path: Path,
+) -> None:
+    class Stops(Callback):
+        def on_step_end(self, run: Run, result: StepResult) -> None:
+            if run.state.step == 5:
+                run.request_stop("enough for today", agreed=True)
+
+    def fit_with(*callbacks: Callback, **arguments: Any) -> dict[str, Any]:
+        trainer = make_trainer(
+            max_epochs=2, callbacks=[Checkpoint(), *callbacks], output_dir=tmp_path
+        )
+        model = toy_model()
+        fit(
+            trainer,
+            toy_loaders(),
+            model,
+            optimizer=partial(SGD, lr=5.0),
+            # No loss is ever good enough: each evaluation that counts halves the rate.
+            lr_scheduler=lambda o: LRSchedule(
+                ReduceLROnPlateau(o, factor=0.5, patience=0, threshold=100.0), metric="eval/loss"
+            ),
+            **arguments,
+        )
+        assert trainer.run is not None
+        return {"weights": model.state_dict(), "rate": trainer.run.optimizer.param_groups[0]["lr"]}
+
+    whole = fit_with()
+    shutil.rmtree(tmp_path)
+    fit_with(Stops())
+    resumed = fit_with(resume="must")
+    assert resumed["rate"] == whole["rate"]
+    assert all(torch.equal(resumed["weights"][k], v) for k, v in whole["weights"].items())

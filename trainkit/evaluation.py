@@ -59,11 +59,12 @@ def _evaluate_run(run: Run, callbacks: CallbackList) -> None:
             prefix=f"eval/{name}/" if name else "eval/",
             watch=partial(_announce, run, callbacks),
         )
-    run.requests.evaluation = False
+    asked, run.requests.evaluation = run.requests.evaluation, False
     run.last_evaluated_attempt = run.state.attempts
     run.metrics = metrics
     _keep_best(run, metrics)
-    if run.lr_schedule is not None:
+    # One that comes only because the run stops is not part of the plan that a resume goes on with.
+    if run.lr_schedule is not None and asked:
         run.lr_schedule.advance_evaluation(metrics)
     callbacks.emit(Callback.on_evaluation_end, run, metrics)
     run.phase = phase
