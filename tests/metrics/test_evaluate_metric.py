@@ -43,9 +43,12 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     before = evaluate.config.HF_METRICS_CACHE, evaluate.config.HF_MODULES_CACHE
     evaluate.config.HF_METRICS_CACHE = str(folder / "metrics")
     evaluate.config.HF_MODULES_CACHE = str(folder / "modules")
+    path = list(sys.path)  # another file of tests may have added the cache of the machine
+    sys.path[:] = [entry for entry in path if not (Path(entry) / "evaluate_modules").is_dir()]
     _forget_modules()
     yield evaluate
     _forget_modules()
+    sys.path[:] = path
     evaluate.config.HF_METRICS_CACHE, evaluate.config.HF_MODULES_CACHE = before
 
 
