@@ -53,7 +53,7 @@ def make(targets: str) -> tuple[nn.Module, TensorDataset]:
     labels = torch.randint(0, CLASSES, shape, generator=generator)
     ignored = torch.rand(shape, generator=generator) < 0.4
     if targets != "labels":
-        labels[ignored] = -100 if targets == "positions" else -1
+        labels[ignored] = -1 if targets == "ignored" else -100
     if targets == "floats":
         labels = torch.rand(SAMPLES, CLASSES, dtype=torch.float64, generator=generator)
     torch.manual_seed(1)
@@ -67,6 +67,7 @@ LOSSES: dict[str, tuple[Any, str]] = {
     "ignored": (nn.CrossEntropyLoss(ignore_index=-1), "ignored"),
     "both": (nn.CrossEntropyLoss(weight=WEIGHTS, ignore_index=-1), "ignored"),
     "function": (partial(F.cross_entropy, weight=WEIGHTS, ignore_index=-1), "ignored"),
+    "default index": (partial(F.cross_entropy, ignore_index=-100), "ignored by default"),
     "positions": (nn.CrossEntropyLoss(), "positions"),
     "bare function": (F.cross_entropy, "positions"),
     "own mean": (NLL(weight=WEIGHTS), "labels"),

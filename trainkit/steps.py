@@ -95,7 +95,8 @@ def _mean_loss(loss_fn: Any, outputs: Any, targets: Any) -> StepOutput:
     if computes not in _OVER_LABELS or targets.is_floating_point():
         return StepOutput(loss)
     weight, ignored = get("weight", None), get("ignore_index", IGNORED)
-    if weight is None and ignored == IGNORED and targets.dim() < 2:
+    said = ignored != IGNORED or (bound and "ignore_index" in loss_fn.keywords)
+    if weight is None and not said and targets.dim() < 2:
         return StepOutput(loss)  # one label for each sample, and nobody said that some are left out
     counted = targets != ignored
     items = counted if weight is None else weight[targets.where(counted, 0)] * counted
