@@ -5,7 +5,6 @@ if __name__ != "trainkit.callbacks":
 
 from pathlib import Path
 
-from trainkit.callback import Callback
 from trainkit.callbacks.batch_size_finder import BatchSizeFinder
 from trainkit.callbacks.checkpoint import Checkpoint
 from trainkit.callbacks.device_monitor import DeviceMonitor
@@ -30,6 +29,7 @@ from trainkit.callbacks.throughput import Throughput
 from trainkit.callbacks.time_limit import TimeLimit
 from trainkit.callbacks.timer import Timer
 from trainkit.callbacks.wandb_logger import WandbLogger
+from trainkit.training.callback import Callback
 
 __all__ = [
     "EMA",

@@ -8,13 +8,13 @@ from typing import Any
 
 from typing_extensions import override
 
-from trainkit.callback import Callback
-from trainkit.callbacks.memory_trial import MemoryTrial
+from trainkit.callbacks._support.memory_trial import MemoryTrial
+from trainkit.checkpoint.format.schema import flag, maybe, record, whole
 from trainkit.data import MicroBatch, Window
 from trainkit.data.split import split_windows
 from trainkit.errors import ConfigError
-from trainkit.run import Run
-from trainkit.schema import flag, maybe, record, whole
+from trainkit.training.callback import Callback
+from trainkit.training.run import Run
 
 __all__ = ["BatchSizeFinder"]
 
@@ -56,7 +56,7 @@ class BatchSizeFinder(Callback):
 
     @override
     def on_fit_start(self, run: Run) -> None:
-        if run.strategy.sharded and run.accelerator.num_processes > 1:
+        if run.strategy.sharded and run.processes.num_processes > 1:
             raise ConfigError(
                 "`BatchSizeFinder` does not work with sharded parameters: a process that runs out "
                 "of memory would leave the others waiting for its part of them. Choose a batch "

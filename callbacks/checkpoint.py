@@ -5,12 +5,12 @@ from typing import Literal, get_args
 
 from typing_extensions import override
 
-from trainkit.callback import Callback
 from trainkit.checkpoint import CheckpointStore, KeepPolicy
 from trainkit.checkpoint.saver import NonFinite
 from trainkit.config import checked
 from trainkit.errors import ConfigError
-from trainkit.run import Run
+from trainkit.training.callback import Callback
+from trainkit.training.run import Run
 from trainkit.types import Scalars, StepResult
 
 __all__ = ["Checkpoint"]
@@ -103,7 +103,7 @@ class Checkpoint(Callback):
                 "`Checkpoint` saves under the output directory, but the trainer has none. Pass "
                 "`Trainer(output_dir=...)`."
             )
-        if run.accelerator.is_local_main_process:  # every machine writes its part
+        if run.processes.is_local_main_process:  # every machine writes its part
             CheckpointStore(run.output_dir / "checkpoints").probe()
 
     @override

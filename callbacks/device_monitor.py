@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from trainkit.callback import Callback
-from trainkit.callbacks.log_steps import log_follows
-from trainkit.run import Run
+from trainkit.callbacks._support.log_schedule import log_follows
+from trainkit.training.callback import Callback
+from trainkit.training.run import Run
 from trainkit.types import StepResult
 
 __all__ = ["DeviceMonitor"]

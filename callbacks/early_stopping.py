@@ -7,11 +7,11 @@ from typing import Any, Literal
 
 from typing_extensions import override
 
-from trainkit.callback import Callback
+from trainkit.checkpoint.format.schema import number, record, whole
 from trainkit.config import checked
 from trainkit.errors import ConfigError
-from trainkit.run import Run
-from trainkit.schema import number, record, whole
+from trainkit.training.callback import Callback
+from trainkit.training.run import Run
 from trainkit.types import Scalars
 
 __all__ = ["EarlyStopping"]

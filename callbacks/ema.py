@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from trainkit.callback import Callback
 from trainkit.checkpoint import CheckpointStore
 from trainkit.checkpoint.exact import as_parameter
+from trainkit.checkpoint.format.schema import record, tensor_like, whole
 from trainkit.config import checked
 from trainkit.errors import CheckpointError, ConfigError
-from trainkit.run import Run
-from trainkit.schema import record, tensor_like, whole
 from trainkit.strategies import Strategy
+from trainkit.training.callback import Callback
+from trainkit.training.run import Run
 from trainkit.types import Scalars, Size, StepResult
 
 __all__ = ["EMA"]
@@ -319,6 +319,6 @@ def _empty(tensor: Tensor) -> Tensor:
 
 def _like(local: Tensor, parameter: Tensor) -> Tensor:
     """Return the tensor of which `local` lies here, spread over the processes as `parameter`."""
-    from trainkit.checkpoint.placing import Placing, is_sharded
+    from trainkit.checkpoint.resharding.sharding_spec import Placing, is_sharded
 
     return Placing.of(parameter).wrap(local) if is_sharded(parameter) else local  # type: ignore[arg-type]

@@ -5,11 +5,11 @@ from typing import Any
 
 from typing_extensions import override
 
-from trainkit.callback import Callback
 from trainkit.config import checked
 from trainkit.errors import ConfigError
 from trainkit.metrics import as_metric
-from trainkit.run import Run
+from trainkit.training.callback import Callback
+from trainkit.training.run import Run
 from trainkit.types import StepResult
 
 __all__ = ["Evaluation"]

@@ -8,9 +8,9 @@ from typing import Any
 from torch import nn
 from typing_extensions import override
 
-from trainkit.callback import Callback
 from trainkit.errors import ConfigError
-from trainkit.run import Run
+from trainkit.training.callback import Callback
+from trainkit.training.run import Run
 from trainkit.types import StepResult
 
 __all__ = ["FreezeUntil"]

@@ -4,9 +4,9 @@ import gc
 
 from typing_extensions import override
 
-from trainkit.callback import Callback
 from trainkit.errors import ConfigError
-from trainkit.run import Run
+from trainkit.training.callback import Callback
+from trainkit.training.run import Run
 from trainkit.types import StepResult
 
 __all__ = ["GarbageCollection"]

@@ -3,12 +3,12 @@
 from torch import Tensor
 from typing_extensions import override
 
-from trainkit.callback import Callback
-from trainkit.callbacks.gradient_values import GradientValues
-from trainkit.callbacks.histograms import Histogram, HistogramLogger
-from trainkit.callbacks.log_steps import log_is_next
+from trainkit.callbacks._support.gradient_values import GradientValues
+from trainkit.callbacks._support.histograms import Histogram, HistogramLogger
+from trainkit.callbacks._support.log_schedule import log_is_next
 from trainkit.errors import ConfigError
-from trainkit.run import Run
+from trainkit.training.callback import Callback
+from trainkit.training.run import Run
 from trainkit.types import StepResult
 
 __all__ = ["GradientMonitor"]

@@ -5,8 +5,8 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import override
 
-from trainkit.callback import Callback
-from trainkit.run import Run
+from trainkit.training.callback import Callback
+from trainkit.training.run import Run
 from trainkit.types import StepResult
 
 __all__ = ["LRMonitor"]

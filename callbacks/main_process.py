@@ -7,10 +7,10 @@ from typing import Any, ParamSpec
 
 from typing_extensions import override
 
-from trainkit.callback import HOOKS, Callback
-from trainkit.distributed import guard
+from trainkit.distributed import collective_guard
 from trainkit.errors import ConfigError
-from trainkit.run import Run
+from trainkit.training.callback import HOOKS, Callback
+from trainkit.training.run import Run
 
 __all__ = ["MainProcess", "main_process_only"]
 
@@ -85,7 +85,7 @@ def main_process_only(function: Callable[P, None]) -> Callable[P, None]:
                 "or second argument must be a `Run`. Pass the run."
             )
         if run.is_main_process:
-            with guard.only(function.__qualname__):
+            with collective_guard.only(function.__qualname__):
                 function(*args, **kwargs)
 
     return on_main
@@ -96,7 +96,7 @@ def _forwarding(hook: str) -> Callable[..., None]:
 
     def forward(self: MainProcess, run: Run, *args: Any) -> None:
         if run.is_main_process:
-            with guard.only(f"{self.name}.{hook}"):
+            with collective_guard.only(f"{self.name}.{hook}"):
                 getattr(self.callback, hook)(run, *args)
 
     return forward

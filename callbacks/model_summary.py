@@ -7,12 +7,12 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from trainkit.callback import Callback
-from trainkit.callbacks.compilation import is_compiled
-from trainkit.callbacks.model_rows import describe_output
-from trainkit.callbacks.model_table import model_table
+from trainkit.callbacks._support.compilation import is_compiled
+from trainkit.callbacks._support.model_rows import describe_output
+from trainkit.callbacks._support.model_table import model_table
 from trainkit.errors import ConfigError
-from trainkit.run import Run
+from trainkit.training.callback import Callback
+from trainkit.training.run import Run
 from trainkit.types import StepResult
 
 __all__ = ["ModelSummary"]

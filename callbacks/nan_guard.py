@@ -5,10 +5,10 @@ from typing import Literal
 
 from typing_extensions import override
 
-from trainkit.callback import Callback
-from trainkit.callbacks.first_bad import FirstBad
+from trainkit.callbacks._support.first_bad import FirstBad
 from trainkit.errors import ConfigError
-from trainkit.run import Run
+from trainkit.training.callback import Callback
+from trainkit.training.run import Run
 from trainkit.types import StepResult
 
 __all__ = ["NaNGuard"]

@@ -14,14 +14,14 @@ from typing import IO, Any
 
 from typing_extensions import override
 
-from trainkit.callback import Callback
-from trainkit.callbacks.places import log_place, warn_unwritten
+from trainkit.callbacks._support.log_paths import log_place, warn_unwritten
+from trainkit.checkpoint.format.schema import record, whole
 from trainkit.config import checked
 from trainkit.errors import ConfigError, DataError
 from trainkit.metrics.metric import Metric
 from trainkit.outputs import absolute, check_file, check_folder
-from trainkit.run import Run
-from trainkit.schema import record, whole
+from trainkit.training.callback import Callback
+from trainkit.training.run import Run
 from trainkit.types import Scalars
 
 __all__ = ["Predictions"]

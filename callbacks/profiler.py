@@ -8,12 +8,12 @@ from typing import Any
 from torch.profiler import profile, schedule
 from typing_extensions import override
 
-from trainkit.callback import Callback
-from trainkit.callbacks.places import log_place, warn_unwritten
+from trainkit.callbacks._support.log_paths import log_place, warn_unwritten
 from trainkit.config import check_argument
 from trainkit.errors import ConfigError
 from trainkit.outputs import absolute, check_folder
-from trainkit.run import Run
+from trainkit.training.callback import Callback
+from trainkit.training.run import Run
 from trainkit.types import StepResult
 
 __all__ = ["Profiler"]
@@ -88,7 +88,7 @@ class Profiler(Callback):
         self._place = log_place(
             run, self.directory, "profile", owner="Profiler", argument="directory"
         )
-        if run.accelerator.is_local_main_process:
+        if run.processes.is_local_main_process:
             check_folder(self._place, f"`{self.name}`")
 
     @override
@@ -150,7 +150,7 @@ class Profiler(Callback):
             self._written = self.repeat
 
     def _write_files(self, run: Run, recorded: profile) -> None:
-        name = f"step-{self._first:08d}-rank-{run.accelerator.process_index}"
+        name = f"step-{self._first:08d}-rank-{run.processes.process_index}"
         recorded.export_chrome_trace(str(self._place / f"{name}.trace.json.gz"))
         if self.table_rows:
             table = recorded.key_averages().table(

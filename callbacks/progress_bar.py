@@ -7,10 +7,10 @@ import time
 from torch import Tensor
 from typing_extensions import override
 
-from trainkit.callback import Callback
-from trainkit.callbacks.progress_display import Display, Progress, choose_display
-from trainkit.callbacks.texts import figures_by_loader
-from trainkit.run import Run
+from trainkit.callbacks._support.formatting import figures_by_loader
+from trainkit.callbacks._support.progress_display import Display, Progress, choose_display
+from trainkit.training.callback import Callback
+from trainkit.training.run import Run
 from trainkit.types import Scalars, StepResult
 
 __all__ = ["ProgressBar"]

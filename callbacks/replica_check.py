@@ -2,11 +2,11 @@
 
 from typing_extensions import override
 
-from trainkit.callback import Callback
 from trainkit.config import checked
 from trainkit.errors import ConfigError
-from trainkit.replicas import check_replicas
-from trainkit.run import Run
+from trainkit.training.callback import Callback
+from trainkit.training.replicas import check_replicas
+from trainkit.training.run import Run
 from trainkit.types import StepResult
 
 __all__ = ["ReplicaCheck"]

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from typing_extensions import override
 
-from trainkit.callback import Callback
-from trainkit.callbacks.texts import duration, figures_by_loader
-from trainkit.run import Run
-from trainkit.schedule_plan import describe
+from trainkit.callbacks._support.formatting import duration, figures_by_loader
+from trainkit.training.callback import Callback
+from trainkit.training.run import Run
+from trainkit.training.schedule_plan import describe
 from trainkit.types import Scalars, class_name
 
 __all__ = ["Summary"]
@@ -62,7 +62,7 @@ def _make_up(run: Run) -> dict[str, str]:
     trainable = sum(count for count, trains in counts if trains)
     return {
         "parameters": f"{sum(count for count, _ in counts):,} ({trainable:,} trainable)",
-        "strategy": f"{run.strategy.name}, {_count(run.accelerator.num_processes, 'processes')}, "
+        "strategy": f"{run.strategy.name}, {_count(run.processes.num_processes, 'processes')}, "
         f"{run.strategy.device}",
         "precision": run.precision.name,
         "global batch": _global_batch(run),
@@ -95,7 +95,7 @@ def _in_order(values: Scalars, names: Iterable[str]) -> Scalars:
 
 def _global_batch(run: Run) -> str:
     accumulation = run.config.gradient_accumulation_steps
-    size, processes = run.train_loader.batch_size, run.accelerator.num_processes
+    size, processes = run.train_loader.batch_size, run.processes.num_processes
     factors = f"{_count(processes, 'processes')} x {_count(accumulation, 'micro-batches')}"
     if size is None:
         return f"varies ({factors})"

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
-from trainkit.callback import Callback
-from trainkit.callbacks.histograms import Histogram
-from trainkit.callbacks.places import log_place, warn_unwritten
+from trainkit.callbacks._support.histograms import Histogram
+from trainkit.callbacks._support.log_paths import log_place, warn_unwritten
 from trainkit.config import checked
 from trainkit.errors import ConfigError
 from trainkit.outputs import absolute, check_folder
-from trainkit.run import Run
+from trainkit.training.callback import Callback
+from trainkit.training.run import Run
 from trainkit.types import Scalars
 
 if TYPE_CHECKING:

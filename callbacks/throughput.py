@@ -7,13 +7,13 @@ from typing import Literal
 from torch import Tensor
 from typing_extensions import override
 
-from trainkit.callback import Callback
-from trainkit.callbacks.flops import FlopCounter
-from trainkit.callbacks.log_steps import log_follows
-from trainkit.callbacks.step_clock import StepClock
+from trainkit.callbacks._support.flops import FlopCounter
+from trainkit.callbacks._support.log_schedule import log_follows
+from trainkit.callbacks._support.step_timer import StepClock
 from trainkit.config import checked
 from trainkit.errors import ConfigError
-from trainkit.run import Run
+from trainkit.training.callback import Callback
+from trainkit.training.run import Run
 from trainkit.types import Batch, StepResult
 
 __all__ = ["Throughput"]
@@ -85,7 +85,7 @@ class Throughput(Callback):
         self._samples = run.state.samples_seen
         self._tokens: Tensor | int | None = None
         if isinstance(self.flops, int | float):
-            shares = run.accelerator.num_processes if self.flops_per == "sample" else 1
+            shares = run.processes.num_processes if self.flops_per == "sample" else 1
             self._flops = self.flops / shares
 
     @override
@@ -170,7 +170,7 @@ class Throughput(Callback):
             items = samples if self.flops_per == "sample" else tokens
             if items is not None:  # else this process had no micro-batch
                 part = items * self._flops / seconds / self.peak_flops
-                run.log({"time/mfu": part / run.accelerator.num_processes}, reduce="sum")
+                run.log({"time/mfu": part / run.processes.num_processes}, reduce="sum")
 
 
 def _count_tokens(batch: Batch) -> Tensor | int | None:

@@ -5,10 +5,10 @@ import time
 
 from typing_extensions import override
 
-from trainkit.callback import Callback
 from trainkit.config import checked
 from trainkit.errors import ConfigError
-from trainkit.run import Run
+from trainkit.training.callback import Callback
+from trainkit.training.run import Run
 from trainkit.types import StepResult
 
 __all__ = ["TimeLimit"]

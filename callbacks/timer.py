@@ -4,9 +4,9 @@ import time
 
 from typing_extensions import override
 
-from trainkit.callback import Callback
-from trainkit.callbacks.texts import duration
-from trainkit.run import Run
+from trainkit.callbacks._support.formatting import duration
+from trainkit.training.callback import Callback
+from trainkit.training.run import Run
 from trainkit.types import Scalars
 
 __all__ = ["Timer"]

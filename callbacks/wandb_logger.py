@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from trainkit.callback import Callback
-from trainkit.callbacks.histograms import Histogram
-from trainkit.callbacks.run_facts import run_facts
+from trainkit.callbacks._support.histograms import Histogram
+from trainkit.callbacks._support.run_facts import run_facts
+from trainkit.checkpoint.format.schema import maybe, record, text
 from trainkit.config import checked
 from trainkit.errors import ConfigError
 from trainkit.outputs import absolute, check_folder
-from trainkit.run import Run
-from trainkit.schema import maybe, record, text
 from trainkit.signals import exit_code
+from trainkit.training.callback import Callback
+from trainkit.training.run import Run
 from trainkit.types import Scalars
 
 if TYPE_CHECKING:

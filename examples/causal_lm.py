@@ -37,7 +37,7 @@ from transformers import (
     get_scheduler,
 )
 
-from trainkit import Accelerator, Trainer
+from trainkit import Communicator, Trainer
 from trainkit.callbacks import (
     Checkpoint,
     Evaluation,
@@ -162,7 +162,7 @@ def read_records(path: Path, column: str) -> list[str]:
 
 
 def make_tokenizer(
-    arguments: argparse.Namespace, texts: list[str], accelerator: Accelerator
+    arguments: argparse.Namespace, texts: list[str], processes: Communicator
 ) -> PreTrainedTokenizerBase:
     """Return the given model's tokenizer, or one whose pieces are learnt from `texts`.
 
@@ -171,8 +171,8 @@ def make_tokenizer(
     if arguments.model_name_or_path is not None:
         return AutoTokenizer.from_pretrained(arguments.model_name_or_path)
     folder = arguments.output_dir / "model"
-    with accelerator.main_process_first():
-        if accelerator.is_main_process:
+    with processes.main_process_first():
+        if processes.is_main_process:
             bpe = ByteLevelBPETokenizer()
             bpe.train_from_iterator(
                 texts, arguments.vocabulary_size, special_tokens=[END_OF_TEXT], show_progress=False
@@ -255,9 +255,9 @@ def main() -> None:
     """Train, save, and print the perplexity on what was held out."""
     arguments = parse_arguments()
     trainer = make_trainer(arguments)
-    accelerator = trainer.accelerator
+    processes = trainer.processes
     texts = read_texts(arguments)
-    tokenizer = make_tokenizer(arguments, texts.train, accelerator)
+    tokenizer = make_tokenizer(arguments, texts.train, processes)
     train, held_out = (make_blocks(part, tokenizer, arguments.block_size) for part in texts)
     model = make_model(arguments, tokenizer)
     load = partial(DataLoader, collate_fn=default_convert)  # the batches are made already
@@ -272,9 +272,9 @@ def main() -> None:
         resume=arguments.resume_from_checkpoint,
     )
     trainer.save_model(arguments.output_dir / "model")
-    if accelerator.is_main_process:
+    if processes.is_main_process:
         tokenizer.save_pretrained(arguments.output_dir / "model")
-    accelerator.print(f"perplexity: {result.metrics['eval/perplexity']:.2f}")
+    processes.print(f"perplexity: {result.metrics['eval/perplexity']:.2f}")
     trainer.close()
 
 

@@ -97,8 +97,8 @@ def main() -> None:
         optimizer=partial(torch.optim.SGD, lr=1.0),
         loss_fn=nn.CrossEntropyLoss(),
     )
-    trainer.accelerator.print(f"stopped by: {result.stop_reason}")
-    trainer.accelerator.print(
+    trainer.processes.print(f"stopped by: {result.stop_reason}")
+    trainer.processes.print(
         f"jumps: {back_off.jumps}, accuracy {result.metrics['eval/accuracy']:.3f}"
     )
     trainer.close()

@@ -115,8 +115,8 @@ def main() -> None:
     epochs = 2 if parser.parse_args().tiny else 20
     nearest, trainer = train(StochasticBF16(nearest=True), epochs)
     stochastic, _ = train(StochasticBF16(), epochs)
-    trainer.accelerator.print(f"rounded to nearest: accuracy {nearest:.3f}")
-    trainer.accelerator.print(f"rounded at random: accuracy {stochastic:.3f}")
+    trainer.processes.print(f"rounded to nearest: accuracy {nearest:.3f}")
+    trainer.processes.print(f"rounded at random: accuracy {stochastic:.3f}")
     trainer.close()
 
 

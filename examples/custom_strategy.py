@@ -78,8 +78,8 @@ def main() -> None:
     epochs = 2 if parser.parse_args().tiny else 15
     whole, _ = train(DDP(), epochs)
     compressed, trainer = train(CompressedDDP(), epochs)
-    trainer.accelerator.print(f"gradients in fp32: accuracy {whole:.3f}")
-    trainer.accelerator.print(f"gradients in bfloat16: accuracy {compressed:.3f}")
+    trainer.processes.print(f"gradients in fp32: accuracy {whole:.3f}")
+    trainer.processes.print(f"gradients in bfloat16: accuracy {compressed:.3f}")
     trainer.close()
 
 

@@ -213,7 +213,7 @@ def main() -> None:
         resume=arguments.resume,
     )
     trainer.save_model(arguments.output_dir / "model")  # all processes: each may hold a part
-    if trainer.accelerator.is_main_process:
+    if trainer.processes.is_main_process:
         tokenizer.save_pretrained(arguments.output_dir / "model")
         print(f"fine-tuned:   accuracy {result.metrics['eval/accuracy']:.4f}")
         print(f"linear model: accuracy {linear_accuracy(*parts):.4f}")

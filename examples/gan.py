@@ -211,7 +211,7 @@ def main() -> None:
     noise = torch.randn(1000, NOISE, generator=torch.Generator().manual_seed(1))
     with ema.applied():
         drawn = trainer.predict(gan, DataLoader(TensorDataset(noise), batch_size=250))
-    if trainer.accelerator.is_main_process:
+    if trainer.processes.is_main_process:
         print_result(drawn.cpu(), digits)
     trainer.close()
 

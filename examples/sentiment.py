@@ -39,7 +39,7 @@ from transformers import (
     get_linear_schedule_with_warmup,
 )
 
-from trainkit import Accelerator, Trainer
+from trainkit import Communicator, Trainer
 from trainkit.callbacks import (
     Checkpoint,
     Evaluation,
@@ -120,7 +120,7 @@ def read_reviews(arguments: argparse.Namespace) -> Reviews:
 
 
 def make_tokenizer(
-    arguments: argparse.Namespace, reviews: Reviews, accelerator: Accelerator
+    arguments: argparse.Namespace, reviews: Reviews, processes: Communicator
 ) -> PreTrainedTokenizerBase:
     """Return the given model's tokenizer, or one trained on the training part only.
 
@@ -129,8 +129,8 @@ def make_tokenizer(
     if arguments.model is not None:
         return AutoTokenizer.from_pretrained(arguments.model)
     folder = arguments.output_dir / "model"
-    with accelerator.main_process_first():
-        if accelerator.is_main_process:
+    with processes.main_process_first():
+        if processes.is_main_process:
             train_tokenizer(review.text for review in reviews.train).save_pretrained(folder)
     return AutoTokenizer.from_pretrained(folder)
 
@@ -220,10 +220,10 @@ def main() -> None:
     """Train, evaluate, save, and print the result beside the baseline."""
     arguments = parse_arguments()
     trainer = make_trainer(arguments)
-    accelerator = trainer.accelerator
+    processes = trainer.processes
     reviews = read_reviews(arguments)
-    tokenizer = make_tokenizer(arguments, reviews, accelerator)
-    loaders = make_loaders(arguments, reviews, tokenizer, accelerator.num_processes)
+    tokenizer = make_tokenizer(arguments, reviews, processes)
+    loaders = make_loaders(arguments, reviews, tokenizer, processes.num_processes)
     model = make_model(arguments, len(tokenizer))
     trainer.fit(
         model,
@@ -234,11 +234,11 @@ def main() -> None:
     )
     metrics = trainer.evaluate(model, loaders[1], metrics=METRICS)
     trainer.save_model(arguments.output_dir / "model")  # all processes: each may hold a part
-    if accelerator.is_main_process:
+    if processes.is_main_process:
         tokenizer.save_pretrained(arguments.output_dir / "model")
-        write_result(arguments, reviews, metrics, accelerator.num_processes)
+        write_result(arguments, reviews, metrics, processes.num_processes)
         print_scores(arguments.output_dir / "result.json")
-    accelerator.wait_for_everyone()
+    processes.wait_for_everyone()
 
 
 if __name__ == "__main__":

@@ -34,5 +34,5 @@ result = trainer.fit(
     optimizer=partial(torch.optim.AdamW, lr=1e-3),
     loss_fn=nn.CrossEntropyLoss(),
 )
-trainer.accelerator.print(f"accuracy: {result.metrics['eval/accuracy']:.4f}")
+trainer.processes.print(f"accuracy: {result.metrics['eval/accuracy']:.4f}")
 trainer.close()

@@ -226,7 +226,7 @@ def main() -> None:
     ema.save_model(arguments.output_dir / "model")
     with ema.applied():
         figures = trainer.evaluate(model, load(test, 500), metrics=["accuracy"])
-    trainer.accelerator.print(f"test accuracy: {figures['eval/accuracy']:.4f}")
+    trainer.processes.print(f"test accuracy: {figures['eval/accuracy']:.4f}")
     trainer.close()
 
 

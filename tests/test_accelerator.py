@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.helpers.ranks import run_ranks
-from trainkit.accelerator import Accelerator
+from trainkit.accelerator.accelerator import Accelerator
 from trainkit.errors import ConfigError, DataError, DistributedError
 
 SIZES = [1, 2, 3]

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.behaviour import __main__ as command
-from benchmarks.behaviour import frameworks, rows, scored, table, toys
+from benchmarks.behaviour import __main__ as command, frameworks, rows, scored, table, toys
 from benchmarks.behaviour.bench import Bench, Outcome
 from benchmarks.behaviour.job import Variant
 from benchmarks.behaviour.worker import NOT_OFFERED, OPTION, RIGHT, WRONG, Cell, fill, run

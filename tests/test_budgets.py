@@ -13,15 +13,20 @@ CLASS_LINES = 200
 FUNCTION_LINES = 40
 # These constructors name every public setting, twice.
 FUNCTION_LIMITS = {
-    ("trainkit/accelerator.py", "__init__"): 52,
+    ("trainkit/accelerator/accelerator.py", "__init__"): 52,
     ("trainkit/trainer.py", "__init__"): 49,
 }
 FILE_LIMITS = {
-    "trainkit/loop.py": 120,  # the algorithm is readable in one screen
-    "trainkit/trainer.py": 325,  # a face: half of what it does is to say what it does
+    "trainkit/accelerator/accelerator.py": 340,  # a face: it says what it does
+    "trainkit/trainer.py": 340,  # another
+    "trainkit/training/loop.py": 120,  # the algorithm is readable in one screen
 }
 # Faces: to cut them in two would only hide from a reader what belongs together.
-CLASS_LIMITS = {("trainkit/trainer.py", "Trainer"): 220, ("trainkit/run.py", "Run"): 216}
+CLASS_LIMITS = {
+    ("trainkit/accelerator/accelerator.py", "Accelerator"): 300,
+    ("trainkit/trainer.py", "Trainer"): 300,
+    ("trainkit/training/run.py", "Run"): 300,
+}
 
 NOT_CODE = {
     tokenize.COMMENT,

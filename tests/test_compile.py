@@ -40,7 +40,7 @@ def train(
         max_grad_norm=0.5,
         output_dir=folder,
     )
-    data = loaders(6 // trainer.accelerator.num_processes)
+    data = loaders(6 // trainer.processes.num_processes)
     result = fit(trainer, model, data)
     return {
         "weights": weights(model),

@@ -17,8 +17,12 @@ from torch.optim import SGD
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from trainkit import Callback, Trainer
-from trainkit.callbacks import Checkpoint, ProgressBar, TensorBoardLogger
-from trainkit.callbacks import progress_bar as progress_bar_module
+from trainkit.callbacks import (
+    Checkpoint,
+    ProgressBar,
+    TensorBoardLogger,
+    progress_bar as progress_bar_module,
+)
 
 OVER_RAW = 54  # calls a step, without callbacks
 OVER_RAW_LOADED = 120  # with the callbacks of an ordinary run

@@ -96,7 +96,7 @@ def test_predict_follows_a_shuffled_loader() -> None:
 
 class Odd(Trainer):
     def evaluation_step(self, model: nn.Module, batch: Any) -> dict[str, Any]:
-        name = f"of process {self.accelerator.process_index}"
+        name = f"of process {self.processes.process_index}"
         return {name: float(len(batch[0])), "mean": batch[0].mean(), "each": batch[0][:, 0]}
 
 

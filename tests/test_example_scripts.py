@@ -20,9 +20,9 @@ from torch.optim import SGD, Adam
 from torch.utils.data import DataLoader, TensorDataset
 from vision import Images, mirror, read_bytes, read_parts, shift
 
-from trainkit.callback import Callback
 from trainkit.callbacks import Checkpoint
-from trainkit.run import Run
+from trainkit.training.callback import Callback
+from trainkit.training.run import Run
 from trainkit.types import StepResult
 
 ROOT = Path(__file__).resolve().parent.parent

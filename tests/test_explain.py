@@ -11,9 +11,9 @@ from torch import nn
 from tests.helpers.ranks import run_ranks
 from tests.helpers.toys import FEATURES, fit, make_trainer, toy_loaders, toy_model
 from trainkit import Callback, ConfigError, Run
-from trainkit.callback import HOOKS
 from trainkit.callbacks import Checkpoint, Evaluation, JSONLLogger, NaNGuard, main_process_only
 from trainkit.config import TrainConfig
+from trainkit.training.callback import HOOKS
 
 
 def _said(capsys: pytest.CaptureFixture[str]) -> str:
@@ -167,7 +167,7 @@ def test_what_cannot_work_is_the_error_of_fit() -> None:
 def _two(rank: int, folder: Path) -> None:
     trainer = make_trainer(gradient_accumulation_steps=2)
     said: list[str] = []
-    vars(trainer.accelerator)["print"] = said.append
+    vars(trainer.processes)["print"] = said.append
     model = nn.Sequential(nn.BatchNorm1d(FEATURES), nn.Linear(FEATURES, 2))
     trainer.explain(model, toy_loaders())
     (folder / str(rank)).write_text(said[0])

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from trainkit import Callback, Run, StepResult, Trainer
 from trainkit.precision import FP16
-from trainkit.strategies import DDP, FSDP, SingleDevice, Strategy, alone
+from trainkit.strategies import DDP, FSDP, SingleDevice, Strategy, single_process_group
 from trainkit.testing.task import Network, Record, Save, fit, loaders, same, weights
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:FSDP gains nothing")]
@@ -39,7 +39,9 @@ def make(strategy: str) -> Strategy:
     if strategy == "single":
         return SingleDevice(device="cuda:0")
     if strategy == "ddp":
-        alone.join(torch.device("cuda:0"))  # by nccl; DDP alone needs neither group nor wrapper
+        single_process_group.join(
+            torch.device("cuda:0")
+        )  # by nccl; DDP alone needs neither group nor wrapper
         return DDP(device="cuda:0")
     return FSDP(device="cuda:0", cpu_offload=strategy == "offload")
 

@@ -64,7 +64,7 @@ def _fit(
         callbacks=[plans, Checkpoint()],
         output_dir=folder,
     )
-    batch = 4 // trainer.accelerator.num_processes
+    batch = 4 // trainer.processes.num_processes
     trainer.fit(
         nn.Linear(1, 1),
         DataLoader(data, batch, shuffle=not isinstance(data, IterableDataset)),

@@ -13,7 +13,7 @@ from torch.optim import SGD
 from torch.utils.data import DataLoader, TensorDataset
 
 from trainkit import Callback, ConfigError, Run, Trainer
-from trainkit.callback import HOOKS, CallbackList
+from trainkit.training.callback import HOOKS, CallbackList
 
 
 class Recorder(Callback):

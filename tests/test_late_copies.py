@@ -124,7 +124,7 @@ def test_copies_from_a_device_that_cannot_be_waited_for_block(
 
 
 def test_what_an_own_loop_sends_to_the_cpu_has_arrived() -> None:
-    from trainkit.own_loop.operations import send_to_device
+    from trainkit.accelerator.operations import send_to_device
 
     seen: list[bool] = []
 

@@ -16,7 +16,7 @@ from trainkit import Accelerator, CheckpointError, Run, Trainer
 from trainkit.callbacks import EMA, Checkpoint
 from trainkit.checkpoint import CheckpointStore
 from trainkit.checkpoint.exact import load_optimizer
-from trainkit.data.tree import map_leaves
+from trainkit.containers.tree import map_leaves
 
 FUSED: dict[str, Any] = {
     "Adam": partial(Adam, lr=0.01, fused=True, amsgrad=True),

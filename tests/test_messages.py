@@ -18,8 +18,8 @@ import trainkit.callbacks
 import trainkit.metrics
 from tests.helpers.toys import fit, make_trainer, toy_loaders, toy_model
 from trainkit import Accelerator, ConfigError, DataError, StepOutput, Trainer
+from trainkit.accelerator import settings
 from trainkit.config import Watchdog, check_argument, checked
-from trainkit.own_loop import settings
 from trainkit.precision import FP16
 from trainkit.strategies import DDP, FSDP, SingleDevice
 

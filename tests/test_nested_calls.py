@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from tests.helpers.ranks import RanksError, run_ranks
 from tests.helpers.toys import fit, toy_dataset, toy_loaders, toy_model
 from trainkit import Callback, ConfigError, DistributedError, Run, Trainer
-from trainkit.callback import HOOKS, PARTIAL_HOOKS
 from trainkit.callbacks import Checkpoint, MainProcess
+from trainkit.training.callback import HOOKS, PARTIAL_HOOKS
 
 EVERYWHERE = [name for name in HOOKS if name not in (*PARTIAL_HOOKS, "on_exception")]
 
@@ -212,7 +212,7 @@ def fit_another(rank: int) -> None:
     class Probe(Callback):
         def on_epoch_start(self, run: Run) -> None:
             other = Twice(max_steps=2, callbacks=[])
-            watch = run.accelerator.processes.watch
+            watch = run.strategy.processes.watch
             watched = None if watch is None else watch._lookout._watched
             assert fit(other).step == 2
             assert trainer.run is run

@@ -16,7 +16,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.helpers.ranks import run_ranks
 from trainkit import Accelerator, Run, Trainer
-from trainkit.callback import Callback
+from trainkit.accelerator.settings import ProjectConfiguration
+from trainkit.accelerator.tracking import JSONLTracker
 from trainkit.callbacks import (
     Checkpoint,
     JSONLLogger,
@@ -28,8 +29,7 @@ from trainkit.callbacks import (
 from trainkit.checkpoint import CheckpointStore
 from trainkit.errors import CheckpointError, ConfigError, TrainkitError
 from trainkit.outputs import Lines, absolute, check_file, check_folder
-from trainkit.own_loop.settings import ProjectConfiguration
-from trainkit.own_loop.tracking import JSONLTracker
+from trainkit.training.callback import Callback
 from trainkit.types import StepResult
 
 sgd = partial(torch.optim.SGD, lr=0.1)

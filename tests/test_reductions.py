@@ -218,7 +218,7 @@ def test_a_step_of_ones_own_may_use_single_losses_but_returns_one(size: int) -> 
 
 def test_the_loss_of_speech_models_is_a_mean_over_samples_or_refused() -> None:
     transformers = pytest.importorskip("transformers")
-    from trainkit.steps import training_step
+    from trainkit.training.default_steps import training_step
 
     config = transformers.Wav2Vec2Config(
         vocab_size=8,

@@ -15,10 +15,10 @@ from typing_extensions import override
 from tests.helpers.ranks import run_ranks
 from tests.helpers.toys import fit, toy_dataset
 from trainkit import Accelerator, DistributedError, Run, StepResult, Trainer
-from trainkit.callback import Callback
 from trainkit.callbacks import EMA, Checkpoint, FreezeUntil, ReplicaCheck
-from trainkit.replicas import _checksums, check_replicas
 from trainkit.strategies import DDP, FSDP
+from trainkit.training.callback import Callback
+from trainkit.training.replicas import _checksums, check_replicas
 
 STEP = 3  # after which a process edits what it holds
 EDITS: dict[str, Callable[[Run], Any]] = {
@@ -44,7 +44,7 @@ class Edits(Callback):
     @override
     @torch.no_grad()
     def on_step_end(self, run: Run, result: StepResult) -> None:
-        if run.state.step == STEP and run.accelerator.process_index == 1:
+        if run.state.step == STEP and run.processes.process_index == 1:
             self.edit(run)
 
 
@@ -151,7 +151,7 @@ def test_no_training_that_is_right_is_stopped(size: int, tmp_path: Path) -> None
 def resume_on(rank: int, folder: Path, epochs: int) -> None:
     checks = [ReplicaCheck(every_n_steps=1), Checkpoint(every_n_steps=2)]
     trainer = Trainer(max_epochs=epochs, callbacks=checks, output_dir=folder)
-    size = trainer.accelerator.num_processes
+    size = trainer.processes.num_processes
     fit(
         trainer,
         loaders(12 // size),

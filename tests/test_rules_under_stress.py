@@ -52,7 +52,7 @@ class Weighted(Trainer):
 
     def training_step(self, model: nn.Module, batch: Any) -> StepOutput:
         loss = nn.functional.mse_loss(model(batch[0]), batch[1])
-        rank, run = self.accelerator.process_index, self.run
+        rank, run = self.processes.process_index, self.run
         assert run is not None
         return StepOutput(
             loss, self.weights(rank, run) if self.persistent is None else self.persistent
@@ -244,7 +244,7 @@ class Asks(Callback):
         self.asked = False
 
         def ask(run: Run, *args: Any) -> None:
-            if run.state.step >= step and not self.asked and run.accelerator.is_last_process:
+            if run.state.step >= step and not self.asked and run.processes.is_last_process:
                 self.asked = True
                 getattr(run, f"request_{request}")(*(["enough"] if request == "stop" else []))
 
@@ -376,7 +376,7 @@ def gather_while_training(rank: int) -> list[int]:
         sizes: ClassVar[list[int]] = []
 
         def training_step(self, model: nn.Module, batch: Any) -> Any:
-            self.sizes.append(len(self.accelerator.gather_for_metrics(batch[0])))
+            self.sizes.append(len(self.processes.gather_for_metrics(batch[0])))
             return super().training_step(model, batch)
 
     fit(

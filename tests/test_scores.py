@@ -11,11 +11,12 @@ from torch.optim import SGD
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.helpers.ranks import run_ranks
-from trainkit import ConfigError, DataError, Trainer, evaluation
+from trainkit import ConfigError, DataError, Trainer
 from trainkit.callbacks import Evaluation
 from trainkit.distributed import gather_samples
 from trainkit.metrics import Metric, scores
-from trainkit.scores import Reading
+from trainkit.metrics.model_outputs import Reading
+from trainkit.training import evaluation
 
 torch.manual_seed(0)
 OUTPUTS = torch.randn(6, 3)

@@ -15,10 +15,11 @@ from torch.optim.lr_scheduler import LambdaLR, SequentialLR, StepLR
 
 from tests.helpers.ranks import run_ranks
 from tests.helpers.toys import fit, make_trainer
-from trainkit import Accelerator, ConfigError, GradScalerKwargs, LRSchedule, Run, Trainer, facts
-from trainkit.callback import Callback
+from trainkit import Accelerator, ConfigError, GradScalerKwargs, LRSchedule, Run, Trainer
 from trainkit.precision import FP16
 from trainkit.strategies import DDP
+from trainkit.training import settings as facts
+from trainkit.training.callback import Callback
 
 
 class Other(Trainer):
@@ -229,14 +230,14 @@ def traffic(rank: int) -> list[int]:
     """Return the bytes that each comparison of a fit sends where nothing differs."""
     trainer = make_trainer()
     sent: list[int] = []
-    reduce = trainer.accelerator.processes.all_reduce
+    reduce = trainer.strategy.processes.all_reduce
 
     def counted(tensor: Tensor, op: Any = "sum") -> Tensor:
         if tensor.shape == (1, 2):
             sent.append(tensor.nbytes)
         return reduce(tensor, op)
 
-    trainer.accelerator.processes.all_reduce = counted  # type: ignore[method-assign]
+    trainer.strategy.processes.all_reduce = counted  # type: ignore[method-assign]
     fit(trainer)
     return sent
 

@@ -7,7 +7,7 @@ import torch
 import transformers
 from torch import nn
 
-from trainkit.steps import training_step
+from trainkit.training.default_steps import training_step
 
 WORDS = 32
 SMALL: dict[str, Any] = {

@@ -41,7 +41,7 @@ class Journal(Callback):
     def on_checkpoint_saved(self, run: Run, path: Path) -> None:
         if run.state.step != self.kill_at:
             return
-        if run.accelerator.num_processes == 1:
+        if run.processes.num_processes == 1:
             raise Killed
         run.request_stop("killed", agreed=True)  # an error of one would end the other
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from trainkit import streams
+from trainkit import console
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = """
@@ -71,11 +71,11 @@ def test_a_stream_that_its_owner_closed_is_no_error(capfd: pytest.CaptureFixture
     stream = os.fdopen(os.dup(1), "w")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "stdout", stream)
-        patch.setattr(streams, "_lost", {})
-        streams.put("one", flush=True)
+        patch.setattr(console, "_lost", {})
+        console.put("one", flush=True)
         stream.close()
-        streams.put("two", flush=True)
-        assert list(streams.lost()) == ["stdout"]
+        console.put("two", flush=True)
+        assert list(console.lost()) == ["stdout"]
     out, errors = capfd.readouterr()
     assert out == "one\n"
     assert errors.count("stdout cannot be written to") == 1
@@ -85,7 +85,7 @@ def test_a_file_of_the_users_own_fails_as_it_did() -> None:
     descriptor = os.open("/dev/full", os.O_WRONLY)
     file = os.fdopen(descriptor, "w")
     with pytest.raises(OSError, match="No space"):
-        streams.put("text", file=file, flush=True)
+        console.put("text", file=file, flush=True)
     with pytest.raises(OSError, match="No space"):
         file.close()
 
@@ -97,4 +97,4 @@ def test_what_an_encoding_lacks_is_still_an_error(tmp_path: Path) -> None:
     ):
         patch.setattr(sys, "stdout", stream)
         with pytest.raises(UnicodeEncodeError):
-            streams.put("\u00e4")
+            console.put("\u00e4")

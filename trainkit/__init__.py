@@ -1,184 +1,100 @@
 """A small trainer for PyTorch that can be trusted."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from trainkit.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from trainkit.accelerator import Accelerator
-    from trainkit.callback import Callback
-    from trainkit.config import Watchdog
+    from trainkit.accelerator.accelerator import Accelerator as Accelerator
+    from trainkit.accelerator.launcher import notebook_launcher as notebook_launcher
+    from trainkit.accelerator.loader import skip_first_batches as skip_first_batches
+    from trainkit.accelerator.logging import get_logger as get_logger
+    from trainkit.accelerator.memory import (
+        find_executable_batch_size as find_executable_batch_size,
+        release_memory as release_memory,
+    )
+    from trainkit.accelerator.operations import (
+        PartialState as PartialState,
+        broadcast as broadcast,
+        broadcast_object_list as broadcast_object_list,
+        concatenate as concatenate,
+        extract_model_from_parallel as extract_model_from_parallel,
+        gather as gather,
+        gather_object as gather_object,
+        pad_across_processes as pad_across_processes,
+        reduce as reduce,
+        send_to_device as send_to_device,
+        wait_for_everyone as wait_for_everyone,
+    )
+    from trainkit.accelerator.seeds import set_seed as set_seed
+    from trainkit.accelerator.settings import (
+        AutocastKwargs as AutocastKwargs,
+        DataLoaderConfiguration as DataLoaderConfiguration,
+        DistributedDataParallelKwargs as DistributedDataParallelKwargs,
+        DistributedType as DistributedType,
+        GradientAccumulationPlugin as GradientAccumulationPlugin,
+        GradScalerKwargs as GradScalerKwargs,
+        InitProcessGroupKwargs as InitProcessGroupKwargs,
+        ProjectConfiguration as ProjectConfiguration,
+    )
+    from trainkit.accelerator.tracking import GeneralTracker as GeneralTracker
+    from trainkit.config import Watchdog as Watchdog
+    from trainkit.distributed.communicator import Communicator as Communicator
     from trainkit.errors import (
-        CheckpointCorrupt,
-        CheckpointError,
-        ConfigError,
-        DataError,
-        DistributedError,
-        NonFiniteError,
-        TrainkitError,
+        CheckpointCorrupt as CheckpointCorrupt,
+        CheckpointError as CheckpointError,
+        ConfigError as ConfigError,
+        DataError as DataError,
+        DistributedError as DistributedError,
+        NonFiniteError as NonFiniteError,
+        TrainkitError as TrainkitError,
     )
     from trainkit.export import (
-        init_empty_weights,
-        load_checkpoint_and_dispatch,
-        load_checkpoint_in_model,
+        init_empty_weights as init_empty_weights,
+        load_checkpoint_and_dispatch as load_checkpoint_and_dispatch,
+        load_checkpoint_in_model as load_checkpoint_in_model,
     )
-    from trainkit.own_loop.launcher import (
-        notebook_launcher,
-    )
-    from trainkit.own_loop.loader import (
-        skip_first_batches,
-    )
-    from trainkit.own_loop.logging import (
-        get_logger,
-    )
-    from trainkit.own_loop.memory import (
-        find_executable_batch_size,
-        release_memory,
-    )
-    from trainkit.own_loop.operations import (
-        PartialState,
-        broadcast,
-        broadcast_object_list,
-        concatenate,
-        extract_model_from_parallel,
-        gather,
-        gather_object,
-        pad_across_processes,
-        reduce,
-        send_to_device,
-        wait_for_everyone,
-    )
-    from trainkit.own_loop.seeds import (
-        set_seed,
-    )
-    from trainkit.own_loop.settings import (
-        AutocastKwargs,
-        DataLoaderConfiguration,
-        DistributedDataParallelKwargs,
-        DistributedType,
-        GradientAccumulationPlugin,
-        GradScalerKwargs,
-        InitProcessGroupKwargs,
-        ProjectConfiguration,
-    )
-    from trainkit.own_loop.tracking import (
-        GeneralTracker,
-    )
-    from trainkit.run import FitResult, Run
-    from trainkit.schedule import LRSchedule
-    from trainkit.signals import Interrupted
-    from trainkit.state import TrainState
-    from trainkit.trainer import Trainer
-    from trainkit.types import StepOutput, StepResult
+    from trainkit.signals import Interrupted as Interrupted
+    from trainkit.trainer import Trainer as Trainer
+    from trainkit.training.callback import Callback as Callback
+    from trainkit.training.lr_schedule import LRSchedule as LRSchedule
+    from trainkit.training.run import FitResult as FitResult, Run as Run
+    from trainkit.training.state import TrainState as TrainState
+    from trainkit.types import StepOutput as StepOutput, StepResult as StepResult
 
-__all__ = [
-    "Accelerator",
-    "AutocastKwargs",
-    "Callback",
-    "CheckpointCorrupt",
-    "CheckpointError",
-    "ConfigError",
-    "DataError",
-    "DataLoaderConfiguration",
-    "DistributedDataParallelKwargs",
-    "DistributedError",
-    "DistributedType",
-    "FitResult",
-    "GeneralTracker",
-    "GradScalerKwargs",
-    "GradientAccumulationPlugin",
-    "InitProcessGroupKwargs",
-    "Interrupted",
-    "LRSchedule",
-    "NonFiniteError",
-    "PartialState",
-    "ProjectConfiguration",
-    "Run",
-    "StepOutput",
-    "StepResult",
-    "TrainState",
-    "Trainer",
-    "TrainkitError",
-    "Watchdog",
-    "broadcast",
-    "broadcast_object_list",
-    "concatenate",
-    "extract_model_from_parallel",
-    "find_executable_batch_size",
-    "gather",
-    "gather_object",
-    "get_logger",
-    "init_empty_weights",
-    "load_checkpoint_and_dispatch",
-    "load_checkpoint_in_model",
-    "notebook_launcher",
-    "pad_across_processes",
-    "reduce",
-    "release_memory",
-    "send_to_device",
-    "set_seed",
-    "skip_first_batches",
-    "wait_for_everyone",
-]
-
-_HOME = {
-    "Accelerator": "accelerator",
-    "AutocastKwargs": "own_loop.settings",
-    "Callback": "callback",
-    "CheckpointCorrupt": "errors",
-    "CheckpointError": "errors",
-    "ConfigError": "errors",
-    "DataError": "errors",
-    "DataLoaderConfiguration": "own_loop.settings",
-    "DistributedDataParallelKwargs": "own_loop.settings",
-    "DistributedError": "errors",
-    "DistributedType": "own_loop.settings",
-    "FitResult": "run",
-    "GeneralTracker": "own_loop.tracking",
-    "GradScalerKwargs": "own_loop.settings",
-    "GradientAccumulationPlugin": "own_loop.settings",
-    "InitProcessGroupKwargs": "own_loop.settings",
-    "Interrupted": "signals",
-    "LRSchedule": "schedule",
-    "NonFiniteError": "errors",
-    "PartialState": "own_loop.operations",
-    "ProjectConfiguration": "own_loop.settings",
-    "Run": "run",
-    "StepOutput": "types",
-    "StepResult": "types",
-    "TrainState": "state",
-    "Trainer": "trainer",
-    "TrainkitError": "errors",
-    "Watchdog": "config",
-    "broadcast": "own_loop.operations",
-    "broadcast_object_list": "own_loop.operations",
-    "concatenate": "own_loop.operations",
-    "extract_model_from_parallel": "own_loop.operations",
-    "find_executable_batch_size": "own_loop.memory",
-    "gather": "own_loop.operations",
-    "gather_object": "own_loop.operations",
-    "get_logger": "own_loop.logging",
-    "init_empty_weights": "export",
-    "load_checkpoint_and_dispatch": "export",
-    "load_checkpoint_in_model": "export",
-    "notebook_launcher": "own_loop.launcher",
-    "pad_across_processes": "own_loop.operations",
-    "reduce": "own_loop.operations",
-    "release_memory": "own_loop.memory",
-    "send_to_device": "own_loop.operations",
-    "set_seed": "own_loop.seeds",
-    "skip_first_batches": "own_loop.loader",
-    "wait_for_everyone": "own_loop.operations",
-}
-
-
-def __getattr__(name: str) -> Any:
-    """Import a public name when it is first asked for (PEP 562)."""
-    if name == "__version__":
-        return import_module("trainkit.state").VERSION
-    if name not in _HOME:
-        raise AttributeError(f"module `trainkit` has no attribute {name!r}")
-    return getattr(import_module(f"trainkit.{_HOME[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted([*__all__, "callbacks", "metrics"])
+__all__, __getattr__, __dir__ = lazy_exports(
+    __name__,
+    {
+        "accelerator.accelerator": "Accelerator",
+        "accelerator.launcher": "notebook_launcher",
+        "accelerator.loader": "skip_first_batches",
+        "accelerator.logging": "get_logger",
+        "accelerator.memory": "find_executable_batch_size release_memory",
+        "accelerator.operations": (
+            "PartialState broadcast broadcast_object_list concatenate "
+            "extract_model_from_parallel gather gather_object pad_across_processes "
+            "reduce send_to_device wait_for_everyone"
+        ),
+        "accelerator.seeds": "set_seed",
+        "accelerator.settings": (
+            "AutocastKwargs DataLoaderConfiguration DistributedDataParallelKwargs "
+            "DistributedType GradientAccumulationPlugin GradScalerKwargs "
+            "InitProcessGroupKwargs ProjectConfiguration"
+        ),
+        "accelerator.tracking": "GeneralTracker",
+        "config": "Watchdog",
+        "distributed.communicator": "Communicator",
+        "errors": (
+            "CheckpointCorrupt CheckpointError ConfigError DataError DistributedError "
+            "NonFiniteError TrainkitError"
+        ),
+        "export": "init_empty_weights load_checkpoint_and_dispatch load_checkpoint_in_model",
+        "signals": "Interrupted",
+        "trainer": "Trainer",
+        "training.callback": "Callback",
+        "training.lr_schedule": "LRSchedule",
+        "training.run": "FitResult Run",
+        "training.state": "TrainState",
+        "types": "StepOutput StepResult",
+    },
+)

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from types import FrameType, TracebackType
@@ -10,7 +11,15 @@ from typing import Any, Self
 
 from typing_extensions import override
 
-__all__ = ["CAUGHT", "EXIT_LATER", "Interrupted", "Interrupts", "exit_code", "kill_workers"]
+__all__ = [
+    "CAUGHT",
+    "EXIT_LATER",
+    "Interrupted",
+    "Interrupts",
+    "exit_code",
+    "is_failing",
+    "kill_workers",
+]
 
 EXIT_LATER = 75
 """Exit code after SIGUSR1 or the time limit: EX_TEMPFAIL of sysexits.h, "try again later"."""
@@ -90,3 +99,8 @@ def kill_workers() -> None:
     for child in multiprocessing.active_children():
         if child.daemon:
             child.kill()
+
+
+def is_failing() -> bool:
+    """Return whether the interpreter is on its way out because of an exception."""
+    return hasattr(sys, "last_value")

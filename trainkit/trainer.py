@@ -9,21 +9,30 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainkit import evaluation, loop, parts, rng, steps
-from trainkit.accelerator import Accelerator
-from trainkit.callback import Callback, CallbackList
+from trainkit import rng
 from trainkit.config import TrainConfig, Watchdog, as_path, check_argument
 from trainkit.data import PreparedLoader, evaluation_loader, training_loader
-from trainkit.distributed import Processes, Vote, called_by_all
+from trainkit.distributed import AsyncFlags, Processes, check_called_by_all
+from trainkit.distributed.communicator import Communicator
 from trainkit.distributed.group import as_timeout
 from trainkit.errors import ConfigError
-from trainkit.logs import Log, LoneLog
 from trainkit.metrics.metric import Metric
-from trainkit.phases import Calls, check_outputs, compiled, conditions, lasting_streams, watched
 from trainkit.precision import Precision
-from trainkit.run import FitResult, Run
-from trainkit.schedule import LRSchedule, make_lr_schedule
 from trainkit.strategies import Strategy
+from trainkit.training import arguments, default_steps, evaluation, loop
+from trainkit.training.callback import Callback, CallbackList
+from trainkit.training.logging import Log, LoneLog
+from trainkit.training.lr_schedule import LRSchedule, make_lr_schedule
+from trainkit.training.phases import (
+    Calls,
+    check_outputs,
+    compiled,
+    conditions,
+    lasting_streams,
+    watched,
+)
+from trainkit.training.run import FitResult, Run
+from trainkit.training.weighting import Weighting
 from trainkit.types import (
     AnyScheduler,
     Batch,
@@ -35,7 +44,6 @@ from trainkit.types import (
     Stateful,
     StepOutput,
 )
-from trainkit.weighting import Weighting
 
 __all__ = ["Trainer"]
 
@@ -74,8 +82,8 @@ class Trainer:
         ConfigError: Where a setting cannot work.
     """
 
-    accelerator: Accelerator
-    """The processes and their verbs, from construction on."""
+    processes: Communicator
+    """The processes of the job: who am I, gather, reduce, print; from construction on."""
 
     run: Run | None = None
     """The parts of the latest `fit`."""
@@ -127,14 +135,14 @@ class Trainer:
         check_argument("watchdog", watchdog, Watchdog | None)
         self.output_dir = as_path("output_dir", output_dir)
         self.callbacks = _list_callbacks(callbacks, self.output_dir)
-        self._compile = parts.check_compile(compile)
+        self._compile = arguments.check_compile(compile)
         self._watchdog = watchdog
-        self.strategy, self.precision = parts.set_up(strategy, precision)
+        self.strategy, self.precision = arguments.set_up(strategy, precision)
         if process_group_timeout is not None:
             timeout = as_timeout(process_group_timeout, "process_group_timeout")
             self.strategy.processes.set_timeout(timeout)
         device = self.strategy.device
-        self.accelerator = Accelerator(processes=self.strategy.processes, device=device)
+        self.processes = Communicator(processes=self.strategy.processes, device=device)
 
     # What people override.
 
@@ -147,7 +155,7 @@ class Trainer:
             model: As wrapped by the strategy. Call it; the user's own module is `run.module`.
             batch: What the loader yields, on the device.
         """
-        return steps.training_step(model, self.strategy.unwrap(model), batch, self.loss_fn)
+        return default_steps.training_step(model, self.strategy.unwrap(model), batch, self.loss_fn)
 
     def evaluation_step(self, model: nn.Module, batch: Batch) -> Mapping[str, Any]:
         """Return `scores`, `references` and `loss` of `batch`; see `evaluation.evaluate`.
@@ -155,11 +163,13 @@ class Trainer:
         `scores` are what the model returns. Classes are read from them by the convention of the
         loss, where a metric wants some, unless `predictions` say what every metric gets.
         """
-        return steps.evaluation_step(model, self.strategy.unwrap(model), batch, self.loss_fn)
+        return default_steps.evaluation_step(
+            model, self.strategy.unwrap(model), batch, self.loss_fn
+        )
 
     def configure_optimizer(self, model: nn.Module) -> Optimizer:
         """Return the optimizer; the default makes what `fit` was given."""
-        return parts.make_optimizer(self._optimizer, model)
+        return arguments.make_optimizer(self._optimizer, model)
 
     def configure_lr_scheduler(self, optimizer: Optimizer) -> AnyScheduler | LRSchedule | None:
         """Return the scheduler; the default makes what `fit` was given."""
@@ -209,22 +219,26 @@ class Trainer:
             Interrupted: After SIGTERM, SIGINT, SIGUSR1 or the time limit, when all is saved;
                 leaves the program with the code 143, 130 or 75.
         """
-        resume = parts.check_resume(resume, schedule)
+        resume = arguments.check_resume(resume, schedule)
         with ExitStack() as stack:
             stack.enter_context(self._calls.enter("fit"))
             self._optimizer, self._lr_scheduler, self._warmup = optimizer, lr_scheduler, warmup
-            self.loss_fn = type(self).loss_fn if loss_fn is None else parts.check_loss_fn(loss_fn)
+            self.loss_fn = (
+                type(self).loss_fn if loss_fn is None else arguments.check_loss_fn(loss_fn)
+            )
             stack.enter_context(lasting_streams())
             loader, evaluation_loaders = _prepare_all(self, stack, loaders)
-            self.run = run = self._make_run(parts.check_model(model), loader, evaluation_loaders)
+            self.run = run = self._make_run(
+                arguments.check_model(model), loader, evaluation_loaders
+            )
             stack.enter_context(watched(run, self._watchdog))
             check_outputs(run, self.callbacks)
-            rng.seed_all(rng.device_seed(self.config.seed, self.accelerator.process_index))
+            rng.seed_all(rng.device_seed(self.config.seed, self.processes.process_index))
             stack.enter_context(conditions(model, self.config, self._compile))
             if resume is not None:
-                from trainkit import contents  # runs without checkpoints need none of it
+                from trainkit.training import checkpointing  # on demand
 
-                contents.restore(run, self.callbacks, resume, schedule, self._make_schedule)
+                checkpointing.restore(run, self.callbacks, resume, schedule, self._make_schedule)
             stack.enter_context(run.interrupts)
             stack.callback(run.close)
             run.weights.train()
@@ -253,16 +267,16 @@ class Trainer:
                 `evaluate` or of torchmetrics. The mean loss is always there, if there is one.
             loss_fn: As for `fit`; what the latest `fit` was given, if left out.
         """
-        chosen = parts.make_metrics(metrics)
+        chosen = arguments.make_metrics(metrics)
         figures: Scalars = {}
         with _evaluation(self, "evaluate", model, loss_fn) as log:
-            for name, data in parts.name_loaders(loader).items():
+            for name, data in arguments.name_loaders(loader).items():
                 with _to_evaluate(self, log, data, chosen) as prepared:
                     figures |= evaluation.evaluate(
                         self.strategy.place(model),
                         prepared,
                         log=log,
-                        accelerator=self.accelerator,
+                        communicator=self.processes,
                         precision=self.precision,
                         step=self.evaluation_step,
                         loss_fn=self.loss_fn,
@@ -291,13 +305,13 @@ class Trainer:
         """
         with (
             _evaluation(self, "predict", model, loss_fn) as log,
-            _to_evaluate(self, log, parts.check_one_loader(loader)) as prepared,
+            _to_evaluate(self, log, arguments.check_one_loader(loader)) as prepared,
         ):
             return evaluation.predict(
                 self.strategy.place(model),
                 prepared,
                 log=log,
-                accelerator=self.accelerator,
+                communicator=self.processes,
                 precision=self.precision,
                 step=self.evaluation_step,
                 loss_fn=self.loss_fn,
@@ -315,11 +329,11 @@ class Trainer:
             **schedule: `optimizer`, `lr_scheduler` and `warmup`, as for `fit`; with model and
                 loaders the learning rates are then known.
         """
-        from trainkit.explain import explain
+        from trainkit.training.explain import explain
 
         with ExitStack() as stack:
             prepared = None if loaders is None else _prepare_all(self, stack, loaders)
-            known = None if model is None else parts.check_model(model)
+            known = None if model is None else arguments.check_model(model)
             explain(self, known, prepared, **schedule)
 
     def register_for_checkpointing(self, *objects: Stateful, **named: Stateful) -> None:
@@ -334,14 +348,14 @@ class Trainer:
             CheckpointError: A state holds what cannot be saved; names it by its path.
         """
         for name, part in [*((type(o).__name__, o) for o in objects), *named.items()]:
-            parts.check_stateful(name, part, self._objects)
+            arguments.check_stateful(name, part, self._objects)
             self._objects[name] = part
 
     def save_checkpoint(self) -> Path:
         """Save a checkpoint after `fit`; every process calls it. Returns its folder."""
-        from trainkit import contents
+        from trainkit.training import checkpointing
 
-        return contents.save_now(self.run, self.callbacks)
+        return checkpointing.save_now(self.run, self.callbacks)
 
     def save_model(
         self, directory: str | Path, max_shard_size: Size = "5GB", safe_serialization: bool = True
@@ -372,24 +386,24 @@ class Trainer:
     def _make_run(
         self, module: nn.Module, loader: PreparedLoader, evaluations: dict[str, PreparedLoader]
     ) -> Run:
-        from trainkit.agreement import check_alike, facts_of  # only where something is trained
+        from trainkit.training.consistency import check_alike, facts_of  # on demand
 
-        config, processes = self.config, self.accelerator.processes
-        parts.check_evaluations(evaluations)
+        config, processes = self.config, self.strategy.processes
+        arguments.check_evaluations(evaluations)
         names = ("output_dir", "strategy", "precision", "training_step", "loss_fn", "_compile")
         others = {name.lstrip("_"): getattr(self, name) for name in names}
         check_alike(processes, facts_of(config, module, loader, evaluations, others))
-        self.planned_steps = parts.planned_steps(config, loader)
-        self.precision.setup(self.accelerator.device)  # its state is that of one training
+        self.planned_steps = arguments.planned_steps(config, loader)
+        self.precision.setup(self.processes.device)  # its state is that of one training
         self.strategy.seed = config.seed
-        self.strategy.vote = Vote(processes, size=4) if processes.size > 1 else None
+        self.strategy.vote = AsyncFlags(processes, size=4) if processes.size > 1 else None
         model = self.strategy.wrap(module, self.precision)
         optimizer = self._make_optimizer(module)
         schedule = self._make_schedule(optimizer, self.planned_steps)
         own_evaluation = bool(evaluations) and not self.callbacks.schedule_evaluation
         return Run(
             config=config,
-            accelerator=self.accelerator,
+            processes=self.processes,
             strategy=self.strategy,
             precision=self.precision,
             model=model,
@@ -415,7 +429,7 @@ class Trainer:
         """Return the optimizer of a module that the strategy has wrapped."""
         optimizer = self.configure_optimizer(module)
         self.strategy.adopt(optimizer, module)
-        parts.check_optimizer(optimizer, module)
+        arguments.check_optimizer(optimizer, module)
         self.precision.bind(optimizer)
         return optimizer
 
@@ -431,14 +445,14 @@ class Trainer:
 def _prepare(
     trainer: Trainer, make: Callable[..., PreparedLoader], data: Any, **options: Any
 ) -> closing[PreparedLoader]:
-    accelerator, config = trainer.accelerator, trainer.config
+    communicator, config = trainer.processes, trainer.config
     loader = make(
         data,
-        processes=accelerator.processes,
-        device=accelerator.device,
+        processes=communicator.processes,
+        device=communicator.device,
         seed=config.seed,
         sample_seeding=config.sample_seeding,
-        active=accelerator.loaders,
+        active=communicator.loaders,
         **options,
     )
     return closing(loader)
@@ -448,7 +462,7 @@ def _prepare_all(
     trainer: Trainer, stack: ExitStack, loaders: Any
 ) -> tuple[PreparedLoader, dict[str, PreparedLoader]]:
     """Return the training loader and the evaluation loaders, which `stack` closes."""
-    train, evaluations = parts.split_loaders(loaders)
+    train, evaluations = arguments.split_loaders(loaders)
     split = trainer.config.split_batches
     loader = stack.enter_context(_prepare(trainer, training_loader, train, split_batches=split))
     return loader, {
@@ -466,14 +480,14 @@ def _evaluation(
     What `run.log` is given inside goes into what is yielded.
     """
     with trainer._calls.enter(call), compiled(model, trainer._compile):
-        called_by_all(trainer.accelerator.processes, call)
+        check_called_by_all(trainer.strategy.processes, call)
         run, given = trainer.run, trainer.loss_fn
-        log: Any = LoneLog(accelerator=trainer.accelerator) if run is None else run
+        log: Any = LoneLog(processes=trainer.processes) if run is None else run
         is_trained = isinstance(run, Run) and model in (run.model, run.module)
         try:
             trainer.run = log
             if loss_fn is not None:
-                trainer.loss_fn = parts.check_loss_fn(loss_fn)
+                trainer.loss_fn = arguments.check_loss_fn(loss_fn)
             with log.evaluation_weights() if is_trained else nullcontext():
                 if is_trained and log.phase != "done":  # as in the evaluations of the fit
                     trainer.strategy.share_buffers(log.module)
@@ -488,11 +502,11 @@ def _to_evaluate(
 ) -> Iterator[PreparedLoader]:
     """Prepare a loader, and close it; on several processes they must have the same."""
     with _prepare(trainer, evaluation_loader, data) as loader:
-        if trainer.accelerator.num_processes > 1:
-            from trainkit.agreement import check_evaluation  # one process needs none of it
+        if trainer.processes.num_processes > 1:
+            from trainkit.training.consistency import check_evaluation  # on demand
 
             names = [metric.name for metric in metrics]
-            check_evaluation(trainer.accelerator.processes, loader, names)
+            check_evaluation(trainer.strategy.processes, loader, names)
         if isinstance(log, Run) and log.phase != "done" and log.train_loader.stream is not None:
             log.train_loader.stream.check_evaluations([loader])
         yield loader
@@ -516,7 +530,7 @@ def _weighting(config: TrainConfig, processes: Processes, loader: PreparedLoader
 
 
 def _list_callbacks(callbacks: Iterable[Callback] | None, output_dir: Path | None) -> CallbackList:
-    parts.check_callbacks(callbacks)
+    arguments.check_callbacks(callbacks)
     if callbacks is not None:
         return CallbackList(callbacks)
     from trainkit.callbacks import default_callbacks  # the one place that knows callbacks

@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 __all__ = [
+    "IGNORED",
     "AnyScheduler",
     "Batch",
     "LossFn",
@@ -30,6 +31,9 @@ Scalars: TypeAlias = dict[str, float]
 
 Size: TypeAlias = int | str
 """A number of bytes, or text such as "5GB" (10**9 bytes) or "1GiB" (2**30 bytes)."""
+
+IGNORED = -100
+"""The label that losses leave out by convention (torch, transformers)."""
 
 AnyScheduler: TypeAlias = LRScheduler | ReduceLROnPlateau
 LossFn: TypeAlias = Callable[[Any, Any], Tensor]

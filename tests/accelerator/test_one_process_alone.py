@@ -26,9 +26,9 @@ from trainkit import (
     Trainer,
     set_seed,
 )
+from trainkit.accelerator.settings import DataLoaderConfiguration
 from trainkit.checkpoint import CheckpointStore
 from trainkit.distributed import Processes
-from trainkit.own_loop.settings import DataLoaderConfiguration
 from trainkit.strategies import FSDP
 
 
@@ -340,7 +340,7 @@ def _of_trainer(rank: int, folder: Path) -> Any:
         trainer.save_model(folder / "model")
         with pytest.raises(DistributedError, match="`save_checkpoint` was called by process 0"):
             trainer.save_checkpoint()
-    trainer.accelerator.wait_for_everyone()
+    trainer.processes.wait_for_everyone()
     return trainer.save_checkpoint().name
 
 

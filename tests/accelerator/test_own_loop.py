@@ -125,13 +125,10 @@ def test_the_launcher_may_ask_for_sharding() -> None:
     assert run_ranks(2, _launched) == [(blocks, False)] * 2
 
 
-def test_the_accelerator_of_a_trainer_has_the_verbs_only() -> None:
-    accelerator = Trainer(max_steps=1, callbacks=[]).accelerator
-    assert accelerator.num_processes == 1
-    with pytest.raises(ConfigError, match="belongs to a `Trainer`"):
-        accelerator.prepare(small())
-    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
-        _ = accelerator.nothing
+def test_a_trainer_has_the_processes_and_no_loop_of_the_users_own() -> None:
+    processes = Trainer(max_steps=1, callbacks=[]).processes
+    assert processes.num_processes == 1
+    assert not hasattr(processes, "prepare")
 
 
 def test_backward_wants_a_scalar() -> None:

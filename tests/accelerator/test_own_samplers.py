@@ -11,8 +11,8 @@ from torch.utils.data import BatchSampler, DataLoader, Sampler
 
 from tests.helpers.ranks import run_ranks
 from trainkit import Accelerator, CheckpointError, DataLoaderConfiguration, set_seed
+from trainkit.accelerator import mapped
 from trainkit.data.order_facts import digest_of
-from trainkit.own_loop import mapped
 
 SAMPLES = 24
 PASSES = 4

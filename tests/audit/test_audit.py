@@ -114,7 +114,7 @@ def test_what_trainkit_may_do_is_not_found(name: str, logs: Path) -> None:
 
 
 def plant(rank: int, log: str) -> None:
-    from trainkit.checkpoint import strict_json
+    from trainkit.checkpoint.format import strict_json
 
     os.environ[LOG] = log
     data = pickle.dumps(Path("x"))
@@ -129,7 +129,7 @@ def test_a_pickle_that_is_planted_in_rank_1_is_found(tmp_path: Path) -> None:
     lines = log.read_text().splitlines()
     assert lines
     assert all("pickle.find_class" in line for line in lines)
-    assert all("under trainkit/checkpoint/strict_json.py" in line for line in lines)
+    assert all("under trainkit/checkpoint/format/strict_json.py" in line for line in lines)
 
 
 def send(rank: int, log: str) -> tuple[Any, Any]:

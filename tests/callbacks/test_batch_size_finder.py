@@ -201,7 +201,7 @@ def test_weights_of_the_step_count_too() -> None:
     model, _, run = train(3, trainer=Weighted)
     whole, _, _ = train(9, trainer=Weighted, finder="none")
     torch.testing.assert_close(weights(model), weights(whole))
-    assert run.sums.reduce(run.accelerator.processes)["seen"] == 56
+    assert run.sums.reduce(run.strategy.processes)["seen"] == 56
 
 
 class Stream(IterableDataset[Any]):
@@ -244,8 +244,8 @@ class Gathers(Trainer):
         assert self.run is not None
         if not self.run.zero_weight:
             size = len(batch[1])
-            assert len(self.run.accelerator.loaders.current().counts) == 2  # type: ignore[union-attr]
-            assert self.run.accelerator.loaders.current().local_size == size  # type: ignore[union-attr]
+            assert len(self.run.processes.loaders.current().counts) == 2  # type: ignore[union-attr]
+            assert self.run.processes.loaders.current().local_size == size  # type: ignore[union-attr]
         return super().training_step(model, batch)
 
 
@@ -261,7 +261,7 @@ def test_the_batch_under_way_is_the_piece() -> None:
 class Reduces(Trainer):
     def training_step(self, model: nn.Module, batch: Any) -> Any:
         assert self.run is not None
-        self.run.accelerator.reduce(torch.ones(1))
+        self.run.processes.reduce(torch.ones(1))
         return super().training_step(model, batch)
 
 

@@ -9,7 +9,7 @@ import pytest
 from tests.helpers.toys import fit, make_trainer
 from trainkit import Callback, Run, StepResult
 from trainkit.callbacks import Checkpoint, JSONLLogger
-from trainkit.callbacks.run_facts import commit_of, hide_secrets
+from trainkit.callbacks._support.run_facts import commit_of, hide_secrets
 
 
 def _events(folder: Path, name: str = "metrics.events.jsonl") -> list[dict[str, Any]]:

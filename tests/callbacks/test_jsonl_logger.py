@@ -11,7 +11,7 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.toys import fit, make_trainer
 from trainkit import Callback, ConfigError, Run, StepResult
 from trainkit.callbacks import JSONLLogger
-from trainkit.state import TrainState
+from trainkit.training.state import TrainState
 
 
 class _Resumed(Callback):

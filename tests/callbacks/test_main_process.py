@@ -6,8 +6,8 @@ import torch
 from tests.helpers.ranks import run_ranks
 from tests.helpers.toys import fit, make_trainer
 from trainkit import Callback, ConfigError, DistributedError, Run, StepResult
-from trainkit.callback import CallbackList
 from trainkit.callbacks import Evaluation, MainProcess, main_process_only
+from trainkit.training.callback import CallbackList
 
 
 class _Counter(Callback):
@@ -28,13 +28,13 @@ class _Counter(Callback):
 
 class _Collective(Callback):
     def on_step_end(self, run: Run, result: StepResult) -> None:
-        run.accelerator.processes.all_reduce(torch.ones(1))
+        run.strategy.processes.all_reduce(torch.ones(1))
 
 
 class _Decorated(Callback):
     @main_process_only
     def on_step_end(self, run: Run, result: StepResult) -> None:
-        run.accelerator.gather(torch.ones(1))
+        run.processes.gather(torch.ones(1))
 
 
 def _counts(rank: int) -> tuple[int, int, int]:

@@ -15,7 +15,8 @@ import torch
 
 from tests.helpers.toys import fit, make_trainer, toy_loaders, toy_model
 from trainkit import Callback, Run, StepResult
-from trainkit.callbacks import Evaluation, ProgressBar, progress_display
+from trainkit.callbacks import Evaluation, ProgressBar
+from trainkit.callbacks._support import progress_display
 
 
 class _Fails(Callback):

@@ -1,7 +1,7 @@
 """Every state that a power cut can leave on the disk, out of a record of file operations.
 
-`Recorder` writes down what `trainkit.checkpoint.files` does. `Trace` turns that into operations on
-inodes, and `states` yields, for every prefix, the disk with un-synced data kept, zeroed, halved
+`Recorder` writes down what `trainkit.checkpoint.io.files` does. `Trace` turns that into operations
+on inodes, and `states` yields, for every prefix, the disk with un-synced data kept, zeroed, halved
 and lost, and with un-synced changes of names undone: none, one, two and all of them.
 """
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainkit.checkpoint import files
+from trainkit.checkpoint.io import files
 
 DATA_MODES = ("kept", "zeroed", "halved", "lost")
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.helpers.ranks import run_ranks
 from trainkit.checkpoint import CheckpointStore
-from trainkit.checkpoint.sharding import split
+from trainkit.checkpoint.resharding.sharding import split
 from trainkit.distributed import Processes
 
 RUN = "fixture"

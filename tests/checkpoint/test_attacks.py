@@ -29,12 +29,13 @@ from tests.checkpoint.toys import save_alone
 from tests.helpers.toys import toy_dataset, toy_model
 from trainkit import CheckpointError, ConfigError, Trainer
 from trainkit.callbacks import Checkpoint, JSONLLogger
-from trainkit.checkpoint import CheckpointStore, strict_json, tensor_file
-from trainkit.checkpoint.manifest import FileInfo, Manifest, read_manifest
-from trainkit.checkpoint.reading import open_directory, open_file
+from trainkit.checkpoint import CheckpointStore
+from trainkit.checkpoint.format import strict_json, tensor_file
+from trainkit.checkpoint.format.manifest import FileInfo, Manifest, read_manifest
+from trainkit.checkpoint.io.reading import open_directory, open_file
 from trainkit.cli.main import main
+from trainkit.distributed.world import World
 from trainkit.errors import CheckpointCorrupt
-from trainkit.world import World
 
 ROOT = Path(__file__).resolve().parents[2]
 

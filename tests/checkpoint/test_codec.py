@@ -17,14 +17,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from safetensors.torch import load_file
 from torch.optim import lr_scheduler
 
 from tests.checkpoint.toys import save_alone
-from trainkit.checkpoint import CheckpointStore, check_encodable, codec
-from trainkit.checkpoint.decoding import MALFORMED, decode
+from trainkit.checkpoint import CheckpointStore, check_encodable
+from trainkit.checkpoint.format import codec
+from trainkit.checkpoint.format.decoding import MALFORMED, decode
 from trainkit.errors import CheckpointError
 
 

@@ -11,9 +11,9 @@ import torch
 
 from tests.checkpoint.toys import RUN, parts_of, save_alone
 from trainkit.checkpoint import CheckpointStore
-from trainkit.checkpoint.boxes import Box
-from trainkit.checkpoint.reading import HashedFile
-from trainkit.checkpoint.stored import StoredTensor
+from trainkit.checkpoint.format.shard_region import Box
+from trainkit.checkpoint.format.tensor_location import StoredTensor
+from trainkit.checkpoint.io.reading import HashedFile
 from trainkit.errors import CheckpointCorrupt, CheckpointError
 
 Damage = Callable[[Path, Path, random.Random], str]

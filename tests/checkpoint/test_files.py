@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.checkpoint import files
+from trainkit.checkpoint.io import files
 
 
 def test_a_file_is_synced_while_the_next_one_is_made(

@@ -25,11 +25,11 @@ class Spoils(Callback):
     """Makes one number of one parameter NaN, on the last process alone if they are shards."""
 
     def on_step_end(self, run: Run, result: StepResult) -> None:
-        last = run.accelerator.num_processes - 1
-        if run.state.step == BAD_STEP and run.accelerator.process_index in (0, last):
+        last = run.processes.num_processes - 1
+        if run.state.step == BAD_STEP and run.processes.process_index in (0, last):
             with torch.no_grad():
                 (*_, part) = run.strategy.local_parts(run.module.parameters())
-                part.view(-1)[-1:] = torch.nan if run.accelerator.process_index == last else 1.0
+                part.view(-1)[-1:] = torch.nan if run.processes.process_index == last else 1.0
 
 
 def train(

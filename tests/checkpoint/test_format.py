@@ -17,10 +17,11 @@ from tests.checkpoint.fixtures.make_format_1 import content
 from tests.checkpoint.sharded import whole_parts
 from tests.checkpoint.test_codec import assert_same
 from tests.checkpoint.toys import save_alone
-from trainkit.checkpoint import CheckpointStore, decoding
-from trainkit.checkpoint.reading import open_directory, open_file
-from trainkit.checkpoint.tensor_file import read_header
-from trainkit.checkpoint.tensors import kept_strides
+from trainkit.checkpoint import CheckpointStore
+from trainkit.checkpoint.format import decoding
+from trainkit.checkpoint.format.tensor_file import read_header
+from trainkit.checkpoint.format.tensors import kept_strides
+from trainkit.checkpoint.io.reading import open_directory, open_file
 from trainkit.errors import CheckpointCorrupt
 
 ROOT = Path(__file__).resolve().parents[2]

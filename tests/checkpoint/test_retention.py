@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from tests.checkpoint.toys import save_alone
-from trainkit.checkpoint import CheckpointStore, KeepPolicy, files, rotate
+from trainkit.checkpoint import CheckpointStore, KeepPolicy, rotate
+from trainkit.checkpoint.io import files
 from trainkit.errors import CheckpointError, ConfigError
 
 

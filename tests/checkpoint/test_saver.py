@@ -21,7 +21,8 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.toys import toy_dataset, toy_model
 from trainkit import Callback, CheckpointError, Run, Trainer
 from trainkit.callbacks import Checkpoint
-from trainkit.checkpoint import CheckpointStore, KeepPolicy, files
+from trainkit.checkpoint import CheckpointStore, KeepPolicy
+from trainkit.checkpoint.io import files
 from trainkit.checkpoint.saver import Saver
 from trainkit.checkpoint.snapshot import Snapshot
 from trainkit.distributed import Processes

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -20,12 +19,12 @@ from tests.checkpoint.test_codec import assert_same
 from tests.checkpoint.toys import save_alone
 from tests.helpers.ranks import RanksError, run_ranks
 from trainkit.checkpoint import Checkpoint, CheckpointStore
-from trainkit.checkpoint.boxes import Box, check_tiling, runs
-from trainkit.checkpoint.decoding import MALFORMED
-from trainkit.checkpoint.reading import HashedFile
-from trainkit.checkpoint.sharding import split
+from trainkit.checkpoint.format.decoding import MALFORMED
+from trainkit.checkpoint.format.shard_region import Box, check_tiling, runs
+from trainkit.checkpoint.format.tensor_location import StoredTensor
+from trainkit.checkpoint.io.reading import HashedFile
+from trainkit.checkpoint.resharding.sharding import split
 from trainkit.checkpoint.snapshot import Snapshot
-from trainkit.checkpoint.stored import StoredTensor
 from trainkit.distributed import Processes
 from trainkit.errors import CheckpointCorrupt, CheckpointError
 

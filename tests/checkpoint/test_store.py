@@ -16,7 +16,8 @@ import torch
 from tests.checkpoint.crash_states import Recorder
 from tests.checkpoint.toys import RUN, Together, alone, parts_of, save_alone
 from tests.helpers.ranks import RanksError, run_ranks
-from trainkit.checkpoint import CheckpointStore, KeepPolicy, files, rotate
+from trainkit.checkpoint import CheckpointStore, KeepPolicy, rotate
+from trainkit.checkpoint.io import files
 from trainkit.distributed import Processes
 from trainkit.errors import CheckpointError, ConfigError
 

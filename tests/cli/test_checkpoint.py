@@ -11,8 +11,8 @@ import torch
 
 from tests.checkpoint.toys import RUN, save_alone
 from trainkit.checkpoint import CheckpointStore, RunLock
-from trainkit.checkpoint.boxes import Box
-from trainkit.checkpoint.stored import StoredTensor
+from trainkit.checkpoint.format.shard_region import Box
+from trainkit.checkpoint.format.tensor_location import StoredTensor
 from trainkit.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]

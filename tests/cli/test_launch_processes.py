@@ -59,7 +59,7 @@ class Mine(Trainer):
     def training_step(self, model, batch):
         if self.run.state.step == 2:
             print("trains", flush=True)
-            if sys.argv[1] == "fails" and self.accelerator.process_index == 1:
+            if sys.argv[1] == "fails" and self.processes.process_index == 1:
                 raise ValueError("boom")
         return super().training_step(model, batch)
 
@@ -76,8 +76,8 @@ trainer.fit(
     model, DataLoader(data, 4, shuffle=True), optimizer=partial(torch.optim.SGD, lr=0.1),
     loss_fn=nn.CrossEntropyLoss(),
 )
-if trainer.accelerator.is_main_process:
-    print(f"{type(trainer.precision).__name__} on {trainer.accelerator.num_processes}", flush=True)
+if trainer.processes.is_main_process:
+    print(f"{type(trainer.precision).__name__} on {trainer.processes.num_processes}", flush=True)
     torch.save(model.state_dict(), sys.argv[1])
 """
 

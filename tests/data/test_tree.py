@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from trainkit.data.tree import copy_containers, count_samples, map_leaves
+from trainkit.containers.tree import copy_containers, count_samples, map_leaves
 from trainkit.errors import DataError
 
 Pair = namedtuple("Pair", ["left", "right"])

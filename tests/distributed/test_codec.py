@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
-from trainkit.distributed.codec import Unencodable, decode, encode
+from trainkit.containers.wire_format import Unencodable, decode, encode
 from trainkit.errors import DistributedError
 
 DTYPES = [

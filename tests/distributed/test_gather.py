@@ -10,7 +10,13 @@ import torch
 
 from tests.distributed.gather_cases import COLLATES, ONE_EACH, Case, random_case, same
 from tests.helpers.ranks import run_ranks
-from trainkit.distributed import Processes, concatenate, gather_samples, gather_tensors, guard
+from trainkit.distributed import (
+    Processes,
+    collective_guard,
+    concatenate,
+    gather_samples,
+    gather_tensors,
+)
 from trainkit.errors import DataError, DistributedError
 
 
@@ -323,7 +329,10 @@ def test_tensors_are_joined_along_the_first_dimension() -> None:
 
 
 def test_gathering_inside_the_code_of_some_processes_is_an_error() -> None:
-    with guard.only("on_main_process"), pytest.raises(DistributedError, match="gather_for_metrics"):
+    with (
+        collective_guard.only("on_main_process"),
+        pytest.raises(DistributedError, match="gather_for_metrics"),
+    ):
         gather_samples(Processes.start(), [torch.ones(1)], [(1,)], [1])
 
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed
 
 from tests.helpers.ranks import RanksError, run_ranks
-from trainkit.distributed import Processes, guard
+from trainkit.distributed import Processes, collective_guard
 from trainkit.distributed.processes import Reduction
 from trainkit.errors import ConfigError, DistributedError
 
@@ -193,7 +193,7 @@ def test_bad_arguments_are_named() -> None:
 def _collective_inside(rank: int) -> str:
     processes = Processes.start()
     if rank == 0:
-        with guard.only("on_main_process"), pytest.raises(DistributedError) as caught:
+        with collective_guard.only("on_main_process"), pytest.raises(DistributedError) as caught:
             processes.all_reduce(torch.ones(1))
         processes.barrier()
         return str(caught.value)
@@ -207,12 +207,12 @@ def test_a_collective_in_code_of_some_processes_raises_at_once() -> None:
 
 
 def test_the_guard_ends_with_its_block_and_names_the_inner_one() -> None:
-    with guard.only("outer"):
-        with pytest.raises(DistributedError, match="`inner`"), guard.only("inner"):
-            guard.check("gather")
+    with collective_guard.only("outer"):
+        with pytest.raises(DistributedError, match="`inner`"), collective_guard.only("inner"):
+            collective_guard.check("gather")
         with pytest.raises(DistributedError, match="`outer`"):
-            guard.check("gather")
-    guard.check("gather")
+            collective_guard.check("gather")
+    collective_guard.check("gather")
 
 
 def _leave_early(rank: int) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from trainkit.distributed.rows import cut, from_plain, join, parse, split, to_plain
+from trainkit.containers.sample_rows import cut, from_plain, join, parse, split, to_plain
 
 SIZES = [3, 1, 0, 2]
 

@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import FileStore
 
 from tests.helpers.ranks import run_ranks
 from trainkit import Accelerator, ConfigError, InitProcessGroupKwargs, Trainer
-from trainkit.distributed import Processes, apart
+from trainkit.distributed import Processes, with_own_group
 from trainkit.strategies import FSDP
 
 SECONDS = 2
@@ -69,15 +69,15 @@ def _control() -> Any:
 
 
 def _background() -> Any:
-    other = apart(_accelerator())
+    other = with_own_group(_accelerator())
     other.barrier()
     return other.barrier, LIMIT
 
 
 def _of_trainer() -> Any:
     trainer = Trainer(max_steps=1, strategy="ddp", process_group_timeout=SECONDS)
-    trainer.accelerator.wait_for_everyone()
-    return trainer.accelerator.wait_for_everyone, LIMIT
+    trainer.processes.wait_for_everyone()
+    return trainer.processes.wait_for_everyone, LIMIT
 
 
 def _adopted() -> Any:

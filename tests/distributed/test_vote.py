@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from tests.helpers.ranks import run_ranks
-from trainkit.distributed import Processes, Vote
+from trainkit.distributed import AsyncFlags, Processes
 from trainkit.errors import DistributedError
 
 
 def _vote(rank: int) -> list[tuple[int, ...]]:
     processes = Processes.start()
-    vote = Vote(processes, size=2)
+    vote = AsyncFlags(processes, size=2)
     answers = [vote.drain(), vote.exchange((0, 0))]
     answers.append(vote.exchange((int(rank == 1), 0)))
     assert processes.all_gather_bytes(bytes([rank]))[1] == b"\1"  # another collective in between
@@ -27,7 +27,7 @@ def test_all_processes_read_the_vote_of_any_one_call_later(size: int) -> None:
 
 def _ride(rank: int, dtype: torch.dtype) -> list[tuple[int, ...]]:
     processes = Processes.start()
-    vote = Vote(processes, size=2)
+    vote = AsyncFlags(processes, size=2)
     vote.rides = True
     answers = []
     for flags in ((0, 0), (rank, 64 - rank), (0, 31)):
@@ -49,11 +49,11 @@ def test_flags_travel_with_what_is_averaged_anyway(dtype: torch.dtype) -> None:
 
 
 def test_on_one_process_the_flags_come_back_at_once() -> None:
-    vote = Vote(Processes.start(), size=2)
+    vote = AsyncFlags(Processes.start(), size=2)
     assert vote.exchange((1, 0)) == (1, 0)
     assert vote.drain() == (0, 0)
 
 
 def test_another_number_of_flags_is_an_error() -> None:
     with pytest.raises(DistributedError, match="2 flags, but got 3"):
-        Vote(Processes.start(), size=2).exchange((1, 0, 0))
+        AsyncFlags(Processes.start(), size=2).exchange((1, 0, 0))

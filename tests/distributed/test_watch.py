@@ -28,12 +28,13 @@ from tests.helpers.ranks import RanksError, run_ranks
 from tests.system.harness import Job, running
 from trainkit import Accelerator, Callback, Run, Trainer, Watchdog
 from trainkit.cli import failure
-from trainkit.distributed import Processes, crossed
-from trainkit.distributed.leaving import EXIT_OTHER_FAILED
-from trainkit.distributed.links import GONE, Address, Hub, Spoke, open_hub, reach_hub
-from trainkit.distributed.stalls import Member, judge
+from trainkit.distributed import Processes
 from trainkit.errors import ConfigError
-from trainkit.reports import Report, first_of, hint_for, read_all
+from trainkit.watchdog import crossed
+from trainkit.watchdog.connections import GONE, Address, Hub, Spoke, open_hub, reach_hub
+from trainkit.watchdog.exit import EXIT_OTHER_FAILED
+from trainkit.watchdog.report import Report, first_of, hint_for, read_all
+from trainkit.watchdog.stalls import Member, judge
 
 
 def _watchers() -> list[threading.Thread]:
@@ -214,7 +215,7 @@ def _raise_on_all(rank: int) -> None:
             trainer.fit(
                 nn.Linear(3, 1), data, optimizer=partial(torch.optim.SGD, lr=0.1), loss_fn=_loss
             )
-    trainer.accelerator.wait_for_everyone()
+    trainer.processes.wait_for_everyone()
     trainer.close()
 
 

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 from tests.export.toys import TOKENS, Tied, gpt2, read_export, tied
 from tests.helpers.ranks import run_ranks
-from trainkit.checkpoint import files
+from trainkit.checkpoint.io import files
 from trainkit.distributed import Processes
 from trainkit.errors import CheckpointError, ConfigError
 from trainkit.export import load_checkpoint_in_model, save_model

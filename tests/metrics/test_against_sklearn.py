@@ -7,8 +7,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from trainkit.metrics import F1, MAE, MSE, Accuracy, Precision, Recall
 

@@ -11,7 +11,17 @@ import pytest
 import torch
 
 from trainkit.errors import ConfigError, DataError
-from trainkit.metrics import F1, MAE, MSE, Accuracy, EvaluateMetric, Perplexity, as_metric, load
+from trainkit.metrics import (
+    F1,
+    MAE,
+    MSE,
+    Accuracy,
+    EvaluateMetric,
+    Perplexity,
+    as_evaluate,
+    as_metric,
+    load,
+)
 
 SCRIPT = '''
 import datasets
@@ -80,7 +90,7 @@ def test_a_module_is_asked_once_with_everything(script: str) -> None:
 
 def test_modules_are_recognised(script: str, library: Any) -> None:
     module = library.load(script)
-    metric = as_metric(library.combine([module, Accuracy().as_evaluate()]))
+    metric = as_metric(library.combine([module, as_evaluate(Accuracy())]))
     assert metric.name == "shares+accuracy"
     with pytest.raises(DataError, match="`shares` got 1 predictions and 2 references"):
         as_metric(module).update(["a"], ["a", "b"])
@@ -91,7 +101,7 @@ def test_modules_are_recognised(script: str, library: Any) -> None:
 
 
 def test_combined_modules_are_asked_once(library: Any) -> None:
-    metric = as_metric(library.combine([F1().as_evaluate(), Accuracy().as_evaluate()]))
+    metric = as_metric(library.combine([as_evaluate(F1()), as_evaluate(Accuracy())]))
     metric.update(torch.tensor([0, 1, 1]), torch.tensor([0, 1, 0]))
     assert metric.compute() == pytest.approx({"f1": 2 / 3, "accuracy": 2 / 3})
 
@@ -110,7 +120,7 @@ def test_no_cache_file_is_written(tmp_path: Path, script: str, library: Any) -> 
 
 
 def test_our_metrics_have_a_form_of_evaluate(library: Any) -> None:
-    form = Accuracy().as_evaluate()
+    form = as_evaluate(Accuracy())
     assert isinstance(form, library.Metric)
     assert form.name == "accuracy"
     for chunk in ([0, 1], [1, 1, 0]):
@@ -121,7 +131,7 @@ def test_our_metrics_have_a_form_of_evaluate(library: Any) -> None:
 
 def test_options_reach_the_form_of_evaluate() -> None:
     predictions, references = [0, 2, 1, 0, 0, 1], [0, 1, 2, 0, 1, 2]
-    form = F1(average="macro").as_evaluate()
+    form = as_evaluate(F1(average="macro"))
     result = form.compute(predictions=predictions, references=references)
     assert result == F1().compute(predictions=predictions, references=references, average="macro")
     by_class = form.compute(predictions=predictions, references=references, average=None)
@@ -135,7 +145,7 @@ def test_options_reach_the_form_of_evaluate() -> None:
 
 
 def test_numbers_may_have_one_or_several_outputs() -> None:
-    form = MSE().as_evaluate()
+    form = as_evaluate(MSE())
     assert form.name == "mse"
     assert form.compute(predictions=[2.5, 0.0], references=torch.tensor([3.0, -0.5])) == {
         "mse": 0.25
@@ -144,19 +154,19 @@ def test_numbers_may_have_one_or_several_outputs() -> None:
     truth = [[0, 2], [-1, 2], [8, -5]]
     result = form.compute(predictions=rows, references=truth, multioutput="raw_values")
     assert result["mse"].tolist() == pytest.approx([5 / 12, 1.0])
-    assert MAE().as_evaluate().compute(predictions=[1, 2], references=[1, 4]) == {"mae": 1.0}
+    assert as_evaluate(MAE()).compute(predictions=[1, 2], references=[1, 4]) == {"mae": 1.0}
 
 
 def test_perplexity_has_a_form_of_evaluate() -> None:
-    result = Perplexity().as_evaluate().compute(predictions=[1.0, 2.0], references=[1, 3])
+    result = as_evaluate(Perplexity()).compute(predictions=[1.0, 2.0], references=[1, 3])
     assert result == pytest.approx({"perplexity": math.exp(7 / 4)})
 
 
 def test_a_form_of_evaluate_is_a_metric_again() -> None:
-    metric = as_metric(MSE().as_evaluate())
+    metric = as_metric(as_evaluate(MSE()))
     metric.update(torch.ones(2, 3), torch.zeros(2, 3))
     metric.update(torch.ones(1, 3), torch.zeros(1, 3))
     assert metric.compute() == {"mse": 1.0}
-    metric = as_metric(F1().as_evaluate())
+    metric = as_metric(as_evaluate(F1()))
     metric.update(torch.tensor([1, 0]), torch.tensor([1, 1]))
     assert metric.compute() == pytest.approx({"f1": 2 / 3})

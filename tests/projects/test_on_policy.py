@@ -73,7 +73,7 @@ def _learn(
     policy = nn.Linear(1, len(ARMS)).double()
     arms = Arms(stop_at)
     trainer = Reinforce(max_steps=60, callbacks=[arms, Checkpoint()], output_dir=folder)
-    batch = PLAYS // trainer.accelerator.num_processes
+    batch = PLAYS // trainer.processes.num_processes
     data: Any = DataLoader(Plays(policy), batch)
     trainer.fit(policy, data, optimizer=partial(torch.optim.SGD, lr=1.0), **options)
     return arms.played, policy(torch.ones(1).double()).softmax(-1).tolist()

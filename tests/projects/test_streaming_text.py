@@ -87,7 +87,7 @@ def _train(
     torch.manual_seed(0)
     letters = Letters(stop_at)
     trainer = Trainer(max_epochs=2, callbacks=[letters, Checkpoint()], output_dir=folder)
-    batch = 4 // trainer.accelerator.num_processes
+    batch = 4 // trainer.processes.num_processes
     model = Model().double()
     result = trainer.fit(
         model,

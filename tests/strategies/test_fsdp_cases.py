@@ -408,7 +408,7 @@ class Spoiler(Callback):
             return
         gradient = run.parameters[0].grad
         assert gradient is not None
-        if run.accelerator.process_index == run.accelerator.num_processes - 1:
+        if run.processes.process_index == run.processes.num_processes - 1:
             gradient.to_local()[0, 0] = float("inf")  # type: ignore[attr-defined]
 
     @override
@@ -453,7 +453,7 @@ class Bad(Callback):
     def on_gradients(self, run: Run) -> None:
         if run.state.step == 1:
             for gradient in run.strategy.local_gradients(run.parameters[2:3])[-1:]:
-                if run.accelerator.process_index == 1:
+                if run.processes.process_index == 1:
                     gradient[0] = float("nan")
 
 

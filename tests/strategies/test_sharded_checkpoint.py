@@ -91,7 +91,7 @@ class Losses(Callback):
 
     def on_step_end(self, run: Run, result: Any) -> None:
         self.losses.append(
-            run.accelerator.processes.all_reduce(result.loss.detach().double(), "mean").item()
+            run.strategy.processes.all_reduce(result.loss.detach().double(), "mean").item()
         )
         self.average.update()
 

@@ -31,7 +31,7 @@ from trainkit.callbacks import (
     LRMonitor,
     TimeLimit,
 )
-from trainkit.checkpoint.manifest import read_manifest
+from trainkit.checkpoint.format.manifest import read_manifest
 from trainkit.precision import FP16
 from trainkit.strategies import FSDP
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainkit.checkpoint.tensors import kept_strides
+from trainkit.checkpoint.format.tensors import kept_strides
 
 __all__ = [
     "as_parameter",

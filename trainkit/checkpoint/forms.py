@@ -15,10 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainkit.checkpoint.names import JSON_SUFFIX, MANIFEST, TENSOR_SUFFIX
-from trainkit.checkpoint.opened import Checkpoint
-from trainkit.errors import CheckpointCorrupt, CheckpointError
-from trainkit.schema import (
+from trainkit.checkpoint.checkpoint import Checkpoint
+from trainkit.checkpoint.format.names import JSON_SUFFIX, MANIFEST, TENSOR_SUFFIX
+from trainkit.checkpoint.format.schema import (
     Check,
     Unfit,
     each,
@@ -35,6 +34,7 @@ from trainkit.schema import (
     whole,
     within,
 )
+from trainkit.errors import CheckpointCorrupt, CheckpointError
 
 __all__ = [
     "SCALE",

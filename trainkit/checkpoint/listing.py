@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainkit.checkpoint.manifest import Manifest, read_manifest
+from trainkit.checkpoint.format.manifest import Manifest, read_manifest
 from trainkit.errors import CheckpointError
 
 __all__ = ["Entry", "broken_folders", "committed", "folders"]

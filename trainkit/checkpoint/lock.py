@@ -11,7 +11,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from trainkit.checkpoint import files, strict_json
+from trainkit.checkpoint.format import strict_json
+from trainkit.checkpoint.io import files
 from trainkit.errors import CheckpointError
 from trainkit.outputs import why
 

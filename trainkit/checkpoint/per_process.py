@@ -10,9 +10,9 @@ from typing import Any
 
 import xxhash
 
-from trainkit.checkpoint import codec, strict_json
-from trainkit.checkpoint.sharding import split
-from trainkit.distributed import Processes, gather_together
+from trainkit.checkpoint.format import codec, strict_json
+from trainkit.checkpoint.resharding.sharding import split
+from trainkit.distributed import Processes, run_and_gather
 from trainkit.errors import CheckpointError
 
 __all__ = ["States", "of_this_process", "put_own", "take_divided"]
@@ -51,7 +51,7 @@ def take_divided(
             for kind in words
         }
 
-    found = gather_together(processes, marks)
+    found = run_and_gather(processes, marks)
     pairs = {kind: _divide(words[kind], states[kind], [m[kind] for m in found]) for kind in words}
     return {kind: pair[0] for kind, pair in pairs.items()}, {
         kind: pair[1] for kind, pair in pairs.items()

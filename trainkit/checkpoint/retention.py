@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+from trainkit.checkpoint.checkpoint import verify
 from trainkit.checkpoint.listing import Entry
-from trainkit.checkpoint.opened import verify
 from trainkit.checkpoint.store import CheckpointStore
 from trainkit.errors import CheckpointError, ConfigError
 

@@ -13,7 +13,7 @@ from trainkit.checkpoint.lock import RunLock
 from trainkit.checkpoint.retention import Retention, rotate
 from trainkit.checkpoint.snapshot import Snapshot
 from trainkit.checkpoint.store import CheckpointStore
-from trainkit.distributed import Processes, apart, on_main, together
+from trainkit.distributed import Processes, run_on_all, run_on_main, with_own_group
 from trainkit.errors import CheckpointError, ConfigError, text_of
 
 __all__ = ["NonFinite", "Saver"]
@@ -69,14 +69,14 @@ class Saver:
         self.has_warned = False
         self.check_replicas = True
         self._processes = processes
-        self._writers = apart(processes) if background else processes
+        self._writers = with_own_group(processes) if background else processes
         self._retention = retention
         self._run_id = run_id
         self._resumed_from = resumed_from
         self._snapshot = Snapshot()
         self._job: _Job | None = None
         self._lock = RunLock(directory, run_id=run_id)
-        on_main(processes, self._take_directory)
+        run_on_main(processes, self._take_directory)
 
     def save(self, step: int, parts: Mapping[str, Any], metadata: Mapping[str, Any]) -> Path | None:
         """Save a checkpoint; return its folder, None where it is still under way.
@@ -90,11 +90,10 @@ class Saver:
         if not self.background:
             return self._commit(self._processes, step, parts, metadata)
         self.wait()
-        taken: list[Any] = []
-        together(self._processes, lambda: taken.append(self._snapshot.take(parts)))
+        taken = run_on_all(self._processes, lambda: self._snapshot.take(parts))
         job = _Job(threading.Thread(target=lambda: None))
         job.thread = threading.Thread(
-            target=self._write, args=(job, step, taken[0], metadata), name="checkpoint", daemon=True
+            target=self._write, args=(job, step, taken, metadata), name="checkpoint", daemon=True
         )
         self._job = job
         job.thread.start()
@@ -188,7 +187,7 @@ class Saver:
             gather=processes.all_gather_objects,
             rank=processes.rank,
         )
-        on_main(processes, self._rotate)
+        run_on_main(processes, self._rotate)
         return path
 
     def _rotate(self) -> None:

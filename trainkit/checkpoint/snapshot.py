@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainkit.checkpoint.codec import DEEPEST, MOST_VALUES
-from trainkit.checkpoint.strides import row_major
-from trainkit.checkpoint.tensors import kept_strides, refused_tensor
+from trainkit.checkpoint.format.codec import DEEPEST, MOST_VALUES
+from trainkit.checkpoint.format.strides import row_major
+from trainkit.checkpoint.format.tensors import kept_strides, refused_tensor
 
 __all__ = ["Snapshot"]
 

@@ -8,12 +8,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from trainkit.checkpoint import files
+from trainkit.checkpoint.checkpoint import Checkpoint, check_sizes
+from trainkit.checkpoint.commit import Save, throw_away
+from trainkit.checkpoint.format.names import TEMPORARY, TRASH
+from trainkit.checkpoint.io import files
 from trainkit.checkpoint.listing import Entry, broken_folders, committed
-from trainkit.checkpoint.names import TEMPORARY, TRASH
-from trainkit.checkpoint.opened import Checkpoint, check_sizes
-from trainkit.checkpoint.pins import read_pins, write_pins
-from trainkit.checkpoint.saving import Save, throw_away
+from trainkit.checkpoint.pinned_steps import read_pins, write_pins
 from trainkit.errors import CheckpointError, ConfigError
 from trainkit.outputs import why
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import xxhash
 
-from trainkit.checkpoint import codec, files, strict_json, tensor_file
-from trainkit.checkpoint.names import JSON_SUFFIX, TENSOR_SUFFIX, why_refused
+from trainkit.checkpoint.format import codec, strict_json, tensor_file
+from trainkit.checkpoint.format.names import JSON_SUFFIX, TENSOR_SUFFIX, why_refused
+from trainkit.checkpoint.io import files
 from trainkit.errors import CheckpointError
 
 __all__ = ["PlannedFile", "check_unique", "plan", "write"]

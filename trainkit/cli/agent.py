@@ -28,11 +28,11 @@ from typing_extensions import override
 
 from trainkit.cli.lifeline import Lifeline
 from trainkit.cli.plan import Plan
-from trainkit.distributed.leaving import EXIT_OTHER_FAILED
+from trainkit.console import put
 from trainkit.errors import DistributedError
-from trainkit.reports import FOLDER_VARIABLE
 from trainkit.signals import CAUGHT, exit_code
-from trainkit.streams import put
+from trainkit.watchdog.exit import EXIT_OTHER_FAILED
+from trainkit.watchdog.report import FOLDER_VARIABLE
 
 __all__ = ["Outcome", "run"]
 

@@ -5,10 +5,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from trainkit.checkpoint.checkpoint import check_sizes, verify
+from trainkit.checkpoint.format.names import MANIFEST
 from trainkit.checkpoint.listing import Entry, broken_folders
 from trainkit.checkpoint.lock import RunLock
-from trainkit.checkpoint.names import MANIFEST
-from trainkit.checkpoint.opened import check_sizes, verify
 from trainkit.checkpoint.retention import Best, KeepPolicy, removable, rotate
 from trainkit.checkpoint.store import CheckpointStore
 from trainkit.cli import convert

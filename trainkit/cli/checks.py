@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from trainkit.accelerator import Accelerator
-from trainkit.distributed.together import together
+from trainkit.accelerator.accelerator import Accelerator
+from trainkit.distributed.collectives import run_on_all
 from trainkit.errors import DistributedError
 from trainkit.trainer import Trainer
 
@@ -43,7 +43,7 @@ def main() -> int:
     failed = 0
     for name, check in checks.items():
         try:
-            together(accelerator.processes, check)
+            run_on_all(accelerator.processes, check)
         except Exception as error:
             failed = 1
             accelerator.print(f"FAILED  {name}\n        {type(error).__name__}: {error}")

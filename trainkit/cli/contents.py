@@ -7,14 +7,14 @@ from typing import Any
 
 import xxhash
 
-from trainkit.checkpoint import strict_json
-from trainkit.checkpoint.boxes import Box
-from trainkit.checkpoint.manifest import Manifest
-from trainkit.checkpoint.names import JSON_SUFFIX, TENSOR_SUFFIX, part_of
-from trainkit.checkpoint.opened import verify
-from trainkit.checkpoint.reading import open_directory
-from trainkit.checkpoint.stored import StoredTensor
-from trainkit.checkpoint.tensor_reader import TensorReader
+from trainkit.checkpoint.checkpoint import verify
+from trainkit.checkpoint.format import strict_json
+from trainkit.checkpoint.format.manifest import Manifest
+from trainkit.checkpoint.format.names import JSON_SUFFIX, TENSOR_SUFFIX, part_of
+from trainkit.checkpoint.format.shard_region import Box
+from trainkit.checkpoint.format.tensor_location import StoredTensor
+from trainkit.checkpoint.io.reading import open_directory
+from trainkit.checkpoint.resharding.tensor_reader import TensorReader
 from trainkit.errors import CheckpointCorrupt
 
 __all__ = ["Contents", "TensorSummary", "leaves", "read_contents"]

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from trainkit import reports
+from trainkit.watchdog import report as reports
 
 __all__ = ["show"]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from trainkit.cli.machine import core_count, free_port, gpu_count, port_is_free
 from trainkit.cli.settings import JobSettings, Resolved
 from trainkit.errors import ConfigError
-from trainkit.reports import FOLDER_VARIABLE
+from trainkit.watchdog.report import FOLDER_VARIABLE
 
 __all__ = ["Plan", "Script", "check_here", "make_plan", "with_reports"]
 

@@ -1,10 +1,10 @@
 """Data: loaders shared out over the processes, resumable, each sample once (DESIGN 2.12-2.19)."""
 
-from trainkit.data.active import ActiveLoaders, BatchInfo
 from trainkit.data.loader import PreparedLoader
 from trainkit.data.prepare import evaluation_loader, training_loader
 from trainkit.data.presharded import presharded
 from trainkit.data.window import MicroBatch, Window
+from trainkit.distributed.active_batches import ActiveLoaders, BatchInfo
 
 __all__ = [
     "ActiveLoaders",

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from trainkit.data.feeds import Feed
-from trainkit.data.loader import Preparation, PreparedLoader, length_of
+from trainkit.data.loader import PreparedLoader, length_of
+from trainkit.data.loader_context import LoaderContext
 from trainkit.data.repeat import Repeat
 from trainkit.data.stream import Piece
 from trainkit.data.transfer import Transfer, transfer_for
@@ -90,7 +91,7 @@ class AgreedLoader(PreparedLoader):
     Args:
         source: The loader of the user.
         feed: Where the rounds come from.
-        preparation: What it is prepared for.
+        context: What it is prepared for.
         batch_size: Samples of one process in a full round; None where that varies.
         whole: Whether the epoch ends before the first round that is not full.
         samples_per_epoch: Samples of an epoch, where known.
@@ -101,14 +102,14 @@ class AgreedLoader(PreparedLoader):
         self,
         source: Any,
         feed: Feed,
-        preparation: Preparation,
+        context: LoaderContext,
         *,
         batch_size: int | None = None,
         whole: bool = False,
         samples_per_epoch: int | None = None,
         batches_per_epoch: int | None = None,
     ) -> None:
-        super().__init__(source, preparation)
+        super().__init__(source, context)
         self.batch_size = batch_size
         self.samples_per_epoch = samples_per_epoch
         self.batches_per_epoch = batches_per_epoch

@@ -12,11 +12,11 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from trainkit import rng
+from trainkit.containers.tree import count_samples
 from trainkit.data.fetch import Fetch
-from trainkit.data.loader import Preparation
+from trainkit.data.loader_context import LoaderContext
 from trainkit.data.order import KeyedOrder, announce_epoch
 from trainkit.data.stream import Piece, StreamReader
-from trainkit.data.tree import count_samples
 from trainkit.data.workers import Source, datasets_of, source_for
 
 if TYPE_CHECKING:
@@ -66,19 +66,19 @@ class StreamFeed(Feed):
     Args:
         reader: Reads the slices of this process.
         loader: The loader of the user; its settings of workers are used.
-        preparation: What it is prepared for.
+        context: What it is prepared for.
     """
 
     advice = "Give the data set at least as many shards with samples as there are processes."
 
     def __init__(
-        self, reader: StreamReader, loader: DataLoader[Any], preparation: Preparation
+        self, reader: StreamReader, loader: DataLoader[Any], context: LoaderContext
     ) -> None:
         self._reader = reader
         self._loader = loader
-        self._told = told = preparation.trains  # in training, the data set hears of epochs
+        self._told = told = context.trains  # in training, the data set hears of epochs
         self._runs = count()
-        self._source_of = partial(source_for, loader=loader, preparation=preparation, alone=True)
+        self._source_of = partial(source_for, loader=loader, context=context, alone=True)
         self._workers: Source | None = None
         self._readers: list[StreamReader] = []  # of the passes under way in this process
         if told:
@@ -129,19 +129,19 @@ class KeyFeed(Feed):
         order: Runs the sampler.
         fetch: Turns a key into a batch.
         source: Where it is fetched.
-        preparation: What it is prepared for.
+        context: What it is prepared for.
     """
 
     has_spare = True
 
     def __init__(
-        self, order: KeyedOrder, fetch: Fetch, source: Source, preparation: Preparation
+        self, order: KeyedOrder, fetch: Fetch, source: Source, context: LoaderContext
     ) -> None:
         self._order = order
         self._fetch = fetch
         self._source = source
-        self._rank, self._size = preparation.processes.rank, preparation.processes.size
-        self._told = preparation.trains
+        self._rank, self._size = context.processes.rank, context.processes.size
+        self._told = context.trains
         self._latest: tuple[int, list[Any]] | None = None  # the epoch under way in training
 
     @override
@@ -188,16 +188,16 @@ class ForeignFeed(Feed):
 
     Args:
         loader: The iterable.
-        preparation: What it is prepared for.
+        context: What it is prepared for.
     """
 
     advice = "Give each process's loader at least one batch."
 
-    def __init__(self, loader: Any, preparation: Preparation) -> None:
+    def __init__(self, loader: Any, context: LoaderContext) -> None:
         self._loader = loader
-        self._seed = preparation.seed
-        self._rank = preparation.processes.rank
-        self._told = preparation.trains
+        self._seed = context.seed
+        self._rank = context.processes.rank
+        self._told = context.trains
 
     @override
     def pieces(self, epoch: int, position: int, start: Any = None) -> Iterator[Piece]:

@@ -2,45 +2,16 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from trainkit.data.active import ActiveLoaders
+from trainkit.data.loader_context import LoaderContext
 from trainkit.data.window import MicroBatch, Window
 from trainkit.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from trainkit.data.position import StreamPosition
-    from trainkit.distributed.processes import Processes
 
-__all__ = ["Preparation", "PreparedLoader", "length_of"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Preparation:
-    """What a loader is prepared for.
-
-    Args:
-        processes: The processes of the job.
-        device: Where the batches go.
-        seed: The seed of the run, or of evaluation.
-        trains: Training's rules or evaluation's (epochs, `set_epoch`, `drop_last`).
-        split_batches: Whether the loader's batch size is that of all processes together.
-        sample_seeding: Whether data sets that may draw random numbers run under keys.
-        active: Told which batch is under way; None where nobody asks.
-        may_be_empty: Whether training's rules hold, but an epoch may have no step.
-    """
-
-    processes: "Processes"
-    device: torch.device
-    seed: int
-    trains: bool
-    split_batches: bool = False
-    sample_seeding: bool = True
-    active: ActiveLoaders | None = None
-    may_be_empty: bool = False
+__all__ = ["PreparedLoader", "length_of"]
 
 
 class PreparedLoader(ABC):
@@ -52,7 +23,7 @@ class PreparedLoader(ABC):
 
     Args:
         source: The loader of the user.
-        preparation: What it is prepared for. Passes of `iter(loader)` are the epochs 0, 1, ... of
+        context: What it is prepared for. Passes of `iter(loader)` are the epochs 0, 1, ... of
             training, and always epoch 0 of evaluation.
     """
 
@@ -62,13 +33,13 @@ class PreparedLoader(ABC):
     stream: "StreamPosition | None" = None  # where an iterable data set of training is
     found: tuple[int, int, int] | None = None  # of an epoch: windows left, in all, and samples
 
-    def __init__(self, source: Any, preparation: Preparation) -> None:
+    def __init__(self, source: Any, context: LoaderContext) -> None:
         self.source = source
-        self.processes = preparation.processes
-        self.device = preparation.device
-        self.active = preparation.active
-        self._trains = preparation.trains
-        self._refuses_empty = preparation.trains and not preparation.may_be_empty
+        self.processes = context.processes
+        self.device = context.device
+        self.active = context.active
+        self._trains = context.trains
+        self._refuses_empty = context.trains and not context.may_be_empty
         self._next_epoch = 0
 
     @abstractmethod

@@ -10,7 +10,8 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from trainkit.data.fetch import fetch_for
-from trainkit.data.loader import Preparation, PreparedLoader, length_of
+from trainkit.data.loader import PreparedLoader, length_of
+from trainkit.data.loader_context import LoaderContext
 from trainkit.data.order import BatchPlan, FlatPlan, KeyedOrder, Plan, announce_epoch, divide
 from trainkit.data.repeat import Repeat
 from trainkit.data.transfer import transfer_for
@@ -25,14 +26,14 @@ class MappedLoader(PreparedLoader):
 
     Args:
         loader: The loader of the user.
-        preparation: What it is prepared for.
+        context: What it is prepared for.
     """
 
-    def __init__(self, loader: DataLoader[Any], preparation: Preparation) -> None:
-        super().__init__(loader, preparation)
-        seed, size = preparation.seed, self.processes.size
+    def __init__(self, loader: DataLoader[Any], context: LoaderContext) -> None:
+        super().__init__(loader, context)
+        seed, size = context.seed, self.processes.size
         self._order = KeyedOrder(loader, seed)
-        self._split = preparation.split_batches
+        self._split = context.split_batches
         self._unit = 1
         batch_sampler: Any = loader.batch_sampler
         if not self._order.yields_batches:
@@ -40,9 +41,9 @@ class MappedLoader(PreparedLoader):
             self.batch_size = divide(given, size) if self._split else given
             if batch_sampler.drop_last:
                 self._unit = self.batch_size * (size if self._trains else 1)
-        fetch = fetch_for(loader, seed, preparation.sample_seeding)
+        fetch = fetch_for(loader, seed, context.sample_seeding)
         fetch.in_training = self._trains
-        self._source = source_for(fetch, loader, preparation)
+        self._source = source_for(fetch, loader, context)
         self._transfer = transfer_for(self.device)
         self._latest: tuple[int, Plan] | None = None  # the epoch under way in training
         self._is_ready = False  # whether no pass has used it

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from trainkit.distributed import codec
+from trainkit.containers import wire_format
 
 __all__ = ["CHANGED", "OWN", "changed_facts", "digest_of", "order_facts", "run_to"]
 
@@ -87,8 +87,8 @@ def digest_of(order: Tensor | Sequence[Any]) -> str | None:
         content: Any = data.contiguous().numpy()
     else:
         try:
-            content = codec.encode(order)
-        except codec.Unencodable:
+            content = wire_format.encode(order)
+        except wire_format.Unencodable:
             return None
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 

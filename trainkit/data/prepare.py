@@ -6,16 +6,17 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from trainkit import rng
-from trainkit.data.active import ActiveLoaders
 from trainkit.data.agreed import AgreedLoader
 from trainkit.data.feeds import ForeignFeed, KeyFeed, StreamFeed
 from trainkit.data.fetch import fetch_for
-from trainkit.data.loader import Preparation, PreparedLoader, length_of
+from trainkit.data.loader import PreparedLoader, length_of
+from trainkit.data.loader_context import LoaderContext
 from trainkit.data.mapped import MappedLoader
 from trainkit.data.order import KeyedOrder, divide
 from trainkit.data.presharded import Presharded
 from trainkit.data.stream import StreamReader
 from trainkit.data.workers import source_for
+from trainkit.distributed.active_batches import ActiveLoaders
 from trainkit.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def training_loader(
     """
     return _prepared(
         loader,
-        Preparation(
+        LoaderContext(
             processes=processes,
             device=device,
             seed=seed,
@@ -80,7 +81,7 @@ def evaluation_loader(
     """
     return _prepared(
         loader,
-        Preparation(
+        LoaderContext(
             processes=processes,
             device=device,
             seed=rng.derive(seed, "evaluation"),
@@ -91,61 +92,61 @@ def evaluation_loader(
     )
 
 
-def _prepared(loader: Any, preparation: Preparation) -> PreparedLoader:
+def _prepared(loader: Any, context: LoaderContext) -> PreparedLoader:
     if isinstance(loader, PreparedLoader):
         raise ConfigError(
             "The loader is prepared already, and would be shared out twice. Give the loader that "
             "it was made from."
         )
     if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
-        return _foreign(loader, preparation)
+        return _foreign(loader, context)
     if isinstance(loader.dataset, IterableDataset):
-        return _streamed(loader, preparation)
+        return _streamed(loader, context)
     if loader.batch_sampler is None:
-        return _keyed(loader, preparation)
-    return MappedLoader(loader, preparation)
+        return _keyed(loader, context)
+    return MappedLoader(loader, context)
 
 
-def _streamed(loader: DataLoader[Any], preparation: Preparation) -> PreparedLoader:
-    processes, size = preparation.processes, loader.batch_size
-    if preparation.split_batches and size is not None:
+def _streamed(loader: DataLoader[Any], context: LoaderContext) -> PreparedLoader:
+    processes, size = context.processes, loader.batch_size
+    if context.split_batches and size is not None:
         size = divide(size, processes.size)
-    reader = StreamReader(loader, preparation, size)
-    feed = StreamFeed(reader, loader, preparation)
+    reader = StreamReader(loader, context, size)
+    feed = StreamFeed(reader, loader, context)
     samples = None if reader.is_sharded or size is None else length_of(loader.dataset)
     batches = None
     if samples is not None and size is not None:
-        unit = size * processes.size if preparation.trains else size
+        unit = size * processes.size if context.trains else size
         samples -= samples % unit if loader.drop_last else 0
         batches = -(-samples // (size * processes.size))
     return AgreedLoader(
         loader,
         feed,
-        preparation,
+        context,
         batch_size=size,
-        whole=loader.drop_last and preparation.trains,
+        whole=loader.drop_last and context.trains,
         samples_per_epoch=samples,
         batches_per_epoch=batches,
     )
 
 
-def _keyed(loader: DataLoader[Any], preparation: Preparation) -> PreparedLoader:
-    if preparation.split_batches:
+def _keyed(loader: DataLoader[Any], context: LoaderContext) -> PreparedLoader:
+    if context.split_batches:
         raise ConfigError(
             "`split_batches` divides the loader's batch size, but the loader has "
             "`batch_size=None`. Give it a batch size, or leave `split_batches` out."
         )
-    order = KeyedOrder(loader, preparation.seed)
-    fetch = fetch_for(loader, preparation.seed, preparation.sample_seeding)
-    fetch.in_training = preparation.trains
-    feed = KeyFeed(order, fetch, source_for(fetch, loader, preparation), preparation)
+    order = KeyedOrder(loader, context.seed)
+    fetch = fetch_for(loader, context.seed, context.sample_seeding)
+    fetch.in_training = context.trains
+    feed = KeyFeed(order, fetch, source_for(fetch, loader, context), context)
     keys = length_of(loader.sampler)
-    batches = None if keys is None else -(-keys // preparation.processes.size)
-    return AgreedLoader(loader, feed, preparation, batches_per_epoch=batches)
+    batches = None if keys is None else -(-keys // context.processes.size)
+    return AgreedLoader(loader, feed, context, batches_per_epoch=batches)
 
 
-def _foreign(loader: Any, preparation: Preparation) -> PreparedLoader:
-    processes = preparation.processes
+def _foreign(loader: Any, context: LoaderContext) -> PreparedLoader:
+    processes = context.processes
     inner = loader.loader if isinstance(loader, Presharded) else loader
     if processes.size > 1 and inner is loader:
         raise ConfigError(
@@ -158,11 +159,11 @@ def _foreign(loader: Any, preparation: Preparation) -> PreparedLoader:
             f"A loader must be a `DataLoader` or an iterable of batches, but is a "
             f"`{type(inner).__name__}`."
         )
-    if preparation.split_batches:
+    if context.split_batches:
         raise ConfigError(
             f"`split_batches` divides the batch size of a plain `DataLoader`, but the loader is a "
             f"`{type(inner).__name__}`. Leave `split_batches` out."
         )
-    feed = ForeignFeed(inner, preparation)
+    feed = ForeignFeed(inner, context)
     batches = length_of(inner) if processes.size == 1 else None
-    return AgreedLoader(loader, feed, preparation, batches_per_epoch=batches)
+    return AgreedLoader(loader, feed, context, batches_per_epoch=batches)

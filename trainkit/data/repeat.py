@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from trainkit.data.tree import copy_containers
+from trainkit.containers.tree import copy_containers
 
 __all__ = ["Repeat"]
 

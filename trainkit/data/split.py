@@ -4,10 +4,10 @@ from collections.abc import Generator, Iterator
 from contextlib import closing
 from typing import Any
 
+from trainkit.containers.sample_rows import holds_fields
+from trainkit.containers.tree import children, count_samples, is_container, is_opaque, map_children
 from trainkit.data.loader import PreparedLoader
-from trainkit.data.tree import children, count_samples, is_container, is_opaque, map_children
 from trainkit.data.window import MicroBatch, Window
-from trainkit.distributed.rows import holds_fields
 from trainkit.errors import ConfigError
 
 __all__ = ["piece_size", "slice_samples", "split_windows"]

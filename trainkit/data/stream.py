@@ -11,9 +11,9 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from trainkit import rng
+from trainkit.containers.tree import count_samples
 from trainkit.data.fetch import Fetch, collates_silently
-from trainkit.data.loader import Preparation
-from trainkit.data.tree import count_samples
+from trainkit.data.loader_context import LoaderContext
 from trainkit.errors import DataError
 
 __all__ = ["Piece", "StreamReader", "is_stateful"]
@@ -45,17 +45,17 @@ class StreamReader(Fetch):
 
     Args:
         loader: The loader of the user, over an iterable data set.
-        preparation: What it is prepared for.
+        context: What it is prepared for.
         batch_size: Samples of one process in a round; None where the stream yields batches.
     """
 
     def __init__(
-        self, loader: DataLoader[Any], preparation: Preparation, batch_size: int | None
+        self, loader: DataLoader[Any], context: LoaderContext, batch_size: int | None
     ) -> None:
-        super().__init__(loader.dataset, preparation.seed)
-        self.in_training = preparation.trains
-        self.seeds = preparation.sample_seeding
-        self._rank, self._size = preparation.processes.rank, preparation.processes.size
+        super().__init__(loader.dataset, context.seed)
+        self.in_training = context.trains
+        self.seeds = context.sample_seeding
+        self._rank, self._size = context.processes.rank, context.processes.size
         self.is_sharded = self._size > 1 and _can_shard(self.dataset, self._size)
         self.shards = self._size if self.is_sharded else 1
         # What a shard had read must be known after its end too, where it may be asked for it.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from trainkit.data.tree import is_opaque, map_leaves
+from trainkit.containers.tree import is_opaque, map_leaves
 
 __all__ = ["Transfer", "transfer_for"]
 

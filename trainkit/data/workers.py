@@ -25,7 +25,7 @@ from typing_extensions import override
 
 from trainkit import rng
 from trainkit.data.fetch import Fetch
-from trainkit.data.loader import Preparation
+from trainkit.data.loader_context import LoaderContext
 from trainkit.data.order import announce_epoch
 from trainkit.errors import ConfigError, DataError, text_of
 from trainkit.signals import CAUGHT
@@ -264,13 +264,13 @@ class _WorkerSide:
 
 
 def source_for(
-    fetch: Fetch, loader: DataLoader[Any], preparation: Preparation, *, alone: bool = False
+    fetch: Fetch, loader: DataLoader[Any], context: LoaderContext, *, alone: bool = False
 ) -> Source:
     """Return the source that fetches where `loader` says, as `Workers` does where it has some."""
     if loader.num_workers == 0:
         return Here(fetch)
-    base_seed = rng.derive(preparation.seed, "workers", preparation.processes.rank)
-    told, pin = preparation.trains, preparation.device.type == "cuda"
+    base_seed = rng.derive(context.seed, "workers", context.processes.rank)
+    told, pin = context.trains, context.device.type == "cuda"
     return Workers(fetch, loader, base_seed=base_seed, told=told, alone=alone, pin=pin)
 
 

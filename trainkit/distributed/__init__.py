@@ -1,5 +1,15 @@
 """The processes of a job: their group, the collectives between them, and what travels."""
 
+from trainkit.distributed.async_flags import AsyncFlags
+from trainkit.distributed.collectives import (
+    check_called_by_all,
+    only_this_process,
+    run_and_gather,
+    run_on_all,
+    run_on_all_or_main,
+    run_on_main,
+    with_own_group,
+)
 from trainkit.distributed.gather import (
     Refusal,
     concatenate,
@@ -8,30 +18,20 @@ from trainkit.distributed.gather import (
     gather_tensors,
 )
 from trainkit.distributed.processes import Processes
-from trainkit.distributed.together import (
-    alone,
-    apart,
-    by_all_or_main,
-    called_by_all,
-    gather_together,
-    on_main,
-    together,
-)
-from trainkit.distributed.vote import Vote
 
 __all__ = [
+    "AsyncFlags",
     "Processes",
     "Refusal",
-    "Vote",
-    "alone",
-    "apart",
-    "by_all_or_main",
-    "called_by_all",
+    "check_called_by_all",
     "concatenate",
     "gather_all",
     "gather_samples",
     "gather_tensors",
-    "gather_together",
-    "on_main",
-    "together",
+    "only_this_process",
+    "run_and_gather",
+    "run_on_all",
+    "run_on_all_or_main",
+    "run_on_main",
+    "with_own_group",
 ]

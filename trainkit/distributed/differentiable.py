@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from typing_extensions import override
 
-from trainkit.distributed import guard, tree
+from trainkit.distributed import collective_guard, tree
 from trainkit.distributed.processes import Processes
 from trainkit.errors import DataError
 
@@ -25,7 +25,7 @@ def gather_with_gradients(processes: Processes, value: Any, *, name: str = "valu
         DataError: On all processes, if on one of them there is anything but tensors, or their
             names, dtypes, later dimensions, or whether they require a gradient, differ.
     """
-    guard.check("gather")
+    collective_guard.check("gather")
     if processes.size == 1:
         return tree.map_tensors(torch.atleast_1d, value, name)
     numbers = iter(_numbers_of_rows(processes, value, name))

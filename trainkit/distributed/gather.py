@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainkit.distributed import classes, codec, guard
-from trainkit.distributed.processes import Processes
-from trainkit.distributed.rows import (
+from trainkit.containers import dataclasses, wire_format
+from trainkit.containers.sample_rows import (
     Container,
     Merge,
     Node,
@@ -27,6 +26,8 @@ from trainkit.distributed.rows import (
     split,
     to_plain,
 )
+from trainkit.distributed import collective_guard
+from trainkit.distributed.processes import Processes
 from trainkit.errors import DataError, text_of
 
 __all__ = ["Refusal", "concatenate", "gather_all", "gather_samples", "gather_tensors"]
@@ -74,7 +75,7 @@ def gather_samples(
             cannot travel, or has another structure than elsewhere. Values of processes without
             real samples are not held against them.
     """
-    guard.check("gather_for_metrics")
+    collective_guard.check("gather_for_metrics")
     if not batches:
         return []
     known: dict[str, type] = {}
@@ -108,7 +109,7 @@ def gather_all(
         DataError: On all processes, if on one of them something has no entries, or the structures
             differ.
     """
-    guard.check("gather")
+    collective_guard.check("gather")
     known: dict[str, type] = {}
     mine = _own_entries(partial(parse, known=known), value, None, None, name)
     return _merged(processes, mine, Merge(known, pad_value=pad_value), name)
@@ -124,7 +125,7 @@ def gather_tensors(processes: Processes, value: Any, *, name: str = "value") -> 
         DataError: On all processes, if on one of them there is anything but tensors, or the
             structures or later dimensions differ.
     """
-    guard.check("gather")
+    collective_guard.check("gather")
     known: dict[str, type] = {}
     try:
         mine: Node | Refusal = _all_rows(value, name, known, processes.repeats)
@@ -185,7 +186,7 @@ def _all_rows(value: Any, path: str, known: dict[str, type], repeats: bool) -> N
     if isinstance(value, Tensor):
         rows = value if value.ndim else value.reshape(1)
         return Rows(rows[:0] if repeats else rows)
-    taken = classes.parts(value)
+    taken = dataclasses.parts(value)
     if taken is None and isinstance(value, list | tuple):
         taken = list(range(len(value))), list(value)
     if taken is None:
@@ -210,14 +211,14 @@ def _exchange(
     if processes.size == 1:
         return [[_without_graph(entry) for entry in mine] if torch.is_grad_enabled() else mine]
     try:
-        packet = codec.encode(_packed(mine), allow_pickle=True)
-    except codec.Unencodable as error:
-        packet = codec.encode([error.reason] * len(mine))
+        packet = wire_format.encode(_packed(mine), allow_pickle=True)
+    except wire_format.Unencodable as error:
+        packet = wire_format.encode([error.reason] * len(mine))
     except Exception as error:  # whatever it is: the other processes wait for this packet
-        packet = codec.encode([f"A value cannot be sent: {error!r}"] * len(mine))
+        packet = wire_format.encode([f"A value cannot be sent: {error!r}"] * len(mine))
     return [
         _unpacked(
-            codec.decode(packet, device=processes.device, allow_pickle=True),
+            wire_format.decode(packet, device=processes.device, allow_pickle=True),
             [numbers[rank] for numbers in counts],
         )
         for rank, packet in enumerate(processes.all_gather_bytes(packet))
@@ -289,7 +290,7 @@ def _in_order(
 def _first_size(value: Any) -> int:
     """Return the number of samples that `value` seems to hold."""
     while not is_array(value):
-        taken = classes.parts(value)
+        taken = dataclasses.parts(value)
         if taken is None:
             inside = isinstance(value, tuple) and value and is_array(value[0])
             if not inside:

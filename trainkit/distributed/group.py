@@ -2,7 +2,6 @@
 
 import gc
 import os
-import sys
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -13,8 +12,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from trainkit.distributed.world import World
 from trainkit.errors import ConfigError
-from trainkit.world import World
 
 __all__ = [
     "DEBUG",
@@ -230,8 +229,3 @@ def _make(world: World, device: torch.device) -> None:
         world_size=world.size,
         device_id=device if nccl else None,
     )
-
-
-def failed() -> bool:
-    """Return whether the interpreter is on its way out because of an exception."""
-    return hasattr(sys, "last_value")

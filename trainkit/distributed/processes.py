@@ -11,13 +11,15 @@ import torch.distributed
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp, Work
 
-from trainkit.distributed import codec, guard
-from trainkit.distributed.group import Membership, failed, join, set_group_timeout
+from trainkit.containers import wire_format
+from trainkit.distributed import collective_guard
+from trainkit.distributed.group import Membership, join, set_group_timeout
+from trainkit.distributed.world import World
 from trainkit.errors import ConfigError, DistributedError
-from trainkit.world import World
+from trainkit.signals import is_failing
 
 if TYPE_CHECKING:
-    from trainkit.distributed.watch import Watch
+    from trainkit.watchdog.watch import Watch
 
 __all__ = ["Pending", "Processes", "Reduction"]
 
@@ -104,7 +106,7 @@ class Processes:
         live = cls(membership, device)
         cls._live = live
         if live.size > 1:
-            from trainkit.distributed.watching import start_watch
+            from trainkit.watchdog.start import start_watch
 
             atexit.register(live._close_at_exit)
             live.watch = start_watch(live)
@@ -156,7 +158,7 @@ class Processes:
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         """Overwrite `tensor` with that of process `source`, of the same shape; return it."""
-        guard.check("broadcast")
+        collective_guard.check("broadcast")
         self._check_source(source)
         if self.size > 1:
             buffer = tensor.detach().contiguous()
@@ -172,7 +174,7 @@ class Processes:
             rows: Equal in dtype and in later dimensions on all processes.
             counts: How many each process has; equal on all.
         """
-        guard.check("all_gather")
+        collective_guard.check("all_gather")
         longest = max(counts)
         if self.size == 1 or longest == 0:
             return rows.detach()
@@ -188,7 +190,7 @@ class Processes:
         One collective of a fixed size over the CPU group as long as all payloads fit into it;
         else a second one that fits the longest. The size follows the payloads.
         """
-        guard.check("all_gather_bytes")
+        collective_guard.check("all_gather_bytes")
         if self.size == 1:
             return [payload]
         capacity = self._capacity
@@ -213,7 +215,7 @@ class Processes:
         Raises:
             DistributedError: On all processes, if the value of one cannot travel.
         """
-        guard.check("all_gather_objects")
+        collective_guard.check("all_gather_objects")
         if self.size == 1:
             return [value]
         packets = self.all_gather_bytes(_pack(value, allow_pickle))
@@ -221,7 +223,7 @@ class Processes:
 
     def broadcast_object(self, value: Any, source: int = 0) -> Any:
         """Return the value of process `source` on all; the others' is not looked at."""
-        guard.check("broadcast_object")
+        collective_guard.check("broadcast_object")
         self._check_source(source)
         if self.size == 1:
             return value
@@ -237,7 +239,7 @@ class Processes:
 
     def barrier(self) -> None:
         """Return when all processes have called it; does not wait for work on the device."""
-        guard.check("barrier")
+        collective_guard.check("barrier")
         if self.control is not None:
             torch.distributed.barrier(self.control)
 
@@ -258,7 +260,7 @@ class Processes:
 
     def _close_at_exit(self) -> None:
         # After a failure the others may sit in a collective; leaving in order would wait for them.
-        if not failed():
+        if not is_failing():
             if self.watch is not None:
                 self.watch.close("ended without an error")  # its exit code is not known here
             self.close()
@@ -268,7 +270,7 @@ class Processes:
         return not self._closed and self._pid == os.getpid() and self._membership.lives()
 
     def _reduce(self, tensor: Tensor, op: Reduction, name: str) -> Pending:
-        guard.check(name)
+        collective_guard.check(name)
         reduce_op = _OPS.get(op)
         if reduce_op is None:
             raise ConfigError(f"`op` must be one of {', '.join(_OPS)}, but is {op!r}.")
@@ -334,12 +336,12 @@ def _next_capacity(capacity: int, needed: int) -> int:
 def _pack(value: Any, allow_pickle: bool) -> bytes:
     """Return the encoded value, or the reason why it cannot travel, for all to raise."""
     try:
-        return b"+" + codec.encode(value, allow_pickle=allow_pickle)
-    except codec.Unencodable as error:
+        return b"+" + wire_format.encode(value, allow_pickle=allow_pickle)
+    except wire_format.Unencodable as error:
         return b"-" + str(error).encode()
 
 
 def _unpack(packet: bytes, rank: int, allow_pickle: bool) -> Any:
     if packet[:1] == b"-":
         raise DistributedError(f"The value of process {rank} cannot travel. {packet[1:].decode()}")
-    return codec.decode(packet[1:], allow_pickle=allow_pickle)
+    return wire_format.decode(packet[1:], allow_pickle=allow_pickle)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainkit.distributed import classes
+from trainkit.containers import dataclasses
 from trainkit.distributed.processes import Processes
 from trainkit.errors import DataError
 
@@ -31,14 +31,14 @@ def map_tensors(
         if paths is not None:
             paths.append(path)
         return function(value)
-    taken = classes.parts(value)
+    taken = dataclasses.parts(value)
     if taken is not None:
         keys, values = taken
         mapped = [
             map_tensors(function, item, f"{path}[{key!r}]", paths)
             for key, item in zip(keys, values, strict=True)
         ]
-        return classes.build(type(value), keys, mapped)
+        return dataclasses.build(type(value), keys, mapped)
     if isinstance(value, list | tuple):
         items = [
             map_tensors(function, item, f"{path}[{index}]", paths)

@@ -5,10 +5,12 @@ from pathlib import Path
 
 from torch import Tensor
 
-from trainkit.checkpoint import Checkpoint, CheckpointStore, files, tensor_file
-from trainkit.checkpoint.stored import StoredTensor
-from trainkit.checkpoint.tensor_file import Piece
-from trainkit.checkpoint.tensors import tensor_piece
+from trainkit.checkpoint import Checkpoint, CheckpointStore
+from trainkit.checkpoint.format import tensor_file
+from trainkit.checkpoint.format.tensor_file import Piece
+from trainkit.checkpoint.format.tensor_location import StoredTensor
+from trainkit.checkpoint.format.tensors import tensor_piece
+from trainkit.checkpoint.io import files
 from trainkit.export.layout import METADATA, Layout, lay_out
 from trainkit.export.publication import Publication
 from trainkit.export.sizes import parse_size

@@ -5,8 +5,8 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from trainkit.checkpoint import strict_json
-from trainkit.checkpoint.tensor_file import LARGEST_HEADER, SIZES, Piece
+from trainkit.checkpoint.format import strict_json
+from trainkit.checkpoint.format.tensor_file import LARGEST_HEADER, SIZES, Piece
 
 __all__ = ["METADATA", "Layout", "is_weights", "lay_out"]
 

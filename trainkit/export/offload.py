@@ -8,10 +8,11 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from trainkit.checkpoint import files, tensor_file
-from trainkit.checkpoint.tensor_file import Piece
-from trainkit.checkpoint.tensors import tensor_piece
-from trainkit.data.tree import map_leaves
+from trainkit.checkpoint.format import tensor_file
+from trainkit.checkpoint.format.tensor_file import Piece
+from trainkit.checkpoint.format.tensors import tensor_piece
+from trainkit.checkpoint.io import files
+from trainkit.containers.tree import map_leaves
 from trainkit.errors import ConfigError
 from trainkit.export.layout import METADATA
 from trainkit.export.slots import Slot

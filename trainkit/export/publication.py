@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from trainkit.checkpoint import files
-from trainkit.checkpoint.names import MANIFEST
+from trainkit.checkpoint.format.names import MANIFEST
+from trainkit.checkpoint.io import files
 from trainkit.errors import CheckpointError, ConfigError
 from trainkit.export.layout import is_weights
 

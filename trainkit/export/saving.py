@@ -6,10 +6,17 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from trainkit.checkpoint import files, tensor_file
-from trainkit.checkpoint.tensor_file import Piece
-from trainkit.checkpoint.tensors import tensor_piece
-from trainkit.distributed import Processes, alone, by_all_or_main, on_main, together
+from trainkit.checkpoint.format import tensor_file
+from trainkit.checkpoint.format.tensor_file import Piece
+from trainkit.checkpoint.format.tensors import tensor_piece
+from trainkit.checkpoint.io import files
+from trainkit.distributed import (
+    Processes,
+    only_this_process,
+    run_on_all,
+    run_on_all_or_main,
+    run_on_main,
+)
 from trainkit.errors import ConfigError
 from trainkit.export import pickled, pretrained
 from trainkit.export.layout import METADATA, Layout, lay_out
@@ -63,11 +70,11 @@ def save_model(
                 export.publication.discard()
 
     sharded = any(map(is_sharded, module.state_dict(keep_vars=True).values()))
-    by_all_or_main(
+    run_on_all_or_main(
         processes,
         "save_model",
         lambda: export(processes),
-        None if sharded else lambda: export(alone(processes)),
+        None if sharded else lambda: export(only_this_process(processes)),
         key=str(directory),
     )
 
@@ -86,12 +93,12 @@ class _Export:
 
     def run(self) -> None:
         """Write and publish all files."""
-        together(self._processes, self._collect)
-        on_main(self._processes, self._guarded(self._begin))
+        run_on_all(self._processes, self._collect)
+        run_on_main(self._processes, self._guarded(self._begin))
         # All gather in the order of process 0.
         layout: dict[str, list[str]] = self._processes.broadcast_object(self._layout.files)
-        together(self._processes, self._guarded(lambda: self._write(layout)))
-        on_main(self._processes, self._guarded(self._finish))
+        run_on_all(self._processes, self._guarded(lambda: self._write(layout)))
+        run_on_main(self._processes, self._guarded(self._finish))
 
     def _collect(self) -> None:
         self._tensors = tensors_of(self._model)

@@ -11,8 +11,8 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from trainkit.checkpoint import strict_json
-from trainkit.checkpoint.names import MANIFEST
+from trainkit.checkpoint.format import strict_json
+from trainkit.checkpoint.format.names import MANIFEST
 from trainkit.errors import CheckpointCorrupt, CheckpointError
 from trainkit.export.pickled import read_pickled
 from trainkit.export.state import warn_of_others

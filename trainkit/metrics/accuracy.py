@@ -25,6 +25,7 @@ class Accuracy(LocalMetric):
     name = "accuracy"
     keys = ("accuracy",)
     higher_is_better = True
+    evaluate_dtype = "int64"
     _sums: tuple[Any, Any]  # what is right, what there is; stays on the device of the data
 
     @checked

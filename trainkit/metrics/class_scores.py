@@ -47,6 +47,7 @@ class ClassScore(LocalMetric):
     """
 
     higher_is_better = True
+    evaluate_dtype = "int64"
     _asks: ClassVar[str]  # what a class must have for the score to be defined
     _sums: dict[int, list[float]]  # counts by class: whole numbers unless weighted
 

@@ -1,7 +1,7 @@
 """What the metrics that trainkit computes itself have in common."""
 
 from abc import abstractmethod
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from torch import Tensor
 from typing_extensions import override
@@ -27,6 +27,9 @@ class LocalMetric(Metric):
 
     A subclass keeps everything that it adds up in `_sums`, and its settings in `_options`.
     """
+
+    evaluate_dtype: ClassVar[str] = "float64"
+    """What `evaluate` holds predictions and references as: of classes, "int64"."""
 
     def __init__(self, **options: Any) -> None:
         self._options = options
@@ -107,12 +110,6 @@ class LocalMetric(Metric):
         if self._is_batched and not has_data:
             self.reset()
         return result
-
-    def as_evaluate(self) -> Any:
-        """Return the same metric as an `evaluate.Metric`; importing that takes seconds."""
-        from trainkit.metrics.evaluate_form import evaluate_form
-
-        return evaluate_form(self)
 
     def _with(self, options: dict[str, Any]) -> Self:
         unknown = sorted(set(options) - set(self._options))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from trainkit.errors import DataError
-from trainkit.steps import IGNORED
+from trainkit.types import IGNORED
 
 __all__ = [
     "IGNORED",

@@ -13,8 +13,8 @@ from trainkit.config import checked
 from trainkit.errors import ConfigError, DataError
 from trainkit.metrics.figures import flatten
 from trainkit.metrics.metric import Metric, Uses, agreed
+from trainkit.metrics.model_outputs import form
 from trainkit.metrics.samples import is_array, matching_length
-from trainkit.scores import form
 
 __all__ = ["TorchMetric"]
 

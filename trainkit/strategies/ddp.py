@@ -13,12 +13,12 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from trainkit.config import checked
-from trainkit.distributed import Processes, Vote
+from trainkit.distributed import AsyncFlags, Processes
+from trainkit.distributed.world import World
 from trainkit.errors import ConfigError
 from trainkit.precision import Precision
 from trainkit.strategies.strategy import Strategy
 from trainkit.types import class_name
-from trainkit.world import World
 
 __all__ = ["DDP", "Reduction"]
 
@@ -175,7 +175,7 @@ def _sparse(model: nn.Module) -> str | None:
     return None
 
 
-def _averaging(mean: Mean, vote: Vote | None) -> Reduction:
+def _averaging(mean: Mean, vote: AsyncFlags | None) -> Reduction:
     """Return a communication hook that averages by `mean`, and takes a vote along that waits."""
 
     def average(processes: Processes, bucket: GradBucket) -> torch.futures.Future[Tensor]:

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from trainkit.distributed import Processes, together
+from trainkit.distributed import Processes, run_on_all
 from trainkit.errors import ConfigError
 from trainkit.strategies.initial import Skeleton
 from trainkit.strategies.shards import put
@@ -102,7 +102,7 @@ class Filling:
             with WeightFiles(folder) as files:
                 files.read({name: (t, names[id(t)]) for name, t in wanted.items()})
 
-        together(self._processes, read)
+        run_on_all(self._processes, read)
         self._initialize(model, tensors.keys() - wanted.keys())
 
     def _initialize(self, model: nn.Module, wanted: set[str]) -> None:

@@ -17,11 +17,11 @@ from typing_extensions import override
 
 from trainkit.config import checked
 from trainkit.distributed import Processes
+from trainkit.distributed.world import World
 from trainkit.errors import ConfigError
 from trainkit.precision import Precision
-from trainkit.strategies import alone
+from trainkit.strategies import single_process_group
 from trainkit.strategies.strategy import Strategy
-from trainkit.world import World
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -114,7 +114,7 @@ class FSDP(Strategy):
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         if world.size == 1:
-            alone.join(self.device)
+            single_process_group.join(self.device)
         self.processes = Processes.start(device=self.device)
         if self.replicas < 1 or self.processes.size % self.replicas:
             raise ConfigError(
@@ -272,7 +272,7 @@ class FSDP(Strategy):
     @override
     def close(self) -> None:
         super().close()
-        alone.leave()
+        single_process_group.leave()
 
     def _shard(self, model: nn.Module, dtype: torch.dtype | None) -> _Sharded:
         from trainkit.strategies.blocks import find_blocks
@@ -308,7 +308,7 @@ class FSDP(Strategy):
 
 def _compare(model: nn.Module, processes: Processes) -> None:
     if processes.size > 1 and model._compiled_call_impl is None:
-        from trainkit.strategies.uses import watch_forward
+        from trainkit.strategies.forward_check import watch_forward
 
         _models[model].hooks += watch_forward(model, processes)
 

@@ -5,10 +5,10 @@ from torch import nn
 from typing_extensions import override
 
 from trainkit.distributed import Processes
+from trainkit.distributed.world import World
 from trainkit.errors import ConfigError
 from trainkit.precision import Precision
 from trainkit.strategies.strategy import Strategy
-from trainkit.world import World
 
 __all__ = ["SingleDevice"]
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainkit.distributed import Processes, Vote
+from trainkit.distributed import AsyncFlags, Processes
 from trainkit.errors import ConfigError
 from trainkit.precision import Precision
 from trainkit.types import class_name
@@ -34,7 +34,7 @@ class Strategy(ABC):
     """Whether processes hold parts of the parameters, and each one saves its own."""
     seed: int = 0
     """The seed of the run; the Trainer sets it before `wrap`."""
-    vote: Vote | None = None
+    vote: AsyncFlags | None = None
     """What a strategy may send along with the gradients, see `Vote.rides`; set before `wrap`."""
 
     device: torch.device

@@ -9,9 +9,7 @@ from typing import Any
 from torch import nn
 from typing_extensions import override
 
-from trainkit.callback import Callback
 from trainkit.checkpoint import check_encodable
-from trainkit.run import Run
 from trainkit.testing.processes import on_processes
 from trainkit.testing.task import (
     GLOBAL_BATCH,
@@ -24,6 +22,8 @@ from trainkit.testing.task import (
     weights,
 )
 from trainkit.trainer import Trainer
+from trainkit.training.callback import Callback
+from trainkit.training.run import Run
 from trainkit.types import Batch
 
 __all__ = ["check_callback"]

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from trainkit.distributed.codec import decode, encode
+from trainkit.containers.wire_format import decode, encode
 from trainkit.distributed.group import INIT_METHOD
 
 __all__ = ["ProcessFailed", "on_processes"]

@@ -12,7 +12,6 @@ from torch import Tensor
 from typing_extensions import override
 
 from trainkit.precision import FP16
-from trainkit.run import Run
 from trainkit.strategies import SingleDevice, Strategy
 from trainkit.testing.processes import on_processes
 from trainkit.testing.task import (
@@ -28,6 +27,7 @@ from trainkit.testing.task import (
     weights,
 )
 from trainkit.trainer import Trainer
+from trainkit.training.run import Run
 from trainkit.types import Batch, StepResult
 
 __all__ = ["check_strategy"]
@@ -355,7 +355,7 @@ def _check_no_sync(make_strategy: MakeStrategy, batch: int, *, reduces: bool) ->
         gradient_accumulation_steps=2,
     )
     fit(trainer, Network(), loaders(batch // 2))
-    gather = trainer.accelerator.processes.all_gather_objects
+    gather = trainer.strategy.processes.all_gather_objects
     inside, reduced = gather(kept.inside[0]), gather(kept.reduced[0])
     if len(inside) == 1 or not inside[0].numel():
         return  # the strategy keeps the gradients of a window to itself

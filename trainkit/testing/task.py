@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
-from trainkit.callback import Callback
 from trainkit.checkpoint import KeepPolicy
-from trainkit.run import Run
 from trainkit.trainer import Trainer
+from trainkit.training.callback import Callback
+from trainkit.training.run import Run
 from trainkit.types import Scalars, StepOutput, StepResult
 
 __all__ = [

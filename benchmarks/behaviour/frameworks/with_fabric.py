@@ -2,8 +2,7 @@
 
 from typing import Any, ClassVar
 
-from lightning.fabric import Fabric as LightningFabric
-from lightning.fabric import seed_everything
+from lightning.fabric import Fabric as LightningFabric, seed_everything
 
 from benchmarks.behaviour import toys
 from benchmarks.behaviour.job import NO_CHECK, Framework, Job, Variant, size_of_world

@@ -155,7 +155,7 @@ class Transformers(Framework):
 
     def contrast(self, job: Job) -> None:
         trainer = self._trainer(job)
-        gather = trainer.accelerator.gather
+        gather = trainer.processes.gather
         model: Any = trainer.model
         model.job = job.but(loss=job.contrastive(gather))
         trainer.train()
@@ -171,8 +171,8 @@ class Transformers(Framework):
 
     def skips(self, job: Job) -> int | None:
         trainer = self._trainer(job)
-        trainer.accelerator.scaler = torch.amp.GradScaler("cpu")  # made on GPUs by itself
-        trainer.accelerator.native_amp = True
+        trainer.processes.scaler = torch.amp.GradScaler("cpu")  # made on GPUs by itself
+        trainer.processes.native_amp = True
         trainer.train()
         return int(trainer.lr_scheduler.last_epoch)  # type: ignore[union-attr]
 

@@ -1,0 +1,118 @@
+"""Keep the first step whose loss or gradient is not finite, on the device."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainkit.errors import NonFiniteError
+from trainkit.training.run import Run
+
+__all__ = ["FirstBad"]
+
+NEVER = torch.iinfo(torch.int64).max
+
+
+class FirstBad:
+    """The first bad step of this process; nothing is read from the device before `check`.
+
+    A bad loss is kept as the number of updates before it, a bad gradient as that number times
+    the number of parameters plus the position of the first bad one: so the smaller is the first.
+
+    Args:
+        run: The run at its start.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._parameters = run.parameters
+        self._device = run.strategy.device
+        self._loss = torch.full((), NEVER, device=self._device)
+        self._gradient = torch.full((), NEVER, device=self._device)
+        self._window: Tensor | None = None  # of gradients that may still be skipped
+        self._missing: list[bool] | None = None  # which parameters had no gradient
+        self._present: list[int] = []  # positions of those whose gradients have elements
+        self._positions = torch.zeros(0, dtype=torch.int64, device=self._device)
+        self._steps: list[tuple[int, int, int]] = []
+
+    @property
+    def unchecked(self) -> int:
+        """Steps since the last check."""
+        return len(self._steps)
+
+    def see_gradients(self, run: Run) -> None:
+        """Look at the gradients of a window."""
+        missing = [p.grad is None for p in self._parameters]
+        gradients: list[Any] = run.strategy.local_gradients(self._parameters)
+        if missing != self._missing:
+            self._missing = missing
+            there = [i for i, absent in enumerate(missing) if not absent]
+            # A shard may be empty.
+            self._present = [i for i, g in zip(there, gradients, strict=True) if g.numel()]
+            self._positions = torch.tensor(self._present, device=self._device)
+        self._window = None
+        present = [g for g in gradients if g.numel()]
+        if not present:
+            return
+        # The largest element, not the L2 norm: the square of a finite number may be infinite.
+        norms = torch._foreach_norm(
+            [g._values() if g.is_sparse else g for g in present], float("inf")
+        )
+        codes = self._positions + run.state.step * len(self._parameters)
+        self._window = torch.where(
+            torch.isfinite(torch.stack(norms).to(self._device)), NEVER, codes
+        ).amin()
+
+    def end_step(self, run: Run, loss: Tensor) -> None:
+        """Look at the loss of a window that was applied, and keep what its gradients showed."""
+        state, weighting = run.state, run.weighting
+        _, weight = weighting.result()
+        bad = ~torch.isfinite(loss.reshape(()))
+        if isinstance(weight, Tensor):
+            bad &= weight > 0  # a mean over no items is NaN, and counts for nothing
+        if isinstance(weight, Tensor) or weight > 0:
+            self._loss = torch.minimum(self._loss, torch.where(bad, state.step - 1, NEVER))
+        if self._window is not None:
+            self._gradient = torch.minimum(self._gradient, self._window)
+        end = state.epoch_samples
+        self._steps.append((state.epoch, end - weighting.samples, end))
+
+    def check(self, run: Run) -> None:
+        """Raise NonFiniteError on all processes if any of them saw a bad step.
+
+        Every process must call it. It reads the device and makes one collective.
+        """
+        if not self._steps:
+            return
+        processes = run.strategy.processes
+        codes = torch.stack([self._loss, self._gradient])
+        loss_step, gradient_code = processes.all_reduce(codes.clone(), "min").tolist()
+        gradient_step, position = divmod(gradient_code, len(self._parameters))
+        step = min(loss_step, gradient_step)
+        if step < run.state.step:
+            bad_here = int(codes[0]) == step
+            ranks = [rank for rank, bad in enumerate(processes.all_gather_objects(bad_here)) if bad]
+            name = self._name(run, position) if gradient_step == step else None
+            raise self._error(run, step, ranks, name)
+        self._steps.clear()
+
+    def _name(self, run: Run, position: int) -> str | None:
+        wanted = self._parameters[position]
+        return next((name for name, p in run.module.named_parameters() if p is wanted), None)
+
+    def _error(self, run: Run, step: int, ranks: list[int], name: str | None) -> NonFiniteError:
+        epoch, start, end = self._steps[step - run.state.step]
+        found = []
+        if ranks:
+            found.append(f"the loss of process {', '.join(map(str, ranks))}")
+        if name is not None:
+            found.append(f"the gradient of `{name}`{'' if ranks else ' (not the loss)'}")
+        what = " and ".join(found) or "a gradient (not the loss)"
+        return NonFiniteError(
+            f"After step {step}, {what} became NaN or infinite. The window held the samples "
+            f"{start} to {end - 1} in the order of epoch {epoch}, all processes together. Look at "
+            "these samples, lower the learning rate, or clip with `max_grad_norm`; "
+            '`NaNGuard("skip")` leaves such windows out.',
+            step=step,
+            process=ranks[0] if ranks else 0,
+            parameter=name,
+        )

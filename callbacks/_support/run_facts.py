@@ -1,0 +1,129 @@
+"""What a run is made of and where it was started, as plain values for logs and reports."""
+
+import os
+import platform
+import re
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from trainkit.training.run import Run
+from trainkit.types import class_name
+
+__all__ = ["commit_of", "hide_secrets", "run_facts"]
+
+_PACKAGES = ("trainkit", "torch", "numpy", "transformers")
+_SECRET = re.compile(
+    r"token|secret|passw(or)?d|credential|auth|api_?key|(^|[._-])key\b", re.IGNORECASE
+)
+
+
+def run_facts(run: Run) -> dict[str, Any]:
+    """Return what tells this run from others, in groups of plain values by name."""
+    return {
+        "config": asdict(run.config),
+        "run": _make_up(run),
+        "optimizer": _plain(run.optimizer.defaults),
+        "versions": {"python": platform.python_version()} | _versions(),
+        "started": {
+            "command": hide_secrets([Path(sys.executable).name, *sys.orig_argv[1:]]),
+            "commit": commit_of(_script().parent),
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+        },
+    }
+
+
+def _script() -> Path:
+    try:
+        return Path(sys.argv[0] or ".").resolve()
+    except FileNotFoundError:  # the working directory is gone
+        return Path(os.sep)
+
+
+def _make_up(run: Run) -> dict[str, Any]:
+    loader, schedule = run.train_loader, run.lr_schedule
+    counts = [(p.numel(), p.requires_grad) for p in run.module.parameters()]
+    return {
+        "model": class_name(run.module),
+        "parameters": sum(count for count, _ in counts),
+        "trainable parameters": sum(count for count, trains in counts if trains),
+        "optimizer": type(run.optimizer).__name__,
+        "lr scheduler": None if schedule is None else schedule.name,
+        "strategy": run.strategy.name,
+        "precision": run.precision.name,
+        "processes": run.processes.num_processes,
+        "device": str(run.strategy.device),
+        "batch size of one process": loader.batch_size,
+        "global batch": loader.nominal_window(run.config.gradient_accumulation_steps),
+        "samples per epoch": loader.samples_per_epoch,
+        "planned steps": run.planned_steps,
+    }
+
+
+def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that JSON has; others, such as tensors, as text."""
+    return {
+        name: value if isinstance(value, str | int | float | bool | None) else str(value)
+        for name, value in values.items()
+    }
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in _PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def hide_secrets(command: Sequence[str]) -> str:
+    """Return a command line as text, without the values of options named like a secret."""
+    shown: list[str] = []
+    hides = False
+    for word in command:
+        name, equals, _ = word.partition("=")
+        is_secret = (word.startswith("-") or bool(equals)) and bool(_SECRET.search(name))
+        if hides and not word.startswith("--"):
+            shown.append("(hidden)")
+        else:
+            shown.append(f"{name}=(hidden)" if is_secret and equals else word)
+        hides = is_secret and not equals
+    return " ".join(shown)
+
+
+def commit_of(folder: Path) -> str | None:
+    """Return the commit that is checked out where `folder` is, None outside of a repository."""
+    for place in (folder, *folder.parents):
+        entry = place / ".git"
+        try:
+            if entry.is_file():  # a work tree or a submodule, which says where its files are
+                entry = place / entry.read_text(encoding="utf-8").removeprefix("gitdir:").strip()
+            if (entry / "HEAD").is_file():
+                return _head(entry)
+        except (OSError, UnicodeDecodeError):
+            return None
+    return None
+
+
+def _head(repository: Path) -> str | None:
+    head = (repository / "HEAD").read_text(encoding="utf-8").strip()
+    if not head.startswith("ref:"):
+        return head
+    name = head.removeprefix("ref:").strip()
+    shared = repository / "commondir"
+    common = repository / shared.read_text(encoding="utf-8").strip() if shared.exists() else None
+    for place in (repository, *([common] if common else [])):
+        if (place / name).is_file():
+            return (place / name).read_text(encoding="utf-8").strip()
+        packed = place / "packed-refs"
+        for line in packed.read_text(encoding="utf-8").splitlines() if packed.exists() else ():
+            if line.endswith(f" {name}"):
+                return line.split()[0]
+    return None

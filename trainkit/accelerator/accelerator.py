@@ -1,0 +1,492 @@
+"""Accelerator: the face for people who keep their own loop."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from trainkit.accelerator import accelerator_config, composition
+from trainkit.accelerator.settings import DistributedType, ProjectConfiguration
+from trainkit.accelerator.tracking import GeneralTracker
+from trainkit.config import checked
+from trainkit.distributed.communicator import Communicator
+from trainkit.errors import ConfigError, DataError
+from trainkit.strategies import FSDP
+
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
+    from trainkit.accelerator.accumulation import Accumulation
+    from trainkit.accelerator.loader import SharedLoader, SkippedLoader
+    from trainkit.accelerator.optimizer import PreparedOptimizer
+    from trainkit.accelerator.scheduler import PreparedScheduler
+
+__all__ = ["Accelerator"]
+
+
+class Accelerator(Communicator):
+    """What a training loop of your own needs, with the names of Hugging Face Accelerate.
+
+    A script written for Accelerate runs after its import is changed; what differs on purpose
+    stands in docs/migrating-from-accelerate.md. Every process calls the same methods in the same
+    order.
+
+    Args:
+        device_placement: Whether models and batches move to the device.
+        split_batches: Whether a loader's batch size is that of all processes together.
+        mixed_precision: "no", "fp16" or "bf16"; None: what the launcher says.
+        gradient_accumulation_steps: Micro-batches of one process for each update.
+        cpu: Use the CPU also where there is a GPU.
+        dataloader_config: How loaders are shared out.
+        fsdp_plugin: The same as `strategy`.
+        rng_types: Generators that a pass takes from process 0: "generator", "torch", "cuda".
+        log_with: "tensorboard", "jsonl", "all", a `GeneralTracker`, or a list of these.
+        project_dir: Folder of checkpoints and logs.
+        project_config: The same, with `automatic_checkpoint_naming` and `total_limit`.
+        gradient_accumulation_plugin: Instead of `gradient_accumulation_steps`.
+        step_scheduler_with_optimizer: Whether prepared schedulers follow the optimizers.
+        kwargs_handlers: `GradScalerKwargs`, `DistributedDataParallelKwargs` and the like.
+        dynamo_backend: Run models through `torch.compile` with this backend.
+        strategy: A strategy of `trainkit.strategies`, such as `FSDP()`; by default what the
+            launcher says, else the single device, or DDP on several processes.
+        device: The device of this process; its own CUDA device by default, else the CPU.
+
+    Raises:
+        ConfigError: A setting cannot work.
+    """
+
+    @checked
+    def __init__(
+        self,
+        device_placement: bool = True,
+        split_batches: bool = False,
+        mixed_precision: str | Enum | None = None,
+        gradient_accumulation_steps: int = 1,
+        cpu: bool = False,
+        dataloader_config: Any = None,
+        *,
+        fsdp_plugin: Any = None,
+        rng_types: Sequence[Any] | None = None,
+        log_with: Any = None,
+        project_dir: str | Path | None = None,
+        project_config: Any = None,
+        gradient_accumulation_plugin: Any = None,
+        step_scheduler_with_optimizer: bool = True,
+        kwargs_handlers: Sequence[Any] | None = None,
+        dynamo_backend: str | Enum | None = None,
+        strategy: Any = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        asked = accelerator_config.Wishes(
+            device_placement=device_placement,
+            split_batches=split_batches,
+            mixed_precision=mixed_precision,
+            gradient_accumulation_steps=gradient_accumulation_steps,
+            cpu=cpu,
+            dataloader_config=dataloader_config,
+            fsdp_plugin=fsdp_plugin,
+            rng_types=rng_types,
+            log_with=log_with,
+            project_dir=project_dir,
+            project_config=project_config,
+            gradient_accumulation_plugin=gradient_accumulation_plugin,
+            step_scheduler_with_optimizer=step_scheduler_with_optimizer,
+            kwargs_handlers=kwargs_handlers,
+            dynamo_backend=dynamo_backend,
+            strategy=strategy,
+        )
+        super().__init__(device=asked.start(device))
+        self._own = composition.OwnLoop(asked, self.processes, self.device, self.loaders)
+
+    # What the loop is like.
+
+    @property
+    def state(self) -> "Accelerator":
+        """This object: what Accelerate keeps apart can be read here."""
+        return self
+
+    @property
+    def gradient_state(self) -> "Accumulation":
+        """The windows: `sync_gradients`, `end_of_dataloader`, `remainder`, `num_steps`."""
+        return self._own.accumulation
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the present micro-batch is the last of its window."""
+        return self._own.accumulation.sync_gradients
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches of a full window on one process."""
+        return self._own.accumulation.num_steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, value: int) -> None:
+        self._own.accumulation.resize(value)
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """How the job shares its work."""
+        if isinstance(self._own.strategy, FSDP):
+            return DistributedType.FSDP
+        if self._own.processes.size == 1:
+            return DistributedType.NO
+        on_cuda = self._own.device.type == "cuda"
+        return DistributedType.MULTI_GPU if on_cuda else DistributedType.MULTI_CPU
+
+    @property
+    def use_distributed(self) -> bool:
+        """Whether there are several processes."""
+        return self._own.processes.size > 1
+
+    @property
+    def mixed_precision(self) -> str:
+        """ "no", "fp16" or "bf16"."""
+        return self._own.wishes.precision
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """The loss scale of fp16; None without one."""
+        return self._own.gradients.scaler
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether the latest step of a prepared optimizer was left out because of an overflow."""
+        return any(optimizer.step_was_skipped for optimizer in self._own.registry.optimizers)
+
+    @property
+    def project_configuration(self) -> ProjectConfiguration:
+        """Where the project writes."""
+        return self._own.project
+
+    @property
+    def project_dir(self) -> Any:
+        """Folder of checkpoints and logs."""
+        return self._own.project.project_dir
+
+    @property
+    def logging_dir(self) -> Any:
+        """Folder of logs."""
+        return self._own.project.logging_dir
+
+    @property
+    def save_iteration(self) -> int:
+        """Number of the next state that is named by itself."""
+        return self._own.project.iteration
+
+    @property
+    def trackers(self) -> list[GeneralTracker]:
+        """The trackers that are at work."""
+        return self._own.trackers
+
+    @property
+    def split_batches(self) -> bool:
+        """Whether a batch size is that of all processes together."""
+        return self._own.data.split_batches
+
+    @property
+    def even_batches(self) -> bool:
+        """Whether the last batches are filled up, so that all processes have as many."""
+        return self._own.data.even_batches
+
+    @property
+    def dispatch_batches(self) -> bool | None:
+        """Whether process 0 reads for all."""
+        return self._own.data.dispatch_batches
+
+    @property
+    def non_blocking(self) -> bool:
+        """Whether batches move to the device without waiting."""
+        return self._own.data.non_blocking
+
+    @property
+    def use_seedable_sampler(self) -> bool:
+        """Whether the order follows the epoch's number."""
+        return self._own.data.use_seedable_sampler
+
+    @property
+    def use_stateful_dataloader(self) -> bool:
+        """Whether loaders have a state."""
+        return self._own.data.use_stateful_dataloader
+
+    # Models, optimizers, schedulers and loaders.
+
+    def prepare(self, *args: Any, device_placement: Sequence[bool] | None = None) -> Any:
+        """Return models, optimizers, schedulers and loaders as a loop uses them, in their order.
+
+        Args:
+            *args: Any of these, in any order; None stays None.
+            device_placement: For each of them whether it moves to the device.
+
+        Raises:
+            ConfigError: An object is of another kind.
+        """
+        prepared = self._own.preparation.prepare(args, device_placement)
+        return prepared[0] if len(prepared) == 1 else tuple(prepared)
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Return a model as the loop calls it; not wrapped where it is only evaluated."""
+        preparation = self._own.preparation
+        place = preparation.places if device_placement is None else device_placement
+        if not evaluation_mode:
+            preparation.check_alike([model])
+        return preparation.model(model, place, evaluation_mode=evaluation_mode)
+
+    def prepare_optimizer(
+        self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
+    ) -> "PreparedOptimizer":
+        """Return an optimizer that follows the windows."""
+        self._own.preparation.check_alike([optimizer])
+        place = self._own.preparation.places if device_placement is None else device_placement
+        return self._own.preparation.optimizer(optimizer, place)
+
+    def prepare_scheduler(self, scheduler: Any) -> "PreparedScheduler":
+        """Return a scheduler that follows the prepared optimizers."""
+        self._own.preparation.check_alike([scheduler])
+        return self._own.preparation.scheduler(scheduler)
+
+    def prepare_data_loader(
+        self, data_loader: Any, device_placement: bool | None = None
+    ) -> "SharedLoader":
+        """Return a loader whose batches are shared out over the processes."""
+        place = self._own.preparation.places if device_placement is None else device_placement
+        return self._own.preparation.loader(data_loader, place)
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> "SkippedLoader":
+        """Return a loader without its first batches, to go on in the middle of an epoch."""
+        from trainkit.accelerator.loader import skip_first_batches
+
+        return skip_first_batches(dataloader, num_batches)
+
+    # One step.
+
+    @contextmanager
+    def accumulate(self, *models: nn.Module) -> Iterator[None]:
+        """Run one micro-batch inside; models reduce gradients only where a window ends."""
+        own = self._own
+        reduces = own.accumulation.advance() or own.accumulation.plugin.sync_each_batch
+        with ExitStack() as stack:
+            for model in models:
+                if not reduces:
+                    stack.enter_context(own.strategy.no_sync(model))
+            yield
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[object]:
+        """Return a context in which backward accumulates without reducing over processes."""
+        return self._own.strategy.no_sync(model)
+
+    def autocast(self, autocast_handler: Any = None) -> AbstractContextManager[object]:
+        """Return a context in which code outside of a model runs in the mixed precision."""
+        return self._own.autocast(autocast_handler)
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Add the gradients of `loss`, divided by the micro-batches of the window.
+
+        Args:
+            loss: A scalar.
+            **kwargs: Of `Tensor.backward`.
+        """
+        self._own.gradients.backward(loss, **kwargs)
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Bring the gradients of one prepared optimizer, or a list, or all to their true scale."""
+        self._own.unscale(optimizer)
+
+    def clip_grad_norm_(
+        self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2
+    ) -> Tensor:
+        """Clip the norm of the gradients, unscaled, over all processes; return what it was."""
+        return self._own.gradients.clip_norm(parameters, max_norm, norm_type)
+
+    def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
+        """Clip every element of the unscaled gradients to [-clip_value, clip_value]."""
+        self._own.gradients.clip_value(parameters, clip_value)
+
+    @contextmanager
+    def join_uneven_inputs(
+        self, joinables: Sequence[Any], even_batches: bool | None = None
+    ) -> Iterator[None]:
+        """Let processes with fewer batches wait for the others inside.
+
+        Args:
+            joinables: Prepared models.
+            even_batches: Overrides `even_batches` of all prepared loaders inside.
+        """
+        with self._own.joined(joinables, even_batches):
+            yield
+
+    @override
+    def gather_for_metrics(
+        self, input_data: Any, use_gather_object: bool = False, **options: Any
+    ) -> Any:
+        if self._own.accumulation.alone:
+            raise DataError(
+                "Not every process has a batch in this round, so not every process gathers. Leave "
+                "`even_batches=False` out: what fills batches up is never gathered."
+            )
+        return super().gather_for_metrics(input_data, use_gather_object, **options)
+
+    def set_trigger(self) -> None:
+        """Ask, on this process, that `check_trigger` tells all."""
+        self._own.has_trigger = True
+
+    def check_trigger(self) -> bool:
+        """Return whether any process has called `set_trigger`, and begin anew; all call it."""
+        flag = torch.tensor([float(self._own.has_trigger)])
+        self._own.has_trigger = False
+        return self.processes.all_reduce(flag, "max").item() != 0
+
+    def free_memory(self, *objects: Any) -> list[None]:
+        """Let go of all that was prepared; returns None for each object, to be assigned to it."""
+        from trainkit.accelerator.memory import release_memory
+
+        self._own.reset()
+        return release_memory(*objects)
+
+    clear = free_memory
+
+    # What a loop writes: states, models and figures.
+
+    def unwrap_model(
+        self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
+    ) -> nn.Module:
+        """Return the user's module.
+
+        Args:
+            model: Prepared or not.
+            keep_fp32_wrapper: Whether its forward still runs under autocast.
+            keep_torch_compile: Whether a model that `torch.compile` returned stays compiled.
+        """
+        from trainkit.accelerator.unwrapping import unwrap
+
+        return unwrap(
+            model, keep_fp32_wrapper=keep_fp32_wrapper, keep_torch_compile=keep_torch_compile
+        )
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Save and load more objects with every state: those with a state dict."""
+        self._own.states.register(objects)
+
+    def save_state(
+        self,
+        output_dir: str | Path | None = None,
+        safe_serialization: bool = True,
+        *,
+        check_replicas: bool = True,
+    ) -> str:
+        """Save models, optimizers, schedulers, scale, loaders, random states and objects.
+
+        For an exact resume every process must call it. Process 0 alone may: it waits until the
+        others have begun a later collective, and the state lacks their random streams. Sharded
+        models need every process. What stands in the folder before is replaced when the new state
+        is complete.
+
+        Args:
+            output_dir: The folder; not needed with `automatic_checkpoint_naming`.
+            safe_serialization: True; there is no other form.
+            check_replicas: Save nothing where processes that call it do not hold the same
+                parameters and optimizer states to the bit. False: those of process 0 are saved.
+
+        Raises:
+            ConfigError: There is no folder; or process 0 is alone, inside a window.
+            CheckpointError: It failed on some process; an earlier state is untouched.
+            DistributedError: Processes that must call it do not, or they do not hold the same.
+        """
+        if not safe_serialization:
+            raise ConfigError("States hold no pickle. Leave `safe_serialization=False` out.")
+        return str(self._own.states.save(output_dir, check_replicas))
+
+    def load_state(self, input_dir: str | Path | None = None) -> None:
+        """Load what `save_state` saved, into what is prepared. Every process must call it.
+
+        Args:
+            input_dir: The folder; with `automatic_checkpoint_naming` by default the newest that
+                verifies.
+
+        Raises:
+            CheckpointError: There is none, or it is broken, or does not fit.
+        """
+        self._own.states.load(input_dir, self.print)
+
+    def register_save_state_pre_hook(self, hook: Callable[..., None]) -> "RemovableHandle":
+        """Call `hook(models, weights, output_dir)` before each save, wherever it is called."""
+        return self._own.states.before_save(hook)
+
+    def register_load_state_pre_hook(self, hook: Callable[..., None]) -> "RemovableHandle":
+        """Call `hook(models, input_dir)` before each load, on every process."""
+        return self._own.states.before_load(hook)
+
+    def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
+        """Write an object on the main process: as torch does, or tensors as safetensors."""
+        from trainkit.accelerator.saving import save
+
+        if self.is_main_process:
+            save(obj, f, safe_serialization=safe_serialization)
+
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: str | Path,
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Write a model so that `from_pretrained` can read it; see `trainkit.export.save_model`."""
+        from trainkit.export import save_model
+
+        save_model(
+            self.unwrap_model(model, keep_torch_compile=False),
+            save_directory,
+            max_shard_size=max_shard_size,
+            safe_serialization=safe_serialization,
+            processes=self.processes,
+        )
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """Return the whole state of a model; of a sharded one every process must ask for it."""
+        from trainkit.accelerator.unwrapping import whole_state
+
+        module = self.unwrap_model(model, keep_torch_compile=False) if unwrap else model
+        return whole_state(module, self.processes)
+
+    def init_trackers(
+        self,
+        project_name: str,
+        config: Mapping[str, Any] | None = None,
+        init_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Start the trackers of `log_with`.
+
+        Args:
+            project_name: Name of the run.
+            config: Settings of the run, to be noted.
+            init_kwargs: Arguments of trackers by their names.
+        """
+        self._own.start_trackers(project_name, config, init_kwargs or {})
+
+    def log(
+        self,
+        values: Mapping[str, Any],
+        step: int | None = None,
+        log_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Give figures to every tracker of this process."""
+        for tracker in self._own.trackers:
+            tracker.log(dict(values), step=step, **(log_kwargs or {}).get(tracker.name, {}))
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """Return a tracker, or its library's own run; one that does nothing on other processes."""
+        return self._own.tracker(name, unwrap)
+
+    def end_training(self) -> None:
+        """End all trackers, and wait for the other processes that call it too."""
+        for tracker in self._own.trackers:
+            tracker.finish()
+        self._own.trackers.clear()
+        self._own.end()

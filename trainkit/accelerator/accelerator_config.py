@@ -1,0 +1,182 @@
+"""What the user asks of an `Accelerator`, checked, and completed from the environment."""
+
+import atexit
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed
+
+from trainkit.accelerator import environment
+from trainkit.accelerator.settings import (
+    AutocastKwargs,
+    DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    ProjectConfiguration,
+)
+from trainkit.distributed import Processes
+from trainkit.distributed.group import as_timeout
+from trainkit.distributed.world import World
+from trainkit.errors import ConfigError
+from trainkit.strategies import Strategy
+
+__all__ = ["Wishes"]
+
+PRECISIONS = ("no", "fp16", "bf16")
+HANDLERS = (AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs, InitProcessGroupKwargs)
+RNG_TYPES = ("generator", "torch", "cuda")
+
+
+@dataclass(kw_only=True)
+class Wishes:
+    """The settings of an `Accelerator`, under their names there.
+
+    Raises:
+        ConfigError: A setting cannot work.
+    """
+
+    device_placement: bool = True
+    split_batches: bool = False
+    mixed_precision: Any = None
+    gradient_accumulation_steps: int = 1
+    cpu: bool = False
+    dataloader_config: DataLoaderConfiguration | None = None
+    fsdp_plugin: Any = None
+    rng_types: Sequence[Any] | None = None
+    log_with: Any = None
+    project_dir: str | Path | None = None
+    project_config: ProjectConfiguration | None = None
+    gradient_accumulation_plugin: GradientAccumulationPlugin | None = None
+    step_scheduler_with_optimizer: bool = True
+    kwargs_handlers: Sequence[Any] | None = None
+    dynamo_backend: Any = None
+    strategy: Strategy | None = None
+
+    precision: str = field(init=False)
+    data: DataLoaderConfiguration = field(init=False)
+    accumulation: GradientAccumulationPlugin = field(init=False)
+    project: ProjectConfiguration = field(init=False)
+    generators: tuple[str, ...] = field(init=False)
+    compile_backend: str | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        asked = self.mixed_precision or environment.text("MIXED_PRECISION", "no")
+        self.precision = _one_of("mixed_precision", asked, PRECISIONS)
+        names = self.rng_types or ("generator",)
+        self.generators = tuple(_one_of("rng_types", name, RNG_TYPES) for name in names)
+        self.data = self._data()
+        self.accumulation = self._accumulation()
+        self.project = self.project_config or ProjectConfiguration()
+        if self.project_dir is not None and self.project.project_dir is None:
+            self.project.set_directories(self.project_dir)
+        backend = _text(self.dynamo_backend or environment.text("DYNAMO_BACKEND", "no"))
+        self.compile_backend = None if backend.lower() == "no" else backend.lower()
+        self._check_handlers()
+        self._choose_strategy()
+
+    def handler(self, kind: type[Any]) -> Any:
+        """Return the settings of a kind; its defaults where there are none."""
+        given = [one for one in self.kwargs_handlers or () if isinstance(one, kind)]
+        return given[0] if given else kind()
+
+    def start(self, device: torch.device | str | None) -> torch.device | str | None:
+        """Join the other processes where the user says how; return the device."""
+        if self.cpu or environment.flag("USE_CPU"):
+            device = "cpu"
+        settings: InitProcessGroupKwargs = self.handler(InitProcessGroupKwargs)
+        world = World.from_env()
+        if settings.init_method is not None and world.size > 1:
+            _make_group(settings.init_method, world, device)
+        if settings.timeout is not None:
+            wanted = None if device is None else torch.device(device)
+            processes = Processes.start(device=wanted)
+            processes.set_timeout(as_timeout(settings.timeout, "InitProcessGroupKwargs.timeout"))
+        return device
+
+    def _data(self) -> DataLoaderConfiguration:
+        if self.dataloader_config is None:
+            return DataLoaderConfiguration(split_batches=self.split_batches)
+        if self.split_batches:
+            raise ConfigError(
+                "`split_batches` and `dataloader_config` were both given. Pass "
+                "`DataLoaderConfiguration(split_batches=True)`."
+            )
+        return self.dataloader_config
+
+    def _accumulation(self) -> GradientAccumulationPlugin:
+        steps, plugin = self.gradient_accumulation_steps, self.gradient_accumulation_plugin
+        if plugin is None:
+            if steps == 1:
+                steps = environment.number("GRADIENT_ACCUMULATION_STEPS", 1)
+            return GradientAccumulationPlugin(num_steps=steps)
+        if steps != 1:
+            raise ConfigError(
+                "Pass `gradient_accumulation_steps` or `gradient_accumulation_plugin`, not both."
+            )
+        return plugin
+
+    def _check_handlers(self) -> None:
+        for handler in self.kwargs_handlers or ():
+            if not isinstance(handler, HANDLERS):
+                known = ", ".join(kind.__name__ for kind in HANDLERS)
+                raise ConfigError(
+                    f"`kwargs_handlers` takes {known}, but has a `{type(handler).__name__}`. "
+                    "Leave it out."
+                )
+
+    def _choose_strategy(self) -> None:
+        given = self.strategy or self.fsdp_plugin
+        if given is not None and not isinstance(given, Strategy):
+            raise ConfigError(
+                f"`fsdp_plugin` is a `{type(given).__name__}`, but sharding is asked for by a "
+                "strategy. Pass `strategy=trainkit.strategies.FSDP(...)`."
+            )
+        on_cpu = self.cpu or environment.flag("USE_CPU")
+        self.strategy = given or environment.strategy_of("cpu" if on_cpu else None)
+
+
+def _one_of(name: str, value: Any, known: tuple[str, ...]) -> str:
+    text = _text(value)
+    if text not in known:
+        raise ConfigError(f"`{name}` must be one of {', '.join(known)}, but is {text!r}.")
+    return text
+
+
+def _text(value: Any) -> str:
+    """Return a setting that may be a text or a member of an enumeration of texts."""
+    return str(getattr(value, "value", value))
+
+
+class _Made:
+    method: str | None = None
+    """How the default process group was made, where it was made here."""
+
+
+def _make_group(method: str, world: World, device: torch.device | str | None) -> None:
+    if torch.distributed.is_initialized():
+        if _Made.method != method:
+            raise ConfigError(
+                f"`InitProcessGroupKwargs(init_method={method!r})` has no effect: the process "
+                "group exists already. Leave `init_method` out, or make the group only here."
+            )
+        return
+    on_cuda = torch.cuda.is_available() and torch.device(device or "cuda").type == "cuda"
+    torch.distributed.init_process_group(
+        "nccl" if on_cuda else "gloo",
+        init_method=method,
+        rank=world.rank,
+        world_size=world.size,
+    )
+    _Made.method = method
+    atexit.register(_leave)
+
+
+def _leave() -> None:
+    _Made.method = None
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()

@@ -1,0 +1,152 @@
+"""When gradients are synchronised in a loop of the user's own, and by what a loss is divided."""
+
+from collections import OrderedDict
+from dataclasses import dataclass, replace
+from typing import Any
+
+from trainkit.accelerator.settings import GradientAccumulationPlugin
+
+__all__ = ["Accumulation"]
+
+
+@dataclass(slots=True)
+class _Place:
+    """Where a loader under way is.
+
+    Attributes:
+        left: Batches after the present one; None where that is not known.
+        is_last: Whether the present batch is the last one.
+        remainder: Real samples of the present batch over all processes where it was filled up,
+            else -1.
+        alone: Whether other processes have no batch beside the present one.
+    """
+
+    left: int | None = None
+    is_last: bool = False
+    remainder: int = -1
+    alone: bool = False
+
+
+class Accumulation:
+    """The windows of a loop of the user's own; prepared loaders tell it where they are.
+
+    The last window of a pass may be smaller. A loss is divided by the size of its own window, so
+    the last update counts its samples as every other one does (DESIGN 2.7). Where the length of
+    a loader is not known, its last window turns out to be smaller only when it ends; then
+    `correction` is what the gradients are still to be multiplied by.
+
+    Args:
+        plugin: The settings.
+    """
+
+    def __init__(self, plugin: GradientAccumulationPlugin) -> None:
+        self.plugin = plugin
+        self.sync_gradients = True
+        """Whether the present micro-batch is the last of its window."""
+        self.correction = 1.0
+        """Factor on the gradients of the present window, before they are used."""
+        self.count = 0
+        """Micro-batches since the last window that was ended by the end of a loader."""
+        self.window = 0
+        """Number of the present window."""
+        self._divisor = plugin.num_steps
+        self._in_window = 0
+        self._places: OrderedDict[int, _Place] = OrderedDict()
+
+    @property
+    def num_steps(self) -> int:
+        """Micro-batches of a full window."""
+        return self.plugin.num_steps
+
+    @property
+    def divisor(self) -> int:
+        """What the present loss is divided by."""
+        return self._divisor
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the present window has gradients and is not complete."""
+        return self._in_window > 0
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """Whether the loader that yielded last, of those under way, has yielded its last batch."""
+        return bool(self._places) and self._current().is_last
+
+    @property
+    def remainder(self) -> int:
+        """Real samples of that loader's last batch if it was filled up, else -1."""
+        return self._current().remainder if self._places else -1
+
+    @property
+    def in_dataloader(self) -> bool:
+        """Whether a prepared loader is under way."""
+        return bool(self._places)
+
+    @property
+    def alone(self) -> bool:
+        """Whether other processes have no batch beside the present one."""
+        return bool(self._places) and self._current().alone
+
+    def began(self, key: Any) -> None:
+        """Note that a pass begins, which `key` stands for while it is under way."""
+        self._places[id(key)] = _Place()
+
+    def yielded(
+        self, key: Any, *, left: int | None, is_last: bool, remainder: int, alone: bool
+    ) -> None:
+        """Note that a pass hands out a batch."""
+        self._places[id(key)] = _Place(left, is_last, remainder, alone)
+        self._places.move_to_end(id(key))
+
+    def ended(self, key: Any) -> None:
+        """Note that a pass is over, or was left."""
+        self._places.pop(id(key), None)
+
+    def advance(self) -> bool:
+        """Begin the next micro-batch; return whether it is the last of its window."""
+        if self._in_window == 0:
+            self._divisor, self.correction = self._window_size(), 1.0
+            self.window += 1
+        self._in_window += 1
+        if self.plugin.sync_with_dataloader and self.end_of_dataloader:
+            self.count = 0
+            self.sync_gradients = True
+        else:
+            self.count += 1
+            self.sync_gradients = self.count % self.num_steps == 0
+        if self.sync_gradients:
+            self.correction = self._divisor / self._in_window
+            self._in_window = 0
+        return self.sync_gradients
+
+    def resize(self, num_steps: int) -> None:
+        """Let windows be of another size from the next one on."""
+        self.plugin = replace(self.plugin, num_steps=num_steps)
+        if self._in_window == 0:
+            self._divisor = num_steps
+
+    def state_dict(self) -> dict[str, int]:
+        """Return where the windows are."""
+        return {"count": self.count, "in_window": self._in_window, "divisor": self._divisor}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on where `state_dict` was called."""
+        self.count, self._in_window = state["count"], state["in_window"]
+        self._divisor = state["divisor"]
+
+    def reset(self) -> None:
+        """Forget all loaders and begin a new window."""
+        self._places.clear()
+        self.count = self._in_window = 0
+        self.sync_gradients, self.correction = True, 1.0
+
+    def _current(self) -> _Place:
+        return self._places[next(reversed(self._places))]
+
+    def _window_size(self) -> int:
+        to_go = self.num_steps - self.count % self.num_steps
+        left = self._current().left if self._places else None
+        if left is None or not self.plugin.sync_with_dataloader:
+            return to_go
+        return min(to_go, left + 1)

@@ -1,0 +1,296 @@
+"""The prepared loader of a loop of the user's own, by the data rules of Accelerate."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import torch
+from typing_extensions import override
+
+from trainkit.accelerator.accumulation import Accumulation
+from trainkit.accelerator.settings import DataLoaderConfiguration
+from trainkit.data.order_facts import changed_facts, order_facts
+from trainkit.distributed.active_batches import ActiveLoaders
+from trainkit.errors import ConfigError
+
+if TYPE_CHECKING:
+    from trainkit.distributed import Processes
+
+__all__ = ["Batch", "Resumption", "SharedLoader", "Sharing", "SkippedLoader", "skip_first_batches"]
+
+
+@dataclass(kw_only=True, slots=True)
+class Sharing:
+    """How loaders are shared out.
+
+    Args:
+        processes: The processes of the job.
+        device: Where the batches go.
+        configuration: The rules.
+        rng_types: Which generators are those of process 0 when a pass begins: "generator" (the
+            sampler's own), "torch", "cuda".
+        active: Told which samples of a batch are real.
+        accumulation: Told where a pass is.
+    """
+
+    processes: "Processes"
+    device: torch.device
+    configuration: DataLoaderConfiguration
+    rng_types: tuple[str, ...]
+    active: ActiveLoaders
+    accumulation: Accumulation
+
+
+@dataclass(slots=True)
+class Batch:
+    """A batch of this process, and what is known of it.
+
+    Args:
+        data: On the device.
+        counts: Real samples on each process.
+        size: Samples of this process, with those that fill the batch up.
+        has: Whether each process has a batch in this round, real or not.
+        left: Batches after it on this process; None where that is not known.
+        is_last: Whether none comes after it.
+    """
+
+    data: Any
+    counts: tuple[int, ...]
+    size: int
+    has: tuple[bool, ...]
+    left: int | None
+    is_last: bool
+
+
+@dataclass(slots=True)
+class Resumption:
+    """Where a pass was when its state was saved.
+
+    Args:
+        batches: Batches that this process had got.
+        order: What the order was made from.
+        digest: What tells it from others; None where that is not known.
+        stream: Where an iterable data set was.
+    """
+
+    batches: int = 0
+    order: Any = field(default=None)
+    digest: str | None = None
+    stream: Any = None
+
+
+class SharedLoader(ABC):
+    """A loader whose batches are shared out over the processes.
+
+    A pass that was under way when `state_dict` was called can be gone on with: the first pass
+    after `load_state_dict` has the same order again, and `skip_first_batches` leaves out what had
+    been consumed; a stateful loader does so by itself. Other attributes are those of `source`.
+
+    Args:
+        source: The user's loader.
+        sharing: How it is shared out.
+    """
+
+    def __init__(self, source: Any, sharing: Sharing) -> None:
+        self.source = source
+        self.even_batches = sharing.configuration.even_batches
+        """Whether short last batches are filled up."""
+        self.epoch = 0
+        """Complete passes, or what `set_epoch` was told."""
+        self.is_stateful = sharing.configuration.use_stateful_dataloader
+        self._sharing = sharing
+        self._position = 0  # batches yielded by the pass under way
+        self._order: Any = None  # of the pass under way
+        self._pass: object = None  # the latest one
+        self._has_ended = False  # whether the pass under way has yielded its last batch
+        self._resumption: Resumption | None = None
+        self._ended_at: int | None = None  # batches of the pass that a loaded state had ended
+
+    @abstractmethod
+    def _batches(self, skip: int, resumption: Resumption | None) -> Iterator[Batch]:
+        """Yield the batches of a pass from number `skip` on; sets `_order` before the first."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Return the number of batches of this process; TypeError where it is not known."""
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the batches of this process."""
+        return self.iterate(None)
+
+    def iterate(self, skip: int | None) -> Iterator[Any]:
+        """Return the batches of this process from number `skip` on."""
+        return self._iterate(skip, self._sharing.active.changes())
+
+    def _iterate(self, skip: int | None, since: int) -> Iterator[Any]:
+        resumption, self._resumption = self._resumption, None
+        ended_at, self._ended_at = self._ended_at, None
+        if skip is not None and skip == ended_at:
+            return  # nothing is left of the pass that the state was saved in
+        if skip is None:
+            stateful = resumption is not None and self.is_stateful
+            skip = resumption.batches if resumption is not None and stateful else 0
+        active, accumulation = self._sharing.active, self._sharing.accumulation
+        self._position = skip
+        self._pass = this = object()
+        active.began(this, self, since)
+        accumulation.began(this)
+        batches = self._batches(skip, resumption)
+        try:
+            for batch in batches:
+                self._position += 1
+                self._has_ended = batch.is_last
+                total = sum(batch.counts)
+                remainder = total if total < batch.size * len(batch.counts) else -1
+                active.yielded(this, batch.counts, batch.size)
+                accumulation.yielded(
+                    this,
+                    left=batch.left,
+                    is_last=batch.is_last,
+                    remainder=remainder,
+                    alone=not all(batch.has),
+                )
+                yield batch.data
+            self.epoch += 1
+        finally:
+            if self._pass is this:
+                self._leave()
+            active.ended(this)
+            accumulation.ended(this)
+
+    def _leave(self) -> None:
+        """Forget the pass under way, which is complete or was left."""
+        self._position, self._order, self._has_ended = 0, None, False
+
+    def set_epoch(self, epoch: int) -> None:
+        """Say which epoch the next pass is; data set and samplers hear of it."""
+        self.epoch = epoch
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """Whether the loader under way has yielded its last batch."""
+        return self._sharing.accumulation.end_of_dataloader
+
+    @property
+    def total_batch_size(self) -> int:
+        """Samples of a full round over all processes."""
+        given: Any = self.source.batch_size
+        if given is None:
+            given = getattr(self.source.batch_sampler, "batch_size", 1)
+        split = self._sharing.configuration.split_batches
+        return int(given) * (1 if split else self._sharing.processes.size)
+
+    @property
+    def total_dataset_length(self) -> int:
+        """Samples of the data set."""
+        return len(self.source.dataset)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the loader is; equal on all processes."""
+        return {
+            "epoch": self.epoch,
+            "batches": self._position,
+            "has_ended": self._has_ended,
+            "order": self._order,
+            "facts": self.order_facts(),
+            "digest": self._order_digest(),
+        }
+
+    def order_facts(self) -> dict[str, Any]:
+        """Return what is known of how the samples are ordered, by names for people."""
+        return order_facts(self.source)
+
+    def _order_digest(self) -> str | None:
+        """Return what tells the order of `_order` from others, where it is known."""
+        return None
+
+    def come_to(self, state_dict: dict[str, Any], objects: Sequence[Any]) -> str:
+        """Let a sampler with a random state of its own come to where it was between two passes.
+
+        Args:
+            state_dict: The saved state.
+            objects: What is registered; it comes back by itself.
+
+        Returns:
+            Why it does not, in words; else nothing.
+        """
+        return ""
+
+    def unfit(self, state_dict: dict[str, Any]) -> list[str]:
+        """Return, in words, why the rest of a pass would not be that of a saved state."""
+        if not state_dict["batches"] or state_dict["has_ended"] or "facts" not in state_dict:
+            return []
+        return changed_facts(state_dict["facts"], self.order_facts())
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Let the next pass be the one that was under way, if there was one."""
+        self.epoch = state_dict["epoch"]
+        self._resumption = self._ended_at = None
+        if state_dict["has_ended"]:
+            self.epoch += 1
+            self._ended_at = state_dict["batches"]
+        elif state_dict["batches"]:
+            self._resumption = Resumption(
+                state_dict["batches"],
+                state_dict["order"],
+                state_dict.get("digest"),
+                state_dict.get("stream"),
+            )
+
+    def close(self) -> None:
+        """Stop what runs in the background; a later pass starts it again."""
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what else the user's loader has."""
+        if name.startswith("_") or name == "source":
+            raise AttributeError(f"`{type(self).__name__}` has no attribute {name!r}.")
+        return getattr(self.source, name)
+
+
+class SkippedLoader:
+    """A loader without its first batches, in every pass.
+
+    Args:
+        source: A prepared loader, which does not read what is left out, or any other.
+        skipped: Number of batches to leave out.
+    """
+
+    def __init__(self, source: Any, skipped: int) -> None:
+        self.source = source
+        self.skipped = skipped
+
+    def __iter__(self) -> Iterator[Any]:
+        """Return the batches that are left."""
+        if isinstance(self.source, SharedLoader):
+            return self.source.iterate(self.skipped)
+        return islice(self.source, self.skipped, None)
+
+    def __len__(self) -> int:
+        """Return the number of batches that are left."""
+        return max(0, len(self.source) - self.skipped)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what else the loader inside has."""
+        if name.startswith("_") or name == "source":
+            raise AttributeError(name)
+        return getattr(self.source, name)
+
+    @override
+    def __repr__(self) -> str:
+        return f"SkippedLoader({self.source!r}, {self.skipped})"
+
+
+def skip_first_batches(dataloader: Any, num_batches: int = 0) -> SkippedLoader:
+    """Return a loader without its first batches, to go on in the middle of an epoch.
+
+    Args:
+        dataloader: A prepared loader, or any other.
+        num_batches: Batches of this process to leave out.
+    """
+    if num_batches < 0:
+        raise ConfigError(f"`num_batches` must be at least 0, but is {num_batches}.")
+    if isinstance(dataloader, SkippedLoader):
+        return SkippedLoader(dataloader.source, dataloader.skipped + num_batches)
+    return SkippedLoader(dataloader, num_batches)

@@ -1,0 +1,65 @@
+"""Loggers that speak once for all processes."""
+
+import logging
+import os
+from collections.abc import MutableMapping
+from typing import Any
+
+from typing_extensions import override
+
+from trainkit.distributed import Processes
+from trainkit.distributed.world import World
+
+__all__ = ["ProcessLogger", "get_logger"]
+
+
+class ProcessLogger(logging.LoggerAdapter[logging.Logger]):
+    """A logger whose records come from the main process only, unless told otherwise.
+
+    `main_process_only=False` lets every process speak, `in_order=True` one after the other; all
+    must make that call.
+    """
+
+    @override
+    def log(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:
+        only_main, in_order = kwargs.pop("main_process_only", True), kwargs.pop("in_order", False)
+        kwargs.setdefault("stacklevel", 2)
+        world = World.current()
+        if only_main and not in_order:
+            if world.is_main:
+                self._speak(level, msg, args, kwargs)
+            return
+        if not in_order:
+            self._speak(level, msg, args, kwargs)
+            return
+        for rank in range(world.size):
+            if rank == world.rank:
+                self._speak(level, msg, args, kwargs)
+            Processes.start().barrier()
+
+    @override
+    def process(
+        self, msg: Any, kwargs: MutableMapping[str, Any]
+    ) -> tuple[Any, MutableMapping[str, Any]]:
+        return msg, kwargs
+
+    def _speak(
+        self, level: int, msg: object, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        if self.isEnabledFor(level):
+            self.logger.log(level, msg, *args, **{**kwargs, "stacklevel": kwargs["stacklevel"] + 2})
+
+
+def get_logger(name: str, log_level: str | None = None) -> ProcessLogger:
+    """Return a logger for a job of several processes.
+
+    Args:
+        name: Of the logger, usually `__name__`.
+        log_level: Its level and that of the root logger; None: what `ACCELERATE_LOG_LEVEL` says.
+    """
+    logger = logging.getLogger(name)
+    level = log_level or os.environ.get("ACCELERATE_LOG_LEVEL")
+    if level is not None:
+        logger.setLevel(level.upper())
+        logger.root.setLevel(level.upper())
+    return ProcessLogger(logger, {})

@@ -1,0 +1,112 @@
+"""The verbs as functions, for code that has no `Accelerator` at hand."""
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from trainkit.accelerator.unwrapping import unwrap
+from trainkit.containers.tree import map_leaves
+from trainkit.distributed import Processes, concatenate as join_entries
+from trainkit.distributed.communicator import Communicator
+
+__all__ = [
+    "PartialState",
+    "broadcast",
+    "broadcast_object_list",
+    "concatenate",
+    "extract_model_from_parallel",
+    "gather",
+    "gather_object",
+    "pad_across_processes",
+    "reduce",
+    "send_to_device",
+    "wait_for_everyone",
+]
+
+
+class PartialState(Communicator):
+    """The processes of a job and the verbs between them, without anything of training.
+
+    Args:
+        cpu: Use the CPU also where there is a GPU.
+    """
+
+    def __init__(self, cpu: bool = False) -> None:
+        super().__init__(device="cpu" if cpu else None)
+
+
+def gather(tensor: Any, differentiable: bool = False) -> Any:
+    """Return the tensors of all processes, joined along dimension 0, on every process."""
+    return Communicator().gather(tensor, differentiable)
+
+
+def gather_object(object: Any) -> Any:
+    """Return the items of the lists of all processes in one list, on every process."""
+    return Communicator().gather_object(object)
+
+
+def reduce(
+    tensor: Any, reduction: Literal["sum", "mean", "none"] = "mean", scale: float = 1.0
+) -> Any:
+    """Return the mean or sum of a tensor, or of each in a nesting, over all processes."""
+    return Communicator().reduce(tensor, reduction, scale)
+
+
+def broadcast(tensor: Any, from_process: int = 0) -> Any:
+    """Overwrite a tensor, or each in a nesting, with that of one process, and return it."""
+    return Communicator().broadcast(tensor, from_process)
+
+
+def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
+    """Overwrite the items of a list with those of one process, and return it.
+
+    Args:
+        object_list: As long on all processes; of built-in types, tensors, arrays, data classes.
+        from_process: Whose items count.
+    """
+    object_list[:] = Processes.start().broadcast_object(object_list, from_process)
+    return object_list
+
+
+def pad_across_processes(
+    tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False
+) -> Any:
+    """Return a tensor, or a nesting of them, made as long as the longest on any process."""
+    return Communicator().pad_across_processes(tensor, dim, pad_index, pad_first)
+
+
+def wait_for_everyone() -> None:
+    """Return when all processes have called it."""
+    Communicator().wait_for_everyone()
+
+
+def concatenate(data: list[Any], dim: int = 0) -> Any:
+    """Return one tensor, or nesting of tensors, with the rows of several of the same form."""
+    if dim == 0 or not data:
+        return join_entries(data)
+    first = data[0]
+    if isinstance(first, Tensor):
+        return torch.cat(data, dim)
+    if isinstance(first, dict):
+        return type(first)({key: concatenate([d[key] for d in data], dim) for key in first})
+    return type(first)(concatenate(list(parts), dim) for parts in zip(*data, strict=True))
+
+
+def send_to_device(tensor: Any, device: torch.device | str, non_blocking: bool = False) -> Any:
+    """Return a nesting with everything that has a method `to` moved to the device.
+
+    Copies to the CPU always block: they would be read before they have arrived.
+    """
+    late = non_blocking and torch.device(device).type != "cpu"
+    return map_leaves(
+        tensor,
+        lambda leaf: leaf.to(device, non_blocking=late) if hasattr(leaf, "to") else leaf,
+    )
+
+
+def extract_model_from_parallel(
+    model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
+) -> nn.Module:
+    """Return the user's module; see `Accelerator.unwrap_model`."""
+    return unwrap(model, keep_fp32_wrapper=keep_fp32_wrapper, keep_torch_compile=keep_torch_compile)

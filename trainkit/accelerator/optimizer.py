@@ -1,0 +1,127 @@
+"""An optimizer that waits for the end of its window and leaves out a step on overflow."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from trainkit.accelerator.accumulation import Accumulation
+from trainkit.accelerator.gradients import Gradients
+from trainkit.errors import ConfigError
+
+__all__ = ["PreparedOptimizer"]
+
+
+class PreparedOptimizer(Optimizer):
+    """What `prepare` makes of an optimizer; its groups and state are those of the one inside.
+
+    Args:
+        optimizer: The user's.
+        accumulation: Tells whether the present micro-batch ends its window.
+        gradients: Makes them final and tells of an overflow.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, accumulation: Accumulation, gradients: Gradients
+    ) -> None:
+        self.optimizer = optimizer
+        self.step_was_skipped = False
+        """Whether the latest step was left out because of an overflow."""
+        self._accumulation = accumulation
+        self._gradients = gradients
+
+    # `Optimizer` has these as attributes; they must never differ from those inside.
+
+    @property  # type: ignore[explicit-override]  # it is marked
+    @override
+    def state(self) -> Any:
+        """State of the parameters."""
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.optimizer.state = state
+
+    @property  # type: ignore[explicit-override]  # it is marked
+    @override
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Groups of parameters with their settings."""
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = groups
+
+    @property  # type: ignore[explicit-override]  # it is marked
+    @override
+    def defaults(self) -> dict[str, Any]:
+        """Settings of groups that say nothing else."""
+        return self.optimizer.defaults
+
+    @defaults.setter
+    def defaults(self, defaults: dict[str, Any]) -> None:
+        self.optimizer.defaults = defaults
+
+    @override
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        self.optimizer.add_param_group(param_group)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
+
+    @override
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        self.optimizer.load_state_dict(dict(state_dict))
+
+    @override
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients, but only where the window has ended."""
+        if self._accumulation.sync_gradients:
+            self.optimizer.zero_grad(set_to_none)
+            self._gradients.used(self.optimizer)
+
+    @override
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
+        """Update the parameters where the window has ended and nothing overflowed."""
+        if not self._accumulation.sync_gradients:
+            return None
+        if closure is not None:
+            return self._step_with(closure)
+        self.step_was_skipped = self._gradients.settle(self.optimizer)
+        if not self.step_was_skipped:
+            self.optimizer.step()
+        self._gradients.used(self.optimizer)
+        return None
+
+    def train(self) -> None:
+        """Switch an optimizer that has modes of its own to training."""
+        self._switch("train")
+
+    def eval(self) -> None:
+        """Switch an optimizer that has modes of its own to evaluation."""
+        self._switch("eval")
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what else the optimizer inside has."""
+        if name in ("optimizer", "_accumulation", "_gradients"):
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    @override
+    def __repr__(self) -> str:
+        return f"PreparedOptimizer({self.optimizer!r})"
+
+    def _switch(self, mode: str) -> None:
+        switch = getattr(self.optimizer, mode, None)
+        if callable(switch):
+            switch()
+
+    def _step_with(self, closure: Callable[[], float]) -> Any:
+        if self._gradients.scaler is not None:
+            raise ConfigError(
+                "`step(closure)` computes gradients after they were unscaled, which fp16 cannot "
+                'do. Use `mixed_precision="bf16"` or "no" with this optimizer.'
+            )
+        return self.optimizer.step(closure)

@@ -1,0 +1,272 @@
+"""What `prepare` makes of models, optimizers, schedulers and loaders."""
+
+from collections.abc import Callable, Iterator, Sequence, Sized
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.utils.data import DataLoader, IterableDataset
+from typing_extensions import override
+
+from trainkit.accelerator.accumulation import Accumulation
+from trainkit.accelerator.autocasting import run_in_autocast
+from trainkit.accelerator.gradients import Gradients
+from trainkit.accelerator.loader import SharedLoader, Sharing, SkippedLoader
+from trainkit.accelerator.optimizer import PreparedOptimizer
+from trainkit.accelerator.scheduler import PreparedScheduler
+from trainkit.accelerator.settings import AutocastKwargs, DistributedDataParallelKwargs
+from trainkit.data.presharded import Presharded
+from trainkit.errors import ConfigError
+from trainkit.export.state import unwrapped
+from trainkit.precision import FP32, Precision
+from trainkit.strategies import DDP, Strategy
+from trainkit.training.arguments import check_initialised
+from trainkit.training.consistency import check_alike, describe_model
+from trainkit.training.settings import optimizer_settings, program, settings
+from trainkit.types import class_name
+
+__all__ = ["ConfiguredDDP", "Preparation", "Registry"]
+
+PREPARED = (SharedLoader, SkippedLoader, PreparedOptimizer, PreparedScheduler)
+
+
+@dataclass(slots=True)
+class Registry:
+    """What was prepared or registered, in the order in which it was."""
+
+    models: list[nn.Module] = field(default_factory=list)
+    """As wrapped by the strategy."""
+    optimizers: list[PreparedOptimizer] = field(default_factory=list)
+    schedulers: list[PreparedScheduler] = field(default_factory=list)
+    loaders: list[SharedLoader] = field(default_factory=list)
+    objects: list[Any] = field(default_factory=list)
+    """What the user registered for checkpointing."""
+
+    def clear(self) -> None:
+        """Let go of everything, and stop the loaders' workers."""
+        for loader in self.loaders:
+            loader.close()
+        for things in (self.models, self.optimizers, self.schedulers, self.loaders, self.objects):
+            things.clear()
+
+
+class ConfiguredDDP(DDP):
+    """DDP with the settings of the user.
+
+    Args:
+        settings: Of `DistributedDataParallel`.
+        device: Where the model runs.
+    """
+
+    def __init__(self, settings: DistributedDataParallelKwargs, device: torch.device) -> None:
+        super().__init__(
+            device=device,
+            find_unused_parameters=settings.find_unused_parameters,
+            bucket_cap_mb=settings.bucket_cap_mb,
+        )
+        self._settings = settings
+
+    @override
+    def wrap(self, model: nn.Module, precision: Precision) -> nn.Module:
+        wrapped = super().wrap(model, precision)
+        if isinstance(wrapped, nn.parallel.DistributedDataParallel):
+            wrapped.broadcast_buffers = self._settings.broadcast_buffers
+            if self._settings.static_graph:
+                wrapped._set_static_graph()  # type: ignore[no-untyped-call]
+        return wrapped
+
+
+@dataclass(kw_only=True)
+class Preparation:
+    """Prepares objects of a loop of the user's own, and notes them.
+
+    Args:
+        strategy: Wraps models.
+        precision: The number format.
+        autocast: Settings of autocast.
+        sharing: How loaders are shared out.
+        accumulation: The windows.
+        gradients: What makes gradients final.
+        registry: Where what was prepared is noted.
+        places: Whether things move to the device.
+        step_scheduler_with_optimizer: Whether schedulers follow the optimizers.
+        compile_backend: For `torch.compile` of each model; None: not compiled.
+    """
+
+    strategy: Strategy
+    precision: Precision
+    autocast: AutocastKwargs
+    sharing: Sharing
+    accumulation: Accumulation
+    gradients: Gradients
+    registry: Registry
+    places: bool
+    step_scheduler_with_optimizer: bool
+    compile_backend: str | None = None
+
+    def prepare(
+        self, objects: Sequence[Any], device_placement: Sequence[bool | None] | None
+    ) -> list[Any]:
+        """Return the prepared objects in the order of `objects`.
+
+        Models come first and schedulers last, whatever the order: an optimizer must see the
+        parameters that its model has in the end, a scheduler its optimizer.
+
+        Raises:
+            ConfigError: An object is of none of the four kinds, or processes that are to train
+                together have others, such as data sets of other lengths; on all processes.
+        """
+        places = self._places_of(objects, device_placement)
+        for index, thing in enumerate(objects):
+            _check_kind(thing, index)
+        self.check_alike(objects)
+        results = list(objects)
+        kinds: tuple[tuple[Any, Callable[[Any, bool], Any]], ...] = (
+            (nn.Module, self.model),
+            (Optimizer, self.optimizer),
+            ((DataLoader, Presharded), self.loader),
+            ((LRScheduler, ReduceLROnPlateau), self.scheduler),
+        )
+        for kind, make in kinds:
+            for index, (thing, place) in enumerate(zip(objects, places, strict=True)):
+                if isinstance(thing, kind) and not self._is_prepared(thing):
+                    results[index] = make(thing, place)
+        return results
+
+    def check_alike(self, objects: Sequence[Any]) -> None:
+        """Raise, on all processes, where what trains a model that they hold together differs."""
+        if any(map(self._trains_together, objects)):
+            check_alike(self.sharing.processes, self._facts_of(objects))
+
+    def _trains_together(self, thing: Any) -> bool:
+        """Return whether something is, or trains, a model that the processes hold together."""
+        if isinstance(thing, nn.Module):
+            return self._joins(thing)
+        groups = getattr(getattr(thing, "optimizer", thing), "param_groups", [])
+        own = {id(p) for group in groups for p in group["params"]}
+        models = [model for model in self.registry.models if self._joins(model)]
+        known = {id(p) for model in models for p in model.parameters()}
+        return bool(own) and bool(models) and (self.strategy.sharded or bool(own & known))
+
+    def _facts_of(self, objects: Sequence[Any]) -> Iterator[tuple[str, str]]:
+        """Yield, in words, what every process must have alike."""
+        yield from program()
+        yield "what `prepare` was given", repr([class_name(thing) for thing in objects])
+        for name in ("strategy", "precision", "autocast", "compile_backend"):
+            yield from settings(name, getattr(self, name), whole=False)
+        yield from settings("gradient_accumulation", self.accumulation.plugin)
+        yield from settings("dataloader_config", self.sharing.configuration)
+        for index, thing in enumerate(objects):
+            place = f"prepare(...)[{index}]"
+            data = thing.dataset if isinstance(thing, DataLoader) else None
+            if isinstance(data, Sized) and not isinstance(data, IterableDataset):
+                text = f"{len(data)} samples, batch size {thing.batch_size}"
+                yield f"the loader at position {index} of `prepare`", text
+            if isinstance(thing, nn.Module) and not self._is_prepared(thing):
+                yield f"`{place}`", describe_model(thing)
+            if isinstance(thing, Optimizer):
+                yield from optimizer_settings(place, thing)
+            if isinstance(thing, LRScheduler):
+                yield from settings(place, thing)
+
+    def model(self, model: nn.Module, place: bool, *, evaluation_mode: bool = False) -> nn.Module:
+        """Return a model as the loop calls it."""
+        if any(model is unwrapped(known) for known in self.registry.models):
+            raise ConfigError("The model is prepared already. Use what `prepare` returned.")
+        check_initialised(model)
+        dtype = self.precision.dtype
+        if dtype is not None and not isinstance(self.precision, FP32):
+            run_in_autocast(model, self.sharing.device.type, dtype, self.autocast)
+        if self.compile_backend is not None:
+            model.compile(backend=self.compile_backend)
+        if place:
+            model.to(self.sharing.device)
+        wrapped = model
+        if self.strategy.sharded or (self._joins(model) and not evaluation_mode):
+            wrapped = self.strategy.wrap(model, self.precision)
+        if not evaluation_mode:
+            self.registry.models.append(wrapped)
+        return wrapped
+
+    def _joins(self, model: nn.Module) -> bool:
+        """Return whether the processes hold a model together."""
+        return self.strategy.sharded or any(p.requires_grad for p in model.parameters())
+
+    def optimizer(self, optimizer: Optimizer, place: bool) -> PreparedOptimizer:
+        """Return an optimizer that follows the windows, on the models' present parameters."""
+        for model in self.registry.models:
+            self.strategy.adopt(optimizer, self.strategy.unwrap(model))
+        if place:
+            _move_state(optimizer)
+        self.precision.bind(optimizer)
+        prepared = PreparedOptimizer(optimizer, self.accumulation, self.gradients)
+        self.gradients.optimizers.append(optimizer)
+        self.registry.optimizers.append(prepared)
+        return prepared
+
+    def loader(self, loader: Any, place: bool) -> SharedLoader:
+        """Return a loader whose batches are shared out over the processes."""
+        from trainkit.accelerator.mapped import MappedShare
+        from trainkit.accelerator.streamed import StreamedShare
+
+        sharing = self.sharing if place else replace(self.sharing, device=torch.device("cpu"))
+        mapped = (
+            isinstance(loader, DataLoader)
+            and type(loader).__iter__ is DataLoader.__iter__
+            and not isinstance(loader.dataset, IterableDataset)
+            and loader.batch_sampler is not None
+        )
+        prepared = MappedShare(loader, sharing) if mapped else StreamedShare(loader, sharing)
+        self.registry.loaders.append(prepared)
+        return prepared
+
+    def scheduler(self, scheduler: Any, place: bool = True) -> PreparedScheduler:
+        """Return a scheduler that follows its optimizer, or all of them."""
+        own = getattr(scheduler, "optimizer", None)
+        followed = [one for one in self.registry.optimizers if own in (one, one.optimizer)]
+        split = self.sharing.configuration.split_batches
+        prepared = PreparedScheduler(
+            scheduler,
+            followed or self.registry.optimizers,
+            self.accumulation,
+            steps=1 if split else self.sharing.processes.size,
+            step_with_optimizer=self.step_scheduler_with_optimizer,
+        )
+        self.registry.schedulers.append(prepared)
+        return prepared
+
+    def _is_prepared(self, thing: Any) -> bool:
+        return isinstance(thing, PREPARED) or any(thing is m for m in self.registry.models)
+
+    def _places_of(
+        self, objects: Sequence[Any], device_placement: Sequence[bool | None] | None
+    ) -> Sequence[bool]:
+        if device_placement is None:
+            return [self.places] * len(objects)
+        if len(device_placement) != len(objects):
+            raise ConfigError(
+                f"`device_placement` must say it for each of the {len(objects)} objects, but has "
+                f"{len(device_placement)} entries."
+            )
+        return [self.places if place is None else place for place in device_placement]
+
+
+def _check_kind(thing: Any, index: int) -> None:
+    kinds = (nn.Module, Optimizer, DataLoader, Presharded, LRScheduler, ReduceLROnPlateau)
+    if thing is not None and not isinstance(thing, kinds + PREPARED):
+        raise ConfigError(
+            f"`prepare` takes models, optimizers, schedulers of torch and `DataLoader`s, but "
+            f"argument {index} is a `{type(thing).__name__}`. Leave it out; what only needs to be "
+            "saved goes to `register_for_checkpointing`."
+        )
+
+
+def _move_state(optimizer: Optimizer) -> None:
+    """Move what an optimizer keeps of each parameter to where the parameter is now."""
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and value.ndim and value.device != parameter.device:
+                state[name] = value.to(parameter.device)

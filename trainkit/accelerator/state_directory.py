@@ -1,0 +1,219 @@
+"""Where `save_state` writes, where `load_state` reads, and which folders stay."""
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from trainkit.accelerator.settings import ProjectConfiguration
+from trainkit.checkpoint import Checkpoint, CheckpointStore, KeepPolicy, RunLock, rotate
+from trainkit.checkpoint.candidates import first_whole
+from trainkit.checkpoint.io.files import remove_tree
+from trainkit.checkpoint.listing import broken_folders
+from trainkit.distributed import Processes, run_on_main
+from trainkit.errors import CheckpointError, ConfigError
+from trainkit.outputs import absolute, why
+
+__all__ = ["Places"]
+
+_NUMBERED = re.compile(r"checkpoint_(\d+)")
+
+
+class Places:
+    """The folders of saved states.
+
+    A state is a checkpoint of trainkit inside its folder: it is committed at once or not at all,
+    and an earlier one in the same folder goes only after that (DESIGN 2.24, 2.27).
+
+    Args:
+        project: Tells the folder and how many states stay.
+        processes: The processes of the job.
+    """
+
+    def __init__(self, project: ProjectConfiguration, processes: Processes) -> None:
+        self._project = project
+        self._processes = processes
+        self._continued = False  # whether an earlier training's folders are this one's own
+
+    def for_saving(self, output_dir: Any, processes: Processes) -> Path:
+        """Return the folder that the next state is saved to; it exists on return.
+
+        Args:
+            output_dir: What the user said.
+            processes: Those that save. The first of them chooses the number.
+
+        Raises:
+            ConfigError: There is no folder, or it holds the state of another training.
+        """
+        if self._project.automatic_checkpoint_naming:
+            folder = self._automatic() / f"checkpoint_{self._project.iteration}"
+            folder = Path(processes.broadcast_object(str(folder)))
+        elif output_dir is None:
+            raise ConfigError(
+                "`save_state` needs a folder. Pass `output_dir`, or "
+                "`ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)`."
+            )
+        else:
+            folder = absolute(output_dir, "output_dir")
+        run_on_main(processes, lambda: self._make(folder))
+        return folder
+
+    def commit(
+        self,
+        folder: Path,
+        parts: dict[str, Any],
+        metadata: dict[str, Any],
+        processes: Processes,
+    ) -> None:
+        """Save `parts` in `folder`; then let go of what came before.
+
+        Raises:
+            CheckpointError: It failed on some process; raised by all, and nothing has changed.
+        """
+        store = CheckpointStore(folder)
+        newest: list[int] = []
+        with ExitStack() as stack:
+
+            def begin() -> None:
+                stack.enter_context(RunLock(folder))
+                store.clean()
+                newest.extend(entry.step for entry in store.checkpoints()[-1:])
+
+            run_on_main(processes, begin)
+            step = processes.broadcast_object(newest[0] + 1 if newest else 0)
+            store.save(
+                step,
+                parts,
+                metadata=metadata,
+                gather=processes.all_gather_objects,
+                rank=processes.rank,
+            )
+            run_on_main(processes, lambda: _keep_last(store))
+        self.saved(folder)
+        if self._project.automatic_checkpoint_naming:
+            run_on_main(processes, self._drop_oldest)
+
+    def saved(self, folder: Path) -> None:
+        """Number the next state after one that was saved."""
+        number = _NUMBERED.fullmatch(folder.name)
+        if self._project.automatic_checkpoint_naming and number is not None:
+            self._project.iteration = int(number[1]) + 1
+
+    def for_loading(
+        self, input_dir: Any, load: Callable[[Path], object], report: Callable[[str], None]
+    ) -> tuple[Path, Path]:
+        """Load a state; return its folder, and that of the checkpoint inside it.
+
+        Args:
+            input_dir: What the user said; by default the newest state that is whole.
+            load: Reads a checkpoint.
+            report: Told of each state that is passed over.
+
+        Raises:
+            CheckpointError: Nothing is there, or nothing that is whole; on all processes.
+        """
+        place = first_whole(
+            self._processes,
+            self._states(input_dir, report),
+            lambda place: load(Path(place[1])),
+            None if input_dir is not None else lambda why: report(f"trainkit: skipped: {why}"),
+        )
+        assert place is not None  # an error where there is none
+        return Path(place[0]), Path(place[1])
+
+    def continue_from(self, folder: Path) -> None:
+        """Number the next states after a folder that has been loaded."""
+        if self._project.automatic_checkpoint_naming and _NUMBERED.fullmatch(folder.name):
+            self.saved(folder)
+            self._continued = True
+
+    def _make(self, folder: Path) -> None:
+        numbered = self._project.automatic_checkpoint_naming
+        if numbered and not self._continued and _is_state(folder):
+            raise ConfigError(
+                f"`{folder}` holds a state of an earlier training. Call `load_state()` to go on "
+                "from it, or choose another `project_dir`."
+            )
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(
+                f"`save_state` writes to `{folder}`, but cannot: {why(folder, error)}. Pass "
+                "another folder, or make this one writable.",
+                path=folder,
+                errno=error.errno,
+            ) from error
+
+    def _automatic(self) -> Path:
+        if self._project.project_dir is None:
+            raise ConfigError(
+                "`automatic_checkpoint_naming` needs a folder. Pass `project_dir` too."
+            )
+        return Path(self._project.project_dir) / "checkpoints"
+
+    def _drop_oldest(self) -> None:
+        limit = self._project.total_limit
+        if limit is None:
+            return
+        # Folders without a committed state, of saves that were stopped, do not count.
+        states = [folder for folder in _numbered(self._automatic()) if _is_state(folder)]
+        for folder in states[: max(0, len(states) - limit)]:
+            remove_tree(folder)
+
+    def _states(self, input_dir: Any, report: Callable[[str], None]) -> Iterator[tuple[str, str]]:
+        """Yield the folders of states, the newest first, and of the checkpoints inside them."""
+        if input_dir is not None:
+            yield self._given(absolute(input_dir, "input_dir"), report)
+            return
+        if not self._project.automatic_checkpoint_naming:
+            raise ConfigError(
+                "`load_state` needs a folder. Pass `input_dir`, or use "
+                "`ProjectConfiguration(automatic_checkpoint_naming=True)`."
+            )
+        for folder in reversed(_numbered(self._automatic())):
+            try:
+                yield self._open(folder, report)
+            except CheckpointError as error:
+                report(f"trainkit: skipped `{folder}`: {error}")
+        raise CheckpointError(
+            f"`{self._automatic()}` holds no state that verifies. Save one by `save_state` first.",
+            path=self._automatic(),
+        )
+
+    def _given(self, folder: Path, report: Callable[[str], None]) -> tuple[str, str]:
+        """Return a folder that was asked for; where there is no choice, reading verifies it."""
+        if (folder / "manifest.json").exists():
+            return str(folder), str(folder)
+        found = CheckpointStore(folder).checkpoints() if folder.is_dir() else []
+        if len(found) == 1 and not list(broken_folders(folder)):
+            return str(folder), str(found[0].path)
+        return self._open(folder, report)
+
+    def _open(self, folder: Path, report: Callable[[str], None]) -> tuple[str, str]:
+        store = CheckpointStore(folder)
+        checkpoint: Checkpoint | None = store.newest_valid(report) if folder.is_dir() else None
+        if checkpoint is None:
+            raise CheckpointError(
+                f"`{folder}` holds no state that `save_state` has completed. Give a folder that "
+                "it returned.",
+                path=folder,
+            )
+        return str(folder), str(checkpoint.path)
+
+
+def _numbered(directory: Path) -> list[Path]:
+    """Return the folders that are named by their number, by number."""
+    if not directory.is_dir():
+        return []
+    found = [(_NUMBERED.fullmatch(path.name), path) for path in directory.iterdir()]
+    numbered = [(int(match[1]), path) for match, path in found if match and path.is_dir()]
+    return [path for _, path in sorted(numbered)]
+
+
+def _is_state(folder: Path) -> bool:
+    return bool(CheckpointStore(folder).checkpoints())
+
+
+def _keep_last(store: CheckpointStore) -> None:
+    rotate(store, KeepPolicy(keep_last=1))

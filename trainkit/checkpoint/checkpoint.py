@@ -1,0 +1,215 @@
+"""A checkpoint to be read, and its verification."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from trainkit.checkpoint.format import strict_json
+from trainkit.checkpoint.format.decoding import MALFORMED
+from trainkit.checkpoint.format.manifest import Manifest, read_manifest_in
+from trainkit.checkpoint.format.names import JSON_SUFFIX, MANIFEST, TENSOR_SUFFIX, part_of
+from trainkit.checkpoint.format.tensor_file import Header
+from trainkit.checkpoint.format.tensor_location import StoredTensor
+from trainkit.checkpoint.io.reading import names_in, open_directory, open_file
+from trainkit.checkpoint.resharding.part_reader import PartReader, flat_items, stored_in, tree_of
+from trainkit.checkpoint.resharding.tensor_reader import TensorReader
+from trainkit.errors import CheckpointCorrupt, CheckpointError
+
+__all__ = ["Checkpoint", "check_sizes", "verify"]
+
+
+class Checkpoint:
+    """A checkpoint whose manifest is whole, and whose files have the names and sizes in it.
+
+    Every file that is read is compared with its digest in the manifest. Read all parts, and call
+    `verify_rest`, before any of them is applied: then every byte of it is known to be good.
+    """
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        self.path = path
+        self.manifest = manifest
+        self._verified: set[str] = set()
+        self._headers: dict[str, Header] = {}
+        self._flat: dict[str, tuple[Mapping[str, Any], Mapping[str, StoredTensor]]] = {}
+
+    @property
+    def step(self) -> int:
+        """Updates applied when it was made."""
+        return self.manifest.step
+
+    def names(self) -> list[str]:
+        """Return the names of the parts."""
+        return sorted({part_of(file) for file in self.manifest.files})
+
+    def read(self, part: str, like: Any = None) -> Any:
+        """Return the state of a part; tensors are on the CPU, each in memory of its own.
+
+        The state is made of the very bytes whose digest is compared with the manifest.
+
+        Args:
+            part: Its name.
+            like: A state of the same form, or what there is of it. In the place of each
+                `DTensor` in it the same is returned, and no more of it read than this process
+                holds. One in the place of a dict or list stands for all tensors of its shape in
+                there. All others are put together from their shards.
+
+        Raises:
+            CheckpointCorrupt: A file has changed since it was saved, or is not of the form that
+                trainkit writes.
+            CheckpointError: There is no such part.
+        """
+        with self._reader() as reader:
+            tree, own = self._tree(reader, part)
+            with self._blaming(part):
+                return PartReader(reader, own).read(tree, like)
+
+    def verify_rest(self, share: tuple[int, int] = (0, 1)) -> None:
+        """Compare what has not been read with the manifest.
+
+        Args:
+            share: (index, count): only every `count`-th file from `index` on, as other processes
+                verify the rest; none of them may use the checkpoint before all have.
+
+        Raises:
+            CheckpointCorrupt: A file has changed; names it.
+        """
+        index, count = share
+        files = self.manifest.files
+        with open_directory(self.path) as directory:
+            for name in [name for name in list(files)[index::count] if name not in self._verified]:
+                with open_file(directory, name, self.path) as file:
+                    file.check_size(files[name].bytes)
+                    file.skip_rest().check_digest(files[name].xxh3_128)
+                self._verified.add(name)
+
+    def layout(self, part: str, others: list[str] | None = None) -> dict[str, StoredTensor]:
+        """Return where the tensors of a flat part are, in its order; tied ones are equal.
+
+        Args:
+            part: Its name.
+            others: Takes the names of what is no tensor, which is an error without it.
+
+        Raises:
+            CheckpointError: There is no such part, or it is no flat dict of tensors.
+        """
+        with self._reader() as reader:
+            nodes, own = self._nodes(reader, part)
+            with self._blaming(part):
+                found = {name: stored_in(nodes[name], own) for name in nodes}
+        tensors = {name: stored for name, stored in found.items() if stored is not None}
+        rest = [name for name in found if name not in tensors]
+        if others is not None and tensors:
+            others += rest
+        elif rest:
+            raise CheckpointError(
+                f"{rest[0]!r} in the part {part!r} of `{self.path}` is no tensor. Read such "
+                "parts by `read`.",
+                path=self.path,
+            )
+        return tensors
+
+    def read_tensor(self, part: str, name: str) -> Any:
+        """Return one tensor of a flat part, whole; no other is held in memory.
+
+        Its digest is not compared again: that would need the whole file for each tensor.
+
+        Raises:
+            CheckpointCorrupt: A file has not the size or the header that it should have.
+            CheckpointError: There is no such part, or no such tensor in it.
+        """
+        with self._reader() as reader:
+            nodes, own = self._nodes(reader, part)
+            if name not in nodes:
+                raise CheckpointError(
+                    f"The part {part!r} of `{self.path}` has no tensor {name!r}.", path=self.path
+                )
+            with self._blaming(part):
+                return PartReader(reader, own).read(nodes[name], None, hashed=False)
+
+    @contextmanager
+    def _reader(self) -> Iterator[TensorReader]:
+        with open_directory(self.path) as directory:
+            files, verified = self.manifest.files, self._verified
+            yield TensorReader(directory, self.path, files, self._headers, verified)
+
+    def _tree(self, reader: TensorReader, part: str) -> tuple[Any, dict[str, StoredTensor]]:
+        """Return the JSON of a part, and the tensors in its own file."""
+        files = self.manifest.files
+        tensor_name, tree_name = part + TENSOR_SUFFIX, part + JSON_SUFFIX
+        if tensor_name not in files and tree_name not in files:
+            raise CheckpointError(
+                f"The checkpoint `{self.path}` has no part {part!r}, only {self.names()}.",
+                path=self.path,
+            )
+        own = reader.of_part(part) if tensor_name in files else {}
+        if tree_name not in files:
+            return tree_of(reader.header(part)), own
+        with self._blaming(part):
+            return strict_json.parse(reader.read_whole(tree_name)), own
+
+    def _nodes(
+        self, reader: TensorReader, part: str
+    ) -> tuple[Mapping[str, Any], Mapping[str, StoredTensor]]:
+        if part not in self._flat:
+            tree, own = self._tree(reader, part)
+            with self._blaming(part):
+                self._flat[part] = flat_items(tree), own
+        return self._flat[part]
+
+    @contextmanager
+    def _blaming(self, part: str) -> Iterator[None]:
+        """Turn what a malformed part makes the decoder raise into an error on its file."""
+        try:
+            yield
+        except CheckpointError:
+            raise
+        except MALFORMED as error:
+            self.verify_rest()  # if a file has changed, it is the one to blame
+            has_tree = part + JSON_SUFFIX in self.manifest.files
+            file = part + (JSON_SUFFIX if has_tree else TENSOR_SUFFIX)
+            raise CheckpointCorrupt(
+                f"The checkpoint `{self.path}` is broken: `{file}`: trainkit did not write it so: "
+                f"{error}.",
+                path=self.path,
+                file=file,
+            ) from error
+
+
+def verify(path: Path) -> Manifest:
+    """Read every file of a checkpoint and compare it with the manifest, which is returned.
+
+    Raises:
+        CheckpointCorrupt: A file is missing, added, cut, changed, exchanged or a link; the
+            message names it.
+        CheckpointError: A newer version of the format.
+    """
+    checkpoint = Checkpoint(path, check_sizes(path))
+    checkpoint.verify_rest()
+    return checkpoint.manifest
+
+
+def check_sizes(path: Path) -> Manifest:
+    """Compare names and sizes, but not contents, with the manifest, which is returned.
+
+    Raises:
+        CheckpointError: As `verify` does.
+    """
+    with open_directory(path) as directory:
+        manifest = _check_names(directory, path)
+        for name, info in manifest.files.items():
+            with open_file(directory, name, path) as file:
+                file.check_size(info.bytes)
+    return manifest
+
+
+def _check_names(directory: int, path: Path) -> Manifest:
+    manifest = read_manifest_in(directory, path)
+    present, listed = set(names_in(directory)) - {MANIFEST}, set(manifest.files)
+    wrong = sorted(present ^ listed)
+    if wrong:
+        why = "is missing" if wrong[0] in listed else "does not belong to it"
+        raise CheckpointCorrupt(
+            f"The checkpoint `{path}` is broken: `{wrong[0]}` {why}.", path=path, file=wrong[0]
+        )
+    return manifest

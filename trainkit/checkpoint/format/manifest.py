@@ -1,0 +1,195 @@
+"""The manifest: which files a checkpoint has, and their digests. Written last, read first.
+
+Its first line ends with the digest of all that follows that line, so that no byte of the
+manifest can change unseen. That line is the same in every version of the format.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from trainkit.checkpoint.format import codec, strict_json
+from trainkit.checkpoint.format.decoding import MALFORMED
+from trainkit.checkpoint.format.names import JSON_SUFFIX, MANIFEST, TENSOR_SUFFIX, is_allowed
+from trainkit.checkpoint.io.reading import open_directory, open_file
+from trainkit.errors import CheckpointCorrupt, CheckpointError
+
+__all__ = ["FORMAT_VERSION", "FileInfo", "Manifest", "read_manifest"]
+
+FORMAT_VERSION = 3
+"""The newest version. Written is the least that has what is in the checkpoint: 2 where tensors
+are sharded, 3 where one does not lie row by row in memory, else 1."""
+
+_HEAD = b'{"manifest_xxh3_128": "'
+_HEAD_SIZE = len(_HEAD) + 32 + len(b'",\n')
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FileInfo:
+    """What a file must be."""
+
+    bytes: int
+    xxh3_128: str  # 32 hexadecimal digits
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest:
+    """What a checkpoint holds.
+
+    Args:
+        step: Updates applied when it was made; what checkpoints are ordered by.
+        revision: How often this step had been saved before, by the same run.
+        run_id: Which run made it.
+        created: UTC, in the form of ISO 8601; for people.
+        world_size: Number of processes that wrote it.
+        files: What belongs to it, by name; the manifest itself is left out.
+        metadata: What the run wrote beside the parts, such as `{"metrics": {...}}`.
+    """
+
+    format_version: int = 1
+    step: int
+    revision: int = 0
+    run_id: str
+    created: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
+    world_size: int
+    files: Mapping[str, FileInfo]
+    metadata: Mapping[str, Any]
+
+    @property
+    def is_finite(self) -> bool:
+        """Return False where it was made of parameters, or after a loss, that are not finite."""
+        return self.metadata.get("finite") is not False
+
+    @property
+    def size(self) -> int:
+        """Return the bytes of all files together."""
+        return sum(info.bytes for info in self.files.values())
+
+    def encode(self) -> bytes:
+        """Return the content of `manifest.json`.
+
+        Raises:
+            CheckpointError: Something in `metadata` has no form in JSON, or it is too large.
+        """
+        body = {
+            "format_version": self.format_version,
+            "step": self.step,
+            "revision": self.revision,
+            "run_id": self.run_id,
+            "created": self.created,
+            "world_size": self.world_size,
+            "files": {
+                name: {"bytes": info.bytes, "xxh3_128": info.xxh3_128}
+                for name, info in self.files.items()
+            },
+            "metadata": codec.encode_inline(dict(self.metadata), "metadata"),
+        }
+        rest = strict_json.dump(body, indent=1).removeprefix(b"{\n") + b"\n"
+        content = _HEAD + xxhash.xxh3_128_hexdigest(rest).encode() + b'",\n' + rest
+        if len(content) > strict_json.LARGEST:
+            raise CheckpointError(
+                f"`metadata` makes a manifest of {len(content)} bytes, but at most "
+                f"{strict_json.LARGEST} are allowed. Put large values into a part."
+            )
+        return content
+
+    @classmethod
+    def decode(cls, content: bytes, path: Path) -> "Manifest":
+        """Return the manifest with this content.
+
+        Args:
+            path: The checkpoint's folder, for errors.
+
+        Raises:
+            CheckpointCorrupt: It is not what `encode` returned.
+            CheckpointError: A newer version of the format.
+        """
+        rest = content[_HEAD_SIZE:]
+        head = _HEAD + xxhash.xxh3_128_hexdigest(rest).encode() + b'",\n'
+        if content[:_HEAD_SIZE] != head:
+            raise _broken(path, "it is cut or has been changed (its own digest is wrong)")
+        try:
+            return _build(strict_json.parse(content), path)
+        except CheckpointError:
+            raise
+        except MALFORMED as error:
+            raise _broken(path, str(error) or type(error).__name__) from error
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Return the manifest of the checkpoint in the folder `path`; nothing else is checked.
+
+    Raises:
+        CheckpointCorrupt: There is none, or it is broken.
+        CheckpointError: A newer version of the format.
+    """
+    with open_directory(path) as directory:
+        return read_manifest_in(directory, path)
+
+
+def read_manifest_in(directory: int, path: Path) -> Manifest:
+    """Return the manifest in the open folder `directory`, as `read_manifest` does."""
+    with open_file(directory, MANIFEST, path) as file:
+        if file.size > strict_json.LARGEST:
+            limit = strict_json.LARGEST
+            raise _broken(path, f"it has {file.size} bytes, more than the limit of {limit}")
+        content = file.read(file.size)
+    return Manifest.decode(content, path)
+
+
+def _broken(path: Path, why: str) -> CheckpointCorrupt:
+    text = f"The checkpoint `{path}` is broken: `{MANIFEST}`: {why}."
+    return CheckpointCorrupt(text, path=path, file=MANIFEST)
+
+
+def _build(body: Any, path: Path) -> Manifest:
+    version = _number(body, "format_version")
+    if version > FORMAT_VERSION:
+        raise CheckpointError(
+            f"The checkpoint `{path}` has version {version} of the format, but this version of "
+            f"trainkit reads up to {FORMAT_VERSION}. Install a newer trainkit.",
+            path=path,
+            file=MANIFEST,
+        )
+    files = {name: _file(name, info) for name, info in _typed(body, "files", dict).items()}
+    if len({name.lower() for name in files}) != len(files):
+        raise ValueError("two files have names that differ only in case")
+    return Manifest(
+        format_version=version,
+        step=_number(body, "step"),
+        revision=_number(body, "revision"),
+        run_id=_typed(body, "run_id", str),
+        created=_typed(body, "created", str),
+        world_size=_number(body, "world_size"),
+        files=files,
+        metadata=codec.decode(_typed(body, "metadata", dict), {}),
+    )
+
+
+def _file(name: str, info: Any) -> FileInfo:
+    if not is_allowed(name) or name.lower() == MANIFEST:
+        raise ValueError(f"no file of a checkpoint may be called {name[:200]!r}")
+    if not name.endswith((TENSOR_SUFFIX, JSON_SUFFIX)):
+        raise ValueError(f"the file {name!r} is neither safetensors nor JSON")
+    digest = _typed(info, "xxh3_128", str)
+    if len(digest) != 32 or set(digest) - set("0123456789abcdef"):
+        raise ValueError(f"the digest of {name!r} is not 32 hexadecimal digits")
+    return FileInfo(bytes=_number(info, "bytes"), xxh3_128=digest)
+
+
+def _typed(body: Any, key: str, kind: type) -> Any:
+    value = body[key]
+    if type(value) is not kind:
+        raise ValueError(f"`{key}` must be a {kind.__name__}, but is a {type(value).__name__}")
+    return value
+
+
+def _number(body: Any, key: str) -> int:
+    value: int = _typed(body, key, int)
+    if not 0 <= value < 1 << 63:
+        raise ValueError(f"`{key}` must be in [0, 2**63), but is {value}")
+    return value

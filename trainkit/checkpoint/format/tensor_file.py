@@ -1,0 +1,185 @@
+"""Write and read the safetensors format as a stream, with its digest; no torch needed.
+
+The official reader checks the same things. This one reads each tensor straight into its own
+memory while hashing, so that what is used is what was hashed, and nothing is held twice.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from trainkit.checkpoint.format import strict_json
+from trainkit.checkpoint.format.strides import check_strides
+from trainkit.checkpoint.io.reading import HashedFile
+
+__all__ = [
+    "LARGEST_HEADER",
+    "SIZES",
+    "Header",
+    "Piece",
+    "TensorInfo",
+    "chunks",
+    "encode_header",
+    "read_header",
+]
+
+LARGEST_HEADER = 100_000_000  # bytes; what the official reader accepts
+_MOST_TENSORS = 1_000_000
+_METADATA = "__metadata__"
+_STRIDES = "strides"  # in the metadata
+
+SIZES = {
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1,
+    "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
+    "U32": 4, "I32": 4, "F32": 4,
+    "U64": 8, "I64": 8, "F64": 8, "C64": 8,
+}  # fmt: skip
+"""Bytes of one element, by the format's name of its type."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A tensor to write.
+
+    Args:
+        dtype: One of `SIZES`.
+        data: Returns its bytes, row by row; called once, when they are written.
+        strides: How it lies in memory; None: row by row too.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: Callable[[], memoryview]
+    strides: tuple[int, ...] | None = None
+
+    @property
+    def size(self) -> int:
+        """Return the number of bytes."""
+        return math.prod(self.shape) * SIZES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """Where a tensor stands: bytes `begin` to `end` after the header.
+
+    Args:
+        strides: How it lay in memory; None: row by row, as it stands in the file.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+    strides: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a file says of itself.
+
+    Args:
+        size: Bytes in front of the first tensor.
+        tensors: By name, in the order in which the header names them.
+    """
+
+    size: int
+    metadata: Mapping[str, str]
+    tensors: Mapping[str, TensorInfo]
+
+    def in_file_order(self) -> list[tuple[str, TensorInfo]]:
+        """Return names and tensors in the order in which their bytes stand."""
+        return sorted(self.tensors.items(), key=lambda item: (item[1].begin, item[1].end))
+
+
+def encode_header(pieces: Mapping[str, Piece], metadata: Mapping[str, str]) -> bytes:
+    """Return what stands in front of the tensors; it names them in the order of `pieces`."""
+    begins, position = {}, 0
+    for name in _file_order(pieces):
+        begins[name] = position
+        position += pieces[name].size
+    strides = {name: list(piece.strides) for name, piece in pieces.items() if piece.strides}
+    of_strides = {_STRIDES: strict_json.dump(strides).decode()} if strides else {}
+    header: dict[str, Any] = {_METADATA: {**metadata, **of_strides}}
+    for name, piece in pieces.items():
+        offsets = [begins[name], begins[name] + piece.size]
+        header[name] = {"dtype": piece.dtype, "shape": list(piece.shape), "data_offsets": offsets}
+    text = strict_json.dump(header)
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def chunks(pieces: Mapping[str, Piece], header: bytes) -> Iterator[bytes | memoryview]:
+    """Yield the bytes of a file: its header, then one tensor after the other."""
+    yield header
+    for name in _file_order(pieces):
+        yield pieces[name].data()
+
+
+def _file_order(pieces: Mapping[str, Piece]) -> list[str]:
+    """Return the names in the order of the bytes: large elements first, so all are aligned."""
+    return sorted(pieces, key=lambda name: -SIZES[pieces[name].dtype])
+
+
+def read_header(file: HashedFile) -> Header:
+    """Read and check the header of a file from its beginning.
+
+    Raises:
+        CheckpointCorrupt: The file is not what the format allows: every byte after the header
+            belongs to exactly one tensor, and each tensor has as many as its shape needs.
+    """
+    if file.size < 8:
+        raise file.broken(f"{file.size} bytes are too few for a safetensors file")
+    length = int.from_bytes(file.read(8), "little")
+    if length > min(LARGEST_HEADER, file.size - 8):
+        raise file.broken(f"its header cannot have {length} bytes")
+    try:
+        return _checked(strict_json.parse(file.read(length)), 8 + length, file.size)
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+        raise file.broken(f"its header is wrong: {error}") from error
+
+
+def _checked(found: Any, header_size: int, file_size: int) -> Header:
+    if type(found) is not dict:
+        raise ValueError("it is no JSON object")
+    if len(found) > _MOST_TENSORS:
+        raise ValueError(f"it names {len(found)} tensors, more than {_MOST_TENSORS}")
+    metadata = found.pop(_METADATA, {})
+    if type(metadata) is not dict:
+        raise ValueError(f"{_METADATA} is no JSON object")
+    strides = _strides(metadata)
+    tensors = {name: _tensor(name, found[name], strides.pop(name, None)) for name in found}
+    if strides:
+        raise ValueError(f"it has strides of {next(iter(strides))!r:.200}, but no such tensor")
+    header = Header(header_size, metadata, tensors)
+    bounds = [(0, 0), *((info.begin, info.end) for _, info in header.in_file_order())]
+    for (_, end), (begin, _) in pairwise(bounds):
+        if begin != end:
+            raise ValueError(f"byte {min(begin, end)} belongs to no tensor, or to two")
+    if bounds[-1][1] != file_size - header_size:
+        raise ValueError(f"tensors end at {bounds[-1][1]} of {file_size - header_size} bytes")
+    return header
+
+
+def _strides(metadata: dict[str, Any]) -> dict[str, Any]:
+    text = metadata.get(_STRIDES, "{}")
+    strides = strict_json.parse(text.encode()) if type(text) is str else None
+    if type(strides) is not dict:
+        raise ValueError(f"`{_STRIDES}` in {_METADATA} is no JSON object")
+    return strides
+
+
+def _tensor(name: str, info: Any, strides: Any) -> TensorInfo:
+    begin, end = info["data_offsets"]
+    shape = info["shape"]
+    if any(type(number) is not int or number < 0 for number in (begin, end, *shape)):
+        raise ValueError("a size or position is no whole number from 0 on")
+    if len(shape) > 64:
+        raise ValueError(f"a tensor has {len(shape)} dimensions")
+    if math.prod(shape) * SIZES[info["dtype"]] != end - begin:
+        raise ValueError(f"{end - begin} bytes cannot be {shape} of {info['dtype']}")
+    if strides is None:
+        return TensorInfo(info["dtype"], tuple(shape), begin, end)
+    check_strides(name, shape, strides)
+    return TensorInfo(info["dtype"], tuple(shape), begin, end, tuple(strides))

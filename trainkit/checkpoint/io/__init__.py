@@ -1,0 +1,1 @@
+"""The disk: what writes to it and what reads from it."""

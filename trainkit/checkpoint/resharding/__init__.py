@@ -1,0 +1,1 @@
+"""Sharded tensors: saved by shards, read back for other shards."""

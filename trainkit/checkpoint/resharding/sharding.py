@@ -1,0 +1,133 @@
+"""Take sharded tensors out of a state, so that each process writes what it holds."""
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import xxhash
+
+from trainkit.checkpoint.format.codec import DEEPEST, MOST_VALUES
+from trainkit.checkpoint.format.names import tensor_name
+from trainkit.checkpoint.format.tensor_location import StoredTensor
+from trainkit.checkpoint.format.tensors import file_dtype
+from trainkit.checkpoint.resharding.sharding_spec import Placing, is_sharded
+from trainkit.distributed import Processes, run_and_gather
+from trainkit.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["split", "split_alike"]
+
+
+def split(parts: Mapping[str, Any], rank: int) -> tuple[dict[str, Any], str]:
+    """Return the parts that this process writes, and a digest that must be equal on all.
+
+    Process 0 writes `parts` with a `StoredTensor` in the place of every `DTensor`; each process
+    writes what it holds of them, as `<part>-shard-<rank>`. Of equal copies the first is written.
+    Nothing is copied or sent.
+
+    Args:
+        parts: The state by name of the part; alike on all processes.
+        rank: Which process this is.
+
+    Raises:
+        CheckpointError: A tensor is placed, or of a type, that has no form in a file.
+    """
+    digest = xxhash.xxh3_128()
+    mine: dict[str, Any] = {}
+    for part, state in parts.items():
+        splitter = _Splitter(part, digest)
+        tree = splitter.copy(state, ())
+        if rank == 0:
+            mine[part] = tree
+        if splitter.local:
+            mine[_shard_part(part, rank)] = splitter.local
+    return mine, digest.hexdigest()
+
+
+def split_alike(processes: Processes, parts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what `split` does, after all processes have found the same sharded tensors.
+
+    Raises:
+        CheckpointError: They have not, or it failed on one; on all processes.
+    """
+    mine: dict[str, Any] = {}
+
+    def take() -> str:
+        found, digest = split(parts, processes.rank)
+        mine.update(found)
+        return digest
+
+    if len(set(run_and_gather(processes, take))) > 1:
+        raise CheckpointError(
+            "The states to be saved hold other sharded tensors on other processes. `state_dict` "
+            "of callbacks and registered objects must return the same `DTensor`s on all."
+        )
+    return mine
+
+
+def _shard_part(part: str, rank: int) -> str:
+    return f"{part}-shard-{rank:05d}"
+
+
+class _Splitter:
+    """One pass through the state of a part."""
+
+    def __init__(self, part: str, digest: Any) -> None:
+        self.local: dict[str, Tensor] = {}
+        self._part = part
+        self._digest = digest
+        self._names: set[str] = set()
+        self._storages: dict[int, tuple[Tensor, StoredTensor]] = {}
+        self._count = 0
+
+    def copy(self, value: Any, path: tuple[Any, ...]) -> Any:
+        """Return the state with placeholders; only what holds others is copied."""
+        self._count += 1
+        if self._count > MOST_VALUES or len(path) > DEEPEST:
+            return value  # lists that hold themselves, which the codec refuses
+        if is_sharded(value):
+            return self._take(value, path)
+        if type(value) is list or type(value) is tuple:
+            return type(value)(self.copy(item, (*path, i)) for i, item in enumerate(value))
+        if type(value) not in (dict, OrderedDict, defaultdict):
+            return value
+        items = {key: self.copy(item, (*path, key)) for key, item in value.items()}
+        if type(value) is defaultdict:
+            return defaultdict(value.default_factory, items)
+        return type(value)(items)
+
+    def _take(self, tensor: Any, path: tuple[Any, ...]) -> StoredTensor:
+        name = tensor_name(path, self._names)
+        self._names.add(name)
+        try:
+            placing, dtype = Placing.of(tensor), file_dtype(tensor.dtype)
+        except ValueError as error:
+            where = ".".join(str(key) for key in (self._part, *path))
+            raise CheckpointError(
+                f"`{where}` is a sharded tensor that {error}. Return it in another form from "
+                "`state_dict`."
+            ) from None
+        shards = tuple((_shard_part(self._part, rank), box) for rank, box in placing.owners())
+        stored = StoredTensor(name, dtype, placing.shape, shards)
+        self._digest.update(repr((self._part, stored)).encode("utf-8", "surrogatepass"))
+        local = tensor.detach().to_local()
+        return self._keep(stored, local, placing.is_first_copy()) if local.numel() else stored
+
+    def _keep(self, stored: StoredTensor, local: "Tensor", is_first_copy: bool) -> StoredTensor:
+        """Write a shard, unless the same memory is written under another name."""
+        address = local.untyped_storage().data_ptr()
+        known = self._storages.setdefault(address, (local, stored))
+        if known[1] is not stored:
+            if _is_same(local, known[0]) and known[1].shards == stored.shards:
+                return known[1]  # tied
+            local = local.clone()  # a file has no two tensors that overlap
+        if is_first_copy:
+            self.local[stored.name] = local.contiguous()
+        return stored
+
+
+def _is_same(one: "Tensor", other: "Tensor") -> bool:
+    places = [(t.storage_offset(), t.shape, t.stride(), t.dtype) for t in (one, other)]
+    return places[0] == places[1]

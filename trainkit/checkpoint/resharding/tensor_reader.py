@@ -1,0 +1,173 @@
+"""Read tensors, or boxes of them, out of the files of a checkpoint; no torch needed."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from trainkit.checkpoint.format import tensor_file
+from trainkit.checkpoint.format.manifest import FileInfo
+from trainkit.checkpoint.format.names import TENSOR_SUFFIX
+from trainkit.checkpoint.format.shard_region import Box, runs
+from trainkit.checkpoint.format.tensor_file import SIZES, Header
+from trainkit.checkpoint.format.tensor_location import StoredTensor
+from trainkit.checkpoint.io.reading import HashedFile, open_file
+from trainkit.errors import CheckpointCorrupt
+
+__all__ = ["Job", "TensorReader"]
+
+Job = tuple[StoredTensor, Box, memoryview]
+"""A box of a tensor, and the memory that it is to fill, row by row."""
+
+_Stretch = tuple[int, memoryview]
+"""The first byte in a file, and what the bytes from there on fill."""
+
+
+class TensorReader:
+    """Reads from the tensor files of one checkpoint.
+
+    Args:
+        directory: The open folder.
+        path: Its path, for errors.
+        files: What the manifest says of the files.
+        headers: Those that are known already, by part; others are added.
+        verified: The names of files that were compared with their digests; others are added.
+    """
+
+    def __init__(
+        self,
+        directory: int,
+        path: Path,
+        files: Mapping[str, FileInfo],
+        headers: dict[str, Header],
+        verified: set[str],
+    ) -> None:
+        self._directory = directory
+        self._path = path
+        self._files = files
+        self._headers = headers
+        self._verified = verified
+
+    def header(self, part: str) -> Header:
+        """Return what the tensor file of a part says of itself.
+
+        Raises:
+            CheckpointCorrupt: There is no such file, or its header is wrong.
+        """
+        if part not in self._headers:
+            self._check_is_listed(part)
+            name = part + TENSOR_SUFFIX
+            with open_file(self._directory, name, self._path) as file:
+                file.check_size(self._files[name].bytes)
+                self._headers[part] = tensor_file.read_header(file)
+        return self._headers[part]
+
+    def read_whole(self, name: str) -> bytes:
+        """Return the content of a file after it was hashed.
+
+        Raises:
+            CheckpointCorrupt: It has changed.
+        """
+        with open_file(self._directory, name, self._path) as file:
+            file.check_size(self._files[name].bytes)
+            content = file.read(file.size)
+            file.check_digest(self._files[name].xxh3_128)
+        self._verified.add(name)
+        return content
+
+    def of_part(self, part: str) -> dict[str, StoredTensor]:
+        """Return the tensors in the file of a part, in the order of its header."""
+        return {
+            name: StoredTensor(
+                name, info.dtype, info.shape, ((part, Box.whole(info.shape)),), info.strides
+            )
+            for name, info in self.header(part).tensors.items()
+        }
+
+    def check(self, stored: StoredTensor, box: Box) -> None:
+        """Compare a box of a tensor with the headers of the files that hold it.
+
+        Without it, nothing says that a tensor is no larger than its files.
+
+        Raises:
+            CheckpointCorrupt: A shard is missing, or is not what it should be; names the file.
+        """
+        for part, shard in stored.shards:
+            self._check_is_listed(part)
+            if shard.common(box) is None:
+                continue
+            info = self.header(part).tensors.get(stored.name)
+            if info is None or (info.dtype, info.shape) != (stored.dtype, shard.sizes):
+                found = "is missing" if info is None else f"is {info.dtype} {list(info.shape)}"
+                file = part + TENSOR_SUFFIX
+                raise CheckpointCorrupt(
+                    f"The checkpoint `{self._path}` is broken: `{file}`: `{stored.name}` {found}, "
+                    f"but {stored.dtype} {list(shard.sizes)} is expected.",
+                    path=self._path,
+                    file=file,
+                )
+
+    def read(self, jobs: Iterable[Job], *, hashed: bool = True) -> None:
+        """Fill the memory of each job, whose box has been checked; nothing else is kept.
+
+        Args:
+            hashed: Read each file that is needed to its end, and compare its digest with the
+                manifest: what fills the memory is what was hashed. Else only what is needed.
+
+        Raises:
+            CheckpointCorrupt: A file has changed, or does not fit its header or the tensor.
+        """
+        stretches: dict[str, list[_Stretch]] = {}
+        for stored, box, target in jobs:
+            for part, shard in stored.shards:
+                if shard.common(box) is None:
+                    continue
+                found = self._stretches(stored, part, runs(shard, box), target)
+                stretches.setdefault(part, []).extend(found)
+        for part, of_part in stretches.items():
+            name = part + TENSOR_SUFFIX
+            left = sorted(of_part, key=lambda stretch: stretch[0])
+            while left:
+                with open_file(self._directory, name, self._path) as file:
+                    file.check_size(self._files[name].bytes)
+                    left = _fill(file, left) if hashed else _fill_here_and_there(file, left)
+                    if hashed:
+                        file.skip_rest().check_digest(self._files[name].xxh3_128)
+                        self._verified.add(name)
+
+    def _check_is_listed(self, part: str) -> None:
+        name = part + TENSOR_SUFFIX
+        if name not in self._files:
+            text = f"The checkpoint `{self._path}` is broken: `{name}` is missing."
+            raise CheckpointCorrupt(text, path=self._path, file=name)
+
+    def _stretches(
+        self,
+        stored: StoredTensor,
+        part: str,
+        common: Iterable[tuple[int, int, int]],
+        target: memoryview,
+    ) -> list[_Stretch]:
+        header, size = self.header(part), SIZES[stored.dtype]
+        first = header.size + header.tensors[stored.name].begin
+        return [
+            (first + source * size, target[place * size : (place + length) * size])
+            for source, place, length in common
+        ]
+
+
+def _fill(file: HashedFile, stretches: list[_Stretch]) -> list[_Stretch]:
+    """Read a file once from its beginning; return the stretches that need it once more."""
+    left, place = [], 0
+    for begin, target in stretches:
+        if begin < place:  # the same bytes are wanted twice
+            left.append((begin, target))
+            continue
+        file.skip(begin - place)
+        file.read_into(target)
+        place = begin + len(target)
+    return left
+
+
+def _fill_here_and_there(file: HashedFile, stretches: list[_Stretch]) -> list[_Stretch]:
+    for begin, target in stretches:
+        file.read_at(begin, target)
+    return []

@@ -1,0 +1,1 @@
+"""Nestings of values: walk through them, split them by samples, send them."""

@@ -1,0 +1,152 @@
+"""Where the time of a run went: steps that count, and everything else."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from trainkit.run_report.records import Event, RunLog, Session
+
+__all__ = ["PARTS", "Goodput", "Lost", "goodput", "throughput"]
+
+PARTS = {
+    "step": "steps that count",
+    "data_wait": "waiting for data",
+    "evaluate": "evaluation",
+    "save": "checkpoints",
+    "again": "work lost and trained again",
+    "setup": "start-up and restart",
+    "end": "finishing",
+    "down": "between two sessions",
+}
+"""What time is spent on, in the order in which it is shown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """What a later session had to do again, or what was given up."""
+
+    windows: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Goodput:
+    """The seconds of a run by what they were spent on.
+
+    Attributes:
+        seconds: By the names of `PARTS`.
+        divided: Whether anything is known of the time spent waiting for data.
+        lost: For each session, what others did again.
+        down: For each session, the seconds before it in which nothing ran.
+    """
+
+    seconds: dict[str, float]
+    divided: bool
+    lost: list[Lost] = field(default_factory=list)
+    down: list[float] = field(default_factory=list)
+
+    @property
+    def running(self) -> float:
+        """Seconds in which the run existed, without the time between sessions."""
+        return sum(self.seconds.values()) - self.seconds["down"]
+
+    @property
+    def share(self) -> float:
+        """Share of `running` that went into steps that count."""
+        return self.seconds["step"] / self.running if self.running > 0 else 0.0
+
+    @property
+    def share_of_clock(self) -> float:
+        """Share of all time since the first start that went into steps that count."""
+        total = sum(self.seconds.values())
+        return self.seconds["step"] / total if total > 0 else 0.0
+
+
+def goodput(run: RunLog) -> Goodput | None:
+    """Return the split of a run's time; None where no events were written."""
+    sessions = run.sessions
+    if not sessions:
+        return None
+    seconds = dict.fromkeys(PARTS, 0.0)
+    lost, divided = [], False
+    for session, kept in zip(sessions, _kept_windows(sessions), strict=True):
+        cut = _seconds_at(session, kept)
+        again = 0.0
+        for phase, spent in session.last.seconds.items():
+            # Coming up is no work that could be done again.
+            counted = spent if phase in ("setup", "end") else min(spent, cut.get(phase, 0.0))
+            name = "step" if phase == "train" else phase if phase in PARTS else "end"
+            seconds[name] += counted
+            again += spent - counted
+        trained = cut.get("train", 0.0)
+        waits = [
+            share * max(0.0, min(end, trained) - start) for start, end, share in _waits(session)
+        ]
+        divided = divided or bool(waits)
+        seconds["data_wait"] += sum(waits)
+        seconds["step"] -= sum(waits)
+        seconds["again"] += again
+        lost.append(Lost(max(0, session.last.attempts - kept), again))
+    down = [0.0, *(max(0.0, b.time[0] - a.time[1]) for a, b in pairwise(sessions))]
+    seconds["down"] = sum(down)
+    return Goodput(seconds=seconds, divided=divided, lost=lost, down=down)
+
+
+def _kept_windows(sessions: Sequence[Session]) -> list[int]:
+    """Return up to which window the work of each session was not done again."""
+    kept: list[int] = []
+    limit = None
+    for session in reversed(sessions):
+        reached = session.last.attempts
+        kept.append(reached if limit is None else min(reached, limit))
+        start = session.start.attempts
+        limit = start if limit is None else min(limit, start)
+    return kept[::-1]
+
+
+def _seconds_at(session: Session, window: int) -> dict[str, float]:
+    """Return the seconds by phase when `window` was complete, in proportion between two events."""
+    before = [event for event in session.events if event.attempts <= window]
+    after = [event for event in session.events if event.attempts > window]
+    if not after:
+        return dict(session.last.seconds)
+    if not before:
+        return {}
+    first, second = before[-1], after[0]
+    share = (window - first.attempts) / (second.attempts - first.attempts)
+    return {
+        phase: _between(first.seconds.get(phase, 0.0), spent, share)
+        for phase, spent in second.seconds.items()
+    }
+
+
+def _between(first: float, second: float, share: float) -> float:
+    return first + share * (second - first)
+
+
+def _waits(session: Session) -> Iterator[tuple[float, float, float]]:
+    """Yield the stretches of training, in seconds of it, and the share that was spent waiting."""
+    start = 0.0
+    for event in _logs(session):
+        end, share = event.seconds.get("train", 0.0), event.values.get("data_wait")
+        if isinstance(share, int | float):
+            yield start, end, min(1.0, max(0.0, share))
+        start = end
+
+
+def _logs(session: Session) -> Iterator[Event]:
+    return (event for event in session.events if event.kind == "log")
+
+
+def throughput(run: RunLog) -> list[tuple[int, float]]:
+    """Return samples a second of training at each log, from the clock of the events.
+
+    Lost work is left out, as it is from the figures.
+    """
+    points = []
+    for session, kept in zip(run.sessions, _kept_windows(run.sessions), strict=True):
+        for first, second in pairwise([session.start, *_logs(session)]):
+            spent = second.seconds.get("train", 0.0) - first.seconds.get("train", 0.0)
+            if spent > 0 and second.attempts <= kept and second.samples > first.samples:
+                points.append((second.step, (second.samples - first.samples) / spent))
+    return points

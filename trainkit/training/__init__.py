@@ -1,0 +1,1 @@
+"""One training: the loop, what it is made of, and what it saves."""

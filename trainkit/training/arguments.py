@@ -1,0 +1,348 @@
+"""Turns what users pass to a Trainer into its parts, with an error where that cannot work."""
+
+import difflib
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.optim import LBFGS, Optimizer
+from torch.utils.data import DataLoader
+
+from trainkit import strategies
+from trainkit.config import TrainConfig
+from trainkit.data import PreparedLoader
+from trainkit.distributed.world import World
+from trainkit.errors import ConfigError
+from trainkit.metrics.metric import Metric
+from trainkit.precision import BF16, FP16, FP32, Precision
+from trainkit.strategies import DDP, SingleDevice, Strategy
+from trainkit.types import LossFn, OptimizerFactory, Stateful, class_name
+
+__all__ = [
+    "check_callbacks",
+    "check_compile",
+    "check_evaluations",
+    "check_initialised",
+    "check_loss_fn",
+    "check_model",
+    "check_one_loader",
+    "check_resume",
+    "check_stateful",
+    "make_metrics",
+    "make_optimizer",
+    "make_precision",
+    "make_strategy",
+    "name_loaders",
+    "planned_steps",
+    "set_up",
+    "split_loaders",
+]
+
+T = TypeVar("T")
+_RESUMES = ("auto", "must")
+
+STRATEGIES: dict[str, Callable[[], Strategy]] = {
+    "single": SingleDevice,
+    "ddp": DDP,
+    "fsdp": lambda: strategies.FSDP(),  # imported by whoever uses it
+}
+COMPILED = "_orig_mod"  # what `torch.compile(module)` calls the module that it wraps
+PRECISIONS: dict[str, Callable[[], Precision]] = {"fp32": FP32, "bf16": BF16, "fp16": FP16}
+
+
+def make_strategy(strategy: str | Strategy) -> Strategy:
+    """Return the strategy of a name; "auto" is what `trainkit launch` asks for, or DDP."""
+    if isinstance(strategy, Strategy):
+        return strategy
+    if strategy == "auto":
+        if os.environ.get("TRAINKIT_STRATEGY"):
+            from trainkit.strategies.launched import launched_strategy
+
+            return launched_strategy()
+        return DDP() if World.from_env().size > 1 else SingleDevice()
+    return _look_up("strategy", strategy, STRATEGIES, "Strategy", ("auto",))()
+
+
+def make_precision(precision: str | Precision) -> Precision:
+    """Return the precision plugin of a name; "auto" is what `trainkit launch` asks for."""
+    if isinstance(precision, Precision):
+        return precision
+    if precision == "auto":
+        launched = os.environ.get("TRAINKIT_MIXED_PRECISION") or "no"
+        precision = "fp32" if launched == "no" else launched
+    return _look_up("precision", precision, PRECISIONS, "Precision", ("auto",))()
+
+
+def set_up(strategy: str | Strategy, precision: str | Precision) -> tuple[Strategy, Precision]:
+    """Return a strategy that has joined its processes, and a precision bound to its device."""
+    plugin, place = make_precision(precision), make_strategy(strategy)
+    place.setup()
+    plugin.setup(place.device)
+    return place, plugin
+
+
+def _look_up(
+    argument: str,
+    name: object,
+    known: Mapping[str, Callable[[], T]],
+    interface: str,
+    also: tuple[str, ...] = (),
+) -> Callable[[], T]:
+    if isinstance(name, str) and name in known:
+        return known[name]
+    names = [*also, *known]
+    near = (
+        difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.3)
+        if isinstance(name, str)
+        else []
+    )
+    hint = f' Did you mean "{near[0]}"?' if near else ""
+    if isinstance(name, type):
+        hint = f" Pass an instance: `{name.__name__}(...)`."
+    raise ConfigError(
+        f"`{argument}` must be one of {names} or a `{interface}`, but is {name!r}.{hint}"
+    )
+
+
+def check_model(model: object) -> nn.Module:
+    """Return `model` if it can be trained."""
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"`model` must be a `torch.nn.Module`, but is {type(model).__name__!r}.")
+    check_initialised(model)
+    parameters = list(model.parameters())
+    if not any(p.requires_grad for p in parameters):
+        raise ConfigError(
+            f"`{class_name(model)}` has no trainable parameters ({len(parameters)} in all). "
+            "Set `requires_grad` on what is to be trained."
+        )
+    compiled = [name for name, _ in model.named_modules() if name.endswith(COMPILED)]
+    if compiled:
+        place = compiled[0].removesuffix(COMPILED).removesuffix(".")
+        raise ConfigError(
+            f"{f'`{place}` of the model' if place else 'The model'} was wrapped by "
+            f"`torch.compile(...)`, which puts `{COMPILED}` into the names of its parameters, and "
+            "so into checkpoints. Pass it unwrapped, with `Trainer(compile=True)`, or compile a "
+            "part of it in place by `part.compile()`."
+        )
+    return model
+
+
+def check_initialised(model: nn.Module) -> None:
+    """Raise where modules, such as `nn.LazyLinear`, wait for a batch to know their shapes."""
+    for name, module in model.named_modules():
+        lazy: Any = module
+        if isinstance(module, LazyModuleMixin) and lazy.has_uninitialized_params():
+            raise ConfigError(
+                f"{f'`{name}` of the model' if name else 'The model'} is a "
+                f"`{class_name(lazy)}` whose parameters have no shapes yet. Run one batch "
+                "through the model before it is passed on, for example `model(inputs)`."
+            )
+
+
+def split_loaders(loaders: Any) -> tuple[Any, dict[str, Any]]:
+    """Return the training loader and the evaluation loaders by name ("" for the only one)."""
+    if isinstance(loaders, Mapping):
+        unknown = sorted(map(str, set(loaders) - {"train", "eval"}))
+        if unknown or "train" not in loaders:
+            raise ConfigError(
+                '`loaders` as a mapping must have the key "train" and may have "eval", but has '
+                f"{sorted(map(str, loaders))}."
+            )
+        return loaders["train"], name_loaders(loaders.get("eval"))
+    if isinstance(loaders, tuple):
+        if len(loaders) != 2:
+            raise ConfigError(
+                "`loaders` as a tuple must be `(train, eval)`, but has "
+                f"{len(loaders)} entries. Name several evaluation loaders: "
+                '`{"train": ..., "eval": {"a": ..., "b": ...}}`.'
+            )
+        return loaders[0], name_loaders(loaders[1])
+    if isinstance(loaders, list) and any(isinstance(loader, DataLoader) for loader in loaders):
+        raise ConfigError(
+            f"`loaders` is a list of {len(loaders)} loaders. Pass one loader, a tuple "
+            '`(train, eval)`, or a mapping with "train" and "eval".'
+        )
+    return loaders, {}
+
+
+def name_loaders(loaders: Any) -> dict[str, Any]:
+    """Return evaluation loaders by name; the only one is called ""."""
+    if loaders is None:
+        return {}
+    if not isinstance(loaders, Mapping):
+        return {"": loaders}
+    bad = [name for name in loaders if not isinstance(name, str) or not name or "/" in name]
+    if bad:
+        raise ConfigError(
+            f"Evaluation loaders are named by words without `/`, but one is called {bad[0]!r}."
+        )
+    return dict(loaders)
+
+
+def check_one_loader(loader: Any) -> Any:
+    """Return the loader of a `predict`, which takes one."""
+    if isinstance(loader, Mapping):
+        raise ConfigError(
+            "`predict` takes one loader, but got a mapping. Call it once for each: "
+            "`{name: trainer.predict(model, each) for name, each in loaders.items()}`."
+        )
+    return loader
+
+
+def check_evaluations(loaders: Mapping[str, PreparedLoader]) -> None:
+    """Raise where an evaluation during training would have nothing to look at."""
+    for name, loader in loaders.items():
+        if loader.samples_per_epoch == 0 or loader.batches_per_epoch == 0:
+            raise ConfigError(
+                f"The evaluation loader{f' `{name}`' if name else ''} is empty, so `fit` could "
+                "never give a figure. Give it samples, or leave it out."
+            )
+
+
+def check_resume(resume: object, schedule: object) -> str | Path | None:
+    """Return what to resume from, a path as an absolute one; raise where it makes no sense."""
+    if schedule not in (None, "keep", "rescale"):
+        raise ConfigError(f'`schedule` must be "keep" or "rescale", but is {schedule!r}.')
+    if schedule is not None and resume is None:
+        raise ConfigError(
+            f'`schedule="{schedule}"` says how to resume, but `resume` was not given. Pass '
+            '`resume="auto"`, or leave it out.'
+        )
+    if not isinstance(resume, str | Path | None) or resume == "":
+        raise ConfigError(
+            f'`resume` must be None, "auto", "must" or the folder of a checkpoint, but is '
+            f"{resume!r}."
+        )
+    meant = difflib.get_close_matches(str(resume), _RESUMES, 1)
+    if meant and str(resume) not in _RESUMES and not Path(str(resume)).exists():
+        raise ConfigError(
+            f"`resume={str(resume)!r}` is no folder of a checkpoint. Did you mean {meant[0]!r}?"
+        )
+    if resume is None or resume in _RESUMES:
+        return resume
+    from trainkit.outputs import absolute  # most runs need none of it
+
+    return absolute(resume, "resume")
+
+
+def check_stateful(name: str, part: object, known: Mapping[str, object]) -> None:
+    """Raise where `part` cannot be registered for checkpointing under `name`."""
+    if isinstance(part, type) or not isinstance(part, Stateful):
+        raise ConfigError(
+            f"`{name}` was registered for checkpointing, but {type(part).__name__!r} has no "
+            "`state_dict` and `load_state_dict`. Give it both."
+        )
+    if name in known:
+        raise ConfigError(
+            f"Two objects were registered for checkpointing as {name!r}. Name one of them: "
+            f"`register_for_checkpointing({name.lower()}_2=...)`."
+        )
+    from trainkit.checkpoint import check_encodable  # runs without checkpoints need none of it
+
+    check_encodable(part.state_dict(), name)
+
+
+def make_metrics(metrics: Iterable[Any] | None) -> list[Metric]:
+    """Return the metrics of names, functions, and objects of `evaluate` and torchmetrics."""
+    if isinstance(metrics, str) or (metrics is not None and not isinstance(metrics, Iterable)):
+        raise ConfigError(
+            f"`metrics` must be a list, but is {metrics!r}. Write `metrics=[{metrics!r}]`."
+        )
+    from trainkit.metrics import as_metric  # most runs need no metric before they have one
+
+    return [as_metric(metric) for metric in metrics or ()]
+
+
+def check_callbacks(callbacks: object) -> None:
+    """Raise where `callbacks` is one callback instead of a list."""
+    if callbacks is None:
+        return
+    if isinstance(callbacks, str) or not isinstance(callbacks, Iterable):
+        raise ConfigError(
+            f"`callbacks` must be a list of callbacks, but is {type(callbacks).__name__!r}. Write "
+            "`callbacks=[...]`."
+        )
+
+
+def check_compile(wanted: bool | Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the options of torch.compile that were asked for; None: nothing is compiled."""
+    if wanted is False:
+        return None
+    from trainkit.training.compile import compile_options  # most runs need none of it
+
+    return compile_options(wanted)
+
+
+def check_loss_fn(loss_fn: LossFn) -> LossFn:
+    """Return `loss_fn` if it can be called with outputs and targets."""
+    if isinstance(loss_fn, type) or not callable(loss_fn):
+        raise ConfigError(
+            "`loss_fn` must be a callable `(outputs, targets) -> loss`, but is "
+            f"{loss_fn!r}. Pass for example `nn.CrossEntropyLoss()`, with the brackets."
+        )
+    return loss_fn
+
+
+def make_optimizer(optimizer: Optimizer | OptimizerFactory | None, module: nn.Module) -> Optimizer:
+    """Return the optimizer of `module`, from a callable `params -> Optimizer` or as it is."""
+    if optimizer is None:
+        raise ConfigError(
+            "No optimizer was given. Pass `optimizer=` to `fit`, for example "
+            "`partial(torch.optim.AdamW, lr=3e-4)`, or override `configure_optimizer`."
+        )
+    if not isinstance(optimizer, Optimizer):
+        if not callable(optimizer):
+            raise ConfigError(
+                "`optimizer` must be an Optimizer or a callable `params -> Optimizer`, but is "
+                f"{type(optimizer).__name__!r}."
+            )
+        optimizer = optimizer([p for p in module.parameters() if p.requires_grad])
+        if not isinstance(optimizer, Optimizer):
+            raise ConfigError(
+                "The `optimizer` callable must return a `torch.optim.Optimizer`, but returned "
+                f"{type(optimizer).__name__!r}."
+            )
+    return optimizer
+
+
+def check_optimizer(optimizer: Optimizer, module: nn.Module) -> None:
+    """Raise where the optimizer cannot train `module`."""
+    if isinstance(optimizer, LBFGS):
+        raise ConfigError(
+            "`LBFGS` evaluates the loss several times in a step, which this loop does not do. Use "
+            "another optimizer."
+        )
+    own = {id(p) for p in module.parameters()}
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    if not any(p.requires_grad for p in held):
+        raise ConfigError(
+            f"None of the {len(held)} parameters of the optimizer is trainable "
+            "(`requires_grad`): training would change nothing. Give it the parameters to train."
+        )
+    foreign = [tuple(p.shape) for p in held if id(p) not in own]
+    if foreign:
+        raise ConfigError(
+            f"{len(foreign)} of the {len(held)} parameters of the optimizer are not parameters of "
+            f"`{class_name(module)}` (the first has the shape {foreign[0]}): training would "
+            "not change the model. Make the optimizer from `model.parameters()` of the model that "
+            "is passed to `fit`, or pass a callable such as `partial(AdamW, lr=3e-4)`."
+        )
+
+
+def planned_steps(config: TrainConfig, loader: PreparedLoader) -> int | None:
+    """Return the updates that a fit will apply; None where that is not known ahead."""
+    per_epoch = loader.steps_per_epoch(config.gradient_accumulation_steps, config.drop_last_window)
+    if per_epoch == 0:
+        raise ConfigError(
+            f"0 training steps per epoch: the loader gives {loader.batches_per_epoch} "
+            "micro-batches to each process, `gradient_accumulation_steps` is "
+            f"{config.gradient_accumulation_steps} and `drop_last_window` is True. Accumulate "
+            "less, or keep the last window."
+        )
+    if config.max_steps is not None:
+        return config.max_steps
+    assert config.max_epochs is not None
+    return None if per_epoch is None else per_epoch * config.max_epochs

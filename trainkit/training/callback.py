@@ -1,0 +1,301 @@
+"""Callbacks: what users hang on a training, and how it is called."""
+
+import difflib
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec
+
+from trainkit.distributed import collective_guard
+from trainkit.errors import ConfigError
+from trainkit.training.run import Run
+from trainkit.types import Batch, Scalars, StepResult
+
+__all__ = ["Callback", "CallbackList"]
+
+P = ParamSpec("P")
+
+
+class Callback:
+    """Watches a training and leaves requests on its `Run`; override the hooks you need.
+
+    The hooks run in this order. Indented ones repeat; `?` marks those that may not come::
+
+        on_fit_start
+            on_checkpoint_loaded ?
+            on_epoch_start
+                on_step_start
+                    on_microbatch_start
+                    on_microbatch_end
+                on_gradients ?
+                on_step_end | on_step_skipped
+                on_log ?
+                on_evaluation_start ?
+                    on_evaluation_batch_end
+                on_evaluation_end ?
+                on_checkpoint_start ?
+                on_checkpoint_saved ?
+            on_epoch_end
+        on_late_log ?
+        on_exception ?
+        on_fit_end
+
+    After the last step of an epoch, `on_epoch_end` comes before logging, evaluation and saving,
+    which then happen once for both (DESIGN 2.5). A hook runs on every process, in the order of the
+    list of callbacks; one that nobody overrides is never called. Counters are equal on all
+    processes at every hook. A callback reads the run and asks it (`run.log`, `run.request_stop`,
+    `run.request_evaluation`, `run.request_checkpoint`, `run.request_skip`); it never steps by
+    itself.
+    """
+
+    schedules_evaluation = False
+    """True in a callback that decides when to evaluate; then epochs no longer end with one."""
+
+    per_process: bool | None = None
+    """Whether the state differs by process. None: the processes compare theirs at each save.
+
+    What differs, or is True, is saved by each process and comes back to it on as many processes;
+    on another number `merge_state_dicts(states)` is asked for one state, given those of all
+    processes in their order, and without such a method the resume is refused. False: the state of
+    process 0 speaks for all, and nothing is compared.
+    """
+
+    _name: str | None = None
+
+    @property
+    def name(self) -> str:
+        """What this callback is called, unique in a run; its class's name unless set."""
+        return type(self).__name__ if self._name is None else self._name
+
+    @name.setter
+    def name(self, name: str) -> None:
+        self._name = name
+
+    def check_output(self, run: Run) -> None:
+        """Raise ConfigError where what this callback writes could not be written.
+
+        Called by `fit` before `on_fit_start`, on every process; what one raises is raised by all.
+        No collectives. Where nothing is written there is nothing to override.
+        """
+
+    def on_fit_start(self, run: Run) -> None:
+        """All parts are made, nothing has been trained."""
+
+    def on_epoch_start(self, run: Run) -> None:
+        """An epoch begins. Not repeated where a run resumes inside an epoch."""
+
+    def on_step_start(self, run: Run) -> None:
+        """A window begins."""
+
+    def on_microbatch_start(self, run: Run, batch: Batch) -> None:
+        """The forward of `batch`, on the device, comes next. Not for zero-weight repeats."""
+
+    def on_microbatch_end(self, run: Run, batch: Batch) -> None:
+        """The backward of `batch` is done."""
+
+    def on_gradients(self, run: Run) -> None:
+        """Gradients are accumulated, reduced, normalised and unscaled, not yet clipped.
+
+        Not called after an overflow. The last place for `run.request_skip`.
+        """
+
+    def on_step_end(self, run: Run, result: StepResult) -> None:
+        """The update was applied; `run.state.step` counts it already."""
+
+    def on_step_skipped(self, run: Run, result: StepResult) -> None:
+        """The window ended without an update: an overflow, or a request to skip."""
+
+    def on_log(self, run: Run, values: Scalars) -> None:
+        """`values` are the figures since the last log, over all processes; `loss` is among them."""
+
+    def on_late_log(self, run: Run, values: Scalars) -> None:
+        """`values` came after the last step's `on_log`, as from `on_evaluation_end`: no `loss`.
+
+        At the end of a training, where no record of a step follows; for loggers.
+        """
+
+    def on_evaluation_start(self, run: Run) -> None:
+        """An evaluation begins."""
+
+    def on_evaluation_batch_end(self, run: Run) -> None:
+        """One batch of an evaluation is done on every process."""
+
+    def on_evaluation_end(self, run: Run, metrics: Scalars) -> None:
+        """`metrics` are the figures of all loaders, over all processes."""
+
+    def on_checkpoint_loaded(self, run: Run, path: Path) -> None:
+        """The run goes on from the checkpoint in the folder `path`."""
+
+    def on_checkpoint_start(self, run: Run) -> None:
+        """The state is about to be taken for a checkpoint; the last place to refuse it."""
+
+    def on_checkpoint_saved(self, run: Run, path: Path) -> None:
+        """A checkpoint is committed in the folder `path`: it survives whatever comes.
+
+        One that is written in the background may be that of an earlier step.
+        """
+
+    def on_epoch_end(self, run: Run) -> None:
+        """An epoch is complete; `run.state.epoch` counts it already."""
+
+    def on_exception(self, run: Run, error: BaseException) -> None:
+        """`error` ends the training on this process. No collective may be called here."""
+
+    def on_fit_end(self, run: Run) -> None:
+        """The training is over, well or not."""
+
+    def explain(self) -> str:
+        """Return what this callback will do, for `Trainer.explain`; the class's own first words."""
+        return (type(self).__doc__ or "").strip().partition("\n")[0]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what must survive a restart."""
+        return {}
+
+    def state_like(self, run: Run) -> dict[str, Any]:
+        """Return a state in which sharded tensors lie as those of `state_dict` will, once it fits.
+
+        A resume of a sharded run asks for it before `load_state_dict`. Where it has a `DTensor`,
+        the saved tensor is handed over in the same form, and no process reads more of it than it
+        is to hold. What it has not is read whole.
+        """
+        return self.state_dict()
+
+    def check_state_dict(self, run: Run, state: Mapping[str, Any]) -> None:
+        """Raise where `load_state_dict` could not take a state.
+
+        A resume asks all callbacks before anything of the checkpoint is applied; what only
+        `load_state_dict` finds out leaves a run that cannot be used. Registered objects may have
+        `check_state_dict(state)`.
+        """
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` returned."""
+        if state:
+            raise ConfigError(
+                f"The callback `{self.name}` keeps no state, but was given {sorted(state)}. "
+                "Override `load_state_dict` along with `state_dict`."
+            )
+
+
+PARTIAL_HOOKS = ("on_microbatch_start", "on_microbatch_end")
+"""Hooks that a process with nothing but a zero-weight repeat does not run (DESIGN 2.16)."""
+
+HOOKS: tuple[str, ...] = tuple(name for name in vars(Callback) if name.startswith("on_"))
+
+
+class CallbackList:
+    """The callbacks of a run; for each hook it holds only those that override it."""
+
+    def __init__(self, callbacks: Iterable[Callback]) -> None:
+        self.callbacks = tuple(callbacks)
+        _check(self.callbacks)
+        self.writers = tuple(each for each in self.callbacks if _overrides(each, "check_output"))
+        self._listeners: dict[Callable[..., None], tuple[Callable[..., None], ...]] = {
+            getattr(Callback, hook): tuple(
+                _listener(callback, hook)
+                for callback in self.callbacks
+                if _overrides(callback, hook)
+            )
+            for hook in HOOKS
+        }
+
+    def emit(
+        self, hook: Callable[Concatenate[Any, P], None], *args: P.args, **kwargs: P.kwargs
+    ) -> None:
+        """Call `hook`, a method of `Callback`, on every callback that overrides it."""
+        for listener in self._listeners[hook]:
+            try:
+                listener(*args, **kwargs)
+            except BaseException as error:
+                error.add_note(f"In the hook `{hook.__name__}` of {_place(listener)}.")
+                raise
+
+    def emit_to_all(
+        self, hook: Callable[Concatenate[Any, P], None], *args: P.args, **kwargs: P.kwargs
+    ) -> BaseException | None:
+        """Call `hook` on every callback even if some raise; return the first error."""
+        first: BaseException | None = None
+        for listener in self._listeners[hook]:
+            try:
+                listener(*args, **kwargs)
+            except BaseException as error:
+                error.add_note(f"In the hook `{hook.__name__}` of {_place(listener)}.")
+                first = first or error
+        return first
+
+    def listens(self, hook: Callable[..., None]) -> bool:
+        """Whether any callback overrides `hook`."""
+        return bool(self._listeners[hook])
+
+    @property
+    def logs(self) -> bool:
+        """Whether any callback takes what is logged."""
+        return self.listens(Callback.on_log) or self.listens(Callback.on_late_log)
+
+    def names(self, hook: str) -> list[str]:
+        """Return the names of the callbacks that override `hook`, in the order they run in."""
+        return [callback.name for callback in self.callbacks if _overrides(callback, hook)]
+
+    @property
+    def schedule_evaluation(self) -> bool:
+        """Whether any callback decides when to evaluate."""
+        return any(callback.schedules_evaluation for callback in self.callbacks)
+
+
+def _overrides(callback: Callback, hook: str) -> bool:
+    own = getattr(callback, hook)
+    return getattr(own, "__func__", own) is not getattr(Callback, hook)
+
+
+def _listener(callback: Callback, hook: str) -> Callable[..., None]:
+    """Return what to call for a hook; a collective in one that not all processes run raises."""
+    own: Callable[..., None] = getattr(callback, hook)
+    if hook not in PARTIAL_HOOKS:
+        return own
+
+    def guarded(*args: Any, **kwargs: Any) -> None:
+        with collective_guard.only(hook):
+            own(*args, **kwargs)
+
+    guarded.__self__ = callback  # type: ignore[attr-defined]  # for `_place`
+    return guarded
+
+
+def _place(listener: Callable[..., None]) -> str:
+    owner = getattr(listener, "__self__", None)
+    return f"the callback `{owner.name}`" if isinstance(owner, Callback) else "a callback"
+
+
+def _check_hooks(callback: Callback) -> None:
+    """Raise for a method that looks like a hook but would never be called."""
+    for name in dir(type(callback)):
+        if name.startswith("on_") and name not in HOOKS:
+            near = difflib.get_close_matches(name, HOOKS, n=1, cutoff=0.0)[0]
+            raise ConfigError(
+                f"`{type(callback).__name__}.{name}` is no hook and would never be called. The "
+                f"nearest hook is `{near}`; the docstring of `Callback` lists them all. Give the "
+                "method a name without `on_` if it is not meant as one."
+            )
+
+
+def _check(callbacks: tuple[Callback, ...]) -> None:
+    names: set[str] = set()
+    for callback in callbacks:
+        if isinstance(callback, type):
+            raise ConfigError(
+                f"`callbacks` must hold instances, but holds the class `{callback.__name__}`. "
+                f"Write `{callback.__name__}(...)`."
+            )
+        if not isinstance(callback, Callback):
+            raise ConfigError(
+                f"`callbacks` must hold instances of `trainkit.Callback`, but holds "
+                f"{type(callback).__name__!r}. Inherit from `Callback`."
+            )
+        if callback.name in names:
+            raise ConfigError(
+                f"Two callbacks are called {callback.name!r}; their states could not be told "
+                "apart. Set `name` of one of them, for example `callback.name = "
+                f'"{callback.name}-2"`.'
+            )
+        names.add(callback.name)
+        _check_hooks(callback)

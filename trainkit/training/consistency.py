@@ -1,0 +1,116 @@
+"""What every process must have alike: compared before the first step (DESIGN 2.3)."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Subset
+
+from trainkit.config import TrainConfig
+from trainkit.data import PreparedLoader
+from trainkit.distributed import Processes
+from trainkit.errors import ConfigError
+from trainkit.training.settings import SCRIPT, code_of, digest, program, settings
+from trainkit.types import class_name
+
+__all__ = ["are_alike", "check_alike", "check_evaluation", "describe_model", "facts_of"]
+
+_REMEDIES = {
+    "`output_dir`": "Give all of them one folder that they share.",
+    "the training loader": "Every process must build the same; seed what is random in it, such as "
+    "`random_split(..., generator=...)`.",
+}
+
+
+def facts_of(
+    config: TrainConfig,
+    module: nn.Module,
+    loader: PreparedLoader,
+    evaluations: Mapping[str, PreparedLoader],
+    parts: Mapping[str, Any],
+) -> Iterator[tuple[str, str]]:
+    """Yield what a training depends on before its optimizer is made; `parts` counts too."""
+    yield from program()
+    yield from ((f"`{name}`", repr(value)) for name, value in asdict(config).items())
+    yield "the model", describe_model(module)
+    yield "the training loader", _describe_loader(loader)
+    yield "the names of the evaluation loaders", repr(list(evaluations))
+    for name, evaluation in evaluations.items():
+        yield f"the evaluation loader {name!r}", _describe_loader(evaluation)
+    for name, part in parts.items():
+        if isinstance(part, Path):
+            yield f"`{name}`", str(part.resolve())
+        yield from settings(name, part, whole=False)
+
+
+def check_alike(processes: Processes, facts: Iterable[tuple[str, str]]) -> None:
+    """Raise ConfigError, on all processes, where a fact differs between them or only some have it.
+
+    Where all are alike one number travels. One process alone looks at no fact.
+    """
+    if processes.size == 1:
+        return
+    mine = dict(facts)
+    number = blake2b(repr(sorted(mine.items())).encode(), digest_size=7).digest()
+    if are_alike(processes, int.from_bytes(number, "little")):
+        return
+    all_facts: list[dict[str, str]] = processes.all_gather_objects(mine)
+    differences: dict[str, str] = {}
+    for name in dict.fromkeys(name for of_process in all_facts for name in of_process):
+        known = {of_process[name] for of_process in all_facts if name in of_process}
+        values = [of_process.get(name, "not set") for of_process in all_facts]
+        if len(known if name == SCRIPT else set(values)) > 1:
+            differences[name] = "; ".join(f"process {r}: {value}" for r, value in enumerate(values))
+    if differences:
+        first, *others = differences
+        also = f" They differ also in {', '.join(others[:5])}." if others else ""
+        remedy = _REMEDIES.get(first, "Give all of them the same.")
+        raise ConfigError(f"The processes differ in {first}: {differences[first]}. {remedy}{also}")
+
+
+def check_evaluation(processes: Processes, loader: PreparedLoader, metrics: Iterable[str]) -> None:
+    """Raise ConfigError, on all processes, where they do not evaluate the same."""
+    facts = {"the loader": _describe_loader(loader), "the metrics": repr(list(metrics))}
+    check_alike(processes, facts.items())
+
+
+def are_alike(processes: Processes, number: int, part: int = 0, parts: int = 1) -> bool:
+    """Return, on every process, whether all with the same `part` have the same number.
+
+    Every process calls it, and sends 16 bytes a part. The number is below 2**62.
+    """
+    rows = torch.full((parts, 2), -(2**62))
+    rows[part, 0], rows[part, 1] = number, -number
+    highest = processes.all_reduce(rows, "max")
+    return bool((highest[:, 0] == -highest[:, 1]).all())
+
+
+def describe_model(module: nn.Module) -> str:
+    """Return the class of a model, and digests of its tensors' names and of its code."""
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    rows = [(name, tuple(t.shape), str(t.dtype), t.requires_grad) for name, t in tensors]
+    code = {code_of(kind.forward) for kind in {type(each) for each in module.modules()}}
+    return (
+        f"{class_name(module)} with {len(rows)} tensors (digest {digest(repr(rows))}, "
+        f"code {digest(repr(sorted(code)))})"
+    )
+
+
+def _describe_loader(loader: PreparedLoader) -> str:
+    source = loader.source
+    if not isinstance(source, DataLoader):
+        return type(source).__name__  # each process may hold its own share
+    words = [f"{type(source.dataset).__name__}"]
+    if loader.samples_per_epoch is not None:
+        words.append(f"{loader.samples_per_epoch} samples an epoch")
+    words.append(f"batch size {source.batch_size}")
+    words.append(f"sampler {type(source.sampler).__name__}")
+    dataset: Any = source.dataset
+    if type(dataset) is Subset:
+        indices = torch.as_tensor(dataset.indices)
+        words.append(f"indices with digest {digest(indices.numpy().tobytes())}")
+    return ", ".join(words)

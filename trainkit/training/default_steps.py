@@ -1,0 +1,167 @@
+"""What a training step and an evaluation step do unless they are overridden."""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from trainkit.errors import ConfigError
+from trainkit.types import IGNORED, Batch, LossFn, StepOutput, class_name
+
+__all__ = ["evaluation_step", "training_step"]
+
+# Means over labels: some may be left out, or count more than others.
+_OVER_LABELS = (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward, F.cross_entropy, F.nll_loss)
+
+
+def training_step(
+    model: nn.Module, module: nn.Module, batch: Batch, loss_fn: LossFn | None
+) -> StepOutput:
+    """Return the loss of `batch`: that of `loss_fn`, or the model's own.
+
+    Args:
+        model: What is called.
+        module: The user's module behind it.
+        batch: `(inputs, targets)` with `loss_fn`; else keyword arguments of the model.
+        loss_fn: `(outputs, targets) -> loss`, a mean over the samples, or torch's over labels.
+    """
+    if loss_fn is not None:
+        if not isinstance(batch, tuple | list | Sequence) or len(batch) != 2:
+            raise ConfigError(
+                "`loss_fn` was given, so the loader must yield pairs `(inputs, targets)`, but it "
+                f"yields {type(batch).__name__!r}. Override `training_step` for anything else."
+            )
+        return _mean_loss(loss_fn, model(batch[0]), batch[1])
+    if not isinstance(batch, Mapping):
+        raise ConfigError(
+            f"The loader yields {type(batch).__name__!r}, and no `loss_fn` was given. Pass "
+            "`loss_fn=` to `fit` for batches `(inputs, targets)`, yield mappings for models that "
+            "compute their own loss, or override `training_step`."
+        )
+    loss = _get(model(**batch), "loss")
+    if loss is None:
+        raise ConfigError(
+            f"`{class_name(module)}` returned no `loss` for a batch with the keys "
+            f"{sorted(map(str, batch))}. Models of transformers need `labels`; for others pass "
+            "`loss_fn=` to `fit` or override `training_step`."
+        )
+    return StepOutput(loss, _label_count(module, batch))
+
+
+def evaluation_step(
+    model: nn.Module, module: nn.Module, batch: Batch, loss_fn: LossFn | None
+) -> dict[str, Any]:
+    """Return `scores`, which is what the model returns, and `references`, `loss`, its `weight`.
+
+    Of a mapping, `scores` are the `logits`, where the model returns any. Where its loss compares
+    each position with the next label, `references` are the next labels, and none for the last.
+    """
+    if isinstance(batch, Mapping):
+        outputs = model(**batch)
+        loss, logits = _get(outputs, "loss"), _get(outputs, "logits")
+        references = batch.get("labels")
+        result = {"loss": loss, "weight": _label_count(module, batch) if loss is not None else None}
+        scores = outputs if logits is None else logits
+        if isinstance(references, Tensor) and _shifts_labels(module):
+            references = nn.functional.pad(references[..., 1:], (0, 1), value=IGNORED)
+    elif isinstance(batch, Sequence) and len(batch) == 2:
+        inputs, references = batch
+        scores = model(inputs)
+        result = {}
+        if loss_fn is not None:
+            output = _mean_loss(loss_fn, scores, references)
+            result = {"loss": output.loss, "weight": output.weight}
+    else:
+        inputs = batch[0] if isinstance(batch, Sequence) and len(batch) == 1 else batch
+        scores, references, result = model(inputs), None, {}
+    result |= {"scores": scores, "references": references}
+    return {name: value for name, value in result.items() if value is not None}
+
+
+def _mean_loss(loss_fn: Any, outputs: Any, targets: Any) -> StepOutput:
+    """Return a loss, with what its mean divides by where that is not the number of samples."""
+    bound = loss_fn.__class__ is partial
+    get = loss_fn.keywords.get if bound else partial(getattr, loss_fn)
+    if (reduction := get("reduction", "mean")) != "mean":
+        _refuse_reduction("loss_fn", reduction)
+    loss = loss_fn(outputs, targets)
+    computes = loss_fn.func if bound else getattr(type(loss_fn), "forward", loss_fn)
+    if computes not in _OVER_LABELS or targets.is_floating_point():
+        return StepOutput(loss)
+    weight, ignored = get("weight", None), get("ignore_index", IGNORED)
+    said = ignored != IGNORED or (bound and "ignore_index" in loss_fn.keywords)
+    if weight is None and not said and targets.dim() < 2:
+        return StepOutput(loss)  # one label for each sample, and nobody said that some are left out
+    counted = targets != ignored
+    items = counted if weight is None else weight[targets.where(counted, 0)] * counted
+    return StepOutput(loss, items.sum())
+
+
+def _refuse_reduction(name: str, reduction: object) -> None:
+    if reduction in ("sum", "none"):
+        raise ConfigError(
+            f'`{name}` has `reduction="{reduction}"`, but the default steps need a mean, which '
+            'does not depend on how a step is split. Set `reduction="mean"`; for the gradient of '
+            "the sum over a step, multiply the learning rate by its samples. To put losses of "
+            "single samples together, override `training_step` and `evaluation_step`. If it "
+            "returns a mean all the same, pass `lambda outputs, targets: loss(outputs, targets)`."
+        )
+
+
+def _get(outputs: Any, name: str) -> Any:
+    if isinstance(outputs, Mapping):
+        return outputs.get(name)
+    return getattr(outputs, name, None)
+
+
+def _label_count(module: nn.Module, batch: Mapping[str, Any]) -> Tensor | None:
+    """Return how many labels the loss of a transformers model averages, on the device.
+
+    None, which means the number of samples, for models and labels that are not of that kind.
+    """
+    labels = batch.get("labels")
+    if not isinstance(labels, Tensor) or labels.is_floating_point():
+        return None
+    if not hasattr(module, "loss_function"):  # not a model of transformers
+        return None
+    config: Any = getattr(module, "config", None)
+    if _reads_ctc_reduction(type(module).forward):
+        _refuse_reduction("ctc_loss", config.ctc_loss_reduction)
+        return None
+    if _shifts_labels(module):
+        labels = labels[..., 1:]
+    # Segmentation models have an ignored label of their own.
+    ignored = getattr(config, "semantic_loss_ignore_index", IGNORED)
+    return (labels != ignored).sum()
+
+
+def _shifts_labels(module: nn.Module) -> bool:
+    return hasattr(module, "loss_function") and _shifts(
+        type(module).forward, getattr(module, "loss_type", None)
+    )
+
+
+@cache
+def _reads_ctc_reduction(forward: Callable[..., Any]) -> bool:
+    code = getattr(inspect.unwrap(forward), "__code__", None)
+    return code is not None and "ctc_loss_reduction" in code.co_names
+
+
+@cache
+def _shifts(forward: Callable[..., Any], loss_type: str | None) -> bool:
+    """Whether the loss of a transformers model compares each position with the next label.
+
+    The shift is in `ForCausalLMLoss`, which models reach by `self.loss_function` where their
+    `loss_type` names it or nothing at all; a few shift by themselves. Others, such as XLNet and
+    T5, have a loss of their own that does not.
+    """
+    code = getattr(inspect.unwrap(forward), "__code__", None)
+    if code is None:
+        return False
+    if "shift_labels" in code.co_varnames:
+        return True
+    by_name = loss_type in (None, "ForCausalLM", "ForConditionalGeneration")
+    return by_name and "loss_function" in code.co_names

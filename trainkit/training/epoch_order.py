@@ -1,0 +1,120 @@
+"""The order of the epoch that a checkpoint was made in, and that of the run which resumes it."""
+
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from trainkit.data.order_facts import OWN, changed_facts, run_to
+from trainkit.errors import CheckpointError
+from trainkit.training.run import Run
+
+__all__ = ["order_of", "order_problems", "say_changes"]
+
+_SETTINGS = (
+    "sample_seeding",
+    "drop_last_window",
+    "split_batches",
+    "max_grad_norm",
+    "max_grad_value",
+    "deterministic",
+)
+"""Settings that change samples or updates, and that a resume takes from the run, not the save."""
+
+
+def order_of(run: Run) -> dict[str, Any]:
+    """Return what decides the order of the samples: facts, and a digest of the latest epoch's."""
+    loader, accumulation = run.train_loader, run.config.gradient_accumulation_steps
+    epoch = _latest(run.state.state_dict())
+    return {
+        "facts": loader.order_facts(),
+        "digest": loader.order_digest(epoch, accumulation) if epoch >= 0 else None,
+    }
+
+
+def order_problems(
+    saved: Mapping[str, Any] | None, counters: Mapping[str, Any], run: Run, *, late: str | None
+) -> list[str]:
+    """Return, in words, why the samples would not follow that the checkpoint's run would have had.
+
+    Args:
+        saved: What `order_of` returned; None of older checkpoints.
+        counters: Those of the checkpoint.
+        run: The run that resumes.
+        late: The checkpoint, where a sampler may be what it was only once callbacks and registered
+            objects are loaded: then it is looked at again before the first window.
+    """
+    if saved is None:
+        return []
+    loader, accumulation = run.train_loader, run.config.gradient_accumulation_steps
+    changed = changed_facts(saved["facts"], loader.order_facts())
+    digest, epoch, inside = saved["digest"], _latest(counters), counters["epoch_samples"] > 0
+    if digest is None or (changed and not inside):
+        return changed if inside else []
+    why = _run_to(digest, epoch, run)
+    if not inside:
+        return [why] if why == OWN and not _is_registered_in(run) else []
+    if not why:
+        return []
+    words = "; ".join(changed) or why
+    words += " (allowed between epochs; inside one, samples would come twice or never)"
+    if late is None:
+        return [words]
+    loader.forget_order()
+
+    def check() -> None:
+        if loader.order_digest(epoch, accumulation) != digest:
+            raise CheckpointError(
+                f"The checkpoint `{late}` does not fit: {words}. The model holds its weights "
+                "already, but nothing was trained."
+            )
+
+    run.check_order = check
+    return []
+
+
+def _latest(counters: Mapping[str, Any]) -> int:
+    """Return the epoch whose order was made last; -1 where none was."""
+    epoch: int = counters["epoch"] - (counters["epoch_samples"] == 0)
+    return epoch
+
+
+def _run_to(digest: str, epoch: int, run: Run) -> str:
+    """Let the sampler run until it gives the order of an epoch; return why it does not."""
+
+    def draw() -> str | None:
+        found = None
+        with suppress(Exception):  # one that is not ready raises again later
+            found = run.train_loader.order_digest(epoch, run.config.gradient_accumulation_steps)
+        if found != digest:
+            run.train_loader.forget_order()
+        return found
+
+    return run_to(digest, epoch + 1, draw)
+
+
+def _is_registered_in(run: Run) -> bool:
+    """Return whether the state of a sampler is loaded with the run."""
+    source = run.train_loader.source
+    batch_sampler = getattr(source, "batch_sampler", None)
+    samplers = [batch_sampler, *(getattr(one, "sampler", None) for one in (source, batch_sampler))]
+    return any(part is sampler for part in run.objects.values() for sampler in samplers)
+
+
+def say_changes(saved: Mapping[str, Any] | None, config: Mapping[str, Any], run: Run) -> None:
+    """Print what a resume changes, and may: the order of later epochs, and some settings.
+
+    Args:
+        saved: What `order_of` returned; None of older checkpoints.
+        config: The settings of the run that was saved.
+        run: The run that resumes.
+    """
+    changed = changed_facts(saved["facts"], run.train_loader.order_facts()) if saved else []
+    if changed:
+        run.print(f"trainkit: other epochs have another order now: {'; '.join(changed)}.")
+    settings = [
+        f"`{name}` was {config[name]!r} and is {getattr(run.config, name)!r}"
+        for name in _SETTINGS
+        if name in config and config[name] != getattr(run.config, name)
+    ]
+    if settings:
+        run.print(f"trainkit: the run goes on with other settings: {', '.join(settings)}.")

@@ -1,0 +1,116 @@
+"""What is known of a run when it fails, for the notes of the error, the report and the watch."""
+
+import math
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from trainkit.config import Watchdog
+from trainkit.errors import text_of
+from trainkit.training.run import Run
+
+__all__ = ["WatchedRun", "report_failure"]
+
+_LISTED = 4096  # samples of a window that a report lists
+_LARGEST_ORDER = 5_000_000  # samples of an epoch whose order is made once more for a report
+
+
+class WatchedRun:
+    """What the watch asks of a run.
+
+    Args:
+        run: The run.
+        watchdog: Its time limits; the usual ones if not given.
+    """
+
+    def __init__(self, run: Run, watchdog: Watchdog | None) -> None:
+        self.watchdog = watchdog or Watchdog()
+        self._run = run
+        self._first_attempt = run.state.attempts
+        self.folder = _folder(run)
+
+    def progress(self) -> tuple[str, bool, tuple[object, ...]]:
+        """Return the phase, whether no step was made yet, and what changes with progress."""
+        run = self._run
+        attempts = run.state.attempts
+        marks = (run.phase, attempts, run.processes.loaders.changes())
+        return run.phase, attempts == self._first_attempt, marks
+
+    def place(self) -> dict[str, Any]:
+        """Return `step`, `epoch`, `phase` and `samples`."""
+        return _place(self._run)
+
+
+def report_failure(run: Run, error: BaseException) -> None:
+    """Note on an error where the run was, write a report, and tell the other processes.
+
+    Does not return where the error only came from the end of another process, which is the one
+    that reports.
+    """
+    from trainkit.watchdog import (
+        exit,
+        report as reports,  # only failures need it
+    )
+
+    place = _place(run)
+    processes = run.strategy.processes
+    hint = reports.hint_for(type(error).__name__, text_of(error), alone=processes.size == 1)
+    error.add_note(
+        f"trainkit: process {processes.rank} of {processes.size}, epoch {place['epoch']}, after "
+        f"step {place['step']} ({run.state.epoch_samples} samples of this epoch consumed), "
+        f"phase: {place['phase']}."
+    )
+    if hint and not reports.tells_of_lost_peer(error):  # of which the watch may know more
+        error.add_note(f"trainkit: {hint}")
+    origin = getattr(error, "origin", None)
+    place["samples"] |= _indices(run, place["samples"])
+    report = reports.Report(
+        kind="error",
+        cause=exit.sentence(error),
+        process=processes.rank if origin is None else origin,
+        processes=processes.size,
+        reporter=processes.rank,
+        secondary=exit.is_secondary(error),
+        hint=hint,
+        place=place,
+        error=reports.error_parts(error),
+        memory=reports.memory(),
+    )
+    folder = _folder(run)
+    if processes.watch is not None:
+        processes.watch.fail(error, report, folder)
+    elif folder is not None:
+        with suppress(OSError):  # the error itself is what matters
+            report.write(folder)
+
+
+def _folder(run: Run) -> Path | None:
+    from trainkit.watchdog.report import folder_for
+
+    return folder_for(run.output_dir)
+
+
+def _place(run: Run) -> dict[str, Any]:
+    """Return where a run is; the samples are those of the window under way, by position.
+
+    Once the gradients of a window are complete they are those of the next.
+    """
+    state, loader = run.state, run.train_loader
+    first = state.epoch_samples
+    total = loader.nominal_window(run.config.gradient_accumulation_steps)
+    end = min(first + (total or run.weighting.samples), loader.samples_per_epoch or math.inf)
+    samples = {"first": first, "last": int(end) - 1} if end > first else {}
+    return {"step": state.step, "epoch": state.epoch, "phase": run.phase, "samples": samples}
+
+
+def _indices(run: Run, samples: dict[str, int]) -> dict[str, Any]:
+    """Return the indices of a window in the data set, where its order can be made once more."""
+    order = getattr(run.train_loader, "order_of", None)
+    known = run.train_loader.samples_per_epoch
+    if order is None or not samples or known is None or known > _LARGEST_ORDER:
+        return {}
+    with suppress(Exception):  # a sampler of others; the failure itself is what matters
+        stop = min(samples["last"] + 1, samples["first"] + _LISTED)
+        listed = order(run.state.epoch, samples["first"], stop)
+        return {"indices": [index if isinstance(index, int) else repr(index) for index in listed]}
+    return {}

@@ -1,0 +1,157 @@
+"""What a checkpoint must have in common with the run that resumes from it (DESIGN 2.22, 2.29)."""
+
+from collections.abc import Mapping, Sequence
+from inspect import Parameter, signature
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trainkit.export.state import shapes_in, shapes_of
+from trainkit.training.layouts import layout_problems, layouts
+from trainkit.training.run import Run
+
+__all__ = [
+    "differences",
+    "fingerprint",
+    "horizon_problems",
+    "model_problems",
+    "overruled_settings",
+    "parameter_names",
+]
+
+_SCHEDULED = ("lr", "momentum", "betas")
+"""Settings that schedules of torch change in every step."""
+
+_EQUAL = (
+    "optimizer",
+    "scheduler",
+    "scheduler advances",
+    "precision",
+    "data set length",
+    "global batch",
+    "seed",
+)
+
+
+def fingerprint(run: Run) -> dict[str, Any]:
+    """Return what must not change between a save and a resume."""
+    names = parameter_names(run.module)
+    loader = run.train_loader
+    return {
+        "parameters": {name: list(p.shape) for name, p in run.module.named_parameters()},
+        "layouts": layouts(run.module),
+        "optimizer": type(run.optimizer).__name__,
+        "optimizer groups": [
+            [names[id(p)] for p in group["params"]] for group in run.optimizer.param_groups
+        ],
+        "added parameters": {
+            names[id(p)]: p.requires_grad
+            for group in run.optimizer.param_groups[run.given_groups :]
+            for p in group["params"]
+        },
+        "scheduler": run.lr_schedule and run.lr_schedule.kind,
+        "scheduler advances": run.lr_schedule and run.lr_schedule.unit,
+        "precision": run.precision.name,
+        "data set length": loader.samples_per_epoch,
+        "global batch": loader.nominal_window(run.config.gradient_accumulation_steps),
+        "seed": run.config.seed,
+    }
+
+
+def differences(saved: Mapping[str, Any], present: Mapping[str, Any]) -> list[str]:
+    """Return, in words, where two fingerprints differ."""
+    problems = _key_problems("parameter", saved["parameters"], present["parameters"])
+    if saved["parameters"] == present["parameters"]:
+        added = saved.get("added parameters", {})  # older checkpoints do not tell
+        given = [group for group in saved["optimizer groups"] if not added.keys() & {*group}]
+        if present["optimizer groups"] not in (given, saved["optimizer groups"]):
+            problems.append("the optimizer's groups hold other parameters")
+        if "layouts" in saved:  # older checkpoints do not tell
+            shapes = present["parameters"]
+            problems += layout_problems(saved["layouts"], present["layouts"], shapes)
+    for name in _EQUAL:
+        was = saved.get(name, present[name])  # older checkpoints do not tell all
+        if was != present[name]:
+            problems.append(f"{name}: {was!r} in the checkpoint, {present[name]!r} now")
+    return problems
+
+
+def model_problems(saved: Mapping[str, Any], module: nn.Module) -> list[str]:
+    """Return, in words, what keeps a saved state out of a model."""
+    expected = shapes_of(module, saved)
+    return _key_problems("entry of the model's state", shapes_in(saved, expected), expected)
+
+
+def horizon_problems(saved: Mapping[str, Any], run: Run, schedule: str | None) -> list[str]:
+    """Return, in words, a change of the horizon that nobody decided on."""
+    if schedule is not None:
+        return []
+    changed = [
+        f"`{name}` was {saved[name]} and is {getattr(run.config, name)}"
+        for name in ("max_epochs", "max_steps")
+        if saved[name] != getattr(run.config, name)
+    ]
+    if not changed:
+        return []
+    return [
+        f'the horizon changed: {", ".join(changed)}. Pass `fit(..., schedule="keep")` to go on '
+        'with the learning-rate schedule as it was, or `schedule="rescale"` to stretch it to the '
+        "new horizon"
+    ]
+
+
+def overruled_settings(saved: Sequence[Mapping[str, Any]], run: Run) -> list[str]:
+    """Return, in words, which numbers of the optimizer a resume replaces by those of the save.
+
+    What a schedule changes on its way is left out, but for the rate that it began with.
+    """
+    names = dict.fromkeys(_given_settings(run.optimizer))
+    if run.lr_schedule is not None:
+        names = dict.fromkeys(["initial_lr", *(n for n in names if n not in _SCHEDULED)])
+    found = {
+        f"`{name}` {was} (given: {given})": None
+        for old, new in zip(saved, run.optimizer.param_groups, strict=False)
+        for name in names
+        if (was := _numbers(old.get(name))) and (given := _numbers(new.get(name))) and was != given
+    }
+    return list(found)
+
+
+def _given_settings(optimizer: Optimizer) -> list[str]:
+    """Return the defaults that a caller can set: some optimizers also count in their groups."""
+    known = signature(type(optimizer)).parameters
+    takes_more = any(p.kind is Parameter.VAR_KEYWORD for p in known.values())
+    return [name for name in optimizer.defaults if takes_more or name in known]
+
+
+def _numbers(setting: Any) -> str:
+    """Return a number, or several, as text; nothing for all else."""
+    values = list(setting) if isinstance(setting, tuple | list) else [setting]
+    values = [v.item() if isinstance(v, Tensor) and v.numel() == 1 else v for v in values]
+    return ", ".join(map(str, values)) if all(isinstance(v, int | float) for v in values) else ""
+
+
+def parameter_names(module: nn.Module) -> dict[int, str]:
+    """Return the names of the parameters by their identity."""
+    return {id(parameter): name for name, parameter in module.named_parameters()}
+
+
+def _key_problems(what: str, saved: Mapping[str, Any], present: Mapping[str, Any]) -> list[str]:
+    missing = [name for name in present if name not in saved]
+    extra = [name for name in saved if name not in present]
+    shapes = [
+        f"`{name}` {saved[name]} in the checkpoint, {present[name]} now"
+        for name in present
+        if name in saved and saved[name] != present[name]
+    ]
+    problems = []
+    for words, names in (
+        ("not in the checkpoint", missing),
+        ("only in the checkpoint", extra),
+        ("of another shape", shapes),
+    ):
+        if names:
+            shown = ", ".join(names[:10]) + (", ..." if len(names) > 10 else "")
+            problems.append(f"{len(names)} x {what} {words}: {shown}")
+    return problems

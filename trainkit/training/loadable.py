@@ -1,0 +1,288 @@
+"""Whether a run can take what was read from a checkpoint: looked at before any of it is applied."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from trainkit.checkpoint.format.names import process_part
+from trainkit.checkpoint.format.schema import (
+    Unfit,
+    each,
+    flag,
+    listed,
+    maybe,
+    number,
+    one_of,
+    positive,
+    record,
+    row,
+    text,
+    whole,
+    within,
+)
+from trainkit.checkpoint.forms import (
+    SCALE,
+    STREAM,
+    STREAMS,
+    anything,
+    blaming,
+    check_groups,
+    check_optimizer_form,
+    check_schedule_form,
+)
+from trainkit.errors import CheckpointError
+from trainkit.precision import FP16
+from trainkit.training.owners import owners_of
+from trainkit.training.run import Run
+from trainkit.training.state import TrainState
+
+if TYPE_CHECKING:
+    from trainkit.checkpoint import Checkpoint
+    from trainkit.training.callback import CallbackList
+
+__all__ = ["check_metadata", "check_parts", "check_states", "same_torch"]
+
+
+def _integer(value: Any) -> None:
+    if type(value) is not int:
+        raise Unfit(f"must be a whole number, but is {value!r:.60}")
+
+
+def _after_nothing(value: Any) -> None:
+    if value != -1 or type(value) is not int:
+        whole(value)
+
+
+_METADATA = record(
+    {
+        "epoch": whole,
+        "metrics": each(number),
+        "config": record({"max_epochs": maybe(whole), "max_steps": maybe(whole)}),
+        "planned_steps": maybe(whole),
+        "fingerprint": record(
+            {
+                "parameters": each(listed(whole)),
+                "layouts": each(listed(whole)),
+                "optimizer": text,
+                "optimizer groups": listed(listed(text)),
+                "added parameters": each(flag),
+                "scheduler": maybe(text),
+                "scheduler advances": maybe(text),
+                "precision": text,
+                "data set length": maybe(whole),
+                "global batch": maybe(whole),
+                "seed": _integer,
+            },
+            # Older ones have none.
+            optional={"layouts", "added parameters", "scheduler advances"},
+        ),
+        "versions": each(text),
+        "order": record({"facts": each(anything), "digest": maybe(text)}),
+    },
+    optional={"order", "versions"},
+)
+_DATA = each(STREAM)
+_TRAINER = record(
+    {
+        "counters": record(dict.fromkeys(TrainState().state_dict(), whole), closed=True),
+        "lr_scheduler": anything,
+        "precision": anything,
+        "weight_reference": maybe(positive),
+        "metrics": each(number),
+        "best_metrics": each(number),
+        "last_logged_step": whole,
+        "last_evaluated_attempt": _after_nothing,
+        "callbacks": each(anything),
+        "objects": each(anything),
+        "optimizer_states": whole,
+        "data": _DATA,
+    },
+    optional={"optimizer_states", "data"},  # older ones have none
+)
+_SUM = row(one_of("mean", "sum", "max", "last"), number, number)
+_PROCESS = record(
+    {
+        **STREAMS,
+        "log_sums": each(_SUM),
+        "callbacks": each(anything),
+        "objects": each(anything),
+        "model": each(anything),
+        "data": _DATA,
+    },
+    optional={"callbacks", "objects", "model", "data"},  # older ones have none
+)
+
+
+def same_torch(checkpoint: "Checkpoint") -> bool:
+    """Return whether the version of torch that is used now wrote a checkpoint."""
+    versions = checkpoint.manifest.metadata.get("versions", {})
+    return bool(versions.get("torch") == str(torch.__version__))
+
+
+def check_metadata(checkpoint: "Checkpoint") -> None:
+    """Check the manifest, and that the parts are there that every checkpoint of a run has.
+
+    Raises:
+        CheckpointCorrupt: It is not what a run writes; names file and key.
+    """
+    manifest = checkpoint.manifest
+    with blaming(checkpoint, None):
+        names = checkpoint.names()
+        missing = [name for name in ("model", "optimizer", "trainer") if name not in names]
+        if missing:
+            raise Unfit(f"has no part {missing[0]!r}", "files")
+        within("metadata", _METADATA, manifest.metadata)
+        own = [n for n in names if n.startswith("process-") and "-shard-" not in n]
+        if len(own) != manifest.world_size or own != list(map(process_part, range(len(own)))):
+            raise Unfit(f"is {manifest.world_size}, but there are {own}", "world_size")
+
+
+def check_parts(
+    run: Run,
+    checkpoint: "Checkpoint",
+    model: Any,
+    optimizer: Any,
+    trainer: Any,
+    processes: list[Any],
+) -> None:
+    """Check all that a run takes by itself.
+
+    Raises:
+        CheckpointCorrupt: Something is not what a run writes; names file and key.
+    """
+    with blaming(checkpoint, "trainer"):
+        _check_trainer(run, checkpoint, trainer)
+    told = checkpoint.manifest.metadata["fingerprint"]
+    with blaming(checkpoint, "model"):
+        record({})(model)
+        for name, shape in told["parameters"].items():
+            value = model.get(name)
+            if name in model and isinstance(value, Tensor) and list(value.shape) != list(shape):
+                raise Unfit(f"has the shape {list(value.shape)}, not {list(shape)}", name)
+        _check_dtypes(model, run, checkpoint.path)
+    parameters = dict(run.module.named_parameters())
+    with blaming(checkpoint, "optimizer"):
+        strict = same_torch(checkpoint)
+        check_optimizer_form(optimizer, run.optimizer, parameters, strict=strict)
+        check_groups(optimizer["groups"], told["optimizer groups"])
+        count = trainer.get("optimizer_states", len(optimizer["state"]))
+        if count != len(optimizer["state"]):
+            raise Unfit(f"is of {len(optimizer['state'])} parameters, not of {count}", "state")
+    size, rank = checkpoint.manifest.world_size, run.processes.process_index
+    first = rank if size == run.processes.num_processes else 0
+    for index, part in enumerate(processes, first):
+        with blaming(checkpoint, process_part(index)):
+            _PROCESS(part)
+
+
+def _check_trainer(run: Run, checkpoint: "Checkpoint", trainer: Any) -> None:
+    _TRAINER(trainer)
+    counters = trainer["counters"]
+    limits = {
+        "consecutive_skips": counters["skipped_steps"],
+        "epoch_samples": counters["samples_seen"],
+    }
+    for name, limit in limits.items():
+        if counters[name] > limit:
+            raise Unfit(f"is {counters[name]}, more than {limit} can be", "counters", name)
+    _check_told(run, checkpoint, trainer)
+    _check_plugins(run, checkpoint, trainer)
+
+
+def _check_told(run: Run, checkpoint: "Checkpoint", trainer: Any) -> None:
+    """Compare the counters with the manifest and with each other."""
+    counters, manifest = trainer["counters"], checkpoint.manifest
+    attempts = counters["step"] + counters["skipped_steps"]
+    told = {"step": manifest.step, "epoch": manifest.metadata["epoch"]}
+    for name, value in told.items():
+        if counters[name] != value:
+            raise Unfit(f"is {counters[name]}, but {value} in the manifest", "counters", name)
+    for name, limit in (
+        ("last_logged_step", counters["step"]),
+        ("last_evaluated_attempt", attempts),
+    ):
+        if trainer[name] > limit:
+            raise Unfit(f"is {trainer[name]}, more than {limit} can be", name)
+    _check_position(run, counters, manifest.metadata["fingerprint"])
+
+
+def _check_plugins(run: Run, checkpoint: "Checkpoint", trainer: Any) -> None:
+    """Check the states of the scheduler and of the precision."""
+    manifest = checkpoint.manifest
+    scheduler, saved = run.lr_schedule, trainer["lr_scheduler"]
+    named = manifest.metadata["fingerprint"]["scheduler"]
+    if (saved is None) != (named is None):
+        raise Unfit(f"must be that of {named}", "lr_scheduler")
+    if scheduler is not None and scheduler.kind == named:
+        strict = same_torch(checkpoint)
+        within(
+            "lr_scheduler",
+            lambda value: check_schedule_form(value, scheduler.scheduler, strict=strict),
+            saved,
+        )
+    if isinstance(run.precision, FP16) and manifest.metadata["fingerprint"]["precision"] == "fp16":
+        within("precision", SCALE, trainer["precision"])
+    elif not run.precision.state_dict():
+        within("precision", record({}, closed=True), trainer["precision"])
+
+
+def _check_position(run: Run, counters: Mapping[str, int], told: Mapping[str, Any]) -> None:
+    position = counters["epoch_samples"]
+    length, batch = told["data set length"], told["global batch"]
+    if run.train_loader.order_facts().get("data") != "map-style" or not length or not batch:
+        return
+    if position % batch or (position >= length and not counters["epoch"]):  # later ones may grow
+        why = f"is {position}, where no step of {batch} of {length} samples begins"
+        raise Unfit(why, "counters", "epoch_samples")
+
+
+def _check_dtypes(model: Mapping[str, Any], run: Run, path: Path) -> None:
+    for name, present in run.module.state_dict().items():
+        value = model.get(name)
+        if not isinstance(present, Tensor) or name not in model:
+            continue
+        if not isinstance(value, Tensor):
+            raise Unfit(f"must be a tensor, but is {value!r:.60}", name)
+        if value.dtype != present.dtype:
+            raise CheckpointError(
+                f"The checkpoint `{path}` does not fit: `{name}` of its part `model` holds "
+                f"{value.dtype}, but the model has {present.dtype} there. Resume with a model of "
+                "the same dtype.",
+                path=path,
+            )
+
+
+def check_states(
+    run: Run,
+    callbacks: "CallbackList",
+    checkpoint: "Checkpoint",
+    states: Mapping[str, Mapping[str, Any]],
+) -> None:
+    """Let callbacks and registered objects look at their states, by `check_state_dict`.
+
+    Raises:
+        CheckpointError: One cannot take its state; names it.
+    """
+    for kind, owners in owners_of(run, callbacks).items():
+        for name, state in states[kind].items():
+            check = getattr(owners[name], "check_state_dict", None)
+            if check is None:
+                continue
+            arguments = (run, state) if kind == "callbacks" else (state,)
+            with blaming(checkpoint, "trainer"):
+                try:
+                    check(*arguments)
+                except Unfit as error:
+                    raise Unfit(error.why, kind, name, *error.keys) from None
+                except CheckpointError as error:
+                    error.path = error.path or checkpoint.path
+                    raise
+                except Exception as error:
+                    raise CheckpointError(
+                        f"`{kind}.{name}` of the checkpoint `{checkpoint.path}` is refused by its "
+                        f"owner: {error} Nothing of the checkpoint was applied.",
+                        path=checkpoint.path,
+                    ) from error

@@ -1,0 +1,258 @@
+"""The figures of a run since its last log: kept on the device, reduced in one collective."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from trainkit.distributed import Processes
+from trainkit.errors import ConfigError, DataError
+from trainkit.types import Scalars
+
+__all__ = ["Log", "LogSums", "LoneLog", "Reduction"]
+
+Reduction: TypeAlias = Literal["mean", "sum", "max", "last"]
+"""How the values of a name are put together, over steps and over processes."""
+
+_REDUCTIONS = ("mean", "sum", "max", "last")
+_Packet: TypeAlias = dict[str, tuple[str, float, float]]
+
+
+@dataclass(slots=True)
+class _Entry:
+    """What was logged under one name: for a mean the sums, else the value so far."""
+
+    reduce: Reduction
+    value: Tensor | float = 0.0
+    weight: Tensor | float = 0.0
+
+
+class LogSums:
+    """Weighted means, sums, maxima and last values by name (DESIGN 2.35).
+
+    Nothing is read from the device before `reduce`. Sums are kept in fp64.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[str, _Entry] = {}
+
+    def add(
+        self,
+        name: str,
+        value: Tensor | float,
+        weight: Tensor | float = 1,
+        reduce: Reduction = "mean",
+    ) -> None:
+        """Take in one value; tensors must hold one element and stay on their device."""
+        entry = self._entries.get(name)
+        if entry is None:
+            entry = self._entries[name] = _new_entry(name, reduce)
+        elif entry.reduce != reduce:
+            raise ConfigError(
+                f"`{name}` was logged with reduce={entry.reduce!r} before, and now with "
+                f"reduce={reduce!r}. Use one of them, or two names."
+            )
+        if isinstance(value, Tensor):
+            value = _scalar(name, value)
+        if reduce == "mean":
+            _add_weighted(entry, value, weight)
+        else:
+            _add_plain(entry, value)
+
+    def join(self, other: "LogSums") -> None:
+        """Take over the figures of `other`, which must have other names."""
+        for name in self._entries.keys() & other._entries.keys():
+            raise DataError(
+                f"Two figures of an evaluation are called `{name}`: `evaluation_step` returned it, "
+                "and gave it to `run.log` too. Do one of them, or rename it."
+            )
+        self._entries |= other._entries
+
+    def reduce(self, processes: Processes) -> Scalars:
+        """Return the figures over all processes, sorted by name, and start afresh.
+
+        Every process must call it. It reads the device once and makes one collective.
+        """
+        packets: list[_Packet] = processes.all_gather_objects(self._take())
+        names = sorted({name for packet in packets for name in packet})
+        figures = {name: _combine(name, [p[name] for p in packets if name in p]) for name in names}
+        return {name: figure for name, figure in figures.items() if figure is not None}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the open sums of this process; reads the device once."""
+        return self._packet()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` returned."""
+        self._entries = {
+            name: _Entry(reduce, value, weight) for name, (reduce, value, weight) in state.items()
+        }
+
+    def merge(self, state: Mapping[str, Any]) -> None:
+        """Add the open sums of another process, in place of which this one goes on."""
+        for name, (reduce, value, weight) in state.items():
+            entry = self._entries.get(name)
+            if entry is None:
+                self._entries[name] = _Entry(reduce, value, weight)
+            elif reduce == "mean":
+                entry.value, entry.weight = entry.value + value, entry.weight + weight
+            else:
+                _add_plain(entry, value)
+
+    def _take(self) -> _Packet:
+        packet = self._packet()
+        self._entries = {}
+        return packet
+
+    def _packet(self) -> _Packet:
+        entries = self._entries
+        tensors = [
+            number.double()
+            for entry in entries.values()
+            for number in (entry.value, entry.weight)
+            if isinstance(number, Tensor)
+        ]
+        numbers = iter(torch.stack(tensors).tolist() if tensors else [])
+
+        def host(number: Tensor | float) -> float:
+            return next(numbers) if isinstance(number, Tensor) else float(number)
+
+        return {
+            name: (entry.reduce, host(entry.value), host(entry.weight))
+            for name, entry in entries.items()
+        }
+
+
+@dataclass(kw_only=True, slots=True)
+class Log:
+    """Where `log` puts figures: into the next log of a training, or an evaluation under way."""
+
+    sums: LogSums = field(default_factory=LogSums)
+    zero_weight: bool = False
+    """True inside a repeat that only keeps the processes in step and counts for nothing."""
+    samples: int = 1  # how much a figure counts whose weight is not given
+
+    def log(
+        self,
+        values: Mapping[str, Tensor | float],
+        weight: Tensor | float | None = None,
+        reduce: Reduction = "mean",
+    ) -> None:
+        """Add figures to the next log, or to the evaluation under way: between its batches.
+
+        Args:
+            values: Numbers or one-element tensors by name. Tensors are not read before the log.
+            weight: How much they count in a mean, such as the number of samples. None: 1, and in
+                an evaluation the number of samples in the batch.
+            reduce: How they are put together over the steps since the last log, or the batches of
+                the evaluation, and over all processes: "mean" (weighted), "sum", "max" or "last".
+        """
+        if not self.zero_weight:
+            for name, value in values.items():
+                self.sums.add(name, value, self.samples if weight is None else weight, reduce)
+
+    @contextmanager
+    def apart(self) -> Iterator[LogSums]:
+        """Collect what is logged inside apart from what was logged before."""
+        outer = self.sums, self.zero_weight, self.samples
+        self.sums, self.zero_weight, self.samples = LogSums(), False, 1
+        try:
+            yield self.sums
+        finally:
+            self.sums, self.zero_weight, self.samples = outer
+
+
+_OF_PROCESSES = ("gather", "gather_for_metrics", "is_main_process", "own_rows", "print")
+
+
+@dataclass(kw_only=True, slots=True)
+class LoneLog(Log):
+    """Takes the place of a run in an evaluation before any `fit`."""
+
+    processes: Any
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _OF_PROCESSES:
+            return getattr(self.processes, name)
+        raise AttributeError(
+            f"`run.{name}` belongs to a `fit`, and this trainer has made none: in an evaluation "
+            f"before it, `run` has only `log`, `processes`, {str(_OF_PROCESSES)[1:-1]}."
+        )
+
+
+def _new_entry(name: str, reduce: Reduction) -> _Entry:
+    if reduce not in _REDUCTIONS:
+        raise ConfigError(f"`reduce` of `{name}` must be one of {_REDUCTIONS}, but is {reduce!r}.")
+    return _Entry(reduce)
+
+
+def _scalar(name: str, value: Tensor) -> Tensor:
+    if value.numel() != 1:
+        raise ConfigError(
+            f"`{name}` must be a single number to be logged, but has the shape "
+            f"{tuple(value.shape)}. Log its mean, with the number of items as `weight`."
+        )
+    return value.detach().reshape(())
+
+
+def _add_weighted(entry: _Entry, value: Tensor | float, weight: Tensor | float) -> None:
+    if isinstance(weight, Tensor):
+        weight = weight.detach().double().reshape(())
+        number = value if isinstance(value, Tensor) else torch.full_like(weight, value)
+        # A mean over no items is NaN and must not count.
+        entry.value = entry.value + torch.where(weight > 0, number, 0.0) * weight
+    elif weight == 0:
+        return
+    elif isinstance(value, Tensor):
+        if not isinstance(entry.value, Tensor):
+            start = entry.value
+            entry.value = torch.full((), start, dtype=torch.float64, device=value.device)
+        entry.value.add_(value, alpha=weight)
+    else:
+        entry.value = entry.value + value * weight
+    entry.weight = entry.weight + weight
+
+
+def _add_plain(entry: _Entry, value: Tensor | float) -> None:
+    if isinstance(value, Tensor):
+        value = value.double().clone()
+    seen, entry.weight = entry.weight, 1.0
+    if entry.reduce == "sum":
+        entry.value = entry.value + value
+    elif entry.reduce == "max" and seen:
+        entry.value = _maximum(entry.value, value)
+    else:
+        entry.value = value
+
+
+def _maximum(first: Tensor | float, second: Tensor | float) -> Tensor | float:
+    """Return the larger; NaN where either is, because it must be seen."""
+    if isinstance(first, Tensor) and isinstance(second, Tensor):
+        return torch.maximum(first, second)
+    if isinstance(first, Tensor):
+        return torch.maximum(first, torch.full_like(first, float(second)))
+    if isinstance(second, Tensor):
+        return torch.maximum(torch.full_like(second, first), second)
+    return first if first != first or first > second else second
+
+
+def _combine(name: str, parts: list[tuple[str, float, float]]) -> float | None:
+    """Put together what the processes hold under one name; None where nothing had weight."""
+    kinds = sorted({kind for kind, _, _ in parts})
+    if len(kinds) > 1:
+        raise ConfigError(
+            f"`{name}` was logged with reduce={kinds[0]!r} on one process and {kinds[1]!r} on "
+            "another. Use the same on all."
+        )
+    values = [value for _, value, _ in parts]
+    if kinds[0] == "mean":
+        weight = sum(weight for _, _, weight in parts)
+        return sum(values) / weight if weight else None
+    if kinds[0] == "sum":
+        return sum(values)
+    if kinds[0] == "max":
+        return next((value for value in values if value != value), max(values))
+    return values[0]

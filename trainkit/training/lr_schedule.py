@@ -1,0 +1,244 @@
+"""Learning-rate schedules: when they advance, those by name, and optimizers that need none."""
+
+import math
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from typing_extensions import override
+
+from trainkit.config import check_argument
+from trainkit.errors import ConfigError
+from trainkit.training.state import TrainState
+from trainkit.types import AnyScheduler, Scalars, SchedulerFactory
+
+__all__ = ["EvaluationWeights", "LRSchedule", "NamedLR", "make_lr_schedule"]
+
+_KEY = "training_weights"
+NAMES = ("constant", "linear", "cosine", "wsd")
+
+
+@dataclass(frozen=True, slots=True)
+class LRSchedule:
+    """A scheduler and when it advances: once per applied step unless said otherwise.
+
+    Args:
+        scheduler: The scheduler. `ReduceLROnPlateau` needs `metric`.
+        every: "step": after each applied update. "epoch": at the end of each epoch.
+        metric: A figure such as "eval/loss"; the scheduler then advances after each evaluation
+            and is given its value.
+    """
+
+    scheduler: AnyScheduler
+    every: Literal["step", "epoch"] = "step"
+    metric: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.every not in ("step", "epoch"):
+            raise ConfigError(f'`every` must be "step" or "epoch", but is {self.every!r}.')
+        if isinstance(self.scheduler, ReduceLROnPlateau) and self.metric is None:
+            raise ConfigError(
+                "`ReduceLROnPlateau` must know which figure to watch. Return "
+                '`LRSchedule(scheduler, metric="eval/loss")` from the scheduler callable.'
+            )
+
+    @property
+    def kind(self) -> str:
+        """What it is: its class, or its name and warm-up."""
+        return str(getattr(self.scheduler, "described", type(self.scheduler).__name__))
+
+    @property
+    def unit(self) -> str:
+        """When it advances."""
+        return f"every {self.every}" if self.metric is None else f"by {self.metric}"
+
+    @property
+    def name(self) -> str:
+        """What it is, and when it advances if not after each update."""
+        return self.kind if self.unit == "every step" else f"{self.kind} {self.unit}"
+
+    def check(self, figures: Iterable[str] | None) -> None:
+        """Raise where the schedule could never advance.
+
+        Args:
+            figures: Names that an evaluation gives; empty without one, None where not known.
+        """
+        if self.metric is None or figures is None or self.metric in figures:
+            return
+        if not figures:
+            raise ConfigError(
+                f"`LRSchedule` watches {self.metric!r}, but `fit` was given no evaluation loader. "
+                "Pass `(train_loader, eval_loader)`."
+            )
+        raise ConfigError(
+            f"`LRSchedule` watches {self.metric!r}, but the evaluation gives only "
+            f"{sorted(figures)}. Use one of these."
+        )
+
+    def catch_up(self, state: TrainState) -> None:
+        """Bring a schedule that was made for a new horizon to where the training is."""
+        if self.metric is not None:
+            return
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch misses the updates, which were made before
+            for _ in range(state.step if self.every == "step" else state.epoch):
+                self.scheduler.step()  # type: ignore[call-arg]
+
+    def advance(self, unit: Literal["step", "epoch"]) -> None:
+        """Advance after an applied update or at the end of an epoch, if that is its pace."""
+        if self.metric is None and self.every == unit:
+            self.scheduler.step()  # type: ignore[call-arg]
+
+    def advance_evaluation(self, metrics: Scalars) -> None:
+        """Advance after an evaluation, if this schedule watches one of its figures."""
+        self.check(metrics)
+        if self.metric is None:
+            return
+        self.scheduler.step(metrics[self.metric])  # type: ignore[arg-type]
+
+
+class NamedLR(LRScheduler):
+    """A schedule over all updates of a run, by name.
+
+    Each of `w` warm-up updates has a higher rate than the one before, from `1 / (w + 1)` of the
+    optimizer's on. After them "constant" stays; "linear" and "cosine" fall to 0 at the end of the
+    run; "wsd" (warm-up, stable, decay) stays, and falls linearly to 0 in the last fifth.
+    The run has `total_steps` updates, where known; `warmup` is a fraction of them, or whole.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, name: object, total_steps: int | None, warmup: float = 0
+    ) -> None:
+        check_argument("warmup", warmup, float)
+        by_fraction = isinstance(warmup, float)
+        limit = 1 if by_fraction else total_steps or math.inf
+        known = total_steps is not None or (name == "constant" and not by_fraction)
+        if name not in NAMES or not known or not 0 <= warmup < limit:
+            raise ConfigError(
+                f"`lr_scheduler={name!r}` with `warmup={warmup!r}` is no schedule by name for "
+                f"{total_steps or 'an unknown number of'} updates. The names are "
+                f"{', '.join(NAMES)}; `warmup` is a fraction of the run, such as 0.1, or a whole "
+                "number of updates, fewer than the run has. Where these are not known, pass "
+                "`Trainer(max_steps=...)`."
+            )
+        self.described = f"{name}, warmup={warmup}"
+        self.shape, self.total_steps = name, None if name == "constant" else total_steps
+        self.warmup_steps = round(warmup * (total_steps or 0)) if by_fraction else warmup
+        super().__init__(optimizer)
+
+    @override
+    def get_lr(self) -> list[float | Tensor]:
+        step, begin, end = self.last_epoch, self.warmup_steps, self.total_steps
+        if step < begin:
+            factor = (step + 1) / (begin + 1)
+        elif end is None:
+            factor = 1.0
+        else:
+            if self.shape == "wsd":
+                begin = max(begin, end - math.ceil(end / 5))
+            done = min(max(step - begin, 0) / (end - begin), 1.0)
+            factor = (1 + math.cos(math.pi * done)) / 2 if self.shape == "cosine" else 1 - done
+        return [base * factor for base in self.base_lrs]
+
+
+def make_lr_schedule(
+    lr_scheduler: object | SchedulerFactory | None,
+    optimizer: Optimizer,
+    planned_steps: int | None = None,
+    warmup: float = 0,
+) -> LRSchedule | None:
+    """Return the schedule, by name, from a callable `optimizer -> LRScheduler` or as it is."""
+    if isinstance(lr_scheduler, str) or warmup != 0:
+        lr_scheduler = NamedLR(optimizer, lr_scheduler, planned_steps, warmup)
+    if lr_scheduler is None:
+        return None
+    if callable(lr_scheduler):
+        lr_scheduler = lr_scheduler(optimizer)
+    if isinstance(lr_scheduler, LRScheduler | ReduceLROnPlateau):
+        lr_scheduler = LRSchedule(lr_scheduler)
+    if not isinstance(lr_scheduler, LRSchedule):
+        raise ConfigError(
+            "`lr_scheduler` must be an LRScheduler, an `LRSchedule`, a callable `optimizer -> "
+            f"LRScheduler` or a name, but is or returns a {type(lr_scheduler).__name__!r}."
+        )
+    if lr_scheduler.scheduler.optimizer is not optimizer:
+        raise ConfigError(
+            "`lr_scheduler` belongs to another optimizer than the one that is used: it would "
+            "change nothing. Pass a callable `optimizer -> LRScheduler`."
+        )
+    return lr_scheduler
+
+
+class EvaluationWeights:
+    """Switches the parameters of an optimizer that has `train()` and `eval()`, to the last bit.
+
+    Schedule-free optimizers train on other weights than those that are good to evaluate, and go
+    from the ones to the others and back only up to rounding. So those of training are kept while
+    the parameters hold those of evaluation. With an optimizer that has no such methods nothing is
+    ever done.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        methods = (getattr(optimizer, name, None) for name in ("train", "eval"))
+        self._optimizer: Any = optimizer if all(map(callable, methods)) else None
+        self._training: list[Tensor] | None = None  # while the parameters hold others
+
+    def train(self) -> None:
+        """Let the parameters hold the weights of training."""
+        if self._optimizer is None:
+            return
+        self._optimizer.train()
+        if self._training is not None:
+            with torch.no_grad():
+                for parameter, weights in zip(self._parameters(), self._training, strict=True):
+                    parameter.copy_(weights)
+            self._training = None
+
+    def evaluate(self) -> None:
+        """Let the parameters hold the weights of evaluation."""
+        if self._optimizer is not None and self._training is None:
+            self._training = [parameter.detach().clone() for parameter in self._parameters()]
+            self._optimizer.eval()
+
+    @contextmanager
+    def held(self, *, error_is_last: bool = False) -> Iterator[None]:
+        """Let the parameters hold the weights of evaluation inside.
+
+        Args:
+            error_is_last: After an error they stay, as the training ends with it; callbacks that
+                exchange weights too then find theirs.
+        """
+        if self._training is not None:
+            yield
+            return
+        self.evaluate()
+        try:
+            yield
+        except BaseException:
+            if not error_is_last:
+                self.train()
+            raise
+        self.train()
+
+    def state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """Return the weights of training by name, while the parameters hold others."""
+        if self._training is None:
+            return {}
+        names = {id(parameter): name for name, parameter in module.named_parameters()}
+        weights = zip(self._parameters(), self._training, strict=True)
+        return {_KEY: {names[id(parameter)]: kept for parameter, kept in weights}}
+
+    def load_state_dict(self, state: Mapping[str, Any], module: nn.Module) -> None:
+        """Take the weights of training from a state that holds them; `train` puts them back."""
+        if self._optimizer is not None and _KEY in state:
+            names = {id(parameter): name for name, parameter in module.named_parameters()}
+            self._training = [state[_KEY][names[id(p)]] for p in self._parameters()]
+
+    def _parameters(self) -> list[Tensor]:
+        return [p for group in self._optimizer.param_groups for p in group["params"]]

@@ -1,0 +1,331 @@
+"""What is served between two windows: log, evaluate, checkpoint, stop (DESIGN 2.5)."""
+
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from trainkit import rng
+from trainkit.config import TrainConfig
+from trainkit.data import Window
+from trainkit.distributed import collective_guard, run_on_all
+from trainkit.errors import ConfigError, DataError
+from trainkit.training.callback import Callback, CallbackList
+from trainkit.training.evaluation import evaluate_run, rehearse
+from trainkit.training.run import Run
+
+if TYPE_CHECKING:
+    from trainkit.config import Watchdog
+
+__all__ = [
+    "Calls",
+    "begin",
+    "check_outputs",
+    "compiled",
+    "conditions",
+    "finish",
+    "first_window",
+    "follow_plan",
+    "lasting_streams",
+    "serve",
+    "watched",
+]
+
+
+MOST_EVALUATIONS = 2
+"""How many evaluations that a user calls may be inside each other."""
+
+
+class Calls:
+    """What was called and has not returned, from the outermost on."""
+
+    def __init__(self) -> None:
+        self._names: tuple[str, ...] = ()
+
+    @contextmanager
+    def enter(self, name: str) -> Iterator[None]:
+        """Be inside the call `name`; refuse it, before anything happens, where it cannot work.
+
+        Raises:
+            ConfigError: Other calls are under way that do not allow this one.
+            DistributedError: Not all processes run the code that makes it.
+        """
+        collective_guard.check(name)
+        outer = self._names
+        if name == "fit" and outer:
+            raise ConfigError(
+                f"`fit` was called inside `{outer[-1]}` of the same trainer, whose model, "
+                "optimizer and callbacks are in use. Make another `Trainer` for it, or call it "
+                "afterwards. `evaluate` and `predict` may be called inside."
+            )
+        if len(outer) - outer.count("fit") == MOST_EVALUATIONS:
+            chain = " inside ".join(f"`{call}`" for call in (name, *reversed(outer)))
+            raise ConfigError(
+                f"{chain}: it looks as if `evaluation_step` called this for ever. Call the model "
+                "in it instead, or use another `Trainer`."
+            )
+        self._names = (*outer, name)
+        try:
+            yield
+        finally:
+            self._names = outer
+
+
+@contextmanager
+def watched(run: Run, watchdog: "Watchdog | None") -> Iterator[None]:
+    """Watch the progress of a run, where it runs on several processes (DESIGN 2.32)."""
+    watch = run.strategy.processes.watch
+    if watch is None:
+        yield
+        return
+    from trainkit.training.failure import WatchedRun  # one process alone needs none of it
+
+    watch.follow(WatchedRun(run, watchdog))
+    try:
+        yield
+    finally:
+        watch.unfollow()
+
+
+@contextmanager
+def conditions(
+    model: nn.Module, config: TrainConfig, options: Mapping[str, Any] | None
+) -> Iterator[None]:
+    """Hold what is to hold while a model is trained, and put it back afterwards."""
+    with compiled(model, options), rng.determinism(config.deterministic), _training_mode(model):
+        yield
+
+
+def compiled(model: nn.Module, options: Mapping[str, Any] | None) -> AbstractContextManager[None]:
+    """Return what lets a model run compiled inside, where there are options for it."""
+    if options is None:
+        return nullcontext()
+    from trainkit.training import compile as compiled  # most runs need none of it
+
+    return compiled.compiled(model, options)
+
+
+@contextmanager
+def _training_mode(model: nn.Module) -> Iterator[None]:
+    """Put a model that was left in evaluation mode into training mode, and back afterwards.
+
+    One in training mode is left alone, so that submodules which the user froze stay frozen.
+    """
+    if model.training:
+        yield
+        return
+    model.train()
+    try:
+        yield
+    finally:
+        model.eval()
+
+
+def lasting_streams() -> AbstractContextManager[None]:
+    """Return what lets `print` go on inside when its reader has left."""
+    from trainkit import console  # only where something runs
+
+    return console.lasting()
+
+
+def check_outputs(run: Run, callbacks: CallbackList) -> None:
+    """Raise, on all processes, where something that will be written cannot be."""
+
+    def check() -> None:
+        if run.output_dir is not None and run.is_main_process:
+            from trainkit.outputs import check_folder  # many runs write nothing
+
+            check_folder(run.output_dir, "`Trainer(output_dir=...)`")
+        for callback in callbacks.writers:
+            callback.check_output(run)
+
+    run_on_all(run.strategy.processes, check)
+
+
+def begin(run: Run, callbacks: CallbackList) -> None:
+    """Say what cannot work before any work is lost, and put the random streams back."""
+    if run.resumed_from is not None and run.checkpoint is not None:
+        callbacks.emit(Callback.on_checkpoint_loaded, run, run.checkpoint)
+    if run.saver is not None:
+        from trainkit.training.savable import check_savable  # on demand
+
+        check_savable(run, callbacks)
+    if run.train_loader.stream is not None:
+        run.train_loader.stream.check_evaluations(run.evaluation_loaders.values())
+    if run.processes.num_processes > 1:
+        _check_alike(run)
+    if run.lr_schedule is not None:
+        from trainkit.training.schedule_plan import check_plan  # many runs need none of it
+
+        check_plan(run.lr_schedule, run.planned_steps, run.config.max_epochs, run.print)
+    run.expected_figures = rehearse(run)
+    if run.lr_schedule is not None:
+        run.lr_schedule.check(run.expected_figures)
+    run.restore_streams()
+    run.phase = "train"
+    run.stop_reason = run.end_reached  # where a run is resumed that had ended
+
+
+def _check_alike(run: Run) -> None:
+    """Raise where the processes differ in what is known only now."""
+    from trainkit.training.consistency import check_alike  # one process needs none of it
+    from trainkit.training.settings import optimizer_settings, settings
+
+    names = [metric.name for metric in run.evaluation_metrics]
+    plan = f"metrics {names}, each epoch: {run.evaluates_epochs}, at the end: {run.evaluates_end}"
+    facts = {"their `Evaluation` callbacks": plan}
+    facts |= dict(settings("lr_scheduler", run.lr_schedule))
+    facts |= dict(optimizer_settings("optimizer", run.optimizer))
+    check_alike(run.strategy.processes, facts.items())
+
+
+def first_window(run: Run) -> tuple[Generator[Window, None, None], Window | None]:
+    """Return the windows of what is left of the epoch, and the first of them."""
+    windows = run.windows()
+    window = next(windows, None)
+    follow_plan(run)
+    return windows, window
+
+
+def follow_plan(run: Run) -> None:
+    """Plan anew, and say so, where an epoch has another length than was planned (DESIGN 2.2).
+
+    Every process calls it once an epoch's first window is there, and at the epoch's end.
+
+    Raises:
+        DataError: The epoch has not the same length on all processes.
+    """
+    found, run.train_loader.found = run.train_loader.found, None
+    if found is None:
+        return
+    lengths = [tuple(one[1:]) for one in run.strategy.processes.all_gather_objects(list(found))]
+    if len(set(lengths)) > 1:
+        words = (f"process {rank}: {n} samples in {k} steps" for rank, (k, n) in enumerate(lengths))
+        shown = "; ".join(words)
+        raise DataError(
+            f"The processes differ in the length of epoch {run.state.epoch}: {shown}. A data set "
+            "that grows or shrinks must do so alike on all of them."
+        )
+    epochs, planned = run.config.max_epochs, run.planned_steps
+    if epochs is None or planned is None:
+        return
+    left, whole, _ = found
+    run.planned_steps = run.state.attempts + left + whole * (epochs - run.state.epoch - 1)
+    if run.planned_steps == planned:
+        return
+    text = (
+        f"trainkit: epoch {run.state.epoch} has {whole} steps, so {run.planned_steps} steps are "
+        f"planned now, and no longer {planned}."
+    )
+    if run.lr_schedule is not None and run.lr_schedule.every == "step":
+        text += (
+            f" The learning-rate schedule stays that of {run.scheduled_steps} planned steps. Give "
+            "`max_steps` where it must end with the training."
+        )
+    run.print(text)
+
+
+def serve(run: Run, callbacks: CallbackList) -> None:
+    """Serve what is due after a window, or after an epoch."""
+    requests = run.requests
+    _read_requests(run)
+    stops = requests.stop is not None
+    due = run.is_log_step or (stops and not _is_interrupted(run))
+    if run.logs and due and run.state.step != run.last_logged_step:
+        _write_log(run, callbacks)
+    if requests.evaluation or (stops and run.lacks_last_evaluation):
+        evaluate_run(run, callbacks)
+    if run.saver is not None:
+        _save(run, callbacks)
+    if run.vote is not None:
+        requests.start_vote(run.vote, run.interrupts.received)
+    if requests.stop is not None:
+        run.stop_reason = requests.stop
+
+
+def finish(run: Run, callbacks: CallbackList) -> None:
+    """Serve what was asked for while the last window was served, and save the last step."""
+    run.phase = "end"
+    _read_requests(run)
+    logs = run.logs and not _is_interrupted(run)
+    if logs and run.state.step != run.last_logged_step:
+        _write_log(run, callbacks)
+    asked = run.requests.evaluation and run.last_evaluated_attempt != run.state.attempts
+    if asked or run.lacks_last_evaluation:
+        evaluate_run(run, callbacks)
+    if logs:
+        _write_log(run, callbacks)
+    run.strategy.share_buffers(run.module)
+    if run.saver is not None:
+        run.requests.checkpoint |= run.last_saved_attempt != run.state.attempts
+        _save(run, callbacks)
+        _note_saved(run, callbacks, run.saver.wait())
+    if run.vote is not None:  # a signal may have come since the last window
+        run.requests.start_vote(run.vote, run.interrupts.received)
+    _read_requests(run)
+
+
+def _read_requests(run: Run) -> None:
+    """Take over what all processes know of; a signal asks for the end, which saves."""
+    if run.vote is not None:
+        run.requests.read_vote(run.vote, run.strategy.processes)
+    elif run.interrupts.received:
+        run.requests.signal = run.interrupts.received
+    if not run.requests.signal:
+        return
+    run.requests.stop = f"signal {run.requests.signal}"
+    run.evaluates_end = False  # whoever sends a signal does not want to wait
+
+
+def _is_interrupted(run: Run) -> bool:
+    """Return whether a signal ends the run too early.
+
+    Its open sums then stay in the checkpoint: the resumed run must log what this one would have.
+    """
+    return run.requests.signal != 0 and run.end_reached is None
+
+
+def _save(run: Run, callbacks: CallbackList) -> None:
+    """Save a checkpoint if one is due, and tell of one that was committed meanwhile."""
+    from trainkit.training.checkpointing import (  # runs without checkpoints need none of it
+        collect,
+        describe,
+    )
+
+    saver = run.saver
+    assert saver is not None
+    if run.state.step == 1:
+        from trainkit.training.savable import check_optimizer_state
+
+        check_optimizer_state(run)
+    _note_saved(run, callbacks, saver.poll())
+    due, run.requests.checkpoint = run.requests.checkpoint, False
+    if not due or run.last_saved_attempt == run.state.attempts:
+        return
+    phase, run.phase = run.phase, "save"
+    callbacks.emit(Callback.on_checkpoint_start, run)
+    _note_saved(run, callbacks, saver.wait())
+    about = describe(run)
+    with run.evaluation_weights():
+        path = saver.save(run.state.step, collect(run, callbacks), about)
+    run.last_saved_attempt = run.state.attempts
+    _note_saved(run, callbacks, path)
+    run.phase = phase
+
+
+def _note_saved(run: Run, callbacks: CallbackList, path: Path | None) -> None:
+    if path is not None:
+        run.checkpoint = path
+        callbacks.emit(Callback.on_checkpoint_saved, run, path)
+
+
+def _write_log(run: Run, callbacks: CallbackList) -> None:
+    """Reduce the figures since the last log, and hand them to the callbacks if there are any."""
+    run.last_logged_step = run.state.step
+    values = run.sums.reduce(run.strategy.processes)
+    if "loss" in values:
+        callbacks.emit(Callback.on_log, run, values)
+    elif values:  # logged after the record of the last step
+        callbacks.emit(Callback.on_late_log, run, values)

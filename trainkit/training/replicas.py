@@ -1,0 +1,145 @@
+"""Whether processes that should hold the same parameters and optimizer state do (DESIGN 2.22)."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from numbers import Number
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+from torch.optim import Optimizer
+
+from trainkit.checkpoint.exact import parameter_states
+from trainkit.errors import DistributedError
+from trainkit.strategies import Strategy
+from trainkit.training.consistency import are_alike
+from trainkit.training.settings import group_settings
+
+__all__ = ["check_replicas"]
+
+_CHUNK = 2**22  # elements that a device works on at once: 32 MB in between
+
+
+def check_replicas(
+    strategy: Strategy,
+    parameters: Mapping[str, Tensor],
+    optimizers: Sequence[Optimizer],
+    when: str,
+) -> None:
+    """Raise, on all processes, where those that hold the same part of a model differ in it.
+
+    Every bit counts, by digests: one number travels, and those of each parameter only where it
+    differs. Every process must call it, between two updates; a device is read once. Buffers are
+    left out: the processes take those of process 0 anew.
+
+    Args:
+        strategy: Tells which processes hold the same.
+        parameters: By name.
+        optimizers: Their state of each parameter, and the settings of their groups, count too.
+        when: Stands in the error, such as "after step 12".
+
+    Raises:
+        DistributedError: They differ; names parameters and processes.
+    """
+    processes = strategy.processes
+    part, parts = strategy.held_part
+    if parts == processes.size:
+        return
+    digests = _digests(dict(_entries(parameters, optimizers)))
+    if are_alike(processes, int(_hex(digests), 16) >> 2, part, parts):
+        return
+    differences = _differences(processes.all_gather_objects([part, digests]))
+    rest = f"; and {len(differences) - 5} more" if len(differences) > 5 else ""
+    raise DistributedError(
+        f"The processes hold different models {when}: {'; '.join(differences[:5])}{rest}. "
+        "Something has changed it on some of them only, such as an edit under "
+        "`if is_main_process:`, or other hardware computes other bits. No checkpoint is written "
+        "from it, and earlier ones stay. In `fit`, `ReplicaCheck(every_n_steps=1)` names the first "
+        "such step."
+    )
+
+
+def _entries(
+    parameters: Mapping[str, Tensor], optimizers: Sequence[Optimizer]
+) -> Iterator[tuple[str, Any]]:
+    """Yield what is compared, by its name in errors."""
+    yield from ((f"parameter `{name}`", parameter) for name, parameter in parameters.items())
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    for index, optimizer in enumerate(optimizers):
+        states = parameter_states(optimizer)
+        for number, group in enumerate(optimizer.param_groups):
+            place = f"`param_groups[{number}]` of optimizer {index}"
+            yield place, group_settings(group)
+            for position, parameter in enumerate(group["params"]):
+                name = names.get(id(parameter), f"parameter {position} in {place}")
+                for key, value in states.get(parameter, {}).items():
+                    yield f"`{key}` of `{name}` in optimizer {index}", value
+
+
+def _differences(found: Sequence[tuple[int, Mapping[str, str]]]) -> list[str]:
+    """Return, in words, which processes differ from the first one with the same part."""
+    firsts = {part: rank for rank, (part, _) in reversed([*enumerate(found)])}
+    words = []
+    for label in dict.fromkeys(label for _, digests in found for label in digests):
+        for part, first in firsts.items():
+            known = found[first][1].get(label)
+            own = [r for r, (p, of) in enumerate(found) if p == part and of.get(label) != known]
+            if own:
+                listed = " and ".join(map(str, own))
+                words.append(f"{label} on process {listed} is not that of process {first}")
+    return words
+
+
+def _digests(entries: Mapping[str, Any]) -> dict[str, str]:
+    """Return a digest of the bits of each entry."""
+    sums: list[Tensor] = []  # of what lies on a device, not yet read
+    pieces = {label: [_piece(leaf, sums) for leaf in _leaves(v)] for label, v in entries.items()}
+    read = torch.stack([each.to(sums[0].device) for each in sums]).tolist() if sums else []
+    return {
+        label: _hex([read[piece] if isinstance(piece, slice) else piece for piece in of_entry])
+        for label, of_entry in pieces.items()
+    }
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """Yield the tensors, numbers and texts in a value; of sharded tensors what lies here."""
+    if hasattr(value, "__tensor_flatten__"):
+        value = [getattr(value, name) for name in value.__tensor_flatten__()[0]]
+    if isinstance(value, Mapping):
+        value = [*value.items()]
+    if isinstance(value, list | tuple):
+        for inner in value:
+            yield from _leaves(inner)
+    elif isinstance(value, Tensor | Number | str):
+        yield value
+
+
+def _piece(leaf: Tensor | Number | str, sums: list[Tensor]) -> str | slice:
+    """Return a digest of a leaf, or the slice of `sums` that is one."""
+    if not isinstance(leaf, Tensor):
+        return repr(leaf)
+    data = leaf.detach().contiguous().view(-1).view(torch.uint8)
+    if data.is_cpu:
+        return f"{leaf.dtype} {[*leaf.shape]} {xxhash.xxh3_64_hexdigest(data.numpy().data)}"
+    first = len(sums)
+    sums += _checksums(data)
+    return slice(first, len(sums))
+
+
+def _hex(value: Any) -> str:
+    return xxhash.xxh3_64_hexdigest(repr(value).encode())
+
+
+def _checksums(data: Tensor) -> list[Tensor]:
+    """Return, for each chunk of bytes, a sum in which every bit and its place count.
+
+    Each word is multiplied by an odd number of its own, modulo 2**64: a change of one word is
+    always seen.
+    """
+    if data.storage_offset() % 4:
+        data = data.clone()
+    words = data.view(torch.int32) if data.numel() % 4 == 0 else data
+    places = torch.arange(1, min(_CHUNK, words.numel()) + 1, device=data.device)
+    factors = places * 0x1E3779B97F4A7C15
+    factors = (factors ^ (factors >> 31)) * 0x3F58476D1CE4E5B9 | 1
+    return [torch.mul(chunk, factors[: len(chunk)]).sum() for chunk in torch.split(words, _CHUNK)]

@@ -1,0 +1,412 @@
+"""The parts of one training and the requests made of it: what callbacks see."""
+
+import signal
+import sys
+import time
+import uuid
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trainkit import rng
+from trainkit.config import TrainConfig
+from trainkit.data import PreparedLoader, Window
+from trainkit.distributed import AsyncFlags, Processes, collective_guard
+from trainkit.distributed.communicator import Communicator
+from trainkit.errors import ConfigError, TrainkitError
+from trainkit.metrics.metric import Metric
+from trainkit.precision import Precision
+from trainkit.signals import Interrupted, Interrupts
+from trainkit.strategies import Strategy
+from trainkit.training.logging import Log
+from trainkit.training.lr_schedule import EvaluationWeights, LRSchedule
+from trainkit.training.state import TrainState
+from trainkit.training.weighting import Weighting
+from trainkit.types import Batch, LossFn, Scalars, Stateful
+
+if TYPE_CHECKING:
+    from trainkit.checkpoint import Retention
+    from trainkit.checkpoint.saver import NonFinite, Saver
+
+__all__ = ["FitResult", "Requests", "Run"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FitResult:
+    """What a training came to."""
+
+    step: int
+    """Updates applied."""
+    skipped_steps: int
+    """Windows that ended without an update."""
+    epoch: int
+    """Epochs completed."""
+    samples_seen: int
+    """Samples consumed, all processes together, repeats excluded."""
+    metrics: Scalars
+    """Figures of the last evaluation."""
+    best_metrics: Scalars
+    """Best value of each figure of which it is known what is better."""
+    stop_reason: str
+    """"max_epochs", "max_steps", or the reason that `request_stop` was given."""
+    output_dir: Path | None
+    """Where the files are."""
+    checkpoint: Path | None = None
+    """The last checkpoint that was committed."""
+
+
+@dataclass(slots=True)
+class Requests:
+    """What was asked of a run and not yet served."""
+
+    stop: str | None = None
+    evaluation: bool = False
+    skip: str | None = None
+    voted_stop: str | None = None  # asked by this process, to be agreed by all
+    voted_evaluation: bool = False
+    checkpoint: bool = False
+    voted_checkpoint: bool = False
+    signal: int = 0  # the signal that ends the run, once all know of it
+    _sent_stop: str | None = None  # in the vote under way
+
+    def start_vote(self, vote: AsyncFlags, signum: int) -> None:
+        """Put what this process alone knows or asked for to the vote (DESIGN 2.34)."""
+        stop, evaluation = self.voted_stop is not None, self.voted_evaluation
+        vote.exchange((stop, evaluation, self.voted_checkpoint, signum))
+        self._sent_stop, self.voted_stop = self.voted_stop, None
+        self.voted_evaluation = self.voted_checkpoint = False
+
+    def read_vote(self, vote: AsyncFlags, processes: Processes) -> None:
+        """Take over what the processes agreed on in the vote under way, if there is one."""
+        stop, evaluation, checkpoint, signum = vote.drain()
+        self.signal = self.signal or signum
+        self.checkpoint |= bool(checkpoint)
+        self.evaluation |= bool(evaluation)
+        if stop and self.stop is None:
+            reasons = processes.all_gather_objects(self._sent_stop)
+            self.stop = next(reason for reason in reasons if reason is not None)
+
+
+@dataclass(slots=True)
+class PhaseClock:
+    """What a run is doing, and the seconds that each kind of it has taken so far."""
+
+    phase: str = "setup"
+    _since: float = field(default_factory=time.monotonic)
+    _spent: Scalars = field(default_factory=dict)
+
+    def enter(self, phase: str) -> None:
+        """Count the time until now for the present phase, and begin another."""
+        self._spent = self.seconds()
+        self.phase, self._since = phase, time.monotonic()
+
+    def seconds(self) -> Scalars:
+        """Return the seconds by phase, those of the present one too."""
+        spent = time.monotonic() - self._since
+        return self._spent | {self.phase: self._spent.get(self.phase, 0.0) + spent}
+
+
+@dataclass(kw_only=True, slots=True)
+class Run(Log):
+    """The parts of one training. Callbacks read it, and ask it by `log` and `request_...`."""
+
+    config: TrainConfig
+    processes: Communicator
+    strategy: Strategy
+    precision: Precision
+    model: nn.Module  # as wrapped by the strategy: what the training step gets
+    module: nn.Module  # the user's own
+    optimizer: Optimizer
+    lr_schedule: LRSchedule | None
+    train_loader: PreparedLoader
+    evaluation_loaders: Mapping[str, PreparedLoader]
+    training_step: Callable[[nn.Module, Batch], Any]
+    evaluation_step: Callable[[nn.Module, Batch], Mapping[str, Any]]
+    loss_fn: LossFn | None
+    weighting: Weighting
+    planned_steps: int | None
+    output_dir: Path | None = None
+    state: TrainState = field(default_factory=TrainState)
+    evaluation_metrics: list[Metric] = field(default_factory=list)
+    metrics: Scalars = field(default_factory=dict)
+    """Figures of the latest evaluation."""
+    best_metrics: Scalars = field(default_factory=dict)
+    """Best value so far of each figure of which it is known what is better."""
+    stop_reason: str | None = None
+    """Why the training ended; None while it goes on."""
+    clock: PhaseClock = field(default_factory=PhaseClock)
+    """Seconds of this process by what the run was doing."""
+    requests: Requests = field(default_factory=Requests)
+    expected_figures: set[str] | None = None
+    """Names of the figures that an evaluation gives; None where that is not known ahead."""
+    logs: bool = False  # whether any callback of any process takes what is logged
+    evaluates_epochs: bool = False  # whether epochs end with an evaluation by themselves
+    evaluates_end: bool = False  # whether the last step is evaluated in any case
+    last_logged_step: int = 0
+    last_evaluated_attempt: int = -1
+    last_saved_attempt: int = -1
+    objects: Mapping[str, Stateful] = field(default_factory=dict)
+    """What the user registered for checkpointing, by name."""
+    interrupts: Interrupts = field(default_factory=Interrupts)
+    saver: "Saver | None" = None  # None where nothing is to be saved
+    checkpoint: Path | None = None
+    """The last checkpoint that was committed, or resumed from."""
+    run_id: str = ""
+    resumed_from: int | None = None  # step of the checkpoint that this fit went on from
+    streams: tuple[rng.HostState, Tensor | None] | None = None  # to be put back at the start
+    check_order: Callable[[], None] | None = None  # once, before the first window of a resume
+    recut: Callable[[Generator[Window, None, None]], Generator[Window, None, None]] | None = None
+    """Cuts the windows of an epoch into other micro-batches of the same samples; None: as read."""
+
+    weights: EvaluationWeights = field(init=False)
+    given_groups: int = field(init=False)  # those of the optimizer before the run added any
+    scheduled_steps: int | None = field(init=False)
+    """What `planned_steps` was when the schedule was made: epochs may turn out otherwise."""
+
+    def __post_init__(self) -> None:
+        self.weights = EvaluationWeights(self.optimizer)
+        self.given_groups = len(self.optimizer.param_groups)
+        self.scheduled_steps = self.planned_steps
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is process 0."""
+        return self.processes.is_main_process
+
+    @property
+    def vote(self) -> AsyncFlags | None:
+        """What the processes agree by; None on one process."""
+        return self.strategy.vote
+
+    @property
+    def phase(self) -> str:
+        """What the run is doing: setup, train, evaluate, save, end, done."""
+        return self.clock.phase
+
+    @phase.setter
+    def phase(self, phase: str) -> None:
+        self.clock.enter(phase)
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters that the optimizer updates."""
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def windows(self) -> Generator[Window, None, None]:
+        """Return the windows of what is left of the current epoch."""
+        check, self.check_order = self.check_order, None
+        if check is not None:
+            check()
+        windows = self.train_loader.windows(
+            self.state.epoch,
+            position=self.state.epoch_samples,
+            accumulation=self.config.gradient_accumulation_steps,
+            drop_last=self.config.drop_last_window,
+        )
+        return windows if self.recut is None else self.recut(windows)
+
+    @property
+    def end_reached(self) -> str | None:
+        """Which limit of the configuration is reached, if any."""
+        config, state = self.config, self.state
+        if config.max_steps is not None and state.step >= config.max_steps:
+            return "max_steps"
+        if config.max_epochs is not None and state.epoch >= config.max_epochs:
+            return "max_epochs"
+        return None
+
+    @property
+    def is_log_step(self) -> bool:
+        """Whether `on_log` comes after this step; ask in `on_step_end`."""
+        return self.state.step % self.config.log_every_n_steps == 0
+
+    @property
+    def lacks_last_evaluation(self) -> bool:
+        """Whether the last step is to be evaluated and has not been."""
+        return self.evaluates_end and self.last_evaluated_attempt != self.state.attempts
+
+    def request_stop(self, reason: str, *, agreed: bool = False) -> None:
+        """Ask for the end of training.
+
+        Args:
+            reason: Stands in `FitResult.stop_reason`.
+            agreed: True where every process asks the same at the same hook, as after a decision
+                from reduced metrics: acts at once. Else the processes vote, and all stop at the
+                end of the same window, at most one later.
+        """
+        if agreed:
+            collective_guard.check("request_stop(agreed=True)")
+        if agreed or self.vote is None:
+            self.requests.stop = self.requests.stop or reason
+        else:
+            self.requests.voted_stop = self.requests.voted_stop or reason
+
+    def request_evaluation(self, *, agreed: bool = False) -> None:
+        """Ask for an evaluation after this step; `agreed` as in `request_stop`."""
+        if agreed:
+            collective_guard.check("request_evaluation(agreed=True)")
+        if agreed or self.vote is None:
+            self.requests.evaluation = True
+        else:
+            self.requests.voted_evaluation = True
+
+    def request_checkpoint(self, *, agreed: bool = False) -> None:
+        """Ask for a checkpoint after this step; `agreed` as in `request_stop`."""
+        if self.saver is None:
+            raise ConfigError(
+                "A checkpoint was requested, but nothing says where and which to keep. Add the "
+                "callback `Checkpoint(...)`."
+            )
+        if agreed:
+            collective_guard.check("request_checkpoint(agreed=True)")
+        if agreed or self.vote is None:
+            self.requests.checkpoint = True
+        else:
+            self.requests.voted_checkpoint = True
+
+    def save_checkpoints(
+        self,
+        retention: "Retention",
+        *,
+        background: bool = False,
+        non_finite: "NonFinite" = "mark",
+    ) -> None:
+        """Make this run one that saves checkpoints, and lock its directory.
+
+        Every process must call it, in `on_fit_start`; see `Checkpoint` for the arguments.
+        """
+        if self.saver is not None or self.output_dir is None:
+            raise ConfigError(
+                "A run saves checkpoints under its `output_dir`, by one `Checkpoint` callback. "
+                "Leave one out, or pass `Trainer(output_dir=...)`."
+            )
+        from trainkit.checkpoint.saver import Saver  # runs without checkpoints need none of it
+
+        processes = self.strategy.processes
+        self.run_id = processes.broadcast_object(self.run_id or uuid.uuid4().hex)
+        self.saver = Saver(
+            self.output_dir,
+            processes,
+            retention,
+            run_id=self.run_id,
+            resumed_from=self.resumed_from,
+            background=background,
+            non_finite=non_finite,
+        )
+
+    def request_skip(self, reason: str) -> None:
+        """Ask, inside `on_gradients`, that this window's update is not applied.
+
+        The decision must come from a value that is equal on all processes.
+        """
+        collective_guard.check("request_skip")
+        self.requests.skip = reason
+
+    def gather_for_metrics(self, input_data: Any, **options: Any) -> Any:
+        """Return every real sample's entry of all processes; see `Communicator`."""
+        return self.processes.gather_for_metrics(input_data, **options)
+
+    def gather(self, tensor: Any, differentiable: bool = False) -> Any:
+        """Return the tensors of all processes, joined along dimension 0; see `Communicator`."""
+        return self.processes.gather(tensor, differentiable)
+
+    def own_rows(self, tensor: Tensor) -> slice:
+        """Return which rows of `gather(tensor)` this process gave; see `Communicator`."""
+        return self.processes.own_rows(tensor)
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print on the main process."""
+        self.processes.print(*args, **kwargs)
+
+    def evaluation_weights(self) -> AbstractContextManager[None]:
+        """Let the model hold the weights to be evaluated inside, and those of training after it.
+
+        They are others only with optimizers that have `train()` and `eval()`, such as those of
+        `schedulefree`. After `fit` the model holds them anyway. Every process must enter it.
+        """
+        return self.weights.held()
+
+    def close(self) -> None:
+        """Give back the directory and the strategy's wrapper; a second fit makes its own."""
+        if self.saver is not None:
+            self.saver.close()
+        self.model = self.module
+        self.phase = "done"
+
+    def interruption(self) -> Interrupted:
+        """Return what ends the program after a signal, and say so."""
+        signum = self.requests.signal
+        saved = f"checkpoint `{self.checkpoint}`" if self.saver is not None else "nothing saved"
+        message = (
+            f"trainkit: ended by {signal.Signals(signum).name} at step {self.state.step}, {saved}."
+        )
+        if sys.stderr is not None:
+            self.print(message, file=sys.stderr)
+        return Interrupted(signum, message)
+
+    def result(self) -> FitResult:
+        """Return what the training came to."""
+        return FitResult(
+            step=self.state.step,
+            skipped_steps=self.state.skipped_steps,
+            epoch=self.state.epoch,
+            samples_seen=self.state.samples_seen,
+            metrics=dict(self.metrics),
+            best_metrics=dict(self.best_metrics),
+            stop_reason=self.stop_reason or "",
+            output_dir=self.output_dir,
+            checkpoint=self.checkpoint,
+        )
+
+    def restore_streams(self) -> None:
+        """Put the random streams of a checkpoint back: the last thing before the first step."""
+        if self.streams is None:
+            return
+        state, device_state = self.streams
+        rng.restore_host(state)
+        rng.restore_device(self.strategy.device, device_state)
+        self.streams = None
+
+    def overflow(self, loss: Tensor) -> str:
+        """Return why a window is skipped; raise where its overflow leaves no way on."""
+        if self.precision.exhausted:
+            from trainkit.training.overflow import low_scale  # most runs need none of it
+
+            named = self.module.named_parameters()
+            raise low_scale(self.strategy, named, loss, step=self.state.step)
+        return "the gradients overflowed"
+
+    def refuse_more_skips(self, reason: str) -> None:
+        """Raise where too many windows in a row were skipped, the last one for `reason`."""
+        skips, limit = self.state.consecutive_skips, self.config.max_consecutive_skips
+        if skips > limit:
+            raise TrainkitError(
+                f"{skips} windows in a row were skipped, the last one because {reason}; "
+                f"`max_consecutive_skips` is {limit}. Lower the learning rate, look for "
+                "non-finite inputs, or use bf16 or fp32."
+            )
+
+    @contextmanager
+    def as_zero_weight(self, *, gathers: bool = False) -> Iterator[None]:
+        """Run a micro-batch that counts for nothing: buffers and random streams are put back.
+
+        With `gathers` its rows are gathered all the same, as where no process has others.
+        """
+        from trainkit.training.unchanged import kept_buffers  # most windows have none
+
+        processes = self.strategy.processes
+        self.zero_weight, processes.repeats = True, not gathers
+        try:
+            with (
+                kept_buffers(self.module.modules()),
+                rng.preserved(self.strategy.device),
+                self.strategy.adding_nothing(self.module),
+            ):
+                yield
+        finally:
+            self.zero_weight = processes.repeats = False

@@ -1,0 +1,125 @@
+"""How a process of a job ends that cannot end by itself: a report, its workers, the exit."""
+
+import atexit
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from trainkit.errors import text_of
+from trainkit.signals import exit_code, kill_workers
+from trainkit.watchdog.report import Report, tells_of_lost_peer
+from trainkit.watchdog.stalls import Member
+
+__all__ = ["EXIT_FAILED", "EXIT_OTHER_FAILED", "EXIT_STALLED", "kill", "leave", "publish", "say"]
+
+EXIT_FAILED = 1
+"""Exit code of a process that failed by itself, as Python's own."""
+EXIT_OTHER_FAILED = 69
+"""Exit code of a process that left because of another: EX_UNAVAILABLE of sysexits.h."""
+EXIT_STALLED = 70
+"""Exit code of all processes after the watchdog ended the job: EX_SOFTWARE of sysexits.h."""
+
+
+def is_secondary(error: BaseException) -> bool:
+    """Return whether another process tells the cause of an error better."""
+    return tells_of_lost_peer(error) or getattr(error, "origin", None) is not None
+
+
+def sentence(error: BaseException) -> str:
+    """Return the class and the first line of an error; of a list, all of it in that line."""
+    lines = text_of(error).strip().split("\n")
+    text = lines[0]
+    if text.endswith(":"):
+        text += " " + "; ".join(line.strip(" -") for line in lines[1:])
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def say(text: str) -> None:
+    """Write a line to stderr, past Python's buffers, whose lock another thread may hold."""
+    with suppress(Exception):
+        os.write(sys.stderr.fileno(), text.encode("utf-8", "backslashreplace") + b"\n")
+
+
+def publish(report: Report, folder: Path | None) -> None:
+    """Write a report into its folder and its headline on stderr; never raises."""
+    text, path = f"trainkit: {report.headline()}", None
+    try:
+        path = None if folder is None else report.write(folder)
+    except Exception as error:  # the failure itself is what matters
+        text += f"\ntrainkit: the report could not be written: {error!r}"
+    if not report.secondary:
+        text = text if report.kind == "error" else report.describe()
+        text += f"\nhint: {report.hint}" if report.hint and report.kind == "error" else ""
+        text += f"\nreport: {path}" if path is not None else ""
+    say(text)
+
+
+def kill(members: Iterable[Member]) -> None:
+    """End processes of this machine that cannot end by themselves."""
+    frozen = list(members)
+    running = [member for member in frozen if not member.is_stopped()]
+    if [member for member in running if member.kill(signal.SIGABRT)]:
+        time.sleep(0.5)  # in which it writes its stack to its stderr
+    for member in frozen:
+        member.kill(signal.SIGKILL)
+
+
+def leave(
+    code: int, report: Report, folder: Path | None, last: Callable[[], None] = lambda: None
+) -> None:
+    """End this process at once, whatever its other threads do; the report comes first.
+
+    Args:
+        code: The exit code.
+        report: Why.
+        folder: Where the report goes; None: only on stderr.
+        last: Called after the report.
+    """
+    try:
+        _within(2.0, publish, report, folder)
+        _within(1.0, last)
+        _within(0.3, kill_workers)
+        _within(0.3, _flush)
+    finally:
+        os._exit(code)
+
+
+def end_after(error: BaseException) -> None:
+    """End the process as Python does after an error that nobody caught, but surely.
+
+    Threads of collectives under way let go of their tensors while the interpreter ends, which
+    may abort it; to wait for them would be to wait for processes that do not come.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]  # joins the user's threads
+    atexit._run_exitfuncs()
+    kill_workers()
+    with suppress(Exception):
+        _flush()
+    os._exit(exit_code(signal.SIGINT) if isinstance(error, KeyboardInterrupt) else EXIT_FAILED)
+
+
+def _flush() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+
+
+def _within(seconds: float, function: Callable[..., None], *args: Any) -> None:
+    """Call a function that may block; wait for it at most so long."""
+
+    def call() -> None:
+        with suppress(Exception):
+            function(*args)
+
+    thread = threading.Thread(target=call, daemon=True)
+    try:
+        thread.start()
+    except (RuntimeError, MemoryError):  # no memory for its stack
+        call()
+        return
+    thread.join(seconds)

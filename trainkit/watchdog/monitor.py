@@ -1,0 +1,325 @@
+"""The thread that hears of the end of other processes, and ends this one (DESIGN 2.32).
+
+It needs no collective, and works while the main thread sits in one.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from trainkit.config import Watchdog
+from trainkit.watchdog import crossed, exit, report as reports, stalls
+from trainkit.watchdog.callers import Callers, Position
+from trainkit.watchdog.connections import GONE, Links, Message
+from trainkit.watchdog.exit import EXIT_FAILED, EXIT_OTHER_FAILED, EXIT_STALLED
+from trainkit.watchdog.report import Report
+from trainkit.watchdog.stalls import Member
+
+__all__ = ["Lookout", "Watched"]
+
+# A process that hears of a failure may be about to raise the same error, agreed by all; then it
+# leaves by itself. It gets this long, or until its main thread has not moved for a while.
+_GRACE_SECONDS = 2.0
+_STILL_SECONDS = 0.6
+_ANSWER_SECONDS = 1.0  # in which a process that is not frozen says where it is
+_CLEAN_UP_SECONDS = 30.0  # for a process that has failed itself
+_ALERT_PAUSE, _PAUSE = 0.1, 0.5
+
+
+class Watched(Protocol):
+    """What is watched for progress: a run."""
+
+    watchdog: Watchdog
+    folder: Path | None
+
+    def progress(self) -> tuple[str, bool, tuple[object, ...]]:
+        """Return the phase, whether no step was made yet, and what changes with progress."""
+
+    def place(self) -> dict[str, Any]:
+        """Return `step`, `epoch`, `phase` and `samples`."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Cause:
+    """Why this process must end: another one that failed, or was lost.
+
+    Args:
+        rank: The other process.
+        kind: "failed" or "lost".
+        text: What happened to it.
+        fit: The number of the fit that it failed in; 0 where nobody will catch its error.
+        since: When it was heard of.
+    """
+
+    rank: int
+    kind: str
+    text: str
+    fit: int
+    since: float
+
+
+class Lookout:
+    """Listens to the other processes of a job, and looks after the progress of this one.
+
+    Args:
+        rank: Of this process.
+        members: All processes of the job.
+        links: The connections to them; owned from now on.
+        position: Returns how many collectives this process has begun.
+
+    Attributes:
+        callers: The calls that not all processes may make.
+        failing_since: When this process itself failed; it then ends by itself, or is ended.
+        failed_fits: The fits that raised here; who raised too is no reason to end.
+        leaves_at_once: The main thread waits for the cause of its error to be heard of.
+        closing: Whether this process ends in order.
+        ended: The processes that said that they end in order, and how.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        members: Mapping[int, Member],
+        links: Links,
+        position: Callable[[], Position],
+    ) -> None:
+        self.callers = Callers(rank, len(members), self._post, position)
+        self.failing_since: float | None = None
+        self.failed_fits: set[int] = set()
+        self.leaves_at_once = self.closing = False
+        self._rank = rank
+        self._members = members
+        self._links = links
+        self._main = threading.main_thread().ident or 0
+        self._queue: deque[Message] = deque()
+        self._sent = threading.Event()
+        self._watched: Watched | None = None
+        self.ended: dict[int, str] = {}
+        self._failed: set[int] = set()
+        self._cause: _Cause | None = None
+        self._states: dict[int, Message] = {}  # answers, once somebody asked
+        self._asked_at: float | None = None
+        self._marks: tuple[object, ...] = ()
+        self._moved_at = 0.0
+        self._stillness = stalls.Stillness(self._main)
+        self._kills = reports.kernel_kills()
+        self._crossed = crossed.Crossed(rank, self._post, position, self._main)
+        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+
+    @property
+    def folder(self) -> Path | None:
+        """Where reports go."""
+        return reports.folder_for(None) if self._watched is None else self._watched.folder
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def follow(self, watched: Watched | None) -> None:
+        """Look after the progress of a run; of none with None."""
+        self._marks, self._moved_at = (), time.monotonic()
+        self._watched = watched
+        self.wake()
+
+    def hears(self) -> bool:
+        """Return whether others can be heard; not where process 0, which passes on, has ended."""
+        return self._thread.is_alive()
+
+    def tell(self, message: Message) -> None:
+        """Send a message to the others, and wait until it is on its way."""
+        if not self.hears():
+            return
+        self._sent.clear()
+        self._queue.append(message)
+        self.wake()
+        self._sent.wait(1.0)
+
+    def wake(self) -> None:
+        """Make the thread look at once."""
+        self._links.wake()
+
+    def close(self, how: str) -> None:
+        """Tell the others that this process ends in order, and end the thread."""
+        self._queue.append({"kind": "done", "how": how})
+        self.closing = True
+        self.wake()
+        self._thread.join(2.0)
+
+    def report(self, kind: str, cause: str, **more: Any) -> Report:
+        """Return a report of this process on where it is."""
+        more.setdefault("process", None)
+        place, size = self._place(), len(self._members)
+        return Report(
+            kind=kind, cause=cause, processes=size, reporter=self._rank, place=place, **more
+        )
+
+    # From here on: the thread.
+
+    def _run(self) -> None:
+        try:
+            while not self.closing or self._queue:
+                for rank, message in self._links.poll(self._pause()):
+                    self._hear(rank, message)
+                while self._queue:
+                    self._links.send(self._queue.popleft())
+                self._sent.set()
+                self.callers.on_look()
+                self._look(time.monotonic())
+        except Exception as error:  # a job must not end for want of a watch
+            exit.say(f"trainkit: the watch of process {self._rank} has ended: {error!r}")
+        finally:
+            self._sent.set()
+            self._links.close()
+
+    def _pause(self) -> float | None:
+        if self._queue or self.closing:
+            return 0.0
+        alert = self._cause or self._asked_at or self.failing_since or self.leaves_at_once
+        if alert or self.callers.somebody_waits:
+            return _ALERT_PAUSE
+        return crossed.TICK_SECONDS if self._watched is None else _PAUSE
+
+    def _post(self, message: Message) -> None:
+        self._queue.append(message)
+        self.wake()
+
+    def _hear(self, rank: int, message: Message) -> None:
+        self.callers.on_message(rank, message)
+        self._crossed.on_message(rank, message)
+        kind = message["kind"]
+        if kind == "done":
+            self.ended[rank] = str(message.get("how"))
+        elif kind == "failed":
+            self._failed.add(rank)
+            self._blame(rank, kind, str(message.get("text")), int(message.get("fit", 0)))
+        elif kind == GONE:
+            if rank not in self.ended and rank not in self._failed:
+                self._blame(rank, "lost", "", 0)
+            if rank == 0 and self._cause is None:
+                self.closing = True  # it ended in order, and passes nothing on any more
+        elif kind in ("stalled", "state"):
+            self._answer("state")
+            self._states[rank] = message
+
+    def _blame(self, rank: int, kind: str, text: str, fit: int) -> None:
+        """Note why this process must end; what nobody will catch counts more than the rest."""
+        known = self._cause
+        if known is None or (known.fit and not fit):
+            since = time.monotonic() if known is None else known.since
+            self._cause = _Cause(rank, kind, text, fit, since)
+
+    def _look(self, now: float) -> None:
+        """Decide whether this process must end."""
+        if self.closing:
+            return
+        if self.failing_since is not None:
+            if now - self.failing_since > _CLEAN_UP_SECONDS:
+                text = f"did not end in {_CLEAN_UP_SECONDS:g} s after its own error"
+                self._leave(EXIT_FAILED, self.report("left", text, secondary=True))
+        elif self._asked_at is not None:
+            missing = self._present().keys() - self._states.keys()
+            if not missing or now - self._asked_at > _ANSWER_SECONDS:
+                self._end_stall()
+        elif self._cause is not None:
+            self._obey(self._cause, now)
+        elif self._crossed.look(now) or (
+            self._watched is not None and self._stands_still(self._watched, now)
+        ):
+            self._answer("stalled")
+
+    def _obey(self, cause: _Cause, now: float) -> None:
+        """End this process because of another one, unless it fails by itself in time."""
+        if cause.fit in self.failed_fits:
+            self._cause = None
+            return
+        sure = cause.kind == "lost" or self.leaves_at_once
+        patient = (
+            now - cause.since < _GRACE_SECONDS and self._stillness.seconds(now) < _STILL_SECONDS
+        )
+        if patient and not sure:
+            return
+        if cause.kind == "failed":
+            text = f"leaves because process {cause.rank} failed: {cause.text}"
+            report = self.report("left", text, process=cause.rank, secondary=True)
+        else:
+            report = self._loss(cause.rank)
+        self._leave(EXIT_OTHER_FAILED, report)
+
+    def _loss(self, lost: int) -> Report:
+        """Return the report on a process that ended without a word."""
+        member = self._members[lost]
+        text = (
+            f"process {lost} (pid {member.pid} on {member.host}) ended without a word: killed "
+            "by a signal, crashed, or left by `os._exit`"
+        )
+        hint = "Its own output, and the kernel's log, may say more."
+        kills = reports.kernel_kills()
+        if kills and self._kills is not None and kills > self._kills:
+            hint = "The kernel killed a process of this container for want of memory meanwhile."
+        present = self._present().keys() - {lost}
+        report = self.report("lost", text, process=lost, secondary=self._rank != min(present))
+        return replace(report, hint=hint, memory=reports.memory())
+
+    def _stands_still(self, watched: Watched, now: float) -> bool:
+        """Return whether there was no progress for longer than the phase allows."""
+        phase, first, marks = watched.progress()
+        same = len(marks) == len(self._marks) and all(map(_same, marks, self._marks))
+        if not same:
+            self._marks, self._moved_at = marks, now
+        return now - self._moved_at > watched.watchdog.limit(phase, first=first)
+
+    def _answer(self, kind: str) -> None:
+        """Tell the others where this process is, once; they do the same."""
+        if self._asked_at is not None:
+            return
+        self._asked_at = time.monotonic()
+        place, where = self._place(), stalls.where(self._main)
+        waits = f"in `{where['inside']}`, called at " if where["inside"] else "at "
+        text = (
+            f"phase {place.get('phase', 'unknown')}, after step {place.get('step', 'unknown')}, "
+            f"{waits}{where['line']}"
+        )
+        state: Message = {**place, **where, "kind": kind, "text": text}
+        self._states[self._rank] = state
+        self._queue.append(state)
+
+    def _end_stall(self) -> None:
+        """End the job that stands still: name who holds it up, and end that one too."""
+        present, machine = self._present(), self._members[self._rank].machine
+        verdict = stalls.judge(self._states, present, machine)
+        answering = present.keys() - set(verdict.frozen)
+        limit = ""
+        if self._watched is not None:
+            phase, first, _ = self._watched.progress()
+            limit = f" for {self._watched.watchdog.limit(phase, first=first):g} s"
+        report = self.report(
+            "stalled",
+            f"no progress{limit}: {verdict.text}",
+            process=verdict.culprits[0] if verdict.culprits else None,
+            secondary=self._rank != min(answering),
+        )
+        report = replace(report, states={str(r): s for r, s in sorted(self._states.items())})
+        frozen: list[Member] = []
+        if self._rank == min(rank for rank in answering if present[rank].machine == machine):
+            frozen = [present[rank] for rank in verdict.frozen if present[rank].machine == machine]
+        self._leave(EXIT_STALLED, report, lambda: exit.kill(frozen))
+
+    def _leave(self, code: int, report: Report, last: Callable[[], None] = lambda: None) -> None:
+        exit.leave(code, report, self.folder, last)
+
+    def _present(self) -> dict[int, Member]:
+        return {rank: m for rank, m in self._members.items() if rank not in self.ended}
+
+    def _place(self) -> dict[str, Any]:
+        with suppress(Exception):  # the main thread may be changing what is read
+            return {} if self._watched is None else self._watched.place()
+        return {}
+
+
+def _same(mark: object, before: object) -> bool:
+    return mark is before or (isinstance(mark, int | str) and mark == before)

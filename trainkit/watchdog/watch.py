@@ -1,0 +1,178 @@
+"""The watch of a process over the others, and over its own progress (DESIGN 2.32)."""
+
+import faulthandler
+import multiprocessing.util
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+
+from trainkit.errors import text_of
+from trainkit.signals import is_failing
+from trainkit.watchdog import exit, report as reports, stalls
+from trainkit.watchdog.callers import Position
+from trainkit.watchdog.connections import Links
+from trainkit.watchdog.monitor import Lookout, Watched
+from trainkit.watchdog.report import Report
+from trainkit.watchdog.stalls import Member
+
+__all__ = ["Watch", "Watched"]
+
+# A lost connection is heard of by the lookout at about the time when a collective raises for it.
+_EXPLAIN_SECONDS = 1.5
+
+
+class Watch:
+    """Ends this process when another one of the job fails, and tells the others when it fails.
+
+    A thread of its own does so, also while the main thread sits in a collective; see `Lookout`.
+    The methods are for the main thread. In a fork they do nothing.
+
+    Args:
+        rank: Of this process.
+        members: All processes of the job.
+        links: The connections to them; owned from now on.
+        position: Returns how many collectives this process has begun.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        members: Mapping[int, Member],
+        links: Links,
+        position: Callable[[], Position],
+    ) -> None:
+        self._lookout = Lookout(rank, members, links, position)
+        self.callers = self._lookout.callers
+        self._pid = os.getpid()
+        self._rank = rank
+        self._members = members
+        self._fits = 0  # how many were begun
+        self._followed: list[Watched] = []  # each inside the one before
+        self._reported: BaseException | None = None
+        self._closed = False
+
+    def begin(self) -> None:
+        """Start to watch."""
+        with suppress(Exception):  # there may be no real stderr
+            if not faulthandler.is_enabled():
+                faulthandler.enable()
+        self._hook_before = sys.excepthook
+        sys.excepthook = self._hook
+        # Children of `multiprocessing` run no `atexit`.
+        self._finalizer = multiprocessing.util.Finalize(None, self._finish, exitpriority=100)
+        self._lookout.start()
+
+    def follow(self, watched: Watched) -> None:
+        """Watch the progress of a run too, until `unfollow`."""
+        self._fits += 1
+        self._followed.append(watched)
+        self._lookout.follow(watched)
+
+    def unfollow(self) -> None:
+        """Watch the run before it again, if any; whoever called it may go on after its failure."""
+        self._followed.pop()
+        self._lookout.follow(self._followed[-1] if self._followed else None)
+        self._lookout.failing_since = None
+
+    def fail(self, error: BaseException, report: Report, folder: Path | None) -> None:
+        """Report that this process failed, and tell the others; waits until they are told.
+
+        An error that comes from the end of another process waits for the lookout to hear of that.
+        Then this process leaves, and the call does not return.
+
+        Args:
+            error: What was raised.
+            report: What to write.
+            folder: Where to; None: only on stderr.
+        """
+        if not self._is_at_work():
+            return
+        lookout = self._lookout
+        if reports.tells_of_lost_peer(error):
+            if lookout.hears():
+                lookout.leaves_at_once = True
+                lookout.wake()
+                time.sleep(_EXPLAIN_SECONDS)
+                lookout.leaves_at_once = False
+            report = self._left_behind(report, error)
+            error.add_note(f"trainkit: {report.cause}. {report.hint}")
+        self._reported = error
+        lookout.failed_fits.add(self._fits)
+        lookout.failing_since = time.monotonic()
+        lookout.tell({"kind": "failed", "fit": self._fits, "text": report.cause})
+        exit.publish(report, folder)
+
+    def close(self, how: str = "left the job by `close`") -> None:
+        """Tell the others that this process ends in order, and `how`; stop to watch."""
+        if self._pid != os.getpid() or self._closed:
+            return
+        self._closed = True
+        self._lookout.close(how)
+        self._finalizer.cancel()
+        if sys.excepthook == self._hook:
+            sys.excepthook = self._hook_before
+
+    def _left_behind(self, report: Report, error: BaseException) -> Report:
+        """Return a report that says who has ended in order, if that is why a collective broke."""
+        ended = self._lookout.ended
+        if not ended:
+            return report
+        who, how = next(iter(ended.items()))
+        member = self._members[who]
+        return replace(
+            report,
+            cause=f"process {who} (pid {member.pid} on {member.host}) {how} while the others wait "
+            f"in {stalls.call_of(error)}",
+            hint="Every process must make the same calls, as often as the others: look for one "
+            "behind `if rank == 0`, and for loops of different lengths.",
+            process=who,
+            secondary=self._rank != min(self._members.keys() - ended.keys()),
+        )
+
+    def _is_at_work(self) -> bool:
+        return self._pid == os.getpid() and not self._closed
+
+    def _hook(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        """Be `sys.excepthook`: what nobody caught ends the process, and so the job."""
+        ends = getattr(sys, "last_value", None) is error and self._is_at_work()
+        try:
+            if ends:  # else somebody only wants it to be printed
+                self._fail_for_good(error)
+        finally:
+            self._hook_before(kind, error, trace)
+        if ends and not (hasattr(sys, "ps1") or sys.flags.interactive):
+            exit.end_after(error)
+
+    def _fail_for_good(self, error: BaseException) -> None:
+        """Report an error that nobody will catch."""
+        if not self._is_at_work():
+            return
+        lookout, cause = self._lookout, exit.sentence(error)
+        if error is not self._reported:
+            report = replace(
+                lookout.report("error", cause, process=self._rank),
+                error=reports.error_parts(error),
+                hint=reports.hint_for(type(error).__name__, text_of(error)),
+                memory=reports.memory(),
+                secondary=exit.is_secondary(error),
+            )
+            self.fail(error, report, lookout.folder)
+        lookout.failing_since = time.monotonic()
+        lookout.tell({"kind": "failed", "fit": 0, "text": cause})
+
+    def _finish(self) -> None:
+        """End where Python runs the finalizers of `multiprocessing`: in order, or failing."""
+        error = sys.exc_info()[1]
+        if isinstance(error, SystemExit):
+            error = (error.__context__ or error) if error.code else None
+        if error is not None:
+            self._fail_for_good(error)
+        elif not is_failing():
+            self.close("ended with code 0")
