@@ -28,7 +28,7 @@ class BatchSizeFinder(Callback):
     the optimizer will have. Where the device runs out of memory, the batch is cut into two, four
     and so on, and the largest pieces that fit on every process are used for the whole run. The
     global batch, the order of the samples, the steps and the gradients stay what they were, to
-    rounding (DESIGN 2.6): each micro-batch of the loader becomes several. The search is for equal
+    rounding (rule 6): each micro-batch of the loader becomes several. The search is for equal
     pieces, so a batch of 32 that fits with 20 samples runs in two pieces of 16.
 
     A trial leaves no trace: weights, buffers, the optimizer, random streams and the position in

@@ -19,7 +19,7 @@ class Evaluation(Callback):
     """Decides when a run is evaluated, and by which metrics.
 
     With neither `every_n_steps` nor `every_n_epochs` it is after every epoch; with both, at each
-    of them. Triggers that coincide give one evaluation (DESIGN 2.5).
+    of them. Triggers that coincide give one evaluation (rule 5).
 
     Args:
         metrics: Names, functions `(predictions, references) -> float | dict`, metrics of

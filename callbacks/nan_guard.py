@@ -17,7 +17,7 @@ MOST_STEPS = 1024  # between two checks
 
 
 class NaNGuard(Callback):
-    """Acts on a loss or gradient that is NaN or infinite (DESIGN 2.11).
+    """Acts on a loss or gradient that is NaN or infinite (rule 11).
 
     The overflows that fp16 finds by itself are none of its business. It must be in the list of
     callbacks on every process.

@@ -13,7 +13,7 @@ __all__ = ["ReplicaCheck"]
 
 
 class ReplicaCheck(Callback):
-    """Ends the run where processes that should hold the same model hold another (DESIGN 2.22).
+    """Ends the run where processes that should hold the same model hold another (rule 22).
 
     Parameters and optimizer state are compared to the bit, by digests that are computed where they
     lie; `DistributedError` names what differs, where, and after which step. Every save does so by

@@ -30,7 +30,7 @@ API = re.compile(
     r"^<!-- api: (?P<package>\S+)(?: (?P<how>from|but) (?P<modules>[^>]+))? -->$", re.M
 )
 CLI = "<!-- cli -->"
-RULE = re.compile(r" \((?:see )?DESIGN [^)]*\)")
+RULE = re.compile(r" \((?:see )?rules? [^)]*\)")
 LINK = re.compile(r"(?<=\]\()(?P<path>[^)\s#:]+)(?P<anchor>#[^)\s]*)?(?=\))")
 FENCE = re.compile(r"^( *)(`{3,}).*?^\1\2 *$", re.M | re.S)
 SPAN = re.compile(r"(`+)(?!`).+?(?<!`)\1(?!`)", re.S)

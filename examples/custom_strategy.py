@@ -1,7 +1,7 @@
 """A strategy of your own: data parallelism that sends its gradients in bfloat16.
 
 Half the bytes travel. What is given up: each gradient is rounded to 8 bits before it is sent, so
-the training is no longer that of one device (DESIGN 2.6); it still is the same on all processes,
+the training is no longer that of one device (rule 6); it still is the same on all processes,
 and a resumed run is the same run. The sum itself is taken in fp32, in the order of the ranks.
 
     python examples/custom_strategy.py

@@ -1,4 +1,4 @@
-"""Imports point down, and what must not be called is not called (DESIGN 1.2, 2.28)."""
+"""Imports point down, and what must not be called is not called (rule 28)."""
 
 import ast
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Losses over the rows of all processes give the gradient of one process (DESIGN 2.6), in fp64."""
+"""Losses over the rows of all processes give the gradient of one process (rule 6), in fp64."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a step costs over a raw loop, counted: no clock takes part in it (DESIGN part 4)."""
+"""What a step costs over a raw loop, counted: no clock takes part in it (rule 36)."""
 
 import gc
 import itertools

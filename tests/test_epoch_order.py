@@ -1,4 +1,4 @@
-"""A resume inside an epoch has the order that the epoch began with, or is refused (DESIGN 2.29)."""
+"""A resume inside an epoch has the order that the epoch began with, or is refused (rule 29)."""
 
 import time
 from collections.abc import Iterator, Mapping

@@ -1,4 +1,4 @@
-"""One, two and three processes are the same training at the same global batch (DESIGN 2.14)."""
+"""One, two and three processes are the same training at the same global batch (rule 14)."""
 
 from collections.abc import Iterator
 from functools import partial

@@ -1,4 +1,4 @@
-"""A checkpoint that was not written by a run is refused whole, or resumed legally (DESIGN 2.29)."""
+"""A checkpoint that was not written by a run is refused whole, or resumed legally (rule 29)."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""The applied gradient does not depend on the split (DESIGN 2.6), in fp64."""
+"""The applied gradient does not depend on the split (rule 6), in fp64."""
 
 import random
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from tests.helpers.ranks import run_ranks
 from trainkit import Callback, Run, StepOutput, Trainer
 
 WIDTH, CLASSES = 5, 4
-LIMIT = 1e-12  # relative; the figure of DESIGN part 4
+LIMIT = 1e-12  # relative; the figure of rule 6
 
 
 class Sentences(Dataset[tuple[Tensor, Tensor]]):

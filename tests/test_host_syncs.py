@@ -1,4 +1,4 @@
-"""Between two log points nothing reads the device (DESIGN 2.36).
+"""Between two log points nothing reads the device (rule 36).
 
 Reads are refused in two places: in Python, the methods of tensors that bring values to the host;
 and in torch's dispatcher, every operator whose result depends on values (`item`, `bool`, `equal`,

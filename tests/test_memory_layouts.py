@@ -1,4 +1,4 @@
-"""The order in which tensors lie in memory is part of what a checkpoint keeps (DESIGN 2.30)."""
+"""The order in which tensors lie in memory is part of what a checkpoint keeps (rule 30)."""
 
 import shutil
 from copy import deepcopy

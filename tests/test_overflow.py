@@ -1,4 +1,4 @@
-"""An overflow on one process skips the step on all of them (DESIGN 2.9)."""
+"""An overflow on one process skips the step on all of them (rule 9)."""
 
 from functools import partial
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The weights of trainkit are those of a plain loop, bit by bit (issue: parity; DESIGN 2.6)."""
+"""The weights of trainkit are those of a plain loop, bit by bit (issue: parity; rule 6)."""
 
 from contextlib import nullcontext
 from functools import partial

@@ -1,4 +1,4 @@
-"""A state that differs by process comes back to its process (DESIGN 2.22)."""
+"""A state that differs by process comes back to its process (rule 22)."""
 
 from collections.abc import Mapping
 from contextlib import suppress

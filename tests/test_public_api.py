@@ -88,7 +88,7 @@ CALLBACKS = [
     "WandbLogger",
     "main_process_only",
 ]
-MODULES_OVER_TORCH = 62  # DESIGN part 4
+MODULES_OVER_TORCH = 62  # rule 36
 
 COUNT = """
 import json, sys

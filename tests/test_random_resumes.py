@@ -1,4 +1,4 @@
-"""Runs of all kinds, drawn at random, go on bit by bit after a resume (DESIGN 2.30)."""
+"""Runs of all kinds, drawn at random, go on bit by bit after a resume (rule 30)."""
 
 import random
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""Losses that are no mean over samples are exact, or refused (DESIGN 2.6)."""
+"""Losses that are no mean over samples are exact, or refused (rule 6)."""
 
 from functools import partial
 from typing import Any

@@ -1,4 +1,4 @@
-"""Replicas that differ are found before a checkpoint is written from them (DESIGN 2.22)."""
+"""Replicas that differ are found before a checkpoint is written from them (rule 22)."""
 
 from collections.abc import Callable
 from functools import partial

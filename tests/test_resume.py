@@ -1,4 +1,4 @@
-"""A resumed run is the same run, bit by bit (DESIGN 2.29 to 2.31)."""
+"""A resumed run is the same run, bit by bit (rules 29 to 31)."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""Random streams are named by keys (DESIGN 2.12)."""
+"""Random streams are named by keys (rule 12)."""
 
 import random
 

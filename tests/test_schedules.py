@@ -1,4 +1,4 @@
-"""Schedules say their unit, fit the plan or are refused, and are there by name (DESIGN 2.10)."""
+"""Schedules say their unit, fit the plan or are refused, and are there by name (rule 10)."""
 
 import copy
 import math

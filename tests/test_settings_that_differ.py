@@ -1,4 +1,4 @@
-"""Settings that differ between processes are refused before the first step (DESIGN 2.3)."""
+"""Settings that differ between processes are refused before the first step (rule 3)."""
 
 import re
 import sys

@@ -1,4 +1,4 @@
-"""A resumed stream goes on with the sample after the last one consumed (DESIGN 2.15)."""
+"""A resumed stream goes on with the sample after the last one consumed (rule 15)."""
 
 from contextlib import suppress
 from functools import partial

@@ -44,7 +44,7 @@ class TrainConfig:
         max_consecutive_skips: Skipped windows in a row after which the run gives up.
         drop_last_window: Drop the smaller last window of an epoch instead of applying it.
         split_batches: The loader's batch size is that of all processes together.
-        sample_seeding: Seed the global generators while samples are fetched (DESIGN 2.13).
+        sample_seeding: Seed the global generators while samples are fetched (rule 13).
     """
 
     max_epochs: int | None = None

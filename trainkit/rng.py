@@ -1,7 +1,7 @@
 """Keyed random streams: every random number of a run is a function of its seed and a key.
 
 A stream is named by a key and never by what was drawn before it, so it is the same after a
-resume, with other workers and on another number of processes (DESIGN 2.12):
+resume, with other workers and on another number of processes (rule 12):
 
 - `init` (equal on all processes) for parameters,
 - `order(epoch)` (equal on all processes) for samplers,

@@ -1,4 +1,4 @@
-"""Signals that ask a training to end: a checkpoint, then the exit (DESIGN 2.33)."""
+"""Signals that ask a training to end: a checkpoint, then the exit (rule 33)."""
 
 import multiprocessing
 import os

@@ -70,7 +70,7 @@ class Trainer:
         log_every_n_steps: Updates between two logs.
         drop_last_window: Drop the smaller last window of an epoch instead of applying it.
         split_batches: The loader's batch size is that of all processes together.
-        sample_seeding: Seed the global generators while samples are fetched (DESIGN 2.13).
+        sample_seeding: Seed the global generators while samples are fetched (rule 13).
         max_consecutive_skips: Skipped updates in a row after which training gives up.
         compile: Run the model through `torch.compile`, with every strategy: True, or a mapping of
             its options. In place, and undone after each call: no saved key changes.

@@ -61,7 +61,7 @@ class StepOutput:
     Args:
         loss: Scalar with a graph: the mean loss over the micro-batch's items.
         weight: Number of items (samples, tokens, ...) that `loss` averages, at least 0. A tensor
-            stays on its device. None: the number of samples in the micro-batch (DESIGN 2.6).
+            stays on its device. None: the number of samples in the micro-batch (rule 6).
             With weight 0 the loss may be NaN, but its gradient must not be: torch's
             `cross_entropy` over ignored labels alone is fine, `sum() / count` is not.
     """
@@ -72,7 +72,7 @@ class StepOutput:
 
 @dataclass(slots=True)
 class StepResult:
-    """What one window did (DESIGN 2.8, 2.9)."""
+    """What one window did (rules 8, 9)."""
 
     loss: Tensor
     """Weighted mean loss of this process's micro-batches; scalar on the device, detached."""

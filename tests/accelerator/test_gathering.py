@@ -1,4 +1,4 @@
-"""What `gather_for_metrics` cuts off in loops of the user's own (DESIGN 2.19)."""
+"""What `gather_for_metrics` cuts off in loops of the user's own (rule 19)."""
 
 import random
 from collections.abc import Iterator

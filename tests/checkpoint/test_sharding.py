@@ -1,4 +1,4 @@
-"""Sharded tensors: each process writes its own, and reads what it needs of all (DESIGN 2.31)."""
+"""Sharded tensors: each process writes its own, and reads what it needs of all (rule 31)."""
 
 import math
 import os

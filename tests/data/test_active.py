@@ -1,4 +1,4 @@
-"""Which batch is under way (DESIGN 2.19)."""
+"""Which batch is under way (rule 19)."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Streams, keys of whole batches, foreign loaders: counts that are agreed on (DESIGN 2.17)."""
+"""Streams, keys of whole batches, foreign loaders: counts that are agreed on (rule 17)."""
 
 import logging
 import random

@@ -1,4 +1,4 @@
-"""What the hot path costs (DESIGN 2.36 and part 4)."""
+"""What the hot path costs (rule 36)."""
 
 import sys
 from types import FrameType

@@ -1,4 +1,4 @@
-"""How batches are fetched, and under which keys (DESIGN 2.12, 2.13, 2.18)."""
+"""How batches are fetched, and under which keys (rules 12, 13, 18)."""
 
 import random
 from typing import Any

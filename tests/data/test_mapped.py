@@ -1,4 +1,4 @@
-"""Map-style loaders: the order, the cuts, each sample once (DESIGN 2.14-2.17)."""
+"""Map-style loaders: the order, the cuts, each sample once (rules 14-17)."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Batches on their way to the device (DESIGN 2.18)."""
+"""Batches on their way to the device (rule 18)."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,4 +1,4 @@
-"""Workers: what they see, how long they live (DESIGN 2.17)."""
+"""Workers: what they see, how long they live (rule 17)."""
 
 import multiprocessing
 import os

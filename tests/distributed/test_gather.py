@@ -1,4 +1,4 @@
-"""Tests of gathering: each real sample once, in the order of one process (DESIGN 2.19)."""
+"""Tests of gathering: each real sample once, in the order of one process (rule 19)."""
 
 import math
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""The watch: who hears of what, and who leaves when (DESIGN 2.32)."""
+"""The watch: who hears of what, and who leaves when (rule 32)."""
 
 import atexit
 import json

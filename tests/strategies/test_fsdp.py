@@ -1,4 +1,4 @@
-"""FSDP trains as one process does, on any number of processes (DESIGN 2.6 to 2.9)."""
+"""FSDP trains as one process does, on any number of processes (rules 6 to 9)."""
 
 import warnings
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""Faults that are put into one process of a job, and what must come of each (DESIGN 2.32)."""
+"""Faults that are put into one process of a job, and what must come of each (rule 32)."""
 
 import ctypes
 import faulthandler

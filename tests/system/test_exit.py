@@ -1,4 +1,4 @@
-"""Processes that have done their work end without an abort (DESIGN 2.34)."""
+"""Processes that have done their work end without an abort (rule 34)."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""One process of a job fails, and all are gone, with one report (DESIGN 2.32).
+"""One process of a job fails, and all are gone, with one report (rule 32).
 
 `benchmarks/faults.py` has the long version.
 """

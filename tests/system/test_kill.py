@@ -1,4 +1,4 @@
-"""A run that is killed at random moments ends as if nothing had happened (DESIGN 2.24, 2.30).
+"""A run that is killed at random moments ends as if nothing had happened (rules 24, 30).
 
 `benchmarks/kill.py` has the long version.
 """

@@ -1,6 +1,6 @@
 """A signal ends a run with one checkpoint and its own exit code; the resumed run is the same one.
 
-DESIGN 2.33. `benchmarks/kill.py --signals` has the long version.
+rule 33. `benchmarks/kill.py --signals` has the long version.
 """
 
 import signal

@@ -1,4 +1,4 @@
-"""Workers of a loader neither leave before their process nor outlive it (DESIGN 2.33)."""
+"""Workers of a loader neither leave before their process nor outlive it (rule 33)."""
 
 import multiprocessing
 import os

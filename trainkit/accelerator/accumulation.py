@@ -31,7 +31,7 @@ class Accumulation:
     """The windows of a loop of the user's own; prepared loaders tell it where they are.
 
     The last window of a pass may be smaller. A loss is divided by the size of its own window, so
-    the last update counts its samples as every other one does (DESIGN 2.7). Where the length of
+    the last update counts its samples as every other one does (rule 7). Where the length of
     a loader is not known, its last window turns out to be smaller only when it ends; then
     `correction` is what the gradients are still to be multiplied by.
 

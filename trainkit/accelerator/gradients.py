@@ -21,7 +21,7 @@ class Gradients:
     """Divides and scales losses, and makes gradients final before they are clipped or used.
 
     An overflow is read from the scaler's own flag, and gradients are always unscaled here, so a
-    fused optimizer never sees the scale (DESIGN 2.9). The scale changes when the gradients of
+    fused optimizer never sees the scale (rule 9). The scale changes when the gradients of
     every optimizer have been unscaled, or before the next backward at the latest: optimizers that
     share a backward share its scale.
 

@@ -34,7 +34,7 @@ class MappedShare(SharedLoader):
 
     On one process samplers draw what they draw under torch's own loader. On several the order is
     that of process 0. What is random inside the data set is drawn from streams that are keyed by
-    epoch and sample, so it differs between samples and not between runs (DESIGN 2.13).
+    epoch and sample, so it differs between samples and not between runs (rule 13).
 
     Args:
         source: The user's loader.

@@ -1,4 +1,4 @@
-"""What may differ by process of a state: registered objects, parts of models (DESIGN 2.22)."""
+"""What may differ by process of a state: registered objects, parts of models (rule 22)."""
 
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path

@@ -24,7 +24,7 @@ class Places:
     """The folders of saved states.
 
     A state is a checkpoint of trainkit inside its folder: it is committed at once or not at all,
-    and an earlier one in the same folder goes only after that (DESIGN 2.24, 2.27).
+    and an earlier one in the same folder goes only after that (rules 24, 27).
 
     Args:
         project: Tells the folder and how many states stay.

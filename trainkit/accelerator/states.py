@@ -1,4 +1,4 @@
-"""What `save_state` writes and `load_state` puts back (DESIGN 2.22, 2.28)."""
+"""What `save_state` writes and `load_state` puts back (rules 22, 28)."""
 
 import platform
 import warnings

@@ -18,7 +18,7 @@ _NO_WINDOWS = 1 << 62  # micro-batches in a window that no epoch fills
 class StreamedShare(SharedLoader):
     """A loader over an iterable data set, over keys of whole batches, or of another class.
 
-    Every process reads the data set and keeps its slices (DESIGN 2.17). A last batch is as short
+    Every process reads the data set and keeps its slices (rule 17). A last batch is as short
     as the data leaves it; a process that has nothing in the last round repeats its last batch,
     none of whose samples counts as real.
 

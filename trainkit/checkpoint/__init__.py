@@ -1,4 +1,4 @@
-"""Checkpoints: how their bytes are written, found, checked and kept (DESIGN 2.22 to 2.28).
+"""Checkpoints: how their bytes are written, found, checked and kept (rules 22 to 28).
 
 Importing this package, listing and verifying need no torch; values are turned into bytes and
 back in `codec`, which asks for it only where a value does.

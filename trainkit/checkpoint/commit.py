@@ -1,6 +1,6 @@
 """One save: all processes write, process 0 commits.
 
-The order of the operations is what makes a power cut harmless at any moment (DESIGN 2.24); tests
+The order of the operations is what makes a power cut harmless at any moment (rule 24); tests
 take each of them out and see the harm.
 """
 

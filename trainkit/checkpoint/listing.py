@@ -37,7 +37,7 @@ def folders(directory: Path) -> list[Path]:
 def committed(directory: Path) -> list[Entry]:
     """Return the checkpoints in a directory by step, the newest last.
 
-    A folder without a valid manifest is none (DESIGN 2.24).
+    A folder without a valid manifest is none (rule 24).
     """
     entries = []
     for path in folders(directory):

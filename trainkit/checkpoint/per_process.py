@@ -2,7 +2,7 @@
 
 An owner is a callback or an object with `state_dict` and `load_state_dict`. It may say by an
 attribute `per_process` whether its state differs by process; else the states are compared at each
-save (DESIGN 2.22).
+save (rule 22).
 """
 
 from collections.abc import Callable, Mapping, Sequence

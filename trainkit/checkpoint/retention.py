@@ -1,4 +1,4 @@
-"""Which checkpoints stay (DESIGN 2.27); the store knows how to remove the others."""
+"""Which checkpoints stay (rule 27); the store knows how to remove the others."""
 
 import math
 from collections.abc import Sequence

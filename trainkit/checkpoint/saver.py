@@ -34,7 +34,7 @@ class _Job:
 
 
 class Saver:
-    """Commits checkpoints of one run into its directory, which it locks (DESIGN 2.24 to 2.27).
+    """Commits checkpoints of one run into its directory, which it locks (rules 24 to 27).
 
     Every process makes one and calls the same methods in the same order.
 

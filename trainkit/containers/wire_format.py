@@ -1,4 +1,4 @@
-"""Turn values into bytes and back, exactly, without pickle (DESIGN 2.28).
+"""Turn values into bytes and back, exactly, without pickle (rule 28).
 
 Holds None, booleans, numbers, text, bytes, lists, tuples, sets, dictionaries (also ordered,
 default and counting ones, with any keys), named tuples, data classes by field, mappings of

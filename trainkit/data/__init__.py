@@ -1,4 +1,4 @@
-"""Data: loaders shared out over the processes, resumable, each sample once (DESIGN 2.12-2.19)."""
+"""Data: loaders shared out over the processes, resumable, each sample once (rules 12-19)."""
 
 from trainkit.data.loader import PreparedLoader
 from trainkit.data.prepare import evaluation_loader, training_loader

@@ -1,4 +1,4 @@
-"""Loaders whose counts the processes agree on, one round ahead (DESIGN 2.17)."""
+"""Loaders whose counts the processes agree on, one round ahead (rule 17)."""
 
 import logging
 from collections.abc import Generator, Iterable, Iterator

@@ -1,4 +1,4 @@
-"""Turns the indices of a batch into a batch, under the keys of its samples (DESIGN 2.13, 2.18)."""
+"""Turns the indices of a batch into a batch, under the keys of its samples (rules 13, 18)."""
 
 from abc import ABC, abstractmethod
 from typing import Any

@@ -18,7 +18,7 @@ class PreparedLoader(ABC):
     """A loader whose samples are shared out over the processes, each used exactly once an epoch.
 
     Every process gets equally many micro-batches; one without samples for a micro-batch that
-    others have gets a repeat with `count` 0 (DESIGN 2.16). The order depends on seed and epoch
+    others have gets a repeat with `count` 0 (rule 16). The order depends on seed and epoch
     only, and a pass changes no global generator.
 
     Args:

@@ -1,4 +1,4 @@
-"""The order of an epoch, and how it is cut into the batches of the processes (DESIGN 2.14-2.17)."""
+"""The order of an epoch, and how it is cut into the batches of the processes (rules 14-17)."""
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence

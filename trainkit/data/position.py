@@ -1,4 +1,4 @@
-"""Where an iterable data set is, and how it comes back there (DESIGN 2.15)."""
+"""Where an iterable data set is, and how it comes back there (rule 15)."""
 
 import copy
 from collections.abc import Iterable, Sequence

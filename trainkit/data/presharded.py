@@ -1,4 +1,4 @@
-"""A mark for loaders that each process has made over its own share already (DESIGN 2.17)."""
+"""A mark for loaders that each process has made over its own share already (rule 17)."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a process without samples runs through its model, with weight 0 (DESIGN 2.16)."""
+"""What a process without samples runs through its model, with weight 0 (rule 16)."""
 
 from typing import Any
 

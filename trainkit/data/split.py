@@ -24,7 +24,7 @@ def split_windows(
     """Yield windows whose micro-batches hold at most `size` samples of a process.
 
     Every process cuts a micro-batch into equally many pieces. One that has no samples for a piece
-    gets a zero-weight repeat (DESIGN 2.16).
+    gets a zero-weight repeat (rule 16).
 
     Args:
         windows: Those of an epoch of `loader`.

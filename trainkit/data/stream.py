@@ -1,4 +1,4 @@
-"""Reads this process's slices of an iterable data set (DESIGN 2.17)."""
+"""Reads this process's slices of an iterable data set (rule 17)."""
 
 import copy
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Brings batches to the device, one ahead of their use on CUDA (DESIGN 2.18)."""
+"""Brings batches to the device, one ahead of their use on CUDA (rule 18)."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What the training loop gets from a loader: windows of micro-batches (DESIGN 2.1)."""
+"""What the training loop gets from a loader: windows of micro-batches (rule 1)."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +11,7 @@ class MicroBatch:
 
     Args:
         data: The batch, on the device.
-        count: Real samples of this process; 0 for a zero-weight repeat (DESIGN 2.16).
+        count: Real samples of this process; 0 for a zero-weight repeat (rule 16).
         total: Real samples over all processes, at least 1.
         last: Whether no further micro-batch follows in this window.
         counts: Real samples of each process, by rank.

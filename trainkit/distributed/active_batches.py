@@ -1,4 +1,4 @@
-"""Which batch is under way: what `gather_for_metrics` asks (DESIGN 2.19)."""
+"""Which batch is under way: what `gather_for_metrics` asks (rule 19)."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""Agree on what one process alone may have seen, without waiting for anybody (DESIGN 2.34)."""
+"""Agree on what one process alone may have seen, without waiting for anybody (rule 34)."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Refuse collectives in code that trainkit runs on some processes only (DESIGN 2.34).
+"""Refuse collectives in code that trainkit runs on some processes only (rule 34).
 
 Such a collective would wait for processes that never come. The place is marked by `only`, and
 every collective of `Processes` asks `check` first. It also raises on one process, where it could

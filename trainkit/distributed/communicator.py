@@ -87,7 +87,7 @@ class Communicator:
             tensor: A tensor, or a nesting of them. A scalar counts as one row. The first
                 dimensions may differ between processes.
             differentiable: Whether the result has a graph, for losses that look at the rows of
-                all processes (DESIGN 2.6). A row then gets the sum of the gradients that all
+                all processes (rule 6). A row then gets the sum of the gradients that all
                 processes have for it, in a backward that all must run. False: no gradient.
 
         Raises:
@@ -119,7 +119,7 @@ class Communicator:
     ) -> Any:
         """Return the entry of each real sample of the last batch once, on every process.
 
-        The order is that in which the same loader runs on one process (DESIGN 2.19). The batch
+        The order is that in which the same loader runs on one process (rule 19). The batch
         is the one yielded last by a loader that is under way. Where none is, as after a loop,
         everything is gathered, and what filled a last batch up is among it.
 

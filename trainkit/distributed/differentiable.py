@@ -1,4 +1,4 @@
-"""Gather rows so that gradients flow back to the process that gave them (DESIGN 2.6)."""
+"""Gather rows so that gradients flow back to the process that gave them (rule 6)."""
 
 from typing import Any
 

@@ -64,7 +64,7 @@ def gather_samples(
         batches: What this process computed for each batch, or a `Refusal`.
         counts: For each batch the number of real samples on each process; equal on all.
         local_sizes: For each batch the number of entries that its value must have here: the real
-            samples, or the size of the repeated batch where there are none (DESIGN 2.16).
+            samples, or the size of the repeated batch where there are none (rule 16).
         pad_value: What fills up later dimensions; see `rows.Merge`.
         name: What errors call the value.
         use_gather_object: Each batch is a list of one object per sample, whatever it holds.

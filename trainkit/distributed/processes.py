@@ -64,7 +64,7 @@ class Processes:
     """The processes of a job and the collectives between them.
 
     Every process of the job calls the same collectives in the same order. On one process they
-    return at once. Code that only some processes run gets an error (DESIGN 2.34).
+    return at once. Code that only some processes run gets an error (rule 34).
 
     Args:
         membership: The part of this process in the job.
@@ -84,7 +84,7 @@ class Processes:
         self._capacity = _SMALLEST_CAPACITY
         self._pid = os.getpid()
         self._closed = False
-        self.repeats = False  # inside a repeat of weight 0, whose rows nobody gathers (DESIGN 2.16)
+        self.repeats = False  # inside a repeat of weight 0, whose rows nobody gathers (rule 16)
         self.watch: Watch | None = None  # on the other processes; None where there are none
 
     @classmethod

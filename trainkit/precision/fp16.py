@@ -21,7 +21,7 @@ class FP16(Precision):
     """Runs matrix products in float16 and scales the loss so that small gradients survive.
 
     An overflow is read from the scaler's `found_inf`, for fused and unfused optimizers alike:
-    gradients are always unscaled here, so an optimizer never sees the scale (DESIGN 2.9).
+    gradients are always unscaled here, so an optimizer never sees the scale (rule 9).
 
     Args:
         init_scale: Factor on the loss at the start.

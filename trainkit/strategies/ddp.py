@@ -206,7 +206,7 @@ def _mean_in_rank_order(
 
     A ring all-reduce sums in an order that depends on where an element lies in its bucket, and
     DDP lays its buckets out anew after the first backward: a resumed run would differ from one
-    that was never stopped in the last bit (DESIGN 2.30). The sum of two is the same either way.
+    that was never stopped in the last bit (rule 30). The sum of two is the same either way.
     """
     size = processes.size
     share = -(-tensor.numel() // size)

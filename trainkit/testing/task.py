@@ -58,7 +58,7 @@ class Network(nn.Module):
 
 
 class WeightedTrainer(Trainer):
-    """Leaves some samples out, so that micro-batches weigh differently (DESIGN 2.6)."""
+    """Leaves some samples out, so that micro-batches weigh differently (rule 6)."""
 
     @override
     def training_step(self, model: nn.Module, batch: Any) -> StepOutput:

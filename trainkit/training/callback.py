@@ -40,7 +40,7 @@ class Callback:
         on_fit_end
 
     After the last step of an epoch, `on_epoch_end` comes before logging, evaluation and saving,
-    which then happen once for both (DESIGN 2.5). A hook runs on every process, in the order of the
+    which then happen once for both (rule 5). A hook runs on every process, in the order of the
     list of callbacks; one that nobody overrides is never called. Counters are equal on all
     processes at every hook. A callback reads the run and asks it (`run.log`, `run.request_stop`,
     `run.request_evaluation`, `run.request_checkpoint`, `run.request_skip`); it never steps by
@@ -178,7 +178,7 @@ class Callback:
 
 
 PARTIAL_HOOKS = ("on_microbatch_start", "on_microbatch_end")
-"""Hooks that a process with nothing but a zero-weight repeat does not run (DESIGN 2.16)."""
+"""Hooks that a process with nothing but a zero-weight repeat does not run (rule 16)."""
 
 HOOKS: tuple[str, ...] = tuple(name for name in vars(Callback) if name.startswith("on_"))
 

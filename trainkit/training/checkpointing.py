@@ -1,4 +1,4 @@
-"""What a checkpoint of a run holds, and how it is put back (DESIGN 2.22, 2.29 to 2.31)."""
+"""What a checkpoint of a run holds, and how it is put back (rules 22, 29 to 31)."""
 
 import platform
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What every process must have alike: compared before the first step (DESIGN 2.3)."""
+"""What every process must have alike: compared before the first step (rule 3)."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict

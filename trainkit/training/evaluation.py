@@ -165,7 +165,7 @@ def evaluate(  # noqa: PLR0913  the parts of a run, and it may be of none
     """Return the figures of `module` on `loader`, equal on all processes.
 
     No training state changes: random streams, the mode of every submodule and the gradient mode
-    are put back, also after an error (DESIGN 2.21).
+    are put back, also after an error (rule 21).
 
     Args:
         module: The user's own module, on its device.

@@ -202,7 +202,7 @@ def _order(trainer: Explained, width: int) -> list[str]:
 
 
 def _algorithm(trainer: Explained) -> Iterator[tuple[int, str]]:
-    """Yield hooks by name, and in words what happens between them (DESIGN 2.3 to 2.5)."""
+    """Yield hooks by name, and in words what happens between them (rules 3 to 5)."""
     config, processes = trainer.config, trainer.processes.num_processes
     accumulation = config.gradient_accumulation_steps
     several = f" on each of {processes} processes" if processes > 1 else ""

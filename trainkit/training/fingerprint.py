@@ -1,4 +1,4 @@
-"""What a checkpoint must have in common with the run that resumes from it (DESIGN 2.22, 2.29)."""
+"""What a checkpoint must have in common with the run that resumes from it (rules 22, 29)."""
 
 from collections.abc import Mapping, Sequence
 from inspect import Parameter, signature

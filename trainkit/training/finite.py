@@ -1,4 +1,4 @@
-"""Whether what a checkpoint would hold is still of use (DESIGN 2.11, 2.27)."""
+"""Whether what a checkpoint would hold is still of use (rules 11, 27)."""
 
 import math
 from typing import Any

@@ -31,7 +31,7 @@ class _Entry:
 
 
 class LogSums:
-    """Weighted means, sums, maxima and last values by name (DESIGN 2.35).
+    """Weighted means, sums, maxima and last values by name (rule 35).
 
     Nothing is read from the device before `reduce`. Sums are kept in fp64.
     """

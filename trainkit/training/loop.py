@@ -120,7 +120,7 @@ def update(run: Run, callbacks: CallbackList) -> None:
 
 
 def skip(run: Run, callbacks: CallbackList) -> None:
-    """Clear the gradients and leave everything else as it was (DESIGN 2.9)."""
+    """Clear the gradients and leave everything else as it was (rule 9)."""
     state = run.state
     loss, _ = run.weighting.result()
     reason = run.requests.skip or run.overflow(loss)

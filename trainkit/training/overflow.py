@@ -1,4 +1,4 @@
-"""What is said of gradients that overflow and go on to do so (DESIGN 2.9)."""
+"""What is said of gradients that overflow and go on to do so (rule 9)."""
 
 from collections.abc import Iterable
 

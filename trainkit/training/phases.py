@@ -1,4 +1,4 @@
-"""What is served between two windows: log, evaluate, checkpoint, stop (DESIGN 2.5)."""
+"""What is served between two windows: log, evaluate, checkpoint, stop (rule 5)."""
 
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -75,7 +75,7 @@ class Calls:
 
 @contextmanager
 def watched(run: Run, watchdog: "Watchdog | None") -> Iterator[None]:
-    """Watch the progress of a run, where it runs on several processes (DESIGN 2.32)."""
+    """Watch the progress of a run, where it runs on several processes (rule 32)."""
     watch = run.strategy.processes.watch
     if watch is None:
         yield
@@ -190,7 +190,7 @@ def first_window(run: Run) -> tuple[Generator[Window, None, None], Window | None
 
 
 def follow_plan(run: Run) -> None:
-    """Plan anew, and say so, where an epoch has another length than was planned (DESIGN 2.2).
+    """Plan anew, and say so, where an epoch has another length than was planned (rule 2).
 
     Every process calls it once an epoch's first window is there, and at the epoch's end.
 

@@ -1,4 +1,4 @@
-"""Whether processes that should hold the same parameters and optimizer state do (DESIGN 2.22)."""
+"""Whether processes that should hold the same parameters and optimizer state do (rule 22)."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from numbers import Number

@@ -75,7 +75,7 @@ class Requests:
     _sent_stop: str | None = None  # in the vote under way
 
     def start_vote(self, vote: AsyncFlags, signum: int) -> None:
-        """Put what this process alone knows or asked for to the vote (DESIGN 2.34)."""
+        """Put what this process alone knows or asked for to the vote (rule 34)."""
         stop, evaluation = self.voted_stop is not None, self.voted_evaluation
         vote.exchange((stop, evaluation, self.voted_checkpoint, signum))
         self._sent_stop, self.voted_stop = self.voted_stop, None

@@ -1,4 +1,4 @@
-"""What a schedule comes to in a run, and whether that can be meant (DESIGN 2.10)."""
+"""What a schedule comes to in a run, and whether that can be meant (rule 10)."""
 
 import copy
 import warnings

@@ -1,4 +1,4 @@
-"""The settings of a training's parts, in words that the processes compare (DESIGN 2.3)."""
+"""The settings of a training's parts, in words that the processes compare (rule 3)."""
 
 import os
 import platform

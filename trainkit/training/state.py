@@ -13,7 +13,7 @@ VERSION = "0.1.0"
 
 @dataclass(kw_only=True, slots=True)
 class TrainState:
-    """How far a training is (DESIGN 2.1, 2.2)."""
+    """How far a training is (rules 1, 2)."""
 
     step: int = 0
     """Updates applied."""

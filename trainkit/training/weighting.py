@@ -1,4 +1,4 @@
-"""Rule 6: each item counts the same, however a step is split (DESIGN 2.6).
+"""Rule 6: each item counts the same, however a step is split (rule 6).
 
 The applied gradient is `sum(weight * grad loss) / sum(weight)` over all processes and
 micro-batches of a window. Each loss is multiplied by one factor before backward, so that the

@@ -1,4 +1,4 @@
-"""The thread that hears of the end of other processes, and ends this one (DESIGN 2.32).
+"""The thread that hears of the end of other processes, and ends this one (rule 32).
 
 It needs no collective, and works while the main thread sits in one.
 """

@@ -1,4 +1,4 @@
-"""What a failed process leaves behind: who, where, why, in words and as JSON (DESIGN 2.32)."""
+"""What a failed process leaves behind: who, where, why, in words and as JSON (rule 32)."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The watch of a process over the others, and over its own progress (DESIGN 2.32)."""
+"""The watch of a process over the others, and over its own progress (rule 32)."""
 
 import faulthandler
 import multiprocessing.util

@@ -1,4 +1,4 @@
-"""Turn the state of a part into strict JSON and tensors, and back, exactly (DESIGN 2.28).
+"""Turn the state of a part into strict JSON and tensors, and back, exactly (rule 28).
 
 JSON holds its own types as they are. Everything else is an object with one key that begins with
 `$` and names the type; docs/checkpoint-format.md lists them. Tensors, arrays and long byte strings

@@ -1,4 +1,4 @@
-"""The names that parts, files and folders of a checkpoint may have (DESIGN part 3)."""
+"""The names that parts, files and folders of a checkpoint may have (rule 25)."""
 
 import re
 from collections.abc import Collection, Iterable
