@@ -133,6 +133,7 @@ class _Rehearsed(Metric):
 
     @override
     def update(self, predictions: Any, references: Any) -> None:
+        self.metric.convention = self.convention
         self.metric.update(predictions, references)
 
     @override
@@ -186,7 +187,9 @@ def evaluate(  # noqa: PLR0913  the parts of a run, and it may be of none
     for metric in metrics:
         metric.reset()
     sums = LogSums()
-    chunks = _Chunks(accelerator, loader, metrics, _reading(module, loss_fn))
+    # What a step of the user's own returns as scores may be probabilities.
+    is_default = getattr(step, "__module__", "").startswith("trainkit.")
+    chunks = _Chunks(accelerator, loader, metrics, _reading(module, loss_fn), is_default)
     with _undisturbed(module, accelerator), log.apart() as logged:
         with closing(loader.batches(0)) as batches:
             for micro_batch in watch(batches):
@@ -259,6 +262,7 @@ class _Chunks:
     loader: PreparedLoader
     metrics: list[Metric]
     reading: "Reading"
+    knows_scores: bool = False  # whether they are what the model returned
     wanted: list[str] = field(init=False)  # what the metrics use, besides the references
     keys: dict[str, str] = field(default_factory=dict)  # under which of the outputs that is
     outputs: list[dict[str, Any]] = field(default_factory=list)
@@ -296,7 +300,10 @@ class _Chunks:
             [info.counts for info in self.infos],
             [info.local_size for info in self.infos],
         )
+        scores = gathered.get("scores") if self.knows_scores else None
+        known = self.reading.known(scores) if isinstance(scores, Tensor) else None
         for metric in self.metrics:
+            metric.convention = known
             metric.update(gathered[self.keys[metric.uses]], gathered["references"])
         samples = sum(sum(info.counts) for info in self.infos)
         self.outputs, self.infos = [], []

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -12,28 +12,31 @@ from torch.nn import functional
 from trainkit.errors import ConfigError, DataError
 from trainkit.types import LossFn
 
-__all__ = ["Reading", "form"]
+__all__ = ["Convention", "Reading", "form"]
 
 
 @dataclass(frozen=True, slots=True)
-class _Convention:
+class Convention:
+    """How a loss takes the outputs of a model."""
+
     axis: int | None = None  # dimension of the classes; None: each number stands alone
     threshold: float = 0.0  # a number that stands alone says class 1 above it
     activation: Callable[[Tensor], Tensor] | None = None  # makes probabilities; None: not known
+    logits: Literal["softmax", "sigmoid"] | None = None  # what makes them of logits
 
 
-_VALUES = _Convention()
-_LOGITS = _Convention(axis=1, activation=partial(torch.softmax, dim=1))
-_LOGITS_LAST = _Convention(axis=-1, activation=partial(torch.softmax, dim=-1))
-_BINARY = _Convention(activation=torch.sigmoid)
+_VALUES = Convention()
+_LOGITS = Convention(1, activation=partial(torch.softmax, dim=1), logits="softmax")
+_LOGITS_LAST = Convention(-1, activation=partial(torch.softmax, dim=-1), logits="softmax")
+_BINARY = Convention(activation=torch.sigmoid, logits="sigmoid")
 
-_LOSSES: tuple[tuple[_Convention, type[nn.Module], Callable[..., Tensor]], ...] = (
+_LOSSES: tuple[tuple[Convention, type[nn.Module], Callable[..., Tensor]], ...] = (
     (_LOGITS, nn.CrossEntropyLoss, functional.cross_entropy),
-    (_Convention(axis=1, activation=torch.exp), nn.NLLLoss, functional.nll_loss),
-    (_Convention(axis=1), nn.MultiMarginLoss, functional.multi_margin_loss),
+    (Convention(axis=1, activation=torch.exp), nn.NLLLoss, functional.nll_loss),
+    (Convention(axis=1), nn.MultiMarginLoss, functional.multi_margin_loss),
     (_BINARY, nn.BCEWithLogitsLoss, functional.binary_cross_entropy_with_logits),
     (_BINARY, nn.MultiLabelSoftMarginLoss, functional.multilabel_soft_margin_loss),
-    (_Convention(None, 0.5, torch.clone), nn.BCELoss, functional.binary_cross_entropy),
+    (Convention(None, 0.5, torch.clone), nn.BCELoss, functional.binary_cross_entropy),
     (_VALUES, nn.MSELoss, functional.mse_loss),
     (_VALUES, nn.L1Loss, functional.l1_loss),
     (_VALUES, nn.SmoothL1Loss, functional.smooth_l1_loss),
@@ -136,10 +139,12 @@ class Reading:
             )
         return found
 
-    def _convention(self, scores: Tensor, references: Any) -> _Convention:
-        found = self._known
-        if self._config is not None:
-            found = _of_transformers(self._config, scores)
+    def known(self, scores: Tensor) -> Convention | None:
+        """Return how the loss takes scores; None where the loss does not say it."""
+        return self._known if self._config is None else _of_transformers(self._config, scores)
+
+    def _convention(self, scores: Tensor, references: Any) -> Convention:
+        found = self.known(scores)
         if found is None:
             found = _of_shapes(scores, references)
             if (
@@ -157,7 +162,7 @@ class Reading:
 _RETURNED = {"raw": "scores", "classes": "predictions", "probabilities": "probabilities"}
 
 
-def _of_loss(loss_fn: Any) -> _Convention | None:
+def _of_loss(loss_fn: Any) -> Convention | None:
     while isinstance(loss_fn, partial):
         loss_fn = loss_fn.func
     forward = getattr(type(loss_fn), "forward", loss_fn)  # of a subclass it may be another
@@ -165,7 +170,7 @@ def _of_loss(loss_fn: Any) -> _Convention | None:
     return next(found, None)
 
 
-def _of_transformers(config: Any, scores: Tensor) -> _Convention:
+def _of_transformers(config: Any, scores: Tensor) -> Convention:
     problem = getattr(config, "problem_type", None)  # set at the latest by the first loss
     if problem == "regression" or (scores.dim() == 2 and scores.shape[-1] == 1):
         return _VALUES
@@ -174,7 +179,7 @@ def _of_transformers(config: Any, scores: Tensor) -> _Convention:
     return _LOGITS if scores.dim() == 4 else _LOGITS_LAST
 
 
-def _of_shapes(scores: Tensor, references: Any) -> _Convention:
+def _of_shapes(scores: Tensor, references: Any) -> Convention:
     if not isinstance(references, Tensor):
         raise _undecided(scores, references, "the loss is none of torch's")
     if references.is_floating_point():
@@ -190,7 +195,7 @@ def _of_shapes(scores: Tensor, references: Any) -> _Convention:
         )
     if not fitting:
         raise _undecided(scores, references, "neither dimension 1 nor the last can be the classes")
-    return _Convention(axis=fitting[0])
+    return Convention(axis=fitting[0])
 
 
 _ONE_NUMBER = (

@@ -13,7 +13,7 @@ from trainkit.config import checked
 from trainkit.errors import ConfigError, DataError
 from trainkit.metrics.figures import flatten
 from trainkit.metrics.metric import Metric, Uses, agreed
-from trainkit.metrics.samples import is_array, matching_length
+from trainkit.metrics.samples import IGNORED, is_array, matching_length
 from trainkit.scores import form
 
 __all__ = ["TorchMetric"]
@@ -27,7 +27,9 @@ class TorchMetric(Metric):
 
     Metrics of clusters, and of segmentation with `input_format="index"`, get predictions, others
     scores. Those of classification take scores for logits where one lies outside [0, 1]: here
-    that holds for all samples, not chunk by chunk. Their references may be whole floats.
+    that holds for all samples, not chunk by chunk, and wherever they lie if the loss takes logits
+    and `evaluation_step` is the default one. Then classes that the model has last are moved to
+    dimension 1. Their references may be whole floats.
 
     Args:
         metric: The metric or collection.
@@ -44,6 +46,8 @@ class TorchMetric(Metric):
         self.metric: Any = metric
         self.higher_is_better = _direction(metric)
         self.uses, self._activation = agreed(self.name, map(_inputs, _fed(metric)))
+        ignored = {getattr(part, "ignore_index", IGNORED) for part in _fed(metric)}
+        self._ignores = ignored <= {IGNORED}
         self.reset()
 
     @override
@@ -61,6 +65,7 @@ class TorchMetric(Metric):
             self.reset()
         self._samples += samples
         predictions, references = self._placed(predictions), self._placed(references)
+        self._refuse_ignored(references)
         if self._activation is not None:
             predictions, references = self._settled(predictions), _whole(references)
         try:
@@ -98,6 +103,11 @@ class TorchMetric(Metric):
         """Return scores that torchmetrics reads as it read those before."""
         if not isinstance(scores, Tensor) or not scores.is_floating_point():
             return scores
+        known = self.convention
+        if known is not None and known.logits == self._activation:
+            self._are_logits = True
+            if known.axis == -1:
+                scores = scores.movedim(-1, 1)
         if not bool(((scores >= 0) & (scores <= 1)).all()):
             if self._are_logits is False:
                 raise DataError(
@@ -111,6 +121,16 @@ class TorchMetric(Metric):
         else:
             self._are_logits = False
         return scores
+
+    def _refuse_ignored(self, references: Any) -> None:
+        """Refuse references that are left out by a loss, and would be counted as wrong here."""
+        if self._ignores or not isinstance(references, Tensor):
+            return
+        if bool((references == IGNORED).any()):
+            raise DataError(
+                f"The metric `{self.name}` found {IGNORED} in the references, which marks what is "
+                f"left out. Make it with `ignore_index={IGNORED}`."
+            )
 
 
 def _fed(metric: Any) -> list[Any]:
