@@ -59,12 +59,12 @@ def _evaluate_run(run: Run, callbacks: CallbackList) -> None:
             prefix=f"eval/{name}/" if name else "eval/",
             watch=partial(_announce, run, callbacks),
         )
-    asked, run.requests.evaluation = run.requests.evaluation, False
+    # One that comes only because the run stops is not part of the plan that a resume goes on with.
+    run.evaluation_is_planned, run.requests.evaluation = run.requests.evaluation, False
     run.last_evaluated_attempt = run.state.attempts
     run.metrics = metrics
     _keep_best(run, metrics)
-    # One that comes only because the run stops is not part of the plan that a resume goes on with.
-    if run.lr_schedule is not None and asked:
+    if run.lr_schedule is not None and run.evaluation_is_planned:
         run.lr_schedule.advance_evaluation(metrics)
     callbacks.emit(Callback.on_evaluation_end, run, metrics)
     run.phase = phase
