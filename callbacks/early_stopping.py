@@ -23,8 +23,8 @@ class EarlyStopping(Callback):
     """Stops the run after `patience` evaluations in a row without a new best value of `metric`.
 
     NaN is never better. An evaluation that comes only because the run stops counts for nothing, so
-    that a resume goes on as if there had been none. Whether `metric` exists is checked before the first step where all names
-    are known by then, else at the first evaluation.
+    that a resume goes on as if there had been none. Whether `metric` exists is checked before the
+    first step where all names are known by then, else at the first evaluation.
 
     Args:
         metric: A figure of the evaluation, such as "eval/loss".

@@ -26,6 +26,7 @@ class Convention:
 
 
 _VALUES = Convention()
+_LOGS = Convention()  # of values: those themselves are compared with nothing
 _LOGITS = Convention(1, activation=partial(torch.softmax, dim=1), logits="softmax")
 _LOGITS_LAST = Convention(-1, activation=partial(torch.softmax, dim=-1), logits="softmax")
 _BINARY = Convention(activation=torch.sigmoid, logits="sigmoid")
@@ -41,7 +42,6 @@ _LOSSES: tuple[tuple[Convention, type[nn.Module], Callable[..., Tensor]], ...] =
     (_VALUES, nn.L1Loss, functional.l1_loss),
     (_VALUES, nn.SmoothL1Loss, functional.smooth_l1_loss),
     (_VALUES, nn.HuberLoss, functional.huber_loss),
-    (_VALUES, nn.PoissonNLLLoss, functional.poisson_nll_loss),
 )
 
 
@@ -69,7 +69,8 @@ class Reading:
         """Return what `scores` say.
 
         Args:
-            what: "classes" or "probabilities"; "predictions" are classes of the shape of
+            what: "classes" or "probabilities"; "values" are the scores, unless the loss takes
+                logarithms of what is true; "predictions" are classes of the shape of
                 `references`, or the scores as they are where those are values.
             scores: What the model returned.
             references: Asked where the loss does not say where the classes are.
@@ -77,6 +78,12 @@ class Reading:
         Raises:
             DataError: It cannot be told; says the readings, and the lines for them.
         """
+        if self._known is _LOGS:
+            how = "Return `predictions`, such as `outputs.exp()`, from `evaluation_step`"
+            why = "they may be meant as they are, logarithms of rates, or as rates"
+            raise _undecided(scores, references, why, how)
+        if what == "values":
+            return scores
         is_read = isinstance(scores, Tensor) and scores.is_floating_point()
         found = self._convention(scores, references) if is_read else _VALUES
         if found is _VALUES:
@@ -93,7 +100,12 @@ class Reading:
         alone = found.axis is None
         classes = (scores > found.threshold).long() if alone else scores.argmax(found.axis)
         if what == "predictions" and getattr(references, "shape", classes.shape) != classes.shape:
-            raise _undecided(scores, references, f"classes would have the shape {[*classes.shape]}")
+            how = (
+                "Return `references` of that shape, such as `references.argmax(1)` where they are "
+            )
+            how += "probabilities of classes, and `predictions` from `evaluation_step`"
+            why = f"classes would have the shape {[*classes.shape]}"
+            raise _undecided(scores, references, why, how)
         return classes
 
     def entry(self, outputs: Mapping[str, Any], uses: str) -> tuple[str, Any]:
@@ -101,7 +113,7 @@ class Reading:
 
         A step that returns `predictions` alone has said what every metric gets.
         """
-        if uses in outputs:
+        if uses in outputs and uses != "values":
             return uses, outputs[uses]
         if "scores" not in outputs:
             return "predictions", self.require(outputs, "predictions")
@@ -163,9 +175,12 @@ _RETURNED = {"raw": "scores", "classes": "predictions", "probabilities": "probab
 
 
 def _of_loss(loss_fn: Any) -> Convention | None:
+    given: dict[str, Any] = {}
     while isinstance(loss_fn, partial):
-        loss_fn = loss_fn.func
+        loss_fn, given = loss_fn.func, loss_fn.keywords | given
     forward = getattr(type(loss_fn), "forward", loss_fn)  # of a subclass it may be another
+    if forward in (nn.PoissonNLLLoss.forward, functional.poisson_nll_loss):
+        return _LOGS if given.get("log_input", getattr(loss_fn, "log_input", True)) else _VALUES
     found = (row[0] for row in _LOSSES if forward is row[1].forward or forward is row[2])
     return next(found, None)
 
@@ -203,12 +218,14 @@ _ONE_NUMBER = (
 )
 
 
-def _undecided(scores: Any, references: Any, why: str) -> DataError:
+_HOW = "Pass the loss of torch as `loss_fn`, or return `predictions` from `evaluation_step`"
+
+
+def _undecided(scores: Any, references: Any, why: str, how: str = _HOW) -> DataError:
     others = "" if references is None else f" and references {form(references)}"
     return DataError(
-        f"It cannot be told which classes the outputs {form(scores)}{others} stand for: {why}. "
-        "Pass the loss of torch as `loss_fn`, or return `predictions` from `evaluation_step`; "
-        "metrics that want the outputs themselves say so: `metrics.scores(function)`."
+        f"It cannot be told what the outputs {form(scores)}{others} stand for: {why}. "
+        f"{how}; metrics that want the outputs themselves say so: `metrics.scores(function)`."
     )
 
 

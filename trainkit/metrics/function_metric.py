@@ -9,7 +9,7 @@ import torch
 from typing_extensions import override
 
 from trainkit.config import checked
-from trainkit.errors import ConfigError
+from trainkit.errors import ConfigError, DataError
 from trainkit.metrics.collecting import CollectingMetric
 from trainkit.metrics.figures import flatten
 from trainkit.metrics.metric import Uses
@@ -76,6 +76,15 @@ class FunctionMetric(CollectingMetric):
             return flatten(self.name, self._function(predictions, references))
         if getattr(predictions, "dtype", None) is torch.bfloat16:
             predictions = predictions.float()  # NumPy has no such numbers
+        name, columns = _function_name(self._function), getattr(predictions, "shape", ())[1:]
+        wants_one = self.uses == "scores" and name in _OF_SCORES
+        if wants_one and columns == (2,) and getattr(references, "ndim", 0) == 1:
+            raise DataError(
+                f"`{name}` takes one score for each sample of two classes, but got two. If that of "
+                f"class 1 is meant, pass `FunctionMetric(lambda p, r: {name}(r, p[:, 1]), "
+                f'uses="probabilities", name="{name}")`; if a sample may have both labels, give '
+                "`references` a column for each."
+            )
         return flatten(self.name, self._function(references, predictions))
 
 

@@ -13,7 +13,7 @@ __all__ = ["Metric", "Uses", "agreed"]
 
 T = TypeVar("T")
 
-Uses: TypeAlias = Literal["predictions", "scores", "probabilities", "loss"]
+Uses: TypeAlias = Literal["predictions", "scores", "values", "probabilities", "loss"]
 
 
 class Metric(ABC):
@@ -28,8 +28,9 @@ class Metric(ABC):
 
     uses: Uses = "predictions"
     """What `update` is fed as predictions: classes, or values where there are none
-    (`"predictions"`); what the model returns (`"scores"`); the probabilities of classes; or mean
-    losses, and their weights as references (`"loss"`)."""
+    (`"predictions"`); what the model returns (`"scores"`, or `"values"` where logarithms of rates
+    are refused); the probabilities of classes; or mean losses, and their weights as references
+    (`"loss"`)."""
 
     keys: tuple[str, ...] | None = None
     """Names of the figures, where they are known before the metric runs."""

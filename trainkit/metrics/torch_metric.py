@@ -77,7 +77,7 @@ class TorchMetric(Metric):
                 self.metric.update(predictions, references)
         except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
             raise DataError(
-                f"The metric `{self.name}` cannot take {self.uses} {form(predictions)} with "
+                f"The metric `{self.name}` cannot take outputs {form(predictions)} with "
                 f"references {form(references)}: {error} Return what it needs from "
                 "`evaluation_step`, as `predictions` and `references`."
             ) from error
@@ -161,11 +161,11 @@ def _inputs(metric: Any) -> tuple[Uses, str | None]:
     home = next(homes, type(metric))
     family = home.__module__.split(".")[1:2]
     if family == ["classification"]:
-        return "scores", "softmax" if home.__name__.startswith("Multiclass") else "sigmoid"
+        return "values", "softmax" if home.__name__.startswith("Multiclass") else "sigmoid"
     wants_classes = (family == ["clustering"] and first == "preds") or (
         family == ["segmentation"] and getattr(metric, "input_format", "") == "index"
     )
-    return "predictions" if wants_classes else "scores", None
+    return "predictions" if wants_classes else "values", None
 
 
 def _whole(references: Any) -> Any:
