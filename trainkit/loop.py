@@ -63,6 +63,7 @@ def train_step(run: Run, callbacks: CallbackList, window: Window) -> None:
     callbacks.emit(Callback.on_step_start, run)
     weighting.begin(window)
     for micro_batch in window:
+        run.samples = micro_batch.count  # of what `run.log` is given until the next one
         if micro_batch.count == 0:
             with run.as_zero_weight():
                 forward_backward(run, micro_batch)
@@ -70,6 +71,7 @@ def train_step(run: Run, callbacks: CallbackList, window: Window) -> None:
             callbacks.emit(Callback.on_microbatch_start, run, micro_batch.data)
             forward_backward(run, micro_batch)
             callbacks.emit(Callback.on_microbatch_end, run, micro_batch.data)
+    run.samples = 1
     correction = weighting.correction()
     if correction is not None:
         run.strategy.scale_gradients(run.parameters, correction)

@@ -99,6 +99,11 @@ def _prepared(loader: Any, preparation: Preparation) -> PreparedLoader:
         )
     if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
         return _foreign(loader, preparation)
+    if preparation.split_batches and loader.batch_size is None and loader.batch_sampler is None:
+        raise ConfigError(
+            "`split_batches` divides the loader's batch size, but the loader has "
+            "`batch_size=None`. Give it a batch size, or leave `split_batches` out."
+        )
     if isinstance(loader.dataset, IterableDataset):
         return _streamed(loader, preparation)
     if loader.batch_sampler is None:
@@ -130,11 +135,6 @@ def _streamed(loader: DataLoader[Any], preparation: Preparation) -> PreparedLoad
 
 
 def _keyed(loader: DataLoader[Any], preparation: Preparation) -> PreparedLoader:
-    if preparation.split_batches:
-        raise ConfigError(
-            "`split_batches` divides the loader's batch size, but the loader has "
-            "`batch_size=None`. Give it a batch size, or leave `split_batches` out."
-        )
     order = KeyedOrder(loader, preparation.seed)
     fetch = fetch_for(loader, preparation.seed, preparation.sample_seeding)
     fetch.in_training = preparation.trains
