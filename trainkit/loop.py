@@ -72,8 +72,7 @@ def train_step(run: Run, callbacks: CallbackList, window: Window) -> None:
             forward_backward(run, micro_batch)
             callbacks.emit(Callback.on_microbatch_end, run, micro_batch.data)
     run.samples = 1
-    correction = weighting.correction()
-    if correction is not None:
+    if (correction := weighting.correction()) is not None:
         run.strategy.scale_gradients(run.parameters, correction)
     if state.attempts == 0:
         run.strategy.check_gradients(run.module)
@@ -125,9 +124,8 @@ def skip(run: Run, callbacks: CallbackList) -> None:
     """Clear the gradients and leave everything else as it was (DESIGN 2.9)."""
     state = run.state
     loss, _ = run.weighting.result()
-    reason = run.requests.skip or run.overflow(loss)
+    reason, run.requests.skip = run.requests.skip or run.overflow(loss), None
     run.optimizer.zero_grad(set_to_none=True)
-    run.requests.skip = None
     state.skipped_steps += 1
     state.consecutive_skips += 1
     callbacks.emit(Callback.on_step_skipped, run, StepResult(loss, skipped=True))

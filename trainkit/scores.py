@@ -12,32 +12,30 @@ from torch.nn import functional
 from trainkit.errors import ConfigError, DataError
 from trainkit.types import LossFn
 
-__all__ = ["Convention", "Reading", "form"]
+__all__ = ["Reading", "form"]
 
 
 @dataclass(frozen=True, slots=True)
-class Convention:
-    """How a loss takes the outputs of a model."""
-
+class _Convention:
     axis: int | None = None  # dimension of the classes; None: each number stands alone
     threshold: float = 0.0  # a number that stands alone says class 1 above it
     activation: Callable[[Tensor], Tensor] | None = None  # makes probabilities; None: not known
     logits: Literal["softmax", "sigmoid"] | None = None  # what makes them of logits
 
 
-_VALUES = Convention()
-_LOGS = Convention()  # of values: those themselves are compared with nothing
-_LOGITS = Convention(1, activation=partial(torch.softmax, dim=1), logits="softmax")
-_LOGITS_LAST = Convention(-1, activation=partial(torch.softmax, dim=-1), logits="softmax")
-_BINARY = Convention(activation=torch.sigmoid, logits="sigmoid")
+_VALUES = _Convention()
+_LOGS = _Convention()  # of values: those themselves are compared with nothing
+_LOGITS = _Convention(1, activation=partial(torch.softmax, dim=1), logits="softmax")
+_LOGITS_LAST = _Convention(-1, activation=partial(torch.softmax, dim=-1), logits="softmax")
+_BINARY = _Convention(activation=torch.sigmoid, logits="sigmoid")
 
-_LOSSES: tuple[tuple[Convention, type[nn.Module], Callable[..., Tensor]], ...] = (
+_LOSSES: tuple[tuple[_Convention, type[nn.Module], Callable[..., Tensor]], ...] = (
     (_LOGITS, nn.CrossEntropyLoss, functional.cross_entropy),
-    (Convention(axis=1, activation=torch.exp), nn.NLLLoss, functional.nll_loss),
-    (Convention(axis=1), nn.MultiMarginLoss, functional.multi_margin_loss),
+    (_Convention(axis=1, activation=torch.exp), nn.NLLLoss, functional.nll_loss),
+    (_Convention(axis=1), nn.MultiMarginLoss, functional.multi_margin_loss),
     (_BINARY, nn.BCEWithLogitsLoss, functional.binary_cross_entropy_with_logits),
     (_BINARY, nn.MultiLabelSoftMarginLoss, functional.multilabel_soft_margin_loss),
-    (Convention(None, 0.5, torch.clone), nn.BCELoss, functional.binary_cross_entropy),
+    (_Convention(None, 0.5, torch.clone), nn.BCELoss, functional.binary_cross_entropy),
     (_VALUES, nn.MSELoss, functional.mse_loss),
     (_VALUES, nn.L1Loss, functional.l1_loss),
     (_VALUES, nn.SmoothL1Loss, functional.smooth_l1_loss),
@@ -79,9 +77,8 @@ class Reading:
             DataError: It cannot be told; says the readings, and the lines for them.
         """
         if self._known is _LOGS:
-            how = "Return `predictions`, such as `outputs.exp()`, from `evaluation_step`"
-            why = "they may be meant as they are, logarithms of rates, or as rates"
-            raise _undecided(scores, references, why, how)
+            why = "they may be meant as rates, or as logarithms of rates, as they are"
+            raise _undecided(scores, references, why, _RATES)
         if what == "values":
             return scores
         is_read = isinstance(scores, Tensor) and scores.is_floating_point()
@@ -100,12 +97,8 @@ class Reading:
         alone = found.axis is None
         classes = (scores > found.threshold).long() if alone else scores.argmax(found.axis)
         if what == "predictions" and getattr(references, "shape", classes.shape) != classes.shape:
-            how = (
-                "Return `references` of that shape, such as `references.argmax(1)` where they are "
-            )
-            how += "probabilities of classes, and `predictions` from `evaluation_step`"
             why = f"classes would have the shape {[*classes.shape]}"
-            raise _undecided(scores, references, why, how)
+            raise _undecided(scores, references, why, _SOFT)
         return classes
 
     def entry(self, outputs: Mapping[str, Any], uses: str) -> tuple[str, Any]:
@@ -151,11 +144,11 @@ class Reading:
             )
         return found
 
-    def known(self, scores: Tensor) -> Convention | None:
+    def known(self, scores: Tensor) -> _Convention | None:
         """Return how the loss takes scores; None where the loss does not say it."""
         return self._known if self._config is None else _of_transformers(self._config, scores)
 
-    def _convention(self, scores: Tensor, references: Any) -> Convention:
+    def _convention(self, scores: Tensor, references: Any) -> _Convention:
         found = self.known(scores)
         if found is None:
             found = _of_shapes(scores, references)
@@ -174,7 +167,7 @@ class Reading:
 _RETURNED = {"raw": "scores", "classes": "predictions", "probabilities": "probabilities"}
 
 
-def _of_loss(loss_fn: Any) -> Convention | None:
+def _of_loss(loss_fn: Any) -> _Convention | None:
     given: dict[str, Any] = {}
     while isinstance(loss_fn, partial):
         loss_fn, given = loss_fn.func, loss_fn.keywords | given
@@ -185,7 +178,7 @@ def _of_loss(loss_fn: Any) -> Convention | None:
     return next(found, None)
 
 
-def _of_transformers(config: Any, scores: Tensor) -> Convention:
+def _of_transformers(config: Any, scores: Tensor) -> _Convention:
     problem = getattr(config, "problem_type", None)  # set at the latest by the first loss
     if problem == "regression" or (scores.dim() == 2 and scores.shape[-1] == 1):
         return _VALUES
@@ -194,7 +187,7 @@ def _of_transformers(config: Any, scores: Tensor) -> Convention:
     return _LOGITS if scores.dim() == 4 else _LOGITS_LAST
 
 
-def _of_shapes(scores: Tensor, references: Any) -> Convention:
+def _of_shapes(scores: Tensor, references: Any) -> _Convention:
     if not isinstance(references, Tensor):
         raise _undecided(scores, references, "the loss is none of torch's")
     if references.is_floating_point():
@@ -210,7 +203,7 @@ def _of_shapes(scores: Tensor, references: Any) -> Convention:
         )
     if not fitting:
         raise _undecided(scores, references, "neither dimension 1 nor the last can be the classes")
-    return Convention(axis=fitting[0])
+    return _Convention(axis=fitting[0])
 
 
 _ONE_NUMBER = (
@@ -219,6 +212,8 @@ _ONE_NUMBER = (
 
 
 _HOW = "Pass the loss of torch as `loss_fn`, or return `predictions` from `evaluation_step`"
+_RATES = "Return `predictions`, such as `outputs.exp()`, from `evaluation_step`"
+_SOFT = "Return `references.argmax(1)`, of probabilities, and `predictions` from `evaluation_step`"
 
 
 def _undecided(scores: Any, references: Any, why: str, how: str = _HOW) -> DataError:

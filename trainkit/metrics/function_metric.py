@@ -77,13 +77,12 @@ class FunctionMetric(CollectingMetric):
         if getattr(predictions, "dtype", None) is torch.bfloat16:
             predictions = predictions.float()  # NumPy has no such numbers
         name, columns = _function_name(self._function), getattr(predictions, "shape", ())[1:]
-        wants_one = self.uses == "scores" and name in _OF_SCORES
-        if wants_one and columns == (2,) and getattr(references, "ndim", 0) == 1:
+        is_for_one = self.uses == "scores" and name in _OF_SCORES and columns == (2,)
+        if is_for_one and getattr(references, "ndim", 0) == 1:
             raise DataError(
-                f"`{name}` takes one score for each sample of two classes, but got two. If that of "
-                f"class 1 is meant, pass `FunctionMetric(lambda p, r: {name}(r, p[:, 1]), "
-                f'uses="probabilities", name="{name}")`; if a sample may have both labels, give '
-                "`references` a column for each."
+                f"`{name}` takes one score a sample of two classes, but got two. Of class 1: "
+                f'`FunctionMetric(lambda p, r: {name}(r, p[:, 1]), uses="probabilities")`. Where a '
+                "sample may have both labels, give `references` a column for each."
             )
         return flatten(self.name, self._function(references, predictions))
 

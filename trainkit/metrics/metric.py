@@ -2,12 +2,9 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from trainkit.errors import ConfigError
-
-if TYPE_CHECKING:
-    from trainkit.scores import Convention
 
 __all__ = ["Metric", "Uses", "agreed"]
 
@@ -41,9 +38,8 @@ class Metric(ABC):
     figures: tuple[str, ...] = ()
     """Names of the figures that the latest evaluation got from it; set by the evaluation."""
 
-    convention: "Convention | None" = None
-    """How the loss takes what the default step returned as scores; None where that is not known.
-    Set by the evaluation before each `update`."""
+    convention: Any = None
+    """How the loss takes scores of the default step, if that is known; set by the evaluation."""
 
     @abstractmethod
     def reset(self) -> None:

@@ -27,9 +27,8 @@ class TorchMetric(Metric):
 
     Metrics of clusters, and of segmentation with `input_format="index"`, get predictions, others
     scores. Those of classification take scores for logits where one lies outside [0, 1]: here
-    that holds for all samples, not chunk by chunk, and wherever they lie if the loss takes logits
-    and `evaluation_step` is the default one. Then classes that the model has last are moved to
-    dimension 1. Their references may be whole floats.
+    that holds for all samples, and wherever they lie if the loss takes logits and the default
+    step returned them; then classes are moved to dimension 1. References may be whole floats.
 
     Args:
         metric: The metric or collection.
@@ -46,8 +45,7 @@ class TorchMetric(Metric):
         self.metric: Any = metric
         self.higher_is_better = _direction(metric)
         self.uses, self._activation = agreed(self.name, map(_inputs, _fed(metric)))
-        ignored = {getattr(part, "ignore_index", IGNORED) for part in _fed(metric)}
-        self._ignores = ignored <= {IGNORED}
+        self._ignores = all(getattr(m, "ignore_index", IGNORED) == IGNORED for m in _fed(metric))
         self.reset()
 
     @override
@@ -65,10 +63,11 @@ class TorchMetric(Metric):
             self.reset()
         self._samples += samples
         predictions, references = self._placed(predictions), self._placed(references)
-        self._refuse_ignored(references)
         if self._activation is not None:
             predictions, references = self._settled(predictions), _whole(references)
         try:
+            if not self._ignores and (references == IGNORED).any():  # some count it as wrong
+                raise ValueError(f"{IGNORED} is no class: `ignore_index={IGNORED}` leaves it out.")
             if self._activation == "sigmoid" and predictions.shape != references.shape:
                 raise ValueError(
                     "They must have one shape; of two classes, `outputs.softmax(1)[:, 1]` has it."
@@ -121,16 +120,6 @@ class TorchMetric(Metric):
         else:
             self._are_logits = False
         return scores
-
-    def _refuse_ignored(self, references: Any) -> None:
-        """Refuse references that are left out by a loss, and would be counted as wrong here."""
-        if self._ignores or not isinstance(references, Tensor):
-            return
-        if bool((references == IGNORED).any()):
-            raise DataError(
-                f"The metric `{self.name}` found {IGNORED} in the references, which marks what is "
-                f"left out. Make it with `ignore_index={IGNORED}`."
-            )
 
 
 def _fed(metric: Any) -> list[Any]:
