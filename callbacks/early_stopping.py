@@ -22,8 +22,9 @@ SHOWN_NAMES = 20
 class EarlyStopping(Callback):
     """Stops the run after `patience` evaluations in a row without a new best value of `metric`.
 
-    NaN is never better. Whether `metric` exists is checked before the first step where all names
-    are known by then, else at the first evaluation.
+    NaN is never better. An evaluation that comes only because the run stops counts for nothing, so
+    that a resume goes on as if there had been none. Whether `metric` exists is checked before the
+    first step where all names are known by then, else at the first evaluation.
 
     Args:
         metric: A figure of the evaluation, such as "eval/loss".
@@ -77,6 +78,8 @@ class EarlyStopping(Callback):
     @override
     def on_evaluation_end(self, run: Run, metrics: Scalars) -> None:
         self._check_metric(metrics)
+        if not run.evaluation_is_planned:
+            return
         value = metrics[self.metric]
         gain = self._best - value if self.mode == "min" else value - self._best
         if gain > self.min_delta:

@@ -55,6 +55,45 @@ def data(samples: int) -> TensorDataset:
     return TensorDataset(inputs, torch.randint(0, 2, (samples,), generator=generator))
 
 
+class LogsSteps(Trainer):
+    """Logs a figure of each micro-batch, from the step and from a hook, and one of each step."""
+
+    class Hook(Callback):
+        def on_microbatch_end(self, run: Run, batch: Any) -> None:
+            run.log({"hook": batch[0][:, 0].mean()})
+
+        def on_step_end(self, run: Run, result: StepResult) -> None:
+            run.log({"step": run.state.step})
+
+    def training_step(self, model: nn.Module, batch: Any) -> Any:
+        assert self.run is not None
+        self.run.log({"first": batch[0][:, 0].mean()})
+        self.run.log({"called": 1}, reduce="sum")
+        return super().training_step(model, batch)
+
+
+def log_steps(rank: int, batch_size: int, accumulation: int) -> Scalars:
+    watch = Watch()
+    trainer = LogsSteps(
+        max_epochs=1,
+        gradient_accumulation_steps=accumulation,
+        callbacks=[watch, LogsSteps.Hook()],
+        log_every_n_steps=2,
+    )
+    fit(trainer, DataLoader(data(11), batch_size))
+    return watch.logged[0]
+
+
+def test_figures_of_a_micro_batch_count_by_its_samples() -> None:
+    ways = {(1, 6, 1): 2, (1, 2, 3): 6, (1, 3, 2): 4, (2, 3, 1): 4, (2, 1, 3): 11}
+    for (size, batch_size, accumulation), calls in ways.items():
+        for values in run_ranks(size, log_steps, batch_size, accumulation):
+            first = data(11).tensors[0][:, 0].double().mean().item()
+            assert values["first"] == pytest.approx(first, rel=1e-6)
+            assert values["hook"] == pytest.approx(first, rel=1e-6)
+            assert (values["step"], values["called"]) == (1.5, calls)
+
+
 def evaluate_and_fit(rank: int) -> tuple[Scalars, Watch]:
     watch = Watch()
     loaders = {"a": DataLoader(data(11), 4), "b": DataLoader(data(1), 4)}

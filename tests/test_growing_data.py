@@ -110,6 +110,16 @@ def test_a_resume_inside_a_longer_epoch_has_the_same_plan(tmp_path: Path) -> Non
     assert (first + rest, last) == (whole, 6)
 
 
+def test_a_resume_between_epochs_does_not_take_another_length_for_another_order(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole, _ = _fit(0, tmp_path / "whole", Growing())
+    first, _ = _fit(0, tmp_path, Growing(), 5)
+    rest, last = _fit(0, tmp_path, Growing(), resume="must")
+    assert (first + rest, last) == (whole, 6)
+    assert "another order" not in capsys.readouterr().out
+
+
 def _uneven(rank: int, folder: Path) -> None:
     _fit(rank, folder, Growing((8, 12 + 4 * rank, 4)))
 

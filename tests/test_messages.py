@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import trainkit.callbacks
 import trainkit.metrics
@@ -40,6 +40,14 @@ BUILT = (
     *(getattr(settings, name) for name in settings.__all__),
     *(Accelerator, DDP, FP16, FSDP, SingleDevice, Trainer, Watchdog),
 )
+
+
+def test_a_last_micro_batch_of_one_sample_for_batch_norm_has_a_hint() -> None:
+    data = TensorDataset(torch.rand(9, 4), torch.zeros(9).long())
+    model = nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2))
+    with pytest.raises(ValueError, match="more than 1 value per channel") as caught:
+        fit(make_trainer(), DataLoader(data, batch_size=4), model)
+    assert any("drop_last=True" in note for note in caught.value.__notes__)
 
 
 def plain_arguments() -> list[Any]:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torchmetrics
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import SGD
@@ -14,7 +15,7 @@ from tests.helpers.ranks import run_ranks
 from trainkit import ConfigError, DataError, Trainer
 from trainkit.callbacks import Evaluation
 from trainkit.distributed import gather_samples
-from trainkit.metrics import Metric, scores
+from trainkit.metrics import FunctionMetric, Metric, scores
 from trainkit.metrics.model_outputs import Reading
 from trainkit.training import evaluation
 
@@ -77,6 +78,8 @@ def test_predictions_follow_the_loss(
         (own_loss, OUTPUTS, None, "none of torch's"),
         (nn.CrossEntropyLoss(), IMAGES, whole(2, 6, 6), r"would have the shape \[2, 3, 3\]"),
         (nn.CrossEntropyLoss(), OUTPUTS, OUTPUTS.softmax(1), r"would have the shape \[6\]"),
+        (nn.CrossEntropyLoss(), OUTPUTS, OUTPUTS.softmax(1), r"`references\.argmax\(1\)`"),
+        (nn.CrossEntropyLoss(), IMAGES, IMAGES.softmax(1), r"`references\.argmax\(1\)`"),
     ],
 )
 def test_what_cannot_be_told_is_refused(
@@ -84,6 +87,33 @@ def test_what_cannot_be_told_is_refused(
 ) -> None:
     with pytest.raises(DataError, match=f"(?s){message}.*`evaluation_step`.*metrics.scores"):
         Reading(nn.Identity(), loss_fn)("predictions", outputs, references)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "is_refused"),
+    [
+        (nn.PoissonNLLLoss(), True),
+        (partial(functional.poisson_nll_loss, full=True), True),
+        (nn.PoissonNLLLoss(log_input=False), False),
+        (partial(functional.poisson_nll_loss, log_input=False), False),
+        (nn.MSELoss(), False),
+    ],
+)
+def test_logarithms_of_rates_are_no_rates(loss_fn: Any, is_refused: bool) -> None:
+    def error(predictions: Tensor, references: Tensor) -> float:
+        return float((predictions - references).abs().mean())
+
+    outputs, counts = ONE.abs(), torch.arange(6.0)
+    loader = DataLoader(TensorDataset(outputs, counts), batch_size=2)
+    by_hand = error(outputs, counts)
+    trainer = Trainer(max_steps=1, callbacks=[])
+    for metric in ("mae", torchmetrics.MeanAbsoluteError(), error, scores(error)):
+        if is_refused and not isinstance(metric, FunctionMetric):
+            with pytest.raises(DataError, match=r"logarithms of rates.*`outputs\.exp\(\)`"):
+                trainer.evaluate(nn.Identity(), loader, metrics=[metric], loss_fn=loss_fn)
+        else:
+            found = trainer.evaluate(nn.Identity(), loader, metrics=[metric], loss_fn=loss_fn)
+            assert by_hand in [pytest.approx(value) for value in found.values()]
 
 
 def test_models_of_transformers_have_the_classes_last() -> None:

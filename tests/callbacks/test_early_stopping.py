@@ -1,6 +1,7 @@
 """Tests of stopping when a figure no longer improves."""
 
 import math
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from torch import nn
 
 from tests.helpers.ranks import run_ranks
 from tests.helpers.toys import fit, make_trainer, toy_loaders
-from trainkit import Callback, ConfigError, Run, Trainer
+from trainkit import Callback, ConfigError, Run, StepResult, Trainer
 from trainkit.callbacks import Checkpoint, EarlyStopping, Evaluation
 
 
@@ -77,6 +78,33 @@ def test_a_run_that_it_has_stopped_trains_no_further(tmp_path: Path) -> None:
         results.append((result.epoch, result.step, result.stop_reason))
     assert results[0] == results[1]
     assert results[0][0] == 2
+
+
+@pytest.mark.parametrize("at", [1, 3])
+def test_the_evaluation_of_a_stop_counts_for_nothing(tmp_path: Path, at: int) -> None:
+    class Figures(Trainer):
+        def evaluation_step(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:
+            assert self.run is not None
+            # What is evaluated between epochs would be the best, or one failure more.
+            inside = {1: 0.0, 3: 9.0}[at] if self.run.state.epoch_samples else 2.0
+            return {"mine": inside}
+
+    class Stops(Callback):
+        def on_step_end(self, run: Run, result: StepResult) -> None:
+            if run.state.step == 8 * at + 3:
+                run.request_stop("enough for today", agreed=True)
+
+    def epochs(*callbacks: Callback, **arguments: Any) -> list[Any]:
+        stopping = EarlyStopping("eval/mine", patience=5, mode="min")
+        trainer = Figures(
+            max_epochs=9, callbacks=[stopping, Checkpoint(), *callbacks], output_dir=tmp_path
+        )
+        return [fit(trainer, **arguments).epoch, stopping.state_dict()]
+
+    whole = epochs()
+    shutil.rmtree(tmp_path)
+    epochs(Stops())
+    assert epochs(resume="must") == whole
 
 
 def test_an_unknown_metric_is_an_error_before_the_first_step_that_lists_the_known() -> None:

@@ -280,6 +280,8 @@ def test_what_cannot_be_counted_is_said() -> None:
         prepare([])
     with pytest.raises(ConfigError, match="`batch_size=None`"):
         prepare(loader_of(_Blocks(), sampler=[[0]], batch_size=None), split_batches=True)
+    with pytest.raises(ConfigError, match="`batch_size=None`"):
+        prepare(loader_of(Stream(4), batch_size=None), split_batches=True)
 
 
 def test_a_used_up_loader_is_an_error_in_training() -> None:

@@ -489,6 +489,9 @@ def test_no_report_has_nothing_to_show(tmp_path: Path) -> None:
     assert failure.show(tmp_path / "missing") is None
 
 
+BATCH_NORM = "Expected more than 1 value per channel when training, got input size [1, 3]"
+
+
 @pytest.mark.parametrize(
     ("kind", "text", "hint"),
     [
@@ -505,6 +508,7 @@ def test_no_report_has_nothing_to_show(tmp_path: Path) -> None:
         ("RuntimeError", "DataLoader timed out after 5 seconds", ""),
         ("TimeoutError", "timed out", ""),
         ("RuntimeError", "DataLoader worker (pid 3) is killed by signal: Bus error", "shm-size"),
+        ("ValueError", BATCH_NORM, "`DataLoader(drop_last=True)`"),
         ("OSError", "[Errno 28] No space left on device", "disk is full"),
         ("ValueError", "plain", ""),
     ],

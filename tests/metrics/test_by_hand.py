@@ -265,6 +265,15 @@ def test_metrics_that_want_other_inputs_are_refused(make: Callable[[], Any]) -> 
         as_metric(make())
 
 
+@pytest.mark.parametrize("name", ["roc_auc_score", "average_precision_score"])
+def test_scores_of_both_classes_where_sklearn_wants_one_are_refused(name: str) -> None:
+    loader = DataLoader(TensorDataset(torch.rand(6, 2), torch.ones(6).long()), batch_size=2)
+    trainer = Trainer(max_steps=1, callbacks=[])
+    function = partial(getattr(sklearn, name), sample_weight=None)
+    with pytest.raises(DataError, match=rf"(?s){name}\(r, p\[:, 1\]\).*a column for each"):
+        trainer.evaluate(nn.Identity(), loader, metrics=[function], loss_fn=nn.CrossEntropyLoss())
+
+
 def test_collections_of_several_kinds_of_input_are_refused() -> None:
     mixed = [classification.MulticlassAUROC(CLASSES), segmentation.MeanIoU(**INDEX)]
     with pytest.raises(ConfigError, match="one kind of input"):
@@ -275,5 +284,5 @@ def test_inputs_that_a_metric_cannot_take_are_named() -> None:
     data = task("multiclass")
     loader = DataLoader(TensorDataset(data.outputs, data.targets), batch_size=BATCH_SIZE)
     for metric in (torchmetrics.AUROC(task="binary"), classification.BinaryAccuracy()):
-        with pytest.raises(DataError, match=r"scores of shape \[32, 4\].*`evaluation_step`"):
+        with pytest.raises(DataError, match=r"outputs of shape \[32, 4\].*`evaluation_step`"):
             Trainer(max_steps=1, callbacks=[]).evaluate(nn.Identity(), loader, metrics=[metric])

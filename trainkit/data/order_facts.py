@@ -44,7 +44,8 @@ def order_facts(loader: Any) -> dict[str, Any]:
         facts["sampler"] = type(sampler).__name__
     for part in (sampler, batch_sampler):
         for attribute, name in _SETTINGS.items():
-            value = getattr(part, attribute, None)
+            # Not those of a `RandomSampler` that follow the length of the data set.
+            value = getattr(part, f"_{attribute}", getattr(part, attribute, None))
             if isinstance(value, bool | int):
                 facts[name] = value
     return facts

@@ -100,6 +100,11 @@ def _prepared(loader: Any, context: LoaderContext) -> PreparedLoader:
         )
     if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
         return _foreign(loader, context)
+    if context.split_batches and loader.batch_size is None and loader.batch_sampler is None:
+        raise ConfigError(
+            "`split_batches` divides the loader's batch size, but the loader has "
+            "`batch_size=None`. Give it a batch size, or leave `split_batches` out."
+        )
     if isinstance(loader.dataset, IterableDataset):
         return _streamed(loader, context)
     if loader.batch_sampler is None:
@@ -131,11 +136,6 @@ def _streamed(loader: DataLoader[Any], context: LoaderContext) -> PreparedLoader
 
 
 def _keyed(loader: DataLoader[Any], context: LoaderContext) -> PreparedLoader:
-    if context.split_batches:
-        raise ConfigError(
-            "`split_batches` divides the loader's batch size, but the loader has "
-            "`batch_size=None`. Give it a batch size, or leave `split_batches` out."
-        )
     order = KeyedOrder(loader, context.seed)
     fetch = fetch_for(loader, context.seed, context.sample_seeding)
     fetch.in_training = context.trains

@@ -97,7 +97,7 @@ def _uses(module: Any) -> Uses:
     _, form, _ = _inputs(module)
     while hasattr(form, "feature"):  # of a sequence
         form = form.feature
-    return "scores" if "float" in str(getattr(form, "dtype", "")) else "predictions"
+    return "values" if "float" in str(getattr(form, "dtype", "")) else "predictions"
 
 
 def _plain(values: Any) -> Any:

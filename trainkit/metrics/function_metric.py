@@ -9,7 +9,7 @@ import torch
 from typing_extensions import override
 
 from trainkit.config import checked
-from trainkit.errors import ConfigError
+from trainkit.errors import ConfigError, DataError
 from trainkit.metrics.collecting import CollectingMetric
 from trainkit.metrics.figures import flatten
 from trainkit.metrics.metric import Uses
@@ -76,6 +76,14 @@ class FunctionMetric(CollectingMetric):
             return flatten(self.name, self._function(predictions, references))
         if getattr(predictions, "dtype", None) is torch.bfloat16:
             predictions = predictions.float()  # NumPy has no such numbers
+        name, columns = _function_name(self._function), getattr(predictions, "shape", ())[1:]
+        is_for_one = self.uses == "scores" and name in _OF_SCORES and columns == (2,)
+        if is_for_one and getattr(references, "ndim", 0) == 1:
+            raise DataError(
+                f"`{name}` takes one score a sample of two classes, but got two. Of class 1: "
+                f'`FunctionMetric(lambda p, r: {name}(r, p[:, 1]), uses="probabilities")`. Where a '
+                "sample may have both labels, give `references` a column for each."
+            )
         return flatten(self.name, self._function(references, predictions))
 
 

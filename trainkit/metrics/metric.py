@@ -10,7 +10,7 @@ __all__ = ["Metric", "Uses", "agreed"]
 
 T = TypeVar("T")
 
-Uses: TypeAlias = Literal["predictions", "scores", "probabilities", "loss"]
+Uses: TypeAlias = Literal["predictions", "scores", "values", "probabilities", "loss"]
 
 
 class Metric(ABC):
@@ -25,8 +25,9 @@ class Metric(ABC):
 
     uses: Uses = "predictions"
     """What `update` is fed as predictions: classes, or values where there are none
-    (`"predictions"`); what the model returns (`"scores"`); the probabilities of classes; or mean
-    losses, and their weights as references (`"loss"`)."""
+    (`"predictions"`); what the model returns (`"scores"`, or `"values"` where logarithms of rates
+    are refused); the probabilities of classes; or mean losses, and their weights as references
+    (`"loss"`)."""
 
     keys: tuple[str, ...] | None = None
     """Names of the figures, where they are known before the metric runs."""
@@ -36,6 +37,9 @@ class Metric(ABC):
 
     figures: tuple[str, ...] = ()
     """Names of the figures that the latest evaluation got from it; set by the evaluation."""
+
+    convention: Any = None
+    """How the loss takes scores of the default step, if that is known; set by the evaluation."""
 
     @abstractmethod
     def reset(self) -> None:

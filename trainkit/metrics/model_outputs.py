@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,12 +20,14 @@ class _Convention:
     axis: int | None = None  # dimension of the classes; None: each number stands alone
     threshold: float = 0.0  # a number that stands alone says class 1 above it
     activation: Callable[[Tensor], Tensor] | None = None  # makes probabilities; None: not known
+    logits: Literal["softmax", "sigmoid"] | None = None  # what makes them of logits
 
 
 _VALUES = _Convention()
-_LOGITS = _Convention(axis=1, activation=partial(torch.softmax, dim=1))
-_LOGITS_LAST = _Convention(axis=-1, activation=partial(torch.softmax, dim=-1))
-_BINARY = _Convention(activation=torch.sigmoid)
+_LOGS = _Convention()  # of values: those themselves are compared with nothing
+_LOGITS = _Convention(1, activation=partial(torch.softmax, dim=1), logits="softmax")
+_LOGITS_LAST = _Convention(-1, activation=partial(torch.softmax, dim=-1), logits="softmax")
+_BINARY = _Convention(activation=torch.sigmoid, logits="sigmoid")
 
 _LOSSES: tuple[tuple[_Convention, type[nn.Module], Callable[..., Tensor]], ...] = (
     (_LOGITS, nn.CrossEntropyLoss, functional.cross_entropy),
@@ -38,7 +40,6 @@ _LOSSES: tuple[tuple[_Convention, type[nn.Module], Callable[..., Tensor]], ...] 
     (_VALUES, nn.L1Loss, functional.l1_loss),
     (_VALUES, nn.SmoothL1Loss, functional.smooth_l1_loss),
     (_VALUES, nn.HuberLoss, functional.huber_loss),
-    (_VALUES, nn.PoissonNLLLoss, functional.poisson_nll_loss),
 )
 
 
@@ -66,7 +67,8 @@ class Reading:
         """Return what `scores` say.
 
         Args:
-            what: "classes" or "probabilities"; "predictions" are classes of the shape of
+            what: "classes" or "probabilities"; "values" are the scores, unless the loss takes
+                logarithms of what is true; "predictions" are classes of the shape of
                 `references`, or the scores as they are where those are values.
             scores: What the model returned.
             references: Asked where the loss does not say where the classes are.
@@ -74,6 +76,11 @@ class Reading:
         Raises:
             DataError: It cannot be told; says the readings, and the lines for them.
         """
+        if self._known is _LOGS:
+            why = "they may be meant as rates, or as logarithms of rates, as they are"
+            raise _undecided(scores, references, why, _RATES)
+        if what == "values":
+            return scores
         is_read = isinstance(scores, Tensor) and scores.is_floating_point()
         found = self._convention(scores, references) if is_read else _VALUES
         if found is _VALUES:
@@ -90,7 +97,8 @@ class Reading:
         alone = found.axis is None
         classes = (scores > found.threshold).long() if alone else scores.argmax(found.axis)
         if what == "predictions" and getattr(references, "shape", classes.shape) != classes.shape:
-            raise _undecided(scores, references, f"classes would have the shape {[*classes.shape]}")
+            why = f"classes would have the shape {[*classes.shape]}"
+            raise _undecided(scores, references, why, _SOFT)
         return classes
 
     def entry(self, outputs: Mapping[str, Any], uses: str) -> tuple[str, Any]:
@@ -98,7 +106,7 @@ class Reading:
 
         A step that returns `predictions` alone has said what every metric gets.
         """
-        if uses in outputs:
+        if uses in outputs and uses != "values":
             return uses, outputs[uses]
         if "scores" not in outputs:
             return "predictions", self.require(outputs, "predictions")
@@ -136,10 +144,12 @@ class Reading:
             )
         return found
 
+    def known(self, scores: Tensor) -> _Convention | None:
+        """Return how the loss takes scores; None where the loss does not say it."""
+        return self._known if self._config is None else _of_transformers(self._config, scores)
+
     def _convention(self, scores: Tensor, references: Any) -> _Convention:
-        found = self._known
-        if self._config is not None:
-            found = _of_transformers(self._config, scores)
+        found = self.known(scores)
         if found is None:
             found = _of_shapes(scores, references)
             if (
@@ -158,9 +168,12 @@ _RETURNED = {"raw": "scores", "classes": "predictions", "probabilities": "probab
 
 
 def _of_loss(loss_fn: Any) -> _Convention | None:
+    given: dict[str, Any] = {}
     while isinstance(loss_fn, partial):
-        loss_fn = loss_fn.func
+        loss_fn, given = loss_fn.func, loss_fn.keywords | given
     forward = getattr(type(loss_fn), "forward", loss_fn)  # of a subclass it may be another
+    if forward in (nn.PoissonNLLLoss.forward, functional.poisson_nll_loss):
+        return _LOGS if given.get("log_input", getattr(loss_fn, "log_input", True)) else _VALUES
     found = (row[0] for row in _LOSSES if forward is row[1].forward or forward is row[2])
     return next(found, None)
 
@@ -198,12 +211,16 @@ _ONE_NUMBER = (
 )
 
 
-def _undecided(scores: Any, references: Any, why: str) -> DataError:
+_HOW = "Pass the loss of torch as `loss_fn`, or return `predictions` from `evaluation_step`"
+_RATES = "Return `predictions`, such as `outputs.exp()`, from `evaluation_step`"
+_SOFT = "Return `references.argmax(1)`, of probabilities, and `predictions` from `evaluation_step`"
+
+
+def _undecided(scores: Any, references: Any, why: str, how: str = _HOW) -> DataError:
     others = "" if references is None else f" and references {form(references)}"
     return DataError(
-        f"It cannot be told which classes the outputs {form(scores)}{others} stand for: {why}. "
-        "Pass the loss of torch as `loss_fn`, or return `predictions` from `evaluation_step`; "
-        "metrics that want the outputs themselves say so: `metrics.scores(function)`."
+        f"It cannot be told what the outputs {form(scores)}{others} stand for: {why}. "
+        f"{how}; metrics that want the outputs themselves say so: `metrics.scores(function)`."
     )
 
 

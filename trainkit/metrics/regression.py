@@ -29,7 +29,7 @@ class MeanError(LocalMetric):
         ConfigError: `multioutput` is none of these.
     """
 
-    uses = "scores"
+    uses = "values"
     higher_is_better = False
     _sums: tuple[Any, Any]  # errors of shape [outputs], weights; on the device of the data
 

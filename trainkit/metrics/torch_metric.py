@@ -14,7 +14,7 @@ from trainkit.errors import ConfigError, DataError
 from trainkit.metrics.figures import flatten
 from trainkit.metrics.metric import Metric, Uses, agreed
 from trainkit.metrics.model_outputs import form
-from trainkit.metrics.samples import is_array, matching_length
+from trainkit.metrics.samples import IGNORED, is_array, matching_length
 
 __all__ = ["TorchMetric"]
 
@@ -27,7 +27,8 @@ class TorchMetric(Metric):
 
     Metrics of clusters, and of segmentation with `input_format="index"`, get predictions, others
     scores. Those of classification take scores for logits where one lies outside [0, 1]: here
-    that holds for all samples, not chunk by chunk. Their references may be whole floats.
+    that holds for all samples, and wherever they lie if the loss takes logits and the default
+    step returned them; then classes are moved to dimension 1. References may be whole floats.
 
     Args:
         metric: The metric or collection.
@@ -44,6 +45,7 @@ class TorchMetric(Metric):
         self.metric: Any = metric
         self.higher_is_better = _direction(metric)
         self.uses, self._activation = agreed(self.name, map(_inputs, _fed(metric)))
+        self._ignores = all(getattr(m, "ignore_index", IGNORED) == IGNORED for m in _fed(metric))
         self.reset()
 
     @override
@@ -64,6 +66,8 @@ class TorchMetric(Metric):
         if self._activation is not None:
             predictions, references = self._settled(predictions), _whole(references)
         try:
+            if not self._ignores and (references == IGNORED).any():  # some count it as wrong
+                raise ValueError(f"{IGNORED} is no class: `ignore_index={IGNORED}` leaves it out.")
             if self._activation == "sigmoid" and predictions.shape != references.shape:
                 raise ValueError(
                     "They must have one shape; of two classes, `outputs.softmax(1)[:, 1]` has it."
@@ -72,7 +76,7 @@ class TorchMetric(Metric):
                 self.metric.update(predictions, references)
         except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
             raise DataError(
-                f"The metric `{self.name}` cannot take {self.uses} {form(predictions)} with "
+                f"The metric `{self.name}` cannot take outputs {form(predictions)} with "
                 f"references {form(references)}: {error} Return what it needs from "
                 "`evaluation_step`, as `predictions` and `references`."
             ) from error
@@ -98,6 +102,11 @@ class TorchMetric(Metric):
         """Return scores that torchmetrics reads as it read those before."""
         if not isinstance(scores, Tensor) or not scores.is_floating_point():
             return scores
+        known = self.convention
+        if known is not None and known.logits == self._activation:
+            self._are_logits = True
+            if known.axis == -1:
+                scores = scores.movedim(-1, 1)
         if not bool(((scores >= 0) & (scores <= 1)).all()):
             if self._are_logits is False:
                 raise DataError(
@@ -141,11 +150,11 @@ def _inputs(metric: Any) -> tuple[Uses, str | None]:
     home = next(homes, type(metric))
     family = home.__module__.split(".")[1:2]
     if family == ["classification"]:
-        return "scores", "softmax" if home.__name__.startswith("Multiclass") else "sigmoid"
+        return "values", "softmax" if home.__name__.startswith("Multiclass") else "sigmoid"
     wants_classes = (family == ["clustering"] and first == "preds") or (
         family == ["segmentation"] and getattr(metric, "input_format", "") == "index"
     )
-    return "predictions" if wants_classes else "scores", None
+    return "predictions" if wants_classes else "values", None
 
 
 def _whole(references: Any) -> Any:

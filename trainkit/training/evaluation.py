@@ -59,12 +59,12 @@ def _evaluate_run(run: Run, callbacks: CallbackList) -> None:
             prefix=f"eval/{name}/" if name else "eval/",
             watch=partial(_announce, run, callbacks),
         )
-    asked, run.requests.evaluation = run.requests.evaluation, False
+    # One that comes only because the run stops is not part of the plan that a resume goes on with.
+    run.evaluation_is_planned, run.requests.evaluation = run.requests.evaluation, False
     run.last_evaluated_attempt = run.state.attempts
     run.metrics = metrics
     _keep_best(run, metrics)
-    # One that comes only because the run stops is not part of the plan that a resume goes on with.
-    if run.lr_schedule is not None and asked:
+    if run.lr_schedule is not None and run.evaluation_is_planned:
         run.lr_schedule.advance_evaluation(metrics)
     callbacks.emit(Callback.on_evaluation_end, run, metrics)
     run.phase = phase
@@ -133,6 +133,7 @@ class _Rehearsed(Metric):
 
     @override
     def update(self, predictions: Any, references: Any) -> None:
+        self.metric.convention = self.convention
         self.metric.update(predictions, references)
 
     @override
@@ -186,7 +187,9 @@ def evaluate(  # noqa: PLR0913  the parts of a run, and it may be of none
     for metric in metrics:
         metric.reset()
     sums = LogSums()
-    chunks = _Chunks(communicator, loader, metrics, _reading(module, loss_fn))
+    # What a step of the user's own returns as scores may be probabilities.
+    is_default = getattr(step, "__module__", "").startswith("trainkit.")
+    chunks = _Chunks(communicator, loader, metrics, _reading(module, loss_fn), is_default)
     with _undisturbed(module, communicator), log.apart() as logged:
         with closing(loader.batches(0)) as batches:
             for micro_batch in watch(batches):
@@ -259,6 +262,7 @@ class _Chunks:
     loader: PreparedLoader
     metrics: list[Metric]
     reading: "Reading"
+    knows_scores: bool = False  # whether they are what the model returned
     wanted: list[str] = field(init=False)  # what the metrics use, besides the references
     keys: dict[str, str] = field(default_factory=dict)  # under which of the outputs that is
     outputs: list[dict[str, Any]] = field(default_factory=list)
@@ -296,7 +300,10 @@ class _Chunks:
             [info.counts for info in self.infos],
             [info.local_size for info in self.infos],
         )
+        scores = gathered.get("scores") if self.knows_scores else None
+        known = self.reading.known(scores) if isinstance(scores, Tensor) else None
         for metric in self.metrics:
+            metric.convention = known
             metric.update(gathered[self.keys[metric.uses]], gathered["references"])
         samples = sum(sum(info.counts) for info in self.infos)
         self.outputs, self.infos = [], []

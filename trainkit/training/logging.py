@@ -145,8 +145,8 @@ class Log:
 
         Args:
             values: Numbers or one-element tensors by name. Tensors are not read before the log.
-            weight: How much they count in a mean, such as the number of samples. None: 1, and in
-                an evaluation the number of samples in the batch.
+            weight: How much they count in a mean. None: the number of samples in the micro-batch
+                under way, in training as in an evaluation, and 1 between micro-batches.
             reduce: How they are put together over the steps since the last log, or the batches of
                 the evaluation, and over all processes: "mean" (weighted), "sum", "max" or "last".
         """

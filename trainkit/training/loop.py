@@ -63,6 +63,7 @@ def train_step(run: Run, callbacks: CallbackList, window: Window) -> None:
     callbacks.emit(Callback.on_step_start, run)
     weighting.begin(window)
     for micro_batch in window:
+        run.samples = micro_batch.count  # of what `run.log` is given until the next one
         if micro_batch.count == 0:
             with run.as_zero_weight():
                 forward_backward(run, micro_batch)
@@ -70,8 +71,8 @@ def train_step(run: Run, callbacks: CallbackList, window: Window) -> None:
             callbacks.emit(Callback.on_microbatch_start, run, micro_batch.data)
             forward_backward(run, micro_batch)
             callbacks.emit(Callback.on_microbatch_end, run, micro_batch.data)
-    correction = weighting.correction()
-    if correction is not None:
+    run.samples = 1
+    if (correction := weighting.correction()) is not None:
         run.strategy.scale_gradients(run.parameters, correction)
     if state.attempts == 0:
         run.strategy.check_gradients(run.module)
@@ -123,9 +124,8 @@ def skip(run: Run, callbacks: CallbackList) -> None:
     """Clear the gradients and leave everything else as it was (rule 9)."""
     state = run.state
     loss, _ = run.weighting.result()
-    reason = run.requests.skip or run.overflow(loss)
+    reason, run.requests.skip = run.requests.skip or run.overflow(loss), None
     run.optimizer.zero_grad(set_to_none=True)
-    run.requests.skip = None
     state.skipped_steps += 1
     state.consecutive_skips += 1
     callbacks.emit(Callback.on_step_skipped, run, StepResult(loss, skipped=True))

@@ -144,6 +144,8 @@ class Run(Log):
     requests: Requests = field(default_factory=Requests)
     expected_figures: set[str] | None = None
     """Names of the figures that an evaluation gives; None where that is not known ahead."""
+    evaluation_is_planned: bool = True
+    """Whether the latest evaluation was asked for, and not only made because the run stops."""
     logs: bool = False  # whether any callback of any process takes what is logged
     evaluates_epochs: bool = False  # whether epochs end with an evaluation by themselves
     evaluates_end: bool = False  # whether the last step is evaluated in any case

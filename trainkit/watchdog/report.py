@@ -185,6 +185,8 @@ _HINTS = (
     (r"worker .*(Segmentation fault|SIGSEGV|exited unexpectedly|ended by itself)", "Set "
      "`num_workers=0` to see the worker's own error."),
     (r"MemoryError|out of memory|(can't|cannot|not enough) (allocate )?memory", _MEMORY),
+    (r"Expected more than 1 value per channel", "BatchNorm has no spread in the last "
+     "micro-batch of 1 sample: `DataLoader(drop_last=True)`, or another batch size."),
     (r"No space left", "The disk is full. Checkpoints that were committed before are intact."),
     (r"device-side assert", "Usually a label or index out of range: run once on the CPU, or with "
      "`CUDA_LAUNCH_BLOCKING=1`."),
