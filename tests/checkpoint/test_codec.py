@@ -115,7 +115,7 @@ def test_a_value_comes_back_as_it_was(name: str, tmp_path: Path) -> None:
         assert_same(round_trip(state, tmp_path / str(index)), state)
 
 
-@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.filterwarnings("ignore:B?Complex(Half|32) support is experimental")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_tensor_of_any_dtype_comes_back_as_it_was(dtype: torch.dtype, tmp_path: Path) -> None:
     raw = torch.arange(240, dtype=torch.uint8) % (2 if dtype == torch.bool else 255)

@@ -201,7 +201,7 @@ def test_what_cannot_be_kept_is_named_in_the_background_too(name: str, tmp_path:
     saver.close()
 
 
-@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.filterwarnings("ignore:B?Complex(Half|32) support is experimental")
 def test_a_snapshot_has_the_types_and_values_of_the_state() -> None:
     raw = torch.arange(240, dtype=torch.uint8)
     state: dict[str, Any] = {

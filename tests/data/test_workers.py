@@ -200,7 +200,7 @@ def _runs(pid: int) -> bool:
 
 def test_a_fork_leaves_the_workers_of_forgotten_iterators_alone() -> None:
     script = """
-import gc, os, torch
+import gc, os, torch, warnings
 from torch.utils.data import DataLoader
 from trainkit import Accelerator
 loader = DataLoader(torch.arange(37), 6, num_workers=2, persistent_workers=True)
@@ -209,6 +209,7 @@ next(batches)
 kind = torch.utils.data.dataloader._MultiProcessingDataLoaderIter
 held = [each for each in gc.get_objects() if issubclass(type(each), kind)]
 assert held
+warnings.filterwarnings("ignore", ".*use of fork", DeprecationWarning)
 del batches, loader
 gc.collect()
 if os.fork():

@@ -181,6 +181,18 @@ def test_places_without_weights(tmp_path: Path) -> None:
             load_checkpoint_in_model(tied(), tmp_path / name)
 
 
+def test_sparse_tensors_are_checked_before_they_are_used(tmp_path: Path) -> None:
+    model, path, size = nn.Module(), tmp_path / "state.pt", (3,)
+    model.register_buffer("graph", torch.ones(size).to_sparse())
+    torch.save({"graph": torch.arange(3.0).to_sparse()}, path)
+    load_checkpoint_in_model(model, path, strict=True)
+    assert model.get_buffer("graph").to_dense().tolist() == [0, 1, 2]
+    outside, one = torch.tensor([[1 << 30]]), torch.ones(1)
+    torch.save({"graph": torch.sparse_coo_tensor(outside, one, size, check_invariants=False)}, path)
+    with pytest.raises(CheckpointError, match=r"state\.pt` is refused"):
+        load_checkpoint_in_model(model, path, strict=True)
+
+
 class Payload:
     """Makes a file when it is unpickled."""
 

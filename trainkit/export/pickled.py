@@ -5,6 +5,7 @@ restricted reader builds tensors and plain containers and refuses every other gl
 """
 
 import re
+import warnings
 import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -34,7 +35,13 @@ def read_pickled(path: Path, allowed: Allowed = (), advice: str = "") -> Any:
         CheckpointError: It is missing or broken, or asks for code to be run.
     """
     try:
-        with torch.serialization.safe_globals(list(allowed)):
+        with (
+            torch.serialization.safe_globals(list(allowed)),
+            torch.sparse.check_sparse_tensor_invariants(),  # type: ignore[no-untyped-call]
+            warnings.catch_warnings(),
+        ):
+            # Wrong indices would read anywhere. Torch 2.15 always checks, and warns of the time.
+            warnings.filterwarnings("ignore", "Validating sparse tensor invariants")
             return torch.load(
                 path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path)
             )

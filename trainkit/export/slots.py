@@ -35,7 +35,8 @@ class Slot:
         if is_sharded(present):
             _fill_sharded(present, value)
         elif present.device == device and present.dtype == value.dtype:
-            present.detach().copy_(value)
+            with torch.no_grad():  # what `detach` returns of a sparse one is a copy
+                present.copy_(value)
         elif present.is_meta:
             self.replace(as_parameter(value.to(device), present))
         else:
