@@ -1,8 +1,8 @@
 """Draws the rooms of trainkit and who imports whom: `python docs/layers.py` writes layers.svg.
 
-A room is a folder of `trainkit/`, or a file beside them. Rooms stand on the floor that their imports
-allow, the lowest first; a line goes from a room to each one that it imports and that no other room
-between them imports for it.
+A room is a folder of `trainkit/`, or a file beside them. Rooms stand on the floor that their
+imports allow, the lowest first; a line goes from a room to each one that it imports and that no
+other room between them imports for it.
 """
 
 import ast
