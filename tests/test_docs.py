@@ -343,7 +343,7 @@ def test_every_command_is_in_the_reference(site: Path) -> None:
 
 
 def test_files_outside_the_docs_get_a_page(site: Path) -> None:
-    loop = (site / "repository" / "trainkit" / "loop.py.html").read_text("utf-8")
+    loop = (site / "repository" / "trainkit" / "training" / "loop.py.html").read_text("utf-8")
     assert "train_epoch" in loop
     assert (site / "repository" / "CHANGELOG.html").exists()
 
