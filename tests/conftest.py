@@ -1,9 +1,12 @@
 """Checks around every test, and the imports that forked processes would pay for one by one."""
 
 import os
+import shutil
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +15,12 @@ import torch.distributed.fsdp
 import torch.distributed.tensor
 
 from tests.audit import Audit
+
+_MEMORY = Path("/dev/shm")  # a file system without a disk, on Linux
+_ENOUGH = 4 << 30  # bytes
+if "TMPDIR" not in os.environ and _MEMORY.is_dir() and shutil.disk_usage(_MEMORY).free > _ENOUGH:
+    # A checkpoint waits for the disk ten times; on a busy machine that is most of a test's time.
+    os.environ["TMPDIR"] = tempfile.tempdir = str(_MEMORY)
 
 _AUDIT = Audit()  # before trainkit is imported
 
