@@ -5,8 +5,8 @@ BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints-cpu.txt
 # The tests start processes of their own: more threads than cores would only make them wait.
 ONE_THREAD := OMP_NUM_THREADS=1
-# Two files of tests at a time: many tests wait for processes more than they compute.
-PYTEST := -m pytest -q -n 2 --dist loadfile
+# One test on each core. By file, the longest files would come last, and one core would wait.
+PYTEST := -m pytest -q -n auto --dist worksteal
 # Without the tests that start whole programs or many processes, but for one of each kind.
 SHORT := -m "not slow and not gpu and not e2e"
 DEMO := runs/sentiment

@@ -68,7 +68,7 @@ def _nothing_is_left_behind() -> Iterator[None]:
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
         left.append("a process group")
-    deadline = time.monotonic() + 2.0
+    deadline = time.monotonic() + 20.0
     for thread in _lasting_threads() - threads:
         thread.join(max(0.0, deadline - time.monotonic()))
         if thread.is_alive():

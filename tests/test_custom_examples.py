@@ -27,6 +27,7 @@ def test_the_example_runs(name: str, processes: int) -> None:
     assert re.fullmatch(PRINTED[name], printed), printed
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("processes", [2, 3])
 def test_the_strategy_keeps_the_contract(processes: int) -> None:
     check_strategy(CompressedDDP, processes=processes, exact=False)
@@ -37,10 +38,12 @@ def test_the_strategy_is_another_algorithm() -> None:
         check_strategy(CompressedDDP, tolerance=1e-4)
 
 
+@pytest.mark.e2e
 def test_the_precision_keeps_the_contract() -> None:
     check_precision(StochasticBF16)
 
 
+@pytest.mark.e2e
 def test_the_callback_keeps_the_contract() -> None:
     check_callback(BackOff)
 
