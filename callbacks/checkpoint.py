@@ -7,7 +7,7 @@ from typing_extensions import override
 
 from trainkit.checkpoint import CheckpointStore, KeepPolicy
 from trainkit.checkpoint.saver import NonFinite
-from trainkit.config import checked
+from trainkit.config import check_whole, checked
 from trainkit.errors import ConfigError
 from trainkit.training.callback import Callback
 from trainkit.training.run import Run
@@ -50,8 +50,8 @@ class Checkpoint(Callback):
         non_finite: NonFinite = "mark",
     ) -> None:
         for name, value in (("every_n_steps", every_n_steps), ("every_n_epochs", every_n_epochs)):
-            if value is not None and (type(value) is not int or value < 1):
-                raise ConfigError(f"`{name}` must be a whole number from 1 on, but is {value!r}.")
+            if value is not None:
+                check_whole(name, value)
         if every_minutes is not None and not every_minutes > 0:
             raise ConfigError(f"`every_minutes` must be positive, but is {every_minutes!r}.")
         if keep_best is not None and (type(keep_best) is not tuple or len(keep_best) != 2):

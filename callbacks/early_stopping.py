@@ -8,7 +8,7 @@ from typing import Any, Literal
 from typing_extensions import override
 
 from trainkit.checkpoint.format.schema import number, record, whole
-from trainkit.config import checked
+from trainkit.config import check_whole, checked
 from trainkit.errors import ConfigError
 from trainkit.training.callback import Callback
 from trainkit.training.run import Run
@@ -41,7 +41,7 @@ class EarlyStopping(Callback):
         mode: Literal["min", "max"],
         min_delta: float = 0.0,
     ) -> None:
-        _check_patience(patience)
+        check_whole("patience", patience)
         if mode not in ("min", "max"):
             raise ConfigError(
                 f'`mode` must be "min" (lower is better) or "max" (higher is), but is {mode!r}.'
@@ -95,11 +95,6 @@ class EarlyStopping(Callback):
 
     @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if set(state) != set(self.state_dict()):
-            raise ConfigError(
-                f"The state of `{self.name}` must have exactly the keys "
-                f"{sorted(self.state_dict())}, but has {sorted(state)}."
-            )
         self._best = state["best"]
         self._bad_evaluations = state["bad_evaluations"]
 
@@ -124,8 +119,3 @@ class EarlyStopping(Callback):
 
     def _distance(self, name: str) -> float:
         return -SequenceMatcher(None, self.metric, name).ratio()
-
-
-def _check_patience(patience: object) -> None:
-    if not isinstance(patience, int) or isinstance(patience, bool) or patience < 1:
-        raise ConfigError(f"`patience` must be a whole number of at least 1, but is {patience!r}.")

@@ -5,7 +5,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from trainkit.config import checked
+from trainkit.config import check_whole, checked
 from trainkit.errors import ConfigError
 from trainkit.metrics import as_metric
 from trainkit.training.callback import Callback
@@ -44,8 +44,9 @@ class Evaluation(Callback):
             raise ConfigError(
                 f"`metrics` must be a list, but is {metrics!r}. Write `metrics=[{metrics!r}]`."
             )
-        _check_interval("every_n_steps", every_n_steps)
-        _check_interval("every_n_epochs", every_n_epochs)
+        for name, value in (("every_n_steps", every_n_steps), ("every_n_epochs", every_n_epochs)):
+            if value is not None:
+                check_whole(name, value)
         if every_n_steps is None and every_n_epochs is None:
             every_n_epochs = 1
         self.metrics = [as_metric(metric) for metric in metrics]
@@ -99,9 +100,3 @@ class Evaluation(Callback):
     def on_epoch_end(self, run: Run) -> None:
         if self.every_n_epochs is not None and run.state.epoch % self.every_n_epochs == 0:
             run.request_evaluation(agreed=True)
-
-
-def _check_interval(name: str, value: object) -> None:
-    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
-        return
-    raise ConfigError(f"`{name}` must be a whole number of at least 1 or None, but is {value!r}.")

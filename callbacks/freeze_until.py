@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 from typing_extensions import override
 
+from trainkit.config import check_whole
 from trainkit.errors import ConfigError
 from trainkit.training.callback import Callback
 from trainkit.training.run import Run
@@ -126,10 +127,7 @@ def _checked(argument: str, given: Any) -> dict[str, int]:
     for name, until in given.items():
         if not isinstance(name, str) or not name:
             raise ConfigError(f"`{argument}` must name modules or parameters, but has {name!r}.")
-        if type(until) is not int or until < 1:
-            raise ConfigError(
-                f"`{argument}[{name!r}]` must be a whole number from 1 on, but is {until!r}."
-            )
+        check_whole(f"{argument}[{name!r}]", until)
     return dict(given)
 
 

@@ -9,11 +9,12 @@ from typing import Any
 
 from typing_extensions import override
 
-from trainkit.callbacks._support.event_log import EventLog, events_path, readable
+from trainkit.callbacks._support.event_log import EventLog, events_path
 from trainkit.callbacks._support.log_paths import log_place
 from trainkit.config import checked
 from trainkit.console import lost
 from trainkit.errors import ConfigError
+from trainkit.formatting import json_value
 from trainkit.outputs import Lines, absolute, check_file
 from trainkit.training.callback import Callback
 from trainkit.training.run import Run
@@ -87,7 +88,7 @@ class JSONLLogger(Callback):
     def on_log(self, run: Run, values: Scalars) -> None:
         self._write(run, "train", values)
         if self._events is not None:
-            waits = {"data_wait": readable(values[DATA_WAIT])} if DATA_WAIT in values else {}
+            waits = {"data_wait": values[DATA_WAIT]} if DATA_WAIT in values else {}
             self._events.write("log", **waits)
 
     @override
@@ -130,9 +131,9 @@ class JSONLLogger(Callback):
             "kind": kind,
         }
         for name, value in values.items():
-            entry[f"log/{name}" if name in RESERVED else name] = readable(value)
+            entry[f"log/{name}" if name in RESERVED else name] = value
         entry[SECONDS] = round(time.monotonic() - self._start, 3)
-        self._file.write(json.dumps(entry, allow_nan=False))
+        self._file.write(json.dumps(json_value(entry), allow_nan=False))
 
     def _place(self, run: Run) -> Path:
         return log_place(run, self.path, "metrics.jsonl", owner="JSONLLogger", argument="path")

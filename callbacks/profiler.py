@@ -9,7 +9,7 @@ from torch.profiler import profile, schedule
 from typing_extensions import override
 
 from trainkit.callbacks._support.log_paths import log_place, warn_unwritten
-from trainkit.config import check_argument
+from trainkit.config import check_argument, check_whole
 from trainkit.errors import ConfigError
 from trainkit.outputs import absolute, check_folder
 from trainkit.training.callback import Callback
@@ -63,10 +63,7 @@ class Profiler(Callback):
         counts = {"wait": (wait, 0), "warmup": (warmup, 1), "active": (active, 1)}
         counts |= {"repeat": (repeat, 1), "table_rows": (table_rows, 0)}
         for name, (value, least) in counts.items():
-            if type(value) is not int or value < least:
-                raise ConfigError(
-                    f"`{name}` must be a whole number from {least} on, but is {value!r}."
-                )
+            check_whole(name, value, least)
         known = sorted({*inspect.signature(profile).parameters} - OURS)
         for name in options:
             if name not in known:

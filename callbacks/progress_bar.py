@@ -8,7 +8,12 @@ from torch import Tensor
 from typing_extensions import override
 
 from trainkit.callbacks._support.formatting import figures_by_loader
-from trainkit.callbacks._support.progress_display import Display, Progress, choose_display
+from trainkit.callbacks._support.progress_display import (
+    Bar,
+    PlainLines,
+    Progress,
+    choose_display,
+)
 from trainkit.training.callback import Callback
 from trainkit.training.run import Run
 from trainkit.types import Scalars, StepResult
@@ -31,7 +36,7 @@ class ProgressBar(Callback):
     """
 
     def __init__(self) -> None:
-        self._display: Display | None = None
+        self._display: Bar | PlainLines | None = None
         self._next_refresh = math.inf  # on the clock of time.monotonic
 
     @override

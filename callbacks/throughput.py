@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
+from statistics import quantiles
 from typing import Literal
 
 from torch import Tensor
@@ -14,11 +15,9 @@ from trainkit.config import checked
 from trainkit.errors import ConfigError
 from trainkit.training.callback import Callback
 from trainkit.training.run import Run
-from trainkit.types import Batch, StepResult
+from trainkit.types import IGNORED, Batch, StepResult
 
 __all__ = ["Throughput"]
-
-IGNORED = -100  # a label that is no token
 
 CountTokens = Callable[[Batch], Tensor | int]
 
@@ -26,7 +25,7 @@ CountTokens = Callable[[Batch], Tensor | int]
 class Throughput(Callback):
     """Logs samples and tokens a second, step times, and the share of time that data cost.
 
-    The figures are of the steps since the last log. A step lasts from the end of the one before
+    The values are of the steps since the last log. A step lasts from the end of the one before
     to its own; logs, evaluations and checkpoints between them do not count.
 
     - `time/samples_per_second`: over all processes.
@@ -154,15 +153,15 @@ class Throughput(Callback):
         seconds = sum(steps)
         samples = run.state.samples_seen - self._samples
         self._samples = run.state.samples_seen
-        steps.sort()
-        figures = {
-            "samples_per_second": samples / seconds,
-            "step_seconds_p50": _percentile(steps, 0.5),
-            "step_seconds_p90": _percentile(steps, 0.9),
-            "data_wait": waited / seconds,
+        deciles = quantiles(steps, n=10, method="inclusive") if len(steps) > 1 else steps * 9
+        values = {
+            "time/samples_per_second": samples / seconds,
+            "time/step_seconds_p50": deciles[4],
+            "time/step_seconds_p90": deciles[8],
+            "time/data_wait": waited / seconds,
         }
-        run.log({f"time/{name}": figure for name, figure in figures.items()})
-        run.log({"time/step_seconds_max": steps[-1]}, reduce="max")
+        run.log(values)
+        run.log({"time/step_seconds_max": max(steps)}, reduce="max")
         tokens, self._tokens = self._tokens, None
         if tokens is not None:
             run.log({"time/tokens_per_second": tokens / seconds}, reduce="sum")
@@ -185,14 +184,6 @@ def _count_tokens(batch: Batch) -> Tensor | int | None:
     if isinstance(labels, Tensor) and labels.ndim == 2 and not labels.is_floating_point():
         return (labels != IGNORED).sum()
     return None
-
-
-def _percentile(ordered: list[float], share: float) -> float:
-    """Return the value below which `share` of the values lie, between two by a straight line."""
-    place = share * (len(ordered) - 1)
-    below = int(place)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (place - below) * (ordered[above] - ordered[below])
 
 
 def _check_flops(flops: object, flops_per: object, peak_flops: object) -> None:

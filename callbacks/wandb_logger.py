@@ -132,11 +132,6 @@ class WandbLogger(Callback):
 
     @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if set(state) != {"run_id"}:
-            raise ConfigError(
-                f"The state of `{self.name}` must have exactly the key 'run_id', but has "
-                f"{sorted(state)}."
-            )
         self._id = state["run_id"]
 
     def add_histogram(self, run: Run, name: str, histogram: Histogram) -> None:
