@@ -1,8 +1,8 @@
-"""Stop when a figure no longer improves."""
+"""Stop when a metric no longer improves."""
 
 import math
 from collections.abc import Iterable, Mapping
-from difflib import SequenceMatcher
+from difflib import get_close_matches
 from typing import Any, Literal
 
 from typing_extensions import override
@@ -26,7 +26,7 @@ class EarlyStopping(Callback):
     are known by then, else at the first evaluation.
 
     Args:
-        metric: A figure of the evaluation, such as "eval/loss".
+        metric: A metric of the evaluation, such as "eval/loss".
         patience: Evaluations without a better value after which to stop, at least 1.
         mode: "min" where lower is better, "max" where higher is.
         min_delta: By how much a better value must differ, in the unit of the metric, at least 0.
@@ -71,8 +71,8 @@ class EarlyStopping(Callback):
 
     @override
     def on_epoch_start(self, run: Run) -> None:
-        if run.expected_figures is not None:
-            self._check_metric(run.expected_figures)
+        if run.expected_metrics is not None:
+            self._check_metric(run.expected_metrics)
 
     @override
     def on_evaluation_end(self, run: Run, metrics: Scalars) -> None:
@@ -111,11 +111,8 @@ class EarlyStopping(Callback):
     def _check_metric(self, names: Iterable[str]) -> None:
         names = sorted(names)
         if self.metric not in names:
-            shown = sorted(names, key=self._distance)[:SHOWN_NAMES]
+            shown = get_close_matches(self.metric, names, n=SHOWN_NAMES, cutoff=0.0)
             raise ConfigError(
                 f"`EarlyStopping` watches {self.metric!r}, but the evaluation gives only {shown}. "
                 "Use one of these, or add the metric to `Evaluation(metrics=[...])`."
             )
-
-    def _distance(self, name: str) -> float:
-        return -SequenceMatcher(None, self.metric, name).ratio()

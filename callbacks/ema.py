@@ -27,7 +27,7 @@ class EMA(Callback):
 
     After each update, `average = decay * average + (1 - decay) * weights`; a skipped step leaves
     it as it is. It holds what the optimizer trains; what never changes is not held twice. The
-    model holds the average during every evaluation, so that its figures, early stopping and the
+    model holds the average during every evaluation, so that its metrics, early stopping and the
     best checkpoint are those of the average, and its own weights again afterwards, to the last
     bit and also after an error. Training itself is not changed.
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from typing_extensions import override
 
+from trainkit.callbacks._support.formatting import every
 from trainkit.config import check_whole, checked
 from trainkit.errors import ConfigError
 from trainkit.metrics import as_metric
@@ -56,17 +57,10 @@ class Evaluation(Callback):
 
     @override
     def explain(self) -> str:
+        steps, epochs = self.every_n_steps, self.every_n_epochs
         times = [
-            *([f"every {self.every_n_steps:,} steps"] if self.every_n_steps else []),
-            *(
-                [
-                    "after each epoch"
-                    if self.every_n_epochs == 1
-                    else f"every {self.every_n_epochs} epochs"
-                ]
-                if self.every_n_epochs
-                else []
-            ),
+            *([every(steps, "step")] if steps else []),
+            *([every(epochs, "epoch")] if epochs else []),
             *(["at the last step"] if self.at_end else []),
         ]
         metrics = ", ".join(metric.name for metric in self.metrics)
@@ -85,7 +79,7 @@ class Evaluation(Callback):
             twice = sorted(known.intersection(metric.keys or ()))
             if twice:
                 raise ConfigError(
-                    f"Two metrics of this run give a figure called `{twice[0]}`. Leave one out."
+                    f"Two metrics of this run give a value called `{twice[0]}`. Leave one out."
                 )
             known.update(metric.keys or ())
             run.evaluation_metrics.append(metric)

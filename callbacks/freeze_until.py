@@ -1,7 +1,7 @@
 """Keep parameters as they are until a step or an epoch."""
 
 import difflib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -146,14 +146,8 @@ def _unmatched(pattern: str, module: nn.Module, trained: Collection[str]) -> Con
             "is frozen already, or the optimizer does not hold it. Leave it out, or set "
             "`requires_grad` and give it to the optimizer."
         )
-    near = _nearest(pattern, [*(name for name, _ in module.named_modules() if name), *trained])
+    known = [*(name for name, _ in module.named_modules() if name), *trained]
+    near = difflib.get_close_matches(pattern, known, n=SHOWN_NAMES, cutoff=0.0)
     return ConfigError(
         f"`FreezeUntil` finds no module or parameter {pattern!r}. The nearest names are {near}."
     )
-
-
-def _nearest(pattern: str, names: Iterable[str]) -> list[str]:
-    def distance(name: str) -> float:
-        return -difflib.SequenceMatcher(None, pattern, name).ratio()
-
-    return sorted(names, key=distance)[:SHOWN_NAMES]

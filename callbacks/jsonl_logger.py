@@ -1,4 +1,4 @@
-"""Write the figures of a run as lines of JSON."""
+"""Write the metrics of a run as lines of JSON."""
 
 import json
 import os
@@ -29,15 +29,15 @@ RESERVED = ("step", "epoch", "samples", "kind", SECONDS)
 
 
 class JSONLLogger(Callback):
-    """Writes one JSON object a line: where the run is, then the figures.
+    """Writes one JSON object a line: where the run is, then the values.
 
     Each line has `step` (updates applied), `epoch` (completed), `samples` (consumed since the
     start, all processes), `kind` and `time/seconds` (since this process began to train). `kind`
-    is "train" for logged figures, "eval" for evaluations under their own names, and "skip" for a
-    window without an update, with `skipped_steps`. A logged figure that is itself called like one
+    is "train" for logged values, "eval" for evaluations under their own names, and "skip" for a
+    window without an update, with `skipped_steps`. A logged value that is itself called like one
     of these stands as `log/<name>`.
 
-    The lines are strict JSON: a figure that is not finite is the text "NaN", "Infinity" or
+    The lines are strict JSON: a value that is not finite is the text "NaN", "Infinity" or
     "-Infinity", which `float` reads. Each line is on its way to the disk once written, so a
     killed run loses none; what a full disk does not take is written later. A resumed run first
     cuts what was written after its step. A new run moves the file of an older one to `<name>.1`,

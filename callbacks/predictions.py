@@ -4,7 +4,7 @@ import csv
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from itertools import count
 from pathlib import Path
 from string import Formatter
@@ -12,7 +12,7 @@ from typing import IO, Any
 
 from typing_extensions import override
 
-from trainkit.callbacks._support.log_paths import log_place, warn_unwritten
+from trainkit.callbacks._support.log_paths import giving_up, log_place
 from trainkit.checkpoint.format.schema import record, whole
 from trainkit.config import check_whole, checked
 from trainkit.errors import ConfigError, DataError
@@ -127,10 +127,6 @@ class Predictions(Callback):
         self._recorder.close()
 
     @override
-    def on_exception(self, run: Run, error: BaseException) -> None:
-        self._recorder.close()
-
-    @override
     def on_fit_end(self, run: Run) -> None:
         self._recorder.close()
 
@@ -179,7 +175,7 @@ class Predictions(Callback):
 
 
 class _Recorder(Metric):
-    """Sits among the metrics of an evaluation, and writes what they get; gives no figure."""
+    """Sits among the metrics of an evaluation, and writes what they get; gives no value."""
 
     name = "predictions"
     keys = ()
@@ -196,40 +192,36 @@ class _Recorder(Metric):
     def close(self) -> None:
         """Write no further evaluation, and forget what is not complete."""
         self._paths = None
-        if self._table is not None:
-            self._table.discard()
-            self._table = None
+        self._give_up()
 
     @override
     def reset(self) -> None:
         if self._paths is not None:
-            with self._lasting():
+            with self._writing():
                 self._table = _Table(next(self._paths), self._extra)
 
     @override
     def update(self, predictions: Any, references: Any) -> None:
-        with self._lasting():
+        with self._writing():
             if self._table is not None:
                 self._table.add(predictions, references)
 
     @override
     def compute(self) -> dict[str, float]:
-        with self._lasting():
+        with self._writing():
             if self._table is not None:
                 self._table.publish()
         self._table = None
         return {}
 
-    @contextmanager
-    def _lasting(self) -> Iterator[None]:
-        """Give up the file, not the training, where it cannot be written."""
-        try:
-            yield
-        except OSError as error:
-            if self._table is not None:
-                self._table.discard()
-                self._table = None
-            warn_unwritten("Predictions", error, "the predictions of this evaluation are lost")
+    def _give_up(self) -> None:
+        if self._table is not None:
+            self._table.discard()
+            self._table = None
+
+    def _writing(self) -> AbstractContextManager[None]:
+        lost = "the predictions of this evaluation are lost"
+        return giving_up("Predictions", self._give_up, lost)
 
 
 class _Table:

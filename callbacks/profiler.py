@@ -8,7 +8,7 @@ from typing import Any
 from torch.profiler import profile, schedule
 from typing_extensions import override
 
-from trainkit.callbacks._support.log_paths import log_place, warn_unwritten
+from trainkit.callbacks._support.log_paths import giving_up, log_place
 from trainkit.config import check_argument, check_whole
 from trainkit.errors import ConfigError
 from trainkit.outputs import absolute, check_folder
@@ -140,11 +140,11 @@ class Profiler(Callback):
 
     def _write(self, run: Run, recorded: profile) -> None:
         self._written += 1
-        try:
+        with giving_up(self.name, self._give_up):
             self._write_files(run, recorded)
-        except OSError as error:
-            warn_unwritten(self.name, error)
-            self._written = self.repeat
+
+    def _give_up(self) -> None:
+        self._written = self.repeat
 
     def _write_files(self, run: Run, recorded: profile) -> None:
         name = f"step-{self._first:08d}-rank-{run.processes.process_index}"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from typing_extensions import override
 
-from trainkit.callbacks._support.formatting import duration, figures_by_loader
+from trainkit.callbacks._support.formatting import duration, values_by_loader
 from trainkit.formatting import count
 from trainkit.training.callback import Callback
 from trainkit.training.run import Run
@@ -77,8 +77,8 @@ def _make_up(run: Run) -> dict[str, str]:
 
 def _outcome(run: Run) -> dict[str, str]:
     state = run.state
-    best = figures_by_loader(_in_order(run.best_metrics, run.metrics), run.evaluation_loaders)
-    last = figures_by_loader(run.metrics, run.evaluation_loaders)
+    best = values_by_loader(_in_order(run.best_metrics, run.metrics), run.evaluation_loaders)
+    last = values_by_loader(run.metrics, run.evaluation_loaders)
     skipped = f", {state.skipped_steps:,} skipped" if state.skipped_steps else ""
     return {
         "steps": f"{state.step:,}{skipped} ({count(state.epoch, 'epoch')} completed, "

@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from trainkit.callbacks._support.flops import FlopCounter
 from trainkit.callbacks._support.log_schedule import log_follows
-from trainkit.callbacks._support.step_timer import StepClock
+from trainkit.callbacks._support.step_timer import StepTimer
 from trainkit.config import checked
 from trainkit.errors import ConfigError
 from trainkit.training.callback import Callback
@@ -80,7 +80,7 @@ class Throughput(Callback):
     @override
     def on_fit_start(self, run: Run) -> None:
         self._counter = FlopCounter(run.module) if self.flops == "auto" else None
-        self._clock = StepClock(run.strategy.device)
+        self._timer = StepTimer(run.strategy.device)
         self._samples = run.state.samples_seen
         self._tokens: Tensor | int | None = None
         if isinstance(self.flops, int | float):
@@ -89,15 +89,15 @@ class Throughput(Callback):
 
     @override
     def on_epoch_start(self, run: Run) -> None:
-        self._clock.resume()
+        self._timer.resume()
 
     @override
     def on_step_start(self, run: Run) -> None:
-        self._clock.resume()
+        self._timer.resume()
 
     @override
     def on_microbatch_start(self, run: Run, batch: Batch) -> None:
-        self._clock.end_wait()
+        self._timer.end_wait()
         if self._counter is not None:
             self._counter.start()
 
@@ -110,7 +110,7 @@ class Throughput(Callback):
             self._refuse_unknown_tokens(batch)
         else:
             self._tokens = count if self._tokens is None else self._tokens + count
-        self._clock.begin_wait()
+        self._timer.begin_wait()
 
     @override
     def on_step_end(self, run: Run, result: StepResult) -> None:
@@ -124,11 +124,11 @@ class Throughput(Callback):
 
     @override
     def on_evaluation_start(self, run: Run) -> None:
-        self._clock.pause()
+        self._timer.pause()
 
     @override
     def on_checkpoint_start(self, run: Run) -> None:
-        self._clock.pause()
+        self._timer.pause()
 
     @override
     def on_exception(self, run: Run, error: BaseException) -> None:
@@ -143,13 +143,13 @@ class Throughput(Callback):
             )
 
     def _end_step(self, run: Run) -> None:
-        self._clock.end_step()
+        self._timer.end_step()
         if self._counter is not None:
             self._flops = self._counter.flops / max(1, run.state.samples_seen - self._samples)
             self._counter = None
 
     def _log(self, run: Run) -> None:
-        steps, waited = self._clock.take()
+        steps, waited = self._timer.take()
         seconds = sum(steps)
         samples = run.state.samples_seen - self._samples
         self._samples = run.state.samples_seen

@@ -14,7 +14,7 @@ __all__ = ["EventLog", "events_path"]
 
 
 def events_path(metrics: Path) -> Path:
-    """Return the file of the events that belong to a file of figures."""
+    """Return the file of the events that belong to a file of metrics."""
     return metrics.with_name(f"{metrics.stem}.events.jsonl")
 
 

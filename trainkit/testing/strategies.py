@@ -62,7 +62,7 @@ def check_strategy(
         make_strategy: Returns a new strategy; called many times, in every process.
         processes: How many are started; must divide 12, and leave at least 2 samples to each.
         exact: The strategy is another way to compute what one device would: losses, norms,
-            weights and figures must be equal to those. False where it is an algorithm of its
+            weights and metrics must be equal to those. False where it is an algorithm of its
             own, such as one that compresses gradients: they must only be equal on all processes.
         tolerance: Relative, in fp64; for `exact`.
         timeout_seconds: For all processes together.

@@ -142,7 +142,7 @@ class Run(Log):
     clock: PhaseClock = field(default_factory=PhaseClock)
     """Seconds of this process by what the run was doing."""
     requests: Requests = field(default_factory=Requests)
-    expected_figures: set[str] | None = None
+    expected_metrics: set[str] | None = None
     """Names of the figures that an evaluation gives; None where that is not known ahead."""
     logs: bool = False  # whether any callback of any process takes what is logged
     evaluates_epochs: bool = False  # whether epochs end with an evaluation by themselves
