@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainkit.containers.sample_rows import is_array
 from trainkit.errors import DataError
 from trainkit.types import IGNORED
 
@@ -20,11 +21,6 @@ __all__ = [
     "real_numbers",
     "refuse_filled",
 ]
-
-
-def is_array(values: Any) -> bool:
-    """Whether `values` is a tensor or a NumPy array."""
-    return isinstance(values, Tensor) or hasattr(values, "__array_interface__")
 
 
 def is_structure(values: Any) -> bool:
