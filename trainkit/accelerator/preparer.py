@@ -20,7 +20,7 @@ from trainkit.accelerator.optimizer import PreparedOptimizer
 from trainkit.accelerator.scheduler import PreparedScheduler
 from trainkit.accelerator.settings import AutocastKwargs, DistributedDataParallelKwargs
 from trainkit.data import training_loader
-from trainkit.data.presharded import Presharded
+from trainkit.data.batch_sources import Presharded
 from trainkit.errors import ConfigError
 from trainkit.export.state import unwrapped
 from trainkit.precision import FP32, Precision

@@ -10,7 +10,8 @@ from typing import Any
 from typing_extensions import override
 
 from trainkit.data.batch_sources import BatchSource
-from trainkit.data.loader import LoaderContext, PreparedLoader, length_of
+from trainkit.data.loader import PreparedLoader, length_of
+from trainkit.data.loader_context import LoaderContext
 from trainkit.data.padding import PaddingBatch
 from trainkit.data.stream import RankBatch
 from trainkit.data.transfer import transfer_for

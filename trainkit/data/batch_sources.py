@@ -14,7 +14,7 @@ from typing_extensions import override
 from trainkit import rng
 from trainkit.containers.tree import count_samples
 from trainkit.data.fetch import Fetch
-from trainkit.data.loader import LoaderContext
+from trainkit.data.loader_context import LoaderContext
 from trainkit.data.order import KeyedOrder, set_epoch_on
 from trainkit.data.stream import RankBatch, StreamReader
 from trainkit.data.workers import Fetcher, datasets_of, fetcher_for
@@ -22,7 +22,14 @@ from trainkit.data.workers import Fetcher, datasets_of, fetcher_for
 if TYPE_CHECKING:
     from trainkit.data.position import StreamPosition
 
-__all__ = ["BatchSource", "CustomSource", "KeySource", "StreamSource"]
+__all__ = [
+    "BatchSource",
+    "CustomSource",
+    "KeySource",
+    "Presharded",
+    "StreamSource",
+    "presharded",
+]
 
 
 class BatchSource(ABC):
@@ -211,6 +218,32 @@ class CustomSource(BatchSource):
             iterator = iter(loader)
             first = list(islice(iterator, 1))
         yield from _filled(chain(first, iterator))
+
+
+class Presharded:
+    """A loader that holds this process's own share of the data.
+
+    Args:
+        loader: An iterable of batches.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.loader)
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+
+def presharded(loader: Any) -> Presharded:
+    """Mark `loader` as holding this process's own share, so that trainkit does not cut it again.
+
+    The shares may differ in length: a process that runs out takes part in the others' steps with
+    weight 0. Each needs at least one batch.
+    """
+    return Presharded(loader)
 
 
 def _filled(batches: Iterator[Any]) -> Iterator[RankBatch]:

@@ -10,7 +10,8 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from trainkit.data.fetch import fetch_for
-from trainkit.data.loader import LoaderContext, PreparedLoader, length_of
+from trainkit.data.loader import PreparedLoader, length_of
+from trainkit.data.loader_context import LoaderContext
 from trainkit.data.order import KeyedOrder, divide, set_epoch_on
 from trainkit.data.padding import PaddingBatch
 from trainkit.data.plan import BatchPlan, FlatPlan, Plan

@@ -7,12 +7,12 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from trainkit import rng
 from trainkit.data.agreed import AgreedLoader
-from trainkit.data.batch_sources import CustomSource, KeySource, StreamSource
+from trainkit.data.batch_sources import CustomSource, KeySource, Presharded, StreamSource
 from trainkit.data.fetch import fetch_for
-from trainkit.data.loader import LoaderContext, PreparedLoader, length_of
+from trainkit.data.loader import PreparedLoader, length_of
+from trainkit.data.loader_context import LoaderContext
 from trainkit.data.mapped import MappedLoader
 from trainkit.data.order import KeyedOrder, divide
-from trainkit.data.presharded import Presharded
 from trainkit.data.stream import StreamReader
 from trainkit.data.workers import fetcher_for
 from trainkit.distributed.active_batches import ActiveLoaders

@@ -13,7 +13,7 @@ from typing_extensions import override
 from trainkit import rng
 from trainkit.containers.tree import count_samples
 from trainkit.data.fetch import Fetch, collates_silently
-from trainkit.data.loader import LoaderContext
+from trainkit.data.loader_context import LoaderContext
 from trainkit.errors import DataError
 
 __all__ = ["RankBatch", "StreamReader", "is_stateful"]

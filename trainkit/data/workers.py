@@ -25,7 +25,7 @@ from typing_extensions import override
 
 from trainkit import rng
 from trainkit.data.fetch import Fetch
-from trainkit.data.loader import LoaderContext
+from trainkit.data.loader_context import LoaderContext
 from trainkit.data.order import set_epoch_on
 from trainkit.errors import ConfigError, DataError, text_of
 from trainkit.signals import CAUGHT
