@@ -373,7 +373,7 @@ def _ordered(folder: Path, sampler: Any, batch_size: int, stop: int | None) -> l
     [
         ("shuffle", None, 4, "sampler: RandomSampler in the checkpoint, SequentialSampler now"),
         (list(range(24)), list(range(23, -1, -1)), 4, "the sampler gives another order"),
-        (None, None, 2, "samples of a round: 4 in the checkpoint, 2 now"),
+        (None, None, 2, "samples of a global batch: 4 in the checkpoint, 2 now"),
     ],
 )
 def test_a_pass_does_not_go_on_in_another_order(

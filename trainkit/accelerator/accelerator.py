@@ -234,7 +234,7 @@ class Accelerator(Communicator):
     ) -> nn.Module:
         """Return a model as the loop calls it; not wrapped where it is only evaluated."""
         preparation = self._own.preparation
-        place = preparation.places if device_placement is None else device_placement
+        place = preparation.move_to_device if device_placement is None else device_placement
         if not evaluation_mode:
             preparation.check_alike([model])
         return preparation.model(model, place, evaluation_mode=evaluation_mode)
@@ -244,8 +244,9 @@ class Accelerator(Communicator):
     ) -> "PreparedOptimizer":
         """Return an optimizer that follows the windows."""
         self._own.preparation.check_alike([optimizer])
-        place = self._own.preparation.places if device_placement is None else device_placement
-        return self._own.preparation.optimizer(optimizer, place)
+        preparation = self._own.preparation
+        place = preparation.move_to_device if device_placement is None else device_placement
+        return preparation.optimizer(optimizer, place)
 
     def prepare_scheduler(self, scheduler: Any) -> "PreparedScheduler":
         """Return a scheduler that follows the prepared optimizers."""
@@ -256,8 +257,9 @@ class Accelerator(Communicator):
         self, data_loader: Any, device_placement: bool | None = None
     ) -> "SharedLoader":
         """Return a loader whose batches are shared out over the processes."""
-        place = self._own.preparation.places if device_placement is None else device_placement
-        return self._own.preparation.loader(data_loader, place)
+        preparation = self._own.preparation
+        place = preparation.move_to_device if device_placement is None else device_placement
+        return preparation.loader(data_loader, place)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> "SkippedLoader":
         """Return a loader without its first batches, to go on in the middle of an epoch."""
@@ -326,10 +328,10 @@ class Accelerator(Communicator):
     def gather_for_metrics(
         self, input_data: Any, use_gather_object: bool = False, **options: Any
     ) -> Any:
-        if self._own.accumulation.alone:
+        if self._own.accumulation.is_unpaired:
             raise DataError(
-                "Not every process has a batch in this round, so not every process gathers. Leave "
-                "`even_batches=False` out: what fills batches up is never gathered."
+                "Not every process has a batch in this global batch, so not every process gathers. "
+                "Leave `even_batches=False` out: what fills batches up is never gathered."
             )
         return super().gather_for_metrics(input_data, use_gather_object, **options)
 

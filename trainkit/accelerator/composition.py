@@ -134,7 +134,7 @@ class OwnLoop:
         """Make the gradients of a prepared optimizer, of a list of them, or of all final."""
         wanted = self.registry.optimizers if optimizer is None else optimizer
         for one in wanted if isinstance(wanted, list | tuple) else [wanted]:
-            self.gradients.settle(getattr(one, "optimizer", one))
+            self.gradients.unscale_once(getattr(one, "optimizer", one))
 
     @contextmanager
     def joined(self, models: Sequence[Any], even_batches: bool | None) -> Iterator[None]:
@@ -174,7 +174,7 @@ class OwnLoop:
             accumulation=self.accumulation,
             gradients=self.gradients,
             registry=self.registry,
-            places=self.wishes.device_placement,
+            move_to_device=self.wishes.device_placement,
             step_scheduler_with_optimizer=self.wishes.step_scheduler_with_optimizer,
             compile_backend=self.wishes.compile_backend,
         )

@@ -49,7 +49,7 @@ class Gradients:
         """Those that were prepared."""
         self._accumulation = accumulation
         self._strategy = strategy
-        self._settled: dict[int, tuple[int, bool]] = {}  # the window, and whether they overflowed
+        self._unscaled: dict[int, tuple[int, bool]] = {}  # the window, and whether they overflowed
         self._stale = False  # whether the scale is to change before it is used again
 
     def backward(self, loss: Any, **kwargs: Any) -> None:
@@ -73,14 +73,14 @@ class Gradients:
             loss = scaled_loss(self.scaler, loss)
         loss.backward(**kwargs)
 
-    def settle(self, optimizer: Optimizer) -> bool:
+    def unscale_once(self, optimizer: Optimizer) -> bool:
         """Make the gradients of an optimizer final, once a window; return whether they overflowed.
 
         Raises:
             ConfigError: The window is not complete, and its gradients are scaled.
         """
         key = id(optimizer)
-        window, overflowed = self._settled.get(key, (-1, False))
+        window, overflowed = self._unscaled.get(key, (-1, False))
         if window == self._accumulation.window:
             return overflowed
         if not self._accumulation.sync_gradients:
@@ -94,47 +94,47 @@ class Gradients:
         if self._accumulation.correction != 1.0:
             self._strategy.scale_gradients(parameters, self._accumulation.correction)
         overflowed = self.scaler is not None and self._unscale(self.scaler, optimizer, parameters)
-        self._settled[key] = self._accumulation.window, overflowed
+        self._unscaled[key] = self._accumulation.window, overflowed
         return overflowed
 
-    def used(self, optimizer: Optimizer) -> None:
+    def mark_used(self, optimizer: Optimizer) -> None:
         """Note that an optimizer has made its step, or has left it out."""
-        self._settled.pop(id(optimizer), None)
-        if self._stale and not self._settled:
+        self._unscaled.pop(id(optimizer), None)
+        if self._stale and not self._unscaled:
             states = self.scaler._per_optimizer_states if self.scaler is not None else {}
             if all(id(known) in states for known in self.optimizers):
                 self._refresh()
 
     def forget(self) -> None:
         """Begin anew: what was made final no longer counts."""
-        self._settled.clear()
+        self._unscaled.clear()
         self._stale = False
 
     def clip_norm(
         self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float
     ) -> Tensor:
         """Clip the norm of the final gradients; return what it was, on the device."""
-        found = self._settle_owners(parameters)
+        found = self._unscale_owners(parameters)
         if norm_type == 2:
             return self._strategy.clip_grad_norm(found, max_norm)
         return nn.utils.clip_grad_norm_(found, max_norm, norm_type=norm_type)
 
     def clip_value(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
         """Clip every element of the final gradients."""
-        self._strategy.clip_grad_value(self._settle_owners(parameters), clip_value)
+        self._strategy.clip_grad_value(self._unscale_owners(parameters), clip_value)
 
     def scale_state(self) -> dict[str, Any]:
         """Return the state of the loss scale; empty without one."""
         self._refresh()
         return {} if self.scaler is None else self.scaler.state_dict()
 
-    def _settle_owners(self, parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:
+    def _unscale_owners(self, parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:
         """Make the gradients final of each optimizer that has one of the parameters."""
         found = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         wanted = {id(parameter) for parameter in found}
         for optimizer in self.optimizers:
             if any(id(p) in wanted for group in optimizer.param_groups for p in group["params"]):
-                self.settle(optimizer)
+                self.unscale_once(optimizer)
         return found
 
     def _unscale(

@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
+from trainkit import rng
 from trainkit.accelerator.accumulation import Accumulation
 from trainkit.accelerator.autocasting import run_in_autocast
 from trainkit.accelerator.gradients import Gradients
@@ -18,7 +19,8 @@ from trainkit.accelerator.loader import SharedLoader, Sharing, SkippedLoader
 from trainkit.accelerator.optimizer import PreparedOptimizer
 from trainkit.accelerator.scheduler import PreparedScheduler
 from trainkit.accelerator.settings import AutocastKwargs, DistributedDataParallelKwargs
-from trainkit.data.presharded import Presharded
+from trainkit.data import training_loader
+from trainkit.data.batch_sources import Presharded
 from trainkit.errors import ConfigError
 from trainkit.export.state import unwrapped
 from trainkit.precision import FP32, Precision
@@ -91,7 +93,7 @@ class Preparation:
         accumulation: The windows.
         gradients: What makes gradients final.
         registry: Where what was prepared is noted.
-        places: Whether things move to the device.
+        move_to_device: Whether things move to the device.
         step_scheduler_with_optimizer: Whether schedulers follow the optimizers.
         compile_backend: For `torch.compile` of each model; None: not compiled.
     """
@@ -103,7 +105,7 @@ class Preparation:
     accumulation: Accumulation
     gradients: Gradients
     registry: Registry
-    places: bool
+    move_to_device: bool
     step_scheduler_with_optimizer: bool
     compile_backend: str | None = None
 
@@ -211,15 +213,23 @@ class Preparation:
         """Return a loader whose batches are shared out over the processes."""
         from trainkit.accelerator.mapped import MappedShare
         from trainkit.accelerator.streamed import StreamedShare
+        from trainkit.data.mapped import MappedLoader
 
         sharing = self.sharing if place else replace(self.sharing, device=torch.device("cpu"))
-        mapped = (
-            isinstance(loader, DataLoader)
-            and type(loader).__iter__ is DataLoader.__iter__
-            and not isinstance(loader.dataset, IterableDataset)
-            and loader.batch_sampler is not None
+        seed = int(sharing.processes.broadcast_object(torch.initial_seed()))
+        inner = training_loader(
+            loader,
+            processes=sharing.processes,
+            device=sharing.device,
+            seed=rng.derive(seed, "own loop"),
+            split_batches=sharing.configuration.split_batches,
+            may_be_empty=True,
         )
-        prepared = MappedShare(loader, sharing) if mapped else StreamedShare(loader, sharing)
+        prepared: SharedLoader
+        if isinstance(inner, MappedLoader):
+            prepared = MappedShare(inner, sharing, seed)
+        else:
+            prepared = StreamedShare(inner, sharing)
         self.registry.loaders.append(prepared)
         return prepared
 
@@ -245,13 +255,13 @@ class Preparation:
         self, objects: Sequence[Any], device_placement: Sequence[bool | None] | None
     ) -> Sequence[bool]:
         if device_placement is None:
-            return [self.places] * len(objects)
+            return [self.move_to_device] * len(objects)
         if len(device_placement) != len(objects):
             raise ConfigError(
                 f"`device_placement` must say it for each of the {len(objects)} objects, but has "
                 f"{len(device_placement)} entries."
             )
-        return [self.places if place is None else place for place in device_placement]
+        return [self.move_to_device if place is None else place for place in device_placement]
 
 
 def _check_kind(thing: Any, index: int) -> None:
