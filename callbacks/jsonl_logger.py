@@ -9,12 +9,12 @@ from typing import Any
 
 from typing_extensions import override
 
-from trainkit.callbacks._support.event_log import EventLog, events_path, readable
+from trainkit.callbacks._support.event_log import EventLog, events_path
 from trainkit.callbacks._support.log_paths import log_place
 from trainkit.config import checked
 from trainkit.console import lost
 from trainkit.errors import ConfigError
-from trainkit.outputs import Lines, absolute, check_file
+from trainkit.outputs import Lines, absolute, check_file, readable
 from trainkit.training.callback import Callback
 from trainkit.training.run import Run
 from trainkit.training.state import TrainState

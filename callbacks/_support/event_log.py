@@ -1,33 +1,20 @@
 """When a run started, logged, evaluated, saved and ended: one line of JSON each, never cut."""
 
 import json
-import math
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from trainkit.callbacks._support.run_facts import run_facts
-from trainkit.outputs import Lines
+from trainkit.outputs import Lines, readable
 from trainkit.training.run import Run
 
-__all__ = ["EventLog", "events_path", "readable"]
+__all__ = ["EventLog", "events_path"]
 
 
 def events_path(metrics: Path) -> Path:
     """Return the file of the events that belong to a file of figures."""
     return metrics.with_name(f"{metrics.stem}.events.jsonl")
-
-
-def readable(value: Any) -> Any:
-    """Return `value`, with numbers as text where strict JSON has none for them."""
-    if isinstance(value, Mapping):
-        return {name: readable(entry) for name, entry in value.items()}
-    if not isinstance(value, float) or math.isfinite(value):
-        return value
-    if math.isnan(value):
-        return "NaN"
-    return "Infinity" if value > 0 else "-Infinity"
 
 
 class EventLog:

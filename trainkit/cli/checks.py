@@ -16,19 +16,19 @@ from torch.utils.data import DataLoader, TensorDataset
 from trainkit.accelerator.accelerator import Accelerator
 from trainkit.distributed.collectives import run_on_all
 from trainkit.errors import DistributedError
+from trainkit.launch_environment import PRECISIONS
 from trainkit.trainer import Trainer
 
 _SAMPLES = 24
 _STEPS = 4
-_PRECISIONS = {"no": "fp32", "fp16": "fp16", "bf16": "bf16"}
 
 
 def main() -> int:
     """Run the checks, print a line for each, and return 0 if all are well."""
     accelerator = Accelerator()
-    device = torch.device("cpu" if _on_cpu() else accelerator.device)
-    accelerator.print(f"{accelerator.num_processes} process(es), device type {device.type}")
-    precision = _PRECISIONS[os.environ.get("TRAINKIT_MIXED_PRECISION", "no")]
+    kind = accelerator.device.type
+    accelerator.print(f"{accelerator.num_processes} process(es), device type {kind}")
+    precision = PRECISIONS[accelerator.mixed_precision]
     checks: dict[str, Callable[[], None]] = {
         "places: every process has its own number and device": partial(_places, accelerator),
         "collectives: sum, broadcast and gather are right": partial(_collectives, accelerator),
@@ -50,10 +50,6 @@ def main() -> int:
         else:
             accelerator.print(f"ok      {name}")
     return failed
-
-
-def _on_cpu() -> bool:
-    return os.environ.get("TRAINKIT_USE_CPU") == "true"
 
 
 def _require(is_right: bool, message: str) -> None:

@@ -31,7 +31,6 @@ def add_to(commands: Any) -> None:
         description="Start a script on several processes, on one machine or more.",
         epilog=_END,
         usage="trainkit launch [options] SCRIPT [arguments of the script]",
-        takes_script=True,
     )
     add_options(parser)
     flags = {
@@ -43,6 +42,8 @@ def add_to(commands: Any) -> None:
     }
     for names, text in flags.items():
         parser.add_argument(*names, action="store_true", help=text)
+    # All behind the first argument that is no option is the script's.
+    parser.add_argument("script", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     parser.set_defaults(run=_run)
 
 
@@ -55,11 +56,14 @@ def _run(options: argparse.Namespace) -> int:
         print_table(("SETTING", "VALUE", "SOURCE"), resolved.rows())
         if not options.script:
             return 0
+    if options.script[:1] == ["--"]:
+        del options.script[0]
     if not options.script:
         raise ConfigError("There is no script. Use: trainkit launch [options] SCRIPT [arguments]")
+    path, *arguments = options.script
     script = Script(
-        path=options.script[0],
-        arguments=tuple(options.script[1:]),
+        path=path,
+        arguments=tuple(arguments),
         is_module=options.module,
         is_program=options.no_python,
     )
