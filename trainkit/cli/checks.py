@@ -29,21 +29,17 @@ def main() -> int:
     kind = accelerator.device.type
     accelerator.print(f"{accelerator.num_processes} process(es), device type {kind}")
     precision = PRECISIONS[accelerator.mixed_precision]
-    checks: dict[str, Callable[[], None]] = {
-        "places: every process has its own number and device": partial(_places, accelerator),
-        "collectives: sum, broadcast and gather are right": partial(_collectives, accelerator),
-        f"precision: {precision} trains to finite, equal weights": partial(
-            _precision, accelerator, precision
-        ),
-        "training: the weights are those of one process": partial(_training, accelerator),
-        "checkpoint: a resumed run ends as one that was never stopped": partial(
-            _checkpoint, accelerator
-        ),
+    checks: dict[str, Callable[[Accelerator], None]] = {
+        "places: every process has its own number and device": _places,
+        "collectives: sum, broadcast and gather are right": _collectives,
+        f"precision: {precision} trains to finite, equal weights": _precision,
+        "training: the weights are those of one process": _training,
+        "checkpoint: a resumed run ends as one that was never stopped": _checkpoint,
     }
     failed = 0
     for name, check in checks.items():
         try:
-            run_on_all(accelerator.processes, check)
+            run_on_all(accelerator.processes, partial(check, accelerator))
         except Exception as error:
             failed = 1
             accelerator.print(f"FAILED  {name}\n        {type(error).__name__}: {error}")
@@ -118,7 +114,8 @@ def _fit(dtype: torch.dtype, *, shuffle: bool = False, **settings: Any) -> list[
     return [parameter.detach().cpu() for parameter in model.parameters()]
 
 
-def _precision(accelerator: Accelerator, precision: str) -> None:
+def _precision(accelerator: Accelerator) -> None:
+    precision = PRECISIONS[accelerator.mixed_precision]
     weights = _fit(torch.float32, precision=precision)
     flat = torch.cat([weight.flatten() for weight in weights])
     everywhere = accelerator.processes.all_gather_objects(flat)
@@ -130,7 +127,6 @@ def _precision(accelerator: Accelerator, precision: str) -> None:
 
 
 def _training(accelerator: Accelerator) -> None:
-    del accelerator
     model, (inputs, targets) = _model(torch.float64), _data(torch.float64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     for _ in range(_STEPS):

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainkit.cli import failure
-from trainkit.cli.plan import Plan, Script, check_here, make_plan, with_reports
+from trainkit.cli.plan import Plan, Script, check_here, make_plan
 from trainkit.cli.settings import Resolved, add_options, resolve
 from trainkit.cli.tables import print_table
 from trainkit.errors import ConfigError
+from trainkit.watchdog.report import FOLDER_VARIABLE
 
 if TYPE_CHECKING:
     from trainkit.cli.agent import Outcome
@@ -97,7 +98,8 @@ def start(plan: Plan, resolved: Resolved) -> int:
     folder = _report_folder(resolved.job.report_dir)
     keeps = False
     try:
-        outcome = _run_processes(with_reports(plan, folder), resolved)
+        environment = {**plan.environment, FOLDER_VARIABLE: str(folder)}
+        outcome = _run_processes(replace(plan, environment=environment), resolved)
         keeps = _explain(outcome)
         return outcome.code
     finally:

@@ -5,7 +5,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from trainkit.cli.machine import core_count, free_port, gpu_count, port_is_free
@@ -14,7 +14,7 @@ from trainkit.cli.settings import Resolved
 from trainkit.errors import ConfigError
 from trainkit.watchdog.report import FOLDER_VARIABLE
 
-__all__ = ["Plan", "Script", "check_here", "make_plan", "processes_here", "with_reports"]
+__all__ = ["Plan", "Script", "check_here", "make_plan", "processes_here"]
 
 _DEFAULT_PORT = 29500
 _JOB = "trainkit"  # name of the job at the rendezvous; the port keeps jobs apart
@@ -249,8 +249,3 @@ def _environment(resolved: Resolved, local: _Local, env: Mapping[str, str]) -> d
     result["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(job.shutdown_timeout)
     result["PET_SIGNALS_TO_HANDLE"] = _SIGNALS
     return result
-
-
-def with_reports(plan: Plan, folder: Path) -> Plan:
-    """Return the plan with a folder for the reports of failures."""
-    return replace(plan, environment={**plan.environment, FOLDER_VARIABLE: str(folder)})
