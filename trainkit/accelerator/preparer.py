@@ -208,7 +208,7 @@ class Preparer:
     def optimizer(self, optimizer: Optimizer, moved: bool | None = None) -> PreparedOptimizer:
         """Return an optimizer that follows the windows, on the models' present parameters."""
         for model in self.registry.models:
-            self.strategy.adopt(optimizer, self.strategy.unwrap(model))
+            self.strategy.rebind_optimizer(optimizer, self.strategy.unwrap(model))
         if self._moves(moved):
             _move_state(optimizer)
         self.precision.bind(optimizer)
