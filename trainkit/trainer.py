@@ -428,7 +428,7 @@ class Trainer:
     def _make_optimizer(self, module: nn.Module) -> Optimizer:
         """Return the optimizer of a module that the strategy has wrapped."""
         optimizer = self.configure_optimizer(module)
-        self.strategy.adopt(optimizer, module)
+        self.strategy.rebind_optimizer(optimizer, module)
         arguments.check_optimizer(optimizer, module)
         self.precision.bind(optimizer)
         return optimizer

@@ -303,7 +303,7 @@ def _split_unevenly(rank: int) -> list[tuple[Any, Any]]:
     accelerator = Accelerator(cpu=True, dataloader_config=config)
     sampler = Odd(SequentialSampler(range(8)), 4, False)
     loader = accelerator.prepare(DataLoader(numbers(8), batch_sampler=sampler))
-    active: Any = accelerator._own.preparation.sharing.active
+    active: Any = accelerator._own.preparer.sharing.active
     return [(active.current().counts, len(batch)) for (batch,) in loader]
 
 

@@ -29,6 +29,7 @@ class Gradients:
         accumulation: Tells the windows.
         precision: Tells the number format.
         strategy: Tells how gradients lie on the processes.
+        models: Those that are prepared, whose parameters an error names.
         scaled: Whether fp16 scales losses.
     """
 
@@ -38,19 +39,19 @@ class Gradients:
         precision: Precision,
         strategy: Strategy,
         *,
-        scaled: bool = True,
+        models: Sequence[nn.Module],
+        scaled: bool,
     ) -> None:
         self._fp16 = precision if isinstance(precision, FP16) and scaled else None
         self.scaler = None if self._fp16 is None else self._fp16.scaler
         """The scaler of fp16; None without one."""
-        self.models: Sequence[nn.Module] = ()  # whose parameters an error names
+        self._models = models
         self._loss = torch.tensor(math.nan)  # the latest, not scaled
         self.optimizers: list[Optimizer] = []
         """Those that were prepared."""
         self._accumulation = accumulation
         self._strategy = strategy
         self._unscaled: dict[int, tuple[int, bool]] = {}  # the window, and whether they overflowed
-        self._stale = False  # whether the scale is to change before it is used again
 
     def backward(self, loss: Any, **kwargs: Any) -> None:
         """Add the gradients of `loss`, divided by the size of the window, to the others.
@@ -93,22 +94,23 @@ class Gradients:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if self._accumulation.correction != 1.0:
             self._strategy.scale_gradients(parameters, self._accumulation.correction)
-        overflowed = self.scaler is not None and self._unscale(self.scaler, optimizer, parameters)
+        overflowed = self._fp16 is not None and self._unscale(self._fp16, optimizer)
         self._unscaled[key] = self._accumulation.window, overflowed
         return overflowed
 
     def mark_used(self, optimizer: Optimizer) -> None:
         """Note that an optimizer has made its step, or has left it out."""
         self._unscaled.pop(id(optimizer), None)
-        if self._stale and not self._unscaled:
-            states = self.scaler._per_optimizer_states if self.scaler is not None else {}
-            if all(id(known) in states for known in self.optimizers):
+        if self.scaler is not None and not self._unscaled:
+            unscaled = self.scaler._per_optimizer_states
+            if all(id(known) in unscaled for known in self.optimizers):
                 self._refresh()
 
     def forget(self) -> None:
         """Begin anew: what was made final no longer counts."""
         self._unscaled.clear()
-        self._stale = False
+        if self.scaler is not None:
+            self.scaler._per_optimizer_states.clear()
 
     def clip_norm(
         self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float
@@ -137,25 +139,18 @@ class Gradients:
                 self.unscale_once(optimizer)
         return found
 
-    def _unscale(
-        self, scaler: torch.amp.GradScaler, optimizer: Optimizer, parameters: list[Tensor]
-    ) -> bool:
-        if all(parameter.grad is None for parameter in parameters):
-            return False  # the scaler would wait for an update that cannot come
-        scaler.unscale_(optimizer)
-        # torch has no public name for the flag that GradScaler.step reads.
-        (found,) = scaler._found_inf_per_device(optimizer).values()
-        self._stale = True
-        overflowed = self._strategy.agree(found).item() != 0  # the one read a step that fp16 costs
-        if overflowed and self._fp16 is not None and self._fp16.is_lowest():
+    def _unscale(self, fp16: FP16, optimizer: Optimizer) -> bool:
+        overflowed = fp16.unscale(optimizer, self._strategy.agree, update=False)
+        if fp16.exhausted:
             from trainkit.training.overflow import low_scale  # most loops need none of it
 
-            models = nn.ModuleList(self._strategy.unwrap(model) for model in self.models)
+            models = nn.ModuleList(self._strategy.unwrap(model) for model in self._models)
             loss, done = self._loss * self._accumulation.divisor, self._accumulation.window - 1
             raise low_scale(self._strategy, models.named_parameters(), loss, step=done)
         return overflowed
 
     def _refresh(self) -> None:
-        if self._stale and self.scaler is not None:
+        """Let the scale follow the gradients that were unscaled since it last did."""
+        # torch has no public name for what `unscale_` notes of each optimizer.
+        if self.scaler is not None and self.scaler._per_optimizer_states:
             self.scaler.update()
-            self._stale = False

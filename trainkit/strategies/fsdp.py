@@ -160,7 +160,7 @@ class FSDP(Strategy):
         return model if model in _models else super().place(model)
 
     @override
-    def adopt(self, optimizer: Optimizer, module: nn.Module) -> None:
+    def rebind_optimizer(self, optimizer: Optimizer, module: nn.Module) -> None:
         sharded = dict(module.named_parameters())
         replaced = {
             id(full): sharded[name]

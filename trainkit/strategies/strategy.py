@@ -89,8 +89,8 @@ class Strategy(ABC):
                 "export it by `save_model` and load it into a new model."
             )
 
-    def adopt(self, optimizer: Optimizer, module: nn.Module) -> None:
-        """Make an optimizer of the parameters that `module` had before `wrap` one of its present.
+    def rebind_optimizer(self, optimizer: Optimizer, module: nn.Module) -> None:
+        """Point `optimizer` at the parameters of `module` that `wrap` created.
 
         Nothing is to be done where `wrap` keeps the parameters. The optimizer object stays.
         """
