@@ -12,7 +12,7 @@ resume, with other workers and on another number of processes (rule 12):
 import hashlib
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,6 +24,7 @@ __all__ = [
     "determinism",
     "device_seed",
     "in_stream",
+    "load_state_dict",
     "order_seed",
     "preserved",
     "restore_device",
@@ -34,6 +35,7 @@ __all__ = [
     "save_host",
     "seed_all",
     "seed_host",
+    "state_dict",
 ]
 
 _MASK = 2**64 - 1
@@ -132,17 +134,28 @@ def restore_device(device: torch.device, state: torch.Tensor | None) -> None:
         getattr(torch, device.type).set_rng_state(state, device)
 
 
+def state_dict(device: torch.device) -> dict[str, Any]:
+    """Return the states of all global generators, those of a device too."""
+    python_state, numpy_state, torch_state = save_host()
+    states = {"python": python_state, "numpy": numpy_state, "torch": torch_state}
+    return states | {"device": save_device(device)}
+
+
+def load_state_dict(state: Mapping[str, Any], device: torch.device) -> None:
+    """Put back what `state_dict` returned; further keys of `state` are left alone."""
+    restore_host((state["python"], state["numpy"], state["torch"]))
+    restore_device(device, state["device"])
+
+
 @contextmanager
 def preserved(device: torch.device | None = None) -> Iterator[None]:
     """Put the global generators back at the end, and that of `device` if it is an accelerator."""
-    state = save_host()
-    device_state = None if device is None else save_device(device)
+    device = device or torch.device("cpu")
+    state = state_dict(device)
     try:
         yield
     finally:
-        restore_host(state)
-        if device is not None:
-            restore_device(device, device_state)
+        load_state_dict(state, device)
 
 
 @contextmanager

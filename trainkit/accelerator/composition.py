@@ -19,6 +19,8 @@ from trainkit.accelerator.settings import (
     DistributedDataParallelKwargs,
     GradScalerKwargs,
 )
+from trainkit.accelerator.state_contents import StateContents
+from trainkit.accelerator.state_directory import StateDirectory
 from trainkit.accelerator.states import States
 from trainkit.accelerator.tracking import GeneralTracker, make_trackers
 from trainkit.distributed import Processes, run_on_all_or_main, run_on_main
@@ -76,15 +78,15 @@ class OwnLoop:
             accumulation=self.accumulation,
         )
         self.preparation = self._make_preparation(sharing)
-        self.states = States(
+        contents = StateContents(
             self.registry,
             self.strategy,
             self.gradients,
             self.accumulation,
-            project=self.project,
-            processes=self.processes,
-            device=self.device,
+            self.processes,
+            self.device,
         )
+        self.states = States(contents, StateDirectory(self.project, self.processes))
 
     def start_trackers(
         self, project_name: str, config: Mapping[str, Any] | None, options: Mapping[str, Any]

@@ -1,11 +1,9 @@
 """Whether a run can take what was read from a checkpoint: looked at before any of it is applied."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainkit.checkpoint.format.names import process_part
 from trainkit.checkpoint.format.schema import (
@@ -32,18 +30,18 @@ from trainkit.checkpoint.forms import (
     check_groups,
     check_optimizer_form,
     check_schedule_form,
+    tensor,
 )
+from trainkit.checkpoint.training_state import check_rank_parts, same_torch
 from trainkit.errors import CheckpointError
 from trainkit.precision import FP16
-from trainkit.training.owners import owners_of
 from trainkit.training.run import Run
 from trainkit.training.state import TrainState
 
 if TYPE_CHECKING:
     from trainkit.checkpoint import Checkpoint
-    from trainkit.training.callback import CallbackList
 
-__all__ = ["check_metadata", "check_parts", "check_states", "same_torch"]
+__all__ = ["check_metadata", "check_model_form", "check_parts", "check_states"]
 
 
 def _integer(value: Any) -> None:
@@ -100,7 +98,7 @@ _TRAINER = record(
         "optimizer_states": whole,
         "data": _DATA,
     },
-    optional={"optimizer_states", "data"},  # older ones have none
+    optional={"optimizer_states"},  # older ones have none
 )
 _SUM = row(one_of("mean", "sum", "max", "last"), number, number)
 _PROCESS = record(
@@ -116,28 +114,19 @@ _PROCESS = record(
 )
 
 
-def same_torch(checkpoint: "Checkpoint") -> bool:
-    """Return whether the version of torch that is used now wrote a checkpoint."""
-    versions = checkpoint.manifest.metadata.get("versions", {})
-    return bool(versions.get("torch") == str(torch.__version__))
-
-
 def check_metadata(checkpoint: "Checkpoint") -> None:
     """Check the manifest, and that the parts are there that every checkpoint of a run has.
 
     Raises:
         CheckpointCorrupt: It is not what a run writes; names file and key.
     """
-    manifest = checkpoint.manifest
     with blaming(checkpoint, None):
         names = checkpoint.names()
         missing = [name for name in ("model", "optimizer", "trainer") if name not in names]
         if missing:
             raise Unfit(f"has no part {missing[0]!r}", "files")
-        within("metadata", _METADATA, manifest.metadata)
-        own = [n for n in names if n.startswith("process-") and "-shard-" not in n]
-        if len(own) != manifest.world_size or own != list(map(process_part, range(len(own)))):
-            raise Unfit(f"is {manifest.world_size}, but there are {own}", "world_size")
+        within("metadata", _METADATA, checkpoint.manifest.metadata)
+    check_rank_parts(checkpoint)
 
 
 def check_parts(
@@ -146,7 +135,7 @@ def check_parts(
     model: Any,
     optimizer: Any,
     trainer: Any,
-    processes: list[Any],
+    ranks: Mapping[int, Any],
 ) -> None:
     """Check all that a run takes by itself.
 
@@ -157,12 +146,11 @@ def check_parts(
         _check_trainer(run, checkpoint, trainer)
     told = checkpoint.manifest.metadata["fingerprint"]
     with blaming(checkpoint, "model"):
-        record({})(model)
+        check_model_form(model, run.module)
         for name, shape in told["parameters"].items():
             value = model.get(name)
             if name in model and isinstance(value, Tensor) and list(value.shape) != list(shape):
                 raise Unfit(f"has the shape {list(value.shape)}, not {list(shape)}", name)
-        _check_dtypes(model, run, checkpoint.path)
     parameters = dict(run.module.named_parameters())
     with blaming(checkpoint, "optimizer"):
         strict = same_torch(checkpoint)
@@ -171,10 +159,8 @@ def check_parts(
         count = trainer.get("optimizer_states", len(optimizer["state"]))
         if count != len(optimizer["state"]):
             raise Unfit(f"is of {len(optimizer['state'])} parameters, not of {count}", "state")
-    size, rank = checkpoint.manifest.world_size, run.processes.process_index
-    first = rank if size == run.processes.num_processes else 0
-    for index, part in enumerate(processes, first):
-        with blaming(checkpoint, process_part(index)):
+    for rank, part in ranks.items():
+        with blaming(checkpoint, process_part(rank)):
             _PROCESS(part)
 
 
@@ -239,25 +225,16 @@ def _check_position(run: Run, counters: Mapping[str, int], told: Mapping[str, An
         raise Unfit(why, "counters", "epoch_samples")
 
 
-def _check_dtypes(model: Mapping[str, Any], run: Run, path: Path) -> None:
-    for name, present in run.module.state_dict().items():
-        value = model.get(name)
-        if not isinstance(present, Tensor) or name not in model:
-            continue
-        if not isinstance(value, Tensor):
-            raise Unfit(f"must be a tensor, but is {value!r:.60}", name)
-        if value.dtype != present.dtype:
-            raise CheckpointError(
-                f"The checkpoint `{path}` does not fit: `{name}` of its part `model` holds "
-                f"{value.dtype}, but the model has {present.dtype} there. Resume with a model of "
-                "the same dtype.",
-                path=path,
-            )
+def check_model_form(saved: Any, module: nn.Module) -> None:
+    """Raise `Unfit` where a state does not hold tensors where a model does."""
+    record({})(saved)
+    state = module.state_dict().items()
+    record({n: tensor for n, value in state if isinstance(value, Tensor) and n in saved})(saved)
 
 
 def check_states(
     run: Run,
-    callbacks: "CallbackList",
+    owners: Mapping[str, Mapping[str, Any]],
     checkpoint: "Checkpoint",
     states: Mapping[str, Mapping[str, Any]],
 ) -> None:
@@ -266,9 +243,9 @@ def check_states(
     Raises:
         CheckpointError: One cannot take its state; names it.
     """
-    for kind, owners in owners_of(run, callbacks).items():
+    for kind in owners:
         for name, state in states[kind].items():
-            check = getattr(owners[name], "check_state_dict", None)
+            check = getattr(owners[kind][name], "check_state_dict", None)
             if check is None:
                 continue
             arguments = (run, state) if kind == "callbacks" else (state,)
