@@ -27,11 +27,9 @@ __all__ = [
     "load_state_dict",
     "order_seed",
     "preserved",
-    "restore_device",
     "restore_host",
     "sample_seed",
     "sample_stream",
-    "save_device",
     "save_host",
     "seed_all",
     "seed_host",
@@ -120,31 +118,22 @@ def restore_host(state: HostState) -> None:
     torch.default_generator.set_state(torch_state)
 
 
-def save_device(device: torch.device) -> torch.Tensor | None:
-    """Return the state of a device's generator; None for the CPU, whose is in `save_host`."""
-    if device.type == "cpu":
-        return None
-    state: torch.Tensor = getattr(torch, device.type).get_rng_state(device)
-    return state
-
-
-def restore_device(device: torch.device, state: torch.Tensor | None) -> None:
-    """Put back what `save_device` returned; nothing where one of the two was on the CPU."""
-    if state is not None and device.type != "cpu":
-        getattr(torch, device.type).set_rng_state(state, device)
-
-
 def state_dict(device: torch.device) -> dict[str, Any]:
-    """Return the states of all global generators, those of a device too."""
+    """Return the states of all global generators, and that of a device; None for the CPU."""
     python_state, numpy_state, torch_state = save_host()
     states = {"python": python_state, "numpy": numpy_state, "torch": torch_state}
-    return states | {"device": save_device(device)}
+    of_device = getattr(torch, device.type)
+    return states | {"device": None if device.type == "cpu" else of_device.get_rng_state(device)}
 
 
 def load_state_dict(state: Mapping[str, Any], device: torch.device) -> None:
-    """Put back what `state_dict` returned; further keys of `state` are left alone."""
+    """Put back what `state_dict` returned; that of a device only where both are of one.
+
+    Further keys of `state` are left alone.
+    """
     restore_host((state["python"], state["numpy"], state["torch"]))
-    restore_device(device, state["device"])
+    if state["device"] is not None and device.type != "cpu":
+        getattr(torch, device.type).set_rng_state(state["device"], device)
 
 
 @contextmanager

@@ -200,7 +200,7 @@ def test_loading_nothing_says_what_to_do(tmp_path: Path) -> None:
         accelerator.save_state()
     with pytest.raises(CheckpointError, match="holds no state that `save_state` has completed"):
         accelerator.load_state(tmp_path / "nowhere")
-    with pytest.raises(CheckpointError, match="holds no state that verifies"):
+    with pytest.raises(CheckpointError, match="holds no state that `save_state` has completed"):
         _project(tmp_path).load_state()
 
 

@@ -9,7 +9,6 @@ from trainkit.accelerator.preparer import Registry
 from trainkit.checkpoint import Checkpoint
 from trainkit.checkpoint.format.names import process_part
 from trainkit.checkpoint.format.schema import (
-    Check,
     Unfit,
     each,
     flag,
@@ -17,7 +16,6 @@ from trainkit.checkpoint.format.schema import (
     maybe,
     record,
     row,
-    tensor_like,
     text,
     whole,
     within,
@@ -30,6 +28,7 @@ from trainkit.checkpoint.forms import (
     blaming,
     check_optimizer_form,
     check_schedule_form,
+    tensor,
     torch_state,
 )
 from trainkit.checkpoint.training_state import parameter_names, same_torch
@@ -66,7 +65,7 @@ _LOOP = record(
 )
 _PROCESS = {
     **STREAMS,
-    "gradients": each(anything),
+    "gradients": each(tensor),
     "loaders": listed(_LOADER),
     "accumulation": _WINDOWS,
 }
@@ -118,8 +117,6 @@ def check_form(
     for rank, part in ranks.items():
         with blaming(checkpoint, process_part(rank)):
             check(part)
-            gradients = {name: _like(parameters.get(name)) for name in part["gradients"]}
-            within("gradients", record(gradients), part["gradients"])
             if goes_on:
                 _check_generators(part["loaders"], registry)
 
@@ -148,17 +145,6 @@ def _check_generators(states: Sequence[Any], registry: Registry) -> None:
             check(state)
         except Unfit as error:
             raise Unfit(error.why, "loaders", index, *error.keys) from None
-
-
-def _like(present: Any) -> Check:
-    """Return the check of a gradient of a parameter that is present; None: there is none."""
-    if present is None:
-        return _belongs_to_nothing
-    return tensor_like(present)
-
-
-def _belongs_to_nothing(value: Any) -> None:
-    raise Unfit("belongs to no parameter")
 
 
 def problems(
@@ -192,6 +178,12 @@ def problems(
                 f"its optimizer is over {_shown(saved)}, but here it is over {_shown(present)}. "
                 "Make the optimizers as when it was saved"
             )
+    kinds = {name: (value.shape, value.dtype) for name, value in parameters.items()}
+    found += [
+        f"its open gradient of `{name}` is that of another parameter"
+        for name, value in (streams or {}).get("gradients", {}).items()
+        if (value.shape, value.dtype) != kinds.get(name)
+    ]
     return found + _loop_problems(parts["loop"], registry, streams)
 
 

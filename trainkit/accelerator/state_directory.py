@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from trainkit.accelerator.settings import ProjectConfiguration
 from trainkit.checkpoint import CheckpointStore, KeepPolicy, RunLock, rotate
 from trainkit.checkpoint.candidates import first_whole
+from trainkit.checkpoint.format.names import MANIFEST
 from trainkit.checkpoint.io.files import remove_tree
 from trainkit.checkpoint.listing import broken_folders
 from trainkit.distributed import Processes, run_on_main
@@ -77,7 +78,7 @@ class StateDirectory:
                 gather=processes.all_gather_objects,
                 rank=processes.rank,
             )
-            run_on_main(processes, lambda: _keep_last(store))
+            run_on_main(processes, lambda: rotate(store, KeepPolicy(keep_last=1)))
         finally:
             lock.release()
         self.saved(folder)
@@ -161,43 +162,36 @@ class StateDirectory:
             remove_tree(folder)
 
     def _states(self, input_dir: Any, report: Callable[[str], None]) -> Iterator[tuple[str, str]]:
-        """Yield the folders of states, the newest first, and of the checkpoints inside them."""
+        """Yield the folders of states, the newest first, and of the checkpoints inside them.
+
+        Reading a checkpoint verifies it.
+        """
         if input_dir is not None:
-            yield self._given(absolute(input_dir, "input_dir"), report)
-            return
-        if not self._project.automatic_checkpoint_naming:
+            where = absolute(input_dir, "input_dir")
+            folders = [where]
+        elif self._project.automatic_checkpoint_naming:
+            where = self._automatic()
+            folders = _numbered(where)[::-1]
+        else:
             raise ConfigError(
                 "`load_state` needs a folder. Pass `input_dir`, or use "
                 "`ProjectConfiguration(automatic_checkpoint_naming=True)`."
             )
-        for folder in reversed(_numbered(self._automatic())):
-            try:
-                yield self._open(folder, report)
-            except CheckpointError as error:
-                report(f"trainkit: skipped `{folder}`: {error}")
+        for folder in folders:
+            if (folder / MANIFEST).exists():  # of a checkpoint itself
+                yield str(folder), str(folder)
+            for _, error in broken_folders(folder):
+                report(f"trainkit: skipped: {error}")
+            entries = CheckpointStore(folder).checkpoints()
+            if not entries:
+                report(f"trainkit: skipped: `{folder}` holds no state that was completed.")
+            for entry in reversed(entries):
+                yield str(folder), str(entry.path)
         raise CheckpointError(
-            f"`{self._automatic()}` holds no state that verifies. Save one by `save_state` first.",
-            path=self._automatic(),
+            f"`{where}` holds no state that `save_state` has completed, and that verifies. Give "
+            "a folder that it returned, or save a state first.",
+            path=where,
         )
-
-    def _given(self, folder: Path, report: Callable[[str], None]) -> tuple[str, str]:
-        """Return a folder that was asked for; where there is no choice, reading verifies it."""
-        if (folder / "manifest.json").exists():
-            return str(folder), str(folder)
-        found = CheckpointStore(folder).checkpoints()
-        if len(found) == 1 and not list(broken_folders(folder)):
-            return str(folder), str(found[0].path)
-        return self._open(folder, report)
-
-    def _open(self, folder: Path, report: Callable[[str], None]) -> tuple[str, str]:
-        checkpoint = CheckpointStore(folder).newest_valid(report)
-        if checkpoint is None:
-            raise CheckpointError(
-                f"`{folder}` holds no state that `save_state` has completed. Give a folder that "
-                "it returned.",
-                path=folder,
-            )
-        return str(folder), str(checkpoint.path)
 
 
 def _numbered(directory: Path) -> list[Path]:
@@ -211,7 +205,3 @@ def _numbered(directory: Path) -> list[Path]:
 
 def _is_state(folder: Path) -> bool:
     return bool(CheckpointStore(folder).checkpoints())
-
-
-def _keep_last(store: CheckpointStore) -> None:
-    rotate(store, KeepPolicy(keep_last=1))

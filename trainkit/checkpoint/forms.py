@@ -44,7 +44,6 @@ __all__ = [
     "anything",
     "applying",
     "blaming",
-    "check_groups",
     "check_optimizer_form",
     "check_schedule_form",
     "refuse",
@@ -331,9 +330,3 @@ def _made(
     except Exception as error:
         raise Unfit(f"is refused by `{kind.__name__}`: {error}", "groups", index) from None
     return dict(one.state[dummy])
-
-
-def check_groups(groups: Sequence[Any], expected: Sequence[Any]) -> None:
-    """Check that the groups of an optimizer are those that the manifest tells."""
-    if [list(group["params"]) for group in groups] != [list(names) for names in expected]:
-        raise Unfit("holds other parameters than the manifest tells", "groups")

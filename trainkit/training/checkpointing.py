@@ -3,13 +3,23 @@
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.optim import Optimizer
 
 from trainkit import rng
+from trainkit.checkpoint import Checkpoint, CheckpointStore, KeepPolicy
 from trainkit.checkpoint.candidates import candidates, first_whole
 from trainkit.checkpoint.exact import load_model, load_state, parameter_states
+from trainkit.checkpoint.forms import applying, refuse
+from trainkit.checkpoint.per_process import Owners, put_own, states_for, take_states
+from trainkit.checkpoint.training_state import (
+    load_named_optimizer_state,
+    named_optimizer_state,
+    parts_of_rank,
+    read_rank_parts,
+    versions,
+)
 from trainkit.distributed import check_called_by_all, run_on_all
 from trainkit.errors import ConfigError
 from trainkit.export.state import shapes_of
@@ -23,17 +33,12 @@ from trainkit.training.fingerprint import (
     overruled_settings,
 )
 from trainkit.training.finite import finiteness
+from trainkit.training.loadable import check_metadata, check_parts, check_states
 from trainkit.training.lr_schedule import LRSchedule
 from trainkit.training.run import Run
 from trainkit.training.state import VERSION
 
-if TYPE_CHECKING:
-    from trainkit.checkpoint import Checkpoint
-
 __all__ = ["collect", "describe", "restore", "save_now"]
-
-Owners = dict[str, dict[str, Any]]
-"""What has a state of its own, by kind and name."""
 
 
 def owners_of(run: Run, callbacks: CallbackList) -> Owners:
@@ -58,8 +63,6 @@ def collect(run: Run, callbacks: CallbackList) -> dict[str, Any]:
     Raises:
         CheckpointError: The sharded tensors are not the same on all processes.
     """
-    from trainkit.checkpoint.per_process import take_states  # runs without checkpoints
-    from trainkit.checkpoint.training_state import parts_of_rank  # need none of it
 
     def take() -> tuple[dict[str, Any], dict[str, Any]]:
         parts, shapes = _common(run), shapes_of(run.module)
@@ -75,7 +78,6 @@ def collect(run: Run, callbacks: CallbackList) -> dict[str, Any]:
 
 def _common(run: Run) -> dict[str, Any]:
     """Return what all processes have alike, or hold together."""
-    from trainkit.checkpoint.training_state import named_optimizer_state
 
     return {
         "model": run.module.state_dict(),  # first: it shards what an evaluation has gathered
@@ -100,7 +102,6 @@ def describe(run: Run) -> dict[str, Any]:
 
     Every process must call it: it raises, on all of them, where nothing must be saved.
     """
-    from trainkit.checkpoint.training_state import versions
 
     assert run.saver is not None
     if run.saver.check_replicas:
@@ -136,7 +137,6 @@ def save_now(run: Run | None, callbacks: CallbackList) -> Path:
     check_called_by_all(run.strategy.processes, "save_checkpoint")
     if run.checkpoint is not None and run.last_saved_attempt == run.state.attempts:
         return run.checkpoint
-    from trainkit.checkpoint import KeepPolicy  # runs without checkpoints need none of it
 
     run.resumed_from = run.state.step  # what is in the directory is its own
     run.saver = None
@@ -200,7 +200,7 @@ def restore(
 class _Loaded:
     """The parts of a checkpoint, in memory, verified and compared with the run."""
 
-    checkpoint: "Checkpoint"
+    checkpoint: Checkpoint
     model: dict[str, Any]
     optimizer: dict[str, Any]
     trainer: dict[str, Any]
@@ -232,11 +232,6 @@ def _load(
     present: dict[str, Any],
     schedule: str | None,
 ) -> _Loaded:
-    from trainkit.checkpoint import CheckpointStore  # runs without checkpoints need none of it
-    from trainkit.checkpoint.forms import refuse
-    from trainkit.checkpoint.per_process import put_own, states_for
-    from trainkit.checkpoint.training_state import read_rank_parts
-    from trainkit.training.loadable import check_metadata, check_parts, check_states
 
     checkpoint = CheckpointStore(path.parent).open_unverified(path)
     manifest, processes = checkpoint.manifest, run.strategy.processes
@@ -270,7 +265,6 @@ def _order_problems(run: Run, callbacks: CallbackList, loaded: _Loaded) -> list[
 
 
 def _apply(run: Run, callbacks: CallbackList, loaded: _Loaded, schedule: str | None) -> None:
-    from trainkit.checkpoint.forms import applying
 
     trainer, path = loaded.trainer, loaded.checkpoint.path
     older = "layouts" not in loaded.checkpoint.manifest.metadata["fingerprint"]
@@ -314,7 +308,6 @@ def _apply_streams(run: Run, loaded: _Loaded) -> None:
 
 
 def _load_optimizer(run: Run, loaded: _Loaded, *, rescaled: bool) -> None:
-    from trainkit.checkpoint.training_state import load_named_optimizer_state
 
     optimizer, saved = run.optimizer, loaded.optimizer
     if rescaled:

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainkit.checkpoint.training_state import parameter_names
 from trainkit.export.state import shapes_in, shapes_of
 from trainkit.training.layouts import layout_problems, layouts
 from trainkit.training.run import Run
@@ -35,8 +36,6 @@ _EQUAL = (
 
 def fingerprint(run: Run) -> dict[str, Any]:
     """Return what must not change between a save and a resume."""
-    from trainkit.checkpoint.training_state import parameter_names  # on demand
-
     parameters = dict(run.module.named_parameters())
     names, loader = parameter_names(run.optimizer, parameters), run.train_loader
     return {

@@ -1,10 +1,11 @@
 """Whether a run can take what was read from a checkpoint: looked at before any of it is applied."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
+from trainkit.checkpoint import Checkpoint
 from trainkit.checkpoint.format.names import process_part
 from trainkit.checkpoint.format.schema import (
     Unfit,
@@ -27,7 +28,6 @@ from trainkit.checkpoint.forms import (
     STREAMS,
     anything,
     blaming,
-    check_groups,
     check_optimizer_form,
     check_schedule_form,
     tensor,
@@ -37,9 +37,6 @@ from trainkit.errors import CheckpointError
 from trainkit.precision import FP16
 from trainkit.training.run import Run
 from trainkit.training.state import TrainState
-
-if TYPE_CHECKING:
-    from trainkit.checkpoint import Checkpoint
 
 __all__ = ["check_metadata", "check_model_form", "check_parts", "check_states"]
 
@@ -114,7 +111,7 @@ _PROCESS = record(
 )
 
 
-def check_metadata(checkpoint: "Checkpoint") -> None:
+def check_metadata(checkpoint: Checkpoint) -> None:
     """Check the manifest, and that the parts are there that every checkpoint of a run has.
 
     Raises:
@@ -131,7 +128,7 @@ def check_metadata(checkpoint: "Checkpoint") -> None:
 
 def check_parts(
     run: Run,
-    checkpoint: "Checkpoint",
+    checkpoint: Checkpoint,
     model: Any,
     optimizer: Any,
     trainer: Any,
@@ -155,7 +152,8 @@ def check_parts(
     with blaming(checkpoint, "optimizer"):
         strict = same_torch(checkpoint)
         check_optimizer_form(optimizer, run.optimizer, parameters, strict=strict)
-        check_groups(optimizer["groups"], told["optimizer groups"])
+        if [group["params"] for group in optimizer["groups"]] != told["optimizer groups"]:
+            raise Unfit("holds other parameters than the manifest tells", "groups")
         count = trainer.get("optimizer_states", len(optimizer["state"]))
         if count != len(optimizer["state"]):
             raise Unfit(f"is of {len(optimizer['state'])} parameters, not of {count}", "state")
@@ -164,7 +162,7 @@ def check_parts(
             _PROCESS(part)
 
 
-def _check_trainer(run: Run, checkpoint: "Checkpoint", trainer: Any) -> None:
+def _check_trainer(run: Run, checkpoint: Checkpoint, trainer: Any) -> None:
     _TRAINER(trainer)
     counters = trainer["counters"]
     limits = {
@@ -178,7 +176,7 @@ def _check_trainer(run: Run, checkpoint: "Checkpoint", trainer: Any) -> None:
     _check_plugins(run, checkpoint, trainer)
 
 
-def _check_told(run: Run, checkpoint: "Checkpoint", trainer: Any) -> None:
+def _check_told(run: Run, checkpoint: Checkpoint, trainer: Any) -> None:
     """Compare the counters with the manifest and with each other."""
     counters, manifest = trainer["counters"], checkpoint.manifest
     attempts = counters["step"] + counters["skipped_steps"]
@@ -195,7 +193,7 @@ def _check_told(run: Run, checkpoint: "Checkpoint", trainer: Any) -> None:
     _check_position(run, counters, manifest.metadata["fingerprint"])
 
 
-def _check_plugins(run: Run, checkpoint: "Checkpoint", trainer: Any) -> None:
+def _check_plugins(run: Run, checkpoint: Checkpoint, trainer: Any) -> None:
     """Check the states of the scheduler and of the precision."""
     manifest = checkpoint.manifest
     scheduler, saved = run.lr_schedule, trainer["lr_scheduler"]
@@ -235,7 +233,7 @@ def check_model_form(saved: Any, module: nn.Module) -> None:
 def check_states(
     run: Run,
     owners: Mapping[str, Mapping[str, Any]],
-    checkpoint: "Checkpoint",
+    checkpoint: Checkpoint,
     states: Mapping[str, Mapping[str, Any]],
 ) -> None:
     """Let callbacks and registered objects look at their states, by `check_state_dict`.
