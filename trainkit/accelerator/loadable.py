@@ -47,12 +47,12 @@ _LOADER = record(
         "epoch": whole,
         "batches": whole,
         "has_ended": flag,
-        "order": maybe(record(_ORDER, optional={"epoch", "runs"})),
+        "order": maybe(record(_ORDER, optional={"epoch", "runs"})),  # older states have none
         "facts": each(anything),
         "digest": maybe(text),
         "stream": STREAM,
     },
-    optional={"stream"},  # of those that read one
+    optional={"facts", "digest", "stream"},  # older states have none
 )
 _WINDOWS = record({"count": whole, "in_window": whole, "divisor": whole})
 _LOOP = record(
@@ -112,13 +112,16 @@ def check_form(
             check_optimizer_form(parts[name], optimizer.optimizer, parameters, strict=strict)
     with blaming(checkpoint, "loop"):
         _check_loop_form(parts["loop"], registry, strict=strict, scaled=scaled)
-    optional = {"objects", *models}
-    check = record(_PROCESS | dict.fromkeys(optional, each(anything)), optional=optional)
+    states = {"objects", *models}
+    check = record(
+        _PROCESS | dict.fromkeys(states, each(anything)),
+        optional={"loaders", "accumulation", *states},  # older ones have none
+    )
     for rank, part in ranks.items():
         with blaming(checkpoint, process_part(rank)):
             check(part)
             if goes_on:
-                _check_generators(part["loaders"], registry)
+                _check_generators(part.get("loaders", parts["loop"]["loaders"]), registry)
 
 
 def _check_loop_form(loop: Any, registry: Registry, *, strict: bool, scaled: bool) -> None:

@@ -176,7 +176,7 @@ class StateContents:
 
     def _restore_position(self, loop: Mapping[str, Any], own: Mapping[str, Any] | None) -> None:
         """Put back where passes and windows were, and what this process has for itself."""
-        position = {**loop, **(own or {})}  # where process 0 saved alone, `own` lacks it
+        position = {**loop, **(own or {})}  # older states have it in `loop` alone
         self.accumulation.load_state_dict(position["accumulation"])
         for loader, state in zip(self.registry.loaders, position["loaders"], strict=True):
             if own is None:  # the batches of other processes are others

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from trainkit.accelerator.loadable import part_name
-from trainkit.accelerator.state_contents import LoadedState, StateContents
+from trainkit.accelerator.state_contents import StateContents
 from trainkit.accelerator.state_directory import StateDirectory
 from trainkit.checkpoint.checkpoint import verify
 from trainkit.checkpoint.training_state import versions
@@ -102,8 +102,7 @@ class States:
         """
         check_called_by_all(self._processes, "load_state")
         contents, directory = self._contents, self._directory
-        models: Mapping[str, nn.Module] = contents.models()
-        loaded: LoadedState
+        models = contents.models()
         if self._before_load:  # a hook may load what it finds
             folder, path, _ = directory.load(input_dir, verify, report)
             models = self._left_by_hooks(models, folder)
@@ -118,7 +117,7 @@ class States:
         directory.continue_from(folder)
 
     def _left_by_hooks(self, models: Mapping[str, nn.Module], folder: Path) -> dict[str, nn.Module]:
-        """Call the hooks of a load; return the models that they have not loaded themselves."""
+        """Call the hooks of a load; return the models that they leave to be loaded."""
         left = list(models.values())
         for hook in self._before_load.values():
             hook(left, str(folder))

@@ -136,7 +136,10 @@ def states_for(
     states: dict[str, States] = {}
     problems: list[str] = []
     for kind in owners:
-        own = [part.get(kind, {}) for part in parts]
+        if kind not in common:  # older checkpoints know of no data sets
+            states[kind] = {}
+            continue
+        own = [part.get(kind, {}) for part in parts]  # older ones have none
         states[kind], found = _of_kind(
             _word(kind), owners[kind], common[kind], own, rank=rank, same_size=same_size
         )
@@ -191,7 +194,7 @@ def put_own(state: States, kind: str, parts: Sequence[States], *, same_size: boo
     Returns what is to be said where another number of processes saved them. `kind` names them in
     the `parts` that processes saved.
     """
-    own = parts[0].get(kind, {})
+    own = parts[0].get(kind, {})  # older checkpoints have none
     if same_size:
         state.update({key: own[key] for key in own if key in state})
         return ""

@@ -95,7 +95,7 @@ _TRAINER = record(
         "optimizer_states": whole,
         "data": _DATA,
     },
-    optional={"optimizer_states"},  # older ones have none
+    optional={"optimizer_states", "data"},  # older ones have none
 )
 _SUM = row(one_of("mean", "sum", "max", "last"), number, number)
 _PROCESS = record(
