@@ -104,8 +104,7 @@ def check_form(
     """
     strict = same_torch(checkpoint)
     for name, model in models.items():
-        with blaming(checkpoint, name):
-            check_model_form(parts[name], model)
+        check_model_form(checkpoint, name, parts[name], model)
     for index, optimizer in enumerate(registry.optimizers):
         name = part_name("optimizer", index)
         with blaming(checkpoint, name):

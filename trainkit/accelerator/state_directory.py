@@ -78,7 +78,7 @@ class StateDirectory:
                 gather=processes.all_gather_objects,
                 rank=processes.rank,
             )
-            run_on_main(processes, lambda: rotate(store, KeepPolicy(keep_last=1)))
+            run_on_main(processes, lambda: _keep_last(store))
         finally:
             lock.release()
         self.saved(folder)
@@ -205,3 +205,7 @@ def _numbered(directory: Path) -> list[Path]:
 
 def _is_state(folder: Path) -> bool:
     return bool(CheckpointStore(folder).checkpoints())
+
+
+def _keep_last(store: CheckpointStore) -> None:
+    rotate(store, KeepPolicy(keep_last=1))

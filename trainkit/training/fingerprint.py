@@ -13,6 +13,7 @@ from trainkit.training.layouts import layout_problems, layouts
 from trainkit.training.run import Run
 
 __all__ = [
+    "changes",
     "differences",
     "fingerprint",
     "horizon_problems",
@@ -79,11 +80,8 @@ def differences(saved: Mapping[str, Any], present: Mapping[str, Any]) -> list[st
 
 def model_problems(saved: Mapping[str, Any], module: nn.Module) -> list[str]:
     """Return, in words, what keeps a saved state out of a model."""
-    what, expected = "entry of the model's state", shapes_of(module, saved)
-    problems = _key_problems(what, shapes_in(saved, expected), expected)
-    present = {n: v.dtype for n, v in module.state_dict().items() if isinstance(v, Tensor)}
-    dtypes = {n: v.dtype for n, v in saved.items() if n in present and isinstance(v, Tensor)}
-    return problems + _differing(what, "dtype", dtypes, present)
+    expected = shapes_of(module, saved)
+    return _key_problems("entry of the model's state", shapes_in(saved, expected), expected)
 
 
 def horizon_problems(saved: Mapping[str, Any], run: Run, schedule: str | None) -> list[str]:
@@ -141,13 +139,14 @@ def _key_problems(what: str, saved: Mapping[str, Any], present: Mapping[str, Any
     return [
         *_listed(f"{what} not in the checkpoint", missing),
         *_listed(f"{what} only in the checkpoint", extra),
-        *_differing(what, "shape", saved, present),
+        *changes(what, "shape", saved, present),
     ]
 
 
-def _differing(
+def changes(
     what: str, kind: str, saved: Mapping[str, Any], present: Mapping[str, Any]
 ) -> list[str]:
+    """Return, in words, which values of the same name differ."""
     changed = [
         f"`{name}` {saved[name]} in the checkpoint, {present[name]} now"
         for name in present

@@ -30,11 +30,13 @@ from trainkit.checkpoint.forms import (
     blaming,
     check_optimizer_form,
     check_schedule_form,
+    refuse,
     tensor,
 )
 from trainkit.checkpoint.training_state import check_rank_parts, same_torch
 from trainkit.errors import CheckpointError
 from trainkit.precision import FP16
+from trainkit.training.fingerprint import changes
 from trainkit.training.run import Run
 from trainkit.training.state import TrainState
 
@@ -142,8 +144,8 @@ def check_parts(
     with blaming(checkpoint, "trainer"):
         _check_trainer(run, checkpoint, trainer)
     told = checkpoint.manifest.metadata["fingerprint"]
+    check_model_form(checkpoint, "model", model, run.module)
     with blaming(checkpoint, "model"):
-        check_model_form(model, run.module)
         for name, shape in told["parameters"].items():
             value = model.get(name)
             if name in model and isinstance(value, Tensor) and list(value.shape) != list(shape):
@@ -223,11 +225,20 @@ def _check_position(run: Run, counters: Mapping[str, int], told: Mapping[str, An
         raise Unfit(why, "counters", "epoch_samples")
 
 
-def check_model_form(saved: Any, module: nn.Module) -> None:
-    """Raise `Unfit` where a state does not hold tensors where a model does."""
-    record({})(saved)
-    state = module.state_dict().items()
-    record({n: tensor for n, value in state if isinstance(value, Tensor) and n in saved})(saved)
+def check_model_form(checkpoint: Checkpoint, part: str, saved: Any, module: nn.Module) -> None:
+    """Check that a part holds tensors of the dtypes of a model, where that has tensors.
+
+    Raises:
+        CheckpointCorrupt: There is something else.
+        CheckpointError: They have other dtypes.
+    """
+    state = {name: v for name, v in module.state_dict().items() if isinstance(v, Tensor)}
+    with blaming(checkpoint, part):
+        record({})(saved)
+        present = {name: value.dtype for name, value in state.items() if name in saved}
+        record(dict.fromkeys(present, tensor))(saved)
+    dtypes = {name: saved[name].dtype for name in present}
+    refuse(checkpoint.path, changes("entry of the model's state", "dtype", dtypes, present))
 
 
 def check_states(
