@@ -10,6 +10,8 @@ from trainkit.accelerator.gradients import Gradients
 from trainkit.accelerator.loader import Sharing
 from trainkit.accelerator.preparer import ConfiguredDDP, Preparer, Registry
 from trainkit.accelerator.settings import DistributedDataParallelKwargs, GradScalerKwargs
+from trainkit.accelerator.state_contents import StateContents
+from trainkit.accelerator.state_directory import StateDirectory
 from trainkit.accelerator.states import States
 from trainkit.accelerator.tracking import Trackers
 from trainkit.distributed import Processes
@@ -78,15 +80,15 @@ class OwnLoop:
             gradients=self.gradients,
             registry=self.registry,
         )
-        self.states = States(
+        contents = StateContents(
             self.registry,
             self.strategy,
             self.gradients,
             self.accumulation,
-            project=config.project,
-            processes=processes,
-            device=self.device,
+            processes,
+            self.device,
         )
+        self.states = States(contents, StateDirectory(config.project, processes))
 
     def reset(self) -> None:
         """Let go of all that was prepared."""

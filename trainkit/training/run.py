@@ -160,7 +160,7 @@ class Run(Log):
     """The last checkpoint that was committed, or resumed from."""
     run_id: str = ""
     resumed_from: int | None = None  # step of the checkpoint that this fit went on from
-    streams: tuple[rng.HostState, Tensor | None] | None = None  # to be put back at the start
+    streams: Mapping[str, Any] | None = None  # of `rng`, to be put back at the start
     check_order: Callable[[], None] | None = None  # once, before the first window of a resume
     recut: Callable[[Generator[Window, None, None]], Generator[Window, None, None]] | None = None
     """Cuts the windows of an epoch into other micro-batches of the same samples; None: as read."""
@@ -367,12 +367,9 @@ class Run(Log):
 
     def restore_streams(self) -> None:
         """Put the random streams of a checkpoint back: the last thing before the first step."""
-        if self.streams is None:
-            return
-        state, device_state = self.streams
-        rng.restore_host(state)
-        rng.restore_device(self.strategy.device, device_state)
-        self.streams = None
+        streams, self.streams = self.streams, None
+        if streams is not None:
+            rng.load_state_dict(streams, self.strategy.device)
 
     def overflow(self, loss: Tensor) -> str:
         """Return why a window is skipped; raise where its overflow leaves no way on."""
