@@ -282,9 +282,8 @@ def initialized(rank: int, seed: int) -> list[dict[str, Tensor]]:
     for make in (mlp, WithBuffers, gpt2):
         model = on_meta(make)
         strategy = FSDP()
-        strategy.seed = seed
         strategy.setup()
-        strategy.wrap(model, Trainer(max_steps=1, callbacks=[]).precision)
+        strategy.wrap(model, Trainer(max_steps=1, callbacks=[]).precision, seed)
         tensors = weights(model) | {name: b.clone() for name, b in model.named_buffers()}
         assert not any(t.isnan().any() for t in tensors.values())
         results.append(tensors)

@@ -146,7 +146,8 @@ class Gradients:
         # torch has no public name for the flag that GradScaler.step reads.
         (found,) = scaler._found_inf_per_device(optimizer).values()
         self._stale = True
-        overflowed = self._strategy.agree(found).item() != 0  # the one read a step that fp16 costs
+        # The one read a step that fp16 costs.
+        overflowed = self._strategy.reduce_overflow(found).item() != 0
         if overflowed and self._fp16 is not None and self._fp16.is_lowest():
             from trainkit.training.overflow import low_scale  # most loops need none of it
 

@@ -70,8 +70,8 @@ class ConfiguredDDP(DDP):
         self._settings = settings
 
     @override
-    def wrap(self, model: nn.Module, precision: Precision) -> nn.Module:
-        wrapped = super().wrap(model, precision)
+    def wrap(self, model: nn.Module, precision: Precision, seed: int = 0) -> nn.Module:
+        wrapped = super().wrap(model, precision, seed)
         if isinstance(wrapped, nn.parallel.DistributedDataParallel):
             wrapped.broadcast_buffers = self._settings.broadcast_buffers
             if self._settings.static_graph:
@@ -198,7 +198,7 @@ class Preparation:
     def optimizer(self, optimizer: Optimizer, place: bool) -> PreparedOptimizer:
         """Return an optimizer that follows the windows, on the models' present parameters."""
         for model in self.registry.models:
-            self.strategy.adopt(optimizer, self.strategy.unwrap(model))
+            self.strategy.rebind_optimizer(optimizer, self.strategy.unwrap(model))
         if place:
             _move_state(optimizer)
         self.precision.bind(optimizer)

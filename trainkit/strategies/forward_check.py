@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from trainkit.distributed import Processes
-from trainkit.errors import ConfigError
+from trainkit.errors import ConfigError, quoted
 
 __all__ = ["watch_forward"]
 
@@ -67,9 +67,8 @@ class _Forward:
         if names:
             raise ConfigError(
                 f"{len(names)} trainable parameters are used in the first forward on some "
-                f"processes only ({', '.join(f'`{name}`' for name in names[:5])}"
-                f"{', ...' if len(names) > 5 else ''}), but under FSDP all must use the same. "
-                "Call their modules on all processes, and multiply by 0 what is not to count."
+                f"processes only ({quoted(names)}), but under FSDP all must use the same. Call "
+                "their modules on all processes, and multiply by 0 what is not to count."
             )
 
     def _compare_place(self, place: str) -> None:
