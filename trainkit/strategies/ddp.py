@@ -1,7 +1,7 @@
 """Data parallelism by torch's DistributedDataParallel."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TypeAlias
 
@@ -67,7 +67,7 @@ class DDP(Strategy):
         )
         reduction = self.reduction()
         if reduction is not None:
-            self._check_dense(model)
+            _check_dense(model)
             wrapped.register_comm_hook(self.processes, reduction)
         return wrapped
 
@@ -87,14 +87,6 @@ class DDP(Strategy):
         exact only if it does not depend on how buckets are laid out.
         """
         return _mean_in_rank_order if self.processes.size > 2 else None
-
-    def _check_dense(self, model: nn.Module) -> None:
-        sparse = _sparse(model)
-        if sparse is not None:
-            raise ConfigError(
-                f"`{sparse or class_name(model)}` has sparse gradients, which 3 processes or more, "
-                "or a `reduction` of your own, cannot average. Pass `sparse=False` to it."
-            )
 
     @override
     def unwrap(self, model: nn.Module) -> nn.Module:
@@ -118,26 +110,21 @@ class DDP(Strategy):
             )
 
     @override
-    def share_buffers(self, module: nn.Module) -> None:
-        if self.processes.size > 1:
-            for buffer in module.buffers():
-                self.processes.broadcast(buffer)
-
-    @override
     def no_sync(self, model: nn.Module) -> AbstractContextManager[object]:
         if isinstance(model, DistributedDataParallel):
             return model.no_sync()
         return super().no_sync(model)
 
 
-def _sparse(model: nn.Module) -> str | None:
-    """Return the name of a module with sparse gradients, which no communication hook can take."""
-    modules: Iterable[tuple[str, nn.Module]] = model.named_modules()
-    for name, module in modules:
+def _check_dense(model: nn.Module) -> None:
+    """Raise where a module has sparse gradients, which no communication hook can take."""
+    for name, module in model.named_modules():
         is_embedding = isinstance(module, nn.Embedding | nn.EmbeddingBag)
         if is_embedding and module.sparse and module.weight.requires_grad:
-            return name
-    return None
+            raise ConfigError(
+                f"`{name or class_name(model)}` has sparse gradients, which 3 processes or more, "
+                "or a `reduction` of your own, cannot average. Pass `sparse=False` to it."
+            )
 
 
 def _mean_in_rank_order(processes: Processes, bucket: GradBucket) -> torch.futures.Future[Tensor]:

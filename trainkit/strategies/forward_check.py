@@ -1,5 +1,6 @@
 """Compares, once, which modules and parameters the processes use in a forward."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,24 +36,15 @@ class _Forward:
         for name, module in model.named_modules():
             is_block = module is not model and isinstance(module, FSDPModule)
             if is_block:
-                hook = self._before_block(name)
+                hook = partial(self._before_block, name)
                 self.hooks.append(module.register_forward_pre_hook(hook, prepend=True))
-            self.hooks.append(module.register_forward_pre_hook(self._before_module(name)))
+            self.hooks.append(module.register_forward_pre_hook(partial(self._note, name)))
         self._note("", model)  # its own hooks run already
 
-    def _before_block(self, name: str) -> Any:
-        def hook(module: nn.Module, inputs: Any) -> None:
-            self._compare_place(f"the block `{name}`")
+    def _before_block(self, name: str, module: nn.Module, inputs: Any) -> None:
+        self._compare_place(f"the block `{name}`")
 
-        return hook
-
-    def _before_module(self, name: str) -> Any:
-        def hook(module: nn.Module, inputs: Any) -> None:
-            self._note(name, module)
-
-        return hook
-
-    def _note(self, name: str, module: nn.Module) -> None:
+    def _note(self, name: str, module: nn.Module, inputs: Any = None) -> None:
         for key, parameter in module.named_parameters(recurse=False):
             self._names.setdefault(parameter, f"{name}.{key}" if name else key)
 

@@ -237,19 +237,6 @@ class FSDP(Strategy):
             )
 
     @override
-    def share_buffers(self, module: nn.Module) -> None:
-        if self.processes.size == 1:
-            return
-        groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-        for buffer in module.buffers():
-            groups.setdefault((buffer.device, buffer.dtype), []).append(buffer)
-        for buffers in groups.values():
-            packed = self.processes.broadcast(torch.cat([b.detach().reshape(-1) for b in buffers]))
-            parts = torch.split(packed, [b.numel() for b in buffers])
-            for buffer, part in zip(buffers, parts, strict=True):
-                buffer.detach().copy_(part.view_as(buffer))
-
-    @override
     def reduce_overflow(self, overflow: Tensor) -> Tensor:
         return self.processes.all_reduce(overflow, "max")
 

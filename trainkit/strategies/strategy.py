@@ -137,8 +137,15 @@ class Strategy(ABC):
         """Give every process the buffers of process 0, such as batch statistics.
 
         Called before an evaluation and at the end of training: what is evaluated and saved is
-        one model.
+        one model. Those of one dtype travel together.
         """
+        if self.processes.size == 1:
+            return
+        for buffers in _by_kind(module.buffers()):
+            packed = self.processes.broadcast(torch.cat([b.detach().reshape(-1) for b in buffers]))
+            parts = torch.split(packed, [b.numel() for b in buffers])
+            for buffer, part in zip(buffers, parts, strict=True):
+                buffer.detach().copy_(part.view_as(buffer))
 
     def reduce_overflow(self, overflow: Tensor) -> Tensor:
         """Make `overflow` the maximum over all processes, in place.
@@ -163,13 +170,9 @@ class Strategy(ABC):
 
     def scale_gradients(self, parameters: Iterable[Tensor], scale: Tensor | float) -> None:
         """Multiply all gradients by one number, in place."""
-        groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-        for gradient in self.local_gradients(parameters):
-            groups.setdefault((gradient.device, gradient.dtype), []).append(gradient)
-        for (device, dtype), gradients in groups.items():
-            torch._foreach_mul_(
-                gradients, scale.to(device, dtype) if isinstance(scale, Tensor) else scale
-            )
+        for gradients in _by_kind(self.local_gradients(parameters)):
+            like = gradients[0]
+            torch._foreach_mul_(gradients, scale.to(like) if isinstance(scale, Tensor) else scale)
 
     def clip_grad_norm(self, parameters: Iterable[Tensor], max_norm: float) -> Tensor:
         """Clip the global L2 norm of the gradients; return the norm before, on the device."""
@@ -196,6 +199,14 @@ class Strategy(ABC):
         """Return which trainable parameters have no gradient, of each process."""
         trainable = ((n, p) for n, p in module.named_parameters() if p.requires_grad)
         return self.processes.all_gather_objects([n for n, p in trainable if p.grad is None])
+
+
+def _by_kind(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Return tensors in groups of one device and one dtype."""
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    return list(groups.values())
 
 
 def _device(device: torch.device | str) -> torch.device:
