@@ -39,7 +39,7 @@ WAITS = [
     (torch.cuda.Event, "synchronize"),
 ]
 BY_VALUE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-# The result of a vote over the CPU group: no tensor of the device, and it has arrived.
+# Flags over the CPU group: no tensor of the device, and it has arrived.
 ON_THE_HOST = str(Path(trainkit.__file__).parent / "distributed" / "async_flags.py")
 
 

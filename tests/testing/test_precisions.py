@@ -22,7 +22,11 @@ def test_precisions(precision: Callable[[], Precision]) -> None:
 class NeverUnscales(FP16):
     @override
     def unscale(
-        self, optimizer: Optimizer, agree: Callable[[Tensor], Tensor], *, update: bool = True
+        self,
+        optimizer: Optimizer,
+        reduce_overflow: Callable[[Tensor], Tensor],
+        *,
+        update: bool = True,
     ) -> bool:
         return False
 
@@ -30,9 +34,13 @@ class NeverUnscales(FP16):
 class NeverSkips(FP16):
     @override
     def unscale(
-        self, optimizer: Optimizer, agree: Callable[[Tensor], Tensor], *, update: bool = True
+        self,
+        optimizer: Optimizer,
+        reduce_overflow: Callable[[Tensor], Tensor],
+        *,
+        update: bool = True,
     ) -> bool:
-        super().unscale(optimizer, agree, update=update)
+        super().unscale(optimizer, reduce_overflow, update=update)
         return False
 
 

@@ -140,7 +140,7 @@ class Gradients:
         return found
 
     def _unscale(self, fp16: FP16, optimizer: Optimizer) -> bool:
-        overflowed = fp16.unscale(optimizer, self._strategy.agree, update=False)
+        overflowed = fp16.unscale(optimizer, self._strategy.reduce_overflow, update=False)
         if fp16.exhausted:
             from trainkit.training.overflow import low_scale  # most loops need none of it
 

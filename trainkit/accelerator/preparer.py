@@ -73,8 +73,8 @@ class ConfiguredDDP(DDP):
         self._settings = settings
 
     @override
-    def wrap(self, model: nn.Module, precision: Precision) -> nn.Module:
-        wrapped = super().wrap(model, precision)
+    def wrap(self, model: nn.Module, precision: Precision, seed: int = 0) -> nn.Module:
+        wrapped = super().wrap(model, precision, seed)
         if isinstance(wrapped, nn.parallel.DistributedDataParallel):
             wrapped.broadcast_buffers = self._settings.broadcast_buffers
             if self._settings.static_graph:

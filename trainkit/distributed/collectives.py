@@ -166,7 +166,7 @@ def with_own_group(processes: Processes) -> Processes:
         return processes
     group = torch.distributed.new_group(backend="gloo")
     torch.distributed.barrier(group)
-    processes.adopt(group)
+    processes.apply_timeout(group)
     membership = dataclasses.replace(processes._membership, owned=False, control=group)
     return Processes(membership, processes.device)
 

@@ -95,7 +95,11 @@ class FP16(Precision):
 
     @override
     def unscale(
-        self, optimizer: Optimizer, agree: Callable[[Tensor], Tensor], *, update: bool = True
+        self,
+        optimizer: Optimizer,
+        reduce_overflow: Callable[[Tensor], Tensor],
+        *,
+        update: bool = True,
     ) -> bool:
         """Unscale gradients; the scale then follows, unless it is to wait for other optimizers."""
         if not any(p.grad is not None for g in optimizer.param_groups for p in g["params"]):
@@ -103,7 +107,7 @@ class FP16(Precision):
         self.scaler.unscale_(optimizer)
         # torch has no public name for the flag that GradScaler.step reads.
         (found,) = self.scaler._found_inf_per_device(optimizer).values()
-        overflowed = agree(found).item() != 0  # the one read a step that fp16 costs
+        overflowed = reduce_overflow(found).item() != 0  # the one read a step that fp16 costs
         self.exhausted = overflowed and self.is_lowest()
         if update:
             self.scaler.update()
