@@ -76,8 +76,8 @@ def _make_up(run: Run) -> dict[str, str]:
 
 def _outcome(run: Run) -> dict[str, str]:
     state = run.state
-    best = figures_by_loader(_in_order(run.best_metrics, run.metrics), run.evaluation_loaders)
-    last = figures_by_loader(run.metrics, run.evaluation_loaders)
+    best = figures_by_loader(_in_order(run.best_metrics, run.metrics), run.evaluation.loaders)
+    last = figures_by_loader(run.metrics, run.evaluation.loaders)
     skipped = f", {state.skipped_steps:,} skipped" if state.skipped_steps else ""
     return {
         "steps": f"{state.step:,}{skipped} ({_count(state.epoch, 'epochs')} completed, "

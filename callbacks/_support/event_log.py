@@ -45,7 +45,7 @@ class EventLog:
         if is_torn:
             self._file.write("")  # the process before was killed while it wrote
         facts = readable(run_facts(run))
-        self.write("start", time=time.time(), resumed_from=run.resumed_from, **facts)
+        self.write("start", time=time.time(), resumed_from=run.checkpoints.resumed_from, **facts)
 
     def write(self, kind: str, **values: Any) -> None:
         """Add a line."""
