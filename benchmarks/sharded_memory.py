@@ -95,7 +95,7 @@ class Watch(Callback):
         self.memory.end("load")
 
     def on_checkpoint_start(self, run: Run) -> None:
-        self.memory.end("train" if run.resumed_from is None else "train on")
+        self.memory.end("train" if run.checkpoints.resumed_from is None else "train on")
 
     def on_checkpoint_saved(self, run: Run, path: Path) -> None:
         self.memory.end(self.saving)

@@ -64,7 +64,7 @@ class BatchSizeFinder(Callback):
             )
         if run.recut is not None:
             raise ConfigError("There are two `BatchSizeFinder`s in this run. Leave one out.")
-        if run.resumed_from is None:
+        if run.checkpoints.resumed_from is None:
             self.size, self._tried = None, False
         run.recut = partial(self._recut, run)
 

@@ -116,7 +116,7 @@ class Checkpoint(Callback):
     @override
     def on_epoch_start(self, run: Run) -> None:
         best = self.policy.keep_best
-        known = run.expected_metrics
+        known = run.evaluation.expected
         if best is not None and known is not None and best[0] not in known:
             raise ConfigError(
                 f"`Checkpoint` keeps the best by {best[0]!r}, but "

@@ -61,7 +61,7 @@ class EarlyStopping(Callback):
 
     @override
     def on_fit_start(self, run: Run) -> None:
-        if not run.evaluation_loaders:
+        if not run.evaluation.loaders:
             raise ConfigError(
                 f"`EarlyStopping` watches {self.metric!r}, but `fit` was given no evaluation "
                 "loader. Call `fit(model, (train, eval), ...)`, or leave the callback out."
@@ -72,13 +72,13 @@ class EarlyStopping(Callback):
 
     @override
     def on_epoch_start(self, run: Run) -> None:
-        if run.expected_metrics is not None:
-            self._check_metric(run.expected_metrics)
+        if run.evaluation.expected is not None:
+            self._check_metric(run.evaluation.expected)
 
     @override
     def on_evaluation_end(self, run: Run, metrics: Scalars) -> None:
         self._check_metric(metrics)
-        if not run.evaluation_is_planned:
+        if not run.evaluation.is_planned:
             return
         value = metrics[self.metric]
         gain = self._best - value if self.mode == "min" else value - self._best

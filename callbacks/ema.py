@@ -100,7 +100,7 @@ class EMA(Callback):
         self._parameters = _trained(run)
         self._buffers = _floating_buffers(run.module) if self.average_buffers else {}
         with torch.no_grad():
-            if run.resumed_from is None:
+            if run.checkpoints.resumed_from is None:
                 self.updates = 0
                 self._average = [_copy(tensor) for tensor in self._tensors()]
             else:
@@ -163,7 +163,7 @@ class EMA(Callback):
         return {"updates": self.updates, "average": average}
 
     @override
-    def state_like(self, run: Run) -> dict[str, Any]:
+    def state_template(self, run: Run) -> dict[str, Any]:
         return {"average": _trained(run)}
 
     @override

@@ -68,13 +68,13 @@ class Evaluation(Callback):
 
     @override
     def on_fit_start(self, run: Run) -> None:
-        if not run.evaluation_loaders:
+        if not run.evaluation.loaders:
             raise ConfigError(
                 "`Evaluation` has nothing to evaluate on: `fit` was given no evaluation loader. "
                 'Call `fit(model, (train, eval), ...)` or `fit(model, {"train": ..., "eval": '
                 "...}, ...)`."
             )
-        known = {key for metric in run.evaluation_metrics for key in metric.keys or ()}
+        known = {key for metric in run.evaluation.metrics for key in metric.keys or ()}
         for metric in self.metrics:
             twice = sorted(known.intersection(metric.keys or ()))
             if twice:
@@ -82,8 +82,8 @@ class Evaluation(Callback):
                     f"Two metrics of this run give a value called `{twice[0]}`. Leave one out."
                 )
             known.update(metric.keys or ())
-            run.evaluation_metrics.append(metric)
-        run.evaluates_end |= self.at_end
+            run.evaluation.metrics.append(metric)
+        run.evaluation.at_end |= self.at_end
 
     @override
     def on_step_end(self, run: Run, result: StepResult) -> None:

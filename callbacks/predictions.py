@@ -94,33 +94,33 @@ class Predictions(Callback):
 
     @override
     def on_fit_start(self, run: Run) -> None:
-        if not run.evaluation_loaders:
+        if not run.evaluation.loaders:
             raise ConfigError(
                 "`Predictions` writes what evaluations predict, but `fit` was given no evaluation "
                 "loader. Call `fit(model, (train, eval), ...)`, or leave the callback out."
             )
-        paths = [self._path_of(run, name) for name in run.evaluation_loaders]
+        paths = [self._path_of(run, name) for name in run.evaluation.loaders]
         if len(set(paths)) < len(paths):
             raise ConfigError(
-                f"`Predictions` would write the evaluation loaders {sorted(run.evaluation_loaders)}"
+                f"`Predictions` would write the evaluation loaders {sorted(run.evaluation.loaders)}"
                 f" to one file, `{paths[0]}`. Put `{{loader}}` into `path`, for example "
                 '`path="predictions-{loader}.jsonl"`.'
             )
-        if run.resumed_from is None:
+        if run.checkpoints.resumed_from is None:
             self._evaluations = 0
         self._recorder.close()
-        run.evaluation_metrics.append(self._recorder)  # what it lacks is said before the first step
+        run.evaluation.metrics.append(self._recorder)  # what it lacks is said before the first step
 
     @override
     def on_evaluation_start(self, run: Run) -> None:
         self._evaluations += 1
-        if self._recorder in run.evaluation_metrics:
-            run.evaluation_metrics.remove(self._recorder)
+        if self._recorder in run.evaluation.metrics:
+            run.evaluation.metrics.remove(self._recorder)
         if self._evaluations % self.every:
             return
-        run.evaluation_metrics.append(self._recorder)
+        run.evaluation.metrics.append(self._recorder)
         if run.is_main_process:
-            self._recorder.begin(self._path_of(run, name) for name in run.evaluation_loaders)
+            self._recorder.begin(self._path_of(run, name) for name in run.evaluation.loaders)
 
     @override
     def on_evaluation_end(self, run: Run, metrics: Scalars) -> None:

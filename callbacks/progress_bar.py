@@ -100,7 +100,7 @@ class ProgressBar(Callback):
         if self._display is not None:
             self._mark = (time.monotonic(), run.state.samples_seen)
             self._show(run, self._mark[0])  # first, because a note draws the bar anew
-            lines = values_by_loader(metrics, run.evaluation_loaders)
+            lines = values_by_loader(metrics, run.evaluation.loaders)
             self._display.note("\n".join(f"step {run.state.step}: {line}" for line in lines))
 
     @override
@@ -141,7 +141,7 @@ class ProgressBar(Callback):
             self._mark = (now, run.state.samples_seen)
 
     def _evaluation_text(self, run: Run) -> str:
-        batches = [loader.batches_per_epoch for loader in run.evaluation_loaders.values()]
+        batches = [loader.batches_per_epoch for loader in run.evaluation.loaders.values()]
         if None in batches:
             return f"evaluating {self._evaluated}"
         return f"evaluating {self._evaluated}/{sum(count or 0 for count in batches)}"

@@ -41,5 +41,5 @@ class ReplicaCheck(Callback):
 
     @override
     def on_checkpoint_start(self, run: Run) -> None:
-        assert run.saver is not None
-        run.saver.check_replicas = self.at_checkpoints
+        assert run.checkpoints.saver is not None
+        run.checkpoints.saver.check_replicas = self.at_checkpoints

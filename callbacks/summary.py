@@ -77,8 +77,8 @@ def _make_up(run: Run) -> dict[str, str]:
 
 def _outcome(run: Run) -> dict[str, str]:
     state = run.state
-    best = values_by_loader(_in_order(run.best_metrics, run.metrics), run.evaluation_loaders)
-    last = values_by_loader(run.metrics, run.evaluation_loaders)
+    best = values_by_loader(_in_order(run.best_metrics, run.metrics), run.evaluation.loaders)
+    last = values_by_loader(run.metrics, run.evaluation.loaders)
     skipped = f", {state.skipped_steps:,} skipped" if state.skipped_steps else ""
     return {
         "steps": f"{state.step:,}{skipped} ({count(state.epoch, 'epoch')} completed, "

@@ -42,7 +42,7 @@ class BackOff(Callback):
 
     @override
     def on_fit_start(self, run: Run) -> None:
-        if run.resumed_from is None:  # a second fit is a new training
+        if run.checkpoints.resumed_from is None:  # a second fit is a new training
             self._start()
 
     @override
@@ -58,7 +58,7 @@ class BackOff(Callback):
             self.jumps += 1
             for group in run.optimizer.param_groups:
                 group["lr"] /= 2
-            if run.evaluation_loaders:
+            if run.evaluation.loaders:
                 run.request_evaluation(agreed=True)
             if self.jumps >= self.patience:
                 run.request_stop(f"the loss jumped {self.jumps} times", agreed=True)

@@ -140,7 +140,7 @@ class GANTrainer(Trainer):
     """Trains both networks of a GAN, each with its optimizer."""
 
     @override
-    def configure_optimizer(self, model: nn.Module) -> Optimizer:
+    def configure_optimizer(self, model: nn.Module, optimizer: object) -> Optimizer:
         return Both(
             Adam(model.get_submodule("generator").parameters(), lr=1e-3, betas=(0.5, 0.999)),
             RMSprop(model.get_submodule("discriminator").parameters(), lr=5e-4),

@@ -42,9 +42,9 @@ def facts(run: Run, counting: Counting) -> dict[str, Any]:
     return {
         "counters": run.state.state_dict(),
         "figures": (run.metrics, run.best_metrics),
-        "marks": (run.last_logged_step, run.last_evaluated_attempt, run.last_saved_attempt),
+        "marks": (run.logging.last_step, run.evaluation.last_attempt, run.checkpoints.last_attempt),
         "reference": run.weighting.reference,
-        "sums": run.sums.state_dict(),
+        "sums": run.logging.sums.state_dict(),
         "callback": counting.steps,
         "weights": [p.tolist() for p in run.module.parameters()],
         "moments": {

@@ -102,7 +102,7 @@ def evaluate_and_fit(rank: int) -> tuple[Scalars, Watch]:
     assert trainer.run is None
     fit(trainer, {"train": toy_loaders()[0], "eval": loaders})
     assert trainer.run is not None
-    assert not trainer.run.sums.state_dict()
+    assert not trainer.run.logging.sums.state_dict()
     assert trainer.evaluate(trainer.run.module, loaders) == watch.evaluated[-1]
     return before, watch
 
@@ -246,7 +246,7 @@ def test_the_rehearsal_leaves_nothing_behind(fails: bool) -> None:
 
         def on_epoch_start(self, run: Run) -> None:
             states.append(state_of(trainer, model))
-            assert not run.sums.state_dict()
+            assert not run.logging.sums.state_dict()
             assert not metric.update_called
 
     metrics = [metric, noisy, *([fail] if fails else [])]

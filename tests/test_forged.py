@@ -240,7 +240,7 @@ def test_auto_goes_back_to_the_checkpoint_before(
     newest = folder / "checkpoints" / "step-00000006"
     assert forge(newest, ("trainer.json", ("counters", "epoch"), "null"))
     _, run = fit(folder, "auto")
-    assert run.resumed_from == 3
+    assert run.checkpoints.resumed_from == 3
     assert "`trainer.json`: `counters.epoch` must be a whole number" in capsys.readouterr().out
 
 

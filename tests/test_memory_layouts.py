@@ -91,7 +91,7 @@ def test_a_fused_optimizer_goes_on_with_the_same_numbers(
 ) -> None:
     whole, average = fit(tmp_path, FUSED[name], 0, background=background)
     resumed, again = fit(tmp_path, FUSED[name], 4, background=background)
-    assert resumed.resumed_from == 4
+    assert resumed.checkpoints.resumed_from == 4
     assert_same_state(
         state(resumed.module, resumed.optimizer), state(whole.module, whole.optimizer)
     )
@@ -183,7 +183,7 @@ def test_an_older_checkpoint_goes_on_with_the_same_numbers(name: str, tmp_path: 
     older = tmp_path / "older" / "checkpoints"
     as_older(tmp_path / "run" / "checkpoints" / "step-00000004", older)
     resumed, _ = fit(tmp_path / "older", FUSED[name], 4)
-    assert resumed.resumed_from == 4
+    assert resumed.checkpoints.resumed_from == 4
     assert_same_state(
         state(resumed.module, resumed.optimizer), state(whole.module, whole.optimizer)
     )

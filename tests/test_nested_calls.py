@@ -40,7 +40,7 @@ class Asks(Callback):
 
 def _asking(hook: str) -> Any:
     def ask(self: Asks, run: Run, *args: Any) -> None:
-        trainer, sums = TRAINERS[0], run.sums.state_dict()
+        trainer, sums = TRAINERS[0], run.logging.sums.state_dict()
         assert trainer.run is run
         mode = [part.training for part in run.module.modules()]
         figures = trainer.evaluate(run.module, held_out(), metrics=["accuracy"])
@@ -49,7 +49,7 @@ def _asking(hook: str) -> Any:
         assert figures["eval/accuracy"] == (predictions == labels).double().mean().item()
         assert figures["eval/twice"] == pytest.approx(2 * figures["eval/loss"])
         assert trainer.run is run
-        assert sums == run.sums.state_dict()
+        assert sums == run.logging.sums.state_dict()
         assert mode == [part.training for part in run.module.modules()]
         self.asked[hook] = self.asked.get(hook, 0) + 1
         if hook == "on_log":

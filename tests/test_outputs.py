@@ -297,10 +297,10 @@ def test_a_resume_and_a_state_are_where_the_call_is(
     newest = CheckpointStore(Path("run/checkpoints")).checkpoints()[-1].path
 
     class Leaves(Trainer):
-        def configure_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        def configure_optimizer(self, model: nn.Module, optimizer: Any) -> torch.optim.Optimizer:
             (tmp_path / "there").mkdir()
             os.chdir(tmp_path / "there")
-            return super().configure_optimizer(model)
+            return super().configure_optimizer(model, optimizer)
 
     trainer = Leaves(max_epochs=1, callbacks=[])
     options: Any = {"optimizer": sgd, "loss_fn": nn.functional.mse_loss, "resume": newest}

@@ -300,7 +300,7 @@ def fit(case: Case, folder: Path, resume: Path | None) -> dict[str, Any]:
         resume=resume,
     )
     assert trainer.run is not None
-    assert (trainer.run.resumed_from is None) == (resume is None)
+    assert (trainer.run.checkpoints.resumed_from is None) == (resume is None)
     return everything(model, trainer.run.optimizer, ema._average)
 
 

@@ -133,7 +133,7 @@ def fit(
     return {
         "seen": journal.seen,
         "counts": counts,
-        "resumed_from": run.resumed_from,
+        "resumed_from": run.checkpoints.resumed_from,
         "weights": [local(p) for p in model.parameters()],
         "ema": [local(average) for average in ema.average],
         "optimizer": [local(v) for s in run.optimizer.state.values() for v in s.values()],

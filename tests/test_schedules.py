@@ -226,6 +226,24 @@ def test_explain_prints_it_and_changes_nothing(capsys: pytest.CaptureFixture[str
         trainer.explain(model, toy_loaders()[0], optimizer=optimizer, lr_schedular="cosine")
 
 
+def test_overrides_are_given_what_fit_was_and_know_the_planned_steps() -> None:
+    class Own(Trainer):
+        def configure_optimizer(self, model: nn.Module, optimizer: Any) -> Optimizer:
+            assert optimizer.keywords == {"lr": 0.1}
+            return super().configure_optimizer(model, partial(optimizer, momentum=0.5))
+
+        def configure_lr_scheduler(self, optimizer: Optimizer, lr_scheduler: Any) -> Any:
+            assert (optimizer.param_groups[0]["momentum"], self.planned_steps) == (0.5, UPDATES)
+            return LRSchedule(lr_scheduler(optimizer))
+
+    rates = Rates()
+    trainer = Own(max_epochs=EPOCHS, callbacks=[rates])
+    optimizer = partial(SGD, lr=0.1)
+    fit(trainer, toy_loaders()[0], optimizer=optimizer, lr_scheduler="linear", warmup=1)
+    assert rates.rates[:2] == pytest.approx([0.05, 0.1])
+    assert 0 < rates.rates[-1] < 0.003
+
+
 def test_a_description_has_no_side_effects_and_is_true_for_long_runs() -> None:
     makes: list[Make] = [
         lambda o: OneCycleLR(o, [1.0, 0.1, 0.01, 0.001], total_steps=100_003),

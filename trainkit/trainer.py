@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,23 +13,23 @@ from torch.optim import Optimizer
 from trainkit import rng
 from trainkit.config import TrainConfig, Watchdog, as_path, check_argument
 from trainkit.data import PreparedLoader, evaluation_loader, training_loader
-from trainkit.distributed import Processes, check_called_by_all
+from trainkit.distributed import check_called_by_all
 from trainkit.distributed.communicator import Communicator
 from trainkit.distributed.group import as_timeout
 from trainkit.errors import ConfigError
 from trainkit.metrics.metric import Metric
 from trainkit.precision import Precision
 from trainkit.strategies import Strategy
-from trainkit.training import arguments, default_steps, evaluation, loop
+from trainkit.training import arguments, default_steps, loop
 from trainkit.training.callback import Callback, CallbackList
-from trainkit.training.logging import Log, LoneLog
-from trainkit.training.lr_schedule import LRSchedule, make_lr_schedule
+from trainkit.training.evaluation import Evaluator, RunEvaluation
+from trainkit.training.logging import Log, NoRun
+from trainkit.training.lr_schedule import LRSchedule, by_name, make_lr_schedule
 from trainkit.training.phases import (
     Calls,
     check_outputs,
-    compiled,
+    compiling,
     conditions,
-    lasting_streams,
     watched,
 )
 from trainkit.training.run import FitResult, Run
@@ -92,7 +93,9 @@ class Trainer:
     """What `fit` was given; the default steps use it."""
 
     planned_steps: int | None = None
-    """Updates that `fit` planned when it began; `run.planned_steps` follows the data."""
+    """Updates that the schedule is made for: those that `fit` planned when it began, and after
+    `resume` with `schedule="keep"` those of the run before. `run.planned_steps` follows the data.
+    """
 
     def __init__(
         self,
@@ -167,13 +170,24 @@ class Trainer:
             model, self.strategy.unwrap(model), batch, self.loss_fn
         )
 
-    def configure_optimizer(self, model: nn.Module) -> Optimizer:
-        """Return the optimizer; the default makes what `fit` was given."""
-        return arguments.make_optimizer(self._optimizer, model)
+    def configure_optimizer(
+        self, model: nn.Module, optimizer: Optimizer | OptimizerFactory | None
+    ) -> Optimizer:
+        """Return the optimizer of `model`; `optimizer` is what `fit` was given."""
+        return arguments.make_optimizer(optimizer, model)
 
-    def configure_lr_scheduler(self, optimizer: Optimizer) -> AnyScheduler | LRSchedule | None:
-        """Return the scheduler; the default makes what `fit` was given."""
-        return make_lr_schedule(self._lr_scheduler, optimizer, self.planned_steps, self._warmup)
+    def configure_lr_scheduler(
+        self,
+        optimizer: Optimizer,
+        lr_scheduler: AnyScheduler | LRSchedule | SchedulerFactory | None,
+    ) -> AnyScheduler | LRSchedule | None:
+        """Return the scheduler of `optimizer`, for `planned_steps` updates.
+
+        Args:
+            optimizer: What `configure_optimizer` returned.
+            lr_scheduler: What `fit` was given; a name is a callable by now.
+        """
+        return make_lr_schedule(lr_scheduler, optimizer)
 
     # What people call.
 
@@ -206,7 +220,6 @@ class Trainer:
                 updates.
             loss_fn: `(outputs, targets) -> loss`, a mean over samples, for loaders of pairs
                 `(inputs, targets)`. Without it the model computes its own loss.
-
             resume: None: a new training. "auto": from the newest checkpoint in `output_dir` that
                 verifies, afresh without one. "must": as "auto", but an error without one. A
                 path: from the checkpoint in this folder.
@@ -219,17 +232,19 @@ class Trainer:
             Interrupted: After SIGTERM, SIGINT, SIGUSR1 or the time limit, when all is saved;
                 leaves the program with the code 143, 130 or 75.
         """
+        from trainkit import console  # only where something runs
+
         resume = arguments.check_resume(resume, schedule)
         with ExitStack() as stack:
             stack.enter_context(self._calls.enter("fit"))
-            self._optimizer, self._lr_scheduler, self._warmup = optimizer, lr_scheduler, warmup
             self.loss_fn = (
                 type(self).loss_fn if loss_fn is None else arguments.check_loss_fn(loss_fn)
             )
-            stack.enter_context(lasting_streams())
-            loader, evaluation_loaders = _prepare_all(self, stack, loaders)
+            stack.enter_context(console.lasting())
+            prepared = self._prepare_all(stack, loaders)
+            schedule_for = partial(self._make_schedule, lr_scheduler, warmup)
             self.run = run = self._make_run(
-                arguments.check_model(model), loader, evaluation_loaders
+                arguments.check_model(model), *prepared, optimizer, schedule_for
             )
             stack.enter_context(watched(run, self._watchdog))
             check_outputs(run, self.callbacks)
@@ -238,7 +253,7 @@ class Trainer:
             if resume is not None:
                 from trainkit.training import checkpointing  # on demand
 
-                checkpointing.restore(run, self.callbacks, resume, schedule, self._make_schedule)
+                checkpointing.restore(run, self.callbacks, resume, schedule, schedule_for)
             stack.enter_context(run.interrupts)
             stack.callback(run.close)
             run.weights.train()
@@ -269,19 +284,11 @@ class Trainer:
         """
         chosen = arguments.make_metrics(metrics)
         figures: Scalars = {}
-        with _evaluation(self, "evaluate", model, loss_fn) as log:
+        with self._evaluation("evaluate", model, loss_fn) as evaluator:
             for name, data in arguments.name_loaders(loader).items():
-                with _to_evaluate(self, log, data, chosen) as prepared:
-                    figures |= evaluation.evaluate(
-                        self.strategy.to_device(model),
-                        prepared,
-                        log=log,
-                        communicator=self.processes,
-                        precision=self.precision,
-                        step=self.evaluation_step,
-                        loss_fn=self.loss_fn,
-                        metrics=chosen,
-                        prefix=f"eval/{name}/" if name else "eval/",
+                with self._to_evaluate(data, chosen) as prepared:
+                    figures |= evaluator.evaluate(
+                        self.strategy.to_device(model), prepared, chosen, name
                     )
         return figures
 
@@ -304,19 +311,10 @@ class Trainer:
             DataError: It cannot be told which classes the outputs stand for.
         """
         with (
-            _evaluation(self, "predict", model, loss_fn) as log,
-            _to_evaluate(self, log, arguments.check_one_loader(loader)) as prepared,
+            self._evaluation("predict", model, loss_fn) as evaluator,
+            self._to_evaluate(arguments.check_one_loader(loader)) as prepared,
         ):
-            return evaluation.predict(
-                self.strategy.to_device(model),
-                prepared,
-                log=log,
-                communicator=self.processes,
-                precision=self.precision,
-                step=self.evaluation_step,
-                loss_fn=self.loss_fn,
-                outputs=outputs,
-            )
+            return evaluator.predict(self.strategy.to_device(model), prepared, outputs)
 
     def explain(self, model: nn.Module | None = None, loaders: Any = None, **schedule: Any) -> None:
         """Print what `fit` would do: make-up, order of hooks, saving, and every default.
@@ -329,12 +327,25 @@ class Trainer:
             **schedule: `optimizer`, `lr_scheduler` and `warmup`, as for `fit`; with model and
                 loaders the learning rates are then known.
         """
-        from trainkit.training.explain import explain
+        from trainkit.training.explain import Explanation
 
         with ExitStack() as stack:
-            prepared = None if loaders is None else _prepare_all(self, stack, loaders)
-            known = None if model is None else arguments.check_model(model)
-            explain(self, known, prepared, **schedule)
+            prepared = None if loaders is None else self._prepare_all(stack, loaders)
+            present = self.planned_steps
+            if prepared is not None:  # a callable that makes a schedule may ask for it
+                self.planned_steps = arguments.planned_steps(self.config, prepared[0])
+            stack.callback(setattr, self, "planned_steps", present)
+            Explanation(
+                processes=self.processes,
+                callbacks=self.callbacks,
+                config=self.config,
+                output_dir=self.output_dir,
+                precision=self.precision,
+                strategy=self.strategy,
+                model=None if model is None else arguments.check_model(model),
+                prepared=prepared,
+                given=schedule,
+            ).print()
 
     def register_for_checkpointing(self, *objects: Stateful, **named: Stateful) -> None:
         """Save and restore more objects with every checkpoint.
@@ -374,8 +385,13 @@ class Trainer:
         """
         from trainkit.export import save_model
 
-        with _trained(self.run) as model:
-            save_model(model, directory, max_shard_size, safe_serialization)
+        if self.run is None:
+            raise ConfigError(
+                "`save_model` writes the model of the latest `fit`, but there was none. For any "
+                "model, call `trainkit.export.save_model(model, directory)`."
+            )
+        with self.run.evaluation_weights():
+            save_model(self.run.module, directory, max_shard_size, safe_serialization)
 
     def close(self) -> None:
         """Leave the process group, if this trainer made it."""
@@ -384,21 +400,27 @@ class Trainer:
     # How the parts are put together.
 
     def _make_run(
-        self, module: nn.Module, loader: PreparedLoader, evaluations: dict[str, PreparedLoader]
+        self,
+        module: nn.Module,
+        loader: PreparedLoader,
+        evaluations: dict[str, PreparedLoader],
+        optimizer: Optimizer | OptimizerFactory | None,
+        schedule_for: Callable[[Optimizer, int | None], LRSchedule | None],
     ) -> Run:
-        from trainkit.training.consistency import check_alike, facts_of  # on demand
+        from trainkit.training.consistency import check_alike, settings_by_name  # on demand
 
         config, processes = self.config, self.strategy.processes
         arguments.check_evaluations(evaluations)
         names = ("output_dir", "strategy", "precision", "training_step", "loss_fn", "_compile")
         others = {name.lstrip("_"): getattr(self, name) for name in names}
-        check_alike(processes, facts_of(config, module, loader, evaluations, others))
-        self.planned_steps = arguments.planned_steps(config, loader)
+        check_alike(processes, settings_by_name(config, module, loader, evaluations, others))
+        self.planned_steps = planned_steps = arguments.planned_steps(config, loader)
         self.precision.setup(self.processes.device)  # its state is that of one training
         model = self.strategy.wrap(module, self.precision, config.seed)
-        optimizer = self._make_optimizer(module)
-        schedule = self._make_schedule(optimizer, self.planned_steps)
-        own_evaluation = bool(evaluations) and not self.callbacks.schedule_evaluation
+        made = self._make_optimizer(module, optimizer)
+        schedule = schedule_for(made, planned_steps)
+        # One process alone may have a logger, but all must reduce.
+        log = Log(is_read=any(processes.all_gather_objects(self.callbacks.logs)))
         return Run(
             config=config,
             processes=self.processes,
@@ -406,125 +428,116 @@ class Trainer:
             precision=self.precision,
             model=model,
             module=module,
-            optimizer=optimizer,
+            optimizer=made,
             lr_schedule=schedule,
             train_loader=loader,
-            evaluation_loaders=evaluations,
             training_step=self.training_step,
-            evaluation_step=self.evaluation_step,
-            loss_fn=self.loss_fn,
-            weighting=_weighting(config, processes, loader),
-            planned_steps=self.planned_steps,
+            weighting=self._make_weighting(loader),
+            planned_steps=planned_steps,
+            logging=log,
+            evaluation=self._plan_evaluation(evaluations, log),
             output_dir=self.output_dir,
-            # One process alone may have a logger, but all must reduce.
-            logs=any(processes.all_gather_objects(self.callbacks.logs)),
-            evaluates_epochs=own_evaluation,
-            evaluates_end=own_evaluation,
             objects=self._objects,
         )
 
-    def _make_optimizer(self, module: nn.Module) -> Optimizer:
+    def _make_weighting(self, loader: PreparedLoader) -> Weighting:
+        accumulation = self.config.gradient_accumulation_steps
+        nominal = loader.nominal_window(accumulation)
+        return Weighting(self.strategy.processes, nominal=nominal, accumulation=accumulation)
+
+    def _plan_evaluation(self, loaders: dict[str, PreparedLoader], log: Log) -> RunEvaluation:
+        itself = bool(loaders) and not self.callbacks.schedule_evaluation
+        return RunEvaluation(
+            evaluator=self._evaluator(log), loaders=loaders, after_epochs=itself, at_end=itself
+        )
+
+    def _make_optimizer(
+        self, module: nn.Module, given: Optimizer | OptimizerFactory | None
+    ) -> Optimizer:
         """Return the optimizer of a module that the strategy has wrapped."""
-        optimizer = self.configure_optimizer(module)
+        optimizer = self.configure_optimizer(module, given)
         self.strategy.rebind_optimizer(optimizer, module)
         arguments.check_optimizer(optimizer, module)
         self.precision.bind(optimizer)
         return optimizer
 
-    def _make_schedule(self, optimizer: Optimizer, planned_steps: int | None) -> LRSchedule | None:
+    def _make_schedule(
+        self, given: Any, warmup: float, optimizer: Optimizer, planned_steps: int | None
+    ) -> LRSchedule | None:
         """Return the schedule for a horizon."""
-        present, self.planned_steps = self.planned_steps, planned_steps
-        try:
-            return make_lr_schedule(self.configure_lr_scheduler(optimizer), optimizer)
-        finally:
-            self.planned_steps = present
+        self.planned_steps = planned_steps
+        given = by_name(given, planned_steps, warmup)
+        return make_lr_schedule(self.configure_lr_scheduler(optimizer, given), optimizer)
 
-
-def _prepare(
-    trainer: Trainer, make: Callable[..., PreparedLoader], data: Any, **options: Any
-) -> closing[PreparedLoader]:
-    communicator, config = trainer.processes, trainer.config
-    loader = make(
-        data,
-        processes=communicator.processes,
-        device=communicator.device,
-        seed=config.seed,
-        sample_seeding=config.sample_seeding,
-        active=communicator.loaders,
-        **options,
-    )
-    return closing(loader)
-
-
-def _prepare_all(
-    trainer: Trainer, stack: ExitStack, loaders: Any
-) -> tuple[PreparedLoader, dict[str, PreparedLoader]]:
-    """Return the training loader and the evaluation loaders, which `stack` closes."""
-    train, evaluations = arguments.split_loaders(loaders)
-    split = trainer.config.split_batches
-    loader = stack.enter_context(_prepare(trainer, training_loader, train, split_batches=split))
-    return loader, {
-        name: stack.enter_context(_prepare(trainer, evaluation_loader, data))
-        for name, data in evaluations.items()
-    }
-
-
-@contextmanager
-def _evaluation(
-    trainer: Trainer, call: str, model: nn.Module, loss_fn: LossFn | None = None
-) -> Iterator[Log]:
-    """Hold what is to hold while a model is evaluated, perhaps that of a fit under way.
-
-    What `run.log` is given inside goes into what is yielded.
-    """
-    with trainer._calls.enter(call), compiled(model, trainer._compile):
-        check_called_by_all(trainer.strategy.processes, call)
-        run, given = trainer.run, trainer.loss_fn
-        log: Any = LoneLog(processes=trainer.processes) if run is None else run
-        is_trained = isinstance(run, Run) and model in (run.model, run.module)
-        try:
-            trainer.run = log
-            if loss_fn is not None:
-                trainer.loss_fn = arguments.check_loss_fn(loss_fn)
-            with log.evaluation_weights() if is_trained else nullcontext():
-                if is_trained and log.phase != "done":  # as in the evaluations of the fit
-                    trainer.strategy.share_buffers(log.module)
-                yield log
-        finally:
-            trainer.run, trainer.loss_fn = run, given
-
-
-@contextmanager
-def _to_evaluate(
-    trainer: Trainer, log: Log, data: Any, metrics: Sequence[Metric] = ()
-) -> Iterator[PreparedLoader]:
-    """Prepare a loader, and close it; on several processes they must have the same."""
-    with _prepare(trainer, evaluation_loader, data) as loader:
-        if trainer.processes.num_processes > 1:
-            from trainkit.training.consistency import check_evaluation  # on demand
-
-            names = [metric.name for metric in metrics]
-            check_evaluation(trainer.strategy.processes, loader, names)
-        if isinstance(log, Run) and log.phase != "done" and log.train_loader.stream is not None:
-            log.train_loader.stream.check_evaluations([loader])
-        yield loader
-
-
-@contextmanager
-def _trained(run: Run | None) -> Iterator[nn.Module]:
-    if run is None:
-        raise ConfigError(
-            "`save_model` writes the model of the latest `fit`, but there was none. For any model, "
-            "call `trainkit.export.save_model(model, directory)`."
+    def _evaluator(self, log: Log) -> Evaluator:
+        return Evaluator(
+            communicator=self.processes,
+            precision=self.precision,
+            step=self.evaluation_step,
+            loss_fn=self.loss_fn,
+            log=log,
         )
-    with run.evaluation_weights():
-        yield run.module
 
+    def _prepare(
+        self, make: Callable[..., PreparedLoader], data: Any, **options: Any
+    ) -> closing[PreparedLoader]:
+        loader = make(
+            data,
+            processes=self.processes.processes,
+            device=self.processes.device,
+            seed=self.config.seed,
+            sample_seeding=self.config.sample_seeding,
+            active=self.processes.loaders,
+            **options,
+        )
+        return closing(loader)
 
-def _weighting(config: TrainConfig, processes: Processes, loader: PreparedLoader) -> Weighting:
-    accumulation = config.gradient_accumulation_steps
-    nominal = loader.nominal_window(accumulation)
-    return Weighting(processes, nominal=nominal, accumulation=accumulation)
+    def _prepare_all(
+        self, stack: ExitStack, loaders: Any
+    ) -> tuple[PreparedLoader, dict[str, PreparedLoader]]:
+        """Return the training loader and the evaluation loaders, which `stack` closes."""
+        train, evaluations = arguments.split_loaders(loaders)
+        split = self.config.split_batches
+        loader = stack.enter_context(self._prepare(training_loader, train, split_batches=split))
+        return loader, {
+            name: stack.enter_context(self._prepare(evaluation_loader, data))
+            for name, data in evaluations.items()
+        }
+
+    @contextmanager
+    def _evaluation(
+        self, call: str, model: nn.Module, loss_fn: LossFn | None
+    ) -> Iterator[Evaluator]:
+        """Hold what is to hold while a model is evaluated, perhaps that of a fit under way."""
+        run, given = self.run, self.loss_fn
+        with self._calls.enter(call), compiling(model, self._compile):
+            check_called_by_all(self.strategy.processes, call)
+            is_trained = isinstance(run, Run) and model in (run.model, run.module)
+            present: Any = run or NoRun(processes=self.processes)
+            try:
+                self.run = present
+                if loss_fn is not None:
+                    self.loss_fn = arguments.check_loss_fn(loss_fn)
+                with present.evaluation_weights() if is_trained else nullcontext():
+                    if is_trained and present.phase != "done":  # as in the evaluations of the fit
+                        self.strategy.share_buffers(present.module)
+                    yield self._evaluator(present.logging)
+            finally:
+                self.run, self.loss_fn = run, given
+
+    @contextmanager
+    def _to_evaluate(self, data: Any, metrics: Sequence[Metric] = ()) -> Iterator[PreparedLoader]:
+        """Prepare a loader, and close it; on several processes they must have the same."""
+        with self._prepare(evaluation_loader, data) as loader:
+            if self.processes.num_processes > 1:
+                from trainkit.training.consistency import check_evaluation  # on demand
+
+                names = [metric.name for metric in metrics]
+                check_evaluation(self.strategy.processes, loader, names)
+            run = self.run
+            if isinstance(run, Run) and run.phase != "done" and run.train_loader.stream is not None:
+                run.train_loader.stream.check_evaluations([loader])
+            yield loader
 
 
 def _list_callbacks(callbacks: Iterable[Callback] | None, output_dir: Path | None) -> CallbackList:

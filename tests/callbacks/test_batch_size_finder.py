@@ -202,7 +202,7 @@ def test_weights_of_the_step_count_too() -> None:
     model, _, run = train(3, trainer=Weighted)
     whole, _, _ = train(9, trainer=Weighted, finder="none")
     torch.testing.assert_close(weights(model), weights(whole))
-    assert run.sums.reduce(run.strategy.processes)["seen"] == 56
+    assert run.logging.sums.reduce(run.strategy.processes)["seen"] == 56
 
 
 class Stream(IterableDataset[Any]):

@@ -30,7 +30,7 @@ class _Forgets(Callback):
     """Makes a run one whose figures are not known ahead."""
 
     def on_epoch_start(self, run: Run) -> None:
-        run.expected_metrics = None
+        run.evaluation.expected = None
 
 
 def _epochs(values: list[float], stopping: EarlyStopping) -> int:

@@ -83,12 +83,12 @@ def test_a_resume_takes_the_newest_finite_one_and_says_so(
     assert "Passed over step 6: its parameters, or the loss before it, are not" in (
         capsys.readouterr().out
     )
-    assert resumed.resumed_from == 2
+    assert resumed.checkpoints.resumed_from == 2
     straight = train(tmp_path / "straight")
     for one, other in zip(resumed.parameters, straight.parameters, strict=True):
         assert torch.equal(one, other)
     assert steps(tmp_path / "spoiled")[6]
-    assert train(tmp_path / "spoiled", resume="auto").resumed_from == 6
+    assert train(tmp_path / "spoiled", resume="auto").checkpoints.resumed_from == 6
 
 
 class Infinite(nn.Module):

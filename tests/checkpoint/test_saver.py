@@ -265,8 +265,8 @@ class Terminating(Callback):
 
     def on_step_end(self, run: Run, result: Any) -> None:
         if run.state.step == 2:
-            assert run.saver is not None
-            assert run.saver._job is not None
+            assert run.checkpoints.saver is not None
+            assert run.checkpoints.saver._job is not None
             os.kill(os.getpid(), signal.SIGTERM)
             threading.Timer(0.05, self.gate.set).start()
 

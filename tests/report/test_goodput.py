@@ -94,7 +94,7 @@ from trainkit.callbacks import Checkpoint, JSONLLogger
 
 class Kill(Callback):
     def on_step_start(self, run):
-        if run.state.step == 7 and run.resumed_from is None:
+        if run.state.step == 7 and run.checkpoints.resumed_from is None:
             os.kill(os.getpid(), signal.SIGKILL)
 
 callbacks = [JSONLLogger(), Checkpoint(every_n_steps=3), Kill()]

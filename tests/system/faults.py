@@ -249,7 +249,7 @@ class Faulty(Trainer):
 
     injector: Injector
 
-    def configure_optimizer(self, model: nn.Module) -> Optimizer:
+    def configure_optimizer(self, model: nn.Module, optimizer: object) -> Optimizer:
         self.injector.at("setup")
         return SGD(model.parameters(), lr=0.1)
 

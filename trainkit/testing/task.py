@@ -119,7 +119,7 @@ class Save(Callback):
 
     @override
     def on_fit_start(self, run: Run) -> None:
-        if run.saver is None:
+        if run.checkpoints.saver is None:
             run.save_checkpoints(KeepPolicy(keep_last=None))
 
     @override

@@ -151,12 +151,11 @@ class Callback:
         """Return what must survive a restart."""
         return {}
 
-    def state_like(self, run: Run) -> dict[str, Any]:
-        """Return a state in which sharded tensors lie as those of `state_dict` will, once it fits.
+    def state_template(self, run: Run) -> dict[str, Any]:
+        """Return the structure of the state, with a `DTensor` where a process wants its shard only.
 
-        A resume of a sharded run asks for it before `load_state_dict`. Where it has a `DTensor`,
-        the saved tensor is handed over in the same form, and no process reads more of it than it
-        is to hold. What it has not is read whole.
+        A resume of a sharded run asks for it before `load_state_dict`, which then gets such tensors
+        in the same form. What has no `DTensor` here is read whole.
         """
         return self.state_dict()
 

@@ -72,7 +72,7 @@ def collect(run: Run, callbacks: CallbackList) -> dict[str, Any]:
     processes = run.strategy.processes
     parts, alike, own = take_states(processes, owners_of(run, callbacks), take)
     parts["trainer"] |= alike
-    own |= rng.state_dict(run.strategy.device) | {"log_sums": run.sums.state_dict()}
+    own |= rng.state_dict(run.strategy.device) | {"log_sums": run.logging.sums.state_dict()}
     return parts_of_rank(processes, parts, own, sharded=run.strategy.sharded)
 
 
@@ -90,8 +90,8 @@ def _common(run: Run) -> dict[str, Any]:
             "weight_reference": run.weighting.reference,
             "metrics": run.metrics,
             "best_metrics": run.best_metrics,
-            "last_logged_step": run.last_logged_step,
-            "last_evaluated_attempt": run.last_evaluated_attempt,
+            "last_logged_step": run.logging.last_step,
+            "last_evaluated_attempt": run.evaluation.last_attempt,
             "optimizer_states": len(parameter_states(run.optimizer)),
         },
     }
@@ -103,16 +103,15 @@ def describe(run: Run) -> dict[str, Any]:
     Every process must call it: it raises, on all of them, where nothing must be saved.
     """
 
-    assert run.saver is not None
-    if run.saver.check_replicas:
+    assert run.checkpoints.saver is not None
+    if run.checkpoints.saver.check_replicas:
         from trainkit.training.replicas import check_replicas  # one process needs none of it
 
         parameters = dict(run.module.named_parameters())
         check_replicas(run.strategy, parameters, [run.optimizer], f"after step {run.state.step}")
-    evaluated = run.last_evaluated_attempt == run.state.attempts
     return {
         "epoch": run.state.epoch,
-        "metrics": dict(run.metrics) if evaluated else {},
+        "metrics": dict(run.metrics) if run.is_evaluated else {},
         "config": asdict(run.config),
         "planned_steps": run.scheduled_steps,
         "strategy": run.strategy.name,
@@ -135,21 +134,21 @@ def save_now(run: Run | None, callbacks: CallbackList) -> Path:
             "by `run.request_checkpoint()`: it is saved when the step is complete."
         )
     check_called_by_all(run.strategy.processes, "save_checkpoint")
-    if run.checkpoint is not None and run.last_saved_attempt == run.state.attempts:
+    if run.checkpoint is not None and run.checkpoints.last_attempt == run.state.attempts:
         return run.checkpoint
 
-    run.resumed_from = run.state.step  # what is in the directory is its own
-    run.saver = None
+    run.checkpoints.resumed_from = run.state.step  # what is in the directory is its own
+    run.checkpoints.saver = None
     run.save_checkpoints(KeepPolicy(keep_last=None))
-    assert run.saver is not None
+    assert run.checkpoints.saver is not None
     try:
         about = describe(run)
         with run.evaluation_weights():
-            path = run.saver.save(run.state.step, collect(run, callbacks), about)
+            path = run.checkpoints.saver.save(run.state.step, collect(run, callbacks), about)
     finally:
-        run.saver.close()
+        run.checkpoints.saver.close()
     assert path is not None
-    run.checkpoint, run.last_saved_attempt = path, run.state.attempts
+    run.checkpoint, run.checkpoints.last_attempt = path, run.state.attempts
     return path
 
 
@@ -219,7 +218,9 @@ def _present(run: Run, callbacks: CallbackList) -> dict[str, Any]:
         "model": run.module.state_dict(),
         "optimizer": {"state": parameters, "training_weights": parameters},
         "trainer": {
-            "callbacks": {name: callback.state_like(run) for name, callback in stateful.items()},
+            "callbacks": {
+                name: callback.state_template(run) for name, callback in stateful.items()
+            },
             "objects": {name: part.state_dict() for name, part in run.objects.items()},
         },
     }
@@ -282,15 +283,15 @@ def _apply(run: Run, callbacks: CallbackList, loaded: _Loaded, schedule: str | N
         run.precision.load_state_dict(trainer["precision"])
     run.weighting.reference = trainer["weight_reference"]
     run.metrics, run.best_metrics = trainer["metrics"], trainer["best_metrics"]
-    run.last_logged_step = trainer["last_logged_step"]
-    run.last_evaluated_attempt = trainer["last_evaluated_attempt"]
-    run.last_saved_attempt = run.state.attempts
+    run.logging.last_step = trainer["last_logged_step"]
+    run.evaluation.last_attempt = trainer["last_evaluated_attempt"]
+    run.checkpoints.last_attempt = run.state.attempts
     for kind, owners in owners_of(run, callbacks).items():
         for name, state in loaded.states[kind].items():
             with applying(f"`{kind}.{name}`", path):
                 load_state(owners[name], state)
-    run.run_id = loaded.checkpoint.manifest.run_id
-    run.resumed_from = loaded.checkpoint.step
+    run.checkpoints.run_id = loaded.checkpoint.manifest.run_id
+    run.checkpoints.resumed_from = loaded.checkpoint.step
     _apply_streams(run, loaded)
 
 
@@ -299,11 +300,11 @@ def _apply_streams(run: Run, loaded: _Loaded) -> None:
     rank, step = run.processes.process_index, run.state.step
     if loaded.checkpoint.manifest.world_size == run.processes.num_processes:
         run.streams = loaded.ranks[rank]
-        run.sums.load_state_dict(run.streams["log_sums"])
+        run.logging.sums.load_state_dict(run.streams["log_sums"])
         return
     if run.is_main_process:
         for own in loaded.ranks.values():
-            run.sums.merge(own["log_sums"])
+            run.logging.sums.merge(own["log_sums"])
     rng.seed_all(rng.device_seed(run.config.seed, rank, step))
 
 

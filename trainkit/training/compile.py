@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -14,14 +14,14 @@ from trainkit.errors import ConfigError
 __all__ = ["compile_options", "compiled"]
 
 
-def compile_options(wanted: bool | Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the options of torch.compile that were asked for; None: nothing is compiled.
+def compile_options(wanted: Literal[True] | Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of torch.compile that were asked for.
 
     Raises:
         ConfigError: `wanted` is neither a boolean nor options that torch.compile has.
     """
-    if isinstance(wanted, bool):
-        return {} if wanted else None
+    if wanted is True:
+        return {}
     if not isinstance(wanted, Mapping):
         raise ConfigError(
             "`compile` must be True, False or a mapping with options of `torch.compile`, but is "
@@ -40,7 +40,7 @@ def compile_options(wanted: bool | Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 @contextmanager
-def compiled(module: nn.Module, options: Mapping[str, Any] | None) -> Iterator[None]:
+def compiled(module: nn.Module, options: Mapping[str, Any]) -> Iterator[None]:
     """Run `module` compiled inside the context, and as it was before after it.
 
     It is compiled in place, before a strategy wraps it: no key of a state dict changes, and
@@ -49,14 +49,11 @@ def compiled(module: nn.Module, options: Mapping[str, Any] | None) -> Iterator[N
 
     Args:
         module: The user's own module.
-        options: Keyword arguments of torch.compile; None: the context does nothing.
+        options: Keyword arguments of torch.compile.
 
     Raises:
         ConfigError: torch refuses the options.
     """
-    if options is None:
-        yield
-        return
     before = module._compiled_call_impl
     try:
         _compile(module, options)

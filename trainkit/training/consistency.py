@@ -17,7 +17,7 @@ from trainkit.errors import ConfigError
 from trainkit.training.settings import SCRIPT, code_of, digest, program, settings
 from trainkit.types import class_name
 
-__all__ = ["are_alike", "check_alike", "check_evaluation", "describe_model", "facts_of"]
+__all__ = ["are_alike", "check_alike", "check_evaluation", "describe_model", "settings_by_name"]
 
 _REMEDIES = {
     "`output_dir`": "Give all of them one folder that they share.",
@@ -26,7 +26,7 @@ _REMEDIES = {
 }
 
 
-def facts_of(
+def settings_by_name(
     config: TrainConfig,
     module: nn.Module,
     loader: PreparedLoader,
@@ -47,22 +47,22 @@ def facts_of(
         yield from settings(name, part, whole=False)
 
 
-def check_alike(processes: Processes, facts: Iterable[tuple[str, str]]) -> None:
-    """Raise ConfigError, on all processes, where a fact differs between them or only some have it.
+def check_alike(processes: Processes, by_name: Iterable[tuple[str, str]]) -> None:
+    """Raise ConfigError, on all processes, where a setting differs, or only some have it.
 
-    Where all are alike one number travels. One process alone looks at no fact.
+    Where all are alike one number travels. One process alone looks at none.
     """
     if processes.size == 1:
         return
-    mine = dict(facts)
+    mine = dict(by_name)
     number = blake2b(repr(sorted(mine.items())).encode(), digest_size=7).digest()
     if are_alike(processes, int.from_bytes(number, "little")):
         return
-    all_facts: list[dict[str, str]] = processes.all_gather_objects(mine)
+    of_all: list[dict[str, str]] = processes.all_gather_objects(mine)
     differences: dict[str, str] = {}
-    for name in dict.fromkeys(name for of_process in all_facts for name in of_process):
-        known = {of_process[name] for of_process in all_facts if name in of_process}
-        values = [of_process.get(name, "not set") for of_process in all_facts]
+    for name in dict.fromkeys(name for of_process in of_all for name in of_process):
+        known = {of_process[name] for of_process in of_all if name in of_process}
+        values = [of_process.get(name, "not set") for of_process in of_all]
         if len(known if name == SCRIPT else set(values)) > 1:
             differences[name] = "; ".join(f"process {r}: {value}" for r, value in enumerate(values))
     if differences:
@@ -74,8 +74,8 @@ def check_alike(processes: Processes, facts: Iterable[tuple[str, str]]) -> None:
 
 def check_evaluation(processes: Processes, loader: PreparedLoader, metrics: Iterable[str]) -> None:
     """Raise ConfigError, on all processes, where they do not evaluate the same."""
-    facts = {"the loader": _describe_loader(loader), "the metrics": repr(list(metrics))}
-    check_alike(processes, facts.items())
+    by_name = {"the loader": _describe_loader(loader), "the metrics": repr(list(metrics))}
+    check_alike(processes, by_name.items())
 
 
 def are_alike(processes: Processes, number: int, part: int = 0, parts: int = 1) -> bool:

@@ -23,16 +23,16 @@ def finiteness(run: Run) -> dict[str, Any]:
     Raises:
         NonFiniteError: They are not, and the run's `Checkpoint` refuses it; on all processes.
     """
-    assert run.saver is not None
-    if run.saver.non_finite == "allow" or _is_finite(run):
+    assert run.checkpoints.saver is not None
+    if run.checkpoints.saver.non_finite == "allow" or _is_finite(run):
         return {}
     step = run.state.step
     found = f"parameters or the loss of step {step} are not finite"
-    if run.saver.non_finite == "raise":
+    if run.checkpoints.saver.non_finite == "raise":
         process = run.processes.process_index
         raise NonFiniteError(f"Nothing is saved: {found}. {_ADVICE}", step=step, process=process)
-    if not run.saver.has_warned:
-        run.saver.has_warned = True
+    if not run.checkpoints.saver.has_warned:
+        run.checkpoints.saver.has_warned = True
         run.print(
             f"trainkit: {found}. Such checkpoints are marked; the newest one without the mark "
             f"stays, and is what a resume takes. {_ADVICE}"

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from trainkit.distributed import Processes
+from trainkit.distributed.communicator import Communicator
 from trainkit.errors import ConfigError, DataError
 from trainkit.types import Scalars
 
-__all__ = ["Log", "LogSums", "LoneLog", "Reduction"]
+__all__ = ["Log", "LogSums", "NoRun", "Reduction", "RunServices"]
 
 Reduction: TypeAlias = Literal["mean", "sum", "max", "last"]
 """How the values of a name are put together, over steps and over processes."""
@@ -128,28 +129,21 @@ class LogSums:
 
 @dataclass(kw_only=True, slots=True)
 class Log:
-    """Where `log` puts figures: into the next log of a training, or an evaluation under way."""
+    """Collects what is logged: for the next log of a training, or for an evaluation under way."""
 
     sums: LogSums = field(default_factory=LogSums)
-    zero_weight: bool = False
-    """True inside a repeat that only keeps the processes in step and counts for nothing."""
-    samples: int = 1  # how much a figure counts whose weight is not given
+    zero_weight: bool = False  # inside a repeat that only keeps the processes in step
+    samples: int = 1  # how much a value counts whose weight is not given
+    is_read: bool = False  # whether any callback of any process takes what is logged
+    last_step: int = 0  # the step that was logged last
 
-    def log(
+    def add(
         self,
         values: Mapping[str, Tensor | float],
-        weight: Tensor | float | None = None,
-        reduce: Reduction = "mean",
+        weight: Tensor | float | None,
+        reduce: Reduction,
     ) -> None:
-        """Add figures to the next log, or to the evaluation under way: between its batches.
-
-        Args:
-            values: Numbers or one-element tensors by name. Tensors are not read before the log.
-            weight: How much they count in a mean. None: the number of samples in the micro-batch
-                under way, in training as in an evaluation, and 1 between micro-batches.
-            reduce: How they are put together over the steps since the last log, or the batches of
-                the evaluation, and over all processes: "mean" (weighted), "sum", "max" or "last".
-        """
+        """Take in values; see `RunServices.log`."""
         if not self.zero_weight:
             for name, value in values.items():
                 self.sums.add(name, value, self.samples if weight is None else weight, reduce)
@@ -165,21 +159,65 @@ class Log:
             self.sums, self.zero_weight, self.samples = outer
 
 
-_OF_PROCESSES = ("gather", "gather_for_metrics", "is_main_process", "own_rows", "print")
-
-
 @dataclass(kw_only=True, slots=True)
-class LoneLog(Log):
+class RunServices:
+    """What a step may use of `run`, in a training and in an evaluation before any."""
+
+    processes: Communicator
+    logging: Log = field(default_factory=Log)
+
+    @property
+    def zero_weight(self) -> bool:
+        """Whether this is a repeat that only keeps the processes in step and counts for nothing."""
+        return self.logging.zero_weight
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is process 0."""
+        return self.processes.is_main_process
+
+    def log(
+        self,
+        values: Mapping[str, Tensor | float],
+        weight: Tensor | float | None = None,
+        reduce: Reduction = "mean",
+    ) -> None:
+        """Add values to the next log, or to the evaluation under way: between its batches.
+
+        Args:
+            values: Numbers or one-element tensors by name. Tensors are not read before the log.
+            weight: How much they count in a mean. None: the number of samples in the micro-batch
+                under way, in training as in an evaluation, and 1 between micro-batches.
+            reduce: How they are put together over the steps since the last log, or the batches of
+                the evaluation, and over all processes: "mean" (weighted), "sum", "max" or "last".
+        """
+        self.logging.add(values, weight, reduce)
+
+    def gather_for_metrics(self, input_data: Any, **options: Any) -> Any:
+        """Return every real sample's entry of all processes; see `Communicator`."""
+        return self.processes.gather_for_metrics(input_data, **options)
+
+    def gather(self, tensor: Any, differentiable: bool = False) -> Any:
+        """Return the tensors of all processes, joined along dimension 0; see `Communicator`."""
+        return self.processes.gather(tensor, differentiable)
+
+    def own_rows(self, tensor: Tensor) -> slice:
+        """Return which rows of `gather(tensor)` this process gave; see `Communicator`."""
+        return self.processes.own_rows(tensor)
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print on the main process."""
+        self.processes.print(*args, **kwargs)
+
+
+class NoRun(RunServices):
     """Takes the place of a run in an evaluation before any `fit`."""
 
-    processes: Any
-
     def __getattr__(self, name: str) -> Any:
-        if name in _OF_PROCESSES:
-            return getattr(self.processes, name)
         raise AttributeError(
             f"`run.{name}` belongs to a `fit`, and this trainer has made none: in an evaluation "
-            f"before it, `run` has only `log`, `processes`, {str(_OF_PROCESSES)[1:-1]}."
+            "before it, `run` has only `log`, `processes`, 'gather', 'gather_for_metrics', "
+            "'is_main_process', 'own_rows', 'print'."
         )
 
 

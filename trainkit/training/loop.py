@@ -63,7 +63,7 @@ def train_step(run: Run, callbacks: CallbackList, window: Window) -> None:
     callbacks.emit(Callback.on_step_start, run)
     weighting.begin(window)
     for micro_batch in window:
-        run.samples = micro_batch.count  # of what `run.log` is given until the next one
+        run.logging.samples = micro_batch.count  # of what `run.log` is given until the next one
         if micro_batch.count == 0:
             with run.as_zero_weight():
                 forward_backward(run, micro_batch)
@@ -71,7 +71,7 @@ def train_step(run: Run, callbacks: CallbackList, window: Window) -> None:
             callbacks.emit(Callback.on_microbatch_start, run, micro_batch.data)
             forward_backward(run, micro_batch)
             callbacks.emit(Callback.on_microbatch_end, run, micro_batch.data)
-    run.samples = 1
+    run.logging.samples = 1
     if (correction := weighting.correction()) is not None:
         run.strategy.scale_gradients(run.parameters, correction)
     if state.attempts == 0:
@@ -111,10 +111,10 @@ def update(run: Run, callbacks: CallbackList) -> None:
     optimizer.zero_grad(set_to_none=True)
     state.step += 1
     state.consecutive_skips = 0
-    if run.logs:
-        run.sums.add("loss", loss, weight)
+    if run.logging.is_read:
+        run.logging.sums.add("loss", loss, weight)
         if result.grad_norm is not None:
-            run.sums.add("grad_norm", result.grad_norm)
+            run.logging.sums.add("grad_norm", result.grad_norm)
     callbacks.emit(Callback.on_step_end, run, result)
     if state.step == config.max_steps:
         run.request_stop("max_steps", agreed=True)
@@ -140,7 +140,7 @@ def end_epoch(run: Run, callbacks: CallbackList) -> None:
         run.lr_schedule.advance("epoch")
     state.epoch += 1
     state.epoch_samples = 0
-    run.requests.evaluation |= run.evaluates_epochs
+    run.requests.evaluation |= run.evaluation.after_epochs
     callbacks.emit(Callback.on_epoch_end, run)
     if state.epoch == run.config.max_epochs:
         run.request_stop("max_epochs", agreed=True)

@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -18,7 +19,7 @@ from trainkit.errors import ConfigError
 from trainkit.training.state import TrainState
 from trainkit.types import AnyScheduler, Scalars, SchedulerFactory
 
-__all__ = ["EvaluationWeights", "LRSchedule", "NamedLR", "make_lr_schedule"]
+__all__ = ["EvaluationWeights", "LRSchedule", "NamedLR", "by_name", "make_lr_schedule"]
 
 _KEY = "training_weights"
 NAMES = ("constant", "linear", "cosine", "wsd")
@@ -147,15 +148,17 @@ class NamedLR(LRScheduler):
         return [base * factor for base in self.base_lrs]
 
 
+def by_name(lr_scheduler: Any, planned_steps: int | None, warmup: float) -> Any:
+    """Return a callable `optimizer -> LRScheduler` for a name; what is none as it is."""
+    if not isinstance(lr_scheduler, str) and warmup == 0:
+        return lr_scheduler
+    return partial(NamedLR, name=lr_scheduler, total_steps=planned_steps, warmup=warmup)
+
+
 def make_lr_schedule(
-    lr_scheduler: object | SchedulerFactory | None,
-    optimizer: Optimizer,
-    planned_steps: int | None = None,
-    warmup: float = 0,
+    lr_scheduler: object | SchedulerFactory | None, optimizer: Optimizer
 ) -> LRSchedule | None:
-    """Return the schedule, by name, from a callable `optimizer -> LRScheduler` or as it is."""
-    if isinstance(lr_scheduler, str) or warmup != 0:
-        lr_scheduler = NamedLR(optimizer, lr_scheduler, planned_steps, warmup)
+    """Return the schedule, from a callable `optimizer -> LRScheduler` or as it is."""
     if lr_scheduler is None:
         return None
     if callable(lr_scheduler):

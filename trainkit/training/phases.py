@@ -1,5 +1,6 @@
 """What is served between two windows: log, evaluate, checkpoint, stop (rule 5)."""
 
+import math
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -9,12 +10,12 @@ from torch import nn
 
 from trainkit import rng
 from trainkit.config import TrainConfig
-from trainkit.data import Window
+from trainkit.data import MicroBatch, Window
 from trainkit.distributed import collective_guard, run_on_all
 from trainkit.errors import ConfigError, DataError
 from trainkit.training.callback import Callback, CallbackList
-from trainkit.training.evaluation import evaluate_run, rehearse
 from trainkit.training.run import Run
+from trainkit.types import Scalars
 
 if TYPE_CHECKING:
     from trainkit.config import Watchdog
@@ -23,12 +24,11 @@ __all__ = [
     "Calls",
     "begin",
     "check_outputs",
-    "compiled",
+    "compiling",
     "conditions",
     "finish",
     "first_window",
     "follow_plan",
-    "lasting_streams",
     "serve",
     "watched",
 ]
@@ -94,17 +94,17 @@ def conditions(
     model: nn.Module, config: TrainConfig, options: Mapping[str, Any] | None
 ) -> Iterator[None]:
     """Hold what is to hold while a model is trained, and put it back afterwards."""
-    with compiled(model, options), rng.determinism(config.deterministic), _training_mode(model):
+    with compiling(model, options), rng.determinism(config.deterministic), _training_mode(model):
         yield
 
 
-def compiled(model: nn.Module, options: Mapping[str, Any] | None) -> AbstractContextManager[None]:
+def compiling(model: nn.Module, options: Mapping[str, Any] | None) -> AbstractContextManager[None]:
     """Return what lets a model run compiled inside, where there are options for it."""
     if options is None:
         return nullcontext()
-    from trainkit.training import compile as compiled  # most runs need none of it
+    from trainkit.training.compile import compiled  # most runs need none of it
 
-    return compiled.compiled(model, options)
+    return compiled(model, options)
 
 
 @contextmanager
@@ -123,13 +123,6 @@ def _training_mode(model: nn.Module) -> Iterator[None]:
         model.eval()
 
 
-def lasting_streams() -> AbstractContextManager[None]:
-    """Return what lets `print` go on inside when its reader has left."""
-    from trainkit import console  # only where something runs
-
-    return console.lasting()
-
-
 def check_outputs(run: Run, callbacks: CallbackList) -> None:
     """Raise, on all processes, where something that will be written cannot be."""
 
@@ -146,23 +139,25 @@ def check_outputs(run: Run, callbacks: CallbackList) -> None:
 
 def begin(run: Run, callbacks: CallbackList) -> None:
     """Say what cannot work before any work is lost, and put the random streams back."""
-    if run.resumed_from is not None and run.checkpoint is not None:
+    if run.checkpoints.resumed_from is not None and run.checkpoint is not None:
         callbacks.emit(Callback.on_checkpoint_loaded, run, run.checkpoint)
-    if run.saver is not None:
+    if run.checkpoints.saver is not None:
         from trainkit.training.savable import check_savable  # on demand
 
         check_savable(run, callbacks)
     if run.train_loader.stream is not None:
-        run.train_loader.stream.check_evaluations(run.evaluation_loaders.values())
+        run.train_loader.stream.check_evaluations(run.evaluation.loaders.values())
     if run.processes.num_processes > 1:
         _check_alike(run)
     if run.lr_schedule is not None:
         from trainkit.training.schedule_plan import check_plan  # many runs need none of it
 
         check_plan(run.lr_schedule, run.planned_steps, run.config.max_epochs, run.print)
-    run.expected_metrics = rehearse(run)
+    from trainkit.training.rehearsal import rehearse  # only a fit needs it
+
+    run.evaluation.expected = rehearse(run)
     if run.lr_schedule is not None:
-        run.lr_schedule.check(run.expected_metrics)
+        run.lr_schedule.check(run.evaluation.expected)
     run.restore_streams()
     run.phase = "train"
     run.stop_reason = run.end_reached  # where a run is resumed that had ended
@@ -173,12 +168,14 @@ def _check_alike(run: Run) -> None:
     from trainkit.training.consistency import check_alike  # one process needs none of it
     from trainkit.training.settings import optimizer_settings, settings
 
-    names = [metric.name for metric in run.evaluation_metrics]
-    plan = f"metrics {names}, each epoch: {run.evaluates_epochs}, at the end: {run.evaluates_end}"
-    facts = {"their `Evaluation` callbacks": plan}
-    facts |= dict(settings("lr_scheduler", run.lr_schedule))
-    facts |= dict(optimizer_settings("optimizer", run.optimizer))
-    check_alike(run.strategy.processes, facts.items())
+    evaluation = run.evaluation
+    names = [metric.name for metric in evaluation.metrics]
+    when = f"each epoch: {evaluation.after_epochs}, at the end: {evaluation.at_end}"
+    plan = f"metrics {names}, {when}"
+    by_name = {"their `Evaluation` callbacks": plan}
+    by_name |= dict(settings("lr_scheduler", run.lr_schedule))
+    by_name |= dict(optimizer_settings("optimizer", run.optimizer))
+    check_alike(run.strategy.processes, by_name.items())
 
 
 def first_window(run: Run) -> tuple[Generator[Window, None, None], Window | None]:
@@ -233,11 +230,11 @@ def serve(run: Run, callbacks: CallbackList) -> None:
     _read_requests(run)
     stops = requests.stop is not None
     due = run.is_log_step or (stops and not _is_interrupted(run))
-    if run.logs and due and run.state.step != run.last_logged_step:
+    if run.logging.is_read and due and run.state.step != run.logging.last_step:
         _write_log(run, callbacks)
     if requests.evaluation or (stops and run.lacks_last_evaluation):
-        evaluate_run(run, callbacks)
-    if run.saver is not None:
+        _evaluate(run, callbacks)
+    if run.checkpoints.saver is not None:
         _save(run, callbacks)
     if run.flags is not None:
         requests.send(run.flags, run.interrupts.received)
@@ -249,22 +246,67 @@ def finish(run: Run, callbacks: CallbackList) -> None:
     """Serve what was asked for while the last window was served, and save the last step."""
     run.phase = "end"
     _read_requests(run)
-    logs = run.logs and not _is_interrupted(run)
-    if logs and run.state.step != run.last_logged_step:
+    logs = run.logging.is_read and not _is_interrupted(run)
+    if logs and run.state.step != run.logging.last_step:
         _write_log(run, callbacks)
-    asked = run.requests.evaluation and run.last_evaluated_attempt != run.state.attempts
+    asked = run.requests.evaluation and not run.is_evaluated
     if asked or run.lacks_last_evaluation:
-        evaluate_run(run, callbacks)
+        _evaluate(run, callbacks)
     if logs:
         _write_log(run, callbacks)
     run.strategy.share_buffers(run.module)
-    if run.saver is not None:
-        run.requests.checkpoint |= run.last_saved_attempt != run.state.attempts
+    if run.checkpoints.saver is not None:
+        run.requests.checkpoint |= run.checkpoints.last_attempt != run.state.attempts
         _save(run, callbacks)
-        _note_saved(run, callbacks, run.saver.wait())
+        _note_saved(run, callbacks, run.checkpoints.saver.wait())
     if run.flags is not None:  # a signal may have come since the last window
         run.requests.send(run.flags, run.interrupts.received)
     _read_requests(run)
+
+
+def _evaluate(run: Run, callbacks: CallbackList) -> None:
+    """Evaluate the model on all loaders, between the evaluation hooks."""
+    with run.weights.held(error_is_last=True):
+        phase, run.phase = run.phase, "evaluate"
+        run.strategy.share_buffers(run.module)
+        callbacks.emit(Callback.on_evaluation_start, run)
+        evaluation = run.evaluation
+
+        def announce(batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+            for micro_batch in batches:
+                yield micro_batch
+                callbacks.emit(Callback.on_evaluation_batch_end, run)
+
+        metrics: Scalars = {}
+        for name, loader in evaluation.loaders.items():
+            metrics |= evaluation.evaluator.evaluate(
+                run.module, loader, evaluation.metrics, name, announce
+            )
+        # One that comes only because the run stops is no part of the plan that a resume goes on
+        # with.
+        evaluation.is_planned, run.requests.evaluation = run.requests.evaluation, False
+        evaluation.last_attempt = run.state.attempts
+        run.metrics = metrics
+        _keep_best(run, metrics)
+        if run.lr_schedule is not None and evaluation.is_planned:
+            run.lr_schedule.advance_evaluation(metrics)
+        callbacks.emit(Callback.on_evaluation_end, run, metrics)
+        run.phase = phase
+
+
+def _keep_best(run: Run, metrics: Scalars) -> None:
+    """Note the best value of the figures of which it is known what is better."""
+    higher = {"loss": False}
+    for metric in run.evaluation.metrics:
+        if metric.higher_is_better is not None:
+            higher |= dict.fromkeys(metric.latest_keys, metric.higher_is_better)
+    for full_name, value in metrics.items():
+        name = full_name.removeprefix("eval/")  # after which that of a loader may stand
+        is_higher_better = higher.get(name.split("/", 1)[-1], higher.get(name))
+        if is_higher_better is None or math.isnan(value):
+            continue
+        best = run.best_metrics.get(full_name, value)
+        run.best_metrics[full_name] = (max if is_higher_better else min)(best, value)
 
 
 def _read_requests(run: Run) -> None:
@@ -276,7 +318,7 @@ def _read_requests(run: Run) -> None:
     if not run.requests.signal:
         return
     run.requests.stop = f"signal {run.requests.signal}"
-    run.evaluates_end = False  # whoever sends a signal does not want to wait
+    run.evaluation.at_end = False  # whoever sends a signal does not want to wait
 
 
 def _is_interrupted(run: Run) -> bool:
@@ -294,7 +336,7 @@ def _save(run: Run, callbacks: CallbackList) -> None:
         describe,
     )
 
-    saver = run.saver
+    saver = run.checkpoints.saver
     assert saver is not None
     if run.state.step == 1:
         from trainkit.training.savable import check_optimizer_state
@@ -302,7 +344,7 @@ def _save(run: Run, callbacks: CallbackList) -> None:
         check_optimizer_state(run)
     _note_saved(run, callbacks, saver.poll())
     due, run.requests.checkpoint = run.requests.checkpoint, False
-    if not due or run.last_saved_attempt == run.state.attempts:
+    if not due or run.checkpoints.last_attempt == run.state.attempts:
         return
     phase, run.phase = run.phase, "save"
     callbacks.emit(Callback.on_checkpoint_start, run)
@@ -310,7 +352,7 @@ def _save(run: Run, callbacks: CallbackList) -> None:
     about = describe(run)
     with run.evaluation_weights():
         path = saver.save(run.state.step, collect(run, callbacks), about)
-    run.last_saved_attempt = run.state.attempts
+    run.checkpoints.last_attempt = run.state.attempts
     _note_saved(run, callbacks, path)
     run.phase = phase
 
@@ -323,8 +365,8 @@ def _note_saved(run: Run, callbacks: CallbackList, path: Path | None) -> None:
 
 def _write_log(run: Run, callbacks: CallbackList) -> None:
     """Reduce the figures since the last log, and hand them to the callbacks if there are any."""
-    run.last_logged_step = run.state.step
-    values = run.sums.reduce(run.strategy.processes)
+    run.logging.last_step = run.state.step
+    values = run.logging.sums.reduce(run.strategy.processes)
     if "loss" in values:
         callbacks.emit(Callback.on_log, run, values)
     elif values:  # logged after the record of the last step

@@ -17,17 +17,16 @@ from trainkit import rng
 from trainkit.config import TrainConfig
 from trainkit.data import PreparedLoader, Window
 from trainkit.distributed import AsyncFlags, Processes, collective_guard
-from trainkit.distributed.communicator import Communicator
 from trainkit.errors import ConfigError, TrainkitError
-from trainkit.metrics.metric import Metric
 from trainkit.precision import Precision
 from trainkit.signals import Interrupted, Interrupts
 from trainkit.strategies import Strategy
-from trainkit.training.logging import Log
+from trainkit.training.evaluation import RunEvaluation
+from trainkit.training.logging import RunServices
 from trainkit.training.lr_schedule import EvaluationWeights, LRSchedule
 from trainkit.training.state import TrainState
 from trainkit.training.weighting import Weighting
-from trainkit.types import Batch, LossFn, Scalars, Stateful
+from trainkit.types import Batch, Scalars, Stateful
 
 if TYPE_CHECKING:
     from trainkit.checkpoint import Retention
@@ -61,25 +60,29 @@ class FitResult:
 
 
 @dataclass(slots=True)
-class Requests:
-    """What was asked of a run and not yet served."""
+class StepRequests:
+    """What the end of a step is to serve."""
 
     stop: str | None = None
     evaluation: bool = False
-    skip: str | None = None
-    own_stop: str | None = None  # asked by this process, to be agreed by all
-    own_evaluation: bool = False
     checkpoint: bool = False
-    own_checkpoint: bool = False
+
+
+@dataclass(slots=True)
+class Requests(StepRequests):
+    """What all processes know was asked of a run, and was not yet served."""
+
+    skip: str | None = None
     signal: int = 0  # the signal that ends the run, once all know of it
+    own: StepRequests = field(default_factory=StepRequests)  # to be agreed by all
     _sent_stop: str | None = None  # in the exchange under way
 
     def send(self, flags: AsyncFlags, signum: int) -> None:
         """Tell the others what this process alone knows or asked for (rule 34)."""
-        stop, evaluation = self.own_stop is not None, self.own_evaluation
-        flags.exchange((stop, evaluation, self.own_checkpoint, signum))
-        self._sent_stop, self.own_stop = self.own_stop, None
-        self.own_evaluation = self.own_checkpoint = False
+        own = self.own
+        flags.exchange((own.stop is not None, own.evaluation, own.checkpoint, signum))
+        self._sent_stop, own.stop = own.stop, None
+        own.evaluation = own.checkpoint = False
 
     def read(self, flags: AsyncFlags, processes: Processes) -> None:
         """Take over what the processes have told each other since the last call."""
@@ -112,11 +115,21 @@ class PhaseClock:
 
 
 @dataclass(kw_only=True, slots=True)
-class Run(Log):
+class RunCheckpoints:
+    """What a run saves, and what it went on from."""
+
+    saver: "Saver | None" = None  # None where nothing is to be saved
+    run_id: str = ""
+    resumed_from: int | None = None
+    """The step of the checkpoint that this fit went on from."""
+    last_attempt: int = -1  # `TrainState.attempts` when the run was saved last
+
+
+@dataclass(kw_only=True, slots=True)
+class Run(RunServices):
     """The parts of one training. Callbacks read it, and ask it by `log` and `request_...`."""
 
     config: TrainConfig
-    processes: Communicator
     strategy: Strategy
     precision: Precision
     model: nn.Module  # as wrapped by the strategy: what the training step gets
@@ -124,42 +137,27 @@ class Run(Log):
     optimizer: Optimizer
     lr_schedule: LRSchedule | None
     train_loader: PreparedLoader
-    evaluation_loaders: Mapping[str, PreparedLoader]
     training_step: Callable[[nn.Module, Batch], Any]
-    evaluation_step: Callable[[nn.Module, Batch], Mapping[str, Any]]
-    loss_fn: LossFn | None
     weighting: Weighting
     planned_steps: int | None
+    evaluation: RunEvaluation
+    checkpoints: RunCheckpoints = field(default_factory=RunCheckpoints)
     output_dir: Path | None = None
     state: TrainState = field(default_factory=TrainState)
-    evaluation_metrics: list[Metric] = field(default_factory=list)
     metrics: Scalars = field(default_factory=dict)
     """Figures of the latest evaluation."""
     best_metrics: Scalars = field(default_factory=dict)
     """Best value so far of each figure of which it is known what is better."""
+    checkpoint: Path | None = None
+    """The last checkpoint that was committed, or resumed from."""
     stop_reason: str | None = None
     """Why the training ended; None while it goes on."""
     clock: PhaseClock = field(default_factory=PhaseClock)
     """Seconds of this process by what the run was doing."""
     requests: Requests = field(default_factory=Requests)
-    expected_metrics: set[str] | None = None
-    """Names of the figures that an evaluation gives; None where that is not known ahead."""
-    evaluation_is_planned: bool = True
-    """Whether the latest evaluation was asked for, and not only made because the run stops."""
-    logs: bool = False  # whether any callback of any process takes what is logged
-    evaluates_epochs: bool = False  # whether epochs end with an evaluation by themselves
-    evaluates_end: bool = False  # whether the last step is evaluated in any case
-    last_logged_step: int = 0
-    last_evaluated_attempt: int = -1
-    last_saved_attempt: int = -1
     objects: Mapping[str, Stateful] = field(default_factory=dict)
     """What the user registered for checkpointing, by name."""
     interrupts: Interrupts = field(default_factory=Interrupts)
-    saver: "Saver | None" = None  # None where nothing is to be saved
-    checkpoint: Path | None = None
-    """The last checkpoint that was committed, or resumed from."""
-    run_id: str = ""
-    resumed_from: int | None = None  # step of the checkpoint that this fit went on from
     streams: Mapping[str, Any] | None = None  # of `rng`, to be put back at the start
     check_order: Callable[[], None] | None = None  # once, before the first window of a resume
     recut: Callable[[Generator[Window, None, None]], Generator[Window, None, None]] | None = None
@@ -180,10 +178,6 @@ class Run(Log):
         self.scheduled_steps = self.planned_steps
 
     @property
-    def is_main_process(self) -> bool:
-        """Whether this is process 0."""
-        return self.processes.is_main_process
-
     @property
     def phase(self) -> str:
         """What the run is doing: setup, train, evaluate, save, end, done."""
@@ -227,9 +221,14 @@ class Run(Log):
         return self.state.step % self.config.log_every_n_steps == 0
 
     @property
+    def is_evaluated(self) -> bool:
+        """Whether the latest evaluation is that of the present weights."""
+        return self.evaluation.last_attempt == self.state.attempts
+
+    @property
     def lacks_last_evaluation(self) -> bool:
         """Whether the last step is to be evaluated and has not been."""
-        return self.evaluates_end and self.last_evaluated_attempt != self.state.attempts
+        return self.evaluation.at_end and not self.is_evaluated
 
     def request_stop(self, reason: str, *, agreed: bool = False) -> None:
         """Ask for the end of training.
@@ -240,35 +239,26 @@ class Run(Log):
                 from reduced metrics: acts at once. Else the processes agree, and all stop at the
                 end of the same window, at most one later.
         """
-        if agreed:
-            collective_guard.check("request_stop(agreed=True)")
-        if agreed or self.flags is None:
-            self.requests.stop = self.requests.stop or reason
-        else:
-            self.requests.own_stop = self.requests.own_stop or reason
+        self._request("stop", reason, agreed)
 
     def request_evaluation(self, *, agreed: bool = False) -> None:
         """Ask for an evaluation after this step; `agreed` as in `request_stop`."""
-        if agreed:
-            collective_guard.check("request_evaluation(agreed=True)")
-        if agreed or self.flags is None:
-            self.requests.evaluation = True
-        else:
-            self.requests.own_evaluation = True
+        self._request("evaluation", True, agreed)
 
     def request_checkpoint(self, *, agreed: bool = False) -> None:
         """Ask for a checkpoint after this step; `agreed` as in `request_stop`."""
-        if self.saver is None:
+        if self.checkpoints.saver is None:
             raise ConfigError(
                 "A checkpoint was requested, but nothing says where and which to keep. Add the "
                 "callback `Checkpoint(...)`."
             )
+        self._request("checkpoint", True, agreed)
+
+    def _request(self, name: str, value: str | bool, agreed: bool) -> None:
         if agreed:
-            collective_guard.check("request_checkpoint(agreed=True)")
-        if agreed or self.flags is None:
-            self.requests.checkpoint = True
-        else:
-            self.requests.own_checkpoint = True
+            collective_guard.check(f"request_{name}(agreed=True)")
+        asked = self.requests if agreed or self.flags is None else self.requests.own
+        setattr(asked, name, getattr(asked, name) or value)
 
     def save_checkpoints(
         self,
@@ -281,7 +271,7 @@ class Run(Log):
 
         Every process must call it, in `on_fit_start`; see `Checkpoint` for the arguments.
         """
-        if self.saver is not None or self.output_dir is None:
+        if self.checkpoints.saver is not None or self.output_dir is None:
             raise ConfigError(
                 "A run saves checkpoints under its `output_dir`, by one `Checkpoint` callback. "
                 "Leave one out, or pass `Trainer(output_dir=...)`."
@@ -289,13 +279,14 @@ class Run(Log):
         from trainkit.checkpoint.saver import Saver  # runs without checkpoints need none of it
 
         processes = self.strategy.processes
-        self.run_id = processes.broadcast_object(self.run_id or uuid.uuid4().hex)
-        self.saver = Saver(
+        checkpoints = self.checkpoints
+        checkpoints.run_id = processes.broadcast_object(checkpoints.run_id or uuid.uuid4().hex)
+        checkpoints.saver = Saver(
             self.output_dir,
             processes,
             retention,
-            run_id=self.run_id,
-            resumed_from=self.resumed_from,
+            run_id=checkpoints.run_id,
+            resumed_from=checkpoints.resumed_from,
             background=background,
             non_finite=non_finite,
         )
@@ -308,22 +299,6 @@ class Run(Log):
         collective_guard.check("request_skip")
         self.requests.skip = reason
 
-    def gather_for_metrics(self, input_data: Any, **options: Any) -> Any:
-        """Return every real sample's entry of all processes; see `Communicator`."""
-        return self.processes.gather_for_metrics(input_data, **options)
-
-    def gather(self, tensor: Any, differentiable: bool = False) -> Any:
-        """Return the tensors of all processes, joined along dimension 0; see `Communicator`."""
-        return self.processes.gather(tensor, differentiable)
-
-    def own_rows(self, tensor: Tensor) -> slice:
-        """Return which rows of `gather(tensor)` this process gave; see `Communicator`."""
-        return self.processes.own_rows(tensor)
-
-    def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print on the main process."""
-        self.processes.print(*args, **kwargs)
-
     def evaluation_weights(self) -> AbstractContextManager[None]:
         """Let the model hold the weights to be evaluated inside, and those of training after it.
 
@@ -334,15 +309,16 @@ class Run(Log):
 
     def close(self) -> None:
         """Give back the directory and the strategy's wrapper; a second fit makes its own."""
-        if self.saver is not None:
-            self.saver.close()
+        if self.checkpoints.saver is not None:
+            self.checkpoints.saver.close()
         self.model = self.module
         self.phase = "done"
 
     def interruption(self) -> Interrupted:
         """Return what ends the program after a signal, and say so."""
         signum = self.requests.signal
-        saved = f"checkpoint `{self.checkpoint}`" if self.saver is not None else "nothing saved"
+        saves = self.checkpoints.saver is not None
+        saved = f"checkpoint `{self.checkpoint}`" if saves else "nothing saved"
         message = (
             f"trainkit: ended by {signal.Signals(signum).name} at step {self.state.step}, {saved}."
         )
@@ -398,7 +374,7 @@ class Run(Log):
         from trainkit.training.unchanged import kept_buffers  # most windows have none
 
         processes = self.strategy.processes
-        self.zero_weight, processes.repeats = True, not gathers
+        self.logging.zero_weight, processes.repeats = True, not gathers
         try:
             with (
                 kept_buffers(self.module.modules()),
@@ -407,4 +383,4 @@ class Run(Log):
             ):
                 yield
         finally:
-            self.zero_weight = processes.repeats = False
+            self.logging.zero_weight = processes.repeats = False

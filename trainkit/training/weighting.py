@@ -43,6 +43,10 @@ class Weighting:
         self._nominal = nominal
         self._accumulation = accumulation
         self._losses: list[tuple[Tensor, Tensor | float]] = []
+        self._window_total: float | None = None
+        self._size: int | None = None
+        self._total: Tensor | None = None  # sum of the weights that the step returned, here
+        self._alone: bool | None = None  # one micro-batch on one process: never scaled
         self._by_sample: bool | None = None  # None: no micro-batch was seen
 
     def begin(self, window: Window) -> None:
@@ -50,8 +54,7 @@ class Weighting:
         self._window_total = window.total
         self._size = window.size
         self.samples = 0
-        self._total: Tensor | None = None  # sum of the weights that the step returned, here
-        self._alone: bool | None = None  # one micro-batch on one process: never scaled
+        self._total = self._alone = None
         self._losses = []
 
     def weigh(self, output: object, micro_batch: MicroBatch) -> Tensor:
