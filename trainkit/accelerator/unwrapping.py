@@ -5,8 +5,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from trainkit.accelerator.autocasting import run_plainly
+from trainkit.checkpoint.resharding.sharding_spec import is_sharded
 from trainkit.distributed import Processes, check_called_by_all
-from trainkit.export.state import is_sharded, whole
+from trainkit.export.state import unwrapped, whole
 
 __all__ = ["unwrap", "whole_state"]
 
@@ -21,11 +22,7 @@ def unwrap(
         keep_fp32_wrapper: Whether its forward still runs under autocast.
         keep_torch_compile: Whether a model that `torch.compile` returned stays compiled.
     """
-    parallel = (nn.parallel.DistributedDataParallel, nn.DataParallel)
-    while isinstance(model, parallel) or (_inside(model) is not None and not keep_torch_compile):
-        inner = model.module if isinstance(model, parallel) else _inside(model)
-        assert isinstance(inner, nn.Module)
-        model = inner
+    model = unwrapped(model, keep_compiled=keep_torch_compile)
     if not keep_fp32_wrapper:
         run_plainly(model)
     return model
@@ -37,9 +34,3 @@ def whole_state(model: nn.Module, processes: Processes) -> dict[str, Any]:
     if any(map(is_sharded, state.values())):
         check_called_by_all(processes, "get_state_dict")
     return {name: whole(v) if isinstance(v, Tensor) else v for name, v in state.items()}
-
-
-def _inside(model: nn.Module) -> nn.Module | None:
-    """Return what `torch.compile` was given, where `model` is what it returned."""
-    found = model.__dict__.get("_modules", {}).get("_orig_mod")
-    return found if isinstance(found, nn.Module) else None

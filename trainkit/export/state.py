@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.checkpoint.exact import empty_buffers
+from trainkit.checkpoint.resharding.sharding_spec import is_sharded
 from trainkit.errors import ConfigError
 
 __all__ = [
-    "is_sharded",
     "plain_name",
     "same_memory",
     "shapes_in",
@@ -26,11 +26,13 @@ __all__ = [
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the module behind torch's wrappers for data parallelism and compilation."""
+def unwrapped(model: nn.Module, *, keep_compiled: bool = False) -> nn.Module:
+    """Return the module behind torch's wrappers for data parallelism, and for compilation."""
     parallel = (nn.parallel.DistributedDataParallel, nn.DataParallel)
     while True:
-        inner = model.module if isinstance(model, parallel) else getattr(model, "_orig_mod", None)
+        inner = model.module if isinstance(model, parallel) else None
+        if inner is None and not keep_compiled:
+            inner = vars(model).get("_modules", {}).get("_orig_mod")
         if not isinstance(inner, nn.Module):
             return model
         model = inner
@@ -123,11 +125,6 @@ def same_memory(tensor: Tensor) -> Hashable:
     storage = local.untyped_storage().data_ptr()
     place = (str(local.device), storage, local.storage_offset(), local.dtype)
     return (*place, tuple(local.shape), local.stride(), tuple(tensor.shape))
-
-
-def is_sharded(tensor: Tensor) -> bool:
-    """Return whether each process holds a part of `tensor` only (a DTensor)."""
-    return hasattr(tensor, "full_tensor")
 
 
 def whole(tensor: Tensor) -> Tensor:
