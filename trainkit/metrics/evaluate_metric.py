@@ -9,11 +9,11 @@ from torch import Tensor
 from typing_extensions import override
 
 from trainkit.config import checked
+from trainkit.containers.tree import is_array
 from trainkit.errors import ConfigError, DataError
 from trainkit.metrics.collecting import CollectingMetric
 from trainkit.metrics.figures import flatten
 from trainkit.metrics.metric import Uses, agreed
-from trainkit.metrics.samples import is_array
 
 __all__ = ["EvaluateMetric"]
 

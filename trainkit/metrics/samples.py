@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainkit.containers.tree import is_array
 from trainkit.errors import DataError
 from trainkit.types import IGNORED
 
@@ -13,18 +14,12 @@ __all__ = [
     "IGNORED",
     "class_labels",
     "count_samples",
-    "is_array",
     "is_structure",
     "matching_length",
     "real_columns",
     "real_numbers",
     "refuse_filled",
 ]
-
-
-def is_array(values: Any) -> bool:
-    """Whether `values` is a tensor or a NumPy array."""
-    return isinstance(values, Tensor) or hasattr(values, "__array_interface__")
 
 
 def is_structure(values: Any) -> bool:
