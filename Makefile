@@ -5,19 +5,22 @@ BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints-cpu.txt
 # The tests start processes of their own: more threads than cores would only make them wait.
 ONE_THREAD := OMP_NUM_THREADS=1
-# Two files of tests at a time: many tests wait for processes more than they compute.
-PYTEST := -m pytest -q -n 2 --dist loadfile
+# One test on each core. By file, the longest files would come last, and one core would wait.
+PYTEST := -m pytest -q -n auto --dist worksteal
+# Without the tests that start whole programs or many processes, but for one of each kind.
+SHORT := -m "not slow and not gpu and not e2e"
 DEMO := runs/sentiment
 
 .DEFAULT_GOAL := help
-.PHONY: help demo data test test-versions check fix bench bench-full docs wheel clean
+.PHONY: help demo data test test-all test-versions check fix bench bench-full docs wheel clean
 
 help:
 	@echo "make demo    train the Chinese review classifier on two processes, then check its figures"
 	@echo "make data    fetch what the examples train on into data/ and .venv"
-	@echo "make test    run the tests"
+	@echo "make test    run most tests and one of each kind that starts programs, in 5 minutes"
+	@echo "make test-all  run all tests, in 15 minutes: what every push runs"
 	@echo "make test-versions  run the fast tests with the lowest and the newest Python, torch, ..."
-	@echo "make check   lint, format check, types and tests"
+	@echo "make check   lint, format check, types and the tests of make test"
 	@echo "make fix     let ruff repair and format what it can"
 	@echo "make bench   compare the cost of a step with other frameworks, in 25 minutes"
 	@echo "make bench-full  the same with more workloads and more rounds"
@@ -47,6 +50,9 @@ data/fashion-mnist:
 	rm -r data/unpacked
 
 test: .venv/with-test
+	$(ONE_THREAD) $(BIN)/python $(PYTEST) $(SHORT)
+
+test-all: .venv/with-test
 	$(ONE_THREAD) $(BIN)/python $(PYTEST)
 
 # Each environment is made, used and removed: a torch with CUDA takes several GB.
@@ -81,7 +87,7 @@ check: .venv/with-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(ONE_THREAD) $(BIN)/python $(PYTEST)
+	$(ONE_THREAD) $(BIN)/python $(PYTEST) $(SHORT)
 
 fix: .venv/with-dev
 	$(BIN)/ruff check --fix .

@@ -78,11 +78,6 @@ class BatchSizeFinder(Callback):
 
     @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if set(state) != {"size", "tried"}:
-            raise ConfigError(
-                f"The state of `{self.name}` must have exactly the keys ['size', 'tried'], but "
-                f"has {sorted(state)}."
-            )
         self.size, self._tried = state["size"], state["tried"]
 
     def _recut(self, run: Run, windows: Windows) -> Windows:

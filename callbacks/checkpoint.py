@@ -5,9 +5,10 @@ from typing import Literal, get_args
 
 from typing_extensions import override
 
+from trainkit.callbacks._support.formatting import every
 from trainkit.checkpoint import CheckpointStore, KeepPolicy
 from trainkit.checkpoint.saver import NonFinite
-from trainkit.config import checked
+from trainkit.config import check_whole, checked
 from trainkit.errors import ConfigError
 from trainkit.training.callback import Callback
 from trainkit.training.run import Run
@@ -26,7 +27,7 @@ class Checkpoint(Callback):
         every_n_epochs: Epochs between two saves.
         every_minutes: Minutes between two saves, on the clock of process 0.
         keep_last: How many of the newest stay; None: all.
-        keep_best: A figure of the evaluation and "min" or "max": its best checkpoint stays too.
+        keep_best: A metric of the evaluation and "min" or "max": its best checkpoint stays too.
             Each evaluation is then followed by a save.
         keep_every: Checkpoints of steps that are multiples of this stay too.
         background: Write while training goes on; training waits for a copy in memory only.
@@ -50,13 +51,13 @@ class Checkpoint(Callback):
         non_finite: NonFinite = "mark",
     ) -> None:
         for name, value in (("every_n_steps", every_n_steps), ("every_n_epochs", every_n_epochs)):
-            if value is not None and (type(value) is not int or value < 1):
-                raise ConfigError(f"`{name}` must be a whole number from 1 on, but is {value!r}.")
+            if value is not None:
+                check_whole(name, value)
         if every_minutes is not None and not every_minutes > 0:
             raise ConfigError(f"`every_minutes` must be positive, but is {every_minutes!r}.")
         if keep_best is not None and (type(keep_best) is not tuple or len(keep_best) != 2):
             raise ConfigError(
-                '`keep_best` must be a figure and its good end, such as `("eval/loss", "min")`, '
+                '`keep_best` must be a metric and its good end, such as `("eval/loss", "min")`, '
                 f"but is {keep_best!r}."
             )
         if non_finite not in get_args(NonFinite):
@@ -79,9 +80,10 @@ class Checkpoint(Callback):
 
     @override
     def explain(self) -> str:
+        steps, epochs = self.every_n_steps, self.every_n_epochs
         times = [
-            *(["every " + _times(self.every_n_steps, "step")] if self.every_n_steps else []),
-            *(["every " + _times(self.every_n_epochs, "epoch")] if self.every_n_epochs else []),
+            *([every(steps, "step")] if steps else []),
+            *([every(epochs, "epoch")] if epochs else []),
             *([f"every {self.every_minutes:g} minutes"] if self.every_minutes else []),
             *(["after each evaluation"] if self.policy.keep_best is not None else []),
             "at the last step",
@@ -114,7 +116,7 @@ class Checkpoint(Callback):
     @override
     def on_epoch_start(self, run: Run) -> None:
         best = self.policy.keep_best
-        known = run.expected_figures
+        known = run.expected_metrics
         if best is not None and known is not None and best[0] not in known:
             raise ConfigError(
                 f"`Checkpoint` keeps the best by {best[0]!r}, but "
@@ -147,7 +149,3 @@ class Checkpoint(Callback):
     def _wait_again(self) -> None:
         if self.every_minutes is not None:
             self._due = time.monotonic() + 60 * self.every_minutes
-
-
-def _times(count: int, noun: str) -> str:
-    return noun if count == 1 else f"{count:,} {noun}s"

@@ -37,17 +37,15 @@ class DeviceMonitor(Callback):
     - `device/cpu_cores`: processor seconds a second of the process since the last log, without
       DataLoader workers.
 
-    These are figures of the machine: runs that are equal to the last bit differ in them, as under
-    `time/`. A figure that the machine does not tell is left out.
+    These are values of the machine: runs that are equal to the last bit differ in them, as under
+    `time/`. A value that the machine does not tell is left out.
     """
 
     def __init__(self) -> None:
-        self._shows_utilization = True
         self._mark = (0.0, 0.0)  # wall and processor seconds
 
     @override
     def on_fit_start(self, run: Run) -> None:
-        self._shows_utilization = True
         self._mark = (time.perf_counter(), time.process_time())
 
     @override
@@ -61,13 +59,8 @@ class DeviceMonitor(Callback):
     def _work(self, run: Run) -> dict[str, float]:
         (wall, processor), self._mark = self._mark, (time.perf_counter(), time.process_time())
         work = {"cpu_cores": (self._mark[1] - processor) / max(self._mark[0] - wall, 1e-9)}
-        if self._shows_utilization:
-            share = _utilization(run.strategy.device)
-            if share is None:
-                self._shows_utilization = False
-            else:
-                work["utilization_percent"] = share
-        return work
+        share = _utilization(run.strategy.device)
+        return work if share is None else work | {"utilization_percent": share}
 
 
 def _device_memory(device: torch.device) -> dict[str, int]:

@@ -1,14 +1,14 @@
-"""Stop when a figure no longer improves."""
+"""Stop when a metric no longer improves."""
 
 import math
 from collections.abc import Iterable, Mapping
-from difflib import SequenceMatcher
+from difflib import get_close_matches
 from typing import Any, Literal
 
 from typing_extensions import override
 
 from trainkit.checkpoint.format.schema import number, record, whole
-from trainkit.config import checked
+from trainkit.config import check_whole, checked
 from trainkit.errors import ConfigError
 from trainkit.training.callback import Callback
 from trainkit.training.run import Run
@@ -27,7 +27,7 @@ class EarlyStopping(Callback):
     first step where all names are known by then, else at the first evaluation.
 
     Args:
-        metric: A figure of the evaluation, such as "eval/loss".
+        metric: A metric of the evaluation, such as "eval/loss".
         patience: Evaluations without a better value after which to stop, at least 1.
         mode: "min" where lower is better, "max" where higher is.
         min_delta: By how much a better value must differ, in the unit of the metric, at least 0.
@@ -42,7 +42,7 @@ class EarlyStopping(Callback):
         mode: Literal["min", "max"],
         min_delta: float = 0.0,
     ) -> None:
-        _check_patience(patience)
+        check_whole("patience", patience)
         if mode not in ("min", "max"):
             raise ConfigError(
                 f'`mode` must be "min" (lower is better) or "max" (higher is), but is {mode!r}.'
@@ -72,8 +72,8 @@ class EarlyStopping(Callback):
 
     @override
     def on_epoch_start(self, run: Run) -> None:
-        if run.expected_figures is not None:
-            self._check_metric(run.expected_figures)
+        if run.expected_metrics is not None:
+            self._check_metric(run.expected_metrics)
 
     @override
     def on_evaluation_end(self, run: Run, metrics: Scalars) -> None:
@@ -98,11 +98,6 @@ class EarlyStopping(Callback):
 
     @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if set(state) != set(self.state_dict()):
-            raise ConfigError(
-                f"The state of `{self.name}` must have exactly the keys "
-                f"{sorted(self.state_dict())}, but has {sorted(state)}."
-            )
         self._best = state["best"]
         self._bad_evaluations = state["bad_evaluations"]
 
@@ -119,16 +114,8 @@ class EarlyStopping(Callback):
     def _check_metric(self, names: Iterable[str]) -> None:
         names = sorted(names)
         if self.metric not in names:
-            shown = sorted(names, key=self._distance)[:SHOWN_NAMES]
+            shown = get_close_matches(self.metric, names, n=SHOWN_NAMES, cutoff=0.0)
             raise ConfigError(
                 f"`EarlyStopping` watches {self.metric!r}, but the evaluation gives only {shown}. "
                 "Use one of these, or add the metric to `Evaluation(metrics=[...])`."
             )
-
-    def _distance(self, name: str) -> float:
-        return -SequenceMatcher(None, self.metric, name).ratio()
-
-
-def _check_patience(patience: object) -> None:
-    if not isinstance(patience, int) or isinstance(patience, bool) or patience < 1:
-        raise ConfigError(f"`patience` must be a whole number of at least 1, but is {patience!r}.")

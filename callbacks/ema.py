@@ -12,7 +12,7 @@ from typing_extensions import override
 from trainkit.checkpoint import CheckpointStore
 from trainkit.checkpoint.exact import as_parameter
 from trainkit.checkpoint.format.schema import record, tensor_like, whole
-from trainkit.config import checked
+from trainkit.config import check_whole, checked
 from trainkit.errors import CheckpointError, ConfigError
 from trainkit.strategies import Strategy
 from trainkit.training.callback import Callback
@@ -27,7 +27,7 @@ class EMA(Callback):
 
     After each update, `average = decay * average + (1 - decay) * weights`; a skipped step leaves
     it as it is. It holds what the optimizer trains; what never changes is not held twice. The
-    model holds the average during every evaluation, so that its figures, early stopping and the
+    model holds the average during every evaluation, so that its metrics, early stopping and the
     best checkpoint are those of the average, and its own weights again afterwards, to the last
     bit and also after an error. Training itself is not changed.
 
@@ -73,14 +73,11 @@ class EMA(Callback):
         average_buffers: bool = False,
         keep_at_end: bool = False,
     ) -> None:
-        if not _is_part(decay):
+        if not 0 <= decay < 1:
             raise ConfigError(
                 f"`decay` must be a number from 0 to below 1, such as 0.999, but is {decay!r}."
             )
-        if type(every_n_steps) is not int or every_n_steps < 1:
-            raise ConfigError(
-                f"`every_n_steps` must be a whole number from 1 on, but is {every_n_steps!r}."
-            )
+        check_whole("every_n_steps", every_n_steps)
         self.decay = decay
         self.warmup = warmup
         self.every_n_steps = every_n_steps
@@ -188,11 +185,6 @@ class EMA(Callback):
 
     @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if set(state) != {"updates", "average"}:
-            raise ConfigError(
-                f"The state of `{self.name}` must have exactly the keys ['average', 'updates'], "
-                f"but has {sorted(state)}."
-            )
         self.updates, self._loaded = state["updates"], state["average"]
 
     @contextmanager
@@ -281,12 +273,6 @@ class EMA(Callback):
         if self._own is not None:
             torch._foreach_copy_(self._tensors(), self._own)
             self._own = None
-
-
-def _is_part(value: object) -> bool:
-    """Return whether a value is a number from 0 to below 1."""
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    return number and 0 <= value < 1  # type: ignore[operator]
 
 
 def _trained(run: Run) -> dict[str, Tensor]:

@@ -5,7 +5,8 @@ from typing import Any
 
 from typing_extensions import override
 
-from trainkit.config import checked
+from trainkit.callbacks._support.formatting import every
+from trainkit.config import check_whole, checked
 from trainkit.errors import ConfigError
 from trainkit.metrics import as_metric
 from trainkit.training.callback import Callback
@@ -44,8 +45,9 @@ class Evaluation(Callback):
             raise ConfigError(
                 f"`metrics` must be a list, but is {metrics!r}. Write `metrics=[{metrics!r}]`."
             )
-        _check_interval("every_n_steps", every_n_steps)
-        _check_interval("every_n_epochs", every_n_epochs)
+        for name, value in (("every_n_steps", every_n_steps), ("every_n_epochs", every_n_epochs)):
+            if value is not None:
+                check_whole(name, value)
         if every_n_steps is None and every_n_epochs is None:
             every_n_epochs = 1
         self.metrics = [as_metric(metric) for metric in metrics]
@@ -55,17 +57,10 @@ class Evaluation(Callback):
 
     @override
     def explain(self) -> str:
+        steps, epochs = self.every_n_steps, self.every_n_epochs
         times = [
-            *([f"every {self.every_n_steps:,} steps"] if self.every_n_steps else []),
-            *(
-                [
-                    "after each epoch"
-                    if self.every_n_epochs == 1
-                    else f"every {self.every_n_epochs} epochs"
-                ]
-                if self.every_n_epochs
-                else []
-            ),
+            *([every(steps, "step")] if steps else []),
+            *([every(epochs, "epoch")] if epochs else []),
             *(["at the last step"] if self.at_end else []),
         ]
         metrics = ", ".join(metric.name for metric in self.metrics)
@@ -84,7 +79,7 @@ class Evaluation(Callback):
             twice = sorted(known.intersection(metric.keys or ()))
             if twice:
                 raise ConfigError(
-                    f"Two metrics of this run give a figure called `{twice[0]}`. Leave one out."
+                    f"Two metrics of this run give a value called `{twice[0]}`. Leave one out."
                 )
             known.update(metric.keys or ())
             run.evaluation_metrics.append(metric)
@@ -99,9 +94,3 @@ class Evaluation(Callback):
     def on_epoch_end(self, run: Run) -> None:
         if self.every_n_epochs is not None and run.state.epoch % self.every_n_epochs == 0:
             run.request_evaluation(agreed=True)
-
-
-def _check_interval(name: str, value: object) -> None:
-    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
-        return
-    raise ConfigError(f"`{name}` must be a whole number of at least 1 or None, but is {value!r}.")

@@ -1,13 +1,14 @@
 """Keep parameters as they are until a step or an epoch."""
 
 import difflib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
 from typing_extensions import override
 
+from trainkit.config import check_whole
 from trainkit.errors import ConfigError
 from trainkit.training.callback import Callback
 from trainkit.training.run import Run
@@ -126,10 +127,7 @@ def _checked(argument: str, given: Any) -> dict[str, int]:
     for name, until in given.items():
         if not isinstance(name, str) or not name:
             raise ConfigError(f"`{argument}` must name modules or parameters, but has {name!r}.")
-        if type(until) is not int or until < 1:
-            raise ConfigError(
-                f"`{argument}[{name!r}]` must be a whole number from 1 on, but is {until!r}."
-            )
+        check_whole(f"{argument}[{name!r}]", until)
     return dict(given)
 
 
@@ -148,14 +146,8 @@ def _unmatched(pattern: str, module: nn.Module, trained: Collection[str]) -> Con
             "is frozen already, or the optimizer does not hold it. Leave it out, or set "
             "`requires_grad` and give it to the optimizer."
         )
-    near = _nearest(pattern, [*(name for name, _ in module.named_modules() if name), *trained])
+    known = [*(name for name, _ in module.named_modules() if name), *trained]
+    near = difflib.get_close_matches(pattern, known, n=SHOWN_NAMES, cutoff=0.0)
     return ConfigError(
         f"`FreezeUntil` finds no module or parameter {pattern!r}. The nearest names are {near}."
     )
-
-
-def _nearest(pattern: str, names: Iterable[str]) -> list[str]:
-    def distance(name: str) -> float:
-        return -difflib.SequenceMatcher(None, pattern, name).ratio()
-
-    return sorted(names, key=distance)[:SHOWN_NAMES]

@@ -4,7 +4,7 @@ import gc
 
 from typing_extensions import override
 
-from trainkit.errors import ConfigError
+from trainkit.config import check_whole
 from trainkit.training.callback import Callback
 from trainkit.training.run import Run
 from trainkit.types import StepResult
@@ -25,10 +25,7 @@ class GarbageCollection(Callback):
     """
 
     def __init__(self, every_n_steps: int = 500) -> None:
-        if type(every_n_steps) is not int or every_n_steps < 1:
-            raise ConfigError(
-                f"`every_n_steps` must be a whole number from 1 on, but is {every_n_steps!r}."
-            )
+        check_whole("every_n_steps", every_n_steps)
         self.every_n_steps = every_n_steps
         self._was_enabled: bool | None = None  # None: nothing was changed
 

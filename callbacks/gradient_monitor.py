@@ -6,6 +6,7 @@ from typing_extensions import override
 from trainkit.callbacks._support.gradient_values import GradientValues
 from trainkit.callbacks._support.histograms import Histogram, HistogramLogger
 from trainkit.callbacks._support.log_schedule import log_is_next
+from trainkit.config import check_whole
 from trainkit.errors import ConfigError
 from trainkit.training.callback import Callback
 from trainkit.training.run import Run
@@ -40,9 +41,9 @@ class GradientMonitor(Callback):
         histograms: HistogramLogger | None = None,
         bins: int = 64,
     ) -> None:
-        for name, value in (("depth", depth), ("bins", bins)):
-            if (type(value) is not int or value < 1) and not (name == "depth" and value is None):
-                raise ConfigError(f"`{name}` must be a whole number from 1 on, but is {value!r}.")
+        if depth is not None:
+            check_whole("depth", depth)
+        check_whole("bins", bins)
         if histograms is not None and not isinstance(histograms, HistogramLogger):
             raise ConfigError(
                 "`histograms` must be the logger that draws them, but is "

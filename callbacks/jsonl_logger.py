@@ -1,4 +1,4 @@
-"""Write the figures of a run as lines of JSON."""
+"""Write the metrics of a run as lines of JSON."""
 
 import json
 import os
@@ -9,11 +9,12 @@ from typing import Any
 
 from typing_extensions import override
 
-from trainkit.callbacks._support.event_log import EventLog, events_path, readable
+from trainkit.callbacks._support.event_log import EventLog, events_path
 from trainkit.callbacks._support.log_paths import log_place
 from trainkit.config import checked
 from trainkit.console import lost
 from trainkit.errors import ConfigError
+from trainkit.formatting import json_value
 from trainkit.outputs import Lines, absolute, check_file
 from trainkit.training.callback import Callback
 from trainkit.training.run import Run
@@ -28,15 +29,15 @@ RESERVED = ("step", "epoch", "samples", "kind", SECONDS)
 
 
 class JSONLLogger(Callback):
-    """Writes one JSON object a line: where the run is, then the figures.
+    """Writes one JSON object a line: where the run is, then the values.
 
     Each line has `step` (updates applied), `epoch` (completed), `samples` (consumed since the
     start, all processes), `kind` and `time/seconds` (since this process began to train). `kind`
-    is "train" for logged figures, "eval" for evaluations under their own names, and "skip" for a
-    window without an update, with `skipped_steps`. A logged figure that is itself called like one
+    is "train" for logged values, "eval" for evaluations under their own names, and "skip" for a
+    window without an update, with `skipped_steps`. A logged value that is itself called like one
     of these stands as `log/<name>`.
 
-    The lines are strict JSON: a figure that is not finite is the text "NaN", "Infinity" or
+    The lines are strict JSON: a value that is not finite is the text "NaN", "Infinity" or
     "-Infinity", which `float` reads. Each line is on its way to the disk once written, so a
     killed run loses none; what a full disk does not take is written later. A resumed run first
     cuts what was written after its step. A new run moves the file of an older one to `<name>.1`,
@@ -87,7 +88,7 @@ class JSONLLogger(Callback):
     def on_log(self, run: Run, values: Scalars) -> None:
         self._write(run, "train", values)
         if self._events is not None:
-            waits = {"data_wait": readable(values[DATA_WAIT])} if DATA_WAIT in values else {}
+            waits = {"data_wait": values[DATA_WAIT]} if DATA_WAIT in values else {}
             self._events.write("log", **waits)
 
     @override
@@ -130,9 +131,9 @@ class JSONLLogger(Callback):
             "kind": kind,
         }
         for name, value in values.items():
-            entry[f"log/{name}" if name in RESERVED else name] = readable(value)
+            entry[f"log/{name}" if name in RESERVED else name] = value
         entry[SECONDS] = round(time.monotonic() - self._start, 3)
-        self._file.write(json.dumps(entry, allow_nan=False))
+        self._file.write(json.dumps(json_value(entry), allow_nan=False))
 
     def _place(self, run: Run) -> Path:
         return log_place(run, self.path, "metrics.jsonl", owner="JSONLLogger", argument="path")

@@ -5,6 +5,7 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import override
 
+from trainkit.callbacks._support.log_schedule import log_is_next
 from trainkit.training.callback import Callback
 from trainkit.training.run import Run
 from trainkit.types import StepResult
@@ -24,9 +25,7 @@ class LRMonitor(Callback):
 
     @override
     def on_step_start(self, run: Run) -> None:
-        # Read here: by the end of the step the scheduler has moved on.
-        step = run.state.step + 1
-        if step % run.config.log_every_n_steps == 0 or step == run.planned_steps:
+        if log_is_next(run):  # by the end of the step the scheduler has moved on
             self._rates = _rates(run.optimizer.param_groups)
 
     @override

@@ -10,7 +10,7 @@ from typing_extensions import override
 from trainkit.callbacks._support.compilation import is_compiled
 from trainkit.callbacks._support.model_rows import describe_output
 from trainkit.callbacks._support.model_table import model_table
-from trainkit.errors import ConfigError
+from trainkit.config import check_whole
 from trainkit.training.callback import Callback
 from trainkit.training.run import Run
 from trainkit.types import StepResult
@@ -35,8 +35,7 @@ class ModelSummary(Callback):
     """
 
     def __init__(self, depth: int = 3) -> None:
-        if type(depth) is not int or depth < 0:
-            raise ConfigError(f"`depth` must be a whole number from 0 on, but is {depth!r}.")
+        check_whole("depth", depth, least=0)
         self.depth = depth
         self._outputs: dict[nn.Module, str] = {}
         self._watches: list[RemovableHandle] = []

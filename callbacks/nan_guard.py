@@ -24,7 +24,7 @@ class NaNGuard(Callback):
 
     Args:
         policy: "raise": the first bad step is kept on the device, without reading it, and looked
-            at where figures are logged, at the end of an epoch, before an evaluation and at the
+            at where values are logged, at the end of an epoch, before an evaluation and at the
             end; then `NonFiniteError` is raised on all processes. "skip": a window whose global
             gradient norm is not finite is not applied; costs one read of the device a step.
             Buffers that the forward changed, such as batch statistics, stay changed.

@@ -2,11 +2,9 @@
 
 import csv
 import json
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, is_dataclass
+from contextlib import AbstractContextManager, suppress
 from itertools import count
 from pathlib import Path
 from string import Formatter
@@ -14,10 +12,11 @@ from typing import IO, Any
 
 from typing_extensions import override
 
-from trainkit.callbacks._support.log_paths import log_place, warn_unwritten
+from trainkit.callbacks._support.log_paths import giving_up, log_place
 from trainkit.checkpoint.format.schema import record, whole
-from trainkit.config import checked
+from trainkit.config import check_whole, checked
 from trainkit.errors import ConfigError, DataError
+from trainkit.formatting import json_value
 from trainkit.metrics.metric import Metric
 from trainkit.outputs import absolute, check_file, check_folder
 from trainkit.training.callback import Callback
@@ -68,8 +67,7 @@ class Predictions(Callback):
     ) -> None:
         if path is not None:
             _check_path(Path(path))
-        if type(every) is not int or every < 1:
-            raise ConfigError(f"`every` must be a whole number from 1 on, but is {every!r}.")
+        check_whole("every", every)
         if extra is not None and not callable(extra):
             raise ConfigError(
                 "`extra` must be a function `(index, prediction, reference) -> columns`, but is "
@@ -129,10 +127,6 @@ class Predictions(Callback):
         self._recorder.close()
 
     @override
-    def on_exception(self, run: Run, error: BaseException) -> None:
-        self._recorder.close()
-
-    @override
     def on_fit_end(self, run: Run) -> None:
         self._recorder.close()
 
@@ -146,11 +140,6 @@ class Predictions(Callback):
 
     @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if set(state) != {"evaluations"}:
-            raise ConfigError(
-                f"The state of `{self.name}` must have exactly the key ['evaluations'], but has "
-                f"{sorted(state)}."
-            )
         self._evaluations = state["evaluations"]
 
     def _path_of(self, run: Run, loader: str) -> Path:
@@ -186,7 +175,7 @@ class Predictions(Callback):
 
 
 class _Recorder(Metric):
-    """Sits among the metrics of an evaluation, and writes what they get; gives no figure."""
+    """Sits among the metrics of an evaluation, and writes what they get; gives no value."""
 
     name = "predictions"
     keys = ()
@@ -203,40 +192,36 @@ class _Recorder(Metric):
     def close(self) -> None:
         """Write no further evaluation, and forget what is not complete."""
         self._paths = None
-        if self._table is not None:
-            self._table.discard()
-            self._table = None
+        self._give_up()
 
     @override
     def reset(self) -> None:
         if self._paths is not None:
-            with self._lasting():
+            with self._writing():
                 self._table = _Table(next(self._paths), self._extra)
 
     @override
     def update(self, predictions: Any, references: Any) -> None:
-        with self._lasting():
+        with self._writing():
             if self._table is not None:
                 self._table.add(predictions, references)
 
     @override
     def compute(self) -> dict[str, float]:
-        with self._lasting():
+        with self._writing():
             if self._table is not None:
                 self._table.publish()
         self._table = None
         return {}
 
-    @contextmanager
-    def _lasting(self) -> Iterator[None]:
-        """Give up the file, not the training, where it cannot be written."""
-        try:
-            yield
-        except OSError as error:
-            if self._table is not None:
-                self._table.discard()
-                self._table = None
-            warn_unwritten("Predictions", error, "the predictions of this evaluation are lost")
+    def _give_up(self) -> None:
+        if self._table is not None:
+            self._table.discard()
+            self._table = None
+
+    def _writing(self) -> AbstractContextManager[None]:
+        lost = "the predictions of this evaluation are lost"
+        return giving_up("Predictions", self._give_up, lost)
 
 
 class _Table:
@@ -289,7 +274,7 @@ class _Table:
             self._scratch.unlink(missing_ok=True)
 
     def _write(self, row: dict[str, Any]) -> None:
-        row = {name: _plain(value) for name, value in row.items()}
+        row = json_value(row)
         if self._csv is None:
             self._file.write(json.dumps(row, allow_nan=False) + "\n")
             return
@@ -330,18 +315,3 @@ def _rows(tree: Any) -> list[Any]:
     if isinstance(tree, tuple):
         return [list(values) for values in zip(*map(_rows, tree), strict=True)]
     return list(tree)
-
-
-def _plain(value: Any) -> Any:
-    """Return a value of what JSON knows."""
-    if hasattr(value, "tolist"):
-        value = value.tolist()
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else f"{'-' * (value < 0)}Infinity"
-    if is_dataclass(value) and not isinstance(value, type):
-        value = asdict(value)
-    if isinstance(value, Mapping):
-        return {str(key): _plain(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [_plain(entry) for entry in value]
-    return value if isinstance(value, str | int | float | bool | None) else str(value)

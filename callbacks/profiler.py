@@ -8,8 +8,8 @@ from typing import Any
 from torch.profiler import profile, schedule
 from typing_extensions import override
 
-from trainkit.callbacks._support.log_paths import log_place, warn_unwritten
-from trainkit.config import check_argument
+from trainkit.callbacks._support.log_paths import giving_up, log_place
+from trainkit.config import check_argument, check_whole
 from trainkit.errors import ConfigError
 from trainkit.outputs import absolute, check_folder
 from trainkit.training.callback import Callback
@@ -63,10 +63,7 @@ class Profiler(Callback):
         counts = {"wait": (wait, 0), "warmup": (warmup, 1), "active": (active, 1)}
         counts |= {"repeat": (repeat, 1), "table_rows": (table_rows, 0)}
         for name, (value, least) in counts.items():
-            if type(value) is not int or value < least:
-                raise ConfigError(
-                    f"`{name}` must be a whole number from {least} on, but is {value!r}."
-                )
+            check_whole(name, value, least)
         known = sorted({*inspect.signature(profile).parameters} - OURS)
         for name in options:
             if name not in known:
@@ -143,11 +140,11 @@ class Profiler(Callback):
 
     def _write(self, run: Run, recorded: profile) -> None:
         self._written += 1
-        try:
+        with giving_up(self.name, self._give_up):
             self._write_files(run, recorded)
-        except OSError as error:
-            warn_unwritten(self.name, error)
-            self._written = self.repeat
+
+    def _give_up(self) -> None:
+        self._written = self.repeat
 
     def _write_files(self, run: Run, recorded: profile) -> None:
         name = f"step-{self._first:08d}-rank-{run.processes.process_index}"

@@ -7,8 +7,13 @@ import time
 from torch import Tensor
 from typing_extensions import override
 
-from trainkit.callbacks._support.formatting import figures_by_loader
-from trainkit.callbacks._support.progress_display import Display, Progress, choose_display
+from trainkit.callbacks._support.formatting import values_by_loader
+from trainkit.callbacks._support.progress_display import (
+    Bar,
+    PlainLines,
+    Progress,
+    choose_display,
+)
 from trainkit.training.callback import Callback
 from trainkit.training.run import Run
 from trainkit.types import Scalars, StepResult
@@ -23,7 +28,7 @@ class ProgressBar(Callback):
     """Shows epoch, loss, learning rate, samples per second and the time left, all the fit in one.
 
     The main process writes to stderr: one bar in a terminal or a notebook; elsewhere, such as in
-    a log file, a plain line every 30 seconds. The figures of each evaluation get a line.
+    a log file, a plain line every 30 seconds. The metrics of each evaluation get a line.
 
     The loss is that of one step on the main process. On accelerators it is read at log steps only,
     because reading it more often would hold up the device. The mean over steps and processes is
@@ -31,7 +36,7 @@ class ProgressBar(Callback):
     """
 
     def __init__(self) -> None:
-        self._display: Display | None = None
+        self._display: Bar | PlainLines | None = None
         self._next_refresh = math.inf  # on the clock of time.monotonic
 
     @override
@@ -95,7 +100,7 @@ class ProgressBar(Callback):
         if self._display is not None:
             self._mark = (time.monotonic(), run.state.samples_seen)
             self._show(run, self._mark[0])  # first, because a note draws the bar anew
-            lines = figures_by_loader(metrics, run.evaluation_loaders)
+            lines = values_by_loader(metrics, run.evaluation_loaders)
             self._display.note("\n".join(f"step {run.state.step}: {line}" for line in lines))
 
     @override

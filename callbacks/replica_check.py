@@ -2,8 +2,7 @@
 
 from typing_extensions import override
 
-from trainkit.config import checked
-from trainkit.errors import ConfigError
+from trainkit.config import check_whole, checked
 from trainkit.training.callback import Callback
 from trainkit.training.replicas import check_replicas
 from trainkit.training.run import Run
@@ -28,8 +27,8 @@ class ReplicaCheck(Callback):
 
     @checked
     def __init__(self, *, every_n_steps: int | None = None, at_checkpoints: bool = True) -> None:
-        if every_n_steps is not None and every_n_steps < 1:
-            raise ConfigError(f"`every_n_steps` must be at least 1, but is {every_n_steps}.")
+        if every_n_steps is not None:
+            check_whole("every_n_steps", every_n_steps)
         self.every_n_steps = every_n_steps
         self.at_checkpoints = at_checkpoints
 

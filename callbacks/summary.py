@@ -7,7 +7,8 @@ from pathlib import Path
 
 from typing_extensions import override
 
-from trainkit.callbacks._support.formatting import duration, figures_by_loader
+from trainkit.callbacks._support.formatting import duration, values_by_loader
+from trainkit.formatting import count
 from trainkit.training.callback import Callback
 from trainkit.training.run import Run
 from trainkit.training.schedule_plan import describe
@@ -58,11 +59,11 @@ def _block(title: str, rows: dict[str, str]) -> str:
 
 
 def _make_up(run: Run) -> dict[str, str]:
-    counts = [(p.numel(), p.requires_grad) for p in run.module.parameters()]
-    trainable = sum(count for count, trains in counts if trains)
+    sizes = [(p.numel(), p.requires_grad) for p in run.module.parameters()]
+    trainable = sum(size for size, trains in sizes if trains)
     return {
-        "parameters": f"{sum(count for count, _ in counts):,} ({trainable:,} trainable)",
-        "strategy": f"{run.strategy.name}, {_count(run.processes.num_processes, 'processes')}, "
+        "parameters": f"{sum(size for size, _ in sizes):,} ({trainable:,} trainable)",
+        "strategy": f"{run.strategy.name}, {count(run.processes.num_processes, 'process')}, "
         f"{run.strategy.device}",
         "precision": run.precision.name,
         "global batch": _global_batch(run),
@@ -76,12 +77,12 @@ def _make_up(run: Run) -> dict[str, str]:
 
 def _outcome(run: Run) -> dict[str, str]:
     state = run.state
-    best = figures_by_loader(_in_order(run.best_metrics, run.metrics), run.evaluation_loaders)
-    last = figures_by_loader(run.metrics, run.evaluation_loaders)
+    best = values_by_loader(_in_order(run.best_metrics, run.metrics), run.evaluation_loaders)
+    last = values_by_loader(run.metrics, run.evaluation_loaders)
     skipped = f", {state.skipped_steps:,} skipped" if state.skipped_steps else ""
     return {
-        "steps": f"{state.step:,}{skipped} ({_count(state.epoch, 'epochs')} completed, "
-        f"{_count(state.samples_seen, 'samples')})",
+        "steps": f"{state.step:,}{skipped} ({count(state.epoch, 'epoch')} completed, "
+        f"{count(state.samples_seen, 'sample')})",
         "best": "\n".join(best),
         "last": "\n".join(line for line in last if line not in best),
         "files": "" if run.output_dir is None else _files(run.output_dir),
@@ -96,15 +97,15 @@ def _in_order(values: Scalars, names: Iterable[str]) -> Scalars:
 def _global_batch(run: Run) -> str:
     accumulation = run.config.gradient_accumulation_steps
     size, processes = run.train_loader.batch_size, run.processes.num_processes
-    factors = f"{_count(processes, 'processes')} x {_count(accumulation, 'micro-batches')}"
+    factors = f"{count(processes, 'process')} x {count(accumulation, 'micro-batch')}"
     if size is None:
         return f"varies ({factors})"
-    return f"{_count(size * processes * accumulation, 'samples')} ({size} x {factors})"
+    return f"{count(size * processes * accumulation, 'sample')} ({size} x {factors})"
 
 
 def _plan(run: Run) -> str:
-    steps = None if run.planned_steps is None else _count(run.planned_steps, "steps")
-    epochs = None if run.config.max_epochs is None else _count(run.config.max_epochs, "epochs")
+    steps = None if run.planned_steps is None else count(run.planned_steps, "step")
+    epochs = None if run.config.max_epochs is None else count(run.config.max_epochs, "epoch")
     return ", ".join(text for text in (steps, epochs) if text is not None)
 
 
@@ -116,9 +117,3 @@ def _files(folder: Path) -> str:
     names = [f"{path.name}/" if path.is_dir() else path.name for path in entries]
     more = f" and {len(names) - SHOWN_FILES} more" if len(names) > SHOWN_FILES else ""
     return f"{folder}: {', '.join(names[:SHOWN_FILES])}{more}" if names else ""
-
-
-def _count(number: int, plural: str) -> str:
-    """Return number and noun; one `processes` is one `process`."""
-    ending = "es" if plural.endswith(("sses", "ches")) else "s"
-    return f"{number:,} {plural.removesuffix(ending) if number == 1 else plural}"

@@ -1,7 +1,5 @@
-"""Write the figures of a run for TensorBoard."""
+"""Write the metrics of a run for TensorBoard."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from operator import mul
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,7 +7,7 @@ from typing import TYPE_CHECKING
 from typing_extensions import override
 
 from trainkit.callbacks._support.histograms import Histogram
-from trainkit.callbacks._support.log_paths import log_place, warn_unwritten
+from trainkit.callbacks._support.log_paths import giving_up, log_place
 from trainkit.config import checked
 from trainkit.errors import ConfigError
 from trainkit.outputs import absolute, check_folder
@@ -26,7 +24,7 @@ FLUSH_SECONDS = 30
 
 
 class TensorBoardLogger(Callback):
-    """Writes logged figures as `train/<name>` and evaluations under their own names.
+    """Writes logged values as `train/<name>` and evaluations under their own names.
 
     The axis is `run.state.step`. A resumed run takes what was written after its step out of the
     curves. A new run in a folder that holds the events of an old one takes those out of the
@@ -69,13 +67,13 @@ class TensorBoardLogger(Callback):
     @override
     def on_evaluation_end(self, run: Run, metrics: Scalars) -> None:
         self._add(run, metrics)
-        with self._lasting():
+        with giving_up(self.name, self._give_up):
             if self._writer is not None:
                 self._writer.flush()
 
     @override
     def on_fit_end(self, run: Run) -> None:
-        with self._lasting():
+        with giving_up(self.name, self._give_up):
             if self._writer is not None:
                 self._writer.close()  # flushes
         self._writer = None
@@ -107,22 +105,13 @@ class TensorBoardLogger(Callback):
         )
 
     def _add(self, run: Run, values: Scalars) -> None:
-        with self._lasting():
+        with giving_up(self.name, self._give_up):
             for name, value in values.items():
                 if self._writer is not None:
                     self._writer.add_scalar(name, value, run.state.step)
 
-    @contextmanager
-    def _lasting(self) -> Iterator[None]:
-        """Give up the event file, not the training, where it cannot be written any more.
-
-        Its thread has ended by then, so that nothing more could come into this file.
-        """
-        try:
-            yield
-        except OSError as error:
-            self._writer = None
-            warn_unwritten(self.name, error)
+    def _give_up(self) -> None:
+        self._writer = None  # whose thread has ended, so that nothing more could come into its file
 
 
 def _first_new_step(run: Run, place: Path) -> int | None:

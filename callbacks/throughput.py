@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
+from statistics import quantiles
 from typing import Literal
 
 from torch import Tensor
@@ -9,16 +10,14 @@ from typing_extensions import override
 
 from trainkit.callbacks._support.flops import FlopCounter
 from trainkit.callbacks._support.log_schedule import log_follows
-from trainkit.callbacks._support.step_timer import StepClock
+from trainkit.callbacks._support.step_timer import StepTimer
 from trainkit.config import checked
 from trainkit.errors import ConfigError
 from trainkit.training.callback import Callback
 from trainkit.training.run import Run
-from trainkit.types import Batch, StepResult
+from trainkit.types import IGNORED, Batch, StepResult
 
 __all__ = ["Throughput"]
-
-IGNORED = -100  # a label that is no token
 
 CountTokens = Callable[[Batch], Tensor | int]
 
@@ -26,7 +25,7 @@ CountTokens = Callable[[Batch], Tensor | int]
 class Throughput(Callback):
     """Logs samples and tokens a second, step times, and the share of time that data cost.
 
-    The figures are of the steps since the last log. A step lasts from the end of the one before
+    The values are of the steps since the last log. A step lasts from the end of the one before
     to its own; logs, evaluations and checkpoints between them do not count.
 
     - `time/samples_per_second`: over all processes.
@@ -81,7 +80,7 @@ class Throughput(Callback):
     @override
     def on_fit_start(self, run: Run) -> None:
         self._counter = FlopCounter(run.module) if self.flops == "auto" else None
-        self._clock = StepClock(run.strategy.device)
+        self._timer = StepTimer(run.strategy.device)
         self._samples = run.state.samples_seen
         self._tokens: Tensor | int | None = None
         if isinstance(self.flops, int | float):
@@ -90,15 +89,15 @@ class Throughput(Callback):
 
     @override
     def on_epoch_start(self, run: Run) -> None:
-        self._clock.resume()
+        self._timer.resume()
 
     @override
     def on_step_start(self, run: Run) -> None:
-        self._clock.resume()
+        self._timer.resume()
 
     @override
     def on_microbatch_start(self, run: Run, batch: Batch) -> None:
-        self._clock.end_wait()
+        self._timer.end_wait()
         if self._counter is not None:
             self._counter.start()
 
@@ -111,7 +110,7 @@ class Throughput(Callback):
             self._refuse_unknown_tokens(batch)
         else:
             self._tokens = count if self._tokens is None else self._tokens + count
-        self._clock.begin_wait()
+        self._timer.begin_wait()
 
     @override
     def on_step_end(self, run: Run, result: StepResult) -> None:
@@ -125,11 +124,11 @@ class Throughput(Callback):
 
     @override
     def on_evaluation_start(self, run: Run) -> None:
-        self._clock.pause()
+        self._timer.pause()
 
     @override
     def on_checkpoint_start(self, run: Run) -> None:
-        self._clock.pause()
+        self._timer.pause()
 
     @override
     def on_exception(self, run: Run, error: BaseException) -> None:
@@ -144,25 +143,25 @@ class Throughput(Callback):
             )
 
     def _end_step(self, run: Run) -> None:
-        self._clock.end_step()
+        self._timer.end_step()
         if self._counter is not None:
             self._flops = self._counter.flops / max(1, run.state.samples_seen - self._samples)
             self._counter = None
 
     def _log(self, run: Run) -> None:
-        steps, waited = self._clock.take()
+        steps, waited = self._timer.take()
         seconds = sum(steps)
         samples = run.state.samples_seen - self._samples
         self._samples = run.state.samples_seen
-        steps.sort()
-        figures = {
-            "samples_per_second": samples / seconds,
-            "step_seconds_p50": _percentile(steps, 0.5),
-            "step_seconds_p90": _percentile(steps, 0.9),
-            "data_wait": waited / seconds,
+        deciles = quantiles(steps, n=10, method="inclusive") if len(steps) > 1 else steps * 9
+        values = {
+            "time/samples_per_second": samples / seconds,
+            "time/step_seconds_p50": deciles[4],
+            "time/step_seconds_p90": deciles[8],
+            "time/data_wait": waited / seconds,
         }
-        run.log({f"time/{name}": figure for name, figure in figures.items()})
-        run.log({"time/step_seconds_max": steps[-1]}, reduce="max")
+        run.log(values)
+        run.log({"time/step_seconds_max": max(steps)}, reduce="max")
         tokens, self._tokens = self._tokens, None
         if tokens is not None:
             run.log({"time/tokens_per_second": tokens / seconds}, reduce="sum")
@@ -185,14 +184,6 @@ def _count_tokens(batch: Batch) -> Tensor | int | None:
     if isinstance(labels, Tensor) and labels.ndim == 2 and not labels.is_floating_point():
         return (labels != IGNORED).sum()
     return None
-
-
-def _percentile(ordered: list[float], share: float) -> float:
-    """Return the value below which `share` of the values lie, between two by a straight line."""
-    place = share * (len(ordered) - 1)
-    below = int(place)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (place - below) * (ordered[above] - ordered[below])
 
 
 def _check_flops(flops: object, flops_per: object, peak_flops: object) -> None:

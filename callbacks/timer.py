@@ -5,6 +5,7 @@ import time
 from typing_extensions import override
 
 from trainkit.callbacks._support.formatting import duration
+from trainkit.formatting import count
 from trainkit.training.callback import Callback
 from trainkit.training.run import Run
 from trainkit.types import Scalars
@@ -80,7 +81,7 @@ class Timer(Callback):
         notes = {
             "train": _epochs(self.epochs),
             "evaluate": _evaluations(self.evaluations),
-            "save": _count(self.checkpoints, "checkpoint"),
+            "save": count(self.checkpoints, "checkpoint") if self.checkpoints else "",
         }
         lines = [f"trainkit: time of the fit {_seconds(total)}"]
         for phase, title in ROWS.items():
@@ -103,13 +104,10 @@ def _epochs(epochs: list[float]) -> str:
         times = f"mean {_seconds(mean)}, longest {_seconds(max(epochs))}"
     else:
         times = ", ".join(map(_seconds, epochs))
-    return f"{_count(len(epochs), 'epoch')}: {times}" if epochs else ""
+    return f"{count(len(epochs), 'epoch')}: {times}" if epochs else ""
 
 
 def _evaluations(evaluations: list[float]) -> str:
-    count = _count(len(evaluations), "evaluation")
-    return f"{count}, longest {_seconds(max(evaluations))}" if evaluations else ""
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}" if number else ""
+    if not evaluations:
+        return ""
+    return f"{count(len(evaluations), 'evaluation')}, longest {_seconds(max(evaluations))}"

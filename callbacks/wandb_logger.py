@@ -1,4 +1,4 @@
-"""Write the figures of a run to Weights & Biases."""
+"""Write the metrics of a run to Weights & Biases."""
 
 import importlib.util
 import inspect
@@ -31,7 +31,7 @@ MODES = ("online", "offline", "disabled", "shared", None)
 
 
 class WandbLogger(Callback):
-    """Writes logged figures as `train/<name>` and evaluations under their own names.
+    """Writes logged values as `train/<name>` and evaluations under their own names.
 
     The axis is `step`. Configuration, versions and command go into the W&B configuration. A fit
     that is resumed from a checkpoint goes on in the same W&B run; steps that were trained twice
@@ -132,11 +132,6 @@ class WandbLogger(Callback):
 
     @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if set(state) != {"run_id"}:
-            raise ConfigError(
-                f"The state of `{self.name}` must have exactly the key 'run_id', but has "
-                f"{sorted(state)}."
-            )
         self._id = state["run_id"]
 
     def add_histogram(self, run: Run, name: str, histogram: Histogram) -> None:

@@ -1,9 +1,12 @@
 """Checks around every test, and the imports that forked processes would pay for one by one."""
 
 import os
+import shutil
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +15,12 @@ import torch.distributed.fsdp
 import torch.distributed.tensor
 
 from tests.audit import Audit
+
+_MEMORY = Path("/dev/shm")  # a file system without a disk, on Linux
+_ENOUGH = 4 << 30  # bytes
+if "TMPDIR" not in os.environ and _MEMORY.is_dir() and shutil.disk_usage(_MEMORY).free > _ENOUGH:
+    # A checkpoint waits for the disk ten times; on a busy machine that is most of a test's time.
+    os.environ["TMPDIR"] = tempfile.tempdir = str(_MEMORY)
 
 _AUDIT = Audit()  # before trainkit is imported
 
@@ -59,7 +68,7 @@ def _nothing_is_left_behind() -> Iterator[None]:
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
         left.append("a process group")
-    deadline = time.monotonic() + 2.0
+    deadline = time.monotonic() + 20.0
     for thread in _lasting_threads() - threads:
         thread.join(max(0.0, deadline - time.monotonic()))
         if thread.is_alive():

@@ -1,5 +1,6 @@
 """Losses over the rows of all processes give the gradient of one process (rule 6), in fp64."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,9 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 from tests.helpers.ranks import run_ranks
 from trainkit import Accelerator, Callback, Run, Trainer, gather
 from trainkit.errors import DataError, DistributedError
+
+# The losses here that take all rows need no labels of their own.
+pytestmark = pytest.mark.filterwarnings("ignore:`gather` joins")
 
 WIDTH, LIMIT = 5, 1e-12  # relative, as in test_gradient
 Pairwise = Callable[["TwoTowers", Tensor, Tensor, Tensor], Tensor]
@@ -307,3 +311,23 @@ def test_what_does_not_fit_together_is_refused_on_all_processes() -> None:
         assert all(word in ours[error] for word in words)
     assert "process 0 `tensor['b']` of rows" in ours[3]
     assert ours[4].startswith("On process 1: `tensor` is a str")
+
+
+def _labels_by_rank(rank: int, asks: bool) -> list[str]:
+    accelerator = Accelerator(cpu=True)
+    x = torch.ones(3 - rank, 2, requires_grad=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if asks:
+            accelerator.own_rows(x)
+        for _ in range(2):
+            accelerator.gather(x, differentiable=True)
+    return [str(warning.message) for warning in caught]
+
+
+def test_labels_that_count_from_the_rank_are_warned_of_where_rows_are_uneven() -> None:
+    assert run_ranks(2, _labels_by_rank, True) == [[], []]
+    (words,), others = run_ranks(2, _labels_by_rank, False)
+    assert "joins 3, 2 rows" in words
+    assert "own_rows(x).start" in words
+    assert others == []

@@ -1,10 +1,6 @@
 """The examples of parts of one's own run on one process and two, and keep the contracts."""
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,11 +8,8 @@ from custom_callback import BackOff
 from custom_precision import StochasticBF16
 from custom_strategy import CompressedDDP
 
+from tests.helpers.scripts import ROOT, run_forked
 from trainkit.testing import check_callback, check_precision, check_strategy
-
-ROOT = Path(__file__).resolve().parent.parent
-EXAMPLES = ROOT / "examples"
-SECONDS = 120
 
 PRINTED = {
     "custom_callback.py": r"stopped by: \w.*\njumps: \d+, accuracy 0\.\d+\n",
@@ -30,20 +23,11 @@ PRINTED = {
 @pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("name", sorted(PRINTED))
 def test_the_example_runs(name: str, processes: int) -> None:
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    result = subprocess.run(
-        [sys.executable, *(launcher if processes > 1 else []), str(EXAMPLES / name), "--tiny"],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=SECONDS,
-    )
-    assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"
-    assert re.fullmatch(PRINTED[name], result.stdout), result.stdout  # by one process
+    printed = run_forked(ROOT / "examples" / name, "--tiny", size=processes).output
+    assert re.fullmatch(PRINTED[name], printed), printed
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("processes", [2, 3])
 def test_the_strategy_keeps_the_contract(processes: int) -> None:
     check_strategy(CompressedDDP, processes=processes, exact=False)
@@ -54,10 +38,12 @@ def test_the_strategy_is_another_algorithm() -> None:
         check_strategy(CompressedDDP, tolerance=1e-4)
 
 
+@pytest.mark.e2e
 def test_the_precision_keeps_the_contract() -> None:
     check_precision(StochasticBF16)
 
 
+@pytest.mark.e2e
 def test_the_callback_keeps_the_contract() -> None:
     check_callback(BackOff)
 

@@ -2,10 +2,7 @@
 
 import gzip
 import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -20,14 +17,13 @@ from torch.optim import SGD, Adam
 from torch.utils.data import DataLoader, TensorDataset
 from vision import Images, mirror, read_bytes, read_parts, shift
 
+from tests.helpers.scripts import ROOT, run_forked, run_program
 from trainkit.callbacks import Checkpoint
 from trainkit.training.callback import Callback
 from trainkit.training.run import Run
 from trainkit.types import StepResult
 
-ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
-SECONDS = 240
 
 # What each prints in the end, and only process 0 does.
 LAST_LINES = {
@@ -37,45 +33,32 @@ LAST_LINES = {
 }
 
 
-def _run(*arguments: str) -> list[str]:
-    result = subprocess.run(
-        [sys.executable, *arguments],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=SECONDS,
-    )
-    assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"
-    return result.stdout.splitlines()
-
-
-def _launched(processes: int, name: str) -> list[str]:
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    return [*(launcher if processes > 1 else []), str(EXAMPLES / name)]
-
-
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("name", "processes"),
     [("finetune.py", 1), ("gan.py", 1), ("vision.py", 2)],
 )
 def test_the_example_runs(name: str, processes: int, tmp_path: Path) -> None:
-    lines = _run(*_launched(processes, name), "--tiny", "--output-dir", str(tmp_path))
+    arguments = ("--tiny", "--output-dir", str(tmp_path))
+    lines = run_forked(EXAMPLES / name, *arguments, size=processes).output.splitlines()
     assert re.fullmatch(LAST_LINES[name], lines[-1]), lines
     assert lines.count(lines[-1]) == 1
     assert (tmp_path / "metrics.jsonl").stat().st_size
 
 
 def test_the_table_gives_the_same_figure_on_any_number_of_processes() -> None:
-    alone, together = (_run(*_launched(processes, "tabular.py"))[-1] for processes in (1, 2))
+    alone, together = (
+        run_forked(EXAMPLES / "tabular.py", size=processes).output.splitlines()[-1]
+        for processes in (1, 2)
+    )
     assert alone == together
     assert float(alone.removeprefix("accuracy: ")) > 0.95
 
 
+@pytest.mark.e2e
 def test_two_processes_have_the_losses_of_one() -> None:
-    script = str(EXAMPLES / "compare_processes.py")
-    *_, last = _run(script, "--tiny", "--steps", "4", "--settings", "1x1", "2x1")
+    arguments = ("--tiny", "--steps", "4", "--settings", "1x1", "2x1")
+    *_, last = run_program(str(EXAMPLES / "compare_processes.py"), *arguments).splitlines()
     assert last.startswith("2 processes, 1 thread each")
     assert float(last.split()[5]) < 1e-5
 

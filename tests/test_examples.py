@@ -1,62 +1,37 @@
 """The examples run as they stand, on one process and on two."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from sentiment_data import LABELS, PadBatch, Review, clean, fingerprint, split_reviews
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.helpers.scripts import ROOT, run_forked
+
 EXAMPLES = ROOT / "examples"
-SECONDS = 240
 
 
-def _run(*arguments: str) -> str:
-    """Run Python with `arguments` and return what it printed; fail where it fails."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(
-        [sys.executable, *arguments],
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=SECONDS,
-    )
-    assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"
-    return result.stdout
-
-
-def _train(folder: Path, processes: int) -> dict[str, object]:
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    script = [str(EXAMPLES / "sentiment.py"), "--tiny", "--output-dir", str(folder)]
-    printed = _run(*(launcher if processes > 1 else []), *script)
+def _train(folder: Path, processes: int) -> None:
+    script = EXAMPLES / "sentiment.py"
+    arguments = ("--tiny", "--output-dir", str(folder))
+    printed = run_forked(script, *arguments, size=processes).output
     assert printed.count("TF-IDF + logistic regression") == 1  # by one process
     assert list(folder.rglob("events.out.tfevents.*"))
-    result: dict[str, object] = json.loads((folder / "result.json").read_text("utf-8"))
+    result = json.loads((folder / "result.json").read_text("utf-8"))
     assert result["processes"] == processes
-    return result
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("processes", [1, 2])
 def test_the_sentiment_example_runs_and_its_figures_hold(processes: int, tmp_path: Path) -> None:
     _train(tmp_path, processes)
-    last_line = _run(str(EXAMPLES / "check_sentiment.py"), str(tmp_path)).splitlines()[-1]
-    assert last_line == "The run's figures hold."
+    check = EXAMPLES / "check_sentiment.py"
+    lines = run_forked(check, str(tmp_path)).output.splitlines()
+    assert lines[-1] == "The run's figures hold."
     _spoil(tmp_path)
-    refused = subprocess.run(
-        [sys.executable, str(EXAMPLES / "check_sentiment.py"), str(tmp_path)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=SECONDS,
-    )
-    assert refused.returncode == 1
-    assert "1 held-out reviews were trained on" in refused.stderr
+    refused = run_forked(check, str(tmp_path), code=1)
+    assert "1 held-out reviews were trained on" in refused.errors
 
 
 def _spoil(folder: Path) -> None:

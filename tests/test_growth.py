@@ -58,6 +58,7 @@ def test_what_grows_is_named() -> None:
     assert len(growth.check(tables)) == 5
 
 
+@pytest.mark.e2e
 def test_the_benchmark_of_gpus_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place = tmp_path / "gpu.json"
     monkeypatch.setattr(sys, "argv", ["gpu", "--tiny", "--output", str(place)])

@@ -94,7 +94,7 @@ def train(rank: int, asks: bool, folder: Path) -> tuple[list[Tensor], Any]:
 @pytest.mark.parametrize("size", [1, 2])
 def test_an_evaluation_inside_any_hook_disturbs_nothing(size: int, tmp_path: Path) -> None:
     plain = run_ranks(size, train, False, tmp_path / "plain")
-    asking = run_ranks(size, train, True, tmp_path / "asking", timeout=120)
+    asking = run_ranks(size, train, True, tmp_path / "asking")
     for (expected, (_, result)), (state, (asks, same)) in zip(plain, asking, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(expected, state, strict=True))
         assert result.metrics == same.metrics

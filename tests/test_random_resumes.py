@@ -410,7 +410,7 @@ def test_a_resumed_run_is_the_same_run(first: int, tmp_path: Path) -> None:
 
 @VIEWS
 def test_a_resumed_run_of_two_processes_is_the_same_run(tmp_path: Path) -> None:
-    run_ranks(2, check_seeds, list(range(FEW_SHARED)), SHARED, tmp_path, timeout=120)
+    run_ranks(2, check_seeds, list(range(FEW_SHARED)), SHARED, tmp_path)
 
 
 @pytest.mark.slow

@@ -27,7 +27,7 @@ def _die_on_one(rank: int) -> None:
 
 def _sleep_on_one(rank: int) -> None:
     if rank == 1:
-        time.sleep(30)
+        time.sleep(600)
 
 
 def test_results_come_in_rank_order_with_the_environment_of_torchrun() -> None:
@@ -56,4 +56,4 @@ def test_a_rank_that_hangs_is_killed_and_shows_where_it_was() -> None:
     start = time.monotonic()
     with pytest.raises(RanksError, match=r"rank 1 of 2: still running(.|\n)*_sleep_on_one"):
         run_ranks(2, _sleep_on_one, timeout=1)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 300

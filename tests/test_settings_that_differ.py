@@ -182,7 +182,7 @@ def alike(rank: int, folder: Path) -> None:
 
 
 def test_what_may_differ_is_let_through(tmp_path: Path) -> None:
-    run_ranks(2, alike, tmp_path, timeout=120)
+    run_ranks(2, alike, tmp_path)
 
 
 def own_loops(rank: int) -> list[str]:
@@ -220,7 +220,7 @@ def test_the_same_holds_for_what_an_own_loop_prepares() -> None:
         "`gradient_accumulation.num_steps`: process 0: 1; process 1: 2",
         r"what `prepare` was given: .*process 1: \['Doubled', .*also in `prepare\(...\)\[0\]`",
     ]
-    found = run_ranks(2, own_loops, timeout=120)
+    found = run_ranks(2, own_loops)
     assert found[0] == found[1]
     for text, pattern in zip(found[0], expected, strict=True):
         assert re.search(pattern, text), text

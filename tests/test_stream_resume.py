@@ -92,6 +92,7 @@ def test_the_same_object_goes_on_after_the_last_sample(kind: str, tmp_path: Path
     kill_and_resume(0, tmp_path, cases + [(kind, workers, 4) for workers in ("two", "lasting")])
 
 
+@pytest.mark.e2e
 def test_two_processes_go_on_after_the_last_sample(tmp_path: Path) -> None:
     cases = [(kind, "none", 4) for kind in (*STATEFUL, "Stateless", "Sharded", "Merging")]
     cases += [("Sharded", "none", kill_at) for kill_at in (1, 5, 6, 8)]
@@ -107,6 +108,7 @@ def together(ranks: list[list[list[float]]]) -> list[float]:
     return sorted(one[0] for of_rank in ranks for one in of_rank)
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_new_process_goes_on_after_the_last_sample(size: int, tmp_path: Path) -> None:
     for kind in ("Counting", "Shuffling", "Sharded"):

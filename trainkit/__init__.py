@@ -1,4 +1,4 @@
-"""A small trainer for PyTorch that can be trusted."""
+"""A trainer for PyTorch that can be trusted."""
 
 from typing import TYPE_CHECKING
 

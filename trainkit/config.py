@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast, get_args
 
 from trainkit.errors import ConfigError
 
-__all__ = ["TrainConfig", "Watchdog", "as_path", "check_argument", "checked"]
+__all__ = ["TrainConfig", "Watchdog", "as_path", "check_argument", "check_whole", "checked"]
 
 T = TypeVar("T", bound=Callable[..., Any])
 
@@ -221,6 +221,12 @@ def check_argument(name: str, value: object, annotation: Any) -> None:
     problem = _wrong(name, value, annotation)
     if problem:
         raise ConfigError(problem)
+
+
+def check_whole(name: str, value: object, least: int = 1) -> None:
+    """Raise ConfigError where the argument `name` is not a whole number from `least` on."""
+    if not _is_int(value) or value < least:  # type: ignore[operator]
+        raise ConfigError(f"`{name}` must be a whole number from {least} on, but is {value!r}.")
 
 
 def as_path(name: str, value: str | Path | None) -> Path | None:

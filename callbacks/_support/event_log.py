@@ -1,33 +1,21 @@
 """When a run started, logged, evaluated, saved and ended: one line of JSON each, never cut."""
 
 import json
-import math
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from trainkit.callbacks._support.run_facts import run_facts
+from trainkit.formatting import json_value
 from trainkit.outputs import Lines
 from trainkit.training.run import Run
 
-__all__ = ["EventLog", "events_path", "readable"]
+__all__ = ["EventLog", "events_path"]
 
 
 def events_path(metrics: Path) -> Path:
-    """Return the file of the events that belong to a file of figures."""
+    """Return the file of the events that belong to a file of metrics."""
     return metrics.with_name(f"{metrics.stem}.events.jsonl")
-
-
-def readable(value: Any) -> Any:
-    """Return `value`, with numbers as text where strict JSON has none for them."""
-    if isinstance(value, Mapping):
-        return {name: readable(entry) for name, entry in value.items()}
-    if not isinstance(value, float) or math.isfinite(value):
-        return value
-    if math.isnan(value):
-        return "NaN"
-    return "Infinity" if value > 0 else "-Infinity"
 
 
 class EventLog:
@@ -44,8 +32,7 @@ class EventLog:
         self._file = Lines(path, "`JSONLLogger`")
         if is_torn:
             self._file.write("")  # the process before was killed while it wrote
-        facts = readable(run_facts(run))
-        self.write("start", time=time.time(), resumed_from=run.resumed_from, **facts)
+        self.write("start", time=time.time(), resumed_from=run.resumed_from, **run_facts(run))
 
     def write(self, kind: str, **values: Any) -> None:
         """Add a line."""
@@ -58,7 +45,7 @@ class EventLog:
             "skipped_steps": state.skipped_steps,
             "seconds": {phase: round(spent, 4) for phase, spent in run.clock.seconds().items()},
         }
-        self._file.write(json.dumps(entry | values, allow_nan=False))
+        self._file.write(json.dumps(json_value(entry | values), allow_nan=False))
 
     def close(self) -> None:
         """Close the file."""

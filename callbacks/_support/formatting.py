@@ -2,7 +2,9 @@
 
 from collections.abc import Iterable, Mapping
 
-__all__ = ["duration", "figures", "figures_by_loader"]
+from trainkit.formatting import count
+
+__all__ = ["duration", "values_by_loader", "values_line"]
 
 
 def duration(seconds: float) -> str:
@@ -12,17 +14,22 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes:02}:{rest:02}"
 
 
-def figures(values: Mapping[str, float]) -> str:
-    """Return figures by name on one line, with four digits each; NaN is written `nan`."""
+def every(number: int, noun: str) -> str:
+    """Return how often something comes, such as `every step` or `every 2 steps`."""
+    return f"every {noun if number == 1 else count(number, noun)}"
+
+
+def values_line(values: Mapping[str, float]) -> str:
+    """Return values by name on one line, with four digits each; NaN is written `nan`."""
     return ", ".join(f"{name} {value:.4g}" for name, value in values.items())
 
 
-def figures_by_loader(values: Mapping[str, float], loaders: Iterable[str]) -> list[str]:
-    """Return figures of an evaluation, in a line for each loader that has a name."""
+def values_by_loader(values: Mapping[str, float], loaders: Iterable[str]) -> list[str]:
+    """Return the metrics of an evaluation, in a line for each loader that has a name."""
     lines, rest = [], dict(values)
     for prefix in (f"eval/{loader}/" for loader in loaders if loader):
         names = [name for name in values if name.startswith(prefix)]
         own = {name.removeprefix(prefix): rest.pop(name) for name in names}
         if own:
-            lines.append(f"{prefix.removesuffix('/')}: {figures(own)}")
-    return [*lines, figures(rest)] if rest else lines
+            lines.append(f"{prefix.removesuffix('/')}: {values_line(own)}")
+    return [*lines, values_line(rest)] if rest else lines

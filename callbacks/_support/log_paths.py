@@ -1,13 +1,15 @@
 """Where loggers write."""
 
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from trainkit.errors import ConfigError
 from trainkit.outputs import absolute
 from trainkit.training.run import Run
 
-__all__ = ["log_place", "warn_unwritten"]
+__all__ = ["giving_up", "log_place"]
 
 
 def log_place(run: Run, given: str | Path | None, name: str, *, owner: str, argument: str) -> Path:
@@ -34,10 +36,15 @@ def log_place(run: Run, given: str | Path | None, name: str, *, owner: str, argu
     return run.output_dir / name
 
 
-def warn_unwritten(
-    owner: str, error: BaseException, outcome: str = "nothing more is written there"
-) -> None:
-    """Say that a logger cannot write: training is worth more than its log."""
-    warnings.warn(
-        f"`{owner}` cannot write: {error}. Training goes on, and {outcome}.", stacklevel=3
-    )
+@contextmanager
+def giving_up(
+    owner: str, give_up: Callable[[], None], outcome: str = "nothing more is written there"
+) -> Iterator[None]:
+    """Warn, and call `give_up`, where nothing can be written inside: training is worth more."""
+    try:
+        yield
+    except OSError as error:
+        give_up()
+        warnings.warn(
+            f"`{owner}` cannot write: {error}. Training goes on, and {outcome}.", stacklevel=4
+        )

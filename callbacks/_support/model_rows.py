@@ -1,11 +1,12 @@
 """The modules of a model as rows: what they are, give, and hold."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
 
+from trainkit.containers.tree import children
 from trainkit.types import class_name
 
 __all__ = ["Row", "describe_output", "model_rows"]
@@ -24,7 +25,7 @@ class Row:
         parameters: Elements of the parameters of one, those of modules inside it too.
         trained: How many of them require a gradient.
         shared: Whether a row above holds some of them too.
-        rows: Of the modules inside one.
+        inside: Rows of the modules inside one.
     """
 
     level: int
@@ -35,23 +36,7 @@ class Row:
     parameters: int
     trained: int
     shared: bool
-    rows: tuple["Row", ...] = field(default=(), repr=False)
-
-    def is_like(self, other: "Row") -> bool:
-        """Return whether this row says the same as another but for its name."""
-        inside = zip(self.rows, other.rows, strict=False)
-        return (
-            replace(self, name="", repeats=1, rows=())
-            == replace(other, name="", repeats=1, rows=())
-            and len(self.rows) == len(other.rows)
-            and all(a.name == b.name and a.is_like(b) for a, b in inside)
-        )
-
-    def flat(self) -> Iterator["Row"]:
-        """Yield this row, then those inside it."""
-        yield self
-        for row in self.rows:
-            yield from row.flat()
+    inside: tuple["Row", ...] = ()
 
 
 def model_rows(model: nn.Module, depth: int, outputs: Mapping[nn.Module, str]) -> list[Row]:
@@ -64,31 +49,32 @@ def model_rows(model: nn.Module, depth: int, outputs: Mapping[nn.Module, str]) -
         depth: Levels of modules to show below the model.
         outputs: What modules gave, as text.
     """
-    return list(_Reader(depth, outputs).row(model, "", 0).flat())
+    seen: set[nn.Parameter] = set()  # those of the rows that are complete
 
-
-class _Reader:
-    def __init__(self, depth: int, outputs: Mapping[nn.Module, str]) -> None:
-        self._depth = depth
-        self._outputs = outputs
-        self._seen: set[nn.Parameter] = set()  # those of the rows that are complete
-
-    def row(self, module: nn.Module, name: str, level: int) -> Row:
+    def read(module: nn.Module, name: str, level: int) -> Row:
         parameters = set(module.parameters())
-        is_shared = not parameters.isdisjoint(self._seen)
-        is_opened = level < self._depth
-        self._seen |= set(module.parameters(recurse=False)) if is_opened else parameters
-        children = module.named_children() if is_opened else ()
+        is_shared = not parameters.isdisjoint(seen)
+        is_opened = level < depth
+        seen.update(module.parameters(recurse=False) if is_opened else parameters)
+        parts = module.named_children() if is_opened else ()
         return Row(
             level=level,
             name=name,
             kind=class_name(module),
-            output=self._outputs.get(module, ""),
+            output=outputs.get(module, ""),
             parameters=sum(p.numel() for p in parameters),
             trained=sum(p.numel() for p in parameters if p.requires_grad),
             shared=is_shared,
-            rows=_merged(self.row(child, own_name, level + 1) for own_name, child in children),
+            inside=_merged(read(child, own_name, level + 1) for own_name, child in parts),
         )
+
+    return list(_flat(read(model, "", 0)))
+
+
+def _flat(row: Row) -> Iterator[Row]:
+    yield row
+    for inner in row.inside:
+        yield from _flat(inner)
 
 
 def _merged(rows: Iterable[Row]) -> tuple[Row, ...]:
@@ -96,12 +82,17 @@ def _merged(rows: Iterable[Row]) -> tuple[Row, ...]:
     merged: list[Row] = []
     for row in rows:
         last = merged[-1] if merged else None
-        if last is not None and row.name.isdigit() and last.is_like(row):
+        if last is not None and row.name.isdigit() and _is_alike(last, row):
             first = last.name.split("-")[0]
             merged[-1] = replace(last, name=f"{first}-{row.name}", repeats=last.repeats + 1)
         else:
             merged.append(row)
     return tuple(merged)
+
+
+def _is_alike(row: Row, other: Row) -> bool:
+    """Return whether two rows say the same but for their names."""
+    return replace(row, name=other.name, repeats=1) == other
 
 
 def describe_output(output: Any) -> str:
@@ -113,14 +104,7 @@ def describe_output(output: Any) -> str:
 def _first_tensor(output: Any) -> Tensor | None:
     if isinstance(output, Tensor):
         return output
-    if isinstance(output, Mapping):
-        named = output.get("logits")
-        values: Iterable[Any] = output.values() if named is None else [named]
-    elif isinstance(output, list | tuple):
-        values = output
-    elif hasattr(output, "__dataclass_fields__"):
-        values = (getattr(output, name) for name in output.__dataclass_fields__)
-    else:
-        return None
-    found = (_first_tensor(value) for value in values)
+    if isinstance(output, Mapping) and output.get("logits") is not None:
+        return _first_tensor(output["logits"])
+    found = map(_first_tensor, children(output))
     return next((tensor for tensor in found if tensor is not None), None)

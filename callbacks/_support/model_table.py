@@ -5,13 +5,13 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor, nn
 
 from trainkit.callbacks._support.model_rows import Row, model_rows
+from trainkit.formatting import readable_size
 from trainkit.types import class_name
 
 __all__ = ["model_table"]
 
 WIDTH = 79  # in the last column some terminals begin a new line
-WIDEST = {"type": 22, "output": 22}
-UNITS = ("B", "kB", "MB", "GB", "TB")
+WIDEST = 22  # of the columns of types and outputs
 
 
 def model_table(model: nn.Module, depth: int, outputs: Mapping[nn.Module, str]) -> str:
@@ -44,9 +44,7 @@ def _cells(row: Row) -> tuple[str, ...]:
 def _lines(cells: Sequence[Sequence[str]]) -> list[str]:
     """Return the table; what is too long for it is cut."""
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    for place, name in enumerate(("module", "type", "output")):
-        if name in WIDEST:
-            widths[place] = min(widths[place], WIDEST[name])
+    widths[1:3] = [min(width, WIDEST) for width in widths[1:3]]
     rest = WIDTH - 2 - 2 * (len(widths) - 1) - sum(widths[1:])
     widths[0] = min(widths[0], max(rest, len("module")))
     return [
@@ -72,8 +70,8 @@ def _totals(model: nn.Module) -> list[str]:
         f"  size        {_sizes(parameters)}" + (f"; buffers {_sizes(buffers)}" if buffers else ""),
     ]
     if any(_local(p) is not p for p in parameters):
-        own = sum(_bytes(_local(p)) for p in parameters)
-        lines.append(f"  sharded     of the parameters {_readable(own)} lie on this process")
+        own = sum(_local(p).nbytes for p in parameters)
+        lines.append(f"  sharded     of the parameters {readable_size(own)} lie on this process")
     return lines
 
 
@@ -82,23 +80,11 @@ def _sizes(tensors: Sequence[Tensor]) -> str:
     sizes: dict[str, int] = {}
     for tensor in tensors:
         name = str(tensor.dtype).removeprefix("torch.")
-        sizes[name] = sizes.get(name, 0) + _bytes(tensor)
-    return ", ".join(f"{_readable(size)} of {name}" for name, size in sizes.items()) or "0 B"
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+        sizes[name] = sizes.get(name, 0) + tensor.nbytes
+    return ", ".join(f"{readable_size(size)} of {name}" for name, size in sizes.items()) or "0 B"
 
 
 def _local(tensor: Tensor) -> Tensor:
     """Return the part of a tensor on this process; itself where it is whole."""
     to_local = getattr(tensor, "to_local", None)
     return tensor if to_local is None else to_local()
-
-
-def _readable(size: float) -> str:
-    for unit in UNITS[:-1]:
-        if size < 1000:
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:.3g} {UNITS[-1]}"

@@ -3,15 +3,12 @@
 import os
 import sys
 import time
-from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TextIO
-
-from typing_extensions import override
 
 from trainkit.callbacks._support.formatting import duration
 
-__all__ = ["Display", "Progress", "choose_display"]
+__all__ = ["Bar", "PlainLines", "Progress", "choose_display"]
 
 FIRST_LINE_SECONDS = 2.0
 LINE_SECONDS = 30.0
@@ -32,51 +29,9 @@ class Progress:
     step: int
     """Updates applied."""
     details: tuple[str, ...]
-    """Figures for the right end, the important ones first."""
+    """Values for the right end, the important ones first."""
     total: int | None = None
     """Steps at the end; None where that is not known."""
-
-
-class Display(ABC):
-    """Shows progress to a person."""
-
-    @abstractmethod
-    def show(self, progress: Progress) -> None:
-        """Show `progress`, or leave it out if the last one was shown not long ago."""
-
-    @abstractmethod
-    def note(self, text: str) -> None:
-        """Write a line that stays."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Leave the last progress standing; nothing may follow."""
-
-
-def choose_display(*, total: int | None, initial: int, stream: TextIO) -> Display:
-    """Return a bar in terminals and notebooks, plain lines elsewhere.
-
-    Args:
-        total: Steps at the end; None where that is not known.
-        initial: Steps done before.
-        stream: Where to write; a notebook has its own place.
-    """
-    if _in_notebook():
-        from tqdm.auto import tqdm  # draws with widgets
-
-        return _Bar(tqdm, total, initial, sys.stdout, dynamic_ncols=True)
-    if stream.isatty():
-        from tqdm import tqdm
-
-        return _TerminalBar(tqdm, total, initial, stream)
-    return _Lines(initial, stream)
-
-
-def _in_notebook() -> bool:
-    """Return whether a notebook's kernel runs this code; imports nothing."""
-    ipython = sys.modules.get("IPython")
-    shell = None if ipython is None else ipython.get_ipython()
-    return shell is not None and "IPKernelApp" in shell.config
 
 
 def _columns(stream: TextIO) -> int:
@@ -87,59 +42,51 @@ def _columns(stream: TextIO) -> int:
         return USUAL_COLUMNS
 
 
-class _Bar(Display):
-    """One line that tqdm redraws at each `show`."""
+class Bar:
+    """One line that tqdm redraws at each `show`, as wide as its terminal."""
 
     def __init__(
-        self, tqdm: Any, total: int | None, initial: int, stream: TextIO, **size: Any
+        self, tqdm: Any, total: int | None, initial: int, stream: TextIO, *, in_terminal: bool
     ) -> None:
-        class Bar(tqdm):  # type: ignore[misc]
+        class Quiet(tqdm):  # type: ignore[misc]
             monitor_interval = 0  # no thread: whoever calls `show` decides when to draw
 
+        # Rows are given, because some containers give their terminal 0 of them.
+        size = {"ncols": USUAL_COLUMNS - 1, "nrows": USUAL_ROWS}
         self._stream = stream
-        self._bar = Bar(
+        self._in_terminal = in_terminal
+        self._bar = Quiet(
             total=total,
             initial=initial,
             file=stream,
             bar_format=WITHOUT_TOTAL if total is None else WITH_TOTAL,
-            **size,
+            **(size if in_terminal else {"dynamic_ncols": True}),
             mininterval=0,
             miniters=0,
             smoothing=0.05,
             delay=1e-9,  # drawn at the first `show`, after what other callbacks print at the start
         )
 
-    @override
     def show(self, progress: Progress) -> None:
+        """Draw `progress`, with as many of its details as fit."""
+        details = progress.details
+        if self._in_terminal:
+            width = _columns(self._stream) - 1  # in the last column some begin a new line
+            self._bar.ncols = width
+            while details and self._least_width(progress, details) > width:
+                details = details[:-1]
         self._bar.total = progress.total
         self._bar.set_description_str(progress.title, refresh=False)
-        self._bar.set_postfix_str(", ".join(progress.details), refresh=False)
+        self._bar.set_postfix_str(", ".join(details), refresh=False)
         self._bar.update(progress.step - self._bar.n)
 
-    @override
     def note(self, text: str) -> None:
+        """Write a line that stays."""
         self._bar.write(text, file=self._stream)
 
-    @override
     def close(self) -> None:
+        """Leave the last progress standing."""
         self._bar.close()
-
-
-class _TerminalBar(_Bar):
-    """A bar as wide as the terminal, whatever becomes of its size."""
-
-    def __init__(self, tqdm: Any, total: int | None, initial: int, stream: TextIO) -> None:
-        # The rows are given, because some containers give their terminal 0 of them.
-        super().__init__(tqdm, total, initial, stream, ncols=USUAL_COLUMNS - 1, nrows=USUAL_ROWS)
-
-    @override
-    def show(self, progress: Progress) -> None:
-        width = _columns(self._stream) - 1  # in the last column some terminals begin a new line
-        self._bar.ncols = width
-        details = progress.details
-        while details and self._least_width(progress, details) > width:
-            details = details[:-1]
-        super().show(replace(progress, details=details))
 
     def _least_width(self, progress: Progress, details: tuple[str, ...]) -> int:
         """Return the columns of a line with these details; its bar is then 10 wide."""
@@ -148,7 +95,7 @@ class _TerminalBar(_Bar):
         return len(self._bar.format_meter(**state))
 
 
-class _Lines(Display):
+class PlainLines:
     """A line now and then, for files and pipes."""
 
     def __init__(self, initial: int, stream: TextIO) -> None:
@@ -158,20 +105,20 @@ class _Lines(Display):
         self._next = self._start + FIRST_LINE_SECONDS
         self._waiting: Progress | None = None
 
-    @override
     def show(self, progress: Progress) -> None:
+        """Write `progress`, unless the last one was written not long ago."""
         self._waiting = progress
         now = time.monotonic()
         if now >= self._next and progress.step > self._initial:
             self._next = now + LINE_SECONDS
             self._write(progress, now)
 
-    @override
     def note(self, text: str) -> None:
+        """Write a line that stays."""
         print(text, file=self._stream, flush=True)
 
-    @override
     def close(self) -> None:
+        """Write the last progress, if it was not written yet."""
         if self._waiting is not None:
             self._write(self._waiting, time.monotonic())
 
@@ -185,3 +132,29 @@ class _Lines(Display):
             if done and left:
                 texts.append(f"{duration(elapsed / done * left)} left")
         self.note(", ".join([*texts, *progress.details]))
+
+
+def choose_display(*, total: int | None, initial: int, stream: TextIO) -> Bar | PlainLines:
+    """Return a bar in terminals and notebooks, plain lines elsewhere.
+
+    Args:
+        total: Steps at the end; None where that is not known.
+        initial: Steps done before.
+        stream: Where to write; a notebook has its own place.
+    """
+    if _in_notebook():
+        from tqdm.auto import tqdm  # draws with widgets
+
+        return Bar(tqdm, total, initial, sys.stdout, in_terminal=False)
+    if stream.isatty():
+        from tqdm import tqdm
+
+        return Bar(tqdm, total, initial, stream, in_terminal=True)
+    return PlainLines(initial, stream)
+
+
+def _in_notebook() -> bool:
+    """Return whether a notebook's kernel runs this code; imports nothing."""
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    return shell is not None and "IPKernelApp" in shell.config

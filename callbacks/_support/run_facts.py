@@ -5,12 +5,13 @@ import platform
 import re
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from trainkit.formatting import json_value
 from trainkit.training.run import Run
 from trainkit.types import class_name
 
@@ -27,7 +28,7 @@ def run_facts(run: Run) -> dict[str, Any]:
     return {
         "config": asdict(run.config),
         "run": _make_up(run),
-        "optimizer": _plain(run.optimizer.defaults),
+        "optimizer": json_value(run.optimizer.defaults),
         "versions": {"python": platform.python_version()} | _versions(),
         "started": {
             "command": hide_secrets([Path(sys.executable).name, *sys.orig_argv[1:]]),
@@ -62,14 +63,6 @@ def _make_up(run: Run) -> dict[str, Any]:
         "global batch": loader.nominal_window(run.config.gradient_accumulation_steps),
         "samples per epoch": loader.samples_per_epoch,
         "planned steps": run.planned_steps,
-    }
-
-
-def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that JSON has; others, such as tensors, as text."""
-    return {
-        name: value if isinstance(value, str | int | float | bool | None) else str(value)
-        for name, value in values.items()
     }
 
 

@@ -4,10 +4,10 @@ from time import perf_counter
 
 import torch
 
-__all__ = ["StepClock"]
+__all__ = ["StepTimer"]
 
 
-class StepClock:
+class StepTimer:
     """Measures steps one after the other; what happens while it is paused counts nowhere.
 
     It starts paused. On an accelerator the host runs ahead of the device: single steps are those

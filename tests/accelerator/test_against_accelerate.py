@@ -146,7 +146,7 @@ def outcome(request: pytest.FixtureRequest) -> tuple[int, dict[str, Results]]:
     names = [name for name in BEHAVIOURS if _is_run(name, size)]
     sides = {}
     for side in SIDES:
-        ranks = run_ranks(size, run_all, side, names, timeout=120)
+        ranks = run_ranks(size, run_all, side, names)
         sides[side] = {name: [rank[name] for rank in ranks] for name in names}
     return size, sides
 

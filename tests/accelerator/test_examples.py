@@ -1,47 +1,27 @@
 """The scripts of examples/own_loop run on one process and on two, and agree."""
 
-import os
-import runpy
-import subprocess
-import sys
-from contextlib import redirect_stdout
-from io import StringIO
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.helpers.ranks import run_ranks
+from tests.helpers.scripts import ROOT, run_forked, run_program, torchrun
 
-ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "examples" / "own_loop"
-
-
-def _script(rank: int, name: str, arguments: list[str]) -> str:
-    """Run a script as one of the processes; return what it printed."""
-    sys.path.insert(0, str(SCRIPTS))
-    if name == "plain_ddp.py":
-        arguments = [*arguments, "--init-method", os.environ["TRAINKIT_INIT_METHOD"]]
-    sys.argv = [name, *arguments]
-    printed = StringIO()
-    with redirect_stdout(printed):
-        runpy.run_path(str(SCRIPTS / name), run_name="__main__")
-    return printed.getvalue()
 
 
 def _run(size: int, name: str, *arguments: str) -> str:
     """Run a script on some processes; return what the main one printed."""
-    first, *others = run_ranks(size, _script, name, list(arguments))
-    assert not any(others)
-    return str(first)
+    return run_forked(SCRIPTS / name, *arguments, size=size).output
 
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_plain_ddp_and_the_accelerator_end_with_equal_weights(size: int, tmp_path: Path) -> None:
     states = []
-    for name in ("plain_ddp.py", "classification.py"):
+    method = ["--init-method", f"file://{tmp_path}/rendezvous"]
+    for name, more in (("plain_ddp.py", method), ("classification.py", [])):
         file = tmp_path / f"{name}.pt"
-        printed = _run(size, name, "--save", str(file))
+        printed = _run(size, name, "--save", str(file), *more)
         assert printed.startswith("weights ")
         states.append(torch.load(file, weights_only=True))
     plain, accelerated = states
@@ -77,15 +57,6 @@ def test_a_stopped_training_ends_with_the_same_weights(size: int, tmp_path: Path
     assert _run(size, "resuming.py", "--output-dir", stopped) == whole
 
 
-def test_torchrun_starts_the_same_file(tmp_path: Path) -> None:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    result = subprocess.run(
-        [sys.executable, *launcher, str(SCRIPTS / "classification.py")],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.count("weights ") == 1
+def test_torchrun_starts_the_same_file() -> None:
+    printed = run_program(*torchrun(2, SCRIPTS / "classification.py"))
+    assert printed.count("weights ") == 1

@@ -64,6 +64,7 @@ def _executed(cells: list[str]) -> list[list[dict[str, Any]]]:
     return [[dict(output) for output in cell.outputs] for cell in notebook.cells]
 
 
+@pytest.mark.e2e
 @pytest.mark.filterwarnings("ignore")  # of Jupyter's own libraries
 def test_a_notebook_sees_prints_and_tracebacks() -> None:
     model, training, failure = _executed([MODEL, TRAINING, FAILURE])
@@ -101,14 +102,14 @@ def test_one_process_runs_here() -> None:
 def _die() -> None:
     if os.environ["RANK"] == "1":
         os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(60)
+    time.sleep(600)
 
 
 def test_a_process_that_dies_ends_the_others() -> None:
     began = time.monotonic()
     with pytest.raises(DistributedError, match="Process 1 ended without a word, exit code -9"):
         notebook_launcher(_die, num_processes=2)
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 300
 
 
 def test_what_cannot_work_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

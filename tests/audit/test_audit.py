@@ -151,6 +151,7 @@ def test_objects_that_a_user_gathers_may_be_pickled(tmp_path: Path) -> None:
     assert not log.exists()
 
 
+@pytest.mark.e2e
 def test_a_session_with_a_finding_fails(tmp_path: Path) -> None:
     test = tmp_path / "test_planted.py"
     test.write_text(

@@ -59,7 +59,7 @@ def test_without_a_loader_the_error_says_how_to_pass_one() -> None:
 
 
 def test_one_figure_given_twice_is_an_error_before_the_first_step() -> None:
-    with pytest.raises(ConfigError, match="a figure called `accuracy`"):
+    with pytest.raises(ConfigError, match="a value called `accuracy`"):
         fit(make_trainer(callbacks=[Evaluation(["accuracy", "accuracy"])]))
 
 

@@ -91,5 +91,6 @@ def _collected(rank: int) -> list[int]:
     return watches.collected
 
 
+@pytest.mark.e2e
 def test_all_processes_collect_at_the_same_steps() -> None:
     assert run_ranks(2, _collected) == [[0, 2, 4]] * 2

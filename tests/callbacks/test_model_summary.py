@@ -61,7 +61,7 @@ trainkit: model Tied
   spare       Linear                        6   yes
   last        Linear                       32*  yes
   parameters  310, of which 302 trained and 8 not
-  size        1.24 kB of float32; buffers 192 B of float32, 24 B of int64
+  size        1.2 kB of float32; buffers 192 B of float32, 24 B of int64
   * held by a module above too (tied), and counted once in the total
 """
 

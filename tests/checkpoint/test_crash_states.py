@@ -9,6 +9,7 @@ import pytest
 
 from tests.checkpoint.crash_states import Disk, Op, Promise, Recorder, Trace, materialise, states
 from tests.checkpoint.toys import Together
+from tests.helpers.tiers import with_few
 from trainkit.checkpoint import CheckpointStore, KeepPolicy, rotate
 from trainkit.checkpoint.listing import folders
 from trainkit.errors import CheckpointError
@@ -81,7 +82,7 @@ def first_problem(trace: Trace, root: Path) -> tuple[str, int]:
     return "", count
 
 
-@pytest.mark.parametrize(("keep", "processes"), CASES)
+@pytest.mark.parametrize(("keep", "processes"), with_few([(1, 1)], CASES))
 def test_no_power_cut_loses_or_breaks_a_checkpoint(
     keep: int, processes: int, tmp_path: Path
 ) -> None:
@@ -127,6 +128,7 @@ def roles(trace: Trace) -> list[str]:
     return sorted({op.role for op in trace.ops if op.kind in ("sync", "sync_directory")})
 
 
+@pytest.mark.e2e
 def test_each_sync_that_is_left_out_loses_or_breaks_a_checkpoint(tmp_path: Path) -> None:
     trace = record(tmp_path / "recorded", keep=1, processes=2)
     assert len(roles(trace)) >= 8

@@ -21,11 +21,11 @@ def test_a_file_is_synced_while_the_next_one_is_made(
 
     def waiting_sync(descriptor: int) -> None:
         begun.set()
-        assert may_end.wait(30)
+        assert may_end.wait(240)
         sync(descriptor)
 
     def second() -> Iterator[bytes]:
-        assert begun.wait(30)  # the first one is on its way to the disk
+        assert begun.wait(240)  # the first one is on its way to the disk
         may_end.set()
         yield b"second"
 

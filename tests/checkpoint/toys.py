@@ -42,7 +42,7 @@ class Together:
     def __init__(self, size: int) -> None:
         self.size = size
         self._slots: list[Any] = [None] * size
-        self._barrier = threading.Barrier(size, timeout=30)
+        self._barrier = threading.Barrier(size, timeout=240)
 
     def run(self, function: Callable[[int, Callable[[Any], list[Any]]], Any]) -> list[Any]:
         """Return what `function(rank, gather)` returned or raised for each rank."""

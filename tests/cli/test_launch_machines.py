@@ -23,6 +23,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.e2e
 def test_two_machines_give_the_weights_of_one(folder: Path) -> None:
     port = free_port()
     options = ("--num_processes", 2, "trains.py")
@@ -51,6 +52,7 @@ def test_machines_that_were_told_different_things_say_so(folder: Path) -> None:
         assert "ready" not in launcher.output
 
 
+@pytest.mark.e2e
 def test_the_failure_of_one_machine_ends_both(folder: Path) -> None:
     port = free_port()
     options = ("--num_processes", 2, "trains.py", "fails")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.launcher import Launcher, lives, run
+from tests.cli.launcher import TIME_LIMIT, Launcher, lives, run
 from tests.cli.test_config_file import ACCELERATE
 
 TWO = ("launch", "--cpu", "--num_processes", 2)
@@ -94,6 +94,7 @@ def nobody_is_left(output: str) -> bool:
     return not [pid for pid in re.findall(r"pid=(\d+)", output) if lives(int(pid))]
 
 
+@pytest.mark.e2e
 def test_a_file_of_accelerate_runs_on_the_cpu(folder: Path) -> None:
     (folder / "job.yaml").write_text(ACCELERATE)
     output = run("launch", "--config_file", "job.yaml", "--cpu", "trains.py", "w.pt", folder=folder)
@@ -108,6 +109,7 @@ def test_a_file_for_gpus_is_refused_where_there_are_none(folder: Path) -> None:
     assert "ready" not in output
 
 
+@pytest.mark.e2e
 def test_the_command_of_a_dry_run_does_the_same(folder: Path) -> None:
     command = run(*TWO, "--dry-run", "acts.py", "ends", folder=folder)
     result = subprocess.run(
@@ -161,6 +163,7 @@ def test_a_signal_reaches_the_processes_and_their_code_comes_back(
     assert nobody_is_left(launcher.output)
 
 
+@pytest.mark.e2e
 def test_a_process_that_fails_while_it_saves_is_not_hidden_by_the_signal(folder: Path) -> None:
     launcher = Launcher([*TWO, "acts.py", "breaks"], folder)
     launcher.wait_for("ready", 2)
@@ -178,6 +181,7 @@ def test_processes_that_do_not_end_in_time_are_killed(folder: Path) -> None:
     assert nobody_is_left(launcher.output)
 
 
+@pytest.mark.e2e
 def test_a_third_signal_leaves_nobody(folder: Path) -> None:
     launcher = Launcher([*TWO, "acts.py", "ignores"], folder)
     launcher.wait_for("ready", 2)
@@ -195,7 +199,7 @@ def test_processes_save_and_end_when_the_launcher_is_killed(folder: Path) -> Non
     launcher.send(signal.SIGKILL)
     assert launcher.wait() == -signal.SIGKILL
     launcher.wait_for("saved", 2)
-    end = time.monotonic() + 30
+    end = time.monotonic() + TIME_LIMIT
     while not nobody_is_left(launcher.output):
         assert time.monotonic() < end
         time.sleep(0.05)
@@ -209,6 +213,7 @@ def test_a_training_saves_when_the_launcher_is_asked_to_end(folder: Path) -> Non
     assert len(list((folder / "runs" / "checkpoints").glob("step-*/manifest.json"))) == 1
 
 
+@pytest.mark.e2e
 def test_the_first_report_is_shown_and_kept(folder: Path) -> None:
     output = run(*TWO, "--report_dir", "reports", "trains.py", "fails", folder=folder, code=1)
     reports = [json.loads(path.read_text()) for path in folder.glob("reports/*/attempt-0/*.json")]
@@ -224,6 +229,7 @@ def test_reports_of_a_success_are_removed(folder: Path) -> None:
     assert not list((folder / "reports").iterdir())
 
 
+@pytest.mark.e2e
 def test_a_program_can_be_started(folder: Path) -> None:
     output = run(
         *TWO, "--no_python", sys.executable, "-c", "import os; print('I am', os.environ['RANK'])",
@@ -234,6 +240,7 @@ def test_a_program_can_be_started(folder: Path) -> None:
     assert output.count("ready") == 2
 
 
+@pytest.mark.e2e
 def test_one_script_alone_is_one_process(folder: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
     result = subprocess.run(

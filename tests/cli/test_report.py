@@ -34,6 +34,7 @@ def test_without_a_name_it_is_report_html(
     assert (tmp_path / "report.html").exists()
 
 
+@pytest.mark.e2e
 def test_a_picture_alone(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["report", str(run), "--png", "run.png"]) == 0

@@ -5,12 +5,14 @@ import io
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from tests.cli.launcher import run
 from tests.helpers.ranks import run_ranks
 
 
+@pytest.mark.e2e
 def test_all_is_well_here(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text("num_processes: 2\nuse_cpu: true\nmixed_precision: fp16\n")
     output = run("test", "--config_file", "job.yaml", folder=tmp_path)

@@ -13,6 +13,7 @@ from torch import nn
 from torch._C._distributed_c10d import FileStore
 
 from tests.helpers.ranks import run_ranks
+from tests.helpers.tiers import with_few
 from trainkit import Accelerator, ConfigError, InitProcessGroupKwargs, Trainer
 from trainkit.distributed import Processes, with_own_group
 from trainkit.strategies import FSDP
@@ -122,7 +123,7 @@ GROUPS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", GROUPS)
+@pytest.mark.parametrize("name", with_few(["trainer", "sharded"], GROUPS))
 def test_a_collective_raises_after_the_time_out(name: str, tmp_path: Path) -> None:
     FOLDER[:] = [str(tmp_path / "store")]
     took, _ = run_ranks(2, _waits, tmp_path, name, timeout=AT_MOST + 60)

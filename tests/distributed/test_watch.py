@@ -25,7 +25,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.helpers.ranks import RanksError, run_ranks
-from tests.system.harness import Job, running
+from tests.helpers.tiers import with_few
+from tests.system.harness import TIME_LIMIT, Job, running
 from trainkit import Accelerator, Callback, Run, Trainer, Watchdog
 from trainkit.cli import failure
 from trainkit.distributed import Processes
@@ -87,7 +88,7 @@ def _links(size: int) -> Iterator[tuple[Hub, Address, list[Spoke]]]:
 
 def _heard(links: Hub | Spoke, others: tuple[Hub, ...] = ()) -> list[tuple[int, str]]:
     found: list[tuple[int, str]] = []
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while not found and time.monotonic() < deadline:
         for other in others:
             other.poll(0.02)
@@ -177,7 +178,7 @@ def test_a_fork_does_not_hide_the_end_of_its_parent() -> None:
 # Whole jobs.
 
 
-def _run(size: int, folder: Path, body: Callable[[int], None], seconds: float = 30) -> Job:
+def _run(size: int, folder: Path, body: Callable[[int], None], seconds: float = TIME_LIMIT) -> Job:
     def run(rank: int, pipe: int) -> int:
         os.environ["TRAINKIT_REPORT_DIR"] = str(folder / "reports")
         body(rank)
@@ -279,7 +280,9 @@ torch.distributed.barrier()
 """
 
 
-@pytest.mark.parametrize("kind", ["raise", "adopted", "exit", "compute", "slow thread"])
+@pytest.mark.parametrize(
+    "kind", with_few(["raise"], ["raise", "adopted", "exit", "compute", "slow thread"])
+)
 def test_loops_of_the_users_own_are_watched(kind: str, tmp_path: Path) -> None:
     environment = {
         **os.environ,
@@ -342,7 +345,7 @@ def test_a_lost_process_ends_one_that_computes() -> None:
     start = time.monotonic()
     with pytest.raises(RanksError, match=f"rank 0 .*exit code {EXIT_OTHER_FAILED}"):
         run_ranks(2, _die_while_others_compute)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 200  # the ranks' own limit is 240
 
 
 # Parts.

@@ -22,7 +22,7 @@ import torch
 
 from trainkit.distributed import Processes
 
-GRACE_SECONDS = 5.0  # given to the others after one rank has failed
+GRACE_SECONDS = 20.0  # given to the others after one rank has failed
 
 _TIMED_OUT = "still running when the time was up"
 
@@ -191,7 +191,7 @@ def _stack(child: _Child) -> str:
     assert child.process.pid is not None
     with suppress(ProcessLookupError):
         os.kill(child.process.pid, signal.SIGQUIT)
-    end = time.monotonic() + 1.0
+    end = time.monotonic() + GRACE_SECONDS
     text = ""
     while not text and time.monotonic() < end:
         time.sleep(0.02)

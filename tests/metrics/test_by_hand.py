@@ -17,7 +17,7 @@ from torchmetrics import classification, clustering, regression, retrieval, segm
 from tests.helpers.ranks import run_ranks
 from trainkit import ConfigError, DataError, Trainer
 from trainkit.metrics import FunctionMetric, TorchMetric, as_metric, scores
-from trainkit.metrics.figures import flatten
+from trainkit.metrics.metric import flatten
 
 sklearn = pytest.importorskip("sklearn.metrics")
 

@@ -49,7 +49,7 @@ except ConfigError as error:
         [sys.executable, "-W", "ignore", "-c", code],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         env=environment,
         check=True,
     )

@@ -115,8 +115,8 @@ def distil(rank: int, folder: Path) -> dict[str, Any]:
 
 
 def test_distillation_stops_early_on_its_soft_loss(tmp_path: Path) -> None:
-    (alone,) = run_ranks(1, distil, tmp_path / "1", timeout=120)
-    both = run_ranks(2, distil, tmp_path / "2", timeout=120)
+    (alone,) = run_ranks(1, distil, tmp_path / "1")
+    both = run_ranks(2, distil, tmp_path / "2")
     for found in (alone, *both):
         assert found["stop"] == "eval/soft has not improved for 2 evaluations"
         assert 3 <= found["epochs"] < 40

@@ -94,7 +94,7 @@ def train(rank: int) -> list[tuple[dict[str, float], dict[str, float]]]:
 
 
 def test_figures_are_those_by_hand_on_one_and_two_processes() -> None:
-    found = [run_ranks(size, train, timeout=180) for size in (1, 2)]
+    found = [run_ranks(size, train) for size in (1, 2)]
     for results in [*found[0], *found[1]]:
         for (figures, expected), (alone, _) in zip(results, found[0][0], strict=True):
             assert figures == pytest.approx(alone, rel=1e-4)

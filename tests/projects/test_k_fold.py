@@ -82,9 +82,9 @@ def close(found: Tensor, expected: Tensor) -> bool:
 
 
 def test_each_sample_is_predicted_once_by_a_model_that_has_not_seen_it() -> None:
-    (alone,) = run_ranks(1, cross_validate, timeout=120)
+    (alone,) = run_ranks(1, cross_validate)
     targets = make_data().tensors[1]
-    for found in (alone, *run_ranks(2, cross_validate, timeout=120)):
+    for found in (alone, *run_ranks(2, cross_validate)):
         assert close(found["out_of_fold"], alone["out_of_fold"])
         assert found["gaps"] == pytest.approx(alone["gaps"], rel=1e-4, abs=1e-6)
         assert len(found["gaps"]) == 3 * FOLDS

@@ -61,7 +61,7 @@ def train(rank: int) -> tuple[dict[str, float], dict[str, float]]:
 
 
 def test_figures_are_those_by_hand_on_one_and_two_processes() -> None:
-    found: list[Any] = [run_ranks(size, train, timeout=180) for size in (1, 2)]
+    found: list[Any] = [run_ranks(size, train) for size in (1, 2)]
     (alone, _), *_ = found[0]
     assert alone["eval/pixel_accuracy"] > 0.6
     for figures, expected in [*found[0], *found[1]]:

@@ -115,4 +115,4 @@ def test_a_run_that_was_killed_and_resumed(tmp_path: Path) -> None:
     assert [lost.windows for lost in split.lost] == [1, 0]
     assert split.seconds["again"] > 0
     assert split.seconds["down"] > 0
-    assert [step for step, _ in run.figures["loss"]] == list(range(1, 9))  # each step once
+    assert [step for step, _ in run.curves["loss"]] == list(range(1, 9))  # each step once

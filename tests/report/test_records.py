@@ -15,8 +15,8 @@ from trainkit.run_report import read_run, read_runs
 def test_a_real_run_is_read(tmp_path: Path) -> None:
     fit(make_trainer(callbacks=[JSONLLogger()], output_dir=tmp_path, log_every_n_steps=2))
     run = read_run(tmp_path)
-    assert [step for step, _ in run.figures["loss"]] == [2, 4, 6, 8]
-    assert [step for step, _ in run.figures["eval/loss"]] == [8]
+    assert [step for step, _ in run.curves["loss"]] == [2, 4, 6, 8]
+    assert [step for step, _ in run.curves["eval/loss"]] == [8]
     assert run.counters == {"step": 8, "epoch": 1, "samples": 32}
     assert run.sessions[0].ending == "max_epochs"
     assert run.facts["config"]["max_epochs"] == 1
@@ -49,13 +49,13 @@ def test_half_a_last_line_is_left_out_and_foreign_ones_are_counted(tmp_path: Pat
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('dear diary\n{"step": "two"}\n{"step": 2, "lo')
     run = read_run(tmp_path)
-    assert run.figures == {"loss": [(1, 1.0)]}
+    assert run.curves == {"loss": [(1, 1.0)]}
     assert run.unreadable == 2
 
 
 def test_what_is_not_finite_is_read_as_such(tmp_path: Path) -> None:
     written = line(1, a="NaN", b="Infinity", c="-Infinity", d="a word", e=None, f=True)
-    figures = read_run(write_run(tmp_path, [written])).figures
+    figures = read_run(write_run(tmp_path, [written])).curves
     assert math.isnan(figures["a"][0][1])
     assert (figures["b"], figures["c"]) == ([(1, math.inf)], [(1, -math.inf)])
     assert set(figures) == {"a", "b", "c"}
@@ -63,12 +63,12 @@ def test_what_is_not_finite_is_read_as_such(tmp_path: Path) -> None:
 
 def test_the_log_of_a_loop_of_ones_own_is_read(tmp_path: Path) -> None:
     write_run(tmp_path, [{"step": 3, "time/seconds": 0.1, "loss": 2.0}, {"step": None, "loss": 1}])
-    assert read_run(tmp_path).figures == {"loss": [(3, 2.0)]}
+    assert read_run(tmp_path).curves == {"loss": [(3, 2.0)]}
 
 
 def test_a_run_that_has_only_begun_is_read(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path, events=[event("start", 0, {"setup": 1.0}, time=0.0)]))
-    assert (run.figures, run.sessions[0].ending) == ({}, "under way or killed")
+    assert (run.curves, run.sessions[0].ending) == ({}, "under way or killed")
 
 
 def test_runs_of_the_same_name_are_told_apart(tmp_path: Path) -> None:

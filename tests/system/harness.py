@@ -17,7 +17,7 @@ import torch
 
 from tests.system.toys import BEGUN, messages
 
-TIME_LIMIT = 60.0  # seconds in which a run must end
+TIME_LIMIT = 300.0  # seconds in which a run must end; much, for a busy machine
 
 
 class Job:
@@ -130,7 +130,7 @@ class Job:
         """The steps that processes were told to be committed."""
         return [number for _, number in messages(self._heard) if number >= 0]
 
-    def left_behind(self, seconds: float = 1.0) -> bool:
+    def left_behind(self, seconds: float = 30.0) -> bool:
         """Return whether anything that the ranks started outlives them by `seconds`."""
         deadline = time.monotonic() + seconds
         while _lives(self.group):

@@ -98,6 +98,7 @@ def _exit_codes(script: str, folder: Path, jobs: int, at_once: int) -> list[int]
     return [int(code) for code in result.stdout.strip().splitlines()[-1].strip("[]").split(",")]
 
 
+@pytest.mark.e2e
 def test_the_end_waits_for_threads_that_still_hold_tensors(tmp_path: Path) -> None:
     assert _exit_codes(_SLOW_THREAD, tmp_path, jobs=4, at_once=2) == [0] * 8
 

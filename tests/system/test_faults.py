@@ -3,10 +3,12 @@
 `benchmarks/faults.py` has the long version.
 """
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from tests.helpers.tiers import with_few
 from tests.system.faults import FAULTS, Fault, inject
 
 # Each way to fail once; the rest is for the campaign.
@@ -28,11 +30,21 @@ SHORT = [
 ]
 
 
-def _is_short(fault: Fault) -> bool:
-    return (fault.place, fault.act, fault.size) in SHORT
+FEW = [SHORT[3], SHORT[9], SHORT[13]]  # an error, a kill, a stall
 
 
-@pytest.mark.parametrize("fault", [*filter(_is_short, FAULTS)], ids=lambda fault: fault.name)
+def _is_in(faults: list[tuple[str, str, int]], fault: Fault) -> bool:
+    return (fault.place, fault.act, fault.size) in faults
+
+
+_is_short = partial(_is_in, SHORT)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    with_few(filter(partial(_is_in, FEW), FAULTS), filter(_is_short, FAULTS)),
+    ids=lambda f: f.name,
+)
 def test_everyone_leaves_and_one_report_tells_why(fault: Fault, tmp_path: Path) -> None:
     assert inject(fault, tmp_path).problems == []
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.tiers import with_few
 from tests.system.toys import Saving, Settings
 from tests.system.trials import Signals, reference, survive_signals
 
@@ -60,11 +61,12 @@ HOOKED = {
 }
 
 
-@pytest.mark.parametrize("name", HOOKED)
+@pytest.mark.parametrize("name", with_few(["to one of two"], HOOKED))
 def test_a_signal_saves_once_and_the_resumed_run_is_the_same(name: str, tmp_path: Path) -> None:
     assert survive_signals(*HOOKED[name], tmp_path).problems == []
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("fraction", [0.1, 0.3, 0.5])
 def test_a_signal_may_come_at_any_moment(fraction: float, tmp_path: Path) -> None:
     settings, saving = Settings(samples=60, workers=2), Saving(every_n_steps=2)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.system.harness import Job, running
+from tests.system.harness import TIME_LIMIT, Job, running
 from tests.system.toys import Saving, Settings, Training, read_journal, read_outcome
 from trainkit import Callback, Run
 from trainkit.checkpoint import CheckpointStore
@@ -129,7 +129,7 @@ def survive_kills(
     while True:
         with running(settings.size, folder, lambda *rank: body(folder, *rank)) as job:
             may_kill = report.kills < most_kills
-            ended = job.wait(chance.uniform(0, expected.seconds) if may_kill else 60.0)
+            ended = job.wait(chance.uniform(0, expected.seconds) if may_kill else TIME_LIMIT)
             if not ended and not may_kill:
                 job.send(signal.SIGQUIT)
                 job.wait(1.0)

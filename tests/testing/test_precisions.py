@@ -72,6 +72,7 @@ class LosesState(FP16):
         pass
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("broken", "message"),
     [
@@ -85,4 +86,4 @@ class LosesState(FP16):
 )
 def test_a_broken_precision_is_found(broken: Callable[[], Precision], message: str) -> None:
     with pytest.raises(AssertionError, match=message):
-        check_precision(broken, timeout_seconds=60)
+        check_precision(broken)

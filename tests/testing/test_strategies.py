@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
+from tests.helpers.tiers import with_few
 from trainkit.strategies import DDP, FSDP, SingleDevice
 from trainkit.testing import check_strategy
 
@@ -16,13 +17,14 @@ def test_single_device() -> None:
     check_strategy(SingleDevice, processes=1)
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("processes", [1, 2, 3])
 def test_ddp(processes: int) -> None:
     check_strategy(DDP, processes=processes)
 
 
 @pytest.mark.filterwarnings("ignore:FSDP gains nothing")
-@pytest.mark.parametrize("processes", [1, 2, 3])
+@pytest.mark.parametrize("processes", with_few([2], [1, 2, 3]))
 def test_fsdp(processes: int) -> None:
     check_strategy(FSDP, processes=processes)
 
@@ -63,6 +65,7 @@ class Forgetful(DDP):
         threading.Thread(target=threading.Event().wait, name="forgotten").start()
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("broken", "message"),
     [
@@ -75,7 +78,7 @@ class Forgetful(DDP):
 )
 def test_a_broken_strategy_is_found(broken: type[DDP], message: str) -> None:
     with pytest.raises(AssertionError, match=message):
-        check_strategy(broken, processes=2, timeout_seconds=60)
+        check_strategy(broken, processes=2)
 
 
 def test_the_number_of_processes_must_share_the_batch() -> None:

@@ -13,8 +13,9 @@ from trainkit.checkpoint.retention import Best, KeepPolicy, removable, rotate
 from trainkit.checkpoint.store import CheckpointStore
 from trainkit.cli import convert
 from trainkit.cli.contents import Contents, TensorSummary, leaves, read_contents
-from trainkit.cli.tables import print_table, readable_size
+from trainkit.cli.tables import print_table
 from trainkit.errors import CheckpointError, ConfigError
+from trainkit.formatting import readable_size
 
 __all__ = ["add_to"]
 

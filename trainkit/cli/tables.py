@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-__all__ = ["print_table", "readable_size"]
+__all__ = ["print_table"]
 
 
 def print_table(titles: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
@@ -17,16 +17,6 @@ def print_table(titles: Sequence[str], rows: Iterable[Sequence[object]]) -> None
             for cell, width, is_number in zip(row, widths, numeric, strict=True)
         ]
         print("  ".join(parts).rstrip())
-
-
-def readable_size(size: int) -> str:
-    """Return a number of bytes for people, such as `1.5 MB`."""
-    value = float(size)
-    for unit in ("B", "kB", "MB", "GB"):
-        if value < 1000:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1000
-    return f"{value:.1f} TB"
 
 
 def _plain(cell: object) -> str:

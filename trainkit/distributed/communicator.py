@@ -106,6 +106,7 @@ class Communicator:
         `rows.start` is the offset of its labels. It is empty inside a repeat of weight 0.
         """
         collective_guard.check("own_rows")
+        self.processes.knows_own_rows = True
         count = 0 if self.processes.repeats else tensor.shape[:1].numel()
         first = sum(self.processes.all_gather_objects(count)[: self.process_index])
         return slice(first, first + count)

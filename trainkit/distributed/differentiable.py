@@ -1,5 +1,6 @@
 """Gather rows so that gradients flow back to the process that gave them (rule 6)."""
 
+import warnings
 from typing import Any
 
 import torch
@@ -30,7 +31,9 @@ def gather_with_gradients(processes: Processes, value: Any, *, name: str = "valu
     collective_guard.check("gather")
     if processes.size == 1:
         return map_tensors(torch.atleast_1d, value, name)
-    numbers = iter(_numbers_of_rows(processes, value, name))
+    counted = _numbers_of_rows(processes, value, name)
+    _say_if_uneven(processes, counted)
+    numbers = iter(counted)
 
     def gathered(tensor: Tensor) -> Tensor:
         counts = next(numbers)
@@ -58,6 +61,21 @@ class _Gather(torch.autograd.Function):
         own = torch.zeros_like(gradient) if ctx.repeats else gradient.clone()
         total = ctx.processes.all_reduce(own)
         return total.narrow(0, sum(counts[:rank]), counts[rank]), None, None
+
+
+def _say_if_uneven(processes: Processes, counted: list[list[int]]) -> None:
+    """Warn once, on process 0, where labels by `rank * len(rows)` would be those of other rows."""
+    uneven = next((counts for counts in counted if len(set(counts)) > 1), None)
+    if uneven is None or processes.knows_own_rows:
+        return
+    processes.knows_own_rows = True
+    if processes.is_main:
+        warnings.warn(
+            f"`gather` joins {', '.join(map(str, uneven))} rows of the processes. Labels that "
+            "count from `rank * len(rows)` would belong to other rows: take `own_rows(x).start`, "
+            "and only these rows of `x`. A loss that needs no such labels is right as it is.",
+            stacklevel=5,
+        )
 
 
 def _numbers_of_rows(processes: Processes, value: Any, name: str) -> list[list[int]]:

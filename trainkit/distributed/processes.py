@@ -85,6 +85,7 @@ class Processes:
         self._pid = os.getpid()
         self._closed = False
         self.repeats = False  # inside a repeat of weight 0, whose rows nobody gathers (rule 16)
+        self.knows_own_rows = False  # whether `own_rows` was asked for, or said to be
         self.watch: Watch | None = None  # on the other processes; None where there are none
 
     @classmethod

@@ -7,7 +7,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from trainkit.config import checked
-from trainkit.metrics.local_metric import Figures, LocalMetric
+from trainkit.metrics.local_metric import LocalMetric, Values
 from trainkit.metrics.samples import IGNORED, class_labels
 
 __all__ = ["Accuracy"]
@@ -51,7 +51,7 @@ class Accuracy(LocalMetric):
             self._sums = right + weights[is_right].sum(), total + weights[counts].sum()
 
     @override
-    def _figures(self) -> Figures:
+    def _values(self) -> Values:
         right, total = (float(value) for value in self._sums)
         if not self.normalize:
             return {"accuracy": right}

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from trainkit.config import checked
 from trainkit.errors import ConfigError, DataError
-from trainkit.metrics.local_metric import Figures, LocalMetric
+from trainkit.metrics.local_metric import LocalMetric, Values
 from trainkit.metrics.samples import IGNORED, class_labels
 
 __all__ = ["F1", "ClassScore", "Precision", "Recall"]
@@ -34,7 +34,7 @@ class ClassScore(LocalMetric):
     Args:
         average: `"binary"`: the score of the class `pos_label` of at most two. `"micro"`: the
             score of the counts over all classes. `"macro"`: the mean of the classes' scores.
-            `"weighted"`: the same, weighted by how often each class is true. None: one figure
+            `"weighted"`: the same, weighted by how often each class is true. None: one value
             for each class.
         labels: The classes to look at, in this order; all classes that were seen, in ascending
             order, where not given. Not for `"binary"`.
@@ -100,7 +100,7 @@ class ClassScore(LocalMetric):
             self._sums[label] = [a + b for a, b in zip(old, new, strict=True)]
 
     @override
-    def _figures(self) -> Figures:
+    def _values(self) -> Values:
         if not self._sums:
             return {}  # no sample has a class
         counts: list[Counts] = [self._sums.get(label, (0, 0, 0)) for label in self._scored()]
@@ -113,10 +113,10 @@ class ClassScore(LocalMetric):
         return {self.name: scores if len(scores) > 1 else scores[0]}
 
     @override
-    def _flat(self, figures: Figures) -> dict[str, float]:
-        if self.average is not None or not figures:
-            return super()._flat(figures)
-        scores = figures[self.name]
+    def _flat(self, values: Values) -> dict[str, float]:
+        if self.average is not None or not values:
+            return super()._flat(values)
+        scores = values[self.name]
         scores = scores if isinstance(scores, list) else [scores]
         # Named by class and not by place: a class that never comes up would shift the others.
         pairs = zip(self._scored(), scores, strict=True)
@@ -132,7 +132,7 @@ class ClassScore(LocalMetric):
                 f'The metric `{self.name}` with `average="binary"` needs two classes, but saw '
                 f"{_shown(seen)}. Average over classes: "
                 f'`metrics.load("{self.name}", average="macro")`, or "micro", or "weighted"; with '
-                "None each class has its figure."
+                "None each class has its value."
             )
         if len(seen) == 2 and self.pos_label not in seen:
             raise DataError(

@@ -48,7 +48,7 @@ class CollectingMetric(Metric):
 
     @abstractmethod
     def _compute(self, predictions: Any, references: Any) -> dict[str, float]:
-        """Return the figures over all samples; there is at least one."""
+        """Return the values over all samples; there is at least one."""
 
 
 def _kept(values: Any) -> Any:
@@ -59,20 +59,18 @@ def _kept(values: Any) -> Any:
         return {key: _kept(value) for key, value in values.items()}
     if is_structure(values):
         return tuple(_kept(value) for value in values)
-    return values if is_array(values) else [_kept_entry(value) for value in values]
-
-
-def _kept_entry(value: Any) -> Any:
-    return value.detach().cpu() if isinstance(value, Tensor) else value
+    if is_array(values):
+        return values
+    return [value.detach().cpu() if isinstance(value, Tensor) else value for value in values]
 
 
 def _join(metric: str, argument: str, chunks: list[Any]) -> Any:
     first = chunks[0]
-    if any(_form(chunk) != _form(first) for chunk in chunks):
+    forms = list(dict.fromkeys(map(_form, chunks)))
+    if len(forms) > 1:
         raise DataError(
-            f"The metric `{metric}` got `{argument}` of different forms: "
-            f"{_form(first)}, and later {next(f for f in map(_form, chunks) if f != _form(first))}."
-            " Return the same form from every evaluation step."
+            f"The metric `{metric}` got `{argument}` of different forms: {forms[0]}, and later "
+            f"{forms[1]}. Return the same form from every evaluation step."
         )
     if isinstance(first, dict):
         return {key: _join(metric, argument, [chunk[key] for chunk in chunks]) for key in first}
@@ -80,7 +78,7 @@ def _join(metric: str, argument: str, chunks: list[Any]) -> Any:
         fields = zip(*chunks, strict=True)
         return tuple(_join(metric, argument, list(field)) for field in fields)
     if is_array(first) and all(chunk.shape[1:] == first.shape[1:] for chunk in chunks):
-        return _concatenate(chunks)
+        return _concatenated(chunks)
     return [entry for chunk in chunks for entry in chunk]
 
 
@@ -93,7 +91,7 @@ def _form(chunk: Any) -> str:
     return type(chunk).__name__
 
 
-def _concatenate(chunks: list[Any]) -> Any:
+def _concatenated(chunks: list[Any]) -> Any:
     if len(chunks) == 1:
         return chunks[0]
     if isinstance(chunks[0], Tensor):

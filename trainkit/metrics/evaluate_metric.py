@@ -1,7 +1,5 @@
 """A module of the `evaluate` library as a metric."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,8 +10,7 @@ from trainkit.config import checked
 from trainkit.containers.tree import is_array
 from trainkit.errors import ConfigError, DataError
 from trainkit.metrics.collecting import CollectingMetric
-from trainkit.metrics.figures import flatten
-from trainkit.metrics.metric import Uses, agreed
+from trainkit.metrics.metric import Uses, agreed, flatten, setting
 
 __all__ = ["EvaluateMetric"]
 
@@ -50,7 +47,7 @@ class EvaluateMetric(CollectingMetric):
 
     @override
     def compute(self, *, predictions: Any = None, references: Any = None, **options: Any) -> Any:
-        """Return the figures over what was seen, or the module's own result for given data.
+        """Return the values over what was seen, or the module's own result for given data.
 
         Args:
             predictions: If given, nothing else is looked at.
@@ -74,7 +71,8 @@ class EvaluateMetric(CollectingMetric):
         inputs = {"predictions": _plain(predictions), "references": _plain(references)}
         if self._parts == [self.module]:
             inputs = _by_input_name(self.module, **inputs)
-        with _in_memory(self._parts):
+        # Not in cache files, for which all processes of a machine would compete.
+        with setting(self._parts, "keep_in_memory", True):
             result = self.module.compute(**inputs, **{**self._options, **options})
         if result is None:
             raise DataError(f"The metric `{self.name}` returned nothing.")
@@ -109,16 +107,3 @@ def _plain(values: Any) -> Any:
         values = values.float() if values.dtype is torch.bfloat16 else values
         return values.numpy() if values.ndim == 1 else values.tolist()
     return values.tolist() if is_array(values) and values.ndim > 1 else values
-
-
-@contextmanager
-def _in_memory(modules: list[Any]) -> Iterator[None]:
-    """Keep `modules` from writing cache files, for which all processes of a machine compete."""
-    before = [module.keep_in_memory for module in modules]
-    try:
-        for module in modules:
-            module.keep_in_memory = True
-        yield
-    finally:
-        for module, value in zip(modules, before, strict=True):
-            module.keep_in_memory = value

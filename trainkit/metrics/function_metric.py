@@ -11,8 +11,7 @@ from typing_extensions import override
 from trainkit.config import checked
 from trainkit.errors import ConfigError, DataError
 from trainkit.metrics.collecting import CollectingMetric
-from trainkit.metrics.figures import flatten
-from trainkit.metrics.metric import Uses
+from trainkit.metrics.metric import Uses, flatten
 
 __all__ = ["FunctionMetric", "scores"]
 
@@ -37,9 +36,9 @@ class FunctionMetric(CollectingMetric):
             evaluation step returned tensors.
         uses: What it gets as predictions; see `Metric.uses`. None: predictions, or what the name
             of sklearn's second parameter says, such as `y_score`.
-        name: Key of the figure where `function` returns a single number; the function's own name
+        name: Key of the value where `function` returns a single number; the function's own name
             where not given.
-        higher_is_better: Whether the higher figure is the better one, for all figures; None: no
+        higher_is_better: Whether the higher value is the better one, for all values; None: no
             value of them counts as the best.
 
     Raises:

@@ -1,5 +1,6 @@
 """What the metrics that trainkit computes itself have in common."""
 
+import inspect
 from abc import abstractmethod
 from typing import Any, ClassVar, Self
 
@@ -7,13 +8,12 @@ from torch import Tensor
 from typing_extensions import override
 
 from trainkit.errors import ConfigError, DataError
-from trainkit.metrics.figures import flatten
-from trainkit.metrics.metric import Metric
+from trainkit.metrics.metric import Metric, flatten
 from trainkit.metrics.samples import matching_length, real_numbers
 
 __all__ = ["LocalMetric"]
 
-Figures = dict[str, float | list[float]]
+Values = dict[str, float | list[float]]
 
 
 class LocalMetric(Metric):
@@ -68,7 +68,7 @@ class LocalMetric(Metric):
         self._samples += samples
 
     def add_batch(self, *, predictions: Any, references: Any) -> None:
-        """Add a chunk, as in `evaluate`: the next `compute` returns its figures and resets."""
+        """Add a chunk, as in `evaluate`: the next `compute` returns its values and resets."""
         self.update(predictions, references)
         self._is_batched = True
 
@@ -81,7 +81,7 @@ class LocalMetric(Metric):
         sample_weight: Any = None,
         **options: Any,
     ) -> dict[str, Any]:
-        """Return the figures: flat without arguments, else in the form of `evaluate`.
+        """Return the values: flat without arguments, else in the form of `evaluate`.
 
         Args:
             predictions: If given, only these and `references` are looked at; nothing is kept.
@@ -90,7 +90,7 @@ class LocalMetric(Metric):
             options: Take the place of those of the constructor, this time only.
 
         Returns:
-            Figures by name. In the form of `evaluate`, several figures under one name are a
+            Values by name. In the form of `evaluate`, several values under one name are a
             NumPy array; without arguments each has a name of its own, such as `f1/0`.
 
         Raises:
@@ -99,7 +99,7 @@ class LocalMetric(Metric):
         """
         has_data = not (predictions is None and references is None and sample_weight is None)
         if has_data or options:
-            metric = self._with(options)
+            metric = self.of({**self._options, **options})
             if has_data:
                 metric.update(predictions, references, sample_weight)
             else:
@@ -111,19 +111,20 @@ class LocalMetric(Metric):
             self.reset()
         return result
 
-    def _with(self, options: dict[str, Any]) -> Self:
-        unknown = sorted(set(options) - set(self._options))
+    @classmethod
+    def of(cls, options: dict[str, Any]) -> Self:
+        """Return a metric with these options; raise ConfigError where it has no such one."""
+        known = list(inspect.signature(cls).parameters)
+        unknown = sorted(set(options) - set(known))
         if unknown:
-            raise ConfigError(
-                f"The metric `{self.name}` has no option {unknown}. It has {list(self._options)}."
-            )
-        return type(self)(**{**self._options, **options})
+            raise ConfigError(f"The metric `{cls.name}` has no option {unknown}. It has {known}.")
+        return cls(**options)
 
-    def _result(self) -> Figures:
-        return self._figures() if self._samples else {}
+    def _result(self) -> Values:
+        return self._values() if self._samples else {}
 
-    def _flat(self, figures: Figures) -> dict[str, float]:
-        return flatten(self.name, figures)
+    def _flat(self, values: Values) -> dict[str, float]:
+        return flatten(self.name, values)
 
     @abstractmethod
     def _zero(self) -> Any:
@@ -134,8 +135,8 @@ class LocalMetric(Metric):
         """Add a chunk of at least one sample to `_sums`; `weights` is float64 or None for ones."""
 
     @abstractmethod
-    def _figures(self) -> Figures:
-        """Return the figures over at least one sample."""
+    def _values(self) -> Values:
+        """Return the values over at least one sample."""
 
 
 def _as_evaluate_does(value: float | list[float]) -> Any:

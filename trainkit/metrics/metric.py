@@ -1,12 +1,13 @@
 """The face that every metric shows to the evaluation."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Literal, TypeAlias, TypeVar
 
-from trainkit.errors import ConfigError
+from trainkit.errors import ConfigError, DataError
 
-__all__ = ["Metric", "Uses", "agreed"]
+__all__ = ["Metric", "Uses", "agreed", "flatten", "setting"]
 
 T = TypeVar("T")
 
@@ -14,7 +15,7 @@ Uses: TypeAlias = Literal["predictions", "scores", "values", "probabilities", "l
 
 
 class Metric(ABC):
-    """One figure, or several, over a whole evaluation.
+    """One value, or several, over a whole evaluation.
 
     An evaluation calls `reset`, then `update` with consecutive chunks in the loader's order, then
     `compute`. Every process sees every sample, so a metric never talks to other processes.
@@ -30,13 +31,13 @@ class Metric(ABC):
     (`"loss"`)."""
 
     keys: tuple[str, ...] | None = None
-    """Names of the figures, where they are known before the metric runs."""
+    """Names of the values, where they are known before the metric runs."""
 
     higher_is_better: bool | None = None
-    """Whether the higher figure is the better one, for all figures; None where nobody can say."""
+    """Whether the higher value is the better one, for all values; None where nobody can say."""
 
-    figures: tuple[str, ...] = ()
-    """Names of the figures that the latest evaluation got from it; set by the evaluation."""
+    latest_keys: tuple[str, ...] = ()
+    """Names of the values that the latest evaluation got from it; set by the evaluation."""
 
     convention: Any = None
     """How the loss takes scores of the default step, if that is known; set by the evaluation."""
@@ -57,7 +58,7 @@ class Metric(ABC):
 
     @abstractmethod
     def compute(self) -> dict[str, float]:
-        """Return the figures over what was seen since `reset`; `{}` where that was nothing."""
+        """Return the values over what was seen since `reset`; `{}` where that was nothing."""
 
 
 def agreed(name: str, inputs: Iterable[T]) -> T:
@@ -69,3 +70,56 @@ def agreed(name: str, inputs: Iterable[T]) -> T:
             "Pass those of each kind by themselves."
         )
     return found.pop()
+
+
+@contextmanager
+def setting(objects: Iterable[Any], name: str, value: object) -> Iterator[None]:
+    """Set an attribute of some objects inside, and what it was again after it."""
+    before = [(each, getattr(each, name)) for each in objects]
+    try:
+        for each, _ in before:
+            setattr(each, name, value)
+        yield
+    finally:
+        for each, old in before:
+            setattr(each, name, old)
+
+
+def flatten(metric: str, result: Any) -> dict[str, float]:
+    """Return `result` as numbers by name, nested names joined by `/`.
+
+    Args:
+        metric: Name of the metric, and of the value where `result` is a single number.
+        result: A number, an array, or any nesting of mappings and sequences of them. Entries of
+            arrays and sequences are named by their index.
+
+    Raises:
+        DataError: An entry is not a number, or two have the same name.
+    """
+    values: dict[str, float] = {}
+    for key, value in _entries("" if isinstance(result, Mapping) else metric, result):
+        if isinstance(value, str) or not isinstance(value, int | float):
+            raise DataError(
+                f"The metric `{metric}` returned a {type(value).__name__} under `{key}`, but a "
+                "value must be a number. Wrap the metric in a function that returns only numbers."
+            )
+        if key in values:
+            raise DataError(
+                f"The metric `{metric}` returned two values named `{key}`. Rename one of them."
+            )
+        values[key] = float(value)
+    return values
+
+
+def _entries(key: str, value: Any) -> Iterable[tuple[str, Any]]:
+    if hasattr(value, "tolist"):  # tensors, NumPy arrays and NumPy scalars
+        value = value.tolist()
+    if isinstance(value, Mapping):
+        pairs: Iterable[tuple[Any, Any]] = value.items()
+    elif isinstance(value, list | tuple):
+        pairs = enumerate(value)
+    else:
+        yield key, value
+        return
+    for name, entry in pairs:
+        yield from _entries(f"{key}/{name}" if key else str(name), entry)

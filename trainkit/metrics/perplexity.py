@@ -8,7 +8,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from trainkit.errors import ConfigError
-from trainkit.metrics.local_metric import Figures, LocalMetric
+from trainkit.metrics.local_metric import LocalMetric, Values
 from trainkit.metrics.samples import real_numbers
 
 __all__ = ["Perplexity"]
@@ -48,7 +48,7 @@ class Perplexity(LocalMetric):
         self._sums = weighted + counted.sum(), total + tokens.sum()
 
     @override
-    def _figures(self) -> Figures:
+    def _values(self) -> Values:
         weighted, total = (float(value) for value in self._sums)
         if total == 0:
             return {}

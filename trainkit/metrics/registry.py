@@ -1,7 +1,6 @@
 """Metrics by name, and whatever can serve as a metric as one."""
 
 import difflib
-import inspect
 import sys
 from typing import Any
 
@@ -37,12 +36,7 @@ def load(name: str, **options: Any) -> LocalMetric | EvaluateMetric:
     """
     if name not in _SHIPPED:
         return _load_from_evaluate(name, options)
-    metric = _SHIPPED[name]
-    known = list(inspect.signature(metric).parameters)
-    unknown = sorted(set(options) - set(known))
-    if unknown:
-        raise ConfigError(f"The metric `{name}` has no option {unknown}. It has {known}.")
-    return metric(**options)
+    return _SHIPPED[name].of(options)
 
 
 def as_metric(thing: Any) -> Metric:

@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from trainkit.config import checked
 from trainkit.errors import ConfigError, DataError
-from trainkit.metrics.local_metric import Figures, LocalMetric
+from trainkit.metrics.local_metric import LocalMetric, Values
 from trainkit.metrics.samples import real_columns, refuse_filled
 
 __all__ = ["MAE", "MSE", "MeanError"]
@@ -23,7 +23,7 @@ class MeanError(LocalMetric):
 
     Args:
         multioutput: What becomes of several outputs. `"uniform_average"`: their mean.
-            `"raw_values"`: one figure for each. Numbers: their mean with these weights.
+            `"raw_values"`: one value for each. Numbers: their mean with these weights.
 
     Raises:
         ConfigError: `multioutput` is none of these.
@@ -72,7 +72,7 @@ class MeanError(LocalMetric):
         self._sums = errors if sums is None else sums + errors, total
 
     @override
-    def _figures(self) -> Figures:
+    def _values(self) -> Values:
         sums, total = self._sums
         total = float(total)
         errors = [self._final(error / total if total else math.nan) for error in sums.tolist()]

@@ -1,8 +1,6 @@
 """A metric of the `torchmetrics` library as a metric."""
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,8 +10,7 @@ from typing_extensions import override
 from trainkit.config import checked
 from trainkit.containers.tree import is_array
 from trainkit.errors import ConfigError, DataError
-from trainkit.metrics.figures import flatten
-from trainkit.metrics.metric import Metric, Uses, agreed
+from trainkit.metrics.metric import Metric, Uses, agreed, flatten, setting
 from trainkit.metrics.model_outputs import form
 from trainkit.metrics.samples import IGNORED, matching_length
 
@@ -33,7 +30,7 @@ class TorchMetric(Metric):
 
     Args:
         metric: The metric or collection.
-        name: Key of the figure where the metric returns a single number; the name of its class
+        name: Key of the value where the metric returns a single number; the name of its class
             where not given.
 
     Raises:
@@ -73,7 +70,7 @@ class TorchMetric(Metric):
                 raise ValueError(
                     "They must have one shape; of two classes, `outputs.softmax(1)[:, 1]` has it."
                 )
-            with _unsynchronised(self._parts()):
+            with setting(self._parts(), "distributed_available_fn", _never):
                 self.metric.update(predictions, references)
         except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
             raise DataError(
@@ -86,7 +83,7 @@ class TorchMetric(Metric):
     def compute(self) -> dict[str, float]:
         if self._samples == 0:
             return {}
-        with _unsynchronised(self._parts()):
+        with setting(self._parts(), "distributed_available_fn", _never):
             return flatten(self.name, self.metric.compute())
 
     def _parts(self) -> list[Any]:
@@ -176,15 +173,3 @@ def _direction(metric: Any) -> bool | None:
 
 def _never() -> bool:
     return False
-
-
-@contextmanager
-def _unsynchronised(metrics: list[Any]) -> Iterator[None]:
-    before = [metric.distributed_available_fn for metric in metrics]
-    try:
-        for metric in metrics:
-            metric.distributed_available_fn = _never
-        yield
-    finally:
-        for metric, function in zip(metrics, before, strict=True):
-            metric.distributed_available_fn = function

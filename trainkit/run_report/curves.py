@@ -1,13 +1,13 @@
-"""Which figures share a chart, and how a long curve becomes a short one."""
+"""Which metrics share a chart, and how a long curve becomes a short one."""
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from trainkit.formatting import json_value
 from trainkit.run_report.goodput import throughput
 from trainkit.run_report.records import Point, RunLog
 
-__all__ = ["Chart", "Series", "charts_of", "thin"]
+__all__ = ["MOST_CHARTS", "Chart", "Series", "charts_of", "thin"]
 
 MOST_POINTS = 1200  # of a curve on the page
 MOST_MARKS = 200
@@ -32,13 +32,12 @@ class Series:
     marks: list[tuple[int, str]] = field(default_factory=list)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Chart:
     """Curves that are drawn over each other."""
 
     title: str
     series: list[Series]
-    main: bool  # whether it is shown at once, or only on request
 
 
 _STEP_TIME = "seconds per step"
@@ -62,25 +61,23 @@ def charts_of(runs: Sequence[RunLog]) -> list[Chart]:
     """Return the charts of some runs, the most asked for first."""
     grouped: dict[str, list[Series]] = {}
     for number, run in enumerate(runs):
-        for name, points in _figures(run):
+        for name, points in _curves(run):
             title, label = _place(name)
-            good, marks = _split(points)
-            series = Series(run=number, label=label, points=thin(good), marks=marks[:MOST_MARKS])
+            good = [(step, _short(value)) for step, value in thin(_drawable(points))]
+            marks = [(s, str(json_value(_short(v)))) for s, v in points if not abs(v) < DRAWABLE]
+            series = Series(run=number, label=label, points=good, marks=marks[:MOST_MARKS])
             grouped.setdefault(title, []).append(series)
-    return [
-        Chart(title=title, series=grouped[title], main=index < MOST_CHARTS)
-        for index, title in enumerate(sorted(grouped, key=_rank))
-    ]
+    return [Chart(title, grouped[title]) for title in sorted(grouped, key=_rank)]
 
 
-def _figures(run: RunLog) -> Iterator[tuple[str, list[Point]]]:
-    yield from run.figures.items()
-    if "time/samples_per_second" not in run.figures and (points := throughput(run)):
+def _curves(run: RunLog) -> Iterator[tuple[str, list[Point]]]:
+    yield from run.curves.items()
+    if "time/samples_per_second" not in run.curves and (points := throughput(run)):
         yield "time/samples_per_second", points
 
 
 def _place(name: str) -> tuple[str, str]:
-    """Return the title of the chart for a figure, and its label there."""
+    """Return the title of the chart for a metric, and its label there."""
     last = name.rsplit("/", 1)[-1]
     if name.startswith("lr/"):
         return "learning rate", name
@@ -98,17 +95,12 @@ def _rank(title: str) -> float:
     return _EVALUATION if title.startswith("evaluation: ") else len(_ORDER)
 
 
-def _split(points: Sequence[Point]) -> tuple[list[Point], list[tuple[int, str]]]:
-    """Return the points that can be drawn, and the others with a word for what they are."""
-    good = [point for point in points if abs(point[1]) < DRAWABLE]
-    marks = [(step, _word(value)) for step, value in points if not abs(value) < DRAWABLE]
-    return good, marks
+def _drawable(points: Sequence[Point]) -> list[Point]:
+    return [point for point in points if abs(point[1]) < DRAWABLE]
 
 
-def _word(value: float) -> str:
-    if math.isnan(value):
-        return "NaN"
-    return f"{value:.4g}" if math.isfinite(value) else "Infinity" if value > 0 else "-Infinity"
+def _short(value: float) -> float:
+    return float(f"{value:.6g}")
 
 
 def thin(points: list[Point], most: int = MOST_POINTS) -> list[Point]:

@@ -115,13 +115,9 @@ def _seconds_at(session: Session, window: int) -> dict[str, float]:
     first, second = before[-1], after[0]
     share = (window - first.attempts) / (second.attempts - first.attempts)
     return {
-        phase: _between(first.seconds.get(phase, 0.0), spent, share)
+        phase: (1 - share) * first.seconds.get(phase, 0.0) + share * spent
         for phase, spent in second.seconds.items()
     }
-
-
-def _between(first: float, second: float, share: float) -> float:
-    return first + share * (second - first)
 
 
 def _waits(session: Session) -> Iterator[tuple[float, float, float]]:
@@ -141,7 +137,7 @@ def _logs(session: Session) -> Iterator[Event]:
 def throughput(run: RunLog) -> list[tuple[int, float]]:
     """Return samples a second of training at each log, from the clock of the events.
 
-    Lost work is left out, as it is from the figures.
+    Lost work is left out, as it is from the curves.
     """
     points = []
     for session, kept in zip(run.sessions, _kept_windows(run.sessions), strict=True):

@@ -4,20 +4,20 @@ import json
 import re
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from html import escape
 from importlib.resources import files
-from typing import Any
 
-from trainkit.run_report.curves import Chart, charts_of
+from trainkit.run_report.curves import MOST_CHARTS, Chart, charts_of
 from trainkit.run_report.goodput import PARTS, Goodput, goodput
 from trainkit.run_report.records import RunLog
-from trainkit.run_report.tables import Row, configuration, duration, figures, sessions, summary
+from trainkit.run_report.tables import Row, configuration, duration, last_values, sessions, summary
 
 __all__ = ["make_page"]
 
 MOST_SKIPS = 60  # that are listed by step
 LEAST_SHARE = 0.0005  # of the time that is told in words
-_SESSION_HEAD = (
+_SESSIONS = [
     "started",
     "from step",
     "until step",
@@ -25,7 +25,7 @@ _SESSION_HEAD = (
     "ended by",
     "done again",
     "down before",
-)
+]
 
 
 def make_page(runs: Sequence[RunLog]) -> str:
@@ -39,7 +39,7 @@ def make_page(runs: Sequence[RunLog]) -> str:
         _goodput(runs, splits),
         _curves(charts),
         _events(runs, splits),
-        _figures(runs),
+        _last_values(runs),
         _configuration(runs),
         _notes(runs),
     ]
@@ -63,24 +63,11 @@ def _asset(name: str) -> str:
 
 def _data(runs: Sequence[RunLog], charts: Sequence[Chart]) -> str:
     """Return the curves as JSON that cannot end the element that it stands in."""
-    data: dict[str, Any] = {
+    data = {
         "runs": [{"name": run.name, "resumes": run.resumes, "skips": run.skips} for run in runs],
-        "charts": [
-            {
-                "title": chart.title,
-                "series": [
-                    {"run": s.run, "label": s.label, "points": _short(s.points), "marks": s.marks}
-                    for s in chart.series
-                ],
-            }
-            for chart in charts
-        ],
+        "charts": [asdict(chart) for chart in charts],
     }
     return json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
-
-
-def _short(points: Iterable[tuple[int, float]]) -> list[tuple[int, float]]:
-    return [(step, float(f"{value:.6g}")) for step, value in points]
 
 
 def _header(runs: Sequence[RunLog]) -> str:
@@ -170,9 +157,8 @@ def _curves(charts: Sequence[Chart]) -> str:
     places = [
         f'<figure class="chart" data-chart="{index}"></figure>' for index in range(len(charts))
     ]
-    shown = "".join(p for p, chart in zip(places, charts, strict=True) if chart.main)
-    rest = "".join(p for p, chart in zip(places, charts, strict=True) if not chart.main)
-    more = f'<details><summary>More figures</summary><div class="charts">{rest}</div></details>'
+    shown, rest = "".join(places[:MOST_CHARTS]), "".join(places[MOST_CHARTS:])
+    more = f'<details><summary>More metrics</summary><div class="charts">{rest}</div></details>'
     tools = (
         '<p class="hint">Drag over a chart to look closer, double-click to see all. Click a name '
         'to hide its curve. <label><input type="range" id="smooth" min="0" max="0.98" step="0.02" '
@@ -188,7 +174,7 @@ def _events(runs: Sequence[RunLog], splits: Sequence[Goodput | None]) -> str:
     for run, split in zip(runs, splits, strict=True):
         content = ""
         if split is not None and len(run.sessions) > 1:
-            content += _table(_SESSION_HEAD, sessions(run, split))
+            content += _table(_SESSIONS, sessions(run, split))
         if run.skips:
             content += _skips(run)
         if content:
@@ -206,14 +192,14 @@ def _skips(run: RunLog) -> str:
     )
 
 
-def _figures(runs: Sequence[RunLog]) -> str:
-    rows = [[name, *(_triple(cell) for cell in cells)] for name, cells in figures(runs)]
+def _last_values(runs: Sequence[RunLog]) -> str:
+    rows = [[name, *(_triple(cell) for cell in cells)] for name, cells in last_values(runs)]
     head = (
-        ["figure", *(run.name for run in runs)]
+        ["metric", *(run.name for run in runs)]
         if len(runs) > 1
-        else ["figure", "last, and lowest to highest"]
+        else ["metric", "last, and lowest to highest"]
     )
-    return _card("Last figures", _table(head, rows, raw=True)) if rows else ""
+    return _card("Last values", _table(head, rows, raw=True)) if rows else ""
 
 
 def _triple(cell: tuple[str, str, str]) -> str:
@@ -247,12 +233,12 @@ def _group(name: str, rows: Sequence[Row], head: Sequence[str]) -> str:
 
 
 def _notes(runs: Sequence[RunLog]) -> str:
-    notes = [
-        f"{escape(run.name)}: {run.unreadable} lines could not be read and are left out."
+    return "".join(
+        f'<p class="hint">{escape(run.name)}: {run.unreadable} lines could not be read and are '
+        "left out.</p>"
         for run in runs
         if run.unreadable
-    ]
-    return "".join(f'<p class="hint">{note}</p>' for note in notes)
+    )
 
 
 def _breakable(text: str) -> str:

@@ -40,7 +40,7 @@ def make_picture(runs: Sequence[RunLog]) -> bytes:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    charts = [chart for chart in charts_of(runs) if chart.main][:MOST_CHARTS]
+    charts = charts_of(runs)[:MOST_CHARTS]
     splits = [(run.name, split) for run in runs if (split := goodput(run)) is not None]
     rows = -(-len(charts) // COLUMNS)
     heights = [*([0.5 + 0.35 * len(splits)] if splits else []), *([2.6] * rows)] or [1.0]

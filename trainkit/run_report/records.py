@@ -1,4 +1,4 @@
-"""Reads what a run has written: its figures, and its life session by session."""
+"""Reads what a run has written: its metrics, and its life session by session."""
 
 import json
 import math
@@ -13,7 +13,7 @@ from trainkit.errors import ConfigError
 __all__ = ["Event", "Point", "RunLog", "Session", "read_run", "read_runs"]
 
 METRICS = "metrics.jsonl"
-NOT_FIGURES = {"step", "epoch", "samples", "kind", "skipped_steps", "time/seconds"}
+NOT_CURVES = {"step", "epoch", "samples", "kind", "skipped_steps", "time/seconds"}
 SHOWN_PLACES = 5
 
 Point: TypeAlias = tuple[int, float]
@@ -79,7 +79,7 @@ class RunLog:
 
     Args:
         name: Tells the run from the others of a report.
-        path: The file of figures.
+        path: The file of metrics.
         lines: Its lines as they are.
         sessions: The starts of the run; empty where no events were written.
         unreadable: Lines that are no entries, in both files.
@@ -92,12 +92,12 @@ class RunLog:
     unreadable: int = 0
 
     @cached_property
-    def figures(self) -> dict[str, list[Point]]:
+    def curves(self) -> dict[str, list[Point]]:
         """The curves by name, in the order in which they first appear."""
         found: dict[str, list[Point]] = {}
         for line in self.lines:
             for name, value in line.items():
-                if name not in NOT_FIGURES and (number := _number(value, None)) is not None:
+                if name not in NOT_CURVES and (number := _number(value, None)) is not None:
                     found.setdefault(name, []).append((line["step"], number))
         return found
 

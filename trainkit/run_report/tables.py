@@ -10,9 +10,9 @@ from trainkit.config import TrainConfig
 from trainkit.run_report.goodput import Goodput
 from trainkit.run_report.records import RunLog
 
-__all__ = ["Row", "configuration", "duration", "figures", "number", "sessions", "summary"]
+__all__ = ["Row", "configuration", "duration", "last_values", "number", "sessions", "summary"]
 
-MOST_FIGURES = 4  # of the evaluation, in the summary
+MOST_VALUES = 4  # of the evaluation, in the summary
 _GROUPS = ("config", "run", "optimizer", "versions", "started")
 _COUNTERS = {"step": "steps", "epoch": "epochs", "samples": "samples"}
 _DEFAULTS = {field.name: field.default for field in fields(TrainConfig)}
@@ -38,7 +38,7 @@ class Row:
 
 
 def number(value: float) -> str:
-    """Return a figure with four digits, whole numbers with all of theirs."""
+    """Return a value with four digits, whole numbers with all of theirs."""
     if math.isfinite(value) and value == int(value) and abs(value) < 1e15:
         return f"{int(value):,}"
     return f"{value:.4g}"
@@ -60,9 +60,9 @@ def summary(run: RunLog, split: Goodput | None) -> list[tuple[str, str]]:
     """Return what a run came to, in a few names and values; its evaluation first."""
     rows = [
         (name, number(points[-1][1]))
-        for name, points in run.figures.items()
+        for name, points in run.curves.items()
         if name.startswith("eval/")
-    ][:MOST_FIGURES]
+    ][:MOST_VALUES]
     rows += [(_COUNTERS[name], number(value)) for name, value in run.counters.items()]
     if split is not None:
         rows += [
@@ -74,12 +74,12 @@ def summary(run: RunLog, split: Goodput | None) -> list[tuple[str, str]]:
     return [*rows, ("skipped steps", number(len(run.skips)))]
 
 
-def figures(runs: Sequence[RunLog]) -> list[tuple[str, list[tuple[str, str, str]]]]:
-    """Return for each figure and run its last, lowest and highest value; times are left out."""
-    names = dict.fromkeys(name for run in runs for name in run.figures)
+def last_values(runs: Sequence[RunLog]) -> list[tuple[str, list[tuple[str, str, str]]]]:
+    """Return for each metric and run its last, lowest and highest value; times are left out."""
+    names = dict.fromkeys(name for run in runs for name in run.curves)
     order = sorted(names, key=lambda name: not name.startswith("eval/"))
     return [
-        (name, [_extremes([value for _, value in run.figures.get(name, [])]) for run in runs])
+        (name, [_extremes([value for _, value in run.curves.get(name, [])]) for run in runs])
         for name in order
         if not name.startswith("time/")
     ]

@@ -1,6 +1,5 @@
 """The contract of callbacks."""
 
-import copy
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -9,17 +8,17 @@ from typing import Any
 from torch import nn
 from typing_extensions import override
 
-from trainkit.checkpoint import check_encodable
 from trainkit.testing.processes import on_processes
 from trainkit.testing.task import (
     GLOBAL_BATCH,
-    STEPS_PER_EPOCH,
     Network,
-    Save,
+    check_resume,
+    check_state,
     fit,
     loaders,
+    outcome,
     same,
-    weights,
+    train,
 )
 from trainkit.trainer import Trainer
 from trainkit.training.callback import Callback
@@ -30,10 +29,7 @@ __all__ = ["check_callback"]
 
 MakeCallback = Callable[[], Callback]
 
-SAVED_STEP = STEPS_PER_EPOCH + 2  # in the middle of an epoch
 SKIPPED_ATTEMPT = 2
-COUNTERS = ("step", "skipped_steps", "epoch", "samples_seen")
-FIGURES = ("metrics", "best_metrics", "stop_reason")
 
 
 def check_callback(
@@ -73,21 +69,28 @@ def _observe(
     first = _train([used], batch, folder / "first")
     if not changes_training:
         without = _train([], batch, folder / "without")
-        ends = [[{name: end[0][name] for name in COUNTERS}, end[1]] for end in (first, without)]
+        kept = ("step", "skipped_steps", "epoch", "samples_seen", "weights")
+        ends = [{name: end[name] for name in kept} for end in (first, without)]
         assert same(ends), (
-            f"Training with `{used.name}` ends with {ends[0][0]}, without it with {ends[1][0]}, "
-            "or with other weights. A callback must not change what is trained (draw no numbers, "
-            "touch no gradients); pass `changes_training=True` if it is there to do so."
+            f"Training with `{used.name}` ends with {_words(first)}, without it with "
+            f"{_words(without)}, or with other weights. A callback must not change what is trained "
+            "(draw no numbers, touch no gradients); pass `changes_training=True` if it is there "
+            "to do so."
         )
     again = _train([used], batch, folder / "again")
     assert same([first, again]), (
-        f"A second `fit` with the same `{used.name}` ends otherwise than the first: {again[0]} "
-        f"instead of {first[0]}. `on_fit_start` must put back what belongs to one training."
+        f"A second `fit` with the same `{used.name}` ends otherwise than the first: "
+        f"{_words(again)} instead of {_words(first)}. `on_fit_start` must put back what belongs to "
+        "one training."
     )
-    _check_state(make_callback, used)
-    _check_resume(make_callback, batch, folder, first)
+    check_state(used, make_callback(), used.name)
+    check_resume("a callback", batch, folder / "resume", lambda: _options([make_callback()]))
     _check_exception(make_callback, batch, folder)
     return first
+
+
+def _words(end: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in end.items() if name != "weights"}
 
 
 class _SkipOnce(Callback):
@@ -99,48 +102,13 @@ class _SkipOnce(Callback):
             run.request_skip("the contract wants to see a skip")
 
 
-def _train(
-    callbacks: list[Callback], batch: int, folder: Path, *, resume: Path | None = None
-) -> list[Any]:
-    """Train, and return the result without its places on disk, and the weights."""
-    model = Network(seed=0 if resume is None else 1)
-    trainer = Trainer(
-        max_epochs=3,
-        callbacks=[*callbacks, _SkipOnce(), Save(SAVED_STEP)],
-        gradient_accumulation_steps=2,
-        max_grad_norm=0.5,
-        log_every_n_steps=2,
-        output_dir=folder,
-    )
-    result = fit(trainer, model, loaders(batch // 2), resume=resume)
-    return [{name: getattr(result, name) for name in (*COUNTERS, *FIGURES)}, weights(model)]
+def _options(callbacks: list[Callback]) -> dict[str, Any]:
+    return {"callbacks": [*callbacks, _SkipOnce()], "max_epochs": 3, "log_every_n_steps": 2}
 
 
-def _check_state(make_callback: MakeCallback, used: Callback) -> None:
-    state = copy.deepcopy(used.state_dict())
-    check_encodable(state, used.name)
-    fresh = make_callback()
-    fresh.load_state_dict(state)
-    assert same([state, fresh.state_dict()]), (
-        f"After `load_state_dict`, the `state_dict` of `{used.name}` must be what it was: "
-        f"{state!r}, but is {fresh.state_dict()!r}."
-    )
-
-
-def _check_resume(
-    make_callback: MakeCallback, batch: int, folder: Path, expected: list[Any]
-) -> None:
-    straight, resumed = make_callback(), make_callback()
-    _train([straight], batch, folder / "straight")
-    path = folder / "straight" / "checkpoints" / f"step-{SAVED_STEP:08d}"
-    if not path.exists():  # the callback decides itself which checkpoints stay
-        return
-    end = _train([resumed], batch, folder / "resumed", resume=path)
-    assert same([expected, end]), (
-        f"A training with `{straight.name}` that was resumed at step {SAVED_STEP} ends with "
-        f"{end[0]} instead of {expected[0]}, or with other weights. What a callback remembers "
-        "belongs in `state_dict`."
-    )
+def _train(callbacks: list[Callback], batch: int, folder: Path) -> dict[str, Any]:
+    _, result, model = train(batch, folder=folder, **_options(callbacks))
+    return outcome(result, model)
 
 
 class _Trips(nn.Module):

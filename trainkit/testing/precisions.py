@@ -1,6 +1,5 @@
 """The contract of precisions."""
 
-import copy
 import math
 import tempfile
 from collections.abc import Callable, Sequence
@@ -10,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainkit.checkpoint import check_encodable
 from trainkit.precision import FP32, Precision
 from trainkit.testing.processes import on_processes
 from trainkit.testing.task import (
@@ -18,20 +16,18 @@ from trainkit.testing.task import (
     STEPS_PER_EPOCH,
     Network,
     Record,
-    Save,
-    fit,
+    check_resume,
+    check_state,
     loaders,
     same,
-    weights,
+    train,
 )
-from trainkit.trainer import Trainer
 
 __all__ = ["check_precision"]
 
 MakePrecision = Callable[[], Precision]
 
 STEPS = 2 * STEPS_PER_EPOCH
-SAVED_STEP = STEPS_PER_EPOCH + 2  # in the middle of an epoch
 CLOSE = 0.1  # relative; two bytes hold a number to 0.4 %, and errors add up
 
 
@@ -67,9 +63,18 @@ def _observe(rank: int, make_precision: MakePrecision, size: int, folder: Path) 
     if size == 1:
         _check_gradients(make_precision())
         _check_overflow(make_precision())
-    _check_state(make_precision)
+    used = make_precision()
+    _train(used, GLOBAL_BATCH // size)
+    check_state(used, _set_up(make_precision()), "precision")
     _check_norm(make_precision, size)
-    return _check_resume(make_precision, GLOBAL_BATCH // size, folder)
+    made: list[Precision] = []
+
+    def options() -> dict[str, Any]:
+        made.append(make_precision())
+        return {"precision": made[-1], "dtype": torch.float32}
+
+    end = check_resume("a precision", GLOBAL_BATCH // size, folder, options)
+    return [end, made[0].state_dict()]
 
 
 def _set_up(precision: Precision) -> Precision:
@@ -114,16 +119,13 @@ def _gradients(precision: Precision) -> Tensor:
 
 def _check_overflow(precision: Precision) -> None:
     """Check that a precision which scales the loss reports an overflow and gets over it."""
-    _set_up(precision)
-    model = Network(torch.float32)
-    optimizer = _backward(precision, model, factor=1.0)
-    scaled = model.last.bias.grad
+    model, plain = Network(torch.float32), Network(torch.float32)
+    optimizer = _backward(_set_up(precision), model)
+    _backward(_set_up(FP32()), plain)
+    scaled, true = model.last.bias.grad, plain.last.bias.grad
     assert scaled is not None
-    true_scale = _set_up(FP32())
-    other = Network(torch.float32)
-    _backward(true_scale, other)
-    assert other.last.bias.grad is not None
-    if float(scaled.norm() / other.last.bias.grad.norm()) < 2:
+    assert true is not None
+    if float(scaled.norm() / true.norm()) < 2:
         return  # it scales nothing, so a gradient that is not finite is not its affair
     precision.unscale(optimizer, _agree)
     optimizer.zero_grad()
@@ -137,35 +139,9 @@ def _check_overflow(precision: Precision) -> None:
     assert precision.unscale(optimizer, _agree) is False, "An overflow is still reported later."
 
 
-def _train(
-    precision: Precision, batch: int, *, resume: Path | None = None, folder: Path | None = None
-) -> tuple[nn.Module, Record]:
+def _train(precision: Precision, batch: int) -> tuple[nn.Module, Record]:
     record = Record()
-    model = Network(torch.float32, seed=0 if resume is None else 1)
-    trainer = Trainer(
-        max_epochs=2,
-        strategy="auto",
-        precision=precision,
-        gradient_accumulation_steps=2,
-        max_grad_norm=0.5,
-        callbacks=[record, *([] if folder is None else [Save(SAVED_STEP)])],
-        log_every_n_steps=1,
-        output_dir=folder,
-    )
-    fit(trainer, model, loaders(batch // 2, torch.float32), resume=resume)
-    return model, record
-
-
-def _check_state(make_precision: MakePrecision) -> None:
-    used, fresh = make_precision(), _set_up(make_precision())
-    _train(used, GLOBAL_BATCH // 2)
-    state = copy.deepcopy(used.state_dict())
-    check_encodable(state, "precision")
-    fresh.load_state_dict(state)
-    assert same([state, fresh.state_dict()]), (
-        f"After `load_state_dict`, `state_dict` must be what it was: {state!r}, but is "
-        f"{fresh.state_dict()!r}."
-    )
+    return train(batch, [record], precision=precision, dtype=torch.float32)[-1], record
 
 
 def _check_norm(make_precision: MakePrecision, size: int) -> None:
@@ -185,19 +161,3 @@ def _check_norm(make_precision: MakePrecision, size: int) -> None:
     )
     assert all(map(math.isfinite, record.losses)), "Losses are not finite."
     assert record.losses[-1] < record.losses[0], "The loss does not fall."
-
-
-def _check_resume(make_precision: MakePrecision, batch: int, folder: Path) -> list[Any]:
-    """Check that a resumed training goes on to the last bit; return its end."""
-    first = make_precision()
-    straight, losses = _train(first, batch, folder=folder / "first")
-    path = folder / "first" / "checkpoints" / f"step-{SAVED_STEP:08d}"
-    second = make_precision()
-    resumed, tail = _train(second, batch, resume=path, folder=folder / "second")
-    assert same([weights(straight), weights(resumed)]), (
-        f"After a resume at step {SAVED_STEP}, weights are not to the last bit those of the "
-        "training that was never stopped. What a precision draws or adapts belongs in "
-        "`state_dict`, and must be alike on all processes."
-    )
-    assert same([losses.losses[SAVED_STEP:], tail.losses]), "After a resume, losses differ."
-    return [weights(straight), first.state_dict()]

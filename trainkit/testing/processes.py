@@ -2,16 +2,14 @@
 
 import multiprocessing
 import os
-import signal
 import sys
 import tempfile
 import time
-import traceback
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
+from pathlib import Path
+from threading import BrokenBarrierError
 from typing import Any
 
 import torch
@@ -21,6 +19,8 @@ from trainkit.distributed.group import INIT_METHOD
 
 __all__ = ["ProcessFailed", "on_processes"]
 
+_torch: Any = torch.multiprocessing
+_FAILURES = (_torch.ProcessRaisedException, _torch.ProcessExitedException)
 _GRACE_SECONDS = 5.0  # given to the others after one process has failed
 
 
@@ -51,115 +51,61 @@ def on_processes(
         )
     sys.stdout.flush()
     sys.stderr.flush()
+    deadline = time.monotonic() + timeout_seconds
     with tempfile.TemporaryDirectory(prefix="trainkit-") as folder:
-        children: list[_Child] = []
-        try:
-            children.extend(_Child(rank, size, folder, function, args) for rank in range(size))
-            _collect(children, time.monotonic() + timeout_seconds)
-        finally:
-            for child in children:
-                child.end()
-    failed = [child for child in children if child.failure]
-    if failed:
-        texts = [f"---- process {child.rank} of {size} {child.failure}" for child in failed]
-        raise ProcessFailed("\n" + "\n".join(texts))
-    return [child.result for child in children]
-
-
-class _Child:
-    """One of the processes, as its parent sees it."""
-
-    def __init__(
-        self, rank: int, size: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]
-    ) -> None:
-        context = multiprocessing.get_context("fork")
-        self.rank = rank
-        self.result: Any = None
-        self.failure = ""
-        self.connection, theirs = context.Pipe()
-        environment = {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(size),
-            "LOCAL_WORLD_SIZE": str(size),
-            INIT_METHOD: f"file://{folder}/rendezvous",
-        }
-        self.process: BaseProcess = context.Process(
-            target=_be_process, args=(theirs, environment, function, rank, args)
-        )
+        results = [Path(folder) / f"result-{rank}" for rank in range(size)]
+        everybody = multiprocessing.get_context("fork").Barrier(size)
         with warnings.catch_warnings():
             # Python warns of threads at a fork; a child uses none of its parent's.
             warnings.simplefilter("ignore", DeprecationWarning)
-            self.process.start()
-        theirs.close()
-
-    def receive(self) -> None:
-        """Take over what the process sent, or that it died."""
+            children: Any = _torch.start_processes(
+                _be_process, (results, everybody, function, args), size, False, start_method="fork"
+            )
+        grace = 0.0
         try:
-            succeeded, value = decode(self.connection.recv_bytes())
-        except EOFError:
-            self.process.join(_GRACE_SECONDS)
-            self.failure = f"died without a word, exit code {self.process.exitcode}"
-            return
-        if succeeded:
-            self.result = value
-        else:
-            self.failure = f"raised\n{value}"
-
-    def end(self) -> None:
-        """Let the process go, with everything that it started."""
-        if not self.failure:
-            with suppress(OSError):
-                self.connection.send_bytes(b"leave")
-            self.process.join(_GRACE_SECONDS)
-        assert self.process.pid is not None
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        if self.process.is_alive():
-            self.process.kill()
-        self.process.join()
-        self.connection.close()
+            while not children.join(timeout=0.05, grace_period=_GRACE_SECONDS):
+                if all(result.exists() for result in results):
+                    grace = _GRACE_SECONDS  # a thread that was left running may hold up the end
+                    break
+                if time.monotonic() >= deadline:
+                    raise ProcessFailed("Processes were still running when the time was up.")
+            return [decode(result.read_bytes()) for result in results]
+        except FileNotFoundError:
+            raise ProcessFailed("A process ended without a result, as by `sys.exit`.") from None
+        except _FAILURES as error:
+            raise ProcessFailed(f"{error}") from None
+        finally:
+            for process in children.processes:
+                process.join(grace)
+                process.kill()
+                process.join()
 
 
 def _be_process(
-    connection: Connection,
-    environment: dict[str, str],
-    function: Callable[..., Any],
     rank: int,
+    results: list[Path],
+    everybody: Any,
+    function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
-    """Be one of the processes, until the parent lets it go."""
-    with suppress(OSError):
-        os.setpgid(0, 0)
+    """Be one of the processes, until all are done: others may still connect to this one."""
+    os.environ.update(
+        {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(len(results)),
+            "LOCAL_WORLD_SIZE": str(len(results)),
+            INIT_METHOD: f"file://{results[0].parent}/rendezvous",
+        }
+    )
+    torch.set_num_threads(1)
     try:
-        os.environ.update(environment)
-        torch.set_num_threads(1)
-        message = encode((True, function(rank, *args)))
+        content = encode(function(rank, *args))
     except BaseException:
-        message = encode((False, traceback.format_exc()))
-    try:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        connection.send_bytes(message)
-        connection.recv_bytes()  # stay until all are done: others may still connect to this one
-    except (EOFError, OSError):
-        os._exit(1)  # the parent is gone
-    # `multiprocessing` now ends what this process began, such as its watch over the others, and
-    # leaves what it inherited to the parent.
-
-
-def _collect(children: list[_Child], deadline: float) -> None:
-    """Wait for every process until `deadline`, or a little after the first failure."""
-    waiting = {child.connection: child for child in children}
-    while waiting:
-        ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
-        if not ready:
-            break
-        for connection in ready:
-            assert isinstance(connection, Connection)
-            child = waiting.pop(connection)
-            child.receive()
-            if child.failure:
-                deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
-    for child in waiting.values():
-        child.failure = "was still running when the time was up"
+        everybody.abort()
+        raise
+    part = results[rank].with_suffix(".part")
+    part.write_bytes(content)
+    part.rename(results[rank])
+    with suppress(BrokenBarrierError):
+        everybody.wait()

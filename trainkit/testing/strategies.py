@@ -16,14 +16,17 @@ from trainkit.strategies import SingleDevice, Strategy
 from trainkit.testing.processes import on_processes
 from trainkit.testing.task import (
     GLOBAL_BATCH,
+    SAVED_STEP,
     STEPS_PER_EPOCH,
     Network,
     Record,
-    Save,
     WeightedTrainer,
+    check_resume,
     fit,
     loaders,
     same,
+    shown,
+    train,
     weights,
 )
 from trainkit.trainer import Trainer
@@ -35,7 +38,6 @@ __all__ = ["check_strategy"]
 MakeStrategy = Callable[[], Strategy]
 
 STEPS = 2 * STEPS_PER_EPOCH
-SAVED_STEP = STEPS_PER_EPOCH + 2  # in the middle of an epoch
 TRAININGS = {
     "plain": "plain",
     "accumulated": "accumulated, weighted",
@@ -60,7 +62,7 @@ def check_strategy(
         make_strategy: Returns a new strategy; called many times, in every process.
         processes: How many are started; must divide 12, and leave at least 2 samples to each.
         exact: The strategy is another way to compute what one device would: losses, norms,
-            weights and figures must be equal to those. False where it is an algorithm of its
+            weights and metrics must be equal to those. False where it is an algorithm of its
             own, such as one that compresses gradients: they must only be equal on all processes.
         tolerance: Relative, in fp64; for `exact`.
         timeout_seconds: For all processes together.
@@ -77,48 +79,42 @@ def check_strategy(
             processes, function, make_strategy, batch, *arguments, timeout_seconds=timeout_seconds
         )
 
-    expected = on_processes(1, _reference)[0] if exact else None
-    found = run(_trainings, exact)
+    expected = None
+    if exact:  # what one device computes with the same global batches
+        expected = on_processes(1, lambda rank: _trainings(_single, GLOBAL_BATCH))[0]
+    found = run(_observe, exact)
     for name in TRAININGS:
         _check_training(name, [of[name] for of in found], expected and expected[name], tolerance)
     with tempfile.TemporaryDirectory(prefix="trainkit-") as folder:
         found = run(_troubles, Path(folder))  # processes that are not in step would hang in it
     _check_overflow([of["overflow"] for of in found])
-    _check_resume([of["resumed"] for of in found])
     for rank, of in enumerate(found):
         assert not of["left"], f"`close` on process {rank} left {of['left']} behind."
 
 
-def _trainings(rank: int, make_strategy: MakeStrategy, batch: int, exact: bool) -> dict[str, Any]:
+def _observe(rank: int, make_strategy: MakeStrategy, batch: int, exact: bool) -> dict[str, Any]:
     _check_no_sync(make_strategy, batch, reduces=exact)
+    return _trainings(make_strategy, batch)
+
+
+def _trainings(make_strategy: MakeStrategy, batch: int) -> dict[str, Any]:
     return {
-        "plain": _train(make_strategy, batch, 1),
-        "accumulated": _train(make_strategy, batch // 2, 2, trainer_class=WeightedTrainer),
-        "thawed": _train(make_strategy, batch // 2, 2, record=_Thaws()),
+        "plain": _train(make_strategy, batch, _Unwraps(), gradient_accumulation_steps=1),
+        "accumulated": _train(make_strategy, batch, _Unwraps(), trainer_class=WeightedTrainer),
+        "thawed": _train(make_strategy, batch, _Thaws()),
     }
 
 
 def _troubles(rank: int, make_strategy: MakeStrategy, batch: int, folder: Path) -> dict[str, Any]:
     threads = set(threading.enumerate())
-    observed = {
-        "overflow": _overflow(make_strategy, batch),
-        "resumed": _resume(make_strategy, batch, folder),
-    }
+    overflow = _overflow(make_strategy, batch)
+    options = {"gradient_accumulation_steps": 1}
+    check_resume("a strategy", batch, folder, lambda: {"strategy": make_strategy(), **options})
     Trainer(max_steps=1, strategy=make_strategy(), callbacks=[]).close()
     left = [thread.name for thread in set(threading.enumerate()) - threads if not thread.daemon]
     if torch.distributed.is_initialized():
         left.append("a process group")
-    return observed | {"left": left}
-
-
-def _reference(rank: int) -> dict[str, Any]:
-    """Return what one device computes with the same global batches."""
-    half = GLOBAL_BATCH // 2
-    return {
-        "plain": _train(_single, GLOBAL_BATCH, 1),
-        "accumulated": _train(_single, half, 2, trainer_class=WeightedTrainer),
-        "thawed": _train(_single, half, 2, record=_Thaws()),
-    }
+    return {"overflow": overflow, "left": left}
 
 
 def _single() -> Strategy:
@@ -156,35 +152,18 @@ class _Thaws(_Unwraps):
 
 
 def _train(
-    make_strategy: MakeStrategy,
-    batch: int,
-    accumulation: int,
-    *,
-    trainer_class: type[Trainer] = Trainer,
-    record: Record | None = None,
+    make_strategy: MakeStrategy, batch: int, record: Record, **options: Any
 ) -> dict[str, Any]:
-    record = record or _Unwraps()
-    model = Network()
-    keys = list(model.state_dict())
-    trainer = trainer_class(
-        max_epochs=2,
-        strategy=make_strategy(),
-        callbacks=[record],
-        gradient_accumulation_steps=accumulation,
-        max_grad_norm=0.5,
-        log_every_n_steps=1,
-    )
-    data = loaders(batch)
-    result = fit(trainer, model, data)
-    kept = list(model.state_dict())
+    trainer, result, model = train(batch, [record], strategy=make_strategy(), **options)
+    keys, kept = list(Network().state_dict()), list(model.state_dict())
     assert kept == keys, f"The keys of the state dict were {keys} and became {kept}."
     return {
         "losses": record.losses,
         "norms": record.norms,
         "hooks": record.hooks,
         "counters": [result.step, result.skipped_steps, result.epoch, result.samples_seen],
-        "figures": result.metrics,
-        "again": trainer.evaluate(model, data[1]),
+        "metrics": result.metrics,
+        "again": trainer.evaluate(model, loaders(batch)[1]),
         "weights": weights(model),
     }
 
@@ -193,9 +172,9 @@ def _check_training(
     name: str, found: list[dict[str, Any]], expected: dict[str, Any] | None, tolerance: float
 ) -> None:
     what = f"In {TRAININGS[name]} training"
-    for key in ("counters", "hooks", "losses", "figures", "again", "weights"):
+    for key in ("counters", "hooks", "losses", "metrics", "again", "weights"):
         values = [of[key] for of in found]
-        assert same(values), f"{what}, `{key}` differ between processes: {_short(values)}."
+        assert same(values), f"{what}, `{key}` differ between processes: {shown(values)}."
     hooks = ("on_step_start", "on_gradients", "on_step_end")
     assert found[0]["hooks"] == dict.fromkeys(hooks, STEPS), f"{what}, hooks are missing."
     assert all(map(math.isfinite, found[0]["losses"])), f"{what}, losses are not finite."
@@ -204,10 +183,10 @@ def _check_training(
         return
     assert same([of["norms"] for of in found]), (
         f"{what}, `clip_grad_norm` must return the norm over all processes, equal on each, but "
-        f"returned {_short([of['norms'] for of in found])}."
+        f"returned {shown([of['norms'] for of in found])}."
     )
     assert found[0]["counters"] == expected["counters"], f"{what}, counters are not as on one."
-    for key in ("losses", "norms", "figures", "again", "weights"):
+    for key in ("losses", "norms", "metrics", "again", "weights"):
         error = _distance(found[0][key], expected[key])
         assert error <= tolerance, (
             f"{what}, `{key}` are not those of one device with the same global batch: relative "
@@ -228,11 +207,6 @@ def _distance(found: Any, expected: Any) -> float:
         return max(map(_distance, found, expected), default=0.0)
     ours, theirs = torch.as_tensor(found).double(), torch.as_tensor(expected).double()
     return float((ours - theirs).norm() / theirs.norm().clamp_min(1e-12))
-
-
-def _short(values: Any) -> str:
-    text = repr(values)
-    return text if len(text) < 300 else f"{text[:300]}..."
 
 
 def _overflow(make_strategy: MakeStrategy, batch: int) -> dict[str, Any]:
@@ -285,41 +259,6 @@ def _check_overflow(found: list[dict[str, Any]]) -> None:
         assert of["scale"] == 128.0, f"The loss scale of process {rank} is {of['scale']}, not 128."
     assert same([of["counters"] for of in found]), "After a skip, counters differ."
     assert same([of["weights"] for of in found]), "After a skip, weights differ."
-
-
-def _resume(make_strategy: MakeStrategy, batch: int, folder: Path) -> list[dict[str, Any]]:
-    """Return a training, and the same one resumed from its middle by another model."""
-    outcomes = []
-    for resume in (None, folder / "first" / "checkpoints" / f"step-{SAVED_STEP:08d}"):
-        record = Record()
-        trainer = Trainer(
-            max_epochs=2,
-            strategy=make_strategy(),
-            callbacks=[record, Save(SAVED_STEP)],
-            log_every_n_steps=1,
-            output_dir=folder / ("first" if resume is None else "second"),
-        )
-        model = Network(seed=0 if resume is None else 1)
-        result = fit(trainer, model, loaders(batch), resume=resume)
-        outcomes.append(
-            {
-                "losses": record.losses[SAVED_STEP:] if resume is None else record.losses,
-                "counters": [result.step, result.samples_seen],
-                "figures": result.metrics,
-                "weights": weights(model),
-            }
-        )
-    return outcomes
-
-
-def _check_resume(found: list[list[dict[str, Any]]]) -> None:
-    for rank, (straight, resumed) in enumerate(found):
-        for key, value in straight.items():
-            assert same([value, resumed[key]]), (
-                f"After a resume at step {SAVED_STEP}, `{key}` of process {rank} are not to the "
-                f"last bit those of the training that was never stopped: {_short(resumed[key])} "
-                f"instead of {_short(value)}."
-            )
 
 
 class _Gradients(Record):

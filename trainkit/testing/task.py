@@ -1,6 +1,7 @@
-"""What the checks train: a small network on small data, whose figures are known."""
+"""What the checks train, a small network on small data, and what they have in common."""
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,22 +11,28 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
-from trainkit.checkpoint import KeepPolicy
+from trainkit.checkpoint import KeepPolicy, check_encodable
 from trainkit.trainer import Trainer
 from trainkit.training.callback import Callback
 from trainkit.training.run import Run
-from trainkit.types import Scalars, StepOutput, StepResult
+from trainkit.types import IGNORED, Scalars, StepOutput, StepResult
 
 __all__ = [
     "GLOBAL_BATCH",
+    "SAVED_STEP",
     "STEPS_PER_EPOCH",
     "Network",
     "Record",
     "Save",
     "WeightedTrainer",
+    "check_resume",
+    "check_state",
     "fit",
     "loaders",
+    "outcome",
     "same",
+    "shown",
+    "train",
     "weights",
 ]
 
@@ -33,7 +40,7 @@ FEATURES, WIDTH, CLASSES = 6, 8, 3
 GLOBAL_BATCH = 12  # samples of a step, all processes together
 SAMPLES = 44  # the last step of an epoch has 8: some processes have fewer, or none
 STEPS_PER_EPOCH = 4
-IGNORED = -100  # a label that the loss leaves out
+SAVED_STEP = STEPS_PER_EPOCH + 2  # in the middle of an epoch
 
 
 class Network(nn.Module):
@@ -158,6 +165,95 @@ def fit(
         loss_fn=nn.CrossEntropyLoss(),
         resume=resume,
     )
+
+
+def train(
+    batch: int,
+    callbacks: Sequence[Callback],
+    *,
+    dtype: torch.dtype = torch.float64,
+    folder: Path | None = None,
+    resume: Path | None = None,
+    trainer_class: type[Trainer] = Trainer,
+    **options: Any,
+) -> tuple[Trainer, Any, Network]:
+    """Train a `Network`; return the trainer, the result, and the model.
+
+    Args:
+        batch: Samples of a step of one process, in two micro-batches unless `options` say else.
+        callbacks: Besides one that saves at `SAVED_STEP` where there is a folder.
+        dtype: Of the model and the data.
+        folder: The output directory.
+        resume: A checkpoint; the model then begins with other weights.
+        trainer_class: What trains.
+        **options: Of the trainer.
+    """
+    model = Network(dtype, seed=0 if resume is None else 1)
+    usual = {"max_epochs": 2, "gradient_accumulation_steps": 2, "log_every_n_steps": 1}
+    options = {**usual, "max_grad_norm": 0.5, "output_dir": folder, **options}
+    saves = [] if folder is None else [Save(SAVED_STEP)]
+    trainer = trainer_class(callbacks=[*callbacks, *saves], **options)
+    data = loaders(batch // options["gradient_accumulation_steps"], dtype)
+    return trainer, fit(trainer, model, data, resume=resume), model
+
+
+def outcome(result: Any, model: nn.Module) -> dict[str, Any]:
+    """Return how a training ended, without its places on disk."""
+    counters = ("step", "skipped_steps", "epoch", "samples_seen")
+    names = (*counters, "metrics", "best_metrics", "stop_reason")
+    return {**{name: getattr(result, name) for name in names}, "weights": weights(model)}
+
+
+def check_resume(
+    part: str, batch: int, folder: Path, make_options: Callable[[], dict[str, Any]]
+) -> dict[str, Any]:
+    """Check that a training resumed from its middle ends as one that was never stopped.
+
+    Args:
+        part: What is checked, such as "a precision".
+        batch: Of `train`.
+        folder: An empty one.
+        make_options: Returns arguments of `train`, with new parts each time.
+
+    Returns:
+        The end of the training.
+    """
+    ends: list[dict[str, Any]] = []
+    saved = folder / "first" / "checkpoints" / f"step-{SAVED_STEP:08d}"
+    for name, resume in (("first", None), ("second", saved)):
+        if resume is not None and not resume.exists():
+            break  # a callback decides which checkpoints stay
+        record, options = Record(), make_options()
+        callbacks = [record, *options.pop("callbacks", ())]
+        _, result, model = train(batch, callbacks, folder=folder / name, resume=resume, **options)
+        ends.append({"losses": record.losses, **outcome(result, model)})
+    straight, resumed = ends[0], ends[-1]
+    late = len(straight["losses"]) - len(resumed["losses"])
+    for key, value in {**straight, "losses": straight["losses"][late:]}.items():
+        assert same([value, resumed[key]]), (
+            f"After a resume at step {SAVED_STEP}, `{key}` is not to the last bit that of the "
+            f"training that was never stopped: {shown(resumed[key])} instead of {shown(value)}. "
+            f"What {part} draws or adapts belongs in `state_dict`, and must be alike on all "
+            "processes."
+        )
+    return straight
+
+
+def check_state(used: Any, fresh: Any, name: str) -> None:
+    """Check that the state of a used part can be saved, and comes back out of a new one."""
+    state = copy.deepcopy(used.state_dict())
+    check_encodable(state, name)
+    fresh.load_state_dict(state)
+    assert same([state, fresh.state_dict()]), (
+        f"After `load_state_dict`, the `state_dict` of `{name}` must be what it was: "
+        f"{state!r}, but is {fresh.state_dict()!r}."
+    )
+
+
+def shown(values: Any) -> str:
+    """Return values as text that is not too long."""
+    text = repr(values)
+    return text if len(text) < 300 else f"{text[:300]}..."
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:

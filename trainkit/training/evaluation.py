@@ -369,7 +369,7 @@ def _all_figures(metrics: list[Metric], means: Scalars, loss_weight: float) -> S
                 )
             metric.update([means["loss"]], [loss_weight])
         computed = metric.compute()
-        metric.figures = tuple(computed)
+        metric.latest_keys = tuple(computed)
         for name, value in computed.items():
             if name in figures:
                 raise DataError(
@@ -385,7 +385,7 @@ def _keep_best(run: Run, metrics: Scalars) -> None:
     higher = {"loss": False}
     for metric in run.evaluation_metrics:
         if metric.higher_is_better is not None:
-            higher |= dict.fromkeys(metric.figures, metric.higher_is_better)
+            higher |= dict.fromkeys(metric.latest_keys, metric.higher_is_better)
     for name, value in metrics.items():
         upward = higher.get(
             name.removeprefix("eval/").split("/", 1)[-1], higher.get(name.removeprefix("eval/"))

@@ -160,9 +160,9 @@ def begin(run: Run, callbacks: CallbackList) -> None:
         from trainkit.training.schedule_plan import check_plan  # many runs need none of it
 
         check_plan(run.lr_schedule, run.planned_steps, run.config.max_epochs, run.print)
-    run.expected_figures = rehearse(run)
+    run.expected_metrics = rehearse(run)
     if run.lr_schedule is not None:
-        run.lr_schedule.check(run.expected_figures)
+        run.lr_schedule.check(run.expected_metrics)
     run.restore_streams()
     run.phase = "train"
     run.stop_reason = run.end_reached  # where a run is resumed that had ended

@@ -142,7 +142,7 @@ class Run(Log):
     clock: PhaseClock = field(default_factory=PhaseClock)
     """Seconds of this process by what the run was doing."""
     requests: Requests = field(default_factory=Requests)
-    expected_figures: set[str] | None = None
+    expected_metrics: set[str] | None = None
     """Names of the figures that an evaluation gives; None where that is not known ahead."""
     evaluation_is_planned: bool = True
     """Whether the latest evaluation was asked for, and not only made because the run stops."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from trainkit.errors import DataError
-from trainkit.metrics.figures import flatten
+from trainkit.metrics.metric import flatten
 
 
 @pytest.mark.parametrize(
@@ -38,5 +38,5 @@ def test_what_is_no_number_is_named_with_its_type(value: Any) -> None:
 
 
 def test_two_figures_of_one_name_are_refused() -> None:
-    with pytest.raises(DataError, match="two figures named `a/b`"):
+    with pytest.raises(DataError, match="two values named `a/b`"):
         flatten("m", {"a": {"b": 1.0}, "a/b": 2.0})
