@@ -82,7 +82,7 @@ class FreezeUntil(Callback):
         if self._frozen:
             for p in self._frozen.values():
                 p.requires_grad_(False)
-            run.model = run.strategy.rewrap(run.model, run.precision)
+            run.model = run.strategy.rebuild_after_freeze(run.model, run.precision)
 
     @override
     def on_step_end(self, run: Run, result: StepResult) -> None:
@@ -106,7 +106,7 @@ class FreezeUntil(Callback):
         for name in thawed:
             self._frozen.pop(name).requires_grad_(True)
         if thawed:
-            run.model = run.strategy.rewrap(run.model, run.precision)
+            run.model = run.strategy.rebuild_after_freeze(run.model, run.precision)
 
     def _waits(self, name: str, run: Run) -> bool:
         """Return whether the time of a parameter has not come."""

@@ -46,6 +46,10 @@ def fit(
         ({"max_steps": "3"}, "`max_steps` must be a whole number of at least 1, but is '3'"),
         ({"max_steps": 1, "seed": -1}, "`seed` must be a whole number of at least 0, but is -1"),
         ({"max_steps": 1, "max_grad_norm": float("nan")}, "`max_grad_norm` must be a positive"),
+        (
+            {"max_steps": 1, "max_consecutive_skips": None},
+            "`max_consecutive_skips` must be a whole number",
+        ),
         ({"max_steps": 1, "deterministic": 1}, "`deterministic` must be True or False, but is 1"),
         ({"max_steps": 1, "strategy": "dpp"}, "is 'dpp'. Did you mean \"ddp\""),
         ({"max_steps": 1, "precision": "BF-16"}, 'Did you mean "bf16"'),

@@ -39,8 +39,8 @@ WAITS = [
     (torch.cuda.Event, "synchronize"),
 ]
 BY_VALUE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-# The result of a vote over the CPU group: no tensor of the device, and it has arrived.
-ON_THE_HOST = str(Path(trainkit.__file__).parent / "distributed" / "vote.py")
+# Flags over the CPU group: no tensor of the device, and it has arrived.
+ON_THE_HOST = str(Path(trainkit.__file__).parent / "distributed" / "async_flags.py")
 
 
 class HostSync(AssertionError):

@@ -213,10 +213,10 @@ def fit_another(rank: int) -> None:
         def on_epoch_start(self, run: Run) -> None:
             other = Twice(max_steps=2, callbacks=[])
             watch = run.strategy.processes.watch
-            watched = None if watch is None else watch._lookout._watched
+            watched = None if watch is None else watch._monitor._watched
             assert fit(other).step == 2
             assert trainer.run is run
-            assert watch is None or watch._lookout._watched is watched
+            assert watch is None or watch._monitor._watched is watched
 
     trainer = Twice(max_epochs=2, callbacks=[Probe()])
     assert fit(trainer).step > 2

@@ -89,6 +89,8 @@ SAMPLE = 1094569409595171448
 def test_the_state_of_another_kind_of_device_is_left_out() -> None:
     cpu = torch.device("cpu")
     before = torch.get_rng_state()
-    rng.restore_device(cpu, torch.zeros(16, dtype=torch.uint8))  # as a checkpoint of a GPU has it
-    assert rng.save_device(cpu) is None
+    state = rng.state_dict(cpu)
+    assert state["device"] is None
+    state["device"] = torch.zeros(16, dtype=torch.uint8)  # as a checkpoint of a GPU has it
+    rng.load_state_dict(state, cpu)
     assert torch.equal(before, torch.get_rng_state())

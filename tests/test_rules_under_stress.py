@@ -24,7 +24,6 @@ from trainkit import (
 )
 from trainkit.callbacks import Evaluation, MainProcess
 from trainkit.precision import FP16
-from trainkit.strategies import ddp
 
 
 def make_loader(samples: int = 8, batch_size: int = 2) -> DataLoader[Any]:
@@ -273,16 +272,6 @@ def test_a_stop_that_one_process_asks_for_comes_one_window_later_on_all(hook: st
     assert results[0][2] == "enough"
 
 
-def ask_by_itself(rank: int) -> tuple[int, list[int], str]:
-    ddp._WITH_VOTES = 0  # this model's gradients would count as too many
-    return ask(rank, "on_step_end", "stop", 3)
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_a_vote_that_travels_alone_acts_at_the_same_window(size: int) -> None:
-    assert run_ranks(size, ask_by_itself) == run_ranks(size, ask, "on_step_end", "stop", 3)
-
-
 class Words(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -319,10 +308,10 @@ def count_reductions(rank: int) -> tuple[int, int]:
     return step, len(calls)
 
 
-def test_a_small_model_sends_its_votes_with_the_gradients() -> None:
-    # One for the bucket of each step, and the last two votes, which no gradients follow; before
-    # the first step two compare what must be alike.
-    assert run_ranks(2, count_reductions) == [(8, 2 + 8 + 2)] * 2
+def test_flags_are_reduced_once_a_window() -> None:
+    # And once at the end of fit; before the first step two compare what must be alike. Gradients
+    # are reduced by torch's own reducer.
+    assert run_ranks(2, count_reductions) == [(8, 2 + 8 + 1)] * 2
 
 
 @pytest.mark.parametrize("hook", ["on_step_end", "on_log"])

@@ -28,6 +28,35 @@ _PLAIN: dict[type, tuple[tuple[type, ...], str]] = {
 }
 
 
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
+
+
+_COUNTS = (
+    "max_epochs",
+    "max_steps",
+    "gradient_accumulation_steps",
+    "log_every_n_steps",
+    "max_consecutive_skips",
+)
+_SWITCHES = ("deterministic", "drop_last_window", "split_batches", "sample_seeding")
+_RULES: tuple[tuple[tuple[str, ...], str, Callable[[Any], bool]], ...] = (
+    (_COUNTS, "a whole number of at least 1", lambda value: _is_int(value) and value >= 1),
+    (("seed",), "a whole number of at least 0", lambda value: _is_int(value) and value >= 0),
+    (
+        ("max_grad_norm", "max_grad_value"),
+        "a positive number or None",
+        lambda value: _is_number(value) and 0 < value < math.inf,
+    ),
+    (_SWITCHES, "True or False", lambda value: isinstance(value, bool)),
+)
+"""What the settings of `TrainConfig` must be; None is allowed where it is the default."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainConfig:
     """The numbers of a run. All problems are reported in one error, before anything starts.
@@ -61,12 +90,13 @@ class TrainConfig:
     sample_seeding: bool = True
 
     def __post_init__(self) -> None:
-        problems = [
-            *self._duration_problems(),
-            *self._count_problems(),
-            *self._limit_problems(),
-            *self._switch_problems(),
-        ]
+        problems = self._duration_problems()
+        optional = {each.name for each in fields(self) if each.default is None}
+        for names, expected, fits in _RULES:
+            for name in names:
+                value = getattr(self, name)
+                if not fits(value) and not (value is None and name in optional):
+                    problems.append(f"`{name}` must be {expected}, but is {value!r}.")
         if problems:
             raise ConfigError(" ".join(problems))
 
@@ -79,52 +109,6 @@ class TrainConfig:
                 "given: give only one of them, so that it is clear when training ends."
             ]
         return []
-
-    def _count_problems(self) -> list[str]:
-        counts = {
-            "max_epochs": self.max_epochs,
-            "max_steps": self.max_steps,
-            "gradient_accumulation_steps": self.gradient_accumulation_steps,
-            "log_every_n_steps": self.log_every_n_steps,
-            "max_consecutive_skips": self.max_consecutive_skips,
-        }
-        problems = [
-            f"`{name}` must be a whole number of at least 1, but is {value!r}."
-            for name, value in counts.items()
-            if value is not None and not (_is_int(value) and value >= 1)
-        ]
-        if not (_is_int(self.seed) and self.seed >= 0):
-            problems.append(f"`seed` must be a whole number of at least 0, but is {self.seed!r}.")
-        return problems
-
-    def _limit_problems(self) -> list[str]:
-        limits = {"max_grad_norm": self.max_grad_norm, "max_grad_value": self.max_grad_value}
-        return [
-            f"`{name}` must be a positive number or None, but is {value!r}."
-            for name, value in limits.items()
-            if value is not None and not _is_positive_number(value)
-        ]
-
-    def _switch_problems(self) -> list[str]:
-        names = ("deterministic", "drop_last_window", "split_batches", "sample_seeding")
-        return [
-            f"`{name}` must be True or False, but is {getattr(self, name)!r}."
-            for name in names
-            if not isinstance(getattr(self, name), bool)
-        ]
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_positive_number(value: object) -> bool:
-    return (
-        isinstance(value, int | float)
-        and not isinstance(value, bool)
-        and math.isfinite(value)
-        and value > 0
-    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,8 +140,7 @@ class Watchdog:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not number or math.isnan(value) or value <= 0:
+            if not _is_number(value) or value <= 0:
                 raise ConfigError(
                     f"`Watchdog({field.name}=...)` must be a positive number of seconds, but is "
                     f"{value!r}. Use `math.inf` for no limit."

@@ -1,5 +1,6 @@
 """The errors that trainkit raises: one base class, and one class for each kind of cause."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 __all__ = [
@@ -10,6 +11,7 @@ __all__ = [
     "DistributedError",
     "NonFiniteError",
     "TrainkitError",
+    "quoted",
     "text_of",
 ]
 
@@ -81,6 +83,11 @@ class CheckpointError(TrainkitError, RuntimeError):
 
 class CheckpointCorrupt(CheckpointError):
     """A checkpoint that is not what was once written; nothing of it has been used."""
+
+
+def quoted(names: Sequence[str]) -> str:
+    """Return names for a message, in backticks; of more than five the first."""
+    return ", ".join(f"`{name}`" for name in names[:5]) + (", ..." if len(names) > 5 else "")
 
 
 def text_of(error: BaseException) -> str:

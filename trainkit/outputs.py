@@ -1,14 +1,17 @@
 """Where users let something be written: found once, tried before it is needed, and never fatal."""
 
+import math
 import os
 import warnings
 from collections import deque
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from trainkit.errors import ConfigError
 
-__all__ = ["Lines", "absolute", "check_file", "check_folder", "why"]
+__all__ = ["Lines", "absolute", "check_file", "check_folder", "readable", "why"]
 
 _MOST_WAITING = 10_000  # lines that are kept for a disk that takes none
 
@@ -93,6 +96,17 @@ def _refusal(path: Path, owner: str, error: OSError) -> ConfigError:
         f"{owner} writes to `{path}`, but cannot: {why(path, error)}. Choose another place, or "
         "make this one writable."
     )
+
+
+def readable(value: Any) -> Any:
+    """Return `value`, with numbers as text where strict JSON has none for them."""
+    if isinstance(value, Mapping):
+        return {name: readable(entry) for name, entry in value.items()}
+    if not isinstance(value, float) or math.isfinite(value):
+        return value
+    if math.isnan(value):
+        return "NaN"
+    return "Infinity" if value > 0 else "-Infinity"
 
 
 class Lines:

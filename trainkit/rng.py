@@ -12,7 +12,7 @@ resume, with other workers and on another number of processes (rule 12):
 import hashlib
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,16 +24,16 @@ __all__ = [
     "determinism",
     "device_seed",
     "in_stream",
+    "load_state_dict",
     "order_seed",
     "preserved",
-    "restore_device",
     "restore_host",
     "sample_seed",
     "sample_stream",
-    "save_device",
     "save_host",
     "seed_all",
     "seed_host",
+    "state_dict",
 ]
 
 _MASK = 2**64 - 1
@@ -118,31 +118,33 @@ def restore_host(state: HostState) -> None:
     torch.default_generator.set_state(torch_state)
 
 
-def save_device(device: torch.device) -> torch.Tensor | None:
-    """Return the state of a device's generator; None for the CPU, whose is in `save_host`."""
-    if device.type == "cpu":
-        return None
-    state: torch.Tensor = getattr(torch, device.type).get_rng_state(device)
-    return state
+def state_dict(device: torch.device) -> dict[str, Any]:
+    """Return the states of all global generators, and that of a device; None for the CPU."""
+    python_state, numpy_state, torch_state = save_host()
+    states = {"python": python_state, "numpy": numpy_state, "torch": torch_state}
+    of_device = getattr(torch, device.type)
+    return states | {"device": None if device.type == "cpu" else of_device.get_rng_state(device)}
 
 
-def restore_device(device: torch.device, state: torch.Tensor | None) -> None:
-    """Put back what `save_device` returned; nothing where one of the two was on the CPU."""
-    if state is not None and device.type != "cpu":
-        getattr(torch, device.type).set_rng_state(state, device)
+def load_state_dict(state: Mapping[str, Any], device: torch.device) -> None:
+    """Put back what `state_dict` returned; that of a device only where both are of one.
+
+    Further keys of `state` are left alone.
+    """
+    restore_host((state["python"], state["numpy"], state["torch"]))
+    if state["device"] is not None and device.type != "cpu":
+        getattr(torch, device.type).set_rng_state(state["device"], device)
 
 
 @contextmanager
 def preserved(device: torch.device | None = None) -> Iterator[None]:
     """Put the global generators back at the end, and that of `device` if it is an accelerator."""
-    state = save_host()
-    device_state = None if device is None else save_device(device)
+    device = device or torch.device("cpu")
+    state = state_dict(device)
     try:
         yield
     finally:
-        restore_host(state)
-        if device is not None:
-            restore_device(device, device_state)
+        load_state_dict(state, device)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from trainkit import rng
 from trainkit.config import TrainConfig, Watchdog, as_path, check_argument
 from trainkit.data import PreparedLoader, evaluation_loader, training_loader
-from trainkit.distributed import AsyncFlags, Processes, check_called_by_all
+from trainkit.distributed import Processes, check_called_by_all
 from trainkit.distributed.communicator import Communicator
 from trainkit.distributed.group import as_timeout
 from trainkit.errors import ConfigError
@@ -273,7 +273,7 @@ class Trainer:
             for name, data in arguments.name_loaders(loader).items():
                 with _to_evaluate(self, log, data, chosen) as prepared:
                     figures |= evaluation.evaluate(
-                        self.strategy.place(model),
+                        self.strategy.to_device(model),
                         prepared,
                         log=log,
                         communicator=self.processes,
@@ -308,7 +308,7 @@ class Trainer:
             _to_evaluate(self, log, arguments.check_one_loader(loader)) as prepared,
         ):
             return evaluation.predict(
-                self.strategy.place(model),
+                self.strategy.to_device(model),
                 prepared,
                 log=log,
                 communicator=self.processes,
@@ -395,9 +395,7 @@ class Trainer:
         check_alike(processes, facts_of(config, module, loader, evaluations, others))
         self.planned_steps = arguments.planned_steps(config, loader)
         self.precision.setup(self.processes.device)  # its state is that of one training
-        self.strategy.seed = config.seed
-        self.strategy.vote = AsyncFlags(processes, size=4) if processes.size > 1 else None
-        model = self.strategy.wrap(module, self.precision)
+        model = self.strategy.wrap(module, self.precision, config.seed)
         optimizer = self._make_optimizer(module)
         schedule = self._make_schedule(optimizer, self.planned_steps)
         own_evaluation = bool(evaluations) and not self.callbacks.schedule_evaluation
@@ -428,7 +426,7 @@ class Trainer:
     def _make_optimizer(self, module: nn.Module) -> Optimizer:
         """Return the optimizer of a module that the strategy has wrapped."""
         optimizer = self.configure_optimizer(module)
-        self.strategy.adopt(optimizer, module)
+        self.strategy.rebind_optimizer(optimizer, module)
         arguments.check_optimizer(optimizer, module)
         self.precision.bind(optimizer)
         return optimizer

@@ -276,7 +276,7 @@ def _uneven(rank: int) -> Any:
             optimizer.step()
             optimizer.zero_grad()
             try:
-                if accelerator.gradient_state.alone:
+                if accelerator.gradient_state.is_unpaired:
                     accelerator.gather_for_metrics(batch)
             except DataError as error:
                 message = str(error)
@@ -289,9 +289,28 @@ def test_processes_with_fewer_batches_wait_for_the_others() -> None:
     first, second = run_ranks(2, _uneven)
     assert (first[0], second[0]) == (2, 1)
     assert first[1] == second[1] == 2
-    assert first[2].startswith("Not every process has a batch in this round")
+    assert first[2].startswith("Not every process has a batch in this global batch")
     assert second[2] == ""
     assert first[3] == second[3]
+
+
+def _split_unevenly(rank: int) -> list[tuple[Any, Any]]:
+    class Odd(BatchSampler):
+        def __iter__(self) -> Any:
+            yield from ([0, 1, 2, 3], [4], [5, 6, 7])
+
+    config = DataLoaderConfiguration(split_batches=True, even_batches=False)
+    accelerator = Accelerator(cpu=True, dataloader_config=config)
+    sampler = Odd(SequentialSampler(range(8)), 4, False)
+    loader = accelerator.prepare(DataLoader(numbers(8), batch_sampler=sampler))
+    active: Any = accelerator._own.preparer.sharing.active
+    return [(active.current().counts, len(batch)) for (batch,) in loader]
+
+
+def test_a_process_that_skips_a_small_batch_knows_the_counts_of_the_next() -> None:
+    first, second = run_ranks(2, _split_unevenly)
+    assert first == [((2, 2), 2), ((1, 0), 1), ((2, 1), 2)]
+    assert second == [((2, 2), 2), ((2, 1), 1)]
 
 
 def _variable(rank: int) -> Any:

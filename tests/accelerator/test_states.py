@@ -200,7 +200,7 @@ def test_loading_nothing_says_what_to_do(tmp_path: Path) -> None:
         accelerator.save_state()
     with pytest.raises(CheckpointError, match="holds no state that `save_state` has completed"):
         accelerator.load_state(tmp_path / "nowhere")
-    with pytest.raises(CheckpointError, match="holds no state that verifies"):
+    with pytest.raises(CheckpointError, match="holds no state that `save_state` has completed"):
         _project(tmp_path).load_state()
 
 
@@ -211,7 +211,7 @@ def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
     other = Accelerator(cpu=True)
     model = other.prepare(nn.Linear(1, 1))
     before = bits(model)
-    with pytest.raises(CheckpointError, match=r"model has 'weight' of shape \[1, 2\], not \[1, 1"):
+    with pytest.raises(CheckpointError, match=r"model.*`weight` \[1, 2\] in the checkpoint"):
         other.load_state(tmp_path / "state")
     other.prepare(torch.optim.SGD(model.parameters(), lr=1.0))
     with pytest.raises(CheckpointError, match="it lacks \\['optimizer'\\]"):
@@ -373,7 +373,7 @@ def _ordered(folder: Path, sampler: Any, batch_size: int, stop: int | None) -> l
     [
         ("shuffle", None, 4, "sampler: RandomSampler in the checkpoint, SequentialSampler now"),
         (list(range(24)), list(range(23, -1, -1)), 4, "the sampler gives another order"),
-        (None, None, 2, "samples of a round: 4 in the checkpoint, 2 now"),
+        (None, None, 2, "samples of a global batch: 4 in the checkpoint, 2 now"),
     ],
 )
 def test_a_pass_does_not_go_on_in_another_order(

@@ -346,6 +346,8 @@ def test_batches_of_many_forms_are_cut(batch: Any, piece: Any) -> None:
 def test_a_batch_that_cannot_be_cut_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"4 samples cannot be cut.*`Tensor` of shape \(9, 4\)"):
         slice_samples({"x": torch.ones(4), "steps": torch.ones(9, 4)}, 0, 2, 4)
+    with pytest.raises(ConfigError, match=r"2 samples cannot be cut.*`Tensor` of shape \(9, 4\)"):
+        slice_samples((torch.ones(2), torch.ones(9, 4)), 0, 1, 2)
 
 
 @pytest.mark.parametrize(
@@ -371,5 +373,12 @@ def test_fields_are_told_from_samples_where_there_are_as_many() -> None:
     assert torch.equal(slice_samples((x, y), 1, 2, 2)[1], y[1:])
     ragged = [torch.ones(2, 4), torch.ones(3, 4)]
     assert slice_samples({"x": x, "boxes": ragged}, 1, 2, 2)["boxes"][0].shape == (3, 4)
+    targets = [{"boxes": torch.ones(2, 4)}, {"boxes": torch.ones(3, 4)}]
+    assert slice_samples((x, targets), 1, 2, 2)[1][0]["boxes"].shape == (3, 4)
+
+
+@pytest.mark.parametrize("other", [torch.ones(2, 4), "a name", None, torch.tensor(3.0)])
+def test_a_list_that_can_be_read_in_two_ways_is_not_cut(other: Any) -> None:
+    batch = {"x": torch.arange(2.0), "pair": [torch.ones(2, 4), other]}
     with pytest.raises(ConfigError, match="may be 2 samples, or 2 fields"):
-        slice_samples({"x": x, "boxes": [torch.ones(2, 4), torch.ones(2, 4)]}, 0, 1, 2)
+        slice_samples(batch, 0, 1, 2)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.test_config_file import ACCELERATE, FSDP
-from trainkit.cli import config_file, machine, plan, settings
+from trainkit.cli import config_file, machine, options, plan
 from trainkit.cli.main import main
 from trainkit.cli.options import SETTINGS
 
@@ -97,7 +97,7 @@ def test_accelerates_own_default_file_is_not(
 
 
 def test_the_settings_are_the_table() -> None:
-    assert list(settings.JobSettings.__dataclass_fields__) == list(SETTINGS)
+    assert list(options.JobSettings.__dataclass_fields__) == list(SETTINGS)
 
 
 def test_every_setting_is_documented() -> None:

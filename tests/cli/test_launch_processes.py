@@ -250,13 +250,13 @@ def test_one_script_alone_is_one_process(folder: Path) -> None:
     assert "FP32 on 1" in result.stdout
 
 
-def test_a_job_goes_on_without_its_lifeline(folder: Path) -> None:
+def test_a_job_goes_on_without_its_orphan_killer(folder: Path) -> None:
     launcher = Launcher([*TWO, "acts.py", "saves"], folder)
     launcher.wait_for("ready", 2)
     children = subprocess.run(
         ["ps", "-o", "pid=,args=", "--ppid", str(launcher.pid)], capture_output=True, text=True
     )
-    (lifeline,) = [line for line in children.stdout.splitlines() if "acts.py" not in line]
-    os.kill(int(lifeline.split()[0]), signal.SIGKILL)
+    (killer,) = [line for line in children.stdout.splitlines() if "acts.py" not in line]
+    os.kill(int(killer.split()[0]), signal.SIGKILL)
     launcher.send(signal.SIGTERM)
     assert launcher.wait() == 143

@@ -11,7 +11,8 @@ from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, Tenso
 
 from tests.data.toys import prepare
 from trainkit import rng
-from trainkit.data.order import FlatPlan, KeyedOrder
+from trainkit.data.order import KeyedOrder
+from trainkit.data.plan import FlatPlan
 
 SEED, LENGTH = 5, 23
 DATA = TensorDataset(torch.arange(LENGTH))

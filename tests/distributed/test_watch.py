@@ -1,6 +1,7 @@
 """The watch: who hears of what, and who leaves when (rule 32)."""
 
 import atexit
+import importlib
 import json
 import math
 import multiprocessing
@@ -31,8 +32,8 @@ from trainkit import Accelerator, Callback, Run, Trainer, Watchdog
 from trainkit.cli import failure
 from trainkit.distributed import Processes
 from trainkit.errors import ConfigError
-from trainkit.watchdog import crossed
-from trainkit.watchdog.connections import GONE, Address, Hub, Spoke, open_hub, reach_hub
+from trainkit.watchdog import crossed, stalls
+from trainkit.watchdog.connections import GONE, Address, Client, Server, open_server, reach_server
 from trainkit.watchdog.exit import EXIT_OTHER_FAILED
 from trainkit.watchdog.report import Report, first_of, hint_for, read_all
 from trainkit.watchdog.stalls import Member, judge
@@ -64,29 +65,29 @@ def test_the_thread_ends_with_close() -> None:
 
 
 @contextmanager
-def _links(size: int) -> Iterator[tuple[Hub, Address, list[Spoke]]]:
+def _links(size: int) -> Iterator[tuple[Server, Address, list[Client]]]:
     """Give process 0's end, which another thread serves while the others connect."""
-    hub, address = open_hub(size, one_machine=True)
-    spokes: list[Spoke] = []
+    server, address = open_server(size, one_machine=True)
+    clients: list[Client] = []
 
     def connect() -> None:
         for rank in range(1, size):
-            spoke = reach_hub(address, rank)
-            assert spoke is not None
-            spokes.append(spoke)
+            client = reach_server(address, rank)
+            assert client is not None
+            clients.append(client)
 
     thread = threading.Thread(target=connect)
     thread.start()
     while thread.is_alive():
-        hub.poll(0.01)
+        server.poll(0.01)
     try:
-        yield hub, address, spokes
+        yield server, address, clients
     finally:
-        for links in (hub, *spokes):
+        for links in (server, *clients):
             links.close()
 
 
-def _heard(links: Hub | Spoke, others: tuple[Hub, ...] = ()) -> list[tuple[int, str]]:
+def _heard(links: Server | Client, others: tuple[Server, ...] = ()) -> list[tuple[int, str]]:
     found: list[tuple[int, str]] = []
     deadline = time.monotonic() + 60
     while not found and time.monotonic() < deadline:
@@ -97,21 +98,21 @@ def _heard(links: Hub | Spoke, others: tuple[Hub, ...] = ()) -> list[tuple[int, 
 
 
 def test_what_one_process_says_reaches_all_others() -> None:
-    with _links(3) as (hub, _, (first, second)):
+    with _links(3) as (server, _, (first, second)):
         first.send({"kind": "failed"})
-        assert _heard(hub) == [(1, "failed")]
+        assert _heard(server) == [(1, "failed")]
         assert _heard(second) == [(1, "failed")]
-        hub.send({"kind": "done"})
+        server.send({"kind": "done"})
         assert _heard(first) == [(0, "done")]
         assert _heard(second) == [(0, "done")]
 
 
 def test_a_connection_that_ends_is_heard_of_by_all() -> None:
-    with _links(3) as (hub, _, (first, second)):
+    with _links(3) as (server, _, (first, second)):
         first.close()
-        assert _heard(hub) == [(1, GONE)]
+        assert _heard(server) == [(1, GONE)]
         assert _heard(second) == [(1, GONE)]
-        hub.close()
+        server.close()
         assert _heard(second) == [(0, GONE)]
 
 
@@ -127,14 +128,14 @@ def test_a_connection_that_ends_is_heard_of_by_all() -> None:
     ],
 )
 def test_strangers_are_turned_away(words: bytes) -> None:
-    with _links(2) as (hub, address, (spoke,)):
+    with _links(2) as (server, address, (client,)):
         with socket.create_connection((address.hosts[0], address.port)) as stranger:
             sender = threading.Thread(target=lambda: stranger.sendall(words))
             sender.start()
             stranger.settimeout(0.01)
             closed = False
             while not closed and words:
-                assert hub.poll(0.01) == []
+                assert server.poll(0.01) == []
                 try:
                     closed = stranger.recv(1) == b""
                 except ConnectionError:
@@ -144,32 +145,32 @@ def test_strangers_are_turned_away(words: bytes) -> None:
             with pytest.MonkeyPatch.context() as patch:  # a reset connection ends the thread
                 patch.setattr(threading, "excepthook", lambda _: None)
                 sender.join(5)
-        assert [heard for heard in hub.poll(0.01) if heard[1]["kind"] != GONE] == []
-        spoke.send({"kind": "done"})
-        assert _heard(hub) == [(1, "done")]
+        assert [heard for heard in server.poll(0.01) if heard[1]["kind"] != GONE] == []
+        client.send({"kind": "done"})
+        assert _heard(server) == [(1, "done")]
 
 
 def test_a_process_has_one_connection() -> None:
-    with _links(3) as (hub, address, (first, _)):
+    with _links(3) as (server, address, (first, _)):
         found: list[Any] = []
-        thread = threading.Thread(target=lambda: found.append(reach_hub(address, 1)))
+        thread = threading.Thread(target=lambda: found.append(reach_server(address, 1)))
         thread.start()
         while thread.is_alive():
-            hub.poll(0.01)
+            server.poll(0.01)
         assert found == [None]
         first.send({"kind": "done"})
-        assert _heard(hub) == [(1, "done")]
+        assert _heard(server) == [(1, "done")]
 
 
 def test_a_fork_does_not_hide_the_end_of_its_parent() -> None:
-    with _links(2) as (hub, _, (spoke,)):
+    with _links(2) as (server, _, (client,)):
         child = os.fork()
         if child == 0:
             time.sleep(60)
             os._exit(0)
         try:
-            spoke.close()
-            assert _heard(hub) == [(1, GONE)]
+            client.close()
+            assert _heard(server) == [(1, GONE)]
         finally:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
@@ -358,24 +359,28 @@ def _state(inside: str, step: int = 3) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("states", "culprits", "text"),
+    ("states", "process", "text"),
     [
-        ({0: _state("backward"), 2: _state("backward")}, (1,), "process 1 .* does not answer"),
-        ({1: _state("backward"), 2: _state("backward")}, (0,), "process 0 .* does not answer"),
-        ({1: _state("backward")}, (0,), "process 0 .* does not answer"),
-        ({0: _state("a"), 1: _state(""), 2: _state("a")}, (1,), "process 1 is at x.py:1"),
-        ({0: _state("a"), 1: _state(""), 2: _state("")}, (1, 2), "process 1 is at.*process 2 is"),
-        ({0: _state("a"), 1: _state("b"), 2: _state("a")}, (), "different places.*1 in `b`"),
-        ({0: _state("a"), 1: _state("a", 2), 2: _state("a")}, (), "different places.*step 2"),
-        ({0: _state("a"), 1: _state("a"), 2: _state("a")}, (), "the same place"),
-        ({0: _state(""), 1: _state(""), 2: _state("")}, (), "no process is in a collective"),
+        ({0: _state("backward"), 2: _state("backward")}, 1, "process 1 .* does not answer"),
+        ({1: _state("backward"), 2: _state("backward")}, 0, "process 0 .* does not answer"),
+        ({1: _state("backward")}, 0, "process 0 .* does not answer"),
+        ({0: _state("a"), 1: _state(""), 2: _state("a")}, 1, "process 1 is at x.py:1"),
+        ({0: _state("a"), 1: _state(""), 2: _state("")}, 1, "process 1 is at.*process 2 is"),
+        ({0: _state("a"), 1: _state("b"), 2: _state("a")}, None, "different places.*1 in `b`"),
+        ({0: _state("a"), 1: _state("a", 2), 2: _state("a")}, None, "different places.*step 2"),
+        ({0: _state("a"), 1: _state("a"), 2: _state("a")}, None, "the same place"),
+        ({0: _state(""), 1: _state(""), 2: _state("")}, None, "no process is in a collective"),
     ],
 )
-def test_the_verdict(states: dict[int, Any], culprits: tuple[int, ...], text: str) -> None:
+def test_the_verdict(states: dict[int, Any], process: int | None, text: str) -> None:
     members = {rank: Member("host", f"other {rank}", 7, "0") for rank in range(3)}
     verdict = judge(states, members, "machine")
-    assert verdict.culprits == culprits
+    assert verdict.process == process
     assert re.search(text, verdict.text), verdict.text
+
+
+def test_the_modules_whose_frames_wait_are_there() -> None:
+    assert all(map(importlib.import_module, stalls._WAITING))
 
 
 def test_only_the_process_that_was_meant_is_killed() -> None:

@@ -282,9 +282,8 @@ def initialized(rank: int, seed: int) -> list[dict[str, Tensor]]:
     for make in (mlp, WithBuffers, gpt2):
         model = on_meta(make)
         strategy = FSDP()
-        strategy.seed = seed
         strategy.setup()
-        strategy.wrap(model, Trainer(max_steps=1, callbacks=[]).precision)
+        strategy.wrap(model, Trainer(max_steps=1, callbacks=[]).precision, seed)
         tensors = weights(model) | {name: b.clone() for name, b in model.named_buffers()}
         assert not any(t.isnan().any() for t in tensors.values())
         results.append(tensors)
@@ -516,6 +515,22 @@ class Uneven(nn.Module):
             if self.left_out != f"blocks.{number}":
                 x = block(x)
         return self.head(x) if self.left_out == "extra" else self.head(x) + self.extra(x)  # type: ignore[no-any-return]
+
+
+def second_of_two(rank: int) -> None:
+    strategy = FSDP()
+    strategy.setup()
+    precision = Trainer(max_steps=1, callbacks=[]).precision
+    models = [Uneven("", rank), Uneven("extra", rank)]
+    for model in models:
+        strategy.wrap(model, precision)
+    models[0](torch.randn(2, 6))
+    with pytest.raises(ConfigError, match=r"2 trainable.*on some processes only"):
+        models[1](torch.randn(2, 6))
+
+
+def test_each_of_two_sharded_models_is_compared() -> None:
+    run_ranks(2, second_of_two)
 
 
 def parts_used_by_one(rank: int) -> None:

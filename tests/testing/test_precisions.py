@@ -21,14 +21,26 @@ def test_precisions(precision: Callable[[], Precision]) -> None:
 
 class NeverUnscales(FP16):
     @override
-    def unscale(self, optimizer: Optimizer, agree: Callable[[Tensor], Tensor]) -> bool:
+    def unscale(
+        self,
+        optimizer: Optimizer,
+        reduce_overflow: Callable[[Tensor], Tensor],
+        *,
+        update: bool = True,
+    ) -> bool:
         return False
 
 
 class NeverSkips(FP16):
     @override
-    def unscale(self, optimizer: Optimizer, agree: Callable[[Tensor], Tensor]) -> bool:
-        super().unscale(optimizer, agree)
+    def unscale(
+        self,
+        optimizer: Optimizer,
+        reduce_overflow: Callable[[Tensor], Tensor],
+        *,
+        update: bool = True,
+    ) -> bool:
+        super().unscale(optimizer, reduce_overflow, update=update)
         return False
 
 

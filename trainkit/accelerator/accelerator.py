@@ -1,19 +1,23 @@
 """Accelerator: the face for people who keep their own loop."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
 from typing_extensions import override
 
-from trainkit.accelerator import accelerator_config, composition
+from trainkit.accelerator.accelerator_config import AcceleratorConfig
+from trainkit.accelerator.autocasting import autocast
+from trainkit.accelerator.composition import OwnLoop
 from trainkit.accelerator.settings import DistributedType, ProjectConfiguration
 from trainkit.accelerator.tracking import GeneralTracker
 from trainkit.config import checked
+from trainkit.distributed import run_on_all_or_main
 from trainkit.distributed.communicator import Communicator
 from trainkit.errors import ConfigError, DataError
 from trainkit.strategies import FSDP
@@ -82,7 +86,7 @@ class Accelerator(Communicator):
         strategy: Any = None,
         device: torch.device | str | None = None,
     ) -> None:
-        asked = accelerator_config.Wishes(
+        config = AcceleratorConfig(
             device_placement=device_placement,
             split_batches=split_batches,
             mixed_precision=mixed_precision,
@@ -100,8 +104,9 @@ class Accelerator(Communicator):
             dynamo_backend=dynamo_backend,
             strategy=strategy,
         )
-        super().__init__(device=asked.start(device))
-        self._own = composition.OwnLoop(asked, self.processes, self.device, self.loaders)
+        super().__init__(device=config.start(device))
+        self._own = OwnLoop(config, self.processes, self.device, self.loaders)
+        self._has_trigger = False
 
     # What the loop is like.
 
@@ -147,7 +152,7 @@ class Accelerator(Communicator):
     @property
     def mixed_precision(self) -> str:
         """ "no", "fp16" or "bf16"."""
-        return self._own.wishes.precision
+        return self._own.config.precision
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
@@ -162,57 +167,57 @@ class Accelerator(Communicator):
     @property
     def project_configuration(self) -> ProjectConfiguration:
         """Where the project writes."""
-        return self._own.project
+        return self._own.config.project
 
     @property
     def project_dir(self) -> Any:
         """Folder of checkpoints and logs."""
-        return self._own.project.project_dir
+        return self._own.config.project.project_dir
 
     @property
     def logging_dir(self) -> Any:
         """Folder of logs."""
-        return self._own.project.logging_dir
+        return self._own.config.project.logging_dir
 
     @property
     def save_iteration(self) -> int:
         """Number of the next state that is named by itself."""
-        return self._own.project.iteration
+        return self._own.config.project.iteration
 
     @property
     def trackers(self) -> list[GeneralTracker]:
         """The trackers that are at work."""
-        return self._own.trackers
+        return self._own.trackers.at_work
 
     @property
     def split_batches(self) -> bool:
         """Whether a batch size is that of all processes together."""
-        return self._own.data.split_batches
+        return self._own.config.data.split_batches
 
     @property
     def even_batches(self) -> bool:
         """Whether the last batches are filled up, so that all processes have as many."""
-        return self._own.data.even_batches
+        return self._own.config.data.even_batches
 
     @property
     def dispatch_batches(self) -> bool | None:
         """Whether process 0 reads for all."""
-        return self._own.data.dispatch_batches
+        return self._own.config.data.dispatch_batches
 
     @property
     def non_blocking(self) -> bool:
         """Whether batches move to the device without waiting."""
-        return self._own.data.non_blocking
+        return self._own.config.data.non_blocking
 
     @property
     def use_seedable_sampler(self) -> bool:
         """Whether the order follows the epoch's number."""
-        return self._own.data.use_seedable_sampler
+        return self._own.config.data.use_seedable_sampler
 
     @property
     def use_stateful_dataloader(self) -> bool:
         """Whether loaders have a state."""
-        return self._own.data.use_stateful_dataloader
+        return self._own.config.data.use_stateful_dataloader
 
     # Models, optimizers, schedulers and loaders.
 
@@ -226,38 +231,34 @@ class Accelerator(Communicator):
         Raises:
             ConfigError: An object is of another kind.
         """
-        prepared = self._own.preparation.prepare(args, device_placement)
+        prepared = self._own.preparer.prepare(args, device_placement)
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
         """Return a model as the loop calls it; not wrapped where it is only evaluated."""
-        preparation = self._own.preparation
-        place = preparation.places if device_placement is None else device_placement
         if not evaluation_mode:
-            preparation.check_alike([model])
-        return preparation.model(model, place, evaluation_mode=evaluation_mode)
+            self._own.preparer.check_alike([model])
+        return self._own.preparer.model(model, device_placement, evaluation_mode=evaluation_mode)
 
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> "PreparedOptimizer":
         """Return an optimizer that follows the windows."""
-        self._own.preparation.check_alike([optimizer])
-        place = self._own.preparation.places if device_placement is None else device_placement
-        return self._own.preparation.optimizer(optimizer, place)
+        self._own.preparer.check_alike([optimizer])
+        return self._own.preparer.optimizer(optimizer, device_placement)
 
     def prepare_scheduler(self, scheduler: Any) -> "PreparedScheduler":
         """Return a scheduler that follows the prepared optimizers."""
-        self._own.preparation.check_alike([scheduler])
-        return self._own.preparation.scheduler(scheduler)
+        self._own.preparer.check_alike([scheduler])
+        return self._own.preparer.scheduler(scheduler)
 
     def prepare_data_loader(
         self, data_loader: Any, device_placement: bool | None = None
     ) -> "SharedLoader":
         """Return a loader whose batches are shared out over the processes."""
-        place = self._own.preparation.places if device_placement is None else device_placement
-        return self._own.preparation.loader(data_loader, place)
+        return self._own.preparer.loader(data_loader, device_placement)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> "SkippedLoader":
         """Return a loader without its first batches, to go on in the middle of an epoch."""
@@ -284,7 +285,11 @@ class Accelerator(Communicator):
 
     def autocast(self, autocast_handler: Any = None) -> AbstractContextManager[object]:
         """Return a context in which code outside of a model runs in the mixed precision."""
-        return self._own.autocast(autocast_handler)
+        dtype = self._own.precision.dtype
+        if dtype is None:
+            return nullcontext()
+        settings = autocast_handler or self._own.config.autocast
+        return autocast(self.device.type, dtype, settings)
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Add the gradients of `loss`, divided by the micro-batches of the window.
@@ -297,7 +302,9 @@ class Accelerator(Communicator):
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Bring the gradients of one prepared optimizer, or a list, or all to their true scale."""
-        self._own.unscale(optimizer)
+        wanted = self._own.registry.optimizers if optimizer is None else optimizer
+        for one in wanted if isinstance(wanted, list | tuple) else [wanted]:
+            self._own.gradients.unscale_once(getattr(one, "optimizer", one))
 
     def clip_grad_norm_(
         self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2
@@ -319,28 +326,38 @@ class Accelerator(Communicator):
             joinables: Prepared models.
             even_batches: Overrides `even_batches` of all prepared loaders inside.
         """
-        with self._own.joined(joinables, even_batches):
-            yield
+        loaders = self._own.registry.loaders
+        before = [loader.even_batches for loader in loaders]
+        if even_batches is not None:
+            for loader in loaders:
+                loader.even_batches = even_batches
+        alone = self.num_processes == 1 or self._own.strategy.sharded
+        try:
+            with nullcontext() if alone else Join(list(joinables)):
+                yield
+        finally:
+            for loader, even in zip(loaders, before, strict=True):
+                loader.even_batches = even
 
     @override
     def gather_for_metrics(
         self, input_data: Any, use_gather_object: bool = False, **options: Any
     ) -> Any:
-        if self._own.accumulation.alone:
+        if self._own.accumulation.is_unpaired:
             raise DataError(
-                "Not every process has a batch in this round, so not every process gathers. Leave "
-                "`even_batches=False` out: what fills batches up is never gathered."
+                "Not every process has a batch in this global batch, so not every process gathers. "
+                "Leave `even_batches=False` out: what fills batches up is never gathered."
             )
         return super().gather_for_metrics(input_data, use_gather_object, **options)
 
     def set_trigger(self) -> None:
         """Ask, on this process, that `check_trigger` tells all."""
-        self._own.has_trigger = True
+        self._has_trigger = True
 
     def check_trigger(self) -> bool:
         """Return whether any process has called `set_trigger`, and begin anew; all call it."""
-        flag = torch.tensor([float(self._own.has_trigger)])
-        self._own.has_trigger = False
+        flag = torch.tensor([float(self._has_trigger)])
+        self._has_trigger = False
         return self.processes.all_reduce(flag, "max").item() != 0
 
     def free_memory(self, *objects: Any) -> list[None]:
@@ -468,7 +485,7 @@ class Accelerator(Communicator):
             config: Settings of the run, to be noted.
             init_kwargs: Arguments of trackers by their names.
         """
-        self._own.start_trackers(project_name, config, init_kwargs or {})
+        self._own.trackers.start(project_name, config, init_kwargs or {})
 
     def log(
         self,
@@ -477,16 +494,15 @@ class Accelerator(Communicator):
         log_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         """Give figures to every tracker of this process."""
-        for tracker in self._own.trackers:
+        for tracker in self.trackers:
             tracker.log(dict(values), step=step, **(log_kwargs or {}).get(tracker.name, {}))
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
         """Return a tracker, or its library's own run; one that does nothing on other processes."""
-        return self._own.tracker(name, unwrap)
+        return self._own.trackers.find(name, unwrap=unwrap)
 
     def end_training(self) -> None:
         """End all trackers, and wait for the other processes that call it too."""
-        for tracker in self._own.trackers:
-            tracker.finish()
-        self._own.trackers.clear()
-        self._own.end()
+        self._own.trackers.finish()
+        wait = self.processes.barrier
+        run_on_all_or_main(self.processes, "end_training", wait, lambda: None)

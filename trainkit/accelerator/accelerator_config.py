@@ -1,7 +1,7 @@
 """What the user asks of an `Accelerator`, checked, and completed from the environment."""
 
 import atexit
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed
 
-from trainkit.accelerator import environment
+from trainkit import strategies
 from trainkit.accelerator.settings import (
     AutocastKwargs,
     DataLoaderConfiguration,
@@ -23,17 +23,18 @@ from trainkit.distributed import Processes
 from trainkit.distributed.group import as_timeout
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigError
+from trainkit.launch_environment import PRECISIONS, mixed_precision, read, sharding, uses_cpu
+from trainkit.parsing import text, whole
 from trainkit.strategies import Strategy
 
-__all__ = ["Wishes"]
+__all__ = ["AcceleratorConfig"]
 
-PRECISIONS = ("no", "fp16", "bf16")
 HANDLERS = (AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs, InitProcessGroupKwargs)
 RNG_TYPES = ("generator", "torch", "cuda")
 
 
 @dataclass(kw_only=True)
-class Wishes:
+class AcceleratorConfig:
     """The settings of an `Accelerator`, under their names there.
 
     Raises:
@@ -58,6 +59,7 @@ class Wishes:
     strategy: Strategy | None = None
 
     precision: str = field(init=False)
+    autocast: AutocastKwargs = field(init=False)
     data: DataLoaderConfiguration = field(init=False)
     accumulation: GradientAccumulationPlugin = field(init=False)
     project: ProjectConfiguration = field(init=False)
@@ -65,19 +67,21 @@ class Wishes:
     compile_backend: str | None = field(init=False)
 
     def __post_init__(self) -> None:
-        asked = self.mixed_precision or environment.text("MIXED_PRECISION", "no")
+        asked = self.mixed_precision or mixed_precision()
         self.precision = _one_of("mixed_precision", asked, PRECISIONS)
         names = self.rng_types or ("generator",)
         self.generators = tuple(_one_of("rng_types", name, RNG_TYPES) for name in names)
+        self.autocast = self.handler(AutocastKwargs)
         self.data = self._data()
         self.accumulation = self._accumulation()
         self.project = self.project_config or ProjectConfiguration()
         if self.project_dir is not None and self.project.project_dir is None:
             self.project.set_directories(self.project_dir)
-        backend = _text(self.dynamo_backend or environment.text("DYNAMO_BACKEND", "no"))
-        self.compile_backend = None if backend.lower() == "no" else backend.lower()
+        backend = _text(self.dynamo_backend or read("DYNAMO_BACKEND", text, "no")).lower()
+        self.compile_backend = None if backend == "no" else backend
+        self.cpu = self.cpu or uses_cpu()
         self._check_handlers()
-        self._choose_strategy()
+        self.strategy = self._strategy()
 
     def handler(self, kind: type[Any]) -> Any:
         """Return the settings of a kind; its defaults where there are none."""
@@ -86,8 +90,7 @@ class Wishes:
 
     def start(self, device: torch.device | str | None) -> torch.device | str | None:
         """Join the other processes where the user says how; return the device."""
-        if self.cpu or environment.flag("USE_CPU"):
-            device = "cpu"
+        device = "cpu" if self.cpu else device
         settings: InitProcessGroupKwargs = self.handler(InitProcessGroupKwargs)
         world = World.from_env()
         if settings.init_method is not None and world.size > 1:
@@ -112,7 +115,7 @@ class Wishes:
         steps, plugin = self.gradient_accumulation_steps, self.gradient_accumulation_plugin
         if plugin is None:
             if steps == 1:
-                steps = environment.number("GRADIENT_ACCUMULATION_STEPS", 1)
+                steps = read("GRADIENT_ACCUMULATION_STEPS", whole(1), 1)
             return GradientAccumulationPlugin(num_steps=steps)
         if steps != 1:
             raise ConfigError(
@@ -129,22 +132,25 @@ class Wishes:
                     "Leave it out."
                 )
 
-    def _choose_strategy(self) -> None:
+    def _strategy(self) -> Strategy | None:
+        """Return the strategy that the user or the launcher asks for."""
         given = self.strategy or self.fsdp_plugin
         if given is not None and not isinstance(given, Strategy):
             raise ConfigError(
                 f"`fsdp_plugin` is a `{type(given).__name__}`, but sharding is asked for by a "
                 "strategy. Pass `strategy=trainkit.strategies.FSDP(...)`."
             )
-        on_cpu = self.cpu or environment.flag("USE_CPU")
-        self.strategy = given or environment.strategy_of("cpu" if on_cpu else None)
+        asked = None if given is not None else sharding()
+        if asked is None:
+            return given
+        return strategies.FSDP(device="cpu" if self.cpu else None, **asked)
 
 
-def _one_of(name: str, value: Any, known: tuple[str, ...]) -> str:
-    text = _text(value)
-    if text not in known:
-        raise ConfigError(f"`{name}` must be one of {', '.join(known)}, but is {text!r}.")
-    return text
+def _one_of(name: str, value: Any, known: Collection[str]) -> str:
+    chosen = _text(value)
+    if chosen not in known:
+        raise ConfigError(f"`{name}` must be one of {', '.join(known)}, but is {chosen!r}.")
+    return chosen
 
 
 def _text(value: Any) -> str:

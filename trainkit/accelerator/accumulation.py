@@ -10,7 +10,7 @@ __all__ = ["Accumulation"]
 
 
 @dataclass(slots=True)
-class _Place:
+class _LoaderPosition:
     """Where a loader under way is.
 
     Attributes:
@@ -18,13 +18,13 @@ class _Place:
         is_last: Whether the present batch is the last one.
         remainder: Real samples of the present batch over all processes where it was filled up,
             else -1.
-        alone: Whether other processes have no batch beside the present one.
+        is_unpaired: Whether other processes have no batch beside the present one.
     """
 
     left: int | None = None
     is_last: bool = False
     remainder: int = -1
-    alone: bool = False
+    is_unpaired: bool = False
 
 
 class Accumulation:
@@ -51,7 +51,7 @@ class Accumulation:
         """Number of the present window."""
         self._divisor = plugin.num_steps
         self._in_window = 0
-        self._places: OrderedDict[int, _Place] = OrderedDict()
+        self._positions: OrderedDict[int, _LoaderPosition] = OrderedDict()
 
     @property
     def num_steps(self) -> int:
@@ -71,37 +71,37 @@ class Accumulation:
     @property
     def end_of_dataloader(self) -> bool:
         """Whether the loader that yielded last, of those under way, has yielded its last batch."""
-        return bool(self._places) and self._current().is_last
+        return bool(self._positions) and self._current().is_last
 
     @property
     def remainder(self) -> int:
         """Real samples of that loader's last batch if it was filled up, else -1."""
-        return self._current().remainder if self._places else -1
+        return self._current().remainder if self._positions else -1
 
     @property
     def in_dataloader(self) -> bool:
         """Whether a prepared loader is under way."""
-        return bool(self._places)
+        return bool(self._positions)
 
     @property
-    def alone(self) -> bool:
+    def is_unpaired(self) -> bool:
         """Whether other processes have no batch beside the present one."""
-        return bool(self._places) and self._current().alone
+        return bool(self._positions) and self._current().is_unpaired
 
     def began(self, key: Any) -> None:
         """Note that a pass begins, which `key` stands for while it is under way."""
-        self._places[id(key)] = _Place()
+        self._positions[id(key)] = _LoaderPosition()
 
     def yielded(
-        self, key: Any, *, left: int | None, is_last: bool, remainder: int, alone: bool
+        self, key: Any, *, left: int | None, is_last: bool, remainder: int, is_unpaired: bool
     ) -> None:
         """Note that a pass hands out a batch."""
-        self._places[id(key)] = _Place(left, is_last, remainder, alone)
-        self._places.move_to_end(id(key))
+        self._positions[id(key)] = _LoaderPosition(left, is_last, remainder, is_unpaired)
+        self._positions.move_to_end(id(key))
 
     def ended(self, key: Any) -> None:
         """Note that a pass is over, or was left."""
-        self._places.pop(id(key), None)
+        self._positions.pop(id(key), None)
 
     def advance(self) -> bool:
         """Begin the next micro-batch; return whether it is the last of its window."""
@@ -137,16 +137,16 @@ class Accumulation:
 
     def reset(self) -> None:
         """Forget all loaders and begin a new window."""
-        self._places.clear()
+        self._positions.clear()
         self.count = self._in_window = 0
         self.sync_gradients, self.correction = True, 1.0
 
-    def _current(self) -> _Place:
-        return self._places[next(reversed(self._places))]
+    def _current(self) -> _LoaderPosition:
+        return self._positions[next(reversed(self._positions))]
 
     def _window_size(self) -> int:
         to_go = self.num_steps - self.count % self.num_steps
-        left = self._current().left if self._places else None
+        left = self._current().left if self._positions else None
         if left is None or not self.plugin.sync_with_dataloader:
             return to_go
         return min(to_go, left + 1)

@@ -10,7 +10,14 @@ from torch import Tensor, nn
 from trainkit.accelerator.settings import AutocastKwargs
 from trainkit.containers.tree import map_leaves
 
-__all__ = ["run_in_autocast", "run_plainly"]
+__all__ = ["autocast", "run_in_autocast", "run_plainly"]
+
+
+def autocast(device: str, dtype: torch.dtype, settings: AutocastKwargs) -> torch.autocast:
+    """Return a context in which matrix products run in `dtype`, where that is enabled."""
+    return torch.autocast(
+        device, dtype=dtype, enabled=settings.enabled, cache_enabled=settings.cache_enabled
+    )
 
 
 class _InAutocast:
@@ -18,23 +25,13 @@ class _InAutocast:
 
     Args:
         forward: The forward that it stands for.
-        device: Type of device.
-        dtype: What matrix products run in.
-        settings: Of autocast.
+        context: Makes the context that it runs in.
     """
 
-    def __init__(
-        self, forward: Callable[..., Any], device: str, dtype: torch.dtype, settings: AutocastKwargs
-    ) -> None:
+    def __init__(self, forward: Callable[..., Any], context: Callable[[], torch.autocast]) -> None:
         update_wrapper(self, forward)
         self.forward = forward
-        self._context = partial(
-            torch.autocast,
-            device,
-            dtype=dtype,
-            enabled=settings.enabled,
-            cache_enabled=settings.cache_enabled,
-        )
+        self._context = context
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self._context():
@@ -50,7 +47,7 @@ def run_in_autocast(
     The loss is then computed in fp32, outside of the model.
     """
     if not isinstance(model.__dict__.get("forward"), _InAutocast):
-        model.forward = _InAutocast(model.forward, device, dtype, settings)
+        model.forward = _InAutocast(model.forward, partial(autocast, device, dtype, settings))
 
 
 def run_plainly(model: nn.Module) -> None:

@@ -29,6 +29,7 @@ class Gradients:
         accumulation: Tells the windows.
         precision: Tells the number format.
         strategy: Tells how gradients lie on the processes.
+        models: Those that are prepared, whose parameters an error names.
         scaled: Whether fp16 scales losses.
     """
 
@@ -38,19 +39,19 @@ class Gradients:
         precision: Precision,
         strategy: Strategy,
         *,
-        scaled: bool = True,
+        models: Sequence[nn.Module],
+        scaled: bool,
     ) -> None:
         self._fp16 = precision if isinstance(precision, FP16) and scaled else None
         self.scaler = None if self._fp16 is None else self._fp16.scaler
         """The scaler of fp16; None without one."""
-        self.models: Sequence[nn.Module] = ()  # whose parameters an error names
+        self._models = models
         self._loss = torch.tensor(math.nan)  # the latest, not scaled
         self.optimizers: list[Optimizer] = []
         """Those that were prepared."""
         self._accumulation = accumulation
         self._strategy = strategy
-        self._settled: dict[int, tuple[int, bool]] = {}  # the window, and whether they overflowed
-        self._stale = False  # whether the scale is to change before it is used again
+        self._unscaled: dict[int, tuple[int, bool]] = {}  # the window, and whether they overflowed
 
     def backward(self, loss: Any, **kwargs: Any) -> None:
         """Add the gradients of `loss`, divided by the size of the window, to the others.
@@ -73,14 +74,14 @@ class Gradients:
             loss = scaled_loss(self.scaler, loss)
         loss.backward(**kwargs)
 
-    def settle(self, optimizer: Optimizer) -> bool:
+    def unscale_once(self, optimizer: Optimizer) -> bool:
         """Make the gradients of an optimizer final, once a window; return whether they overflowed.
 
         Raises:
             ConfigError: The window is not complete, and its gradients are scaled.
         """
         key = id(optimizer)
-        window, overflowed = self._settled.get(key, (-1, False))
+        window, overflowed = self._unscaled.get(key, (-1, False))
         if window == self._accumulation.window:
             return overflowed
         if not self._accumulation.sync_gradients:
@@ -93,69 +94,63 @@ class Gradients:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if self._accumulation.correction != 1.0:
             self._strategy.scale_gradients(parameters, self._accumulation.correction)
-        overflowed = self.scaler is not None and self._unscale(self.scaler, optimizer, parameters)
-        self._settled[key] = self._accumulation.window, overflowed
+        overflowed = self._fp16 is not None and self._unscale(self._fp16, optimizer)
+        self._unscaled[key] = self._accumulation.window, overflowed
         return overflowed
 
-    def used(self, optimizer: Optimizer) -> None:
+    def mark_used(self, optimizer: Optimizer) -> None:
         """Note that an optimizer has made its step, or has left it out."""
-        self._settled.pop(id(optimizer), None)
-        if self._stale and not self._settled:
-            states = self.scaler._per_optimizer_states if self.scaler is not None else {}
-            if all(id(known) in states for known in self.optimizers):
+        self._unscaled.pop(id(optimizer), None)
+        if self.scaler is not None and not self._unscaled:
+            unscaled = self.scaler._per_optimizer_states
+            if all(id(known) in unscaled for known in self.optimizers):
                 self._refresh()
 
     def forget(self) -> None:
         """Begin anew: what was made final no longer counts."""
-        self._settled.clear()
-        self._stale = False
+        self._unscaled.clear()
+        if self.scaler is not None:
+            self.scaler._per_optimizer_states.clear()
 
     def clip_norm(
         self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float
     ) -> Tensor:
         """Clip the norm of the final gradients; return what it was, on the device."""
-        found = self._settle_owners(parameters)
+        found = self._unscale_owners(parameters)
         if norm_type == 2:
             return self._strategy.clip_grad_norm(found, max_norm)
         return nn.utils.clip_grad_norm_(found, max_norm, norm_type=norm_type)
 
     def clip_value(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
         """Clip every element of the final gradients."""
-        self._strategy.clip_grad_value(self._settle_owners(parameters), clip_value)
+        self._strategy.clip_grad_value(self._unscale_owners(parameters), clip_value)
 
     def scale_state(self) -> dict[str, Any]:
         """Return the state of the loss scale; empty without one."""
         self._refresh()
         return {} if self.scaler is None else self.scaler.state_dict()
 
-    def _settle_owners(self, parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:
+    def _unscale_owners(self, parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:
         """Make the gradients final of each optimizer that has one of the parameters."""
         found = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         wanted = {id(parameter) for parameter in found}
         for optimizer in self.optimizers:
             if any(id(p) in wanted for group in optimizer.param_groups for p in group["params"]):
-                self.settle(optimizer)
+                self.unscale_once(optimizer)
         return found
 
-    def _unscale(
-        self, scaler: torch.amp.GradScaler, optimizer: Optimizer, parameters: list[Tensor]
-    ) -> bool:
-        if all(parameter.grad is None for parameter in parameters):
-            return False  # the scaler would wait for an update that cannot come
-        scaler.unscale_(optimizer)
-        # torch has no public name for the flag that GradScaler.step reads.
-        (found,) = scaler._found_inf_per_device(optimizer).values()
-        self._stale = True
-        overflowed = self._strategy.agree(found).item() != 0  # the one read a step that fp16 costs
-        if overflowed and self._fp16 is not None and self._fp16.is_lowest():
+    def _unscale(self, fp16: FP16, optimizer: Optimizer) -> bool:
+        overflowed = fp16.unscale(optimizer, self._strategy.reduce_overflow, update=False)
+        if fp16.exhausted:
             from trainkit.training.overflow import low_scale  # most loops need none of it
 
-            models = nn.ModuleList(self._strategy.unwrap(model) for model in self.models)
+            models = nn.ModuleList(self._strategy.unwrap(model) for model in self._models)
             loss, done = self._loss * self._accumulation.divisor, self._accumulation.window - 1
             raise low_scale(self._strategy, models.named_parameters(), loss, step=done)
         return overflowed
 
     def _refresh(self) -> None:
-        if self._stale and self.scaler is not None:
+        """Let the scale follow the gradients that were unscaled since it last did."""
+        # torch has no public name for what `unscale_` notes of each optimizer.
+        if self.scaler is not None and self.scaler._per_optimizer_states:
             self.scaler.update()
-            self._stale = False

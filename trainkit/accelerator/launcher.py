@@ -18,11 +18,11 @@ import torch.distributed
 from trainkit.distributed import Processes
 from trainkit.distributed.group import INIT_METHOD
 from trainkit.errors import ConfigError, DistributedError
+from trainkit.launch_environment import PRECISIONS
 
 __all__ = ["notebook_launcher"]
 
 GRACE_SECONDS = 2.0  # for the others to end by themselves after one has failed
-PRECISIONS = ("no", "fp16", "bf16")
 _OF_OTHERS: dict[str, Any] = {
     "rdzv_backend": "static",
     "rdzv_endpoint": "",

@@ -1,10 +1,8 @@
 """Whether what was read of a saved state can be loaded: looked at before any of it is applied."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from trainkit.accelerator.preparer import Registry
@@ -18,7 +16,6 @@ from trainkit.checkpoint.format.schema import (
     maybe,
     record,
     row,
-    tensor_like,
     text,
     whole,
     within,
@@ -31,12 +28,14 @@ from trainkit.checkpoint.forms import (
     blaming,
     check_optimizer_form,
     check_schedule_form,
+    tensor,
     torch_state,
 )
-from trainkit.errors import CheckpointError
-from trainkit.export.state import shapes_in, shapes_of
+from trainkit.checkpoint.training_state import parameter_names, same_torch
+from trainkit.training.fingerprint import model_problems
+from trainkit.training.loadable import check_model_form
 
-__all__ = ["check_form", "check_loop", "check_model", "check_parts"]
+__all__ = ["check_form", "part_name", "problems"]
 
 _GENERATORS = dict.fromkeys(
     ("generators", "generators_inside", "generators_after"), listed(torch_state)
@@ -66,70 +65,67 @@ _LOOP = record(
 )
 _PROCESS = {
     **STREAMS,
-    "gradients": each(anything),
+    "gradients": each(tensor),
     "loaders": listed(_LOADER),
     "accumulation": _WINDOWS,
-    "objects": each(anything),
 }
+
+
+def part_name(kind: str, index: int) -> str:
+    """Return the part of a model or optimizer."""
+    return kind if index == 0 else f"{kind}_{index}"
 
 
 def check_form(
     checkpoint: Checkpoint,
-    found: Mapping[str, Any],
-    own: Sequence[Any],
+    parts: Mapping[str, Any],
+    ranks: Mapping[int, Any],
     registry: Registry,
-    models: Mapping[str, Mapping[str, Any]],
+    models: Mapping[str, nn.Module],
     parameters: Mapping[str, Tensor],
     *,
-    rank: int | None,
-    has_scaler: bool,
+    goes_on: bool,
+    scaled: bool,
 ) -> None:
     """Check all that `load_state` takes by itself.
 
     Args:
         checkpoint: What it was read from.
-        found: The parts for all processes.
-        own: The parts of processes, that of this one alone where as many saved it.
+        parts: The parts for all processes.
+        ranks: The parts of processes.
         registry: What is prepared.
-        models: The present states of the models that are loaded, by their parts.
+        models: The models that are loaded, by their parts.
         parameters: The parameters by their names in states of optimizers.
-        rank: Which process this is; None where another number of processes saved it.
-        has_scaler: Whether losses are scaled now.
+        goes_on: Whether passes of loaders go on where they were.
+        scaled: Whether losses are scaled now.
 
     Raises:
         CheckpointCorrupt: Something is not what `save_state` writes; names file and key.
     """
-    strict = checkpoint.manifest.metadata.get("versions", {}).get("torch") == torch.__version__
-    for name, present in models.items():
-        with blaming(checkpoint, name):
-            table = {
-                key: _kind(value)
-                for key, value in present.items()
-                if isinstance(value, Tensor) and key in found[name]
-            }
-            record(table)(found[name])
+    strict = same_torch(checkpoint)
+    for name, model in models.items():
+        check_model_form(checkpoint, name, parts[name], model)
     for index, optimizer in enumerate(registry.optimizers):
-        name = "optimizer" if index == 0 else f"optimizer_{index}"
+        name = part_name("optimizer", index)
         with blaming(checkpoint, name):
-            check_optimizer_form(found[name], optimizer.optimizer, parameters, strict=strict)
+            check_optimizer_form(parts[name], optimizer.optimizer, parameters, strict=strict)
     with blaming(checkpoint, "loop"):
-        _check_loop_form(found["loop"], registry, strict=strict, has_scaler=has_scaler)
+        _check_loop_form(parts["loop"], registry, strict=strict, scaled=scaled)
+    states = {"objects", *models}
     check = record(
-        _PROCESS | dict.fromkeys(models, each(anything)),
-        optional={"loaders", "accumulation", "objects", *models},
+        _PROCESS | dict.fromkeys(states, each(anything)),
+        optional={"loaders", "accumulation", *states},  # older ones have none
     )
-    for index, part in enumerate(own, rank or 0):
-        with blaming(checkpoint, process_part(index)):
+    for rank, part in ranks.items():
+        with blaming(checkpoint, process_part(rank)):
             check(part)
-            gradients = {name: _kind(parameters.get(name)) for name in part["gradients"]}
-            within("gradients", record(gradients), part["gradients"])
-            if rank is not None:  # else no pass is gone on with
-                _check_generators(part.get("loaders", found["loop"]["loaders"]), registry)
+            if goes_on:
+                _check_generators(part.get("loaders", parts["loop"]["loaders"]), registry)
 
 
-def _check_loop_form(loop: Any, registry: Registry, *, strict: bool, has_scaler: bool) -> None:
+def _check_loop_form(loop: Any, registry: Registry, *, strict: bool, scaled: bool) -> None:
     _LOOP(loop)
-    if has_scaler and loop["scaler"]:
+    if scaled and loop["scaler"]:
         within("scaler", SCALE, loop["scaler"])
     pairs = zip(registry.schedulers, loop["schedulers"], strict=False)
     for index, (scheduler, state) in enumerate(pairs):
@@ -153,73 +149,72 @@ def _check_generators(states: Sequence[Any], registry: Registry) -> None:
             raise Unfit(error.why, "loaders", index, *error.keys) from None
 
 
-def _kind(present: Any) -> Any:
-    """Return the check of a tensor that is to have the type of another; shapes are told apart."""
+def problems(
+    parts: Mapping[str, Any],
+    registry: Registry,
+    models: Mapping[str, nn.Module],
+    parameters: Mapping[str, Tensor],
+    streams: Mapping[str, Any] | None,
+) -> list[str]:
+    """Return, in words, why a state is not that of what is prepared.
 
-    def check(value: Any) -> None:
-        if not isinstance(value, Tensor):
-            raise Unfit(f"must be a tensor, but is {value!r:.60}")
-        if not isinstance(present, Tensor):
-            raise Unfit("belongs to no parameter")
-        tensor_like(torch.empty(value.shape, dtype=present.dtype, device="meta"))(value)
-
-    return check
-
-
-def check_parts(path: Path, names: set[str], expected: set[str], unsaved: set[str]) -> None:
-    """Raise CheckpointError where a state is of other things than are prepared."""
-    missing, unknown = sorted(expected - names - unsaved), sorted(names - expected)
-    if missing or unknown:
-        raise CheckpointError(
-            f"The state `{path}` does not fit: it lacks {missing or 'nothing'}, and has "
-            f"{unknown or 'nothing'} that is not wanted. Prepare and register as many models, "
-            "optimizers and objects as when it was saved.",
-            path=path,
-        )
-
-
-def check_model(path: Path, part: str, saved: Mapping[str, Any], model: nn.Module) -> None:
-    """Raise CheckpointError where a state is not that of a model."""
-    expected = shapes_of(model, saved)
-    shapes = shapes_in(saved, expected)
-    problems = [f"lacks {name!r}" for name in expected if name not in saved]
-    problems += [f"has {name!r} too many" for name in saved if name not in expected]
-    problems += [
-        f"has {name!r} of shape {shapes[name]}, not {shape}"
-        for name, shape in expected.items()
-        if name in saved and shapes[name] != shape
+    Args:
+        parts: The parts for all processes, in their form.
+        registry: What is prepared.
+        models: The models that are loaded, by their parts.
+        parameters: The parameters by their names in states of optimizers.
+        streams: The part of this process; None: every pass begins anew.
+    """
+    found = [
+        f"its {name}: {problem}"
+        for name, model in models.items()
+        for problem in model_problems(parts[name], model)
     ]
-    if problems:
-        raise CheckpointError(
-            f"The state `{path}` does not fit: its {part} {'; '.join(problems[:5])}.", path=path
-        )
-
-
-def check_loop(
-    path: Path, loop: Mapping[str, Any], registry: Registry, streams: Mapping[str, Any] | None
-) -> None:
-    """Raise CheckpointError where the schedulers or loaders of a state are not those prepared."""
-    for kind, things in (("schedulers", registry.schedulers), ("loaders", registry.loaders)):
-        if len(loop[kind]) != len(things):
-            raise CheckpointError(
-                f"The state `{path}` does not fit: it has {len(loop[kind])} {kind}, but "
-                f"{len(things)} are prepared. Prepare as many as when it was saved.",
-                path=path,
+    for index, optimizer in enumerate(registry.optimizers):
+        saved = [group["params"] for group in parts[part_name("optimizer", index)]["groups"]]
+        names = parameter_names(optimizer.optimizer, parameters)
+        groups = optimizer.optimizer.param_groups
+        present = [[names[id(p)] for p in group["params"]] for group in groups]
+        if saved != present:
+            found.append(
+                f"its optimizer is over {_shown(saved)}, but here it is over {_shown(present)}. "
+                "Make the optimizers as when it was saved"
             )
+    kinds = {name: (value.shape, value.dtype) for name, value in parameters.items()}
+    found += [
+        f"its open gradient of `{name}` is that of another parameter"
+        for name, value in (streams or {}).get("gradients", {}).items()
+        if (value.shape, value.dtype) != kinds.get(name)
+    ]
+    return found + _loop_problems(parts["loop"], registry, streams)
+
+
+def _shown(groups: list[list[str]]) -> str:
+    names = [name for group in groups for name in group]
+    listed = ", ".join(f"`{name}`" for name in names[:3])
+    return f"{len(names)} parameters in {len(groups)} groups ({listed}, ...)"
+
+
+def _loop_problems(
+    loop: Mapping[str, Any], registry: Registry, streams: Mapping[str, Any] | None
+) -> list[str]:
+    counts = {"schedulers": len(registry.schedulers), "loaders": len(registry.loaders)}
+    found = [
+        f"it has {len(loop[kind])} {kind}, but {count} are prepared. Prepare as many as when it "
+        "was saved"
+        for kind, count in counts.items()
+        if len(loop[kind]) != count
+    ]
     states = {**loop, **(streams or {})}["loaders"]
-    for index, (loader, state) in enumerate(zip(registry.loaders, states, strict=True)):
-        goes_on = streams is not None  # else every pass begins anew
-        problems = loader.unfit(state) if goes_on else []
-        if problems:
-            raise CheckpointError(
-                f"The state `{path}` was saved inside a pass of the loader {index}, which goes on "
-                f"in another order: {'; '.join(problems)}. Prepare the same loader, or load a "
-                "state that was saved between two passes.",
-                path=path,
+    for index, (loader, state) in enumerate(zip(registry.loaders, states, strict=False)):
+        inside = streams is not None and state["batches"] and not state["has_ended"]
+        changed = loader.unfit(state) if inside else []
+        if changed:
+            found.append(
+                f"it was saved inside a pass of the loader {index}, which goes on in another "
+                f"order: {'; '.join(changed)}. Prepare the same loader, or load a state that was "
+                "saved between two passes"
             )
-        if not (goes_on and state["batches"] and not state["has_ended"]):
-            why = loader.come_to(state, registry.objects)
-            if why:
-                raise CheckpointError(
-                    f"The state `{path}` does not fit the loader {index}: {why}.", path=path
-                )
+        if not inside and (why := loader.come_to(state, registry.objects)):
+            found.append(f"the loader {index}: {why}")
+    return found

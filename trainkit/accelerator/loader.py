@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from trainkit.accelerator.accumulation import Accumulation
 from trainkit.accelerator.settings import DataLoaderConfiguration
+from trainkit.data import MicroBatch, PreparedLoader
 from trainkit.data.order_facts import changed_facts, order_facts
 from trainkit.distributed.active_batches import ActiveLoaders
 from trainkit.errors import ConfigError
@@ -18,7 +19,7 @@ from trainkit.errors import ConfigError
 if TYPE_CHECKING:
     from trainkit.distributed import Processes
 
-__all__ = ["Batch", "Resumption", "SharedLoader", "Sharing", "SkippedLoader", "skip_first_batches"]
+__all__ = ["Resumption", "SharedLoader", "Sharing", "SkippedLoader", "skip_first_batches"]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -41,27 +42,6 @@ class Sharing:
     rng_types: tuple[str, ...]
     active: ActiveLoaders
     accumulation: Accumulation
-
-
-@dataclass(slots=True)
-class Batch:
-    """A batch of this process, and what is known of it.
-
-    Args:
-        data: On the device.
-        counts: Real samples on each process.
-        size: Samples of this process, with those that fill the batch up.
-        has: Whether each process has a batch in this round, real or not.
-        left: Batches after it on this process; None where that is not known.
-        is_last: Whether none comes after it.
-    """
-
-    data: Any
-    counts: tuple[int, ...]
-    size: int
-    has: tuple[bool, ...]
-    left: int | None
-    is_last: bool
 
 
 @dataclass(slots=True)
@@ -89,19 +69,21 @@ class SharedLoader(ABC):
     been consumed; a stateful loader does so by itself. Other attributes are those of `source`.
 
     Args:
-        source: The user's loader.
+        inner: Reads the batches of this process from the user's loader.
         sharing: How it is shared out.
     """
 
-    def __init__(self, source: Any, sharing: Sharing) -> None:
-        self.source = source
+    def __init__(self, inner: PreparedLoader, sharing: Sharing) -> None:
+        self.source = inner.source
         self.even_batches = sharing.configuration.even_batches
         """Whether short last batches are filled up."""
         self.epoch = 0
         """Complete passes, or what `set_epoch` was told."""
         self.is_stateful = sharing.configuration.use_stateful_dataloader
+        self._inner: Any = inner
         self._sharing = sharing
         self._position = 0  # batches yielded by the pass under way
+        self._length: int | None = None  # batches of the pass under way; None: not known
         self._order: Any = None  # of the pass under way
         self._pass: object = None  # the latest one
         self._has_ended = False  # whether the pass under way has yielded its last batch
@@ -109,8 +91,11 @@ class SharedLoader(ABC):
         self._ended_at: int | None = None  # batches of the pass that a loaded state had ended
 
     @abstractmethod
-    def _batches(self, skip: int, resumption: Resumption | None) -> Iterator[Batch]:
-        """Yield the batches of a pass from number `skip` on; sets `_order` before the first."""
+    def _batches(self, skip: int, resumption: Resumption | None) -> Iterator[MicroBatch]:
+        """Yield the batches of a pass from number `skip` on, of which `last` ends the pass.
+
+        Sets `_order` and `_length` before the first.
+        """
 
     @abstractmethod
     def __len__(self) -> int:
@@ -141,16 +126,16 @@ class SharedLoader(ABC):
         try:
             for batch in batches:
                 self._position += 1
-                self._has_ended = batch.is_last
-                total = sum(batch.counts)
-                remainder = total if total < batch.size * len(batch.counts) else -1
+                self._has_ended = batch.last
+                left = None if self._length is None else self._length - self._position
+                is_full = batch.total == batch.size * len(batch.counts)
                 active.yielded(this, batch.counts, batch.size)
                 accumulation.yielded(
                     this,
-                    left=batch.left,
-                    is_last=batch.is_last,
-                    remainder=remainder,
-                    alone=not all(batch.has),
+                    left=0 if batch.last else left,
+                    is_last=batch.last,
+                    remainder=-1 if is_full else batch.total,
+                    is_unpaired=self._is_unpaired(batch.counts),
                 )
                 yield batch.data
             self.epoch += 1
@@ -159,6 +144,10 @@ class SharedLoader(ABC):
                 self._leave()
             active.ended(this)
             accumulation.ended(this)
+
+    def _is_unpaired(self, counts: tuple[int, ...]) -> bool:
+        """Return whether a process has no batch beside the one with these real samples."""
+        return False
 
     def _leave(self) -> None:
         """Forget the pass under way, which is complete or was left."""
@@ -175,7 +164,7 @@ class SharedLoader(ABC):
 
     @property
     def total_batch_size(self) -> int:
-        """Samples of a full round over all processes."""
+        """Samples of a full global batch over all processes."""
         given: Any = self.source.batch_size
         if given is None:
             given = getattr(self.source.batch_sampler, "batch_size", 1)
@@ -241,6 +230,7 @@ class SharedLoader(ABC):
 
     def close(self) -> None:
         """Stop what runs in the background; a later pass starts it again."""
+        self._inner.close()
 
     def __getattr__(self, name: str) -> Any:
         """Return what else the user's loader has."""

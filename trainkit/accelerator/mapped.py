@@ -1,4 +1,4 @@
-"""Map-style data of a loop of the user's own: the sampler's order, cut into rounds."""
+"""Map-style data of a loop of the user's own: the sampler runs as under Accelerate."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -7,23 +7,17 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    RandomSampler,
-    SequentialSampler,
-)
+from torch.utils.data import RandomSampler, SequentialSampler
 from typing_extensions import override
 
 from trainkit import rng
-from trainkit.accelerator.loader import Batch, Resumption, SharedLoader, Sharing
-from trainkit.accelerator.rounds import BatchRounds, FlatRounds, Rounds
-from trainkit.data.fetch import fetch_for
-from trainkit.data.loader_context import LoaderContext
-from trainkit.data.order import announce_epoch, divide, refuse_shared
+from trainkit.accelerator.loader import Resumption, SharedLoader, Sharing
+from trainkit.data import MicroBatch
+from trainkit.data.mapped import MappedLoader
+from trainkit.data.order import divide, set_epoch_on
 from trainkit.data.order_facts import OWN, digest_of, run_to
-from trainkit.data.transfer import transfer_for
-from trainkit.data.workers import datasets_of, source_for
+from trainkit.data.plan import BatchPlan, FlatPlan, Plan
+from trainkit.data.workers import datasets_of
 from trainkit.errors import CheckpointError
 
 __all__ = ["MappedShare"]
@@ -37,36 +31,30 @@ class MappedShare(SharedLoader):
     epoch and sample, so it differs between samples and not between runs (rule 13).
 
     Args:
-        source: The user's loader.
+        inner: Reads the batches of this process from the user's loader.
         sharing: How it is shared out.
+        seed: What set the order apart from others, equal on all processes.
     """
 
-    def __init__(self, source: DataLoader[Any], sharing: Sharing) -> None:
-        super().__init__(source, sharing)
-        processes = sharing.processes
-        self._rank, self._size = processes.rank, processes.size
-        batch_sampler: Any = source.batch_sampler
-        inner = getattr(batch_sampler, "sampler", None)
-        self._samplers = [part for part in (inner, batch_sampler) if part is not None]
-        refuse_shared(self._samplers)
-        self._is_flat = type(batch_sampler) is BatchSampler
-        self._sampler: Any = inner if self._is_flat else batch_sampler
+    def __init__(self, inner: MappedLoader, sharing: Sharing, seed: int) -> None:
+        super().__init__(inner, sharing)
+        self._seed = seed
+        self._rank, self._size = sharing.processes.rank, sharing.processes.size
+        batch_sampler = self.source.batch_sampler
+        parts = (getattr(batch_sampler, "sampler", None), batch_sampler)
+        self._samplers = [part for part in parts if part is not None]
+        self._sampler, self._is_flat = inner.order.sampler, not inner.order.yields_batches
         self._batch_size: Any = getattr(batch_sampler, "batch_size", None)
         self._drop_last = bool(getattr(batch_sampler, "drop_last", False))
         if sharing.configuration.split_batches and self._batch_size is not None:
             self._batch_size = divide(self._batch_size, self._size)
-        self._seed = int(processes.broadcast_object(torch.initial_seed()))
         self._seedable: RandomSampler | None = None
         wanted = sharing.configuration.use_seedable_sampler and self._is_flat
         if wanted and type(self._sampler) is RandomSampler:
             self._seedable = _seedable(self._sampler)
         elif self._size > 1 and isinstance(self._sampler, RandomSampler):
             _give_generator(self._sampler)
-        key = rng.derive(self._seed, "own loop")
-        fetch = fetch_for(source, key, sample_seeding=True)
-        context = LoaderContext(processes=processes, device=sharing.device, seed=key, trains=True)
-        self._source = source_for(fetch, source, context)
-        self._transfer = transfer_for(sharing.device)
+        self._fills = True  # whether the pass under way fills up its last batches
         self._inside = 0  # batches of a pass before which its sampler is not read to the end
         self._lengths: dict[tuple[int, bool], int] = {}
         # Between passes, such a sampler cannot be told to begin where it was.
@@ -78,7 +66,7 @@ class MappedShare(SharedLoader):
 
     @override
     def order_facts(self) -> dict[str, Any]:
-        own = {"samples of a round": self._batch_size and self._batch_size * self._size}
+        own = {"samples of a global batch": self._batch_size and self._batch_size * self._size}
         return super().order_facts() | own
 
     @override
@@ -108,14 +96,15 @@ class MappedShare(SharedLoader):
         count = len(self._sampler)
         key = (count, self.even_batches)
         if key not in self._lengths:
-            order = range(count) if self._is_flat else [[0] * self._size] * count
-            self._lengths[key] = self._rounds(order).length
+            order = torch.arange(count) if self._is_flat else [[0] * self._size] * count
+            plan = self._plan(order)
+            self._lengths[key] = plan.length - len(plan.lacking)
         return self._lengths[key]
 
     @override
     def set_epoch(self, epoch: int) -> None:
         super().set_epoch(epoch)
-        self._announce()
+        self._set_epoch_on_parts()
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -127,54 +116,58 @@ class MappedShare(SharedLoader):
         self._set_generators(state_dict["generators"])
 
     @override
-    def close(self) -> None:
-        self._source.close()
+    def _batches(self, skip: int, resumption: Resumption | None) -> Iterator[MicroBatch]:
+        self._set_epoch_on_parts()
+        self._run_sampler(resumption)
+        self._fills, plan = self.even_batches, self._plan(self._drawn)
+        own = [index for index in range(plan.length) if index not in plan.lacking]
+        self._length = len(own)
+        # Accelerate reads one batch ahead, and a short one reads the sampler to its end.
+        full = plan.local_size(0) * self._size if own else 0
+        whole = bool(own) and plan.shares(own[-1])[1] == full
+        self._inside = len(own) - (1 if whole else 2)
+        if skip >= len(own):
+            return
+        first, stop = own[skip], own[-1] + 1
+        batches = self._inner.micro_batches(plan, self.epoch, first, stop, stop - first)
+        for index, batch in enumerate(batches, first):
+            if index not in plan.lacking:
+                batch.size = plan.local_size(index)
+                yield batch
 
     @override
-    def _batches(self, skip: int, resumption: Resumption | None) -> Iterator[Batch]:
-        self._announce()
-        self._run_sampler(resumption)
-        rounds = self._rounds(self._drawn)
-        fetched = self._source.batches(self.epoch, partial(rounds.tasks, skip))
-        last = rounds.length - 1
-        # Accelerate reads one batch ahead, and a short one reads the sampler to its end.
-        whole = last >= 0 and sum(rounds.counts(last)) == rounds.size(0) * self._size
-        self._inside = last if whole else last - 1
-        for index, data in enumerate(self._transfer.ahead(fetched), skip):
-            counts, size = rounds.counts(index), rounds.size(index)
-            has = tuple(self.even_batches or count > 0 for count in counts)
-            yield Batch(data, counts, size, has, last - index, index == last)
+    def _is_unpaired(self, counts: tuple[int, ...]) -> bool:
+        return not self._fills and 0 in counts
 
     @override
     def _leave(self) -> None:
         order = self._order
         if order is not None and 0 < self._position <= self._inside:
-            # A sampler that is not read to its end has not drawn what it draws there.
+            # Leaving early must not consume the sampler's final draws: Accelerate prefetches one
+            # batch only.
             self._set_generators(order["generators_inside"])
         super()._leave()
         if self._may_keep_state:
             self._order = order
 
-    def _announce(self) -> None:
-        announce_epoch([*self._samplers, *datasets_of(self.source.dataset)], self.epoch)
+    def _set_epoch_on_parts(self) -> None:
+        set_epoch_on([*self._samplers, *datasets_of(self.source.dataset)], self.epoch)
 
-    def _rounds(self, order: Any) -> Rounds:
-        """Cut what the sampler yields, samples or batches, into rounds."""
-        options: dict[str, Any] = {
-            "rank": self._rank,
-            "size": self._size,
-            "even": self.even_batches,
-            "drop_last": self._drop_last,
-        }
-        if self._is_flat:
-            return FlatRounds(order, batch_size=self._batch_size, **options)
-        batches = [list(batch) for batch in order]
-        split = self._sharing.configuration.split_batches and self._size > 1
-        full = getattr(self._sampler, "batch_size", None)
-        if type(full) is int and not split and _is_regular(batches, full):
+    def _plan(self, order: Any) -> Plan:
+        """Cut what the sampler yields, samples or batches, into global batches."""
+        batch_size, cut = self._batch_size, {"rank": self._rank, "size": self._size}
+        if not self._is_flat:
+            batches = [list(batch) for batch in order]
+            split = self._sharing.configuration.split_batches and self._size > 1
+            batch_size = getattr(self._sampler, "batch_size", None)
+            if type(batch_size) is not int or split or not _is_regular(batches, batch_size):
+                if self._drop_last and not split:
+                    batches = batches[: len(batches) - len(batches) % self._size]
+                return BatchPlan(batches, split=split, fill=self.even_batches, **cut)
             order = [index for batch in batches for index in batch]
-            return FlatRounds(order, batch_size=full, **options)
-        return BatchRounds(batches, split=split, **options)
+        if self._drop_last:
+            order = order[: len(order) - len(order) % (batch_size * self._size)]
+        return FlatPlan(order, batch_size=batch_size, fill=self.even_batches, **cut)
 
     def _run_sampler(self, resumption: Resumption | None) -> None:
         """Draw all that the sampler yields in this pass; notes what the order is made from."""
@@ -202,7 +195,7 @@ class MappedShare(SharedLoader):
         python, numpy, cpu = order["host"]
         try:
             self.epoch, self._order = order.get("epoch", epoch), order
-            self._announce()
+            self._set_epoch_on_parts()
             rng.restore_host((python, numpy, cpu))
             self._set_generators(order["generators"])
             self._drawn, self._digest = self._draw(), None

@@ -80,7 +80,7 @@ class PreparedOptimizer(Optimizer):
         """Clear the gradients, but only where the window has ended."""
         if self._accumulation.sync_gradients:
             self.optimizer.zero_grad(set_to_none)
-            self._gradients.used(self.optimizer)
+            self._gradients.mark_used(self.optimizer)
 
     @override
     def step(self, closure: Callable[[], float] | None = None) -> Any:
@@ -89,10 +89,10 @@ class PreparedOptimizer(Optimizer):
             return None
         if closure is not None:
             return self._step_with(closure)
-        self.step_was_skipped = self._gradients.settle(self.optimizer)
+        self.step_was_skipped = self._gradients.unscale_once(self.optimizer)
         if not self.step_was_skipped:
             self.optimizer.step()
-        self._gradients.used(self.optimizer)
+        self._gradients.mark_used(self.optimizer)
         return None
 
     def train(self) -> None:

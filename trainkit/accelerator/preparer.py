@@ -11,14 +11,17 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
+from trainkit import rng
+from trainkit.accelerator.accelerator_config import AcceleratorConfig
 from trainkit.accelerator.accumulation import Accumulation
 from trainkit.accelerator.autocasting import run_in_autocast
 from trainkit.accelerator.gradients import Gradients
 from trainkit.accelerator.loader import SharedLoader, Sharing, SkippedLoader
 from trainkit.accelerator.optimizer import PreparedOptimizer
 from trainkit.accelerator.scheduler import PreparedScheduler
-from trainkit.accelerator.settings import AutocastKwargs, DistributedDataParallelKwargs
-from trainkit.data.presharded import Presharded
+from trainkit.accelerator.settings import DistributedDataParallelKwargs
+from trainkit.data import training_loader
+from trainkit.data.batch_sources import Presharded
 from trainkit.errors import ConfigError
 from trainkit.export.state import unwrapped
 from trainkit.precision import FP32, Precision
@@ -28,7 +31,7 @@ from trainkit.training.consistency import check_alike, describe_model
 from trainkit.training.settings import optimizer_settings, program, settings
 from trainkit.types import class_name
 
-__all__ = ["ConfiguredDDP", "Preparation", "Registry"]
+__all__ = ["ConfiguredDDP", "Preparer", "Registry"]
 
 PREPARED = (SharedLoader, SkippedLoader, PreparedOptimizer, PreparedScheduler)
 
@@ -70,8 +73,8 @@ class ConfiguredDDP(DDP):
         self._settings = settings
 
     @override
-    def wrap(self, model: nn.Module, precision: Precision) -> nn.Module:
-        wrapped = super().wrap(model, precision)
+    def wrap(self, model: nn.Module, precision: Precision, seed: int = 0) -> nn.Module:
+        wrapped = super().wrap(model, precision, seed)
         if isinstance(wrapped, nn.parallel.DistributedDataParallel):
             wrapped.broadcast_buffers = self._settings.broadcast_buffers
             if self._settings.static_graph:
@@ -80,32 +83,26 @@ class ConfiguredDDP(DDP):
 
 
 @dataclass(kw_only=True)
-class Preparation:
+class Preparer:
     """Prepares objects of a loop of the user's own, and notes them.
 
     Args:
+        config: The settings of the user.
         strategy: Wraps models.
         precision: The number format.
-        autocast: Settings of autocast.
         sharing: How loaders are shared out.
         accumulation: The windows.
         gradients: What makes gradients final.
         registry: Where what was prepared is noted.
-        places: Whether things move to the device.
-        step_scheduler_with_optimizer: Whether schedulers follow the optimizers.
-        compile_backend: For `torch.compile` of each model; None: not compiled.
     """
 
+    config: AcceleratorConfig
     strategy: Strategy
     precision: Precision
-    autocast: AutocastKwargs
     sharing: Sharing
     accumulation: Accumulation
     gradients: Gradients
     registry: Registry
-    places: bool
-    step_scheduler_with_optimizer: bool
-    compile_backend: str | None = None
 
     def prepare(
         self, objects: Sequence[Any], device_placement: Sequence[bool | None] | None
@@ -119,21 +116,26 @@ class Preparation:
             ConfigError: An object is of none of the four kinds, or processes that are to train
                 together have others, such as data sets of other lengths; on all processes.
         """
-        places = self._places_of(objects, device_placement)
+        moves = device_placement or [None] * len(objects)
+        if len(moves) != len(objects):
+            raise ConfigError(
+                f"`device_placement` must say it for each of the {len(objects)} objects, but has "
+                f"{len(moves)} entries."
+            )
         for index, thing in enumerate(objects):
             _check_kind(thing, index)
         self.check_alike(objects)
         results = list(objects)
-        kinds: tuple[tuple[Any, Callable[[Any, bool], Any]], ...] = (
+        kinds: tuple[tuple[Any, Callable[[Any, bool | None], Any]], ...] = (
             (nn.Module, self.model),
             (Optimizer, self.optimizer),
             ((DataLoader, Presharded), self.loader),
             ((LRScheduler, ReduceLROnPlateau), self.scheduler),
         )
         for kind, make in kinds:
-            for index, (thing, place) in enumerate(zip(objects, places, strict=True)):
+            for index, (thing, moved) in enumerate(zip(objects, moves, strict=True)):
                 if isinstance(thing, kind) and not self._is_prepared(thing):
-                    results[index] = make(thing, place)
+                    results[index] = make(thing, moved)
         return results
 
     def check_alike(self, objects: Sequence[Any]) -> None:
@@ -155,8 +157,10 @@ class Preparation:
         """Yield, in words, what every process must have alike."""
         yield from program()
         yield "what `prepare` was given", repr([class_name(thing) for thing in objects])
-        for name in ("strategy", "precision", "autocast", "compile_backend"):
-            yield from settings(name, getattr(self, name), whole=False)
+        yield from settings("strategy", self.strategy, whole=False)
+        yield from settings("precision", self.precision, whole=False)
+        yield from settings("autocast", self.config.autocast, whole=False)
+        yield from settings("compile_backend", self.config.compile_backend, whole=False)
         yield from settings("gradient_accumulation", self.accumulation.plugin)
         yield from settings("dataloader_config", self.sharing.configuration)
         for index, thing in enumerate(objects):
@@ -172,17 +176,25 @@ class Preparation:
             if isinstance(thing, LRScheduler):
                 yield from settings(place, thing)
 
-    def model(self, model: nn.Module, place: bool, *, evaluation_mode: bool = False) -> nn.Module:
-        """Return a model as the loop calls it."""
+    def model(
+        self, model: nn.Module, moved: bool | None = None, *, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Return a model as the loop calls it.
+
+        Args:
+            model: The user's.
+            moved: Whether it moves to the device; None: as the settings say, here and below.
+            evaluation_mode: It is only evaluated.
+        """
         if any(model is unwrapped(known) for known in self.registry.models):
             raise ConfigError("The model is prepared already. Use what `prepare` returned.")
         check_initialised(model)
         dtype = self.precision.dtype
         if dtype is not None and not isinstance(self.precision, FP32):
-            run_in_autocast(model, self.sharing.device.type, dtype, self.autocast)
-        if self.compile_backend is not None:
-            model.compile(backend=self.compile_backend)
-        if place:
+            run_in_autocast(model, self.sharing.device.type, dtype, self.config.autocast)
+        if self.config.compile_backend is not None:
+            model.compile(backend=self.config.compile_backend)
+        if self._moves(moved):
             model.to(self.sharing.device)
         wrapped = model
         if self.strategy.sharded or (self._joins(model) and not evaluation_mode):
@@ -195,11 +207,11 @@ class Preparation:
         """Return whether the processes hold a model together."""
         return self.strategy.sharded or any(p.requires_grad for p in model.parameters())
 
-    def optimizer(self, optimizer: Optimizer, place: bool) -> PreparedOptimizer:
+    def optimizer(self, optimizer: Optimizer, moved: bool | None = None) -> PreparedOptimizer:
         """Return an optimizer that follows the windows, on the models' present parameters."""
         for model in self.registry.models:
-            self.strategy.adopt(optimizer, self.strategy.unwrap(model))
-        if place:
+            self.strategy.rebind_optimizer(optimizer, self.strategy.unwrap(model))
+        if self._moves(moved):
             _move_state(optimizer)
         self.precision.bind(optimizer)
         prepared = PreparedOptimizer(optimizer, self.accumulation, self.gradients)
@@ -207,23 +219,33 @@ class Preparation:
         self.registry.optimizers.append(prepared)
         return prepared
 
-    def loader(self, loader: Any, place: bool) -> SharedLoader:
+    def loader(self, loader: Any, moved: bool | None = None) -> SharedLoader:
         """Return a loader whose batches are shared out over the processes."""
         from trainkit.accelerator.mapped import MappedShare
         from trainkit.accelerator.streamed import StreamedShare
+        from trainkit.data.mapped import MappedLoader
 
-        sharing = self.sharing if place else replace(self.sharing, device=torch.device("cpu"))
-        mapped = (
-            isinstance(loader, DataLoader)
-            and type(loader).__iter__ is DataLoader.__iter__
-            and not isinstance(loader.dataset, IterableDataset)
-            and loader.batch_sampler is not None
+        sharing = self.sharing
+        if not self._moves(moved):
+            sharing = replace(sharing, device=torch.device("cpu"))
+        seed = int(sharing.processes.broadcast_object(torch.initial_seed()))
+        inner = training_loader(
+            loader,
+            processes=sharing.processes,
+            device=sharing.device,
+            seed=rng.derive(seed, "own loop"),
+            split_batches=sharing.configuration.split_batches,
+            may_be_empty=True,
         )
-        prepared = MappedShare(loader, sharing) if mapped else StreamedShare(loader, sharing)
+        prepared: SharedLoader
+        if isinstance(inner, MappedLoader):
+            prepared = MappedShare(inner, sharing, seed)
+        else:
+            prepared = StreamedShare(inner, sharing)
         self.registry.loaders.append(prepared)
         return prepared
 
-    def scheduler(self, scheduler: Any, place: bool = True) -> PreparedScheduler:
+    def scheduler(self, scheduler: Any, moved: bool | None = None) -> PreparedScheduler:
         """Return a scheduler that follows its optimizer, or all of them."""
         own = getattr(scheduler, "optimizer", None)
         followed = [one for one in self.registry.optimizers if own in (one, one.optimizer)]
@@ -233,7 +255,7 @@ class Preparation:
             followed or self.registry.optimizers,
             self.accumulation,
             steps=1 if split else self.sharing.processes.size,
-            step_with_optimizer=self.step_scheduler_with_optimizer,
+            step_with_optimizer=self.config.step_scheduler_with_optimizer,
         )
         self.registry.schedulers.append(prepared)
         return prepared
@@ -241,17 +263,8 @@ class Preparation:
     def _is_prepared(self, thing: Any) -> bool:
         return isinstance(thing, PREPARED) or any(thing is m for m in self.registry.models)
 
-    def _places_of(
-        self, objects: Sequence[Any], device_placement: Sequence[bool | None] | None
-    ) -> Sequence[bool]:
-        if device_placement is None:
-            return [self.places] * len(objects)
-        if len(device_placement) != len(objects):
-            raise ConfigError(
-                f"`device_placement` must say it for each of the {len(objects)} objects, but has "
-                f"{len(device_placement)} entries."
-            )
-        return [self.places if place is None else place for place in device_placement]
+    def _moves(self, asked: bool | None) -> bool:
+        return self.config.device_placement if asked is None else asked
 
 
 def _check_kind(thing: Any, index: int) -> None:

@@ -58,11 +58,6 @@ class PreparedScheduler:
             if total is None or self.scheduler._step_count <= total:
                 self.scheduler.step(*args, **kwargs)
 
-    def get_last_lr(self) -> list[float]:
-        """Return the learning rate of each group."""
-        rates: list[float] = self.scheduler.get_last_lr()
-        return rates
-
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the scheduler inside."""
         state: dict[str, Any] = self.scheduler.state_dict()

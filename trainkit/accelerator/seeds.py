@@ -1,10 +1,10 @@
 """Seed everything at once."""
 
-import random
-
+import numpy  # noqa: F401  # else what imports it later would not be seeded
 import torch
 
 from trainkit.distributed.world import World
+from trainkit.rng import seed_all
 
 __all__ = ["set_seed"]
 
@@ -19,14 +19,6 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     """
     if device_specific:
         seed += World.current().rank
-    random.seed(seed)
-    _seed_numpy(seed)
-    torch.manual_seed(seed)
+    seed_all(seed)
     if deterministic:
         torch.use_deterministic_algorithms(True)
-
-
-def _seed_numpy(seed: int) -> None:
-    import numpy
-
-    numpy.random.seed(seed)

@@ -2,26 +2,28 @@
 
 import re
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from trainkit.accelerator.settings import ProjectConfiguration
-from trainkit.checkpoint import Checkpoint, CheckpointStore, KeepPolicy, RunLock, rotate
+from trainkit.checkpoint import CheckpointStore, KeepPolicy, RunLock, rotate
 from trainkit.checkpoint.candidates import first_whole
+from trainkit.checkpoint.format.names import MANIFEST
 from trainkit.checkpoint.io.files import remove_tree
 from trainkit.checkpoint.listing import broken_folders
 from trainkit.distributed import Processes, run_on_main
 from trainkit.errors import CheckpointError, ConfigError
 from trainkit.outputs import absolute, why
 
-__all__ = ["Places"]
+__all__ = ["StateDirectory"]
+
+T = TypeVar("T")
 
 _NUMBERED = re.compile(r"checkpoint_(\d+)")
 
 
-class Places:
-    """The folders of saved states.
+class StateDirectory:
+    """The folder of saved states.
 
     A state is a checkpoint of trainkit inside its folder: it is committed at once or not at all,
     and an earlier one in the same folder goes only after that (rules 24, 27).
@@ -46,18 +48,7 @@ class Places:
         Raises:
             ConfigError: There is no folder, or it holds the state of another training.
         """
-        if self._project.automatic_checkpoint_naming:
-            folder = self._automatic() / f"checkpoint_{self._project.iteration}"
-            folder = Path(processes.broadcast_object(str(folder)))
-        elif output_dir is None:
-            raise ConfigError(
-                "`save_state` needs a folder. Pass `output_dir`, or "
-                "`ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)`."
-            )
-        else:
-            folder = absolute(output_dir, "output_dir")
-        run_on_main(processes, lambda: self._make(folder))
-        return folder
+        return Path(run_on_main(processes, lambda: str(self._make(output_dir))))
 
     def commit(
         self,
@@ -66,30 +57,30 @@ class Places:
         metadata: dict[str, Any],
         processes: Processes,
     ) -> None:
-        """Save `parts` in `folder`; then let go of what came before.
+        """Commit `parts`, then delete the previous state of this folder.
 
         Raises:
             CheckpointError: It failed on some process; raised by all, and nothing has changed.
         """
-        store = CheckpointStore(folder)
-        newest: list[int] = []
-        with ExitStack() as stack:
+        store, lock = CheckpointStore(folder), RunLock(folder)
 
-            def begin() -> None:
-                stack.enter_context(RunLock(folder))
-                store.clean()
-                newest.extend(entry.step for entry in store.checkpoints()[-1:])
+        def begin() -> int:
+            lock.acquire()
+            store.clean()
+            found = store.checkpoints()
+            return found[-1].step + 1 if found else 0
 
-            run_on_main(processes, begin)
-            step = processes.broadcast_object(newest[0] + 1 if newest else 0)
+        try:
             store.save(
-                step,
+                run_on_main(processes, begin),
                 parts,
                 metadata=metadata,
                 gather=processes.all_gather_objects,
                 rank=processes.rank,
             )
             run_on_main(processes, lambda: _keep_last(store))
+        finally:
+            lock.release()
         self.saved(folder)
         if self._project.automatic_checkpoint_naming:
             run_on_main(processes, self._drop_oldest)
@@ -100,27 +91,28 @@ class Places:
         if self._project.automatic_checkpoint_naming and number is not None:
             self._project.iteration = int(number[1]) + 1
 
-    def for_loading(
-        self, input_dir: Any, load: Callable[[Path], object], report: Callable[[str], None]
-    ) -> tuple[Path, Path]:
-        """Load a state; return its folder, and that of the checkpoint inside it.
+    def load(
+        self, input_dir: Any, read: Callable[[Path], T], report: Callable[[str], None]
+    ) -> tuple[Path, Path, T]:
+        """Return the folder of a state, that of the checkpoint inside it, and what was read.
 
         Args:
             input_dir: What the user said; by default the newest state that is whole.
-            load: Reads a checkpoint.
+            read: Reads a checkpoint.
             report: Told of each state that is passed over.
 
         Raises:
             CheckpointError: Nothing is there, or nothing that is whole; on all processes.
         """
-        place = first_whole(
+        found = first_whole(
             self._processes,
             self._states(input_dir, report),
-            lambda place: load(Path(place[1])),
+            lambda place: read(Path(place[1])),
             None if input_dir is not None else lambda why: report(f"trainkit: skipped: {why}"),
         )
-        assert place is not None  # an error where there is none
-        return Path(place[0]), Path(place[1])
+        assert found is not None  # an error where there is none
+        (folder, path), state = found
+        return Path(folder), Path(path), state
 
     def continue_from(self, folder: Path) -> None:
         """Number the next states after a folder that has been loaded."""
@@ -128,8 +120,15 @@ class Places:
             self.saved(folder)
             self._continued = True
 
-    def _make(self, folder: Path) -> None:
+    def _make(self, output_dir: Any) -> Path:
         numbered = self._project.automatic_checkpoint_naming
+        if output_dir is None and not numbered:
+            raise ConfigError(
+                "`save_state` needs a folder. Pass `output_dir`, or "
+                "`ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)`."
+            )
+        automatic = f"checkpoint_{self._project.iteration}"
+        folder = self._automatic() / automatic if numbered else absolute(output_dir, "output_dir")
         if numbered and not self._continued and _is_state(folder):
             raise ConfigError(
                 f"`{folder}` holds a state of an earlier training. Call `load_state()` to go on "
@@ -144,6 +143,7 @@ class Places:
                 path=folder,
                 errno=error.errno,
             ) from error
+        return folder
 
     def _automatic(self) -> Path:
         if self._project.project_dir is None:
@@ -162,44 +162,36 @@ class Places:
             remove_tree(folder)
 
     def _states(self, input_dir: Any, report: Callable[[str], None]) -> Iterator[tuple[str, str]]:
-        """Yield the folders of states, the newest first, and of the checkpoints inside them."""
+        """Yield the folders of states, the newest first, and of the checkpoints inside them.
+
+        Reading a checkpoint verifies it.
+        """
         if input_dir is not None:
-            yield self._given(absolute(input_dir, "input_dir"), report)
-            return
-        if not self._project.automatic_checkpoint_naming:
+            where = absolute(input_dir, "input_dir")
+            folders = [where]
+        elif self._project.automatic_checkpoint_naming:
+            where = self._automatic()
+            folders = _numbered(where)[::-1]
+        else:
             raise ConfigError(
                 "`load_state` needs a folder. Pass `input_dir`, or use "
                 "`ProjectConfiguration(automatic_checkpoint_naming=True)`."
             )
-        for folder in reversed(_numbered(self._automatic())):
-            try:
-                yield self._open(folder, report)
-            except CheckpointError as error:
-                report(f"trainkit: skipped `{folder}`: {error}")
+        for folder in folders:
+            if (folder / MANIFEST).exists():  # of a checkpoint itself
+                yield str(folder), str(folder)
+            for _, error in broken_folders(folder):
+                report(f"trainkit: skipped: {error}")
+            entries = CheckpointStore(folder).checkpoints()
+            if not entries:
+                report(f"trainkit: skipped: `{folder}` holds no state that was completed.")
+            for entry in reversed(entries):
+                yield str(folder), str(entry.path)
         raise CheckpointError(
-            f"`{self._automatic()}` holds no state that verifies. Save one by `save_state` first.",
-            path=self._automatic(),
+            f"`{where}` holds no state that `save_state` has completed, and that verifies. Give "
+            "a folder that it returned, or save a state first.",
+            path=where,
         )
-
-    def _given(self, folder: Path, report: Callable[[str], None]) -> tuple[str, str]:
-        """Return a folder that was asked for; where there is no choice, reading verifies it."""
-        if (folder / "manifest.json").exists():
-            return str(folder), str(folder)
-        found = CheckpointStore(folder).checkpoints() if folder.is_dir() else []
-        if len(found) == 1 and not list(broken_folders(folder)):
-            return str(folder), str(found[0].path)
-        return self._open(folder, report)
-
-    def _open(self, folder: Path, report: Callable[[str], None]) -> tuple[str, str]:
-        store = CheckpointStore(folder)
-        checkpoint: Checkpoint | None = store.newest_valid(report) if folder.is_dir() else None
-        if checkpoint is None:
-            raise CheckpointError(
-                f"`{folder}` holds no state that `save_state` has completed. Give a folder that "
-                "it returned.",
-                path=folder,
-            )
-        return str(folder), str(checkpoint.path)
 
 
 def _numbered(directory: Path) -> list[Path]:

@@ -1,7 +1,6 @@
 """Trackers: where the figures of a loop of the user's own go."""
 
 import json
-import math
 import time
 import warnings
 from collections.abc import Iterator, Mapping
@@ -11,10 +10,12 @@ from typing import Any
 
 from typing_extensions import override
 
+from trainkit.accelerator.settings import ProjectConfiguration
+from trainkit.distributed import Processes, run_on_main
 from trainkit.errors import ConfigError
-from trainkit.outputs import Lines, absolute
+from trainkit.outputs import Lines, absolute, check_folder, readable
 
-__all__ = ["GeneralTracker", "JSONLTracker", "TensorBoardTracker", "make_trackers"]
+__all__ = ["GeneralTracker", "JSONLTracker", "TensorBoardTracker", "Trackers"]
 
 
 class GeneralTracker:
@@ -176,23 +177,79 @@ TRACKERS: dict[str, type[TensorBoardTracker] | type[JSONLTracker]] = {
 }
 
 
-def make_trackers(
+class Trackers:
+    """The trackers of an `Accelerator`.
+
+    Args:
+        wanted: What `log_with` names: a name, "all", a tracker, or a list of these.
+        project: Where logs go.
+        processes: The processes of the job; most trackers are at work on the main one only.
+    """
+
+    def __init__(self, wanted: Any, project: ProjectConfiguration, processes: Processes) -> None:
+        self.at_work: list[GeneralTracker] = []
+        """Those that have started, on this process."""
+        self._wanted = wanted
+        self._project = project
+        self._processes = processes
+        if project.project_dir is not None:
+            self._try_out(project.project_dir, "`Accelerator(project_dir=...)`")
+
+    def start(
+        self, run_name: str, config: Mapping[str, Any] | None, options: Mapping[str, Any]
+    ) -> None:
+        """Start the trackers, those of the main process only there.
+
+        Args:
+            run_name: Name of the run.
+            config: Settings of the run, to be noted.
+            options: Arguments of trackers by their names.
+
+        Raises:
+            ConfigError: A name is not known, or a tracker lacks its folder; on all processes.
+        """
+        place = self._project.logging_dir
+        made = _make_trackers(self._wanted, run_name, place, options)
+        if place is not None and any(each.requires_logging_directory for each in made):
+            self._try_out(Path(place) / run_name, "`init_trackers`")
+        is_main = self._processes.is_main
+        self.at_work = [each for each in made if is_main or not each.main_process_only]
+        for tracker in self.at_work:
+            tracker.start()
+            if config is not None:
+                tracker.store_init_configuration(dict(config))
+
+    def find(self, name: str, *, unwrap: bool) -> Any:
+        """Return a tracker, or what its library calls its run; a blank one on other processes."""
+        for tracker in self.at_work:
+            if tracker.name == name:
+                return tracker.tracker if unwrap else tracker
+        if not self._processes.is_main:
+            return GeneralTracker(_blank=True)
+        known = ", ".join(tracker.name for tracker in self.at_work) or "none"
+        raise ConfigError(
+            f"There is no tracker {name!r}, but {known}. Name it in `log_with`, and call "
+            "`init_trackers` first."
+        )
+
+    def finish(self) -> None:
+        """End all trackers."""
+        for tracker in self.at_work:
+            tracker.finish()
+        self.at_work.clear()
+
+    def _try_out(self, folder: str | Path, owner: str) -> None:
+        """Raise, on all processes, where the main process cannot write to a folder."""
+        run_on_main(self._processes, lambda: check_folder(Path(folder), owner))
+
+
+def _make_trackers(
     wanted: Any,
     run_name: str,
     logging_dir: str | Path | None,
     options: Mapping[str, Mapping[str, Any]],
 ) -> list[GeneralTracker]:
-    """Return the trackers that `log_with` names; they have not started.
-
-    Args:
-        wanted: A name, "all", a tracker, or a list of these.
-        run_name: Name of the run.
-        logging_dir: Folder of all runs.
-        options: Arguments of trackers by their names.
-
-    Raises:
-        ConfigError: A name is not known, or a tracker lacks its folder.
-    """
+    """Return the trackers that `log_with` names; they have not started."""
     entries = wanted if isinstance(wanted, list | tuple) else [wanted]
     names = [getattr(entry, "value", entry) for entry in entries if entry is not None]
     if "all" in names:
@@ -227,6 +284,4 @@ def _plain(value: Any) -> Any:
         return {str(key): _plain(item) for key, item in value.items()}
     if hasattr(value, "item"):
         value = value.item()
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
-    return value if isinstance(value, str | int | float | bool | None) else str(value)
+    return readable(value) if isinstance(value, str | int | float | bool | None) else str(value)

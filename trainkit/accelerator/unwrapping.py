@@ -22,7 +22,7 @@ def unwrap(
         keep_fp32_wrapper: Whether its forward still runs under autocast.
         keep_torch_compile: Whether a model that `torch.compile` returned stays compiled.
     """
-    model = unwrapped(model, keep_compiled=keep_torch_compile)
+    model = unwrapped(model, keep_torch_compile=keep_torch_compile)
     if not keep_fp32_wrapper:
         run_plainly(model)
     return model

@@ -9,16 +9,17 @@ from trainkit.errors import CheckpointCorrupt, CheckpointError, ConfigError
 
 __all__ = ["candidates", "first_whole"]
 
+P = TypeVar("P")
 T = TypeVar("T")
 
 
 def first_whole(
     processes: Processes,
-    places: Iterator[T | None],
-    load: Callable[[T], object],
+    places: Iterator[P | None],
+    load: Callable[[P], T],
     skip: Callable[[CheckpointCorrupt], None] | None,
-) -> T | None:
-    """Load the first checkpoint that is whole on all processes; return its place.
+) -> tuple[P, T] | None:
+    """Load the first checkpoint that is whole on all processes; return its place, and it.
 
     Every process must call it. Errors other than `CheckpointCorrupt` are raised by all.
 
@@ -28,35 +29,30 @@ def first_whole(
         load: Reads one.
         skip: Told why a checkpoint is broken, on each process; None: that is raised.
     """
-    while True:
-        place = run_on_main(processes, lambda: next(places))
-        broken = None if place is None else _broken_for_any(processes, load, place)
-        if broken is None:
-            return place
+    while (place := run_on_main(processes, lambda: next(places))) is not None:
+        found = _load(processes, load, place)
+        if not isinstance(found, CheckpointCorrupt):
+            return place, found
         if skip is None:
-            raise broken
-        skip(broken)
+            raise found
+        skip(found)
+    return None
 
 
-def _broken_for_any(
-    processes: Processes, load: Callable[[T], object], place: T
-) -> CheckpointCorrupt | None:
-    """Return why a checkpoint is broken, as some process sees it."""
-    errors: list[CheckpointCorrupt] = []
+def _load(processes: Processes, load: Callable[[P], T], place: P) -> T | CheckpointCorrupt:
+    """Return a checkpoint, or why it is broken, as some process sees it."""
 
-    def attempt() -> str:
+    def attempt() -> tuple[T | CheckpointCorrupt, str]:
         try:
-            load(place)
+            return load(place), ""
         except CheckpointCorrupt as error:
-            errors.append(error)
-            return str(error)
-        return ""
+            return error, str(error)
 
-    texts = run_and_gather(processes, attempt)
-    if errors:
-        return errors[0]
+    found, texts = run_and_gather(processes, attempt)
     theirs = [f"On process {rank}: {text}" for rank, text in enumerate(texts) if text]
-    return CheckpointCorrupt(theirs[0]) if theirs else None
+    if theirs and not isinstance(found, CheckpointCorrupt):
+        return CheckpointCorrupt(theirs[0])
+    return found
 
 
 def candidates(

@@ -9,6 +9,7 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,9 +44,10 @@ __all__ = [
     "anything",
     "applying",
     "blaming",
-    "check_groups",
     "check_optimizer_form",
     "check_schedule_form",
+    "refuse",
+    "tensor",
     "torch_state",
 ]
 
@@ -81,6 +83,13 @@ def applying(what: str, path: Any) -> Iterator[None]:
             "cannot be used: make them anew.",
             path=path,
         ) from error
+
+
+def refuse(path: Path, problems: Sequence[str]) -> None:
+    """Raise CheckpointError where there are problems: whole sentences without a full stop."""
+    if problems:
+        listed = "\n".join(f"  - {problem}" for problem in problems)
+        raise CheckpointError(f"The checkpoint `{path}` does not fit:\n{listed}", path=path)
 
 
 def anything(value: Any) -> None:
@@ -206,7 +215,7 @@ def check_optimizer_form(
     names = [name for group in saved["groups"] for name in group["params"]]
     if len(set(names)) != len(names):
         raise Unfit("has one parameter twice", "groups")
-    within("parts", each(each(each(_tensor))), saved.get("parts", {}))
+    within("parts", each(each(each(tensor))), saved.get("parts", {}))
     if "other" in saved:
         within("other", record({"keys": record({}), "state": record({})}), saved["other"])
     for key in ("state", "parts"):
@@ -272,10 +281,11 @@ def _state_of(key: str, made: Any, parameter: Tensor) -> Check:
         return anything if made is None else _rate
     if made.shape == (2,) * parameter.ndim:
         return tensor_like(torch.empty(parameter.shape, dtype=made.dtype, device="meta"))
-    return _tensor
+    return tensor
 
 
-def _tensor(value: Any) -> None:
+def tensor(value: Any) -> None:
+    """A tensor."""
     if not isinstance(value, Tensor):
         raise Unfit(f"must be a tensor, but is {value!r:.60}")
 
@@ -320,9 +330,3 @@ def _made(
     except Exception as error:
         raise Unfit(f"is refused by `{kind.__name__}`: {error}", "groups", index) from None
     return dict(one.state[dummy])
-
-
-def check_groups(groups: Sequence[Any], expected: Sequence[Any]) -> None:
-    """Check that the groups of an optimizer are those that the manifest tells."""
-    if [list(group["params"]) for group in groups] != [list(names) for names in expected]:
-        raise Unfit("holds other parameters than the manifest tells", "groups")

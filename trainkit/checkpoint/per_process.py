@@ -6,7 +6,7 @@ save (rule 22).
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import xxhash
 
@@ -15,47 +15,61 @@ from trainkit.checkpoint.resharding.sharding import split
 from trainkit.distributed import Processes, run_and_gather
 from trainkit.errors import CheckpointError
 
-__all__ = ["States", "of_this_process", "put_own", "take_divided"]
+__all__ = ["Owners", "States", "put_own", "states_for", "take_states"]
+
+Owners = Mapping[str, Mapping[str, Any]]
+"""What has a state of its own, by kind and name."""
 
 States = dict[str, Any]
 """States by the names of their owners."""
 
+T = TypeVar("T")
+
 _ALIKE, _OWN = "alike", "own"
+_WORDS = {"callbacks": "callback", "objects": "registered object", "data": "iterable data set"}
+"""What an owner is called in errors, by kind; other kinds are models."""
 
 
-def take_divided(
+def take_states(
     processes: Processes,
-    words: Mapping[str, str],
-    owners: Mapping[str, Mapping[str, Any]],
-    take: Callable[[], Mapping[str, States]],
-) -> tuple[dict[str, States], dict[str, States]]:
+    owners: Owners,
+    take: Callable[[], tuple[T, Mapping[str, States]]],
+) -> tuple[T, dict[str, States], dict[str, States]]:
     """Return the states that process 0 saves for all, and those that this process saves itself.
 
     Every process must call it.
 
     Args:
         processes: The processes of the job.
-        words: What an owner is called in errors, by kind.
-        owners: By kind and name; what is missing says nothing of itself.
-        take: Returns the states by kind; its error is raised by all.
-    """
-    states: dict[str, States] = {}
+        owners: Whose states are saved.
+        take: Called first; its error is raised by all. Returns what is handed on, and what of the
+            models' states may differ by process, by their parts.
 
-    def marks() -> dict[str, dict[str, str]]:
-        states.update(take())
-        return {
+    Returns:
+        What `take` handed on; the owners' states that are alike, by kind; and what this process
+        saves itself, by kind and by the models' parts.
+    """
+
+    def mark() -> tuple[tuple[T, dict[str, States]], dict[str, dict[str, str]]]:
+        rest, models = take()
+        states = {kind: _states(owners[kind]) for kind in owners} | {**models}
+        marks = {
             kind: {
                 name: _mark(owners.get(kind, {}).get(name), state, f"{kind}.{name}", processes)
-                for name, state in states[kind].items()
+                for name, state in of_kind.items()
             }
-            for kind in words
+            for kind, of_kind in states.items()
         }
+        return (rest, states), marks
 
-    found = run_and_gather(processes, marks)
-    pairs = {kind: _divide(words[kind], states[kind], [m[kind] for m in found]) for kind in words}
-    return {kind: pair[0] for kind, pair in pairs.items()}, {
-        kind: pair[1] for kind, pair in pairs.items()
-    }
+    (rest, states), found = run_and_gather(processes, mark)
+    pairs = {kind: _divide(kind, states[kind], [m[kind] for m in found]) for kind in states}
+    alike = {kind: pairs[kind][0] for kind in owners}
+    return rest, alike, {kind: own for kind, (_, own) in pairs.items()}
+
+
+def _states(owners: Mapping[str, Any]) -> States:
+    return {name: owner.state_dict() for name, owner in owners.items()}
 
 
 def _mark(owner: Any, state: Any, path: str, processes: Processes) -> str:
@@ -92,17 +106,52 @@ def _divide(kind: str, states: States, marks: Sequence[Mapping[str, str]]) -> tu
             differs = False
         elif differs and shards != {""}:
             raise CheckpointError(
-                f"The {kind} `{name}` holds sharded tensors, which the processes save together, "
-                "and beside them values that differ between the processes. Set `per_process = "
-                "False` on it if those of process 0 speak for all, or keep them in an object of "
-                "their own."
+                f"The {_word(kind)} `{name}` holds sharded tensors, which the processes save "
+                "together, and beside them values that differ between the processes. Set "
+                "`per_process = False` on it if those of process 0 speak for all, or keep them in "
+                "an object of their own."
             )
         if name in states:
             (own if differs or found[0] == _OWN else alike)[name] = states[name]
     return alike, own
 
 
-def of_this_process(
+def states_for(
+    owners: Owners,
+    common: Mapping[str, States],
+    parts: Sequence[Mapping[str, States]],
+    *,
+    rank: int,
+    same_size: bool,
+) -> tuple[dict[str, States], list[str]]:
+    """Return the states that this process takes from a checkpoint, and what is in the way.
+
+    Args:
+        owners: Those of this process.
+        common: What process 0 saved for all, by kind.
+        parts: What each process saved; only that of this process where `same_size`.
+        rank: Which process this is.
+        same_size: Whether as many processes saved it.
+    """
+    states: dict[str, States] = {}
+    problems: list[str] = []
+    for kind in owners:
+        if kind not in common:  # older checkpoints know of no data sets
+            states[kind] = {}
+            continue
+        own = [part.get(kind, {}) for part in parts]  # older ones have none
+        states[kind], found = _of_kind(
+            _word(kind), owners[kind], common[kind], own, rank=rank, same_size=same_size
+        )
+        problems += found
+    return states, problems
+
+
+def _word(kind: str) -> str:
+    return _WORDS.get(kind, "entry of the model's state")
+
+
+def _of_kind(
     kind: str,
     owners: Mapping[str, Any],
     common: States,
@@ -111,16 +160,6 @@ def of_this_process(
     rank: int,
     same_size: bool,
 ) -> tuple[States, list[str]]:
-    """Return the states that this process takes from a checkpoint, and what is in the way.
-
-    Args:
-        kind: What the owners are called in errors.
-        owners: The owners of this process.
-        common: What process 0 saved for all.
-        parts: What each process saved; only that of this process where `same_size`.
-        rank: Which process this is.
-        same_size: Whether as many processes saved it.
-    """
     saved = {
         name: [part[name] for part in (common, *parts) if name in part]
         for name in dict.fromkeys(name for part in (common, *parts) for name in part)

@@ -26,7 +26,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.launcher.api import LaunchConfig
 from typing_extensions import override
 
-from trainkit.cli.lifeline import Lifeline
+from trainkit.cli.orphan_killer import OrphanKiller
 from trainkit.cli.plan import Plan
 from trainkit.console import put
 from trainkit.errors import DistributedError
@@ -81,9 +81,9 @@ def run(plan: Plan, *, shows_log: bool = False) -> Outcome:
     if not shows_log:
         logging.disable(logging.ERROR)  # the reports say it better
     timeout = config.shutdown_timeout or _LEAST_TIMEOUT
-    lifeline = Lifeline(timeout)
+    orphan_killer = OrphanKiller(timeout)
     spec = _spec(config, command, arguments)
-    agent = _Agent(spec, config.logs_specs, plan, lifeline, timeout)
+    agent = _Agent(spec, config.logs_specs, plan, orphan_killer, timeout)
     before = {signum: signal.getsignal(signum) for signum in _SIGNALS}
     try:
         result = agent.run()
@@ -100,7 +100,7 @@ def run(plan: Plan, *, shows_log: bool = False) -> Outcome:
         ) from error
     finally:
         agent.kill()
-        lifeline.release()
+        orphan_killer.release()
         for signum, handler in before.items():
             signal.signal(signum, handler)
 
@@ -137,11 +137,11 @@ class _Agent(LocalElasticAgent):
     """Torch's agent; compares the machines, keeps reports apart by attempt, leaves nobody."""
 
     def __init__(
-        self, spec: WorkerSpec, logs: Any, plan: Plan, lifeline: Lifeline, timeout: int
+        self, spec: WorkerSpec, logs: Any, plan: Plan, orphan_killer: OrphanKiller, timeout: int
     ) -> None:
         super().__init__(spec, logs, shutdown_timeout=timeout)
         self._plan = plan
-        self._lifeline = lifeline
+        self._orphan_killer = orphan_killer
         self._attempt = -1  # the number of the present attempt, from 0
         self._was_asked_to_end = False
         self._was_asked_again = False
@@ -161,7 +161,7 @@ class _Agent(LocalElasticAgent):
         os.environ[FOLDER_VARIABLE] = str(self.reports)
         _compare(worker_group, self._plan.agreed, self._attempt)
         started: dict[int, Any] = super()._start_workers(worker_group)
-        self._lifeline.hold(handler.proc.pid for handler in self._handlers().values())
+        self._orphan_killer.hold(handler.proc.pid for handler in self._handlers().values())
         return started
 
     @override

@@ -11,7 +11,6 @@ from trainkit.checkpoint.listing import Entry, broken_folders
 from trainkit.checkpoint.lock import RunLock
 from trainkit.checkpoint.retention import Best, KeepPolicy, removable, rotate
 from trainkit.checkpoint.store import CheckpointStore
-from trainkit.cli import convert
 from trainkit.cli.contents import Contents, TensorSummary, leaves, read_contents
 from trainkit.cli.tables import print_table
 from trainkit.errors import CheckpointError, ConfigError
@@ -41,7 +40,19 @@ def add_to(commands: Any) -> None:
     )
     prune.add_argument("--keep-every", type=int, metavar="N", help="steps that are multiples of N")
     prune.add_argument("--dry-run", action="store_true", help="only say what would be removed")
-    convert.add_to(own, _add, _single)
+    export_help = "write the weights as model.safetensors, which transformers and others read"
+    to = "where the files go; an earlier export there is replaced"
+    export = _add(own, "export", _export, export_help, CKPT=one, DIR=to)
+    size_help = "of a file; 5GB by default"
+    export.add_argument("--max-shard-size", metavar="SIZE", default="5GB", help=size_help)
+    part_help = "what to write; the model by default"
+    export.add_argument("--part", metavar="NAME", default="model", help=part_help)
+    import_help = "take over a checkpoint that Accelerate's save_state wrote"
+    source, new = "the folder that save_state wrote", "the folder for the new checkpoint"
+    load = _add(own, "import", _import, import_help, SRC=source, DIR=new)
+    skip_help = "leave this file out; may be given more than once"
+    load.add_argument("--skip", action="append", default=[], metavar="FILE", help=skip_help)
+    load.add_argument("--step", type=int, metavar="N", help="of the new checkpoint")
 
 
 def _add(
@@ -229,4 +240,24 @@ def _print_removed(verb: str, entries: Sequence[Entry]) -> int:
         print(f"{verb} {entry.path.name}")
     if not entries:
         print("Nothing to remove.")
+    return 0
+
+
+def _export(options: argparse.Namespace) -> int:
+    from trainkit.export.from_checkpoint import export_checkpoint  # torch; other commands need none
+
+    path = _single(options.ckpt)
+    layout = export_checkpoint(
+        path, options.dir, part=options.part, max_shard_size=options.max_shard_size
+    )
+    for name in [*layout.files, *([layout.index] if layout.index else [])]:
+        print(f"wrote {options.dir / name}")
+    return 0
+
+
+def _import(options: argparse.Namespace) -> int:
+    from trainkit.export.from_accelerate import import_accelerate
+
+    path = import_accelerate(options.src, options.dir, skip=options.skip, step=options.step)
+    print(f"wrote {path}")
     return 0

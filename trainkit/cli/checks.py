@@ -16,44 +16,36 @@ from torch.utils.data import DataLoader, TensorDataset
 from trainkit.accelerator.accelerator import Accelerator
 from trainkit.distributed.collectives import run_on_all
 from trainkit.errors import DistributedError
+from trainkit.launch_environment import PRECISIONS
 from trainkit.trainer import Trainer
 
 _SAMPLES = 24
 _STEPS = 4
-_PRECISIONS = {"no": "fp32", "fp16": "fp16", "bf16": "bf16"}
 
 
 def main() -> int:
     """Run the checks, print a line for each, and return 0 if all are well."""
     accelerator = Accelerator()
-    device = torch.device("cpu" if _on_cpu() else accelerator.device)
-    accelerator.print(f"{accelerator.num_processes} process(es), device type {device.type}")
-    precision = _PRECISIONS[os.environ.get("TRAINKIT_MIXED_PRECISION", "no")]
-    checks: dict[str, Callable[[], None]] = {
-        "places: every process has its own number and device": partial(_places, accelerator),
-        "collectives: sum, broadcast and gather are right": partial(_collectives, accelerator),
-        f"precision: {precision} trains to finite, equal weights": partial(
-            _precision, accelerator, precision
-        ),
-        "training: the weights are those of one process": partial(_training, accelerator),
-        "checkpoint: a resumed run ends as one that was never stopped": partial(
-            _checkpoint, accelerator
-        ),
+    kind = accelerator.device.type
+    accelerator.print(f"{accelerator.num_processes} process(es), device type {kind}")
+    precision = PRECISIONS[accelerator.mixed_precision]
+    checks: dict[str, Callable[[Accelerator], None]] = {
+        "places: every process has its own number and device": _places,
+        "collectives: sum, broadcast and gather are right": _collectives,
+        f"precision: {precision} trains to finite, equal weights": _precision,
+        "training: the weights are those of one process": _training,
+        "checkpoint: a resumed run ends as one that was never stopped": _checkpoint,
     }
     failed = 0
     for name, check in checks.items():
         try:
-            run_on_all(accelerator.processes, check)
+            run_on_all(accelerator.processes, partial(check, accelerator))
         except Exception as error:
             failed = 1
             accelerator.print(f"FAILED  {name}\n        {type(error).__name__}: {error}")
         else:
             accelerator.print(f"ok      {name}")
     return failed
-
-
-def _on_cpu() -> bool:
-    return os.environ.get("TRAINKIT_USE_CPU") == "true"
 
 
 def _require(is_right: bool, message: str) -> None:
@@ -122,7 +114,8 @@ def _fit(dtype: torch.dtype, *, shuffle: bool = False, **settings: Any) -> list[
     return [parameter.detach().cpu() for parameter in model.parameters()]
 
 
-def _precision(accelerator: Accelerator, precision: str) -> None:
+def _precision(accelerator: Accelerator) -> None:
+    precision = PRECISIONS[accelerator.mixed_precision]
     weights = _fit(torch.float32, precision=precision)
     flat = torch.cat([weight.flatten() for weight in weights])
     everywhere = accelerator.processes.all_gather_objects(flat)
@@ -134,7 +127,6 @@ def _precision(accelerator: Accelerator, precision: str) -> None:
 
 
 def _training(accelerator: Accelerator) -> None:
-    del accelerator
     model, (inputs, targets) = _model(torch.float64), _data(torch.float64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     for _ in range(_STEPS):

@@ -8,7 +8,8 @@ from typing import Any
 
 from trainkit.cli import config_file
 from trainkit.cli.machine import gpu_count
-from trainkit.cli.options import SETTINGS
+from trainkit.cli.options import SETTINGS, JobSettings
+from trainkit.cli.plan import processes_here
 from trainkit.cli.settings import add_options, gathered
 from trainkit.errors import ConfigError
 
@@ -54,7 +55,7 @@ def _run(options: argparse.Namespace) -> int:
     if path.exists() and not options.force and not (is_asking and _may_overwrite(path)):
         raise ConfigError(f"`{path}` exists. Pass `--force` to overwrite it.")
     values = _answers(given) if is_asking else {**_defaults(given), **given}
-    _check(values)
+    processes_here(JobSettings(**values))  # as `launch` will
     written = {**_CONSTANT, **values}
     config_file.write(path, {k: v for k, v in written.items() if v is not None})
     print(f"wrote {path}")
@@ -134,20 +135,3 @@ def _input(question: str) -> str:
         raise ConfigError(
             "The input has ended before the last answer. No file is written."
         ) from None
-
-
-def _check(values: Mapping[str, Any]) -> None:
-    """Raise ConfigError for answers that `launch` would refuse."""
-    processes, machines = values["num_processes"], values["num_machines"]
-    if processes % machines:
-        raise ConfigError(
-            f"`num_processes` is {processes}, which cannot be shared out equally over {machines} "
-            "machines. It counts the processes of all machines together."
-        )
-    if not 0 <= values["machine_rank"] < machines:
-        raise ConfigError(
-            f"`machine_rank` is {values['machine_rank']}, but must be less than `num_machines`, "
-            f"which is {machines}."
-        )
-    if machines > 1 and values.get("main_process_ip") is None:
-        raise ConfigError("Several machines need `--main_process_ip`: the address of machine 0.")

@@ -1,6 +1,5 @@
 """Read and write the YAML files that describe a job, with the keys of `accelerate config`."""
 
-import difflib
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -11,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 from trainkit.cli import foreign
 from trainkit.cli.options import SETTINGS
 from trainkit.errors import ConfigError
+from trainkit.parsing import nearest
 
 if TYPE_CHECKING:
     import yaml
 
-__all__ = ["VARIABLE", "ConfigFile", "default_path", "find", "nearest", "read", "write"]
+__all__ = ["VARIABLE", "ConfigFile", "default_path", "find", "read", "write"]
 
 VARIABLE = "TRAINKIT_CONFIG"
 """Environment variable with the file to read where no option names one."""
@@ -56,12 +56,6 @@ def find(given: str | None, env: Mapping[str, str] = os.environ) -> Path | None:
     return Path(given)
 
 
-def nearest(name: str, known: Mapping[str, object] | list[str]) -> str:
-    """Return a sentence that names the known name nearest to this one; empty without one."""
-    found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f" Did you mean `{found[0]}`?" if found else ""
-
-
 def read(path: Path) -> ConfigFile:
     """Read and check a file.
 
@@ -75,7 +69,7 @@ def read(path: Path) -> ConfigFile:
         if key in SETTINGS:
             if value is None:
                 continue
-            result.values[key] = _checked(key, value, place)
+            result.values[key] = SETTINGS[key].checked(value, f"({place})")
             result.lines[key] = line
         elif key == "fp16":  # before `mixed_precision` came
             result.values.setdefault("mixed_precision", "fp16" if value else "no")
@@ -91,19 +85,6 @@ def read(path: Path) -> ConfigFile:
         result.values.setdefault("use_cpu", True)
         result.lines.setdefault("use_cpu", result.lines["distributed_type"])
     return result
-
-
-def _checked(key: str, value: object, place: str) -> Any:
-    if key == "distributed_type":
-        foreign.check_distributed_type(value, place)
-    if key == "mixed_precision" and str(value).lower() == "fp8":
-        raise ConfigError(
-            f"`mixed_precision` ({place}) is fp8, which trainkit does not have. Use bf16."
-        )
-    try:
-        return SETTINGS[key].read(value)
-    except ValueError as error:
-        raise ConfigError(f"`{key}` ({place}) must be {error}, but is {value!r}.") from None
 
 
 def _entries(path: Path) -> Iterator[tuple[str, int, Any]]:

@@ -1,7 +1,6 @@
 """`trainkit env`: what a report of a bug needs, found without importing torch."""
 
 import argparse
-import ast
 import importlib.util
 import json
 import os
@@ -100,22 +99,16 @@ def _torch_build() -> dict[str, str]:
         return {"build": "not installed"}
     try:
         source = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
-        tree = ast.parse(source)
-    except (OSError, SyntaxError, UnicodeDecodeError):
+    except (OSError, UnicodeDecodeError):
         return {"build": "unknown"}
-    found: dict[str, str] = {}
-    for node in tree.body:
-        target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
-        value = getattr(node, "value", None)
-        if isinstance(target, ast.Name) and isinstance(value, ast.Constant):
-            found[target.id] = str(value.value)
+    found = dict(re.findall(r"^(cuda|hip)\b.*?= *['\"]?([\w.]+)", source, re.MULTILINE))
     libraries = {
         name: version
         for package in metadata.distributions()
         if (name := str(package.name)).startswith("nvidia-nccl")
         if (version := package.version)
     }
-    return {**{name: found[name] for name in ("cuda", "hip") if name in found}, **libraries}
+    return {**found, **libraries}
 
 
 def _gpus() -> dict[str, Any]:

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainkit.cli import failure
-from trainkit.cli.plan import Plan, Script, check_here, make_plan, with_reports
+from trainkit.cli.plan import Plan, Script, check_here, make_plan
 from trainkit.cli.settings import Resolved, add_options, resolve
 from trainkit.cli.tables import print_table
 from trainkit.errors import ConfigError
+from trainkit.watchdog.report import FOLDER_VARIABLE
 
 if TYPE_CHECKING:
     from trainkit.cli.agent import Outcome
@@ -31,7 +32,6 @@ def add_to(commands: Any) -> None:
         description="Start a script on several processes, on one machine or more.",
         epilog=_END,
         usage="trainkit launch [options] SCRIPT [arguments of the script]",
-        takes_script=True,
     )
     add_options(parser)
     flags = {
@@ -43,6 +43,8 @@ def add_to(commands: Any) -> None:
     }
     for names, text in flags.items():
         parser.add_argument(*names, action="store_true", help=text)
+    # All behind the first argument that is no option is the script's.
+    parser.add_argument("script", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     parser.set_defaults(run=_run)
 
 
@@ -55,11 +57,14 @@ def _run(options: argparse.Namespace) -> int:
         print_table(("SETTING", "VALUE", "SOURCE"), resolved.rows())
         if not options.script:
             return 0
+    if options.script[:1] == ["--"]:
+        del options.script[0]
     if not options.script:
         raise ConfigError("There is no script. Use: trainkit launch [options] SCRIPT [arguments]")
+    path, *arguments = options.script
     script = Script(
-        path=options.script[0],
-        arguments=tuple(options.script[1:]),
+        path=path,
+        arguments=tuple(arguments),
         is_module=options.module,
         is_program=options.no_python,
     )
@@ -93,7 +98,8 @@ def start(plan: Plan, resolved: Resolved) -> int:
     folder = _report_folder(resolved.job.report_dir)
     keeps = False
     try:
-        outcome = _run_processes(with_reports(plan, folder), resolved)
+        environment = {**plan.environment, FOLDER_VARIABLE: str(folder)}
+        outcome = _run_processes(replace(plan, environment=environment), resolved)
         keeps = _explain(outcome)
         return outcome.code
     finally:

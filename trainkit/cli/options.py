@@ -5,12 +5,15 @@ and the environment variables.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any
 
-from trainkit.cli import values
+from trainkit.cli import foreign
+from trainkit.errors import ConfigError
+from trainkit.launch_environment import PRECISIONS
+from trainkit.parsing import boolean, gpu_ids, listen_port, one_of, pairs, seconds, text, whole
 
-__all__ = ["DISTRIBUTED_TYPES", "SETTINGS", "Setting"]
+__all__ = ["SETTINGS", "JobSettings", "Setting"]
 
 DISTRIBUTED_TYPES = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP")
 
@@ -21,18 +24,18 @@ class Setting:
 
     Args:
         name: Its name in files and, behind `--`, on the command line.
+        default: Its value where nobody says anything; None: it depends on others.
         read: Checks and converts what was given.
         help: What it means, for `--help`.
-        default: Its value where nobody says anything; None: it depends on others.
         metavar: What stands for its value in `--help`; empty for a switch.
         other: A second option with the same meaning.
         accelerate: Whether the variable `ACCELERATE_<NAME>` is read too.
     """
 
     name: str
+    default: Any
     read: Callable[[object], Any]
     help: str
-    default: Any = None
     metavar: str = ""
     other: str = ""
     accelerate: bool = False
@@ -48,45 +51,75 @@ class Setting:
         """The option of the command line, as `--help` shows it."""
         return f"--{self.other or self.name}"
 
+    def checked(self, value: object, place: str) -> Any:
+        """Return a value as it is used.
 
-_TABLE = (
-    Setting("use_cpu", values.boolean, "train on the CPU, hide the GPUs", False,
-            other="cpu", accelerate=True),
-    Setting("num_processes", values.whole(1),
-            "processes on all machines together (default: one for each GPU, else 1)", metavar="N"),
-    Setting("num_machines", values.whole(1), "machines", 1, "N"),
-    Setting("machine_rank", values.whole(0), "number of this machine, from 0", 0, "N"),
-    Setting("main_process_ip", values.text, "address of machine 0, for the others", metavar="HOST"),
-    Setting("main_process_port", values.listen_port,
-            "port on machine 0 (default: 29500; any free one for one machine)", metavar="PORT"),
-    Setting("rdzv_backend", values.one_of("static", "c10d"),
-            "how machines meet: static (they are numbered) or c10d (any order; can restart)",
-            "static", "NAME"),
-    Setting("rdzv_conf", values.pairs, "more for the rendezvous", metavar="KEY=VALUE"),
-    Setting("gpu_ids", values.gpu_ids, "GPUs of this machine to use, such as 0,1", "all", "IDS"),
-    Setting("mixed_precision", values.one_of("no", "fp16", "bf16"),
-            "no, fp16 or bf16: what `Trainer()` and `Accelerator()` take unless told",
-            "no", "NAME", accelerate=True),
-    Setting("distributed_type", values.one_of(*DISTRIBUTED_TYPES),
-            f"one of {', '.join(DISTRIBUTED_TYPES)}", metavar="NAME"),
-    Setting("gradient_accumulation_steps", values.whole(1),
-            "micro-batches for an update: what `Accelerator()` takes unless told", metavar="N",
-            accelerate=True),
-    Setting("num_cpu_threads_per_process", values.whole(1),
-            "OMP_NUM_THREADS (default: cores shared out, unless that is set)", metavar="N"),
-    Setting("max_restarts", values.whole(0), "times to start all again after a failure", 0, "N"),
-    Setting("monitor_interval", values.seconds, "seconds between looks at the processes", 0.1, "S"),
-    Setting("shutdown_timeout", values.whole(1),
-            "seconds that processes get to save after a signal, before they are killed", 300, "S"),
-    Setting("role", values.text, "name of the processes in torch's log", "default", "NAME"),
-    Setting("log_dir", values.text, "folder for torch's log files", metavar="DIR"),
-    Setting("tee", values.one_of("0", "1", "2", "3"),
-            "copy output to files in log_dir: 1 stdout, 2 stderr, 3 both",
-            "0", "N"),
-    Setting("report_dir", values.text, "folder for reports of failures (default: a temporary one)",
-            metavar="DIR"),
-    Setting("debug", values.boolean, "show torch's own log; check collectives", False),
-)  # fmt: skip
+        Raises:
+            ConfigError: It cannot be; names the place, such as "on the command line".
+        """
+        foreign.check_value(self.name, value, place)
+        try:
+            return self.read(value)
+        except ValueError as error:
+            raise ConfigError(f"`{self.name}` {place} must be {error}, but is {value!r}.") from None
 
-SETTINGS: dict[str, Setting] = {setting.name: setting for setting in _TABLE}
+
+def _setting(
+    default: Any, read: Callable[[object], Any], help: str, metavar: str = "", **more: Any
+) -> Any:
+    return field(default=default, metadata={"read": read, "help": help, "metavar": metavar, **more})
+
+
+# fmt: off
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobSettings:
+    """The settings of a job."""
+
+    use_cpu: bool = _setting(
+        False, boolean, "train on the CPU, hide the GPUs", other="cpu", accelerate=True)
+    num_processes: int | None = _setting(
+        None, whole(1), "processes on all machines together (default: one for each GPU, else 1)",
+        "N")
+    num_machines: int = _setting(1, whole(1), "machines", "N")
+    machine_rank: int = _setting(0, whole(0), "number of this machine, from 0", "N")
+    main_process_ip: str | None = _setting(
+        None, text, "address of machine 0, for the others", "HOST")
+    main_process_port: int | None = _setting(
+        None, listen_port, "port on machine 0 (default: 29500; any free one for one machine)",
+        "PORT")
+    rdzv_backend: str = _setting(
+        "static", one_of("static", "c10d"),
+        "how machines meet: static (they are numbered) or c10d (any order; can restart)", "NAME")
+    rdzv_conf: str | None = _setting(None, pairs, "more for the rendezvous", "KEY=VALUE")
+    gpu_ids: str = _setting("all", gpu_ids, "GPUs of this machine to use, such as 0,1", "IDS")
+    mixed_precision: str = _setting(
+        "no", one_of(*PRECISIONS),
+        "no, fp16 or bf16: what `Trainer()` and `Accelerator()` take unless told", "NAME",
+        accelerate=True)
+    distributed_type: str | None = _setting(
+        None, one_of(*DISTRIBUTED_TYPES), f"one of {', '.join(DISTRIBUTED_TYPES)}", "NAME")
+    gradient_accumulation_steps: int | None = _setting(
+        None, whole(1), "micro-batches for an update: what `Accelerator()` takes unless told", "N",
+        accelerate=True)
+    num_cpu_threads_per_process: int | None = _setting(
+        None, whole(1), "OMP_NUM_THREADS (default: cores shared out, unless that is set)", "N")
+    max_restarts: int = _setting(0, whole(0), "times to start all again after a failure", "N")
+    monitor_interval: float = _setting(0.1, seconds, "seconds between looks at the processes", "S")
+    shutdown_timeout: int = _setting(
+        300, whole(1), "seconds that processes get to save after a signal, before they are killed",
+        "S")
+    role: str = _setting("default", text, "name of the processes in torch's log", "NAME")
+    log_dir: str | None = _setting(None, text, "folder for torch's log files", "DIR")
+    tee: str = _setting(
+        "0", one_of("0", "1", "2", "3"),
+        "copy output to files in log_dir: 1 stdout, 2 stderr, 3 both", "N")
+    report_dir: str | None = _setting(
+        None, text, "folder for reports of failures (default: a temporary one)", "DIR")
+    debug: bool = _setting(False, boolean, "show torch's own log; check collectives")
+# fmt: on
+
+
+SETTINGS = {
+    each.name: Setting(each.name, each.default, **each.metadata) for each in fields(JobSettings)
+}
 """The settings by name."""

@@ -5,15 +5,16 @@ import shlex
 import shutil
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from trainkit.cli.machine import core_count, free_port, gpu_count, port_is_free
-from trainkit.cli.settings import JobSettings, Resolved
+from trainkit.cli.options import JobSettings
+from trainkit.cli.settings import Resolved
 from trainkit.errors import ConfigError
 from trainkit.watchdog.report import FOLDER_VARIABLE
 
-__all__ = ["Plan", "Script", "check_here", "make_plan", "with_reports"]
+__all__ = ["Plan", "Script", "check_here", "make_plan", "processes_here"]
 
 _DEFAULT_PORT = 29500
 _JOB = "trainkit"  # name of the job at the rendezvous; the port keeps jobs apart
@@ -95,7 +96,6 @@ def make_plan(resolved: Resolved, script: Script, env: Mapping[str, str] = os.en
     """
     job = resolved.job
     local = _local(job, env)
-    _check_machines(job)
     rendezvous, notes = _rendezvous(job)
     environment = _environment(resolved, local, env)
     arguments = (
@@ -120,6 +120,21 @@ def make_plan(resolved: Resolved, script: Script, env: Mapping[str, str] = os.en
         notes=(*local.notes, *notes),
         needs_gpus=local.processes if local.uses_gpus else 0,
     )
+
+
+def processes_here(job: JobSettings) -> int | None:
+    """Return how many processes each machine is told to start; None where nobody says it.
+
+    Raises:
+        ConfigError: The machines, or the processes on them, cannot be.
+    """
+    if job.num_processes is not None and job.num_processes % job.num_machines:
+        raise ConfigError(
+            f"`num_processes` is {job.num_processes}, which cannot be shared out equally over "
+            f"{job.num_machines} machines. It counts the processes of all machines together."
+        )
+    _check_machines(job)
+    return None if job.num_processes is None else job.num_processes // job.num_machines
 
 
 def check_here(plan: Plan, job: JobSettings, gpus: int) -> None:
@@ -149,15 +164,7 @@ def _local(job: JobSettings, env: Mapping[str, str]) -> _Local:
     on_cpu = job.use_cpu or job.distributed_type == "MULTI_CPU"
     visible = env if job.gpu_ids == "all" else {**env, "CUDA_VISIBLE_DEVICES": job.gpu_ids}
     gpus = 0 if on_cpu else gpu_count(visible)
-    if job.num_processes is None:
-        processes = max(1, gpus)
-    elif job.num_processes % job.num_machines:
-        raise ConfigError(
-            f"`num_processes` is {job.num_processes}, which cannot be shared out equally over "
-            f"{job.num_machines} machines. It counts the processes of all machines together."
-        )
-    else:
-        processes = job.num_processes // job.num_machines
+    processes = processes_here(job) or max(1, gpus)
     needs = not on_cpu and (gpus > 0 or job.distributed_type == "MULTI_GPU" or job.gpu_ids != "all")
     named = job.gpu_ids.split(",")
     if needs and job.gpu_ids != "all" and processes > len(named):
@@ -182,7 +189,7 @@ def _check_machines(job: JobSettings) -> None:
     if job.main_process_ip is None:
         raise ConfigError(
             f"`num_machines` is {job.num_machines}, so each needs `main_process_ip`: the address "
-            "of machine 0."
+            "of machine 0 (`--main_process_ip`)."
         )
     if job.main_process_port == 0:
         raise ConfigError(
@@ -242,8 +249,3 @@ def _environment(resolved: Resolved, local: _Local, env: Mapping[str, str]) -> d
     result["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(job.shutdown_timeout)
     result["PET_SIGNALS_TO_HANDLE"] = _SIGNALS
     return result
-
-
-def with_reports(plan: Plan, folder: Path) -> Plan:
-    """Return the plan with a folder for the reports of failures."""
-    return replace(plan, environment={**plan.environment, FOLDER_VARIABLE: str(folder)})

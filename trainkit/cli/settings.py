@@ -8,39 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.cli import config_file
-from trainkit.cli.options import SETTINGS, Setting
+from trainkit.cli.options import SETTINGS, JobSettings, Setting
 from trainkit.errors import ConfigError
 
-__all__ = ["JobSettings", "Resolved", "add_options", "gathered", "resolve"]
+__all__ = ["Resolved", "add_options", "gathered", "resolve"]
 
 COMMAND_LINE, ENVIRONMENT, DEFAULT = "command line", "environment", "default"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class JobSettings:
-    """The settings of a job; `trainkit.cli.options` says what each means."""
-
-    use_cpu: bool
-    num_processes: int | None
-    num_machines: int
-    machine_rank: int
-    main_process_ip: str | None
-    main_process_port: int | None
-    rdzv_backend: str
-    rdzv_conf: str | None
-    gpu_ids: str
-    mixed_precision: str
-    distributed_type: str | None
-    gradient_accumulation_steps: int | None
-    num_cpu_threads_per_process: int | None
-    max_restarts: int
-    monitor_interval: float
-    shutdown_timeout: int
-    role: str
-    log_dir: str | None
-    tee: str
-    report_dir: str | None
-    debug: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +90,7 @@ def gathered(options: argparse.Namespace) -> dict[str, Any]:
     """Return the settings that the command line has, checked, by name."""
     given = {name: getattr(options, name) for name in SETTINGS}
     return {
-        name: _read(SETTINGS[name], value, "on the command line")
+        name: SETTINGS[name].checked(value, "on the command line")
         for name, value in given.items()
         if value is not None
     }
@@ -142,23 +115,12 @@ def resolve(options: argparse.Namespace, env: Mapping[str, str] = os.environ) ->
             values[name], sources[name] = file.values[name], f"{path}:{file.lines[name]}"
         elif variable is not None:
             place = f"in the environment variable {variable}"
-            values[name] = _read(setting, env[variable], place)
+            values[name] = setting.checked(env[variable], place)
             sources[name] = f"{ENVIRONMENT} ({variable})"
         else:
             values[name], sources[name] = setting.default, DEFAULT
     _check_one_process(values, sources)
     return Resolved(JobSettings(**values), sources, path, {} if file is None else file.fsdp)
-
-
-def _read(setting: Setting, value: object, place: str) -> Any:
-    if setting.name == "mixed_precision" and str(value).lower() == "fp8":
-        raise ConfigError(
-            f"`mixed_precision` {place} is fp8, which trainkit does not have. Use bf16."
-        )
-    try:
-        return setting.read(value)
-    except ValueError as error:
-        raise ConfigError(f"`{setting.name}` {place} must be {error}, but is {value!r}.") from None
 
 
 def _check_one_process(values: Mapping[str, Any], sources: Mapping[str, str]) -> None:

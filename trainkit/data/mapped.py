@@ -12,11 +12,12 @@ from typing_extensions import override
 from trainkit.data.fetch import fetch_for
 from trainkit.data.loader import PreparedLoader, length_of
 from trainkit.data.loader_context import LoaderContext
-from trainkit.data.order import BatchPlan, FlatPlan, KeyedOrder, Plan, announce_epoch, divide
-from trainkit.data.repeat import Repeat
+from trainkit.data.order import KeyedOrder, divide, set_epoch_on
+from trainkit.data.padding import PaddingBatch
+from trainkit.data.plan import BatchPlan, FlatPlan, Plan
 from trainkit.data.transfer import transfer_for
 from trainkit.data.window import MicroBatch, Window
-from trainkit.data.workers import datasets_of, source_for
+from trainkit.data.workers import datasets_of, fetcher_for
 
 __all__ = ["MappedLoader"]
 
@@ -32,23 +33,23 @@ class MappedLoader(PreparedLoader):
     def __init__(self, loader: DataLoader[Any], context: LoaderContext) -> None:
         super().__init__(loader, context)
         seed, size = context.seed, self.processes.size
-        self._order = KeyedOrder(loader, seed)
+        self.order = KeyedOrder(loader, seed)
         self._split = context.split_batches
         self._unit = 1
         batch_sampler: Any = loader.batch_sampler
-        if not self._order.yields_batches:
+        if not self.order.yields_batches:
             given = batch_sampler.batch_size
             self.batch_size = divide(given, size) if self._split else given
             if batch_sampler.drop_last:
                 self._unit = self.batch_size * (size if self._trains else 1)
         fetch = fetch_for(loader, seed, context.sample_seeding)
         fetch.in_training = self._trains
-        self._source = source_for(fetch, loader, context)
+        self._fetcher = fetcher_for(fetch, loader, context)
         self._transfer = transfer_for(self.device)
         self._latest: tuple[int, Plan] | None = None  # the epoch under way in training
         self._is_ready = False  # whether no pass has used it
         self._measure()
-        self._refuse_empty(length_of(self._order.sampler))
+        self._refuse_empty(length_of(self.order.sampler))
 
     @override
     def windows(
@@ -58,8 +59,8 @@ class MappedLoader(PreparedLoader):
             self._latest = epoch, self._plan(epoch)
         self._is_ready = False
         plan = self._latest[1]
-        first = plan.round_at(position)
-        stop = plan.rounds
+        first = plan.index_at(position)
+        stop = plan.length
         if drop_last and stop > first:
             start = stop - ((stop - first) % accumulation or accumulation)
             nominal = self.nominal_window(accumulation)
@@ -69,9 +70,9 @@ class MappedLoader(PreparedLoader):
             stop = start if short else stop
         if stop == 0:
             self._refuse_idle(epoch)
-        left, whole = (-(-rounds // accumulation) for rounds in (stop - first, stop))
-        self.found = left, whole, plan.total(0, plan.rounds)
-        micro_batches = self._micro_batches(plan, epoch, first, stop, accumulation)
+        left, whole = (-(-length // accumulation) for length in (stop - first, stop))
+        self.found = left, whole, plan.total(0, plan.length)
+        micro_batches = self.micro_batches(plan, epoch, first, stop, accumulation)
         try:
             for start in range(first, stop, accumulation):
                 end = start + accumulation
@@ -86,15 +87,16 @@ class MappedLoader(PreparedLoader):
     @override
     def batches(self, epoch: int, *, position: int = 0) -> Generator[MicroBatch, None, None]:
         plan = self._plan(epoch)
-        return self._micro_batches(plan, epoch, plan.round_at(position), plan.rounds, 1)
+        first = plan.index_at(position)
+        return self.micro_batches(plan, epoch, first, plan.length, plan.length)
 
     @override
     def close(self) -> None:
-        self._source.close()
+        self._fetcher.close()
 
     @override
     def order_facts(self) -> dict[str, Any]:
-        seeds = self._order.seeds
+        seeds = self.order.seeds
         return super().order_facts() | ({"seeds of its generators": seeds} if seeds else {})
 
     @override
@@ -109,32 +111,33 @@ class MappedLoader(PreparedLoader):
 
     def order_of(self, epoch: int, first: int, stop: int) -> list[Any]:
         """Return the indices in the data set at some positions of an epoch, for reports."""
-        order = self._order.run(epoch)
+        order = self.order.run(epoch)
         if self.batch_size is None:
             order = [index for batch in order for index in batch]
         return [index.item() if isinstance(index, Tensor) else index for index in order[first:stop]]
 
-    def _micro_batches(
+    def micro_batches(
         self, plan: Plan, epoch: int, first: int, stop: int, accumulation: int
     ) -> Generator[MicroBatch, None, None]:
-        rank, zero_rounds, active = self.processes.rank, plan.zero_rounds, self.active
-        repeat = Repeat()
+        """Yield this process's micro-batches of the global batches `first` to `stop` of a plan."""
+        rank, lacking, active = self.processes.rank, plan.lacking, self.active
+        padding = PaddingBatch()
         until_last = accumulation
         if active is not None:
             active.began(self)
-        fetched = self._source.batches(epoch, partial(plan.tasks, first, stop))
+        fetched = self._fetcher.batches(epoch, partial(plan.tasks, first, stop))
         try:
             index = first
             for data in self._transfer.ahead(fetched):
                 counts, total = plan.shares(index)
                 index += 1
                 until_last -= 1
-                if index - 1 in zero_rounds:
-                    data = self._repeated(repeat, plan, epoch)
-                elif index in zero_rounds:
-                    repeat.keep(data, counts[rank])
+                if index - 1 in lacking:
+                    data = self._padding(padding, plan, epoch)
+                elif index in lacking:
+                    padding.keep(data, counts[rank])
                 if active is not None:
-                    active.yielded(self, counts, counts[rank] or repeat.size)
+                    active.yielded(self, counts, counts[rank] or padding.size)
                 last = until_last == 0 or index == stop
                 yield MicroBatch(data, counts[rank], total, last, counts)
                 until_last = until_last or accumulation
@@ -142,27 +145,27 @@ class MappedLoader(PreparedLoader):
             if active is not None:
                 active.ended(self)
 
-    def _repeated(self, repeat: Repeat, plan: Plan, epoch: int) -> Any:
-        if not repeat.size:
-            indices = plan.spare()
-            fetched = self._source.fetch(epoch, indices)
-            repeat.keep(self._transfer.finish(self._transfer.start(fetched)), len(indices))
-        return repeat.take()
+    def _padding(self, padding: PaddingBatch, plan: Plan, epoch: int) -> Any:
+        if not padding.size:
+            indices = plan.fallback_batch()
+            fetched = self._fetcher.fetch(epoch, indices)
+            padding.keep(self._transfer.finish(self._transfer.start(fetched)), len(indices))
+        return padding.take()
 
     def _plan(self, epoch: int) -> Plan:
         if self._trains:
             datasets = datasets_of(self.source.dataset)
-            announce_epoch([*self._order.samplers, *datasets], epoch)
+            set_epoch_on([*self.order.samplers, *datasets], epoch)
         rank, size = self.processes.rank, self.processes.size
-        order = self._order.run(epoch)
+        order = self.order.run(epoch)
         if self.batch_size is None:
             batches = [list(batch) for batch in order]
-            kept = [batch for batch in batches if batch]
-            return BatchPlan(kept, rank=rank, size=size, split=self._split)
-        return FlatPlan(order, batch_size=self.batch_size, rank=rank, size=size, unit=self._unit)
+            return BatchPlan(batches, rank=rank, size=size, split=self._split)
+        order = order[: len(order) - len(order) % self._unit]
+        return FlatPlan(order, batch_size=self.batch_size, rank=rank, size=size)
 
     def _measure(self) -> None:
-        length, size = length_of(self._order.sampler), self.processes.size
+        length, size = length_of(self.order.sampler), self.processes.size
         if length is None:
             return
         if self.batch_size is None:

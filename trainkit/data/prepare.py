@@ -7,15 +7,14 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from trainkit import rng
 from trainkit.data.agreed import AgreedLoader
-from trainkit.data.feeds import ForeignFeed, KeyFeed, StreamFeed
+from trainkit.data.batch_sources import CustomSource, KeySource, Presharded, StreamSource
 from trainkit.data.fetch import fetch_for
 from trainkit.data.loader import PreparedLoader, length_of
 from trainkit.data.loader_context import LoaderContext
 from trainkit.data.mapped import MappedLoader
 from trainkit.data.order import KeyedOrder, divide
-from trainkit.data.presharded import Presharded
 from trainkit.data.stream import StreamReader
-from trainkit.data.workers import source_for
+from trainkit.data.workers import fetcher_for
 from trainkit.distributed.active_batches import ActiveLoaders
 from trainkit.errors import ConfigError
 
@@ -99,7 +98,7 @@ def _prepared(loader: Any, context: LoaderContext) -> PreparedLoader:
             "it was made from."
         )
     if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
-        return _foreign(loader, context)
+        return _custom(loader, context)
     if context.split_batches and loader.batch_size is None and loader.batch_sampler is None:
         raise ConfigError(
             "`split_batches` divides the loader's batch size, but the loader has "
@@ -117,7 +116,7 @@ def _streamed(loader: DataLoader[Any], context: LoaderContext) -> PreparedLoader
     if context.split_batches and size is not None:
         size = divide(size, processes.size)
     reader = StreamReader(loader, context, size)
-    feed = StreamFeed(reader, loader, context)
+    source = StreamSource(reader, loader, context)
     samples = None if reader.is_sharded or size is None else length_of(loader.dataset)
     batches = None
     if samples is not None and size is not None:
@@ -126,7 +125,7 @@ def _streamed(loader: DataLoader[Any], context: LoaderContext) -> PreparedLoader
         batches = -(-samples // (size * processes.size))
     return AgreedLoader(
         loader,
-        feed,
+        source,
         context,
         batch_size=size,
         whole=loader.drop_last and context.trains,
@@ -139,13 +138,13 @@ def _keyed(loader: DataLoader[Any], context: LoaderContext) -> PreparedLoader:
     order = KeyedOrder(loader, context.seed)
     fetch = fetch_for(loader, context.seed, context.sample_seeding)
     fetch.in_training = context.trains
-    feed = KeyFeed(order, fetch, source_for(fetch, loader, context), context)
+    source = KeySource(order, fetch, fetcher_for(fetch, loader, context), context)
     keys = length_of(loader.sampler)
     batches = None if keys is None else -(-keys // context.processes.size)
-    return AgreedLoader(loader, feed, context, batches_per_epoch=batches)
+    return AgreedLoader(loader, source, context, batches_per_epoch=batches)
 
 
-def _foreign(loader: Any, context: LoaderContext) -> PreparedLoader:
+def _custom(loader: Any, context: LoaderContext) -> PreparedLoader:
     processes = context.processes
     inner = loader.loader if isinstance(loader, Presharded) else loader
     if processes.size > 1 and inner is loader:
@@ -164,6 +163,6 @@ def _foreign(loader: Any, context: LoaderContext) -> PreparedLoader:
             f"`split_batches` divides the batch size of a plain `DataLoader`, but the loader is a "
             f"`{type(inner).__name__}`. Leave `split_batches` out."
         )
-    feed = ForeignFeed(inner, context)
+    source = CustomSource(inner, context)
     batches = length_of(inner) if processes.size == 1 else None
-    return AgreedLoader(loader, feed, context, batches_per_epoch=batches)
+    return AgreedLoader(loader, source, context, batches_per_epoch=batches)

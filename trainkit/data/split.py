@@ -49,7 +49,8 @@ def slice_samples(batch: Any, start: int, stop: int, count: int) -> Any:
         count: Samples of the batch.
 
     Raises:
-        ConfigError: Something in the batch has not one row for each sample.
+        ConfigError: Something in the batch has not one row for each sample, or a list in it can
+            be read as one of fields and as one of samples. The batch itself is one of fields then.
     """
     return _sliced(batch, slice(start, stop), count, outermost=True)
 
@@ -58,14 +59,17 @@ def _sliced(batch: Any, rows: slice, count: int, *, outermost: bool) -> Any:
     shape = getattr(batch, "shape", None)
     if shape is not None and len(shape) == 0:
         return batch
-    if _has_rows(batch, count):
+    if _is_list_of(batch, count):
+        if not _may_be_fields(batch, count, outermost):
+            return batch[rows]
+        if not outermost:
+            raise ConfigError(
+                f"A batch of {count} samples cannot be cut: the {count} entries of a list in it "
+                f"may be {count} samples, or {count} fields with a row for each sample. Yield "
+                "fields as a mapping, or choose the batch size by hand."
+            )
+    elif shape is not None and shape[0] == count:
         return batch[rows]
-    if not outermost and _is_list_of(batch, count) and all(_holds_rows(x, count) for x in batch):
-        raise ConfigError(
-            f"A batch of {count} samples cannot be cut: a list in it holds {count} tensors of "
-            f"{count} rows, which may be {count} samples, or {count} fields with a row for each "
-            "sample. Yield fields as a mapping, or choose the batch size by hand."
-        )
     if shape is not None or is_opaque(batch):
         what = f"a `{type(batch).__name__}`"
         what += "" if shape is None else f" of shape {tuple(shape)}"
@@ -104,19 +108,15 @@ def _cut(
         yield MicroBatch(piece, count, sum(counts), last, counts)
 
 
-def _has_rows(tree: Any, count: int) -> bool:
-    """Return whether `tree` is to be cut itself: a tensor, or a list with an entry a sample.
+def _may_be_fields(entries: Any, count: int, outermost: bool) -> bool:
+    """Return whether entries may be fields: by their types, and by the rows of their tensors.
 
-    A list of as many entries as samples is one of fields if it looks so (`rows.holds_fields`) and
-    can be so: all its tensors have a row for each sample, or one has and others are no tensors.
+    Below the batch itself, one tensor that does not fit shows that they are samples.
     """
-    if getattr(tree, "shape", None) is not None:
-        return _holds_rows(tree, count)
-    if not _is_list_of(tree, count):
-        return False
-    holds = [_holds_rows(item, count) for item in tree]
-    only_tensors = all(getattr(item, "shape", ()) for item in tree)
-    return not (all(holds) if only_tensors else holds_fields(tree) and any(holds))
+    tensors = [entry for entry in entries if getattr(entry, "shape", ())]
+    fits = any(_holds_rows(entry, count) for entry in entries)
+    all_fit = outermost or all(_holds_rows(entry, count) for entry in tensors)
+    return holds_fields(entries) and fits and all_fit
 
 
 def _is_list_of(tree: Any, count: int) -> bool:

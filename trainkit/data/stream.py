@@ -16,24 +16,24 @@ from trainkit.data.fetch import Fetch, collates_silently
 from trainkit.data.loader_context import LoaderContext
 from trainkit.errors import DataError
 
-__all__ = ["Piece", "StreamReader", "is_stateful"]
+__all__ = ["RankBatch", "StreamReader", "is_stateful"]
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """What one process has of a round.
+class RankBatch:
+    """What one process has of a global batch.
 
     Args:
         count: Its samples; 0 where it has none.
         data: Their batch; None where it has none.
-        spare: A batch of the stream's first samples and their number, for a process that never
+        fallback: A batch of the stream's first samples and their number, for a process that never
             had any.
-        state: Where the data set is after the round; None where it has no `state_dict`.
+        state: Where the data set is after it; None where it has no `state_dict`.
     """
 
     count: int
     data: Any = None
-    spare: tuple[Any, int] | None = None
+    fallback: tuple[Any, int] | None = None
     state: Any = None
 
 
@@ -46,7 +46,7 @@ class StreamReader(Fetch):
     Args:
         loader: The loader of the user, over an iterable data set.
         context: What it is prepared for.
-        batch_size: Samples of one process in a round; None where the stream yields batches.
+        batch_size: Samples of one process in a global batch; None where the stream yields batches.
     """
 
     def __init__(
@@ -70,25 +70,25 @@ class StreamReader(Fetch):
         self._found: dict[str, Any] | None = None  # the state that the pass has found it in
         self._owner: Any = None  # who tells the state: the iterator, or the data set
         self._prior: Any = None  # the state before the latest item
-        self._state: dict[str, Any] | None = None  # after the latest round
+        self._state: dict[str, Any] | None = None  # after the latest batch
         self.start: tuple[int, Any] | None = None  # a pass, and the state that it goes on from
 
     @override
-    def fetch(self, epoch: int, task: tuple[int, int, int]) -> Piece:
-        """Return the piece of a round.
+    def fetch(self, epoch: int, task: tuple[int, int, int]) -> RankBatch:
+        """Return this process's share of a global batch.
 
         Args:
             epoch: The epoch of the samples' keys.
             task: The pass (any number that differs between passes), the samples that were
-                consumed before the pass, and the round, counted from there, not falling.
+                consumed before the pass, and the global batch, counted from there, not falling.
         """
         run, position, index = task
         if run != self._run:
             self._begin(run, epoch, position)
             self._run = run
-        piece = self._round(index)
+        batch = self._rank_batch(index)
         state = self._taken_state()
-        return piece if state is None else replace(piece, state=state)
+        return batch if state is None else replace(batch, state=state)
 
     def leave(self) -> None:
         """Put a data set back to where the pass found it, if left in the middle or evaluated.
@@ -174,7 +174,7 @@ class StreamReader(Fetch):
         }
         return self._state
 
-    def _round(self, index: int) -> Piece:
+    def _rank_batch(self, index: int) -> RankBatch:
         share = self._batch_size or 1  # items of one process, perhaps whole batches
         start = 0 if self.is_sharded else self._rank * share
         many = share if self.is_sharded else self._size * share
@@ -184,19 +184,19 @@ class StreamReader(Fetch):
         items = self._read(many, keeps_prior=True)
         mine = items[start : start + share]
         if mine and not (self._whole and len(mine) < share):
-            return self._piece(mine, key)
+            return self._made(mine, key)
         first = self._first if items and not index else []
         if self.is_sharded and not index and self._at:  # it had samples before
             first = list(islice(self._shard(), share))
         if not first:
-            return Piece(0)
-        spare = self._piece(first, self._key(0))
-        return Piece(0, spare=(spare.data, spare.count))
+            return RankBatch(0)
+        fallback = self._made(first, self._key(0))
+        return RankBatch(0, fallback=(fallback.data, fallback.count))
 
-    def _piece(self, items: list[Any], key: int) -> Piece:
+    def _made(self, items: list[Any], key: int) -> RankBatch:
         data = items if self._batch_size is not None else items[0]
         size = len(items) if self._batch_size is not None else count_samples(data)
-        return Piece(size, self._collated(data, key))
+        return RankBatch(size, self._collated(data, key))
 
     def _shard(self) -> Any:
         return self.dataset.shard(num_shards=self._size, index=self._rank)

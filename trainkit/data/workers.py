@@ -26,18 +26,18 @@ from typing_extensions import override
 from trainkit import rng
 from trainkit.data.fetch import Fetch
 from trainkit.data.loader_context import LoaderContext
-from trainkit.data.order import announce_epoch
+from trainkit.data.order import set_epoch_on
 from trainkit.errors import ConfigError, DataError, text_of
 from trainkit.signals import CAUGHT
 
 _DEATH_SECONDS = 0.3  # from the first sign of a worker's end until it is known
 
-__all__ = ["Here", "Source", "Workers", "datasets_of", "source_for"]
+__all__ = ["Fetcher", "InProcess", "WorkerPool", "datasets_of", "fetcher_for"]
 
 Tasks: TypeAlias = Callable[[], Iterator[Any]]
 
 
-class Source(ABC):
+class Fetcher(ABC):
     """Runs a `Fetch` over tasks.
 
     Args:
@@ -68,7 +68,7 @@ class Source(ABC):
         return
 
 
-class Here(Source):
+class InProcess(Fetcher):
     """Fetches in this process, when a batch is asked for."""
 
     @override
@@ -78,7 +78,7 @@ class Here(Source):
             yield None if task is None else fetch(epoch, task)
 
 
-class Workers(Source):
+class WorkerPool(Fetcher):
     """Fetches ahead, in the workers that the user's loader asks for.
 
     They ignore the signals that ask a training to end: it still needs them to get there.
@@ -87,7 +87,7 @@ class Workers(Source):
         fetch: What makes the batches; copied to each worker.
         loader: The user's loader; its settings of workers are used.
         base_seed: What the workers' own generators start from; differs between processes.
-        told: The epochs reach the `set_epoch` of the data set in the workers.
+        forwards_epoch: Workers call `set_epoch` of their data set with the epoch of a task.
         alone: The data set sees itself in the only worker.
         pin: Batches come in pinned memory, if the loader asks for it.
     """
@@ -98,7 +98,7 @@ class Workers(Source):
         loader: DataLoader[Any],
         *,
         base_seed: int,
-        told: bool,
+        forwards_epoch: bool,
         alone: bool,
         pin: bool,
     ) -> None:
@@ -111,7 +111,7 @@ class Workers(Source):
         self._loader = loader
         self._base_seed = base_seed
         dismissed, dismissal = multiprocessing.Pipe(duplex=False)
-        self._side = _WorkerSide(fetch, loader.worker_init_fn, told, alone, dismissed)
+        self._side = _WorkerSide(fetch, loader.worker_init_fn, forwards_epoch, alone, dismissed)
         self._pin = pin and loader.pin_memory
         self._keys = _Keys()
         self._inner: DataLoader[Any] | None = None
@@ -225,12 +225,12 @@ class _WorkerSide:
     """The data set of the inner loader: what a worker does with a key."""
 
     def __init__(
-        self, fetch: Fetch, init: Any, told: bool, alone: bool, dismissed: Connection
+        self, fetch: Fetch, init: Any, forwards_epoch: bool, alone: bool, dismissed: Connection
     ) -> None:
         self.dismissed = dismissed  # can be read when the workers are to end at once
         self._fetch = fetch
         self._init = init
-        self._told = told
+        self._forwards_epoch = forwards_epoch
         self._alone = alone
         self._epoch: int | None = None
 
@@ -249,8 +249,8 @@ class _WorkerSide:
 
     def __getitem__(self, key: tuple[int, Any]) -> Any:
         epoch, task = key
-        if self._told and epoch != self._epoch:
-            announce_epoch(datasets_of(self._fetch.dataset), epoch)
+        if self._forwards_epoch and epoch != self._epoch:
+            set_epoch_on(datasets_of(self._fetch.dataset), epoch)
             self._epoch = epoch
         if task is None:
             return None
@@ -263,15 +263,21 @@ class _WorkerSide:
         raise RuntimeError(text)
 
 
-def source_for(
+def fetcher_for(
     fetch: Fetch, loader: DataLoader[Any], context: LoaderContext, *, alone: bool = False
-) -> Source:
-    """Return the source that fetches where `loader` says, as `Workers` does where it has some."""
+) -> Fetcher:
+    """Return what fetches in the workers of `loader`, or in this process where it has none."""
     if loader.num_workers == 0:
-        return Here(fetch)
+        return InProcess(fetch)
     base_seed = rng.derive(context.seed, "workers", context.processes.rank)
-    told, pin = context.trains, context.device.type == "cuda"
-    return Workers(fetch, loader, base_seed=base_seed, told=told, alone=alone, pin=pin)
+    return WorkerPool(
+        fetch,
+        loader,
+        base_seed=base_seed,
+        forwards_epoch=context.trains,
+        alone=alone,
+        pin=context.device.type == "cuda",
+    )
 
 
 def datasets_of(dataset: Any) -> list[Any]:
@@ -296,12 +302,12 @@ def _blocked(signals: tuple[signal.Signals, ...]) -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-_at_exit: WeakSet[Workers] = WeakSet()
+_at_exit: WeakSet[WorkerPool] = WeakSet()
 
 
 @atexit.register
 def _stop_all() -> None:
-    # Else multiprocessing, which is told of the exit later, asks them by SIGTERM and waits.
+    # Else multiprocessing, which hears of the exit later, asks them by SIGTERM and waits.
     for workers in list(_at_exit):
         workers.close()
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch.distributed
 
@@ -27,6 +27,7 @@ __all__ = [
 
 R = TypeVar("R", str, None)  # what can travel to processes that take no part
 T = TypeVar("T")
+U = TypeVar("U")
 
 # Places of `guard.only` that the other processes never come to.
 _ON_MAIN = ("on_main_process", "on_process")
@@ -37,7 +38,7 @@ def run_on_all(processes: Processes, action: Callable[[], T]) -> T:
 
     Every process must call it. The others raise the same kind of error, with its text.
     """
-    return _run(processes, action, lambda _: None)[0]
+    return run_and_gather(processes, lambda: (action(), None))[0]
 
 
 def run_on_main(processes: Processes, action: Callable[[], T]) -> T:
@@ -45,28 +46,24 @@ def run_on_main(processes: Processes, action: Callable[[], T]) -> T:
 
     The result must be able to travel, as in `all_gather_objects`.
     """
-    results = run_and_gather(processes, action if processes.is_main else lambda: None)
+    _, results = run_and_gather(processes, lambda: (None, action() if processes.is_main else None))
     return cast("T", results[0])
 
 
-def run_and_gather(processes: Processes, action: Callable[[], T]) -> list[T]:
-    """Do the same as `run_on_all`, and return what each process's `action` returned.
+def run_and_gather(processes: Processes, action: Callable[[], tuple[T, U]]) -> tuple[T, list[U]]:
+    """Do the same as `run_on_all` with an `action` that returns what stays and what travels.
 
-    It makes one collective. The results must be able to travel, as in `all_gather_objects`.
+    It makes one collective. What travels must be able to, as in `all_gather_objects`.
+
+    Returns:
+        What stays of this process's result, and what travels of that of each process.
     """
-    return _run(processes, action, lambda result: result)[1]
-
-
-def _run(
-    processes: Processes, action: Callable[[], T], sent: Callable[[T], Any]
-) -> tuple[T, list[Any]]:
-    """Return this process's result, and what was sent of that of each process."""
     try:
-        own = action()
+        own, sent = action()
     except Exception as error:
         processes.all_gather_objects([type(error).__name__, errors.text_of(error)])
         raise
-    reports = processes.all_gather_objects([sent(own)])
+    reports = processes.all_gather_objects([sent])
     for rank, report in enumerate(reports):
         if len(report) > 1:
             kind, text = report
@@ -169,7 +166,7 @@ def with_own_group(processes: Processes) -> Processes:
         return processes
     group = torch.distributed.new_group(backend="gloo")
     torch.distributed.barrier(group)
-    processes.adopt(group)
+    processes.apply_timeout(group)
     membership = dataclasses.replace(processes._membership, owned=False, control=group)
     return Processes(membership, processes.device)
 

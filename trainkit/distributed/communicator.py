@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
@@ -227,17 +227,13 @@ class Communicator:
         collective_guard.check("wait_for_everyone")
         self.processes.barrier()
 
-    @contextmanager
-    def main_process_first(self) -> Iterator[None]:
+    def main_process_first(self) -> AbstractContextManager[None]:
         """Let the main process run the code inside before all others do."""
-        with self._first(self.is_main_process, "main_process_first"):
-            yield
+        return self._first(self.is_main_process, "main_process_first")
 
-    @contextmanager
-    def local_main_process_first(self) -> Iterator[None]:
+    def local_main_process_first(self) -> AbstractContextManager[None]:
         """Let the main process of each machine run the code inside before the others do."""
-        with self._first(self.is_local_main_process, "local_main_process_first"):
-            yield
+        return self._first(self.is_local_main_process, "local_main_process_first")
 
     @contextmanager
     def _first(self, goes_first: bool, name: str) -> Iterator[None]:

@@ -138,7 +138,7 @@ def default_device(world: World, device: torch.device | None = None) -> torch.de
         raise ConfigError(
             f"Process {world.local_rank} of this machine has no CUDA device of its own: there are "
             f"{count} for {world.local_size} processes. Start at most {count} processes on this "
-            'machine, or pass `device=torch.device("cpu")`.'
+            'machine, or pass `device="cpu"`, which in a `Trainer` the strategy takes.'
         )
     return torch.device("cuda", world.local_rank)
 

@@ -135,7 +135,7 @@ class Processes:
         """
         self._membership.set_timeout(timeout)
 
-    def adopt(self, *groups: ProcessGroup) -> None:
+    def apply_timeout(self, *groups: ProcessGroup) -> None:
         """Give groups that trainkit has made the time-out that was set, if it was."""
         timeout = self._membership.timeout
         if timeout is not None:

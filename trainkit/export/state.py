@@ -26,13 +26,19 @@ __all__ = [
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 
 
-def unwrapped(model: nn.Module, *, keep_compiled: bool = False) -> nn.Module:
-    """Return the module behind torch's wrappers for data parallelism, and for compilation."""
+def unwrapped(model: nn.Module, *, keep_torch_compile: bool = False) -> nn.Module:
+    """Return the module behind torch's wrappers for data parallelism and compilation.
+
+    Args:
+        model: Any module.
+        keep_torch_compile: Whether a model that `torch.compile` returned stays compiled.
+    """
     parallel = (nn.parallel.DistributedDataParallel, nn.DataParallel)
     while True:
-        inner = model.module if isinstance(model, parallel) else None
-        if inner is None and not keep_compiled:
-            inner = vars(model).get("_modules", {}).get("_orig_mod")
+        # Not by `getattr`, which some modules pass on to what is inside of them.
+        is_compiled = not keep_torch_compile and "_orig_mod" in model._modules
+        compiled = model._modules["_orig_mod"] if is_compiled else None
+        inner = model.module if isinstance(model, parallel) else compiled
         if not isinstance(inner, nn.Module):
             return model
         model = inner

@@ -94,15 +94,23 @@ class FP16(Precision):
         scaled_loss(self.scaler, loss).backward()  # type: ignore[no-untyped-call]
 
     @override
-    def unscale(self, optimizer: Optimizer, agree: Callable[[Tensor], Tensor]) -> bool:
+    def unscale(
+        self,
+        optimizer: Optimizer,
+        reduce_overflow: Callable[[Tensor], Tensor],
+        *,
+        update: bool = True,
+    ) -> bool:
+        """Unscale gradients; the scale then follows, unless it is to wait for other optimizers."""
         if not any(p.grad is not None for g in optimizer.param_groups for p in g["params"]):
             return False  # the scaler would wait for an update that cannot come
         self.scaler.unscale_(optimizer)
         # torch has no public name for the flag that GradScaler.step reads.
         (found,) = self.scaler._found_inf_per_device(optimizer).values()
-        overflowed = agree(found).item() != 0  # the one read a step that fp16 costs
+        overflowed = reduce_overflow(found).item() != 0  # the one read a step that fp16 costs
         self.exhausted = overflowed and self.is_lowest()
-        self.scaler.update()
+        if update:
+            self.scaler.update()
         return overflowed
 
     @override

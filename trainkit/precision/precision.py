@@ -47,13 +47,13 @@ class Precision(ABC):
         """Accumulate the gradients of `loss`."""
         loss.backward()  # type: ignore[no-untyped-call]
 
-    def unscale(self, optimizer: Optimizer, agree: Callable[[Tensor], Tensor]) -> bool:
+    def unscale(self, optimizer: Optimizer, reduce_overflow: Callable[[Tensor], Tensor]) -> bool:
         """Bring the gradients to their true scale; return whether they overflowed anywhere.
 
         Args:
             optimizer: The optimizer whose gradients are meant.
-            agree: Takes a float tensor, 1.0 where this process overflowed, and makes it, in
-                place, the maximum over all processes.
+            reduce_overflow: Takes a float tensor, 1.0 where this process overflowed, and makes
+                it, in place, the maximum over all processes.
         """
         return False
 

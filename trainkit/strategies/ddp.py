@@ -1,7 +1,7 @@
 """Data parallelism by torch's DistributedDataParallel."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TypeAlias
 
@@ -13,9 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from trainkit.config import checked
-from trainkit.distributed import AsyncFlags, Processes
-from trainkit.distributed.world import World
-from trainkit.errors import ConfigError
+from trainkit.distributed import Processes
+from trainkit.errors import ConfigError, quoted
 from trainkit.precision import Precision
 from trainkit.strategies.strategy import Strategy
 from trainkit.types import class_name
@@ -23,10 +22,6 @@ from trainkit.types import class_name
 __all__ = ["DDP", "Reduction"]
 
 Reduction: TypeAlias = Callable[[Processes, GradBucket], torch.futures.Future[Tensor]]
-Mean: TypeAlias = Callable[[Processes, Tensor, Tensor], torch.futures.Future[Tensor]]
-"""Averages its first tensor in place; the future's value is the second, a part of the first."""
-
-_WITH_VOTES = 4 * 2**20  # bytes of gradients
 
 
 class DDP(Strategy):
@@ -58,20 +53,11 @@ class DDP(Strategy):
         self.bucket_cap_mb = bucket_cap_mb
 
     @override
-    def setup(self) -> None:
-        self.device = self._choose_device(World.from_env().local_rank)
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
-        self.processes = Processes.start(device=self.device)
-
-    @override
-    def wrap(self, model: nn.Module, precision: Precision) -> nn.Module:
+    def wrap(self, model: nn.Module, precision: Precision, seed: int = 0) -> nn.Module:
         self.check_whole(model)
-        model = self.place(model)
+        model = self.to_device(model)
         if self.processes.size == 1:
             return model
-        if self.vote is not None:
-            self.vote.rides = self._takes_votes(model)
         wrapped = DistributedDataParallel(
             model,
             device_ids=None if self.device.type == "cpu" else [self.device],
@@ -81,12 +67,12 @@ class DDP(Strategy):
         )
         reduction = self.reduction()
         if reduction is not None:
-            self._check_dense(model)
+            _check_dense(model)
             wrapped.register_comm_hook(self.processes, reduction)
         return wrapped
 
     @override
-    def rewrap(self, model: nn.Module, precision: Precision) -> nn.Module:
+    def rebuild_after_freeze(self, model: nn.Module, precision: Precision) -> nn.Module:
         # The reducer waits for the gradients of those parameters that it found when it was made.
         if isinstance(model, DistributedDataParallel):
             # Else the old one would go on taking gradients.
@@ -100,32 +86,7 @@ class DDP(Strategy):
         processes. It has only one, so pass yours here, not to `register_comm_hook`. A resume is
         exact only if it does not depend on how buckets are laid out.
         """
-        if self.processes.size > 2:
-            return _averaging(_mean_in_rank_order, self.vote)
-        if self.vote is not None and self.vote.rides:
-            return _averaging(_mean_of_two, self.vote)
-        return None
-
-    def _check_dense(self, model: nn.Module) -> None:
-        sparse = _sparse(model)
-        if sparse is not None:
-            raise ConfigError(
-                f"`{sparse or class_name(model)}` has sparse gradients, which 3 processes or more, "
-                "or a `reduction` of your own, cannot average. Pass `sparse=False` to it."
-            )
-
-    def _takes_votes(self, model: nn.Module) -> bool:
-        """Return whether a vote costs less along with the gradients than on its own.
-
-        A tensor of a GPU would have to be waited for, and more gradients take longer to copy than
-        a vote takes. A reduction of the user's own, or of sparse gradients, has no place for it.
-        """
-        own = type(self).reduction is DDP.reduction and _sparse(model) is None
-        if self.device.type != "cpu" or not own:
-            return False
-        trained = [p for p in model.parameters() if p.requires_grad]
-        real = all(p.is_floating_point() for p in trained)
-        return real and sum(p.nbytes for p in trained) <= _WITH_VOTES
+        return _mean_in_rank_order if self.processes.size > 2 else None
 
     @override
     def unwrap(self, model: nn.Module) -> nn.Module:
@@ -139,24 +100,14 @@ class DDP(Strategy):
     def check_gradients(self, module: nn.Module) -> None:
         if self.processes.size == 1 or self.find_unused_parameters:
             return
-        trainable = ((n, p) for n, p in module.named_parameters() if p.requires_grad)
-        unused = self.processes.all_gather_objects([n for n, p in trainable if p.grad is None])
-        names = sorted({name for of_process in unused for name in of_process})
+        names = sorted({name for own in self._without_gradient(module) for name in own})
         if names:
-            shown = ", ".join(f"`{name}`" for name in names[:5])
             raise ConfigError(
                 f"{len(names)} trainable parameters got no gradient in the first step "
-                f"({shown}{', ...' if len(names) > 5 else ''}), so the gradients of the processes "
-                "would not be averaged. Freeze what the step does not use by "
-                "`requires_grad_(False)`, or pass "
-                "`strategy=DDP(find_unused_parameters=True)`."
+                f"({quoted(names)}), so the gradients of the processes would not "
+                "be averaged. Freeze what the step does not use by `requires_grad_(False)`, or "
+                "pass `strategy=DDP(find_unused_parameters=True)`."
             )
-
-    @override
-    def share_buffers(self, module: nn.Module) -> None:
-        if self.processes.size > 1:
-            for buffer in module.buffers():
-                self.processes.broadcast(buffer)
 
     @override
     def no_sync(self, model: nn.Module) -> AbstractContextManager[object]:
@@ -165,50 +116,25 @@ class DDP(Strategy):
         return super().no_sync(model)
 
 
-def _sparse(model: nn.Module) -> str | None:
-    """Return the name of a module with sparse gradients, which no communication hook can take."""
-    modules: Iterable[tuple[str, nn.Module]] = model.named_modules()
-    for name, module in modules:
+def _check_dense(model: nn.Module) -> None:
+    """Raise where a module has sparse gradients, which no communication hook can take."""
+    for name, module in model.named_modules():
         is_embedding = isinstance(module, nn.Embedding | nn.EmbeddingBag)
         if is_embedding and module.sparse and module.weight.requires_grad:
-            return name
-    return None
+            raise ConfigError(
+                f"`{name or class_name(model)}` has sparse gradients, which 3 processes or more, "
+                "or a `reduction` of your own, cannot average. Pass `sparse=False` to it."
+            )
 
 
-def _averaging(mean: Mean, vote: AsyncFlags | None) -> Reduction:
-    """Return a communication hook that averages by `mean`, and takes a vote along that waits."""
-
-    def average(processes: Processes, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        gradients = bucket.buffer()
-        if vote is None or not vote.rides:
-            return mean(processes, gradients, gradients)
-        joined = vote.board(gradients)
-        return mean(processes, joined, joined[: gradients.numel()])
-
-    return average
-
-
-def _mean_of_two(
-    processes: Processes, tensor: Tensor, result: Tensor
-) -> torch.futures.Future[Tensor]:
-    """Average as torch itself does it."""
-    tensor.div_(processes.size)
-    work = torch.distributed.all_reduce(tensor, async_op=True)
-    assert work is not None
-    future: torch.futures.Future[Tensor] = work.get_future().then(lambda _: result)
-    return future
-
-
-def _mean_in_rank_order(
-    processes: Processes, tensor: Tensor, result: Tensor
-) -> torch.futures.Future[Tensor]:
-    """Average so that each element is summed in the order of the ranks.
+def _mean_in_rank_order(processes: Processes, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    """Average a bucket so that each element is summed in the order of the ranks.
 
     A ring all-reduce sums in an order that depends on where an element lies in its bucket, and
     DDP lays its buckets out anew after the first backward: a resumed run would differ from one
     that was never stopped in the last bit (rule 30). The sum of two is the same either way.
     """
-    size = processes.size
+    tensor, size = bucket.buffer(), processes.size
     share = -(-tensor.numel() // size)
     sent = nn.functional.pad(tensor, (0, share * size - tensor.numel()))
     received = torch.empty_like(sent)
@@ -221,5 +147,5 @@ def _mean_in_rank_order(
     torch.distributed.all_gather(list(sent.view(size, share).unbind()), total)
     tensor.copy_(sent[: tensor.numel()])
     future: torch.futures.Future[Tensor] = torch.futures.Future()
-    future.set_result(result)
+    future.set_result(tensor)
     return future

@@ -1,5 +1,6 @@
 """Compares, once, which modules and parameters the processes use in a forward."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from trainkit.distributed import Processes
-from trainkit.errors import ConfigError
+from trainkit.errors import ConfigError, quoted
 
 __all__ = ["watch_forward"]
 
@@ -35,24 +36,15 @@ class _Forward:
         for name, module in model.named_modules():
             is_block = module is not model and isinstance(module, FSDPModule)
             if is_block:
-                hook = self._before_block(name)
+                hook = partial(self._before_block, name)
                 self.hooks.append(module.register_forward_pre_hook(hook, prepend=True))
-            self.hooks.append(module.register_forward_pre_hook(self._before_module(name)))
+            self.hooks.append(module.register_forward_pre_hook(partial(self._note, name)))
         self._note("", model)  # its own hooks run already
 
-    def _before_block(self, name: str) -> Any:
-        def hook(module: nn.Module, inputs: Any) -> None:
-            self._compare_place(f"the block `{name}`")
+    def _before_block(self, name: str, module: nn.Module, inputs: Any) -> None:
+        self._compare_place(f"the block `{name}`")
 
-        return hook
-
-    def _before_module(self, name: str) -> Any:
-        def hook(module: nn.Module, inputs: Any) -> None:
-            self._note(name, module)
-
-        return hook
-
-    def _note(self, name: str, module: nn.Module) -> None:
+    def _note(self, name: str, module: nn.Module, inputs: Any = None) -> None:
         for key, parameter in module.named_parameters(recurse=False):
             self._names.setdefault(parameter, f"{name}.{key}" if name else key)
 
@@ -67,9 +59,8 @@ class _Forward:
         if names:
             raise ConfigError(
                 f"{len(names)} trainable parameters are used in the first forward on some "
-                f"processes only ({', '.join(f'`{name}`' for name in names[:5])}"
-                f"{', ...' if len(names) > 5 else ''}), but under FSDP all must use the same. "
-                "Call their modules on all processes, and multiply by 0 what is not to count."
+                f"processes only ({quoted(names)}), but under FSDP all must use the same. Call "
+                "their modules on all processes, and multiply by 0 what is not to count."
             )
 
     def _compare_place(self, place: str) -> None:

@@ -18,7 +18,7 @@ from typing_extensions import override
 from trainkit.config import checked
 from trainkit.distributed import Processes
 from trainkit.distributed.world import World
-from trainkit.errors import ConfigError
+from trainkit.errors import ConfigError, quoted
 from trainkit.precision import Precision
 from trainkit.strategies import single_process_group
 from trainkit.strategies.strategy import Strategy
@@ -32,6 +32,22 @@ __all__ = ["FSDP"]
 
 
 @dataclass(slots=True)
+class _Phase:
+    """Where the training of a sharded model is.
+
+    Attributes:
+        reduces: The present backward reduces gradients: it is not inside `no_sync`.
+        shares_buffers: The next forward takes the buffers of process 0: gradients were reduced
+            since the last one, or there was none.
+        compares: The next forward is compared over the processes: it is the first since `wrap`.
+    """
+
+    reduces: bool = True
+    shares_buffers: bool = True
+    compares: bool = True
+
+
+@dataclass(slots=True)
 class _Sharded:
     """What is known of a sharded model.
 
@@ -39,11 +55,13 @@ class _Sharded:
         dtype: That of its parameters while they are used; None: their own.
         replaced: The full parameters that were there before, by the name of the sharded one;
             weak, so that they do not stay in memory.
+        phase: Begins anew with each `wrap`.
         hooks: Those of the strategy that the model was last wrapped by.
     """
 
     dtype: torch.dtype | None
     replaced: dict[str, "weakref.ref[nn.Parameter]"]
+    phase: _Phase = field(default_factory=_Phase)
     hooks: list[RemovableHandle] = field(default_factory=list)
 
 
@@ -104,18 +122,12 @@ class FSDP(Strategy):
         self.activation_checkpointing = activation_checkpointing
         self.replicas = replicas
         self.weights = None if weights is None else Path(weights)
-        # Whether the present backward reduces, and the next forward takes the buffers of process 0.
-        self._reduces = self._shares = True
 
     @override
     def setup(self) -> None:
-        world = World.from_env()
-        self.device = self._choose_device(world.local_rank)
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
-        if world.size == 1:
-            single_process_group.join(self.device)
-        self.processes = Processes.start(device=self.device)
+        if World.from_env().size == 1:
+            single_process_group.join(self._default_device())
+        super().setup()
         if self.replicas < 1 or self.processes.size % self.replicas:
             raise ConfigError(
                 f"`replicas` must divide the number of processes, but is {self.replicas} on "
@@ -135,11 +147,11 @@ class FSDP(Strategy):
         return self._mesh.get_local_rank("shards"), self.processes.size // self.replicas
 
     @override
-    def wrap(self, model: nn.Module, precision: Precision) -> nn.Module:
+    def wrap(self, model: nn.Module, precision: Precision, seed: int = 0) -> nn.Module:
         known = _models.get(model)
         if known is None:
             self.check_whole(model)
-            known = _models[model] = self._shard(model, precision.dtype)
+            known = _models[model] = self._shard(model, precision.dtype, seed)
         elif known.dtype != precision.dtype:
             raise ConfigError(
                 f"The model was sharded for the precision {known.dtype or 'of its parameters'}, "
@@ -148,19 +160,23 @@ class FSDP(Strategy):
             )
         for hook in known.hooks:  # of an earlier strategy
             hook.remove()
+        known.phase = _Phase()
+
+        def before_forward(model: nn.Module, inputs: Any) -> None:
+            self._before_forward(model, known)
+
         known.hooks = [
-            model.register_forward_pre_hook(_outside_graphs(self._before_forward)),
+            model.register_forward_pre_hook(_outside_graphs(before_forward)),
             model.register_forward_hook(_outside_graphs(_after_forward)),
         ]
-        self._reduces = self._shares = self._compares = True
         return model
 
     @override
-    def place(self, model: nn.Module) -> nn.Module:
-        return model if model in _models else super().place(model)
+    def to_device(self, model: nn.Module) -> nn.Module:
+        return model if model in _models else super().to_device(model)
 
     @override
-    def adopt(self, optimizer: Optimizer, module: nn.Module) -> None:
+    def rebind_optimizer(self, optimizer: Optimizer, module: nn.Module) -> None:
         sharded = dict(module.named_parameters())
         replaced = {
             id(full): sharded[name]
@@ -184,16 +200,17 @@ class FSDP(Strategy):
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
         model.set_requires_gradient_sync(False)  # type: ignore[operator]
-        self._reduces = False
+        phase = _models[model].phase
+        phase.reduces = False
         try:
             yield
         finally:
-            self._reduces = True
+            phase.reduces = True
             model.set_requires_gradient_sync(True)  # type: ignore[operator]
 
     @override
     @contextmanager
-    def adding_nothing(self, module: nn.Module) -> Iterator[None]:
+    def zero_gradients(self, module: nn.Module) -> Iterator[None]:
         hooks: list[RemovableHandle] = []
 
         def before_forward(inner: nn.Module, _: Any) -> None:
@@ -210,32 +227,17 @@ class FSDP(Strategy):
 
     @override
     def check_gradients(self, module: nn.Module) -> None:
-        trainable = ((n, p) for n, p in module.named_parameters() if p.requires_grad)
-        unused = self.processes.all_gather_objects([n for n, p in trainable if p.grad is None])
+        unused = self._without_gradient(module)
         names = sorted({n for own in unused for n in own if not all(n in o for o in unused)})
         if names:
             raise ConfigError(
                 f"{len(names)} trainable parameters got a gradient in the first step on some "
-                f"processes only ({', '.join(f'`{name}`' for name in names[:5])}"
-                f"{', ...' if len(names) > 5 else ''}). Use the same parameters on all, or "
-                "freeze them by `requires_grad_(False)`."
+                f"processes only ({quoted(names)}). Use the same parameters on all, or freeze "
+                "them by `requires_grad_(False)`."
             )
 
     @override
-    def share_buffers(self, module: nn.Module) -> None:
-        if self.processes.size == 1:
-            return
-        groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-        for buffer in module.buffers():
-            groups.setdefault((buffer.device, buffer.dtype), []).append(buffer)
-        for buffers in groups.values():
-            packed = self.processes.broadcast(torch.cat([b.detach().reshape(-1) for b in buffers]))
-            parts = torch.split(packed, [b.numel() for b in buffers])
-            for buffer, part in zip(buffers, parts, strict=True):
-                buffer.detach().copy_(part.view_as(buffer))
-
-    @override
-    def agree(self, overflow: Tensor) -> Tensor:
+    def reduce_overflow(self, overflow: Tensor) -> Tensor:
         return self.processes.all_reduce(overflow, "max")
 
     @override
@@ -274,14 +276,16 @@ class FSDP(Strategy):
         super().close()
         single_process_group.leave()
 
-    def _shard(self, model: nn.Module, dtype: torch.dtype | None) -> _Sharded:
+    def _shard(self, model: nn.Module, dtype: torch.dtype | None, seed: int) -> _Sharded:
         from trainkit.strategies.blocks import find_blocks
-        from trainkit.strategies.filling import Filling
+        from trainkit.strategies.parameter_initializer import ParameterInitializer
         from trainkit.strategies.sharding import shard
 
         blocks = find_blocks(model, self.wrap_policy)
         device = torch.device("cpu") if self.cpu_offload else self.device
-        filling = Filling(model, blocks, self.processes, device, self.weights, self.seed)
+        initializer = ParameterInitializer(
+            model, blocks, self.processes, device, self.weights, seed
+        )
         replaced = {name: weakref.ref(p) for name, p in model.named_parameters()}
         shard(
             model,
@@ -292,25 +296,21 @@ class FSDP(Strategy):
             cpu_offload=self.cpu_offload,
             activation_checkpointing=self.activation_checkpointing,
         )
-        filling.fill(model)
+        initializer.fill(model)
         return _Sharded(dtype, replaced)
 
-    def _before_forward(self, model: nn.Module, inputs: Any) -> None:
-        """Take the buffers of process 0, once for each reduction of gradients."""
+    def _before_forward(self, model: nn.Module, known: _Sharded) -> None:
+        """Take the buffers of process 0, once for each reduction; compare the first forward."""
+        phase = known.phase
         if torch.is_grad_enabled() and model.training:
-            if self._shares:
+            if phase.shares_buffers:
                 self.share_buffers(model)
-            self._shares = self._reduces
-            if self._compares:
-                self._compares = False
-                _compare(model, self.processes)
+            phase.shares_buffers = phase.reduces
+            compares, phase.compares = phase.compares, False
+            if compares and self.processes.size > 1 and model._compiled_call_impl is None:
+                from trainkit.strategies.forward_check import watch_forward
 
-
-def _compare(model: nn.Module, processes: Processes) -> None:
-    if processes.size > 1 and model._compiled_call_impl is None:
-        from trainkit.strategies.forward_check import watch_forward
-
-        _models[model].hooks += watch_forward(model, processes)
+                known.hooks += watch_forward(model, self.processes)
 
 
 def _after_forward(model: nn.Module, inputs: Any, outputs: Any) -> None:
@@ -336,5 +336,5 @@ def _make_mesh(processes: Processes, kind: str, replicas: int) -> "DeviceMesh":
     if replicas > 1:
         sizes, names = (replicas, processes.size // replicas), ("replicas", "shards")
     mesh = init_device_mesh(kind, sizes, mesh_dim_names=names)
-    processes.adopt(*mesh.get_all_groups())
+    processes.apply_timeout(*mesh.get_all_groups())
     return mesh

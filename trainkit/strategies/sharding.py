@@ -15,7 +15,7 @@ from torch.distributed.fsdp import (
 )
 from torch.utils.checkpoint import checkpoint
 
-from trainkit.errors import ConfigError
+from trainkit.errors import ConfigError, quoted
 
 __all__ = ["shard"]
 
@@ -72,7 +72,7 @@ def _scalars(model: nn.Module) -> set[nn.Parameter]:
     if trainable:
         raise ConfigError(
             f"{len(trainable)} trainable parameters have no dimension, and cannot be sharded: "
-            f"{', '.join(f'`{name}`' for name in trainable[:5])}. Give them the shape (1,), freeze "
+            f"{quoted(trainable)}. Give them the shape (1,), freeze "
             'them, or use `strategy="ddp"`.'
         )
     return set(scalars.values())
@@ -83,7 +83,7 @@ def _check_rows(model: nn.Module) -> None:
     if turned:
         raise ConfigError(
             f"{len(turned)} parameters do not lie row by row in memory, so they cannot be cut into "
-            f"rows: {', '.join(f'`{name}`' for name in turned[:5])}. Leave out "
+            f"rows: {quoted(turned)}. Leave out "
             "`memory_format=torch.channels_last`, write `p.data = p.data.contiguous()` for each, "
             'or use `strategy="ddp"`.'
         )

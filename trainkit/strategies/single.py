@@ -1,10 +1,8 @@
 """One process, one device."""
 
-import torch
 from torch import nn
 from typing_extensions import override
 
-from trainkit.distributed import Processes
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigError
 from trainkit.precision import Precision
@@ -20,19 +18,16 @@ class SingleDevice(Strategy):
 
     @override
     def setup(self) -> None:
-        world = World.from_env()
-        if world.size > 1:
+        size = World.from_env().size
+        if size > 1:
             raise ConfigError(
-                f'`strategy="single"` was given, but {world.size} processes were launched: each '
+                f'`strategy="single"` was given, but {size} processes were launched: each '
                 'would train alone on all the data. Use `strategy="ddp"` (or `"auto"`), or start '
                 "one process."
             )
-        self.device = self._choose_device(world.local_rank)
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
-        self.processes = Processes.start(device=self.device)
+        super().setup()
 
     @override
-    def wrap(self, model: nn.Module, precision: Precision) -> nn.Module:
+    def wrap(self, model: nn.Module, precision: Precision, seed: int = 0) -> nn.Module:
         self.check_whole(model)
-        return self.place(model)
+        return self.to_device(model)

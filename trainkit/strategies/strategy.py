@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainkit.distributed import AsyncFlags, Processes
+from trainkit.distributed import Processes
+from trainkit.distributed.group import default_device
+from trainkit.distributed.world import World
 from trainkit.errors import ConfigError
 from trainkit.precision import Precision
 from trainkit.types import class_name
@@ -22,8 +24,8 @@ _NOTHING: AbstractContextManager[object] = nullcontext()
 class Strategy(ABC):
     """Places and wraps the model, and decides when gradients are reduced.
 
-    `setup` must set `device` and `processes`; only `setup` and `wrap` must be written. The
-    defaults are right wherever every process holds all parameters.
+    Only `wrap` must be written: the rest is right wherever every process holds all parameters. A
+    `setup` of your own must set `device` and `processes`.
 
     Args:
         device: Where the model runs; None: the GPU of this process's local rank, else the CPU.
@@ -32,10 +34,6 @@ class Strategy(ABC):
     name: ClassVar[str]
     sharded: ClassVar[bool] = False
     """Whether processes hold parts of the parameters, and each one saves its own."""
-    seed: int = 0
-    """The seed of the run; the Trainer sets it before `wrap`."""
-    vote: AsyncFlags | None = None
-    """What a strategy may send along with the gradients, see `Vote.rides`; set before `wrap`."""
 
     device: torch.device
     processes: Processes
@@ -52,21 +50,23 @@ class Strategy(ABC):
         """
         return (self.processes.rank, self.processes.size) if self.sharded else (0, 1)
 
-    @abstractmethod
     def setup(self) -> None:
         """Find the device and join the other processes. Called once, before anything else."""
+        self.device = self._default_device()
+        self.processes = Processes.start(device=self.device)
 
     @abstractmethod
-    def wrap(self, model: nn.Module, precision: Precision) -> nn.Module:
+    def wrap(self, model: nn.Module, precision: Precision, seed: int = 0) -> nn.Module:
         """Move the model to the device and return what the training step calls.
 
         Args:
             model: The user's module.
             precision: Bound to the device; for strategies that choose the format of what they
                 send and hold.
+            seed: That of the run, for strategies that give a model its first values.
         """
 
-    def place(self, model: nn.Module) -> nn.Module:
+    def to_device(self, model: nn.Module) -> nn.Module:
         """Return a model that is only evaluated, on the device."""
         model = self.unwrap(model)
         if on_meta(model):
@@ -89,13 +89,13 @@ class Strategy(ABC):
                 "export it by `save_model` and load it into a new model."
             )
 
-    def adopt(self, optimizer: Optimizer, module: nn.Module) -> None:
-        """Make an optimizer of the parameters that `module` had before `wrap` one of its present.
+    def rebind_optimizer(self, optimizer: Optimizer, module: nn.Module) -> None:
+        """Point `optimizer` at the parameters that `wrap` created in `module`.
 
         Nothing is to be done where `wrap` keeps the parameters. The optimizer object stays.
         """
 
-    def rewrap(self, model: nn.Module, precision: Precision) -> nn.Module:
+    def rebuild_after_freeze(self, model: nn.Module, precision: Precision) -> nn.Module:
         """Return what the training step calls from now on, after parameters froze or thawed.
 
         Every process must call it, between two windows, when `requires_grad` of parameters has
@@ -116,7 +116,7 @@ class Strategy(ABC):
         return _NOTHING
 
     @contextmanager
-    def adding_nothing(self, module: nn.Module) -> Iterator[None]:
+    def zero_gradients(self, module: nn.Module) -> Iterator[None]:
         """Let a backward inside make its collectives, but add exact zeros to the gradients.
 
         A loss that counts for nothing is multiplied by 0, which does not make zeros of infinite
@@ -137,10 +137,17 @@ class Strategy(ABC):
         """Give every process the buffers of process 0, such as batch statistics.
 
         Called before an evaluation and at the end of training: what is evaluated and saved is
-        one model.
+        one model. Those of one dtype travel together.
         """
+        if self.processes.size == 1:
+            return
+        for buffers in _by_kind(module.buffers()):
+            packed = self.processes.broadcast(torch.cat([b.detach().reshape(-1) for b in buffers]))
+            parts = torch.split(packed, [b.numel() for b in buffers])
+            for buffer, part in zip(buffers, parts, strict=True):
+                buffer.detach().copy_(part.view_as(buffer))
 
-    def agree(self, overflow: Tensor) -> Tensor:
+    def reduce_overflow(self, overflow: Tensor) -> Tensor:
         """Make `overflow` the maximum over all processes, in place.
 
         Nothing is to be done where every process holds the same reduced gradients.
@@ -163,13 +170,9 @@ class Strategy(ABC):
 
     def scale_gradients(self, parameters: Iterable[Tensor], scale: Tensor | float) -> None:
         """Multiply all gradients by one number, in place."""
-        groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-        for gradient in self.local_gradients(parameters):
-            groups.setdefault((gradient.device, gradient.dtype), []).append(gradient)
-        for (device, dtype), gradients in groups.items():
-            torch._foreach_mul_(
-                gradients, scale.to(device, dtype) if isinstance(scale, Tensor) else scale
-            )
+        for gradients in _by_kind(self.local_gradients(parameters)):
+            like = gradients[0]
+            torch._foreach_mul_(gradients, scale.to(like) if isinstance(scale, Tensor) else scale)
 
     def clip_grad_norm(self, parameters: Iterable[Tensor], max_norm: float) -> Tensor:
         """Clip the global L2 norm of the gradients; return the norm before, on the device."""
@@ -188,18 +191,22 @@ class Strategy(ABC):
         """Give back what `setup` took."""
         self.processes.close()
 
-    def _choose_device(self, local_rank: int) -> torch.device:
-        if self._asked_device is not None:
-            return self._asked_device
-        if not torch.cuda.is_available():
-            return torch.device("cpu")
-        if local_rank >= torch.cuda.device_count():
-            raise ConfigError(
-                f"Process with local rank {local_rank} has no GPU: the machine shows "
-                f"{torch.cuda.device_count()}. Start at most one process for each GPU, or pass "
-                f'`strategy={type(self).__name__}(device="cpu")`.'
-            )
-        return torch.device("cuda", local_rank)
+    def _default_device(self) -> torch.device:
+        """Return the device that was asked for, else that of this process."""
+        return default_device(World.current(), self._asked_device)
+
+    def _without_gradient(self, module: nn.Module) -> list[list[str]]:
+        """Return which trainable parameters have no gradient, of each process."""
+        trainable = ((n, p) for n, p in module.named_parameters() if p.requires_grad)
+        return self.processes.all_gather_objects([n for n, p in trainable if p.grad is None])
+
+
+def _by_kind(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Return tensors in groups of one device and one dtype."""
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    return list(groups.values())
 
 
 def _device(device: torch.device | str) -> torch.device:

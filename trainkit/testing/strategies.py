@@ -41,7 +41,7 @@ STEPS = 2 * STEPS_PER_EPOCH
 TRAININGS = {
     "plain": "plain",
     "accumulated": "accumulated, weighted",
-    "thawed": "first partly frozen (see `Strategy.rewrap`)",
+    "thawed": "first partly frozen (see `Strategy.rebuild_after_freeze`)",
 }
 SPOILED_STEP = 2  # counted from 0; the last full one, which a process may repeat
 
@@ -148,7 +148,7 @@ class _Thaws(_Unwraps):
 
     def _set(self, run: Run, *, trains: bool) -> None:
         run.module.get_submodule("first").requires_grad_(trains)
-        run.model = run.strategy.rewrap(run.model, run.precision)
+        run.model = run.strategy.rebuild_after_freeze(run.model, run.precision)
 
 
 def _train(
@@ -253,7 +253,7 @@ def _check_overflow(found: list[dict[str, Any]]) -> None:
         assert of["skips"] == [SPOILED_STEP], (
             "The gradient of one process overflowed in fp16, and every process must skip step "
             f"{SPOILED_STEP}; process {rank} skipped {of['skips']}. Where processes hold different "
-            "gradients, `agree` must take the maximum over all."
+            "gradients, `reduce_overflow` must take the maximum over all."
         )
         assert not of["changed"], f"A skipped step changed the weights of process {rank}."
         assert of["scale"] == 128.0, f"The loss scale of process {rank} is {of['scale']}, not 128."

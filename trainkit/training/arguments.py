@@ -1,7 +1,6 @@
 """Turns what users pass to a Trainer into its parts, with an error where that cannot work."""
 
 import difflib
-import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -44,36 +43,39 @@ __all__ = [
 T = TypeVar("T")
 _RESUMES = ("auto", "must")
 
-STRATEGIES: dict[str, Callable[[], Strategy]] = {
+STRATEGIES: dict[str, Callable[..., Strategy]] = {
     "single": SingleDevice,
     "ddp": DDP,
-    "fsdp": lambda: strategies.FSDP(),  # imported by whoever uses it
+    "fsdp": lambda **options: strategies.FSDP(**options),  # imported by whoever uses it
 }
 COMPILED = "_orig_mod"  # what `torch.compile(module)` calls the module that it wraps
-PRECISIONS: dict[str, Callable[[], Precision]] = {"fp32": FP32, "bf16": BF16, "fp16": FP16}
+PRECISIONS: dict[str, Callable[..., Precision]] = {"fp32": FP32, "bf16": BF16, "fp16": FP16}
 
 
 def make_strategy(strategy: str | Strategy) -> Strategy:
-    """Return the strategy of a name; "auto" is what `trainkit launch` asks for, or DDP."""
+    """Return the strategy of a name; "auto" is what the launcher asks for, or DDP."""
     if isinstance(strategy, Strategy):
         return strategy
-    if strategy == "auto":
-        if os.environ.get("TRAINKIT_STRATEGY"):
-            from trainkit.strategies.launched import launched_strategy
+    from trainkit import launch_environment  # importing trainkit needs none of it
 
-            return launched_strategy()
-        return DDP() if World.from_env().size > 1 else SingleDevice()
-    return _look_up("strategy", strategy, STRATEGIES, "Strategy", ("auto",))()
+    options: dict[str, Any] = {"device": "cpu" if launch_environment.uses_cpu() else None}
+    if strategy == "auto":
+        asked = launch_environment.sharding()
+        strategy = "ddp" if World.from_env().size > 1 else "single"
+        if asked is not None:
+            strategy, options = "fsdp", options | asked
+    return _look_up("strategy", strategy, STRATEGIES, "Strategy")(**options)
 
 
 def make_precision(precision: str | Precision) -> Precision:
-    """Return the precision plugin of a name; "auto" is what `trainkit launch` asks for."""
+    """Return the precision plugin of a name; "auto" is what the launcher asks for."""
     if isinstance(precision, Precision):
         return precision
     if precision == "auto":
-        launched = os.environ.get("TRAINKIT_MIXED_PRECISION") or "no"
-        precision = "fp32" if launched == "no" else launched
-    return _look_up("precision", precision, PRECISIONS, "Precision", ("auto",))()
+        from trainkit import launch_environment
+
+        precision = launch_environment.PRECISIONS[launch_environment.mixed_precision()]
+    return _look_up("precision", precision, PRECISIONS, "Precision")()
 
 
 def set_up(strategy: str | Strategy, precision: str | Precision) -> tuple[Strategy, Precision]:
@@ -87,13 +89,12 @@ def set_up(strategy: str | Strategy, precision: str | Precision) -> tuple[Strate
 def _look_up(
     argument: str,
     name: object,
-    known: Mapping[str, Callable[[], T]],
+    known: Mapping[str, Callable[..., T]],
     interface: str,
-    also: tuple[str, ...] = (),
-) -> Callable[[], T]:
+) -> Callable[..., T]:
     if isinstance(name, str) and name in known:
         return known[name]
-    names = [*also, *known]
+    names = ["auto", *known]
     near = (
         difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.3)
         if isinstance(name, str)

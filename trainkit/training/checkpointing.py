@@ -1,23 +1,29 @@
 """What a checkpoint of a run holds, and how it is put back (rules 22, 29 to 31)."""
 
-import platform
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from trainkit import rng
-from trainkit.checkpoint import exact
+from trainkit.checkpoint import Checkpoint, CheckpointStore, KeepPolicy
 from trainkit.checkpoint.candidates import candidates, first_whole
-from trainkit.checkpoint.resharding.subclasses import put_parts, take_parts
+from trainkit.checkpoint.exact import load_model, load_state, parameter_states
+from trainkit.checkpoint.forms import applying, refuse
+from trainkit.checkpoint.per_process import Owners, put_own, states_for, take_states
+from trainkit.checkpoint.training_state import (
+    load_named_optimizer_state,
+    named_optimizer_state,
+    parts_of_rank,
+    read_rank_parts,
+    versions,
+)
 from trainkit.distributed import check_called_by_all, run_on_all
-from trainkit.errors import CheckpointError, ConfigError
+from trainkit.errors import ConfigError
 from trainkit.export.state import shapes_of
-from trainkit.training.callback import CallbackList
+from trainkit.training.callback import Callback, CallbackList
 from trainkit.training.epoch_order import order_of, order_problems, say_changes
 from trainkit.training.fingerprint import (
     differences,
@@ -25,18 +31,27 @@ from trainkit.training.fingerprint import (
     horizon_problems,
     model_problems,
     overruled_settings,
-    parameter_names,
 )
 from trainkit.training.finite import finiteness
+from trainkit.training.loadable import check_metadata, check_parts, check_states
 from trainkit.training.lr_schedule import LRSchedule
-from trainkit.training.owners import owners_of, states_for, take_states
 from trainkit.training.run import Run
 from trainkit.training.state import VERSION
 
-if TYPE_CHECKING:
-    from trainkit.checkpoint import Checkpoint
-
 __all__ = ["collect", "describe", "restore", "save_now"]
+
+
+def owners_of(run: Run, callbacks: CallbackList) -> Owners:
+    """Return the callbacks, registered objects and data sets that have a state of their own."""
+    stateful = {c.name: c for c in callbacks.callbacks if _has_state(c)}
+    stream = run.train_loader.stream
+    data = {} if stream is None else {"train": stream}
+    return {"callbacks": stateful, "objects": dict(run.objects), "data": data}
+
+
+def _has_state(callback: Callback) -> bool:
+    own = getattr(callback.state_dict, "__func__", None)
+    return own is not Callback.state_dict
 
 
 def collect(run: Run, callbacks: CallbackList) -> dict[str, Any]:
@@ -48,31 +63,25 @@ def collect(run: Run, callbacks: CallbackList) -> dict[str, Any]:
     Raises:
         CheckpointError: The sharded tensors are not the same on all processes.
     """
-    parts: dict[str, Any] = {}
 
-    def take() -> dict[str, Any]:
-        parts.update(_common(run))
-        shapes = shapes_of(run.module)
-        return {key: value for key, value in parts["model"].items() if shapes.get(key) is None}
-
-    alike, own = take_states(run, callbacks, take)
-    parts["trainer"] |= alike
-    from trainkit.checkpoint.format.names import process_part  # on demand
+    def take() -> tuple[dict[str, Any], dict[str, Any]]:
+        parts, shapes = _common(run), shapes_of(run.module)
+        entries = {key: v for key, v in parts["model"].items() if shapes.get(key) is None}
+        return parts, {"model": entries}
 
     processes = run.strategy.processes
-    mine = {process_part(processes.rank): _streams(run) | own}
-    if run.strategy.sharded:
-        from trainkit.checkpoint.resharding.sharding import split_alike  # on demand
-
-        return mine | split_alike(processes, parts)
-    return mine | parts if run.is_main_process else mine
+    parts, alike, own = take_states(processes, owners_of(run, callbacks), take)
+    parts["trainer"] |= alike
+    own |= rng.state_dict(run.strategy.device) | {"log_sums": run.sums.state_dict()}
+    return parts_of_rank(processes, parts, own, sharded=run.strategy.sharded)
 
 
 def _common(run: Run) -> dict[str, Any]:
-    """Return what all processes have alike, or hold run_on_all."""
+    """Return what all processes have alike, or hold together."""
+
     return {
         "model": run.module.state_dict(),  # first: it shards what an evaluation has gathered
-        "optimizer": take_parts(_optimizer_state(run.optimizer, run.module))
+        "optimizer": named_optimizer_state(run.optimizer, dict(run.module.named_parameters()))
         | run.weights.state_dict(run.module),
         "trainer": {
             "counters": run.state.state_dict(),
@@ -83,7 +92,7 @@ def _common(run: Run) -> dict[str, Any]:
             "best_metrics": run.best_metrics,
             "last_logged_step": run.last_logged_step,
             "last_evaluated_attempt": run.last_evaluated_attempt,
-            "optimizer_states": len(exact.parameter_states(run.optimizer)),
+            "optimizer_states": len(parameter_states(run.optimizer)),
         },
     }
 
@@ -93,6 +102,7 @@ def describe(run: Run) -> dict[str, Any]:
 
     Every process must call it: it raises, on all of them, where nothing must be saved.
     """
+
     assert run.saver is not None
     if run.saver.check_replicas:
         from trainkit.training.replicas import check_replicas  # one process needs none of it
@@ -106,11 +116,7 @@ def describe(run: Run) -> dict[str, Any]:
         "config": asdict(run.config),
         "planned_steps": run.scheduled_steps,
         "strategy": run.strategy.name,
-        "versions": {
-            "trainkit": VERSION,
-            "torch": str(torch.__version__),
-            "python": platform.python_version(),
-        },
+        "versions": versions(VERSION),
         "fingerprint": fingerprint(run),
         "order": order_of(run),
         **finiteness(run),
@@ -131,7 +137,6 @@ def save_now(run: Run | None, callbacks: CallbackList) -> Path:
     check_called_by_all(run.strategy.processes, "save_checkpoint")
     if run.checkpoint is not None and run.last_saved_attempt == run.state.attempts:
         return run.checkpoint
-    from trainkit.checkpoint import KeepPolicy  # runs without checkpoints need none of it
 
     run.resumed_from = run.state.step  # what is in the directory is its own
     run.saver = None
@@ -172,22 +177,21 @@ def restore(
     processes = run.strategy.processes
     folders = candidates(run.output_dir, resume, run.print) if processes.is_main else iter(())
     present = _present(run, callbacks) if run.strategy.sharded else {}
-    loaded: list[_Loaded] = []
-
-    def load(folder: str) -> None:
-        loaded[:] = [_load(run, callbacks, Path(folder), present, schedule)]
-
-    may_skip = resume in ("auto", "must")
-    skip = (lambda why: run.print(f"Skipped: {why}")) if may_skip else None
-    folder = first_whole(processes, folders, load, skip)
-    if folder is None:
+    found = first_whole(
+        processes,
+        folders,
+        lambda folder: _load(run, callbacks, Path(folder), present, schedule),
+        (lambda why: run.print(f"Skipped: {why}")) if resume in ("auto", "must") else None,
+    )
+    if found is None:
         return
-    planned = loaded[0].checkpoint.manifest.metadata["planned_steps"]
+    folder, loaded = found
+    metadata = loaded.checkpoint.manifest.metadata
+    planned = metadata["planned_steps"]
     if schedule == "keep" and planned != run.planned_steps:
         run.lr_schedule = remake(run.optimizer, planned)  # it must end where it would have ended
         run.scheduled_steps = planned
-    run_on_all(processes, lambda: _apply(run, callbacks, loaded[0], schedule))
-    metadata = loaded[0].checkpoint.manifest.metadata
+    run_on_all(processes, lambda: _apply(run, callbacks, loaded, schedule))
     say_changes(metadata.get("order"), metadata["config"], run)
     run.checkpoint = Path(folder)
 
@@ -196,11 +200,11 @@ def restore(
 class _Loaded:
     """The parts of a checkpoint, in memory, verified and compared with the run."""
 
-    checkpoint: "Checkpoint"
+    checkpoint: Checkpoint
     model: dict[str, Any]
     optimizer: dict[str, Any]
     trainer: dict[str, Any]
-    processes: list[dict[str, Any]]
+    ranks: dict[int, dict[str, Any]]  # that of this process alone, where as many saved it
     states: dict[str, dict[str, Any]]  # of callbacks and registered objects, for this process
 
 
@@ -228,44 +232,29 @@ def _load(
     present: dict[str, Any],
     schedule: str | None,
 ) -> _Loaded:
-    from trainkit.checkpoint import CheckpointStore  # runs without checkpoints need none of it
-    from trainkit.checkpoint.format.names import process_part
-    from trainkit.checkpoint.per_process import put_own
-    from trainkit.training.loadable import check_metadata, check_parts, check_states
 
     checkpoint = CheckpointStore(path.parent).open_unverified(path)
-    manifest = checkpoint.manifest
+    manifest, processes = checkpoint.manifest, run.strategy.processes
     check_metadata(checkpoint)
     # What does not fit is not broken: "auto" must not go back, and begin afresh in the end.
     told = differences(manifest.metadata["fingerprint"], fingerprint(run))
-    _refuse(path, told + horizon_problems(manifest.metadata["config"], run, schedule))
-    rank, size = run.processes.process_index, run.processes.num_processes
-    ranks = [rank] if (same_size := manifest.world_size == size) else range(manifest.world_size)
-    loaded = _Loaded(
-        checkpoint,
-        checkpoint.read("model", present.get("model")),
-        checkpoint.read("optimizer", present.get("optimizer")),
-        checkpoint.read("trainer", present.get("trainer")),
-        [checkpoint.read(process_part(index)) for index in ranks],
-        {},
+    refuse(path, told + horizon_problems(manifest.metadata["config"], run, schedule))
+    model, optimizer, trainer = (
+        checkpoint.read(part, present.get(part)) for part in ("model", "optimizer", "trainer")
     )
-    checkpoint.verify_rest((rank, size))
-    check_parts(run, checkpoint, loaded.model, loaded.optimizer, loaded.trainer, loaded.processes)
-    loaded.states, unfit = states_for(
-        run, callbacks, loaded.trainer, loaded.processes, same_size=same_size
-    )
-    if news := put_own(loaded.model, "model", loaded.processes, same_size=same_size):
+    ranks = read_rank_parts(checkpoint, processes, manifest.world_size)
+    checkpoint.verify_rest((processes.rank, processes.size))
+    check_parts(run, checkpoint, model, optimizer, trainer, ranks)
+    owners, same_size = owners_of(run, callbacks), manifest.world_size == processes.size
+    own = list(ranks.values())
+    states, unfit = states_for(owners, trainer, own, rank=processes.rank, same_size=same_size)
+    if news := put_own(model, "model", own, same_size=same_size):
         run.print(f"trainkit: {news}")
+    loaded = _Loaded(checkpoint, model, optimizer, trainer, ranks, states)
     unfit += _order_problems(run, callbacks, loaded)
-    _refuse(path, unfit + model_problems(loaded.model, run.module))
-    check_states(run, callbacks, checkpoint, loaded.states)
+    refuse(path, unfit + model_problems(model, run.module))
+    check_states(run, owners, checkpoint, states)
     return loaded
-
-
-def _refuse(path: Path, problems: list[str]) -> None:
-    if problems:
-        listed = "\n".join(f"  - {problem}" for problem in problems)
-        raise CheckpointError(f"The checkpoint `{path}` does not fit:\n{listed}", path=path)
 
 
 def _order_problems(run: Run, callbacks: CallbackList, loaded: _Loaded) -> list[str]:
@@ -276,12 +265,11 @@ def _order_problems(run: Run, callbacks: CallbackList, loaded: _Loaded) -> list[
 
 
 def _apply(run: Run, callbacks: CallbackList, loaded: _Loaded, schedule: str | None) -> None:
-    from trainkit.checkpoint.forms import applying
 
     trainer, path = loaded.trainer, loaded.checkpoint.path
     older = "layouts" not in loaded.checkpoint.manifest.metadata["fingerprint"]
     with applying("The model", path):
-        exact.load_model(run.module, loaded.model, older=older)
+        load_model(run.module, loaded.model, older=older)
     run.state.load_state_dict(trainer["counters"])
     rescaled = schedule == "rescale" and run.lr_schedule is not None
     with applying("The optimizer", path):
@@ -300,7 +288,7 @@ def _apply(run: Run, callbacks: CallbackList, loaded: _Loaded, schedule: str | N
     for kind, owners in owners_of(run, callbacks).items():
         for name, state in loaded.states[kind].items():
             with applying(f"`{kind}.{name}`", path):
-                exact.load_state(owners[name], state)
+                load_state(owners[name], state)
     run.run_id = loaded.checkpoint.manifest.run_id
     run.resumed_from = loaded.checkpoint.step
     _apply_streams(run, loaded)
@@ -310,40 +298,17 @@ def _apply_streams(run: Run, loaded: _Loaded) -> None:
     """Take this process's streams, or derive them where there are other processes now."""
     rank, step = run.processes.process_index, run.state.step
     if loaded.checkpoint.manifest.world_size == run.processes.num_processes:
-        (own,) = loaded.processes
-        run.sums.load_state_dict(own["log_sums"])
-        run.streams = ((own["python"], own["numpy"], own["torch"]), own["device"])
+        run.streams = loaded.ranks[rank]
+        run.sums.load_state_dict(run.streams["log_sums"])
         return
     if run.is_main_process:
-        for of_process in loaded.processes:
-            run.sums.merge(of_process["log_sums"])
+        for own in loaded.ranks.values():
+            run.sums.merge(own["log_sums"])
     rng.seed_all(rng.device_seed(run.config.seed, rank, step))
 
 
-def _streams(run: Run) -> dict[str, Any]:
-    python, numpy, host = rng.save_host()
-    return {
-        "python": python,
-        "numpy": numpy,
-        "torch": host,
-        "device": rng.save_device(run.strategy.device),
-        "log_sums": run.sums.state_dict(),
-    }
-
-
-def _optimizer_state(optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
-    """Return an optimizer's state with parameters called by their names."""
-    names = parameter_names(module)
-    groups = [
-        {**group, "params": [names[id(p)] for p in group["params"]]}
-        for group in optimizer.param_groups
-    ]
-    states = exact.parameter_states(optimizer)
-    state = {names[id(p)]: dict(values) for p, values in states.items()}
-    return take_parts({"state": state, "groups": groups}) | exact.other_state(optimizer)
-
-
 def _load_optimizer(run: Run, loaded: _Loaded, *, rescaled: bool) -> None:
+
     optimizer, saved = run.optimizer, loaded.optimizer
     if rescaled:
         assert run.lr_schedule is not None
@@ -354,20 +319,10 @@ def _load_optimizer(run: Run, loaded: _Loaded, *, rescaled: bool) -> None:
             f"trainkit: the optimizer goes on with the checkpoint's {', '.join(overruled)}: a "
             "resumed run is the same run. For other settings, begin a new one with its weights."
         )
-    order = [name for group in saved["groups"] for name in group["params"]]
     parameters = dict(run.module.named_parameters())
     added = loaded.checkpoint.manifest.metadata["fingerprint"].get("added parameters", {})
     for group in saved["groups"][len(optimizer.param_groups) :]:
         mine = [parameters[name].requires_grad_(added[name]) for name in group["params"]]
         optimizer.add_param_group({**group, "params": mine})
-    groups, first = [], 0
-    for group, present in zip(saved["groups"], optimizer.param_groups, strict=True):
-        numbers = list(range(first, first + len(group["params"])))
-        first += len(numbers)
-        # A rescaled schedule has set the learning rate of this step already.
-        values = {k: v for k, v in present.items() if k != "params"} if rescaled else group
-        groups.append({**values, "params": numbers})
-    state = {order.index(name): values for name, values in saved["state"].items()}
-    states = {"state": state, "param_groups": groups}
-    exact.load_optimizer(optimizer, states, list(map(loaded.model.get, order)), saved.get("other"))
-    put_parts(optimizer, saved, parameters)
+    # A rescaled schedule has set the learning rate of this step already.
+    load_named_optimizer_state(optimizer, saved, loaded.model, keep_settings=rescaled)

@@ -7,17 +7,18 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainkit.checkpoint.training_state import parameter_names
 from trainkit.export.state import shapes_in, shapes_of
 from trainkit.training.layouts import layout_problems, layouts
 from trainkit.training.run import Run
 
 __all__ = [
+    "changes",
     "differences",
     "fingerprint",
     "horizon_problems",
     "model_problems",
     "overruled_settings",
-    "parameter_names",
 ]
 
 _SCHEDULED = ("lr", "momentum", "betas")
@@ -36,10 +37,10 @@ _EQUAL = (
 
 def fingerprint(run: Run) -> dict[str, Any]:
     """Return what must not change between a save and a resume."""
-    names = parameter_names(run.module)
-    loader = run.train_loader
+    parameters = dict(run.module.named_parameters())
+    names, loader = parameter_names(run.optimizer, parameters), run.train_loader
     return {
-        "parameters": {name: list(p.shape) for name, p in run.module.named_parameters()},
+        "parameters": {name: list(p.shape) for name, p in parameters.items()},
         "layouts": layouts(run.module),
         "optimizer": type(run.optimizer).__name__,
         "optimizer groups": [
@@ -132,26 +133,28 @@ def _numbers(setting: Any) -> str:
     return ", ".join(map(str, values)) if all(isinstance(v, int | float) for v in values) else ""
 
 
-def parameter_names(module: nn.Module) -> dict[int, str]:
-    """Return the names of the parameters by their identity."""
-    return {id(parameter): name for name, parameter in module.named_parameters()}
-
-
 def _key_problems(what: str, saved: Mapping[str, Any], present: Mapping[str, Any]) -> list[str]:
     missing = [name for name in present if name not in saved]
     extra = [name for name in saved if name not in present]
-    shapes = [
+    return [
+        *_listed(f"{what} not in the checkpoint", missing),
+        *_listed(f"{what} only in the checkpoint", extra),
+        *changes(what, "shape", saved, present),
+    ]
+
+
+def changes(
+    what: str, kind: str, saved: Mapping[str, Any], present: Mapping[str, Any]
+) -> list[str]:
+    """Return, in words, which values of the same name differ."""
+    changed = [
         f"`{name}` {saved[name]} in the checkpoint, {present[name]} now"
         for name in present
         if name in saved and saved[name] != present[name]
     ]
-    problems = []
-    for words, names in (
-        ("not in the checkpoint", missing),
-        ("only in the checkpoint", extra),
-        ("of another shape", shapes),
-    ):
-        if names:
-            shown = ", ".join(names[:10]) + (", ..." if len(names) > 10 else "")
-            problems.append(f"{len(names)} x {what} {words}: {shown}")
-    return problems
+    return _listed(f"{what} of another {kind}", changed)
+
+
+def _listed(what: str, names: list[str]) -> list[str]:
+    shown = ", ".join(names[:10]) + (", ..." if len(names) > 10 else "")
+    return [f"{len(names)} x {what}: {shown}"] if names else []

@@ -1,12 +1,11 @@
 """Whether a run can take what was read from a checkpoint: looked at before any of it is applied."""
 
 from collections.abc import Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from trainkit.checkpoint import Checkpoint
 from trainkit.checkpoint.format.names import process_part
 from trainkit.checkpoint.format.schema import (
     Unfit,
@@ -29,21 +28,19 @@ from trainkit.checkpoint.forms import (
     STREAMS,
     anything,
     blaming,
-    check_groups,
     check_optimizer_form,
     check_schedule_form,
+    refuse,
+    tensor,
 )
+from trainkit.checkpoint.training_state import check_rank_parts, same_torch
 from trainkit.errors import CheckpointError
 from trainkit.precision import FP16
-from trainkit.training.owners import owners_of
+from trainkit.training.fingerprint import changes
 from trainkit.training.run import Run
 from trainkit.training.state import TrainState
 
-if TYPE_CHECKING:
-    from trainkit.checkpoint import Checkpoint
-    from trainkit.training.callback import CallbackList
-
-__all__ = ["check_metadata", "check_parts", "check_states", "same_torch"]
+__all__ = ["check_metadata", "check_model_form", "check_parts", "check_states"]
 
 
 def _integer(value: Any) -> None:
@@ -116,37 +113,28 @@ _PROCESS = record(
 )
 
 
-def same_torch(checkpoint: "Checkpoint") -> bool:
-    """Return whether the version of torch that is used now wrote a checkpoint."""
-    versions = checkpoint.manifest.metadata.get("versions", {})
-    return bool(versions.get("torch") == str(torch.__version__))
-
-
-def check_metadata(checkpoint: "Checkpoint") -> None:
+def check_metadata(checkpoint: Checkpoint) -> None:
     """Check the manifest, and that the parts are there that every checkpoint of a run has.
 
     Raises:
         CheckpointCorrupt: It is not what a run writes; names file and key.
     """
-    manifest = checkpoint.manifest
     with blaming(checkpoint, None):
         names = checkpoint.names()
         missing = [name for name in ("model", "optimizer", "trainer") if name not in names]
         if missing:
             raise Unfit(f"has no part {missing[0]!r}", "files")
-        within("metadata", _METADATA, manifest.metadata)
-        own = [n for n in names if n.startswith("process-") and "-shard-" not in n]
-        if len(own) != manifest.world_size or own != list(map(process_part, range(len(own)))):
-            raise Unfit(f"is {manifest.world_size}, but there are {own}", "world_size")
+        within("metadata", _METADATA, checkpoint.manifest.metadata)
+    check_rank_parts(checkpoint)
 
 
 def check_parts(
     run: Run,
-    checkpoint: "Checkpoint",
+    checkpoint: Checkpoint,
     model: Any,
     optimizer: Any,
     trainer: Any,
-    processes: list[Any],
+    ranks: Mapping[int, Any],
 ) -> None:
     """Check all that a run takes by itself.
 
@@ -156,29 +144,27 @@ def check_parts(
     with blaming(checkpoint, "trainer"):
         _check_trainer(run, checkpoint, trainer)
     told = checkpoint.manifest.metadata["fingerprint"]
+    check_model_form(checkpoint, "model", model, run.module)
     with blaming(checkpoint, "model"):
-        record({})(model)
         for name, shape in told["parameters"].items():
             value = model.get(name)
             if name in model and isinstance(value, Tensor) and list(value.shape) != list(shape):
                 raise Unfit(f"has the shape {list(value.shape)}, not {list(shape)}", name)
-        _check_dtypes(model, run, checkpoint.path)
     parameters = dict(run.module.named_parameters())
     with blaming(checkpoint, "optimizer"):
         strict = same_torch(checkpoint)
         check_optimizer_form(optimizer, run.optimizer, parameters, strict=strict)
-        check_groups(optimizer["groups"], told["optimizer groups"])
+        if [group["params"] for group in optimizer["groups"]] != told["optimizer groups"]:
+            raise Unfit("holds other parameters than the manifest tells", "groups")
         count = trainer.get("optimizer_states", len(optimizer["state"]))
         if count != len(optimizer["state"]):
             raise Unfit(f"is of {len(optimizer['state'])} parameters, not of {count}", "state")
-    size, rank = checkpoint.manifest.world_size, run.processes.process_index
-    first = rank if size == run.processes.num_processes else 0
-    for index, part in enumerate(processes, first):
-        with blaming(checkpoint, process_part(index)):
+    for rank, part in ranks.items():
+        with blaming(checkpoint, process_part(rank)):
             _PROCESS(part)
 
 
-def _check_trainer(run: Run, checkpoint: "Checkpoint", trainer: Any) -> None:
+def _check_trainer(run: Run, checkpoint: Checkpoint, trainer: Any) -> None:
     _TRAINER(trainer)
     counters = trainer["counters"]
     limits = {
@@ -192,7 +178,7 @@ def _check_trainer(run: Run, checkpoint: "Checkpoint", trainer: Any) -> None:
     _check_plugins(run, checkpoint, trainer)
 
 
-def _check_told(run: Run, checkpoint: "Checkpoint", trainer: Any) -> None:
+def _check_told(run: Run, checkpoint: Checkpoint, trainer: Any) -> None:
     """Compare the counters with the manifest and with each other."""
     counters, manifest = trainer["counters"], checkpoint.manifest
     attempts = counters["step"] + counters["skipped_steps"]
@@ -209,7 +195,7 @@ def _check_told(run: Run, checkpoint: "Checkpoint", trainer: Any) -> None:
     _check_position(run, counters, manifest.metadata["fingerprint"])
 
 
-def _check_plugins(run: Run, checkpoint: "Checkpoint", trainer: Any) -> None:
+def _check_plugins(run: Run, checkpoint: Checkpoint, trainer: Any) -> None:
     """Check the states of the scheduler and of the precision."""
     manifest = checkpoint.manifest
     scheduler, saved = run.lr_schedule, trainer["lr_scheduler"]
@@ -239,26 +225,26 @@ def _check_position(run: Run, counters: Mapping[str, int], told: Mapping[str, An
         raise Unfit(why, "counters", "epoch_samples")
 
 
-def _check_dtypes(model: Mapping[str, Any], run: Run, path: Path) -> None:
-    for name, present in run.module.state_dict().items():
-        value = model.get(name)
-        if not isinstance(present, Tensor) or name not in model:
-            continue
-        if not isinstance(value, Tensor):
-            raise Unfit(f"must be a tensor, but is {value!r:.60}", name)
-        if value.dtype != present.dtype:
-            raise CheckpointError(
-                f"The checkpoint `{path}` does not fit: `{name}` of its part `model` holds "
-                f"{value.dtype}, but the model has {present.dtype} there. Resume with a model of "
-                "the same dtype.",
-                path=path,
-            )
+def check_model_form(checkpoint: Checkpoint, part: str, saved: Any, module: nn.Module) -> None:
+    """Check that a part holds tensors of the dtypes of a model, where that has tensors.
+
+    Raises:
+        CheckpointCorrupt: There is something else.
+        CheckpointError: They have other dtypes.
+    """
+    state = {name: v for name, v in module.state_dict().items() if isinstance(v, Tensor)}
+    with blaming(checkpoint, part):
+        record({})(saved)
+        present = {name: value.dtype for name, value in state.items() if name in saved}
+        record(dict.fromkeys(present, tensor))(saved)
+    dtypes = {name: saved[name].dtype for name in present}
+    refuse(checkpoint.path, changes("entry of the model's state", "dtype", dtypes, present))
 
 
 def check_states(
     run: Run,
-    callbacks: "CallbackList",
-    checkpoint: "Checkpoint",
+    owners: Mapping[str, Mapping[str, Any]],
+    checkpoint: Checkpoint,
     states: Mapping[str, Mapping[str, Any]],
 ) -> None:
     """Let callbacks and registered objects look at their states, by `check_state_dict`.
@@ -266,9 +252,9 @@ def check_states(
     Raises:
         CheckpointError: One cannot take its state; names it.
     """
-    for kind, owners in owners_of(run, callbacks).items():
+    for kind in owners:
         for name, state in states[kind].items():
-            check = getattr(owners[name], "check_state_dict", None)
+            check = getattr(owners[kind][name], "check_state_dict", None)
             if check is None:
                 continue
             arguments = (run, state) if kind == "callbacks" else (state,)

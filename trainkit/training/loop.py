@@ -76,7 +76,7 @@ def train_step(run: Run, callbacks: CallbackList, window: Window) -> None:
         run.strategy.scale_gradients(run.parameters, correction)
     if state.attempts == 0:
         run.strategy.check_gradients(run.module)
-    overflowed = run.precision.unscale(run.optimizer, run.strategy.agree)
+    overflowed = run.precision.unscale(run.optimizer, run.strategy.reduce_overflow)
     if not overflowed:
         callbacks.emit(Callback.on_gradients, run)
     state.epoch_samples += weighting.samples

@@ -239,8 +239,8 @@ def serve(run: Run, callbacks: CallbackList) -> None:
         evaluate_run(run, callbacks)
     if run.saver is not None:
         _save(run, callbacks)
-    if run.vote is not None:
-        requests.start_vote(run.vote, run.interrupts.received)
+    if run.flags is not None:
+        requests.send(run.flags, run.interrupts.received)
     if requests.stop is not None:
         run.stop_reason = requests.stop
 
@@ -262,15 +262,15 @@ def finish(run: Run, callbacks: CallbackList) -> None:
         run.requests.checkpoint |= run.last_saved_attempt != run.state.attempts
         _save(run, callbacks)
         _note_saved(run, callbacks, run.saver.wait())
-    if run.vote is not None:  # a signal may have come since the last window
-        run.requests.start_vote(run.vote, run.interrupts.received)
+    if run.flags is not None:  # a signal may have come since the last window
+        run.requests.send(run.flags, run.interrupts.received)
     _read_requests(run)
 
 
 def _read_requests(run: Run) -> None:
     """Take over what all processes know of; a signal asks for the end, which saves."""
-    if run.vote is not None:
-        run.requests.read_vote(run.vote, run.strategy.processes)
+    if run.flags is not None:
+        run.requests.read(run.flags, run.strategy.processes)
     elif run.interrupts.received:
         run.requests.signal = run.interrupts.received
     if not run.requests.signal:

@@ -67,23 +67,23 @@ class Requests:
     stop: str | None = None
     evaluation: bool = False
     skip: str | None = None
-    voted_stop: str | None = None  # asked by this process, to be agreed by all
-    voted_evaluation: bool = False
+    own_stop: str | None = None  # asked by this process, to be agreed by all
+    own_evaluation: bool = False
     checkpoint: bool = False
-    voted_checkpoint: bool = False
+    own_checkpoint: bool = False
     signal: int = 0  # the signal that ends the run, once all know of it
-    _sent_stop: str | None = None  # in the vote under way
+    _sent_stop: str | None = None  # in the exchange under way
 
-    def start_vote(self, vote: AsyncFlags, signum: int) -> None:
-        """Put what this process alone knows or asked for to the vote (rule 34)."""
-        stop, evaluation = self.voted_stop is not None, self.voted_evaluation
-        vote.exchange((stop, evaluation, self.voted_checkpoint, signum))
-        self._sent_stop, self.voted_stop = self.voted_stop, None
-        self.voted_evaluation = self.voted_checkpoint = False
+    def send(self, flags: AsyncFlags, signum: int) -> None:
+        """Tell the others what this process alone knows or asked for (rule 34)."""
+        stop, evaluation = self.own_stop is not None, self.own_evaluation
+        flags.exchange((stop, evaluation, self.own_checkpoint, signum))
+        self._sent_stop, self.own_stop = self.own_stop, None
+        self.own_evaluation = self.own_checkpoint = False
 
-    def read_vote(self, vote: AsyncFlags, processes: Processes) -> None:
-        """Take over what the processes agreed on in the vote under way, if there is one."""
-        stop, evaluation, checkpoint, signum = vote.drain()
+    def read(self, flags: AsyncFlags, processes: Processes) -> None:
+        """Take over what the processes have told each other since the last call."""
+        stop, evaluation, checkpoint, signum = flags.result()
         self.signal = self.signal or signum
         self.checkpoint |= bool(checkpoint)
         self.evaluation |= bool(evaluation)
@@ -160,18 +160,22 @@ class Run(Log):
     """The last checkpoint that was committed, or resumed from."""
     run_id: str = ""
     resumed_from: int | None = None  # step of the checkpoint that this fit went on from
-    streams: tuple[rng.HostState, Tensor | None] | None = None  # to be put back at the start
+    streams: Mapping[str, Any] | None = None  # of `rng`, to be put back at the start
     check_order: Callable[[], None] | None = None  # once, before the first window of a resume
     recut: Callable[[Generator[Window, None, None]], Generator[Window, None, None]] | None = None
     """Cuts the windows of an epoch into other micro-batches of the same samples; None: as read."""
 
     weights: EvaluationWeights = field(init=False)
+    flags: AsyncFlags | None = field(init=False)
+    """What the processes tell each other by at the end of each window; None on one process."""
     given_groups: int = field(init=False)  # those of the optimizer before the run added any
     scheduled_steps: int | None = field(init=False)
     """What `planned_steps` was when the schedule was made: epochs may turn out otherwise."""
 
     def __post_init__(self) -> None:
         self.weights = EvaluationWeights(self.optimizer)
+        processes = self.strategy.processes
+        self.flags = AsyncFlags(processes, size=4) if processes.size > 1 else None
         self.given_groups = len(self.optimizer.param_groups)
         self.scheduled_steps = self.planned_steps
 
@@ -179,11 +183,6 @@ class Run(Log):
     def is_main_process(self) -> bool:
         """Whether this is process 0."""
         return self.processes.is_main_process
-
-    @property
-    def vote(self) -> AsyncFlags | None:
-        """What the processes agree by; None on one process."""
-        return self.strategy.vote
 
     @property
     def phase(self) -> str:
@@ -238,24 +237,24 @@ class Run(Log):
         Args:
             reason: Stands in `FitResult.stop_reason`.
             agreed: True where every process asks the same at the same hook, as after a decision
-                from reduced metrics: acts at once. Else the processes vote, and all stop at the
+                from reduced metrics: acts at once. Else the processes agree, and all stop at the
                 end of the same window, at most one later.
         """
         if agreed:
             collective_guard.check("request_stop(agreed=True)")
-        if agreed or self.vote is None:
+        if agreed or self.flags is None:
             self.requests.stop = self.requests.stop or reason
         else:
-            self.requests.voted_stop = self.requests.voted_stop or reason
+            self.requests.own_stop = self.requests.own_stop or reason
 
     def request_evaluation(self, *, agreed: bool = False) -> None:
         """Ask for an evaluation after this step; `agreed` as in `request_stop`."""
         if agreed:
             collective_guard.check("request_evaluation(agreed=True)")
-        if agreed or self.vote is None:
+        if agreed or self.flags is None:
             self.requests.evaluation = True
         else:
-            self.requests.voted_evaluation = True
+            self.requests.own_evaluation = True
 
     def request_checkpoint(self, *, agreed: bool = False) -> None:
         """Ask for a checkpoint after this step; `agreed` as in `request_stop`."""
@@ -266,10 +265,10 @@ class Run(Log):
             )
         if agreed:
             collective_guard.check("request_checkpoint(agreed=True)")
-        if agreed or self.vote is None:
+        if agreed or self.flags is None:
             self.requests.checkpoint = True
         else:
-            self.requests.voted_checkpoint = True
+            self.requests.own_checkpoint = True
 
     def save_checkpoints(
         self,
@@ -367,12 +366,9 @@ class Run(Log):
 
     def restore_streams(self) -> None:
         """Put the random streams of a checkpoint back: the last thing before the first step."""
-        if self.streams is None:
-            return
-        state, device_state = self.streams
-        rng.restore_host(state)
-        rng.restore_device(self.strategy.device, device_state)
-        self.streams = None
+        streams, self.streams = self.streams, None
+        if streams is not None:
+            rng.load_state_dict(streams, self.strategy.device)
 
     def overflow(self, loss: Tensor) -> str:
         """Return why a window is skipped; raise where its overflow leaves no way on."""
@@ -407,7 +403,7 @@ class Run(Log):
             with (
                 kept_buffers(self.module.modules()),
                 rng.preserved(self.strategy.device),
-                self.strategy.adding_nothing(self.module),
+                self.strategy.zero_gradients(self.module),
             ):
                 yield
         finally:

@@ -4,8 +4,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from trainkit.checkpoint import check_encodable
-from trainkit.checkpoint.exact import other_state, parameter_states
-from trainkit.checkpoint.resharding.subclasses import take_parts
+from trainkit.checkpoint.training_state import named_optimizer_state
 from trainkit.distributed import run_on_all
 from trainkit.errors import CheckpointError, ConfigError
 from trainkit.training.callback import CallbackList
@@ -32,14 +31,12 @@ def check_optimizer_state(run: Run) -> None:
 
 
 def _optimizer_states(run: Run) -> Iterator[tuple[str, Any]]:
-    names = {id(parameter): name for name, parameter in run.module.named_parameters()}
-    states = parameter_states(run.optimizer)
-    values = {names[id(p)]: dict(state) for p, state in states.items()}
-    yield "optimizer", other_state(run.optimizer)
-    parts = take_parts({"state": values}).get("parts", {})
-    for name in values:
-        for key, value in [*values[name].items(), *parts.get(name, {}).items()]:
-            yield f'optimizer.state["{name}"]["{key}"]', value
+    saved = named_optimizer_state(run.optimizer, dict(run.module.named_parameters()))
+    yield "optimizer.other", saved.get("other", {})
+    for part in ("state", "parts"):
+        for name, values in saved.get(part, {}).items():
+            for key, value in values.items():
+                yield f'optimizer.state["{name}"]["{key}"]', value
 
 
 def _states(run: Run) -> Iterator[tuple[str, Any]]:

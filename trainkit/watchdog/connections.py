@@ -17,7 +17,7 @@ from weakref import WeakSet
 
 from typing_extensions import override
 
-__all__ = ["GONE", "Address", "Hub", "Links", "Message", "Spoke", "open_hub", "reach_hub"]
+__all__ = ["GONE", "Address", "Client", "Links", "Message", "Server", "open_server", "reach_server"]
 
 Message: TypeAlias = dict[str, Any]
 """What travels: a JSON object with the keys `kind` and, once passed on, `from`.
@@ -133,23 +133,23 @@ class Links:
         raise NotImplementedError
 
 
-class Hub(Links):
+class Server(Links):
     """The end of process 0: it passes on what each process says to all others.
 
     Args:
-        server: Listens; owned from now on.
+        listening: Its socket; owned from now on.
         token: The word that callers must know.
         size: Processes in all.
     """
 
-    def __init__(self, server: socket.socket, token: str, size: int) -> None:
+    def __init__(self, listening: socket.socket, token: str, size: int) -> None:
         super().__init__()
-        server.setblocking(False)
-        self._server = server
+        listening.setblocking(False)
+        self._listening = listening
         self._token = token
         self._size = size
         self._lines: dict[int, _Line] = {}
-        self._selector.register(server, selectors.EVENT_READ, None)
+        self._selector.register(listening, selectors.EVENT_READ, None)
 
     @override
     def send(self, message: Message) -> None:
@@ -160,7 +160,7 @@ class Hub(Links):
     def _hear(self, line: _Line | None) -> list[tuple[int, Message]]:
         if line is None:
             with suppress(OSError):
-                connection, _ = self._server.accept()
+                connection, _ = self._listening.accept()
                 line = _Line(connection)
                 self._selector.register(connection, selectors.EVENT_READ, line)
             return []
@@ -198,7 +198,7 @@ class Hub(Links):
                 line.send({**message, "from": source})
 
 
-class Spoke(Links):
+class Client(Links):
     """The end of every other process.
 
     Args:
@@ -229,27 +229,27 @@ class Spoke(Links):
         return heard
 
 
-def open_hub(size: int, *, one_machine: bool) -> tuple[Hub, Address]:
+def open_server(size: int, *, one_machine: bool) -> tuple[Server, Address]:
     """Listen for the others; on the loopback only where all are on this machine.
 
     Raises:
         OSError: There is no port.
     """
     if one_machine:
-        server, hosts = socket.create_server(("127.0.0.1", 0), backlog=size), ["127.0.0.1"]
+        listening, hosts = socket.create_server(("127.0.0.1", 0), backlog=size), ["127.0.0.1"]
     else:
         hosts = _own_names()
         if socket.has_dualstack_ipv6():
-            server = socket.create_server(
+            listening = socket.create_server(
                 ("", 0), family=socket.AF_INET6, backlog=size, dualstack_ipv6=True
             )
         else:
-            server = socket.create_server(("", 0), backlog=size)
+            listening = socket.create_server(("", 0), backlog=size)
     token = secrets.token_hex(16)
-    return Hub(server, token, size), Address(tuple(hosts), server.getsockname()[1], token)
+    return Server(listening, token, size), Address(tuple(hosts), listening.getsockname()[1], token)
 
 
-def reach_hub(address: Address, rank: int) -> Spoke | None:
+def reach_server(address: Address, rank: int) -> Client | None:
     """Return the connection to process 0; None where it cannot be reached."""
     for host in address.hosts:
         with suppress(OSError, ValueError):
@@ -260,7 +260,7 @@ def reach_hub(address: Address, rank: int) -> Spoke | None:
             messages, over = line.receive()
             connection.settimeout(_SEND_SECONDS)
             if messages and not over and messages[0]["kind"] == "welcome":
-                return Spoke(line, messages[1:])
+                return Client(line, messages[1:])
             line.close()
     return None
 

@@ -20,7 +20,7 @@ from trainkit.watchdog.exit import EXIT_FAILED, EXIT_OTHER_FAILED, EXIT_STALLED
 from trainkit.watchdog.report import Report
 from trainkit.watchdog.stalls import Member
 
-__all__ = ["Lookout", "Watched"]
+__all__ = ["Monitor", "Watched"]
 
 # A process that hears of a failure may be about to raise the same error, agreed by all; then it
 # leaves by itself. It gets this long, or until its main thread has not moved for a while.
@@ -63,7 +63,7 @@ class _Cause:
     since: float
 
 
-class Lookout:
+class Monitor:
     """Listens to the other processes of a job, and looks after the progress of this one.
 
     Args:
@@ -300,7 +300,7 @@ class Lookout:
         report = self.report(
             "stalled",
             f"no progress{limit}: {verdict.text}",
-            process=verdict.culprits[0] if verdict.culprits else None,
+            process=verdict.process,
             secondary=self._rank != min(answering),
         )
         report = replace(report, states={str(r): s for r, s in sorted(self._states.items())})

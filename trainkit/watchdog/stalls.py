@@ -1,4 +1,4 @@
-"""Where the processes of a job that stands still are, and which of them holds it up."""
+"""Where the processes of a job that stands still are."""
 
 import linecache
 import os
@@ -17,14 +17,15 @@ __all__ = ["Member", "Stillness", "Verdict", "call_of", "judge", "where"]
 _PACKAGE = str(Path(__file__).resolve().parent.parent) + os.sep
 _LIBRARY = sysconfig.get_paths()["stdlib"] + os.sep
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
-_C10D = os.path.join("torch", "distributed", "distributed_c10d.py")
-_OURS = tuple(
-    _PACKAGE + os.path.join("distributed", f"{name}.py") for name in ("processes", "vote")
-)
-_IN_BACKWARD = os.path.join("torch", "autograd", "graph.py")
-_IN_DDP = os.path.join("torch", "nn", "parallel", "distributed.py")
-_IN_LOADER = os.path.join("torch", "utils", "data", "dataloader.py")
 _LONGEST_STACK = 6000  # characters
+
+# Modules whose functions wait for other processes, and what a report calls that; "": by its name.
+_WAITING = {
+    "torch.distributed.distributed_c10d": "",
+    "trainkit.distributed.processes": "",
+    "torch.autograd.graph": "backward",
+    "torch.nn.parallel.distributed": "DistributedDataParallel",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,14 +138,8 @@ def call_of(error: BaseException) -> str:
 
 def _collective(frame: FrameType) -> str:
     """Return what a frame waits for, empty where it is not one that waits for others."""
-    file, name = frame.f_code.co_filename, frame.f_code.co_name
-    if file.endswith(_C10D) or file in _OURS:
-        return "" if name.startswith("_") else name
-    if file.endswith(_IN_BACKWARD):
-        return "backward"
-    if file.endswith(_IN_DDP):
-        return "DistributedDataParallel"
-    return ""
+    known, name = _WAITING.get(frame.f_globals.get("__name__", "")), frame.f_code.co_name
+    return "" if known is None or (not known and name.startswith("_")) else known or name
 
 
 def _is_users(file: str) -> bool:
@@ -162,23 +157,23 @@ def _shown(frame: FrameType) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Who holds the job up.
+    """Why a job stands still.
 
     Args:
-        culprits: The processes that do; empty where it is not one alone.
-        frozen: Those of them that do not answer.
-        text: Why, in a sentence.
+        text: In a sentence.
+        process: The first one that the others wait for; None where they wait for each other.
+        frozen: The processes that do not answer.
     """
 
-    culprits: tuple[int, ...]
-    frozen: tuple[int, ...]
     text: str
+    process: int | None = None
+    frozen: tuple[int, ...] = ()
 
 
 def judge(
     states: Mapping[int, Mapping[str, Any]], members: Mapping[int, Member], machine: str
 ) -> Verdict:
-    """Return who holds up a job.
+    """Return why a job stands still.
 
     Args:
         states: Of the processes that answered.
@@ -194,24 +189,25 @@ def judge(
             + (members[rank].doing() if members[rank].machine == machine else "it is frozen")
             for rank in silent
         ]
-        return Verdict(tuple(silent), tuple(silent), "; ".join(reasons))
-    free = [rank for rank, state in states.items() if not state.get("inside")]
+        return Verdict("; ".join(reasons), silent[0], tuple(silent))
+    ordered = sorted(states.items())
+    free = [rank for rank, state in ordered if not state.get("inside")]
     if free and len(free) < len(states):
-        reasons = [f"process {rank} is at {states[rank].get('line')}" for rank in sorted(free)]
-        return Verdict(tuple(sorted(free)), (), "; ".join(reasons) + ", and the others wait for it")
-    places = {
-        rank: f"`{state.get('inside')}`, called at {state.get('line')} (phase "
-        f"{state.get('phase')}, after step {state.get('step')})"
-        for rank, state in sorted(states.items())
-    }
-    listed = "; ".join(f"process {rank} in {place}" for rank, place in places.items())
+        reasons = [f"process {rank} is at {states[rank].get('line')}" for rank in free]
+        return Verdict("; ".join(reasons) + ", and the others wait for it", free[0])
     if free:
-        listed = "; ".join(f"process {r} at {states[r].get('line')}" for r in sorted(free))
-        return Verdict((), (), f"no process is in a collective: {listed}")
-    if len({_point(state) for state in states.values()}) > 1:
-        return Verdict((), (), f"the processes wait in different places: {listed}")
-    return Verdict((), (), f"all processes wait in the same place: {listed}")
+        text = "no process is in a collective"
+    elif len({tuple(map(state.get, ("inside", "phase", "step"))) for _, state in ordered}) > 1:
+        text = "the processes wait in different places"
+    else:
+        text = "all processes wait in the same place"
+    return Verdict(f"{text}: " + "; ".join(f"process {r} {_standing(s)}" for r, s in ordered))
 
 
-def _point(state: Mapping[str, Any]) -> tuple[Any, ...]:
-    return state.get("inside"), state.get("phase"), state.get("step")
+def _standing(state: Mapping[str, Any]) -> str:
+    if not state.get("inside"):
+        return f"at {state.get('line')}"
+    return (
+        f"in `{state['inside']}`, called at {state.get('line')} (phase {state.get('phase')}, "
+        f"after step {state.get('step')})"
+    )

@@ -2,7 +2,7 @@
 
 from typing import Any, Protocol
 
-from trainkit.watchdog.connections import Address, Hub, Spoke, open_hub, reach_hub
+from trainkit.watchdog.connections import Address, Client, Server, open_server, reach_server
 from trainkit.watchdog.exit import say
 from trainkit.watchdog.stalls import Member
 from trainkit.watchdog.watch import Watch
@@ -34,12 +34,12 @@ def start_watch(processes: Processes) -> Watch | None:
     me = Member.this()
     rows = processes.all_gather_objects([me.host, me.machine, me.pid, me.started])
     members = {rank: Member(*row) for rank, row in enumerate(rows)}
-    links: Hub | Spoke | None = None
+    links: Server | Client | None = None
     told: list[object] | None = None
     if processes.is_main:
         one_machine = len({member.machine for member in members.values()}) == 1
         try:
-            links, address = open_hub(processes.size, one_machine=one_machine)
+            links, address = open_server(processes.size, one_machine=one_machine)
             told = [list(address.hosts), address.port, address.token]
         except OSError as error:
             say(f"trainkit: process 0 cannot listen for the others: {error}.")
@@ -48,7 +48,7 @@ def start_watch(processes: Processes) -> Watch | None:
         return None
     if links is None:
         hosts, port, token = told
-        links = reach_hub(Address(tuple(hosts), port, token), processes.rank)  # type: ignore[arg-type]
+        links = reach_server(Address(tuple(hosts), port, token), processes.rank)  # type: ignore[arg-type]
     if links is None:
         say(
             f"trainkit: process {processes.rank} cannot reach process 0 at {told[0]}, port "

@@ -16,20 +16,20 @@ from trainkit.signals import is_failing
 from trainkit.watchdog import exit, report as reports, stalls
 from trainkit.watchdog.callers import Position
 from trainkit.watchdog.connections import Links
-from trainkit.watchdog.monitor import Lookout, Watched
+from trainkit.watchdog.monitor import Monitor, Watched
 from trainkit.watchdog.report import Report
 from trainkit.watchdog.stalls import Member
 
 __all__ = ["Watch", "Watched"]
 
-# A lost connection is heard of by the lookout at about the time when a collective raises for it.
+# A lost connection is heard of by the monitor at about the time when a collective raises for it.
 _EXPLAIN_SECONDS = 1.5
 
 
 class Watch:
     """Ends this process when another one of the job fails, and tells the others when it fails.
 
-    A thread of its own does so, also while the main thread sits in a collective; see `Lookout`.
+    A thread of its own does so, also while the main thread sits in a collective; see `Monitor`.
     The methods are for the main thread. In a fork they do nothing.
 
     Args:
@@ -46,8 +46,8 @@ class Watch:
         links: Links,
         position: Callable[[], Position],
     ) -> None:
-        self._lookout = Lookout(rank, members, links, position)
-        self.callers = self._lookout.callers
+        self._monitor = Monitor(rank, members, links, position)
+        self.callers = self._monitor.callers
         self._pid = os.getpid()
         self._rank = rank
         self._members = members
@@ -65,24 +65,24 @@ class Watch:
         sys.excepthook = self._hook
         # Children of `multiprocessing` run no `atexit`.
         self._finalizer = multiprocessing.util.Finalize(None, self._finish, exitpriority=100)
-        self._lookout.start()
+        self._monitor.start()
 
     def follow(self, watched: Watched) -> None:
         """Watch the progress of a run too, until `unfollow`."""
         self._fits += 1
         self._followed.append(watched)
-        self._lookout.follow(watched)
+        self._monitor.follow(watched)
 
     def unfollow(self) -> None:
         """Watch the run before it again, if any; whoever called it may go on after its failure."""
         self._followed.pop()
-        self._lookout.follow(self._followed[-1] if self._followed else None)
-        self._lookout.failing_since = None
+        self._monitor.follow(self._followed[-1] if self._followed else None)
+        self._monitor.failing_since = None
 
     def fail(self, error: BaseException, report: Report, folder: Path | None) -> None:
         """Report that this process failed, and tell the others; waits until they are told.
 
-        An error that comes from the end of another process waits for the lookout to hear of that.
+        An error that comes from the end of another process waits for the monitor to hear of that.
         Then this process leaves, and the call does not return.
 
         Args:
@@ -92,19 +92,19 @@ class Watch:
         """
         if not self._is_at_work():
             return
-        lookout = self._lookout
+        monitor = self._monitor
         if reports.tells_of_lost_peer(error):
-            if lookout.hears():
-                lookout.leaves_at_once = True
-                lookout.wake()
+            if monitor.hears():
+                monitor.leaves_at_once = True
+                monitor.wake()
                 time.sleep(_EXPLAIN_SECONDS)
-                lookout.leaves_at_once = False
+                monitor.leaves_at_once = False
             report = self._left_behind(report, error)
             error.add_note(f"trainkit: {report.cause}. {report.hint}")
         self._reported = error
-        lookout.failed_fits.add(self._fits)
-        lookout.failing_since = time.monotonic()
-        lookout.tell({"kind": "failed", "fit": self._fits, "text": report.cause})
+        monitor.failed_fits.add(self._fits)
+        monitor.failing_since = time.monotonic()
+        monitor.tell({"kind": "failed", "fit": self._fits, "text": report.cause})
         exit.publish(report, folder)
 
     def close(self, how: str = "left the job by `close`") -> None:
@@ -112,14 +112,14 @@ class Watch:
         if self._pid != os.getpid() or self._closed:
             return
         self._closed = True
-        self._lookout.close(how)
+        self._monitor.close(how)
         self._finalizer.cancel()
         if sys.excepthook == self._hook:
             sys.excepthook = self._hook_before
 
     def _left_behind(self, report: Report, error: BaseException) -> Report:
         """Return a report that says who has ended in order, if that is why a collective broke."""
-        ended = self._lookout.ended
+        ended = self._monitor.ended
         if not ended:
             return report
         who, how = next(iter(ended.items()))
@@ -154,18 +154,18 @@ class Watch:
         """Report an error that nobody will catch."""
         if not self._is_at_work():
             return
-        lookout, cause = self._lookout, exit.sentence(error)
+        monitor, cause = self._monitor, exit.sentence(error)
         if error is not self._reported:
             report = replace(
-                lookout.report("error", cause, process=self._rank),
+                monitor.report("error", cause, process=self._rank),
                 error=reports.error_parts(error),
                 hint=reports.hint_for(type(error).__name__, text_of(error)),
                 memory=reports.memory(),
                 secondary=exit.is_secondary(error),
             )
-            self.fail(error, report, lookout.folder)
-        lookout.failing_since = time.monotonic()
-        lookout.tell({"kind": "failed", "fit": 0, "text": cause})
+            self.fail(error, report, monitor.folder)
+        monitor.failing_since = time.monotonic()
+        monitor.tell({"kind": "failed", "fit": 0, "text": cause})
 
     def _finish(self) -> None:
         """End where Python runs the finalizers of `multiprocessing`: in order, or failing."""

@@ -52,14 +52,8 @@ def split_alike(processes: Processes, parts: Mapping[str, Any]) -> dict[str, Any
     Raises:
         CheckpointError: They have not, or it failed on one; on all processes.
     """
-    mine: dict[str, Any] = {}
-
-    def take() -> str:
-        found, digest = split(parts, processes.rank)
-        mine.update(found)
-        return digest
-
-    if len(set(run_and_gather(processes, take))) > 1:
+    mine, digests = run_and_gather(processes, lambda: split(parts, processes.rank))
+    if len(set(digests)) > 1:
         raise CheckpointError(
             "The states to be saved hold other sharded tensors on other processes. `state_dict` "
             "of callbacks and registered objects must return the same `DTensor`s on all."

@@ -6,13 +6,13 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 
-__all__ = ["Lifeline"]
+__all__ = ["OrphanKiller"]
 
 _RELEASED = "released\n"
 _PAUSE = 0.1  # seconds between looks at processes that are ending
 
 
-class Lifeline:
+class OrphanKiller:
     """A small process at the other end of a pipe that notices when this one dies.
 
     It then ends the processes that hold on to it: by SIGTERM, and by SIGKILL when the time is up.

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from trainkit import rng
 from trainkit.errors import ConfigError
 
-__all__ = ["Skeleton"]
+__all__ = ["MetaInitializer"]
 
 
-class Skeleton:
+class MetaInitializer:
     """A copy of a model on the meta device, whose modules are made real one block at a time.
 
     Each module draws from a stream of its own, keyed by the seed and its name, so the values are

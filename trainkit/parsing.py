@@ -1,12 +1,24 @@
 """Turn what a command line, a file or the environment says into the value of a setting.
 
-Each function returns the value, or raises ValueError with what it must be.
+Each reader returns the value, or raises ValueError with what it must be.
 """
 
+import difflib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 
-__all__ = ["boolean", "gpu_ids", "listen_port", "one_of", "pairs", "seconds", "text", "whole"]
+__all__ = [
+    "boolean",
+    "gpu_ids",
+    "listen_port",
+    "nearest",
+    "one_of",
+    "pairs",
+    "seconds",
+    "text",
+    "whole",
+]
 
 _TRUE = {"true", "yes", "on", "1", "y", "t"}
 _FALSE = {"false", "no", "off", "0", "n", "f"}
@@ -34,13 +46,11 @@ def whole(at_least: int) -> Callable[[object], int]:
 
 def listen_port(value: object) -> int:
     """Read the number of a TCP port; 0 lets the system choose one."""
-    try:
+    with suppress(ValueError):
         number = whole(0)(value)
-    except ValueError:
-        number = -1
-    if not 0 <= number <= 65535:
-        raise ValueError("the number of a port, from 0 to 65535")
-    return number
+        if number <= 65535:
+            return number
+    raise ValueError("the number of a port, from 0 to 65535")
 
 
 def seconds(value: object) -> float:
@@ -75,7 +85,7 @@ def one_of(*names: str) -> Callable[[object], str]:
         # An unquoted `no` is a boolean in YAML 1.1.
         word = "no" if value is False else str(value).strip().lower()
         if word not in spellings:
-            raise ValueError(f"one of {', '.join(names)}")
+            raise ValueError(f"one of {', '.join(names)}" if len(names) > 1 else names[0])
         return spellings[word]
 
     return read
@@ -104,3 +114,9 @@ def pairs(value: object) -> str:
     if not _PAIRS.fullmatch(str(value)):
         raise ValueError("pairs such as timeout=60,join_timeout=30")
     return str(value)
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return a sentence that names the known name nearest to this one; empty without one."""
+    found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f" Did you mean `{found[0]}`?" if found else ""

@@ -8,14 +8,14 @@ from torch import Tensor, nn
 
 from trainkit.distributed import Processes, run_on_all
 from trainkit.errors import ConfigError
-from trainkit.strategies.initial import Skeleton
+from trainkit.strategies.meta_initializer import MetaInitializer
 from trainkit.strategies.shards import put
 from trainkit.strategies.strategy import on_meta
 
-__all__ = ["Filling"]
+__all__ = ["ParameterInitializer"]
 
 
-class Filling:
+class ParameterInitializer:
     """Remembers, before a model is sharded, where its values come from, and fills it after.
 
     No process ever holds more than one full tensor that it did not have before, or one block
@@ -59,7 +59,7 @@ class Filling:
                 f"{empty.index(False)}. Build a real one on process 0, or none."
             )
         else:
-            self._skeleton = Skeleton(model, blocks, seed, processes.device)
+            self._initializer = MetaInitializer(model, blocks, seed, processes.device)
 
     def fill(self, model: nn.Module) -> None:
         """Give every tensor its values; each process keeps its own rows."""
@@ -103,7 +103,7 @@ class Filling:
     def _initialize(self, model: nn.Module, wanted: set[str]) -> None:
         if wanted:
             tensors = dict(_tensors(model))
-            for name, value in self._skeleton.values(wanted):
+            for name, value in self._initializer.values(wanted):
                 put(value, tensors[name])
 
 

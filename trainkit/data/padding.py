@@ -4,10 +4,10 @@ from typing import Any
 
 from trainkit.containers.tree import copy_containers
 
-__all__ = ["Repeat"]
+__all__ = ["PaddingBatch"]
 
 
-class Repeat:
+class PaddingBatch:
     """A batch that is kept to be repeated; what is done to one use does not reach the next.
 
     Containers are copied, tensors are shared.

@@ -1,4 +1,4 @@
-"""Where rounds come from if their counts are only known once they are read."""
+"""Where batches come from if their counts are only known once they are read (rule 17)."""
 
 import copy
 from abc import ABC, abstractmethod
@@ -15,27 +15,34 @@ from trainkit import rng
 from trainkit.containers.tree import count_samples
 from trainkit.data.fetch import Fetch
 from trainkit.data.loader_context import LoaderContext
-from trainkit.data.order import KeyedOrder, announce_epoch
-from trainkit.data.stream import Piece, StreamReader
-from trainkit.data.workers import Source, datasets_of, source_for
+from trainkit.data.order import KeyedOrder, set_epoch_on
+from trainkit.data.stream import RankBatch, StreamReader
+from trainkit.data.workers import Fetcher, datasets_of, fetcher_for
 
 if TYPE_CHECKING:
     from trainkit.data.position import StreamPosition
 
-__all__ = ["Feed", "ForeignFeed", "KeyFeed", "StreamFeed"]
+__all__ = [
+    "BatchSource",
+    "CustomSource",
+    "KeySource",
+    "Presharded",
+    "StreamSource",
+    "presharded",
+]
 
 
-class Feed(ABC):
-    """The rounds of one process, an endless row of pieces: those after the end are empty."""
+class BatchSource(ABC):
+    """Yields this rank's share of every global batch, as long as it has some."""
 
-    finds_position: bool = False  # whether `pieces` begins after `position` by itself
-    has_spare: bool = False  # whether `spare` works
+    finds_position: bool = False  # whether `rank_batches` begins after `position` by itself
+    has_fallback: bool = False  # whether `fallback_batch` works
     stream: "StreamPosition | None" = None  # what a checkpoint keeps of an iterable data set
     advice: str  # for users where a process never had a batch
 
     @abstractmethod
-    def pieces(self, epoch: int, position: int, start: Any = None) -> Iterator[Piece]:
-        """Yield this process's piece of each round.
+    def rank_batches(self, epoch: int, position: int, start: Any = None) -> Iterator[RankBatch]:
+        """Yield this process's share of each global batch.
 
         Args:
             epoch: Which epoch.
@@ -43,7 +50,7 @@ class Feed(ABC):
             start: What `stream` kept of the data set there.
         """
 
-    def spare(self, epoch: int) -> tuple[Any, int]:
+    def fallback_batch(self, epoch: int) -> tuple[Any, int]:
         """Return a batch and its number of samples, for a process that had none in this epoch."""
         raise NotImplementedError
 
@@ -60,7 +67,7 @@ class Feed(ABC):
         return
 
 
-class StreamFeed(Feed):
+class StreamSource(BatchSource):
     """An iterable data set, read here or in workers.
 
     Args:
@@ -76,12 +83,12 @@ class StreamFeed(Feed):
     ) -> None:
         self._reader = reader
         self._loader = loader
-        self._told = told = context.trains  # in training, the data set hears of epochs
+        self._forwards_epoch = context.trains
         self._runs = count()
-        self._source_of = partial(source_for, loader=loader, context=context, alone=True)
-        self._workers: Source | None = None
+        self._fetcher_of = partial(fetcher_for, loader=loader, context=context, alone=True)
+        self._workers: Fetcher | None = None
         self._readers: list[StreamReader] = []  # of the passes under way in this process
-        if told:
+        if context.trains:
             from trainkit.data.position import StreamPosition  # other data needs none of it
 
             self.stream = StreamPosition(loader, reader.shards)
@@ -89,26 +96,26 @@ class StreamFeed(Feed):
         self.finds_position = not reader.is_sharded
 
     @override
-    def pieces(self, epoch: int, position: int, start: Any = None) -> Iterator[Piece]:
+    def rank_batches(self, epoch: int, position: int, start: Any = None) -> Iterator[RankBatch]:
         dataset: Any = self._loader.dataset
         if start is not None:
             self.close()  # workers under way would not hear of it
             if not start["inside"]:
                 dataset.load_state_dict(copy.deepcopy(start["state"]["dataset"]))
-        if self._told:
-            announce_epoch(datasets_of(dataset), epoch)
+        if self._forwards_epoch:
+            set_epoch_on(datasets_of(dataset), epoch)
         run = next(self._runs)
         self._reader.start = (run, start["state"]) if start and start["inside"] else None
         tasks = partial(map, lambda index: (run, position, index), count())
         if self._loader.num_workers > 0:
-            self._workers = self._workers or self._source_of(self._reader)
+            self._workers = self._workers or self._fetcher_of(self._reader)
             yield from self._workers.batches(epoch, tasks)
             return
         # A reader of its own, so that passes at the same time do not disturb each other.
         reader = copy.copy(self._reader)
         self._readers.append(reader)
         try:
-            yield from self._source_of(reader).batches(epoch, tasks)
+            yield from self._fetcher_of(reader).batches(epoch, tasks)
         finally:
             reader.leave()
             self._readers = [one for one in self._readers if one is not reader]
@@ -122,26 +129,26 @@ class StreamFeed(Feed):
             self._workers = None
 
 
-class KeyFeed(Feed):
+class KeySource(BatchSource):
     """A map-style data set whose sampler yields the keys of whole batches (`batch_size=None`).
 
     Args:
         order: Runs the sampler.
         fetch: Turns a key into a batch.
-        source: Where it is fetched.
+        fetcher: Where it is fetched.
         context: What it is prepared for.
     """
 
-    has_spare = True
+    has_fallback = True
 
     def __init__(
-        self, order: KeyedOrder, fetch: Fetch, source: Source, context: LoaderContext
+        self, order: KeyedOrder, fetch: Fetch, fetcher: Fetcher, context: LoaderContext
     ) -> None:
         self._order = order
         self._fetch = fetch
-        self._source = source
+        self._fetcher = fetcher
         self._rank, self._size = context.processes.rank, context.processes.size
-        self._told = context.trains
+        self._forwards_epoch = context.trains
         self._latest: tuple[int, list[Any]] | None = None  # the epoch under way in training
 
     @override
@@ -155,35 +162,33 @@ class KeyFeed(Feed):
         self._latest = None
 
     @override
-    def pieces(self, epoch: int, position: int, start: Any = None) -> Iterator[Piece]:
+    def rank_batches(self, epoch: int, position: int, start: Any = None) -> Iterator[RankBatch]:
         keys = self._keys(epoch)
         mine = keys[self._rank :: self._size]
-        yield from _filled(self._source.batches(epoch, partial(iter, mine)))
-        while True:
-            yield Piece(0)
+        yield from _filled(self._fetcher.batches(epoch, partial(iter, mine)))
 
     @override
-    def spare(self, epoch: int) -> tuple[Any, int]:
-        batch = self._source.fetch(epoch, self._keys(epoch)[0])
+    def fallback_batch(self, epoch: int) -> tuple[Any, int]:
+        batch = self._fetcher.fetch(epoch, self._keys(epoch)[0])
         return batch, count_samples(batch)
 
     @override
     def close(self) -> None:
-        self._source.close()
+        self._fetcher.close()
 
     def _keys(self, epoch: int) -> list[Any]:
         if self._latest is not None and self._latest[0] == epoch:
             return self._latest[1]
-        if self._told:
-            announce_epoch([*self._order.samplers, *datasets_of(self._fetch.dataset)], epoch)
+        if self._forwards_epoch:
+            set_epoch_on([*self._order.samplers, *datasets_of(self._fetch.dataset)], epoch)
         order = self._order.run(epoch)
         keys: list[Any] = order.tolist() if isinstance(order, torch.Tensor) else order
-        if self._told:
+        if self._forwards_epoch:
             self._latest = epoch, keys
         return keys
 
 
-class ForeignFeed(Feed):
+class CustomSource(BatchSource):
     """Any iterable of batches, read as it is.
 
     Args:
@@ -197,28 +202,52 @@ class ForeignFeed(Feed):
         self._loader = loader
         self._seed = context.seed
         self._rank = context.processes.rank
-        self._told = context.trains
+        self._forwards_epoch = context.trains
 
     @override
-    def pieces(self, epoch: int, position: int, start: Any = None) -> Iterator[Piece]:
+    def rank_batches(self, epoch: int, position: int, start: Any = None) -> Iterator[RankBatch]:
         loader = self._loader
-        if self._told:
+        if self._forwards_epoch:
             batch_sampler = getattr(loader, "batch_sampler", None)
             parts = [loader, getattr(loader, "sampler", None), batch_sampler]
             parts += [getattr(batch_sampler, "sampler", None)]
-            announce_epoch(parts + datasets_of(getattr(loader, "dataset", None)), epoch)
+            set_epoch_on(parts + datasets_of(getattr(loader, "dataset", None)), epoch)
         with rng.preserved():
             # Most iterators draw what they need when they are made, or for their first batch.
             rng.seed_host(rng.derive(rng.order_seed(self._seed, epoch), "process", self._rank))
             iterator = iter(loader)
             first = list(islice(iterator, 1))
         yield from _filled(chain(first, iterator))
-        while True:
-            yield Piece(0)
 
 
-def _filled(batches: Iterator[Any]) -> Iterator[Piece]:
+class Presharded:
+    """A loader that holds this process's own share of the data.
+
+    Args:
+        loader: An iterable of batches.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.loader)
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+
+def presharded(loader: Any) -> Presharded:
+    """Mark `loader` as holding this process's own share, so that trainkit does not cut it again.
+
+    The shares may differ in length: a process that runs out takes part in the others' steps with
+    weight 0. Each needs at least one batch.
+    """
+    return Presharded(loader)
+
+
+def _filled(batches: Iterator[Any]) -> Iterator[RankBatch]:
     for batch in batches:
         size = count_samples(batch)
         if size:  # an empty one would look like the end
-            yield Piece(size, batch)
+            yield RankBatch(size, batch)

@@ -1,0 +1,285 @@
+"""What a state holds of all that was prepared and registered, and how it is put back (rule 22)."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trainkit import rng
+from trainkit.accelerator.accumulation import Accumulation
+from trainkit.accelerator.gradients import Gradients
+from trainkit.accelerator.loadable import check_form, part_name, problems
+from trainkit.accelerator.preparer import Registry
+from trainkit.checkpoint import Checkpoint, CheckpointStore
+from trainkit.checkpoint.exact import as_parameter, load_model, load_state
+from trainkit.checkpoint.format.names import process_part
+from trainkit.checkpoint.forms import applying, refuse
+from trainkit.checkpoint.per_process import put_own, states_for, take_states
+from trainkit.checkpoint.training_state import (
+    check_rank_parts,
+    load_named_optimizer_state,
+    named_optimizer_state,
+    parts_of_rank,
+    read_rank_parts,
+)
+from trainkit.distributed import Processes, collective_guard
+from trainkit.errors import CheckpointError, ConfigError
+from trainkit.strategies import Strategy
+from trainkit.training.replicas import check_replicas
+
+__all__ = ["LoadedState", "StateContents"]
+
+_OBJECT = "custom_checkpoint_"
+_LACKING = (
+    "it was saved by process 0 alone: the random streams of the other processes are new ones, "
+    "derived from it."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedState:
+    """A state in memory, verified and compared with what is prepared."""
+
+    path: Path
+    parts: Mapping[str, Any]
+    objects: Mapping[str, Any]  # of what is registered
+    own: Mapping[str, Any] | None  # of this process; None where another number of them trained
+    news: list[str]  # what to say of it
+
+
+@dataclass(frozen=True, slots=True)
+class StateContents:
+    """All that is saved.
+
+    Args:
+        registry: What was prepared and registered.
+        strategy: Tells whether models are sharded.
+        gradients: Holds the loss scale.
+        accumulation: Where the windows are.
+        processes: The processes of the job.
+        device: The device of this process.
+    """
+
+    registry: Registry
+    strategy: Strategy
+    gradients: Gradients
+    accumulation: Accumulation
+    processes: Processes
+    device: torch.device
+
+    def models(self) -> dict[str, nn.Module]:
+        """Return the prepared models by their parts."""
+        models = map(self.strategy.unwrap, self.registry.models)
+        return {part_name("model", index): model for index, model in enumerate(models)}
+
+    def check_replicas(self) -> None:
+        """Raise `DistributedError` where processes that should hold the same do not."""
+        optimizers = self.registry.optimizers
+        check_replicas(self.strategy, self._parameters(), optimizers, "in `save_state`")
+
+    def of_all(self, take_models: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return what this process writes where all of them save.
+
+        Args:
+            take_models: Returns the states of the models by their parts.
+        """
+
+        def take() -> tuple[tuple[dict[str, Any], dict[str, Any]], dict[str, Any]]:
+            models = take_models()
+            entries = {
+                part: {key: value for key, value in state.items() if not isinstance(value, Tensor)}
+                for part, state in models.items()
+            }
+            return (self._own(), models | self._common()), entries
+
+        (own, parts), alike, differing = take_states(
+            self.processes, {"objects": self._objects()}, take
+        )
+        parts |= alike["objects"]
+        return parts_of_rank(self.processes, parts, own | differing, sharded=self.strategy.sharded)
+
+    def of_main(self, take_models: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return what process 0 writes where it saves alone."""
+        with collective_guard.only("save_state"):  # also what hooks and objects call
+            parts = take_models() | {process_part(0): self._own()} | self._common()
+            return parts | {name: thing.state_dict() for name, thing in self._objects().items()}
+
+    def read(self, path: Path, models: Mapping[str, nn.Module]) -> LoadedState:
+        """Return a state, of the models only those in `models`.
+
+        Raises:
+            CheckpointError: It is broken, or does not fit.
+        """
+        checkpoint = CheckpointStore(path.parent).open_unverified(path)
+        optimizers, parameters = self._optimizers(), self._parameters()
+        names = set(checkpoint.names())
+        objects = {name for name in names if name.startswith(_OBJECT) and "-shard-" not in name}
+        missing = sorted({*models, *optimizers} - names)
+        unknown = sorted(set(filter(_is_state, names)) - objects - {*self.models(), *optimizers})
+        if missing or unknown:
+            refuse(path, [_other_parts(missing, unknown)])
+        like = {"state": parameters} if self.strategy.sharded else None
+        likes: dict[str, Any] = {name: model.state_dict() for name, model in models.items()}
+        likes |= dict.fromkeys(optimizers, like) | dict.fromkeys(sorted(objects)) | {"loop": None}
+        parts = {name: checkpoint.read(name, like) for name, like in likes.items()}
+        check_rank_parts(checkpoint)
+        trained = _trained(checkpoint)
+        ranks = read_rank_parts(checkpoint, self.processes, trained)
+        checkpoint.verify_rest()
+        same_size, registry = trained == self.processes.size, self.registry
+        scaled = self.gradients.scaler is not None
+        check_form(
+            checkpoint, parts, ranks, registry, models, parameters, goes_on=same_size, scaled=scaled
+        )
+        own = self._own_parts(checkpoint, ranks, trained)
+        rank = self.processes.rank
+        news = [put_own(parts[name], name, own, same_size=same_size) for name in models]
+        if same_size and checkpoint.manifest.world_size < trained:
+            news.append(_LACKING)
+        saved = {"objects": {name: parts[name] for name in objects}}
+        found, unfit = states_for(
+            {"objects": self._objects()}, saved, own, rank=rank, same_size=same_size
+        )
+        streams = own[0] if same_size else None
+        refuse(path, unfit or problems(parts, registry, models, parameters, streams))
+        return LoadedState(path, parts, found["objects"], streams, list(filter(None, news)))
+
+    def apply(self, loaded: LoadedState, models: Mapping[str, nn.Module]) -> None:
+        """Put back what `read` returned for the same `models`."""
+        path, parts, own = loaded.path, loaded.parts, loaded.own
+        for name, model in models.items():
+            with applying("The model", path):
+                load_model(model, parts[name], older=True)
+        saved = {
+            f"{index}.{key}": value
+            for index, name in enumerate(self.models())
+            for key, value in parts.get(name, {}).items()
+        }
+        for name, optimizer in self._optimizers().items():
+            with applying("The optimizer", path):
+                load_named_optimizer_state(optimizer, parts[name], saved)
+        for name, thing in self._objects().items():
+            with applying(f"The registered `{type(thing).__name__}`", path):
+                load_state(thing, loaded.objects[name])
+        loop = parts["loop"]
+        for scheduler, state in zip(self.registry.schedulers, loop["schedulers"], strict=True):
+            with applying("The scheduler", path):
+                scheduler.load_state_dict(state)
+        if self.gradients.scaler is not None and loop["scaler"]:
+            self.gradients.scaler.load_state_dict(loop["scaler"])
+        self.gradients.forget()
+        self._restore_position(loop, own)
+
+    def _restore_position(self, loop: Mapping[str, Any], own: Mapping[str, Any] | None) -> None:
+        """Put back where passes and windows were, and what this process has for itself."""
+        position = {**loop, **(own or {})}  # older states have it in `loop` alone
+        self.accumulation.load_state_dict(position["accumulation"])
+        for loader, state in zip(self.registry.loaders, position["loaders"], strict=True):
+            if own is None:  # the batches of other processes are others
+                loader.set_epoch(state["epoch"] + state["has_ended"])
+            else:
+                loader.load_state_dict(state)
+        if own is not None:
+            self._restore(own)
+
+    def _restore(self, own: Mapping[str, Any]) -> None:
+        """Put back the open gradients and the random streams of this process."""
+        parameters = self._parameters()
+        for parameter in parameters.values():
+            parameter.grad = None
+        for name, gradient in own["gradients"].items():
+            parameter = parameters[name]
+            parameter.grad = as_parameter(gradient.to(parameter.device), parameter)
+        if "seed" in own:
+            rng.seed_all(own["seed"])
+        else:
+            rng.load_state_dict(own, self.device)
+
+    def _own_parts(
+        self, checkpoint: Checkpoint, ranks: Mapping[int, Any], trained: int
+    ) -> list[Any]:
+        """Return what each process saved for itself, or where it did not, a new seed."""
+        if trained == self.processes.size:
+            rank, files = self.processes.rank, sorted(checkpoint.manifest.files.items())
+            digests = [info.xxh3_128 for _, info in files]
+            return [ranks.get(rank) or {"seed": rng.derive(rank, *digests), "gradients": {}}]
+        if any(part["gradients"] for part in ranks.values()):
+            raise CheckpointError(
+                f"The state `{checkpoint.path}` was saved inside a window by {trained} processes, "
+                "which others cannot complete. Load it on as many.",
+                path=checkpoint.path,
+            )
+        return list(ranks.values())
+
+    def _own(self) -> dict[str, Any]:
+        """Return what this process saves for itself."""
+        return rng.state_dict(self.device) | {
+            "gradients": self._open_gradients(),
+            "loaders": [loader.state_dict() for loader in self.registry.loaders],
+            "accumulation": self.accumulation.state_dict(),
+        }
+
+    def _open_gradients(self) -> dict[str, Tensor]:
+        """Return what an incomplete window has accumulated on this process."""
+        if not self.accumulation.is_open:
+            return {}
+        if self.strategy.sharded:
+            raise ConfigError(
+                "A state of a sharded model cannot be saved inside a window. Save it "
+                "`if accelerator.sync_gradients:`."
+            )
+        found = self._parameters().items()
+        return {name: value.grad for name, value in found if value.grad is not None}
+
+    def _common(self) -> dict[str, Any]:
+        """Return what all processes have alike, or hold together, beside models and objects."""
+        parameters = self._parameters()
+        parts = {
+            name: named_optimizer_state(optimizer, parameters)
+            for name, optimizer in self._optimizers().items()
+        }
+        parts["loop"] = {
+            "schedulers": [scheduler.state_dict() for scheduler in self.registry.schedulers],
+            "loaders": [loader.state_dict() for loader in self.registry.loaders],
+            "scaler": self.gradients.scale_state(),
+            "accumulation": self.accumulation.state_dict(),
+        }
+        return parts
+
+    def _optimizers(self) -> dict[str, Optimizer]:
+        optimizers = enumerate(self.registry.optimizers)
+        return {part_name("optimizer", index): one.optimizer for index, one in optimizers}
+
+    def _objects(self) -> dict[str, Any]:
+        return {f"{_OBJECT}{index}": thing for index, thing in enumerate(self.registry.objects)}
+
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        """Return the parameters of the prepared models as states of optimizers call them."""
+        return {
+            f"{index}.{name}": parameter
+            for index, model in enumerate(self.models().values())
+            for name, parameter in model.named_parameters()
+        }
+
+
+def _trained(checkpoint: Checkpoint) -> int:
+    """Return how many processes trained when a state was saved, perhaps by process 0 alone."""
+    manifest = checkpoint.manifest
+    trained = manifest.metadata.get("processes")
+    return trained if type(trained) is int else manifest.world_size
+
+
+def _is_state(part: str) -> bool:
+    """Return whether a part holds the state of something that was prepared or registered."""
+    return not part.startswith("process-") and "-shard-" not in part and part != "loop"
+
+
+def _other_parts(missing: list[str], unknown: list[str]) -> str:
+    return (
+        f"it lacks {missing or 'nothing'}, and has {unknown or 'nothing'} that is not wanted. "
+        "Prepare and register as many models, optimizers and objects as when it was saved"
+    )
