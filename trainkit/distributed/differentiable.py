@@ -86,7 +86,7 @@ def _numbers_of_rows(processes: Processes, value: Any, name: str) -> list[list[i
         counts = [0 if processes.repeats else t.shape[:1].numel() for _, t in tensors]
         return "; ".join(f"`{path}` of {_form(tensor)}" for path, tensor in tensors), counts
 
-    packets = run_and_gather(processes, described)
+    _, packets = run_and_gather(processes, lambda: (None, described()))
     for rank, (words, _) in enumerate(packets):
         if words != packets[0][0]:
             raise DataError(

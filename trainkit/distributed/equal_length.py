@@ -23,7 +23,7 @@ def pad_to_longest(
         tensors = named_tensors(value, "tensor")
         return [tensor.shape[dim] if _has(tensor, dim) else 0 for _, tensor in tensors]
 
-    of_all = run_and_gather(processes, measured)
+    _, of_all = run_and_gather(processes, lambda: (None, measured()))
     if len({len(sizes) for sizes in of_all}) > 1:
         numbers = ", ".join(str(len(sizes)) for sizes in of_all)
         raise DataError(
