@@ -305,6 +305,6 @@ def _empty(tensor: Tensor) -> Tensor:
 
 def _like(local: Tensor, parameter: Tensor) -> Tensor:
     """Return the tensor of which `local` lies here, spread over the processes as `parameter`."""
-    from trainkit.checkpoint.resharding.sharding_spec import Placing, is_sharded
+    from trainkit.checkpoint.resharding.sharding_spec import ShardingSpec, is_sharded
 
-    return Placing.of(parameter).wrap(local) if is_sharded(parameter) else local  # type: ignore[arg-type]
+    return ShardingSpec.of(parameter).wrap(local) if is_sharded(parameter) else local  # type: ignore[arg-type]

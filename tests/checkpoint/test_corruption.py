@@ -11,7 +11,7 @@ import torch
 
 from tests.checkpoint.toys import RUN, parts_of, save_alone
 from trainkit.checkpoint import CheckpointStore
-from trainkit.checkpoint.format.shard_region import Box
+from trainkit.checkpoint.format.shard_region import ShardRegion
 from trainkit.checkpoint.format.tensor_location import StoredTensor
 from trainkit.checkpoint.io.reading import HashedFile
 from trainkit.errors import CheckpointCorrupt, CheckpointError
@@ -156,8 +156,8 @@ def _parts(step: int) -> dict[str, object]:
 
 
 _SHARDS = {
-    1: (("shard-0", Box((0, 0), (1, 7))),),
-    2: (("shard-0", Box((0, 0), (1, 7))), ("shard-1", Box((1, 0), (1, 7)))),
+    1: (("shard-0", ShardRegion((0, 0), (1, 7))),),
+    2: (("shard-0", ShardRegion((0, 0), (1, 7))), ("shard-1", ShardRegion((1, 0), (1, 7)))),
 }
 
 

@@ -20,7 +20,7 @@ from tests.checkpoint.toys import save_alone
 from tests.helpers.ranks import RanksError, run_ranks
 from trainkit.checkpoint import Checkpoint, CheckpointStore
 from trainkit.checkpoint.format.decoding import MALFORMED
-from trainkit.checkpoint.format.shard_region import Box, check_tiling, runs
+from trainkit.checkpoint.format.shard_region import ShardRegion, check_tiling, runs
 from trainkit.checkpoint.format.tensor_location import StoredTensor
 from trainkit.checkpoint.io.reading import HashedFile
 from trainkit.checkpoint.resharding.sharding import split
@@ -159,25 +159,25 @@ def test_a_view_is_read_into_shards(tmp_path: Path) -> None:
     run_ranks(2, read_view, save_alone(CheckpointStore(tmp_path), 1, parts))
 
 
-def _boxes(shape: tuple[int, ...]) -> st.SearchStrategy[Box]:
+def _regions(shape: tuple[int, ...]) -> st.SearchStrategy[ShardRegion]:
     spans = [
         st.tuples(st.integers(0, size), st.integers(0, size)).map(lambda x: (min(x), max(x)))
         for size in shape
     ]
     return st.tuples(*spans).map(
-        lambda found: Box(tuple(a for a, _ in found), tuple(b - a for a, b in found))
+        lambda found: ShardRegion(tuple(a for a, _ in found), tuple(b - a for a, b in found))
     )
 
 
-def _cut(values: Tensor, box: Box) -> Tensor:
-    return values[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))]
+def _cut(values: Tensor, region: ShardRegion) -> Tensor:
+    return values[tuple(slice(o, o + n) for o, n in zip(region.offsets, region.sizes, strict=True))]
 
 
 @settings(deadline=None, max_examples=300)
 @given(st.data())
 def test_runs_copy_what_two_boxes_have_in_common(data: st.DataObject) -> None:
     shape = tuple(data.draw(st.lists(st.integers(1, 4), max_size=4)))
-    source, target = data.draw(_boxes(shape)), data.draw(_boxes(shape))
+    source, target = data.draw(_regions(shape)), data.draw(_regions(shape))
     values = torch.arange(1, math.prod(shape) + 1).reshape(shape)
     memory, expected = torch.zeros(target.sizes, dtype=torch.int64), torch.zeros_like(values)
     flat, held = memory.reshape(-1), _cut(values, source).reshape(-1)
@@ -188,21 +188,21 @@ def test_runs_copy_what_two_boxes_have_in_common(data: st.DataObject) -> None:
 
 
 def test_runs_are_as_long_as_can_be() -> None:
-    whole = Box((0, 0), (6, 4))
-    assert list(runs(whole, Box((2, 0), (3, 4)))) == [(8, 0, 12)]
-    assert list(runs(Box((2, 0), (3, 4)), whole)) == [(0, 8, 12)]
-    assert list(runs(whole, Box((4, 1), (2, 2)))) == [(17, 0, 2), (21, 2, 2)]
+    whole = ShardRegion((0, 0), (6, 4))
+    assert list(runs(whole, ShardRegion((2, 0), (3, 4)))) == [(8, 0, 12)]
+    assert list(runs(ShardRegion((2, 0), (3, 4)), whole)) == [(0, 8, 12)]
+    assert list(runs(whole, ShardRegion((4, 1), (2, 2)))) == [(17, 0, 2), (21, 2, 2)]
 
 
 def _node(**changed: Any) -> StoredTensor:
-    shards = (("m-0", Box((0, 0), (2, 3))), ("m-1", Box((2, 0), (2, 3))))
+    shards = (("m-0", ShardRegion((0, 0), (2, 3))), ("m-1", ShardRegion((2, 0), (2, 3))))
     return StoredTensor(
         **({"name": "w", "dtype": "F32", "shape": (4, 3), "shards": shards} | changed)
     )
 
 
-def _shards(*boxes: tuple[tuple[int, ...], tuple[int, ...]]) -> dict[str, Any]:
-    return {"shards": tuple((f"m-{i}", Box(*box)) for i, box in enumerate(boxes))}
+def _shards(*regions: tuple[tuple[int, ...], tuple[int, ...]]) -> dict[str, Any]:
+    return {"shards": tuple((f"m-{i}", ShardRegion(*region)) for i, region in enumerate(regions))}
 
 
 GOOD = {"m-0": {"w": torch.zeros(2, 3)}, "m-1": {"w": torch.ones(2, 3)}}
@@ -212,7 +212,11 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "beyond": (_shards(((0, 0), (2, 3)), ((3, 0), (2, 3))), {}, r"`m\.json`: .* is not in"),
     "dimensions": (_shards(((0,), (4,))), {}, r"`m\.json`: .* 1 dimensions, the tensor 2"),
     "empty": (_shards(((0, 0), (4, 3)), ((4, 0), (0, 3))), {}, r"`m\.json`: .* is not in"),
-    "one part twice": ({"shards": 2 * (("m-0", Box((0, 0), (2, 3))),)}, {}, "different names"),
+    "one part twice": (
+        {"shards": 2 * (("m-0", ShardRegion((0, 0), (2, 3))),)},
+        {},
+        "different names",
+    ),
     "no such type": ({"dtype": "F3"}, {}, r"`m\.json`: .* of the type 'F3'"),
     "larger than its files": (
         _shards(((0, 0), (1 << 40, 3))) | {"shape": (1 << 40, 3)},
@@ -377,7 +381,7 @@ def test_a_layout_tells_shapes_and_ties() -> None:
 
 
 def test_boxes_of_a_grid_are_checked_in_all_dimensions() -> None:
-    grid = tuple(Box((x, y), (2, 2)) for x in (0, 2) for y in (0, 2))
+    grid = tuple(ShardRegion((x, y), (2, 2)) for x in (0, 2) for y in (0, 2))
     check_tiling((4, 4), grid)
     with pytest.raises(ValueError, match="gap"):
         check_tiling((4, 4), grid[1:])

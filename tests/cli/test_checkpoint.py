@@ -11,7 +11,7 @@ import torch
 
 from tests.checkpoint.toys import RUN, save_alone
 from trainkit.checkpoint import CheckpointStore, RunLock
-from trainkit.checkpoint.format.shard_region import Box
+from trainkit.checkpoint.format.shard_region import ShardRegion
 from trainkit.checkpoint.format.tensor_location import StoredTensor
 from trainkit.cli.main import main
 
@@ -231,7 +231,7 @@ def sharded(run: Path, whole: dict[str, torch.Tensor], shards: int) -> Path:
             part = f"model-shard-{rank:05d}"
             parts.setdefault(part, {})[name] = piece
             offsets = (begin, *(0 for _ in piece.shape[1:]))
-            places.append((part, Box(offsets, tuple(piece.shape))))
+            places.append((part, ShardRegion(offsets, tuple(piece.shape))))
             begin += piece.shape[0]
         stored = StoredTensor(name, "F32", tuple(tensor.shape), tuple(places))
         parts["model"][name] = stored
@@ -267,8 +267,8 @@ def test_sharded_tensors_are_shown_and_compared_as_whole_ones(
 def test_a_sharded_checkpoint_whose_shards_do_not_fit_cannot_be_shown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    box = Box((0,), (3,))
-    model = {"w": StoredTensor("w", "F32", (4,), (("shard", box),))}
+    region = ShardRegion((0,), (3,))
+    model = {"w": StoredTensor("w", "F32", (4,), (("shard", region),))}
     parts = {"model": model, "shard": {"w": torch.zeros(3)}}
     path = save_alone(CheckpointStore(tmp_path), 1, parts)
     assert command("show", path) == 1

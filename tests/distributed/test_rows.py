@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from trainkit.containers.sample_rows import cut, from_plain, join, parse, split, to_plain
+from trainkit.containers.sample_rows import cut, join, parse, split
+from trainkit.containers.wire_format import decode, encode
 
 SIZES = [3, 1, 0, 2]
 
@@ -26,7 +27,7 @@ def test_batches_of_tensors_come_apart_as_they_were() -> None:
     given = nodes([batch(number) for number in range(4)])
     joined = join(given)
     assert joined is not None
-    found: list[Any] = [*split(from_plain(to_plain(joined)), SIZES)]
+    found: list[Any] = [*split(decode(encode(joined)), SIZES)]
     for one, other in zip(found, given, strict=True):
         assert one.class_name == other.class_name
         assert one.keys == other.keys
@@ -54,7 +55,7 @@ def test_arrays_and_texts_travel_one_by_one() -> None:
     for value in (np.zeros(3), ["a", "b", "c"]):
         given = nodes([value] * 4)
         assert join(given) is None
-        assert [type(from_plain(to_plain(node))) for node in given] == [type(n) for n in given]
+        assert [type(decode(encode(node))) for node in given] == [type(n) for n in given]
 
 
 def test_containers_with_other_keys_travel_one_by_one() -> None:

@@ -5,8 +5,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from trainkit.accelerator.autocasting import run_plainly
+from trainkit.checkpoint.resharding.sharding_spec import is_sharded
 from trainkit.distributed import Processes, check_called_by_all
-from trainkit.export.state import is_sharded, unwrapped, whole
+from trainkit.export.state import unwrapped, whole
 
 __all__ = ["unwrap", "whole_state"]
 

@@ -11,10 +11,10 @@ from trainkit.checkpoint.format.manifest import Manifest, read_manifest_in
 from trainkit.checkpoint.format.names import JSON_SUFFIX, MANIFEST, TENSOR_SUFFIX, part_of
 from trainkit.checkpoint.format.tensor_file import Header
 from trainkit.checkpoint.format.tensor_location import StoredTensor
-from trainkit.checkpoint.io.reading import names_in, open_directory, open_file
+from trainkit.checkpoint.io.reading import broken, names_in, open_directory, open_file
 from trainkit.checkpoint.resharding.part_reader import PartReader, flat_items, stored_in, tree_of
 from trainkit.checkpoint.resharding.tensor_reader import TensorReader
-from trainkit.errors import CheckpointCorrupt, CheckpointError
+from trainkit.errors import CheckpointError
 
 __all__ = ["Checkpoint", "check_sizes", "verify"]
 
@@ -168,12 +168,8 @@ class Checkpoint:
             self.verify_rest()  # if a file has changed, it is the one to blame
             has_tree = part + JSON_SUFFIX in self.manifest.files
             file = part + (JSON_SUFFIX if has_tree else TENSOR_SUFFIX)
-            raise CheckpointCorrupt(
-                f"The checkpoint `{self.path}` is broken: `{file}`: trainkit did not write it so: "
-                f"{error}.",
-                path=self.path,
-                file=file,
-            ) from error
+            why = f": trainkit did not write it so: {error}"
+            raise broken(self.path, file, why) from error
 
 
 def verify(path: Path) -> Manifest:
@@ -196,20 +192,12 @@ def check_sizes(path: Path) -> Manifest:
         CheckpointError: As `verify` does.
     """
     with open_directory(path) as directory:
-        manifest = _check_names(directory, path)
+        manifest = read_manifest_in(directory, path)
+        present, listed = set(names_in(directory)) - {MANIFEST}, set(manifest.files)
+        for name in sorted(present ^ listed):
+            why = " is missing" if name in listed else " does not belong to it"
+            raise broken(path, name, why)
         for name, info in manifest.files.items():
             with open_file(directory, name, path) as file:
                 file.check_size(info.bytes)
-    return manifest
-
-
-def _check_names(directory: int, path: Path) -> Manifest:
-    manifest = read_manifest_in(directory, path)
-    present, listed = set(names_in(directory)) - {MANIFEST}, set(manifest.files)
-    wrong = sorted(present ^ listed)
-    if wrong:
-        why = "is missing" if wrong[0] in listed else "does not belong to it"
-        raise CheckpointCorrupt(
-            f"The checkpoint `{path}` is broken: `{wrong[0]}` {why}.", path=path, file=wrong[0]
-        )
     return manifest

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from trainkit.checkpoint.commit_steps import Stages
+from trainkit.checkpoint.commit_steps import CommitSteps
 from trainkit.checkpoint.format.manifest import FileInfo, Manifest, read_manifest
 from trainkit.checkpoint.format.names import MANIFEST, TEMPORARY, TRASH, folder_name
 from trainkit.checkpoint.io import files
@@ -49,7 +49,7 @@ class Save:
         self._step = step
         self._metadata = metadata
         self._run_id = str(metadata.get("run_id", ""))
-        self._stages = Stages(directory, step, gather, rank)
+        self._steps = CommitSteps(directory, step, gather, rank)
         self._temporary = directory / f"{TEMPORARY}{step}-{uuid.uuid4().hex[:12]}"
 
     def run(self, parts: Mapping[str, Any]) -> Path:
@@ -64,16 +64,17 @@ class Save:
             planned.extend(plan(parts))
             return [(file.name, file.size, file.version) for file in planned]
 
-        announced = self._stages.run(prepare)
-        self._stages.needed = sum(size for of_one in announced for _, size, _ in of_one)
+        announced = self._steps.run(prepare)
+        self._steps.needed = sum(size for of_one in announced for _, size, _ in of_one)
         version = max((version for of_one in announced for *_, version in of_one), default=1)
         try:
-            folder = self._stages.run_on_main(lambda: self._begin(announced))
-            written = self._stages.run(lambda: write(planned, self._directory / folder))
-            name = self._stages.run_on_main(lambda: self._commit(written, version))
+            folder = self._steps.run_on_main(lambda: self._begin(announced))
+            written = self._steps.run(lambda: write(planned, self._directory / folder))
+            name = self._steps.run_on_main(lambda: self._commit(written, version))
         finally:
             # On process 0, where it exists until it is renamed; on others it never did.
-            _discard(self._temporary)
+            with suppress(OSError):  # what stays is invisible, and removed at the next start
+                files.remove_tree(self._temporary)
         return self._directory / str(name)
 
     def _begin(self, announced: Announced) -> str:
@@ -130,7 +131,8 @@ class Save:
                 )
         for path in folders(self._directory):
             if path.name == folder_name(self._step, 0):
-                _refuse_newer_format(path)
+                with suppress(CheckpointCorrupt):  # is left alone, and another name taken
+                    read_manifest(path)
         return same
 
     def _free_name(self, revision: int) -> Path:
@@ -152,13 +154,3 @@ def throw_away(path: Path) -> None:
     files.rename(path, trash)
     files.sync_directory(path.parent)
     files.remove_tree(trash)
-
-
-def _refuse_newer_format(path: Path) -> None:
-    with suppress(CheckpointCorrupt):  # what is broken is left alone, and another name taken
-        read_manifest(path)
-
-
-def _discard(temporary: Path) -> None:
-    with suppress(OSError):  # what cannot be removed is invisible, and removed at the next start
-        files.remove_tree(temporary)

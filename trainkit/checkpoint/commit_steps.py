@@ -10,13 +10,13 @@ from typing import Any
 from trainkit.checkpoint.listing import committed
 from trainkit.errors import CheckpointError, TrainkitError, text_of
 
-__all__ = ["Stages"]
+__all__ = ["CommitSteps"]
 
 Failure = tuple[str, str | None, int | None]
 """What happened in words, the file at fault, and the number of the system's error."""
 
 
-class Stages:
+class CommitSteps:
     """The steps of one save, each of which ends with an agreement.
 
     Args:

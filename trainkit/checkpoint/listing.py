@@ -7,8 +7,9 @@ from pathlib import Path
 
 from trainkit.checkpoint.format.manifest import Manifest, read_manifest
 from trainkit.errors import CheckpointError
+from trainkit.outputs import why
 
-__all__ = ["Entry", "broken_folders", "committed", "folders"]
+__all__ = ["Entry", "broken_folders", "committed", "folders", "unwritable"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,3 +58,13 @@ def broken_folders(directory: Path) -> Iterator[tuple[Path, CheckpointError]]:
                 read_manifest(path)
             except CheckpointError as error:
                 yield path, error
+
+
+def unwritable(directory: Path, error: OSError) -> CheckpointError:
+    """Return the error that says why nothing can be saved in a directory."""
+    return CheckpointError(
+        f"The directory `{directory}` cannot be written to: {why(directory, error)}. Choose "
+        "another `output_dir`, or make this one writable.",
+        path=directory,
+        errno=error.errno,
+    )

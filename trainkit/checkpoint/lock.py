@@ -13,8 +13,8 @@ from typing import Any, Self
 
 from trainkit.checkpoint.format import strict_json
 from trainkit.checkpoint.io import files
+from trainkit.checkpoint.listing import unwritable
 from trainkit.errors import CheckpointError
-from trainkit.outputs import why
 
 __all__ = ["RunLock"]
 
@@ -51,13 +51,7 @@ class RunLock:
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
             descriptor = os.open(path, flags, 0o644)
         except OSError as error:
-            raise CheckpointError(
-                f"The directory `{self.directory}` cannot be written to: "
-                f"{why(self.directory, error)}. Choose another `output_dir`, or make this one "
-                "writable.",
-                path=self.directory,
-                errno=error.errno,
-            ) from error
+            raise unwritable(self.directory, error) from error
         try:
             _lock(descriptor, self.directory)
         except BaseException:

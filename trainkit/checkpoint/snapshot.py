@@ -27,7 +27,7 @@ class Snapshot:
         Tensors that are the same one stay so. What a checkpoint cannot hold is not copied: to
         refuse it, with its path, is up to the codec. Blocks until the copy is complete.
         """
-        walk = _Walk()
+        walk = _CopyPass()
         result = walk.copy(state, self._last, 0)
         late = False  # whether copies may arrive later
         if walk.sources:
@@ -41,7 +41,7 @@ class Snapshot:
         return result
 
 
-class _Walk:
+class _CopyPass:
     """One pass through a state: finds a buffer for each tensor, and copies the rest."""
 
     def __init__(self) -> None:

@@ -1,7 +1,6 @@
 """Where checkpoints are: how they are saved, found and removed. When, and what stays, is policy."""
 
 import os
-import stat
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -12,10 +11,9 @@ from trainkit.checkpoint.checkpoint import Checkpoint, check_sizes
 from trainkit.checkpoint.commit import Save, throw_away
 from trainkit.checkpoint.format.names import TEMPORARY, TRASH
 from trainkit.checkpoint.io import files
-from trainkit.checkpoint.listing import Entry, broken_folders, committed
+from trainkit.checkpoint.listing import Entry, broken_folders, committed, unwritable
 from trainkit.checkpoint.pinned_steps import read_pins, write_pins
 from trainkit.errors import CheckpointError, ConfigError
-from trainkit.outputs import why
 
 __all__ = ["CheckpointStore", "Entry"]
 
@@ -82,13 +80,7 @@ class CheckpointStore:
             files.rename(temporary, renamed)
             files.sync_directory(self.directory)
         except OSError as error:
-            raise CheckpointError(
-                f"The directory `{self.directory}` cannot be written to: "
-                f"{why(self.directory, error)}. Choose another `output_dir`, or make this one "
-                "writable.",
-                path=self.directory,
-                errno=error.errno,
-            ) from error
+            raise unwritable(self.directory, error) from error
         finally:
             for path in (temporary, renamed):
                 with suppress(OSError):
@@ -172,7 +164,7 @@ class CheckpointStore:
             CheckpointError: It is not a folder in this directory, or cannot be removed.
         """
         path = entry.path
-        if path.parent != self.directory or not stat.S_ISDIR(_mode(path)):
+        if path.parent != self.directory or path.is_symlink() or not path.is_dir():
             raise CheckpointError(
                 f"`{path}` is not a folder in `{self.directory}`. It is left alone.", path=path
             )
@@ -207,13 +199,6 @@ class CheckpointStore:
             CheckpointError: `pins.json` fails.
         """
         write_pins(self.directory, self.pinned() - {step})
-
-
-def _mode(path: Path) -> int:
-    try:
-        return os.lstat(path).st_mode
-    except FileNotFoundError:
-        return 0
 
 
 def _removing(path: Path, remove: Callable[[Path], None]) -> None:

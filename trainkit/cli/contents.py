@@ -11,7 +11,7 @@ from trainkit.checkpoint.checkpoint import verify
 from trainkit.checkpoint.format import strict_json
 from trainkit.checkpoint.format.manifest import Manifest
 from trainkit.checkpoint.format.names import JSON_SUFFIX, TENSOR_SUFFIX, part_of
-from trainkit.checkpoint.format.shard_region import Box
+from trainkit.checkpoint.format.shard_region import ShardRegion
 from trainkit.checkpoint.format.tensor_location import StoredTensor
 from trainkit.checkpoint.io.reading import open_directory
 from trainkit.checkpoint.resharding.tensor_reader import TensorReader
@@ -103,7 +103,7 @@ def _is_plain(tree: Any) -> bool:
 
 
 def _summary(reader: TensorReader, stored: StoredTensor) -> TensorSummary:
-    whole = Box.whole(stored.shape)
+    whole = ShardRegion.whole(stored.shape)
     reader.check(stored, whole)
     content = bytearray(stored.size)
     reader.read([(stored, whole, memoryview(content))], hashed=False)

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainkit.containers import dataclasses
+from trainkit.containers.tree import build, class_named, is_array, is_named, parts
 from trainkit.errors import DataError
 
 __all__ = [
@@ -36,12 +36,10 @@ __all__ = [
     "Samples",
     "as_samples",
     "cut",
-    "from_plain",
     "holds_fields",
     "join",
     "parse",
     "split",
-    "to_plain",
 ]
 
 
@@ -92,16 +90,15 @@ def parse(value: Any, size: int | None, path: str, known: dict[str, type]) -> No
     """
     if is_array(value):
         return _as_rows(value, size, path)
-    taken = dataclasses.parts(value)
-    if taken is not None:
-        return _as_container(type(value), *taken, size, path, known)
+    if is_named(type(value)):
+        return _as_container(type(value), *parts(value), size, path, known)
     if not isinstance(value, list | tuple):
         raise _no_entries(value, size, path)
     if not holds_fields(value):
         return as_samples(value, size, path)
     cls = tuple if isinstance(value, tuple) else list
     try:
-        return _as_container(cls, list(range(len(value))), list(value), size, path, known)
+        return _as_container(cls, *parts(value), size, path, known)
     except DataError as error:
         if len(value) == size:
             raise DataError(f"{error} {_other_reading(value, path)}") from None
@@ -131,7 +128,7 @@ def as_samples(value: Any, size: int | None, path: str) -> Samples:
         raise _no_entries(value, size, path)
     if size is not None and len(value) != size:
         error = _no_entries(value, size, path)
-        if any(isinstance(item, list | tuple) or dataclasses.parts(item) for item in value):
+        if any(isinstance(item, list | tuple) or is_named(type(item)) for item in value):
             raise DataError(f"{error} Fields side by side are a tuple: `tuple({path})`.")
         raise error
     return Samples(list(value), isinstance(value, tuple))
@@ -141,24 +138,16 @@ def holds_fields(value: list[Any] | tuple[Any, ...]) -> bool:
     """Return whether a list or tuple holds fields side by side, and not one entry per sample."""
     if isinstance(value, tuple):
         return any(
-            is_array(item) or isinstance(item, list | tuple) or dataclasses.parts(item) is not None
+            is_array(item) or isinstance(item, list | tuple) or is_named(type(item))
             for item in value
         )
     return any(map(_has_arrays, value))
 
 
 def _has_arrays(value: Any) -> bool:
-    if isinstance(value, list | tuple) and dataclasses.parts(value) is None:
+    if isinstance(value, list | tuple) and not is_named(type(value)):
         return any(map(_has_arrays, value))
     return is_array(value)
-
-
-def is_array(value: Any) -> bool:
-    """Return whether `value` is a tensor or a NumPy array."""
-    if isinstance(value, Tensor):
-        return True
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(value, numpy.ndarray)
 
 
 def _as_container(
@@ -269,29 +258,6 @@ def split(node: Node, sizes: Sequence[int]) -> Sequence[Node]:
     return [node] * len(sizes)
 
 
-def to_plain(node: Node) -> tuple[Any, ...]:
-    """Return a node in built-in types, which travel faster than data classes."""
-    if isinstance(node, Container):
-        return "container", node.class_name, node.keys, [to_plain(n) for n in node.children]
-    if isinstance(node, Rows):
-        return "rows", node.values
-    if isinstance(node, Samples):
-        return "samples", node.items, node.is_tuple
-    return ("nothing",)
-
-
-def from_plain(plain: tuple[Any, ...]) -> Node:
-    """Return the node that `to_plain` was given."""
-    kind, *fields = plain
-    if kind == "container":
-        return Container(fields[0], fields[1], [from_plain(child) for child in fields[2]])
-    node: Node = _KINDS[kind](*fields)
-    return node
-
-
-_KINDS: dict[str, Any] = {"rows": Rows, "samples": Samples, "nothing": Nothing}
-
-
 @dataclass(frozen=True, slots=True)
 class Origin:
     """Where a node comes from, for errors."""
@@ -347,14 +313,14 @@ class Merge:
         for key in first.keys:
             children = [node.children[node.keys.index(key)] for node in nodes]
             values.append(self(children, origins, f"{path}[{key!r}]"))
-        cls = self.known.get(first.class_name) or dataclasses.find(first.class_name)
+        cls = self.known.get(first.class_name) or class_named(first.class_name)
         if cls is None:
             raise DataError(
                 f"`{path}` is a `{first.class_name.replace(':', '.')}` on process "
                 f"{origins[0].process}, a class that this process does not know. Define it in a "
                 "module that all processes import."
             )
-        return cls(values) if cls in (list, tuple) else dataclasses.build(cls, first.keys, values)
+        return cls(values) if cls in (list, tuple) else build(cls, first.keys, values)
 
     def _merge_rows(self, rows: list[Any], path: str) -> Any:
         if len(rows) == 1:

@@ -1,9 +1,15 @@
-"""Walks through the containers of a batch: copy them, change their leaves, count their samples."""
+"""What a container is: walk through one, change what it holds, take it apart and rebuild it.
+
+Containers are mappings, lists, tuples, named tuples and data classes; the data classes of
+transformers that are mappings too (`ModelOutput`) count as mappings: a field that is None is not
+part of them. Anything else is a leaf.
+"""
 
 import copy
-from collections import UserDict
+import dataclasses
+import sys
+from collections import UserDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
-from dataclasses import fields, is_dataclass
 from typing import Any
 
 from torch import Tensor
@@ -11,21 +17,62 @@ from torch import Tensor
 from trainkit.errors import DataError
 
 __all__ = [
+    "build",
     "children",
+    "class_named",
     "copy_containers",
     "count_samples",
+    "has_more_state",
+    "is_array",
     "is_container",
+    "is_named",
     "is_opaque",
     "map_children",
     "map_leaves",
+    "map_tensors",
+    "name_of",
+    "named_tensors",
+    "parts",
 ]
+
+
+def is_container(tree: Any) -> bool:
+    """Return whether `tree` is a mapping, list, tuple or data class."""
+    return isinstance(tree, Mapping | tuple | list) or _is_dataclass(tree)
+
+
+def is_opaque(tree: Any) -> bool:
+    """Return whether `tree` is an object that holds tensors and moves itself, such as a graph."""
+    return hasattr(tree, "to") and not isinstance(tree, Tensor | dict | UserDict)
+
+
+def is_array(value: Any) -> bool:
+    """Return whether `value` is a tensor or a NumPy array."""
+    if isinstance(value, Tensor):
+        return True
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray)
+
+
+def parts(tree: Any) -> tuple[list[Any], list[Any]]:
+    """Return the keys of a container and the values under them, in order; empty for a leaf."""
+    if isinstance(tree, Mapping):
+        return list(tree), list(tree.values())
+    if isinstance(tree, list | tuple):
+        return list(getattr(tree, "_fields", range(len(tree)))), list(tree)
+    names = [field.name for field in dataclasses.fields(tree)] if _is_dataclass(tree) else []
+    return list(names), [getattr(tree, name) for name in names]
+
+
+def children(tree: Any) -> Iterable[Any]:
+    """Return what a container holds; nothing for a leaf."""
+    return parts(tree)[1]
 
 
 def map_leaves(tree: Any, function: Callable[[Any], Any]) -> Any:
     """Return `tree` with new containers of the same types, and `function` applied to the rest.
 
-    Containers are mappings, lists, tuples, named tuples and dataclasses. Anything else is a leaf,
-    and so is an object that moves itself by a method `to` (see `is_opaque`).
+    An object that moves itself by a method `to` is a leaf (see `is_opaque`).
     """
     if isinstance(tree, Tensor) or is_opaque(tree) or not is_container(tree):
         return function(tree)
@@ -40,26 +87,51 @@ def map_children(tree: Any, function: Callable[[Any], Any]) -> Any:
         mapped = [function(item) for item in tree]
         return type(tree)(*mapped) if hasattr(tree, "_fields") else type(tree)(mapped)
     clone = copy.copy(tree)
-    for field in fields(tree):
+    for field in dataclasses.fields(tree):
         object.__setattr__(clone, field.name, function(getattr(tree, field.name)))
     return clone
 
 
-def is_container(tree: Any) -> bool:
-    """Return whether `tree` is a mapping, list, tuple or dataclass."""
-    if isinstance(tree, Mapping | tuple | list):
-        return True
-    return is_dataclass(tree) and not isinstance(tree, type)
+def named_tensors(tree: Any, path: str) -> list[tuple[str, Tensor]]:
+    """Return the tensors in any nesting of containers, in order, each with its place.
+
+    Args:
+        tree: A tensor, or a nesting of nothing but tensors.
+        path: Names `tree`.
+
+    Raises:
+        DataError: There is something else than a tensor.
+    """
+    if isinstance(tree, Tensor):
+        return [(path, tree)]
+    if not is_container(tree):
+        raise DataError(
+            f"`{path}` is a {type(tree).__name__}, but must be a tensor, or a nesting of them. "
+            "Turn numbers into tensors with `torch.tensor`."
+        )
+    inside = zip(*parts(tree), strict=True)
+    return [one for key, child in inside for one in named_tensors(child, f"{path}[{key!r}]")]
 
 
-def is_opaque(tree: Any) -> bool:
-    """Return whether `tree` is an object that holds tensors and moves itself, such as a graph."""
-    return hasattr(tree, "to") and not isinstance(tree, Tensor | dict | UserDict)
+def map_tensors(function: Callable[[Tensor], Any], tree: Any, path: str) -> Any:
+    """Return `tree` with new containers, and `function` applied to each tensor in it, in order.
+
+    Raises:
+        DataError: As `named_tensors`, before the first call of `function`.
+    """
+    named_tensors(tree, path)
+    return _map_tensors(tree, function)
+
+
+def _map_tensors(tree: Any, function: Callable[[Tensor], Any]) -> Any:
+    if isinstance(tree, Tensor):
+        return function(tree)
+    return map_children(tree, lambda child: _map_tensors(child, function))
 
 
 def copy_containers(tree: Any) -> Any:
     """Return a copy of `tree` that has its own containers and shares the tensors."""
-    return map_leaves(tree, _same)
+    return map_leaves(tree, lambda leaf: leaf)
 
 
 def count_samples(batch: Any) -> int:
@@ -79,8 +151,8 @@ def count_samples(batch: Any) -> int:
     return count
 
 
-def _same(leaf: Any) -> Any:
-    return leaf
+def _is_dataclass(tree: Any) -> bool:
+    return dataclasses.is_dataclass(tree) and not isinstance(tree, type)
 
 
 def _map_mapping(tree: Mapping[Any, Any], function: Callable[[Any], Any]) -> Any:
@@ -97,17 +169,6 @@ def _map_mapping(tree: Mapping[Any, Any], function: Callable[[Any], Any]) -> Any
         return type(tree)(mapped)  # type: ignore[call-arg]
     except TypeError:
         return mapped
-
-
-def children(tree: Any) -> Iterable[Any]:
-    """Return what a container holds; nothing for a leaf."""
-    if isinstance(tree, Mapping):
-        return tree.values()
-    if isinstance(tree, list | tuple):
-        return tree
-    if is_dataclass(tree) and not isinstance(tree, type):
-        return [getattr(tree, field.name) for field in fields(tree)]
-    return ()
 
 
 def _rows(tree: Any) -> int | None:
@@ -127,3 +188,59 @@ def _length(tree: Any) -> int | None:
         if length is not None:
             return length
     return len(tree) if isinstance(tree, list) else None
+
+
+def is_named(cls: type) -> bool:
+    """Return whether `build` makes a `cls`: a named tuple, data class, dict or `UserDict`."""
+    named_tuple = issubclass(cls, tuple) and hasattr(cls, "_make")
+    return named_tuple or issubclass(cls, dict | UserDict) or dataclasses.is_dataclass(cls)
+
+
+def build(cls: type, keys: list[Any], values: list[Any]) -> Any:
+    """Return a `cls` with these parts; a data class without a call of `__init__`."""
+    if issubclass(cls, tuple):
+        make: Callable[[list[Any]], Any] = cls._make  # type: ignore[attr-defined]
+        return make(values)
+    if issubclass(cls, defaultdict):
+        return cls(None, zip(keys, values, strict=True))
+    if issubclass(cls, dict | UserDict) and not dataclasses.is_dataclass(cls):
+        return cls(dict(zip(keys, values, strict=True)))
+    return _build_dataclass(cls, dict(zip(keys, values, strict=True)))
+
+
+def _build_dataclass(cls: type, values: dict[str, Any]) -> Any:
+    built: Any = object.__new__(cls) if not issubclass(cls, dict) else dict.__new__(cls)
+    is_mapping = isinstance(built, dict)
+    for field in dataclasses.fields(cls):
+        if field.name in values or is_mapping:
+            # Frozen classes refuse plain assignment.
+            object.__setattr__(built, field.name, values.get(field.name))
+    if is_mapping:
+        for key, value in values.items():
+            built[key] = value
+    return built
+
+
+def has_more_state(value: Any) -> bool:
+    """Return whether `value` holds attributes beside its `parts`."""
+    attributes = getattr(value, "__dict__", None)
+    if not attributes or isinstance(value, UserDict):
+        return False  # the other attributes of a UserDict are made by its constructor
+    if dataclasses.is_dataclass(value):
+        return bool(attributes.keys() - {field.name for field in dataclasses.fields(value)})
+    return True
+
+
+def name_of(cls: type) -> str | None:
+    """Return the name under which `class_named` finds `cls`; None for local classes."""
+    name = f"{cls.__module__}:{cls.__qualname__}"
+    return name if class_named(name) is cls else None
+
+
+def class_named(name: str) -> type | None:
+    """Return the class of that name from a module already imported; nothing is imported."""
+    module, _, qualified = name.partition(":")
+    found: Any = sys.modules.get(module)
+    for part in qualified.split("."):
+        found = getattr(found, part, None)
+    return found if isinstance(found, type) else None

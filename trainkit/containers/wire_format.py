@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from trainkit.containers import dataclasses
+from trainkit.containers import tree
 from trainkit.errors import DistributedError
 
 __all__ = ["Unencodable", "decode", "encode"]
@@ -118,13 +118,12 @@ class _Encoder:
         self.chunks += (tag + _COUNT.pack(len(data)), data)
 
     def put_object(self, tag: bytes, value: Any) -> None:
-        """Append an object that `classes` takes apart."""
-        taken = dataclasses.parts(value)
-        name = dataclasses.name_of(type(value))
-        if taken is None or name is None or dataclasses.has_more_state(value):
+        """Append an object that `tree` takes apart."""
+        name = tree.name_of(type(value)) if tree.is_named(type(value)) else None
+        if name is None or tree.has_more_state(value):
             self.put_foreign(value)
             return
-        keys, values = taken
+        keys, values = tree.parts(value)
         self.put_bytes(tag, name.encode())
         self.chunks.append(_COUNT.pack(len(keys)))
         self.put_items(keys, keys)
@@ -190,7 +189,7 @@ def _put_dict(encoder: _Encoder, value: dict[Any, Any]) -> None:
 
 def _put_defaultdict(encoder: _Encoder, value: defaultdict[Any, Any]) -> None:
     factory = value.default_factory
-    name = dataclasses.name_of(factory) if isinstance(factory, type) else None
+    name = tree.name_of(factory) if isinstance(factory, type) else None
     if factory is not None and name is None:
         encoder.put_foreign(value)
     else:
@@ -332,13 +331,13 @@ def _get_object(decoder: _Decoder) -> Any:
     cls = _class(bytes(decoder.take_counted()).decode())
     keys = decoder.items()
     values = decoder.items(len(keys))
-    if not dataclasses.is_container(cls):
+    if not tree.is_named(cls):
         raise _damaged(f"`{cls.__qualname__}` is not a container")
-    return dataclasses.build(cls, keys, values)
+    return tree.build(cls, keys, values)
 
 
 def _class(name: str) -> type:
-    found = dataclasses.find(name)
+    found = tree.class_named(name)
     if found is None:
         raise DistributedError(
             f"Another process sent a `{name.replace(':', '.')}`, but no module imported in this "

@@ -7,14 +7,15 @@ from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 
+from trainkit.containers.tree import map_tensors
 from trainkit.distributed import (
     Processes,
     Refusal,
     collective_guard,
+    equal_length,
     gather_all,
     gather_samples,
     gather_tensors,
-    tree,
 )
 from trainkit.distributed.active_batches import ActiveLoaders
 from trainkit.errors import ConfigError, DataError
@@ -191,12 +192,12 @@ class Communicator:
             total = own if reduction == "none" else self.processes.all_reduce(own, reduction)
             return total if scale == 1.0 else total * scale
 
-        return tree.map_tensors(reduced, tensor, "tensor")
+        return map_tensors(reduced, tensor, "tensor")
 
     def broadcast(self, tensor: Any, from_process: int = 0) -> Any:
         """Overwrite a tensor, or each in a nesting, with that of one process, and return it."""
         collective_guard.check("broadcast")
-        return tree.map_tensors(
+        return map_tensors(
             lambda leaf: self.processes.broadcast(leaf, from_process), tensor, "tensor"
         )
 
@@ -212,7 +213,7 @@ class Communicator:
             pad_first: Whether it goes in front instead of at the end.
         """
         collective_guard.check("pad_across_processes")
-        return tree.pad_to_longest(self.processes, tensor, dim, pad_index, pad_first)
+        return equal_length.pad_to_longest(self.processes, tensor, dim, pad_index, pad_first)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on the main process of each machine only; a closed stdout is no error."""
@@ -307,4 +308,4 @@ class Communicator:
             apply_padding: Whether shorter parts are filled up with the last entry of `inputs`,
                 so that all are equally long.
         """
-        yield tree.split(inputs, self.process_index, self.num_processes, apply_padding)
+        yield equal_length.split(inputs, self.process_index, self.num_processes, apply_padding)

@@ -8,7 +8,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from typing_extensions import override
 
-from trainkit.distributed import collective_guard, tree
+from trainkit.containers.tree import map_tensors, named_tensors
+from trainkit.distributed import collective_guard
+from trainkit.distributed.collectives import run_and_gather
 from trainkit.distributed.processes import Processes
 from trainkit.errors import DataError
 
@@ -28,7 +30,7 @@ def gather_with_gradients(processes: Processes, value: Any, *, name: str = "valu
     """
     collective_guard.check("gather")
     if processes.size == 1:
-        return tree.map_tensors(torch.atleast_1d, value, name)
+        return map_tensors(torch.atleast_1d, value, name)
     counted = _numbers_of_rows(processes, value, name)
     _say_if_uneven(processes, counted)
     numbers = iter(counted)
@@ -38,7 +40,7 @@ def gather_with_gradients(processes: Processes, value: Any, *, name: str = "valu
         rows = torch.atleast_1d(tensor)[: counts[processes.rank]]  # type: ignore[no-untyped-call]
         return _Gather.apply(rows, processes, counts)  # type: ignore[no-untyped-call, no-any-return]
 
-    return tree.map_tensors(gathered, value, name)
+    return map_tensors(gathered, value, name)
 
 
 class _Gather(torch.autograd.Function):
@@ -78,28 +80,23 @@ def _say_if_uneven(processes: Processes, counted: list[list[int]]) -> None:
 
 def _numbers_of_rows(processes: Processes, value: Any, name: str) -> list[list[int]]:
     """Return for each tensor in `value` how many rows each process gives."""
-    counts: list[int] = []
-    forms: list[str] = []
 
-    def note(tensor: Tensor) -> None:
-        graph = "with" if tensor.requires_grad and torch.is_grad_enabled() else "without"
-        counts.append(0 if processes.repeats else tensor.shape[:1].numel())
-        forms.append(f"rows of shape {list(tensor.shape[1:])}, {tensor.dtype}, {graph} a gradient")
+    def described() -> tuple[str, list[int]]:
+        tensors = named_tensors(value, name)
+        counts = [0 if processes.repeats else t.shape[:1].numel() for _, t in tensors]
+        return "; ".join(f"`{path}` of {_form(tensor)}" for path, tensor in tensors), counts
 
-    failure, paths = "", list[str]()
-    try:
-        tree.map_tensors(note, value, name, paths)
-    except DataError as error:
-        failure = str(error)  # raised below by all, as the others wait for our sizes
-    described = "; ".join(f"`{path}` of {form}" for path, form in zip(paths, forms, strict=True))
-    packets = processes.all_gather_objects((failure, described, counts))
-    for rank, (message, words, _) in enumerate(packets):
-        if message:
-            raise DataError(f"On process {rank}: {message}")
-        if words != packets[0][1]:
+    _, packets = run_and_gather(processes, lambda: (None, described()))
+    for rank, (words, _) in enumerate(packets):
+        if words != packets[0][0]:
             raise DataError(
-                f"The processes gather different things: process 0 {packets[0][1]}, but process "
+                f"The processes gather different things: process 0 {packets[0][0]}, but process "
                 f"{rank} {words}. All but the number of rows must be equal, and who requires a "
                 "gradient too: their backwards wait for each other."
             )
-    return [list(of_tensor) for of_tensor in zip(*(packet[2] for packet in packets), strict=True)]
+    return [list(of_tensor) for of_tensor in zip(*(packet[1] for packet in packets), strict=True)]
+
+
+def _form(tensor: Tensor) -> str:
+    graph = "with" if tensor.requires_grad and torch.is_grad_enabled() else "without"
+    return f"rows of shape {list(tensor.shape[1:])}, {tensor.dtype}, {graph} a gradient"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainkit.containers import dataclasses, wire_format
+from trainkit.containers import wire_format
 from trainkit.containers.sample_rows import (
     Container,
     Merge,
@@ -19,13 +19,11 @@ from trainkit.containers.sample_rows import (
     Samples,
     as_samples,
     cut,
-    from_plain,
-    is_array,
     join,
     parse,
     split,
-    to_plain,
 )
+from trainkit.containers.tree import is_array, is_named, parts
 from trainkit.distributed import collective_guard
 from trainkit.distributed.processes import Processes
 from trainkit.errors import DataError, text_of
@@ -186,15 +184,12 @@ def _all_rows(value: Any, path: str, known: dict[str, type], repeats: bool) -> N
     if isinstance(value, Tensor):
         rows = value if value.ndim else value.reshape(1)
         return Rows(rows[:0] if repeats else rows)
-    taken = dataclasses.parts(value)
-    if taken is None and isinstance(value, list | tuple):
-        taken = list(range(len(value))), list(value)
-    if taken is None:
+    if not is_named(type(value)) and not isinstance(value, list | tuple):
         raise DataError(
             f"`{path}` is a {type(value).__name__}, but must be a tensor, or a nesting of them. "
             "Use `gather_object` for other objects."
         )
-    keys, values = taken
+    keys, values = parts(value)
     children = [
         _all_rows(child, f"{path}[{key!r}]", known, repeats)
         for key, child in zip(keys, values, strict=True)
@@ -213,16 +208,15 @@ def _exchange(
     try:
         packet = wire_format.encode(_packed(mine), allow_pickle=True)
     except wire_format.Unencodable as error:
-        packet = wire_format.encode([error.reason] * len(mine))
+        packet = wire_format.encode([Refusal(error.reason)] * len(mine))
     except Exception as error:  # whatever it is: the other processes wait for this packet
-        packet = wire_format.encode([f"A value cannot be sent: {error!r}"] * len(mine))
-    return [
-        _unpacked(
-            wire_format.decode(packet, device=processes.device, allow_pickle=True),
-            [numbers[rank] for numbers in counts],
-        )
-        for rank, packet in enumerate(processes.all_gather_bytes(packet))
-    ]
+        packet = wire_format.encode([Refusal(f"A value cannot be sent: {error!r}")] * len(mine))
+    entries: list[Sequence[Node | Refusal]] = []
+    for rank, theirs in enumerate(processes.all_gather_bytes(packet)):
+        sent = wire_format.decode(theirs, device=processes.device, allow_pickle=True)
+        sizes = [numbers[rank] for numbers in counts]
+        entries.append(sent if isinstance(sent, list) else split(sent, sizes))
+    return entries
 
 
 def _without_graph(node: Node | Refusal) -> Node | Refusal:
@@ -243,22 +237,14 @@ def _has_graph(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
 
 
-def _packed(entries: Sequence[Node | Refusal]) -> Any:
-    """Return what travels: a tuple of all batches as one, else a list with each or its failure."""
+def _packed(entries: Sequence[Node | Refusal]) -> Node | list[Node | Refusal]:
+    """Return what travels: all batches as one, else a list with each."""
     nodes = [entry for entry in entries if not isinstance(entry, Refusal)]
     joined = None
     if len(nodes) == len(entries) > 1:
         with suppress(Exception):  # such as no memory for it: the other processes wait
             joined = join(nodes)
-    if joined is not None:
-        return to_plain(joined)
-    return [e.message if isinstance(e, Refusal) else to_plain(e) for e in entries]
-
-
-def _unpacked(packet: Any, sizes: Sequence[int]) -> Sequence[Node | Refusal]:
-    if isinstance(packet, tuple):
-        return split(from_plain(packet), sizes)
-    return [Refusal(one) if isinstance(one, str) else from_plain(one) for one in packet]
+    return list(entries) if joined is None else joined
 
 
 def _in_order(
@@ -290,11 +276,8 @@ def _in_order(
 def _first_size(value: Any) -> int:
     """Return the number of samples that `value` seems to hold."""
     while not is_array(value):
-        taken = dataclasses.parts(value)
-        if taken is None:
-            inside = isinstance(value, tuple) and value and is_array(value[0])
-            if not inside:
-                return len(value)
-            taken = [], [value[0]]
-        value = next((child for child in taken[1] if child is not None), ())
+        has_fields = isinstance(value, tuple) and value and is_array(value[0])
+        if not has_fields and not is_named(type(value)):
+            return len(value)
+        value = next((field for field in parts(value)[1] if field is not None), ())
     return int(value.shape[0]) if value.ndim else 1

@@ -8,7 +8,7 @@ from torch import nn
 
 from trainkit.errors import ConfigError
 from trainkit.export.sizes import parse_size
-from trainkit.export.slots import slots_of
+from trainkit.export.targets import targets_of
 from trainkit.types import Size
 
 __all__ = ["DeviceMap", "Place", "device_of", "infer_device_map", "places_of", "prefix_of"]
@@ -110,10 +110,10 @@ def infer_device_map(
     if first != "cpu" and sum(sizes.values()) > sum(v for k, v in free.items() if k != "cpu"):
         # What stays outside the GPUs visits the first one block by block.
         free[first] = max(0, free[first] - _largest_block(model, sizes, unsplit))
-    return _Filling(free, sizes, ties, unsplit).run(model)
+    return _MapBuilder(free, sizes, ties, unsplit).run(model)
 
 
-class _Filling:
+class _MapBuilder:
     def __init__(
         self,
         free: Mapping[int | str, int],
@@ -174,8 +174,8 @@ def _sizes(model: nn.Module, dtype: torch.dtype | None) -> tuple[dict[str, int],
     """Return the bytes of each tensor by name, and the first name of each that is tied to one."""
     sizes: dict[str, int] = {}
     ties: dict[str, str] = {}
-    for name, slot in slots_of(model).items():
-        tensor, first = slot.tensor, slot.names[0]
+    for name, target in targets_of(model).items():
+        tensor, first = target.tensor, target.names[0]
         kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
         sizes[name] = tensor.numel() * kind.itemsize if name == first else 0
         if name != first:

@@ -64,7 +64,7 @@ def import_accelerate(
     metadata = {"run_id": _RUN, "imported_from": "accelerate", "skipped": sorted(skip)}
     step = _updates(parts.get("optimizer")) if step is None else step
     store = CheckpointStore(directory)
-    return store.save(step, parts, metadata=metadata, gather=_alone, rank=0)
+    return store.save(step, parts, metadata=metadata, gather=lambda own: [own], rank=0)
 
 
 def _read(source: Path, name: str) -> tuple[str, Any]:
@@ -102,7 +102,3 @@ def _updates(optimizer: Any) -> int:
     states = optimizer.get("state", {}).values() if isinstance(optimizer, dict) else ()
     steps = [state["step"] for state in states if isinstance(state, dict) and "step" in state]
     return max((int(s) for s in steps if isinstance(s, int | float | Tensor)), default=0)
-
-
-def _alone(value: Any) -> list[Any]:
-    return [value]

@@ -6,12 +6,11 @@ from pathlib import Path
 from torch import Tensor
 
 from trainkit.checkpoint import Checkpoint, CheckpointStore
-from trainkit.checkpoint.format import tensor_file
 from trainkit.checkpoint.format.tensor_file import Piece
 from trainkit.checkpoint.format.tensor_location import StoredTensor
 from trainkit.checkpoint.format.tensors import tensor_piece
 from trainkit.checkpoint.io import files
-from trainkit.export.layout import METADATA, Layout, lay_out
+from trainkit.export.layout import Layout, lay_out, write_weights
 from trainkit.export.publication import Publication
 from trainkit.export.sizes import parse_size
 from trainkit.export.state import warn_of_others
@@ -55,8 +54,7 @@ def export_checkpoint(
         publication.begin()
         for file, held in layout.files.items():
             own = {name: pieces[name] for name in held}
-            header = tensor_file.encode_header(own, METADATA)
-            files.write_file(publication.folder / file, tensor_file.chunks(own, header))
+            write_weights(publication.folder / file, own)
         if layout.index is not None:
             files.write_file(publication.folder / layout.index, [layout.encode_index()])
         publication.commit(layout.entry)

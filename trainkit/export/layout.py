@@ -2,15 +2,21 @@
 
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
-from trainkit.checkpoint.format import strict_json
+from torch import Tensor
+
+from trainkit.checkpoint.format import strict_json, tensor_file
 from trainkit.checkpoint.format.tensor_file import LARGEST_HEADER, SIZES, Piece
+from trainkit.checkpoint.format.tensors import tensor_piece
+from trainkit.checkpoint.io import files
+from trainkit.errors import ConfigError
 
-__all__ = ["METADATA", "Layout", "is_weights", "lay_out"]
+__all__ = ["Layout", "is_weights", "lay_out", "weight_piece", "write_weights"]
 
-METADATA = {"format": "pt"}  # which readers of transformers ask for
+_METADATA = {"format": "pt"}  # which readers of transformers ask for
 
 _STEMS = {True: "model", False: "pytorch_model"}
 _SUFFIXES = {True: ".safetensors", False: ".bin"}
@@ -57,7 +63,7 @@ def lay_out(pieces: Mapping[str, Piece], limit: int, *, safe: bool) -> Layout:
         safe: Safetensors, not torch's own files.
     """
     base = (
-        8 + len(strict_json.dump({"__metadata__": METADATA})) + 8 if safe else _PER_PICKLED_TENSOR
+        8 + len(strict_json.dump({"__metadata__": _METADATA})) + 8 if safe else _PER_PICKLED_TENSOR
     )
     groups: list[list[str]] = [[]]
     used = heads = base
@@ -86,6 +92,32 @@ def lay_out(pieces: Mapping[str, Piece], limit: int, *, safe: bool) -> Layout:
         for number, group in enumerate(groups, 1)
     }
     return Layout(files, size, f"{stem}{suffix}.index.json")
+
+
+def weight_piece(name: str, like: Tensor, read: Callable[[], Tensor] | None = None) -> Piece:
+    """Return a tensor as it will be written.
+
+    Args:
+        like: Has its shape and dtype.
+        read: Returns all of the tensor when it is written; None: `like` is the tensor.
+
+    Raises:
+        ConfigError: Safetensors has no such dtype or layout.
+    """
+    piece, node = tensor_piece(like, name)
+    if "$tensor" not in node or str(like.layout) != "torch.strided":
+        raise ConfigError(
+            f"`{name}` is a tensor of dtype {like.dtype} and layout {like.layout}, which files of "
+            "weights cannot hold. Convert it first."
+        )
+    get = read or (lambda: like)
+    return Piece(piece.dtype, piece.shape, lambda: tensor_piece(get(), name)[0].data())
+
+
+def write_weights(path: Path, pieces: Mapping[str, Piece]) -> None:
+    """Write a safetensors file, one tensor in memory at a time."""
+    header = tensor_file.encode_header(pieces, _METADATA)
+    files.write_file(path, tensor_file.chunks(pieces, header))
 
 
 def is_weights(name: str) -> bool:

@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from trainkit.checkpoint.resharding.sharding_spec import held_part, is_sharded
 from trainkit.errors import CheckpointError, ConfigError
 from trainkit.export.devices import (
     DeviceMap,
@@ -19,9 +20,9 @@ from trainkit.export.devices import (
     prefix_of,
 )
 from trainkit.export.offload import align_devices, offload, read_back, write_offloaded
-from trainkit.export.slots import Slot, slots_of
 from trainkit.export.sources import Stored, open_weights
-from trainkit.export.state import is_sharded, unwrapped
+from trainkit.export.state import unwrapped
+from trainkit.export.targets import TensorTarget, targets_of
 from trainkit.types import Size
 
 __all__ = ["LoadedKeys", "load_checkpoint_and_dispatch", "load_checkpoint_in_model"]
@@ -49,7 +50,8 @@ def load_checkpoint_in_model(
     """Load weights into a model, one tensor at a time.
 
     Nothing is loaded before all names and shapes have been compared. A tensor of a tied group may
-    stand in the file under any of its names. Every process of a sharded model calls it.
+    stand in the file under any of its names. Each process of a sharded model reads
+    its own part.
 
     Args:
         model: Any module; on the CPU, a device, or `meta` (see `init_empty_weights`).
@@ -133,8 +135,8 @@ class _Loading:
                 "mapping here."
             )
         self._model = unwrapped(model)
-        self._slots = slots_of(self._model)
-        self._places = places_of(device_map, self._slots)
+        self._targets = targets_of(self._model)
+        self._places = places_of(device_map, self._targets)
         self._folder = None if offload_folder is None else Path(offload_folder)
         self._dtype = _dtype_of(dtype)
         self._whole_classes = whole_classes
@@ -150,12 +152,12 @@ class _Loading:
         self._check_ties()
 
     def _check_ties(self) -> None:
-        for name, slot in self._unique():
-            places = [self._place(one) for one in slot.names]
+        for name, target in self._unique():
+            places = [self._place(one) for one in target.names]
             runs = {str(self._runs_on(place)) for place in places if place is not None}
             if len(runs) > 1:
                 raise ConfigError(
-                    f"`device_map` runs the modules of `{name}` and `{slot.names[-1]}` on "
+                    f"`device_map` runs the modules of `{name}` and `{target.names[-1]}` on "
                     "different devices, but their tensors are tied. Put them on one device."
                 )
 
@@ -163,31 +165,34 @@ class _Loading:
         """Compare, fill, and put up the hooks."""
         with open_weights(path) as stored:
             keys = self._compare(path, stored, strict)
-            on_disk: dict[str, tuple[Slot, Stored]] = {}
-            in_memory: dict[str, tuple[Slot, Stored]] = {}
-            for name, slot in self._unique():
-                source = next((stored[one] for one in slot.names if one in stored), None)
+            on_disk: dict[str, tuple[TensorTarget, Stored]] = {}
+            in_memory: dict[str, tuple[TensorTarget, Stored]] = {}
+            for name, target in self._unique():
+                source = next((stored[one] for one in target.names if one in stored), None)
                 place = self._place(name)
                 if source is None:
-                    self._move(slot, place)
+                    self._move(target, place)
                 elif place == "disk":
-                    on_disk[name] = (slot, source)
+                    on_disk[name] = (target, source)
                 elif self._is_held(place):
-                    in_memory[name] = (slot, source)
+                    in_memory[name] = (target, source)
                 else:
-                    device = self._device(slot, place)
-                    slot.fill(source.read().to(self._wanted(slot.tensor)), device)
+                    device = self._device(target, place)
+                    part = held_part(target.tensor)
+                    target.fill(source.read(part).to(self._wanted(target.tensor)), device)
             self._offload(on_disk, in_memory)
         if len(set(map(str, self._places.values()))) > 1:
             align_devices(self._model, {n: self._runs_on(p) for n, p in self._places.items()})
         return keys
 
     def _compare(self, path: Path, stored: Mapping[str, Stored], strict: bool) -> LoadedKeys:
-        missing = [n for n, slot in self._unique() if not any(one in stored for one in slot.names)]
-        unexpected = [name for name in stored if name not in self._slots]
+        missing = [
+            n for n, target in self._unique() if not any(one in stored for one in target.names)
+        ]
+        unexpected = [name for name in stored if name not in self._targets]
         pairs = (
             (n, stored[n].shape, tuple(s.tensor.shape))
-            for n, s in self._slots.items()
+            for n, s in self._targets.items()
             if n in stored
         )
         shapes = [
@@ -208,8 +213,8 @@ class _Loading:
             warnings.warn(f"`{path}` was loaded in part:\n{listed}", stacklevel=4)
         return LoadedKeys(missing, unexpected)
 
-    def _unique(self) -> Iterable[tuple[str, Slot]]:
-        return ((name, slot) for name, slot in self._slots.items() if slot.names[0] == name)
+    def _unique(self) -> Iterable[tuple[str, TensorTarget]]:
+        return ((name, target) for name, target in self._targets.items() if target.names[0] == name)
 
     def _place(self, name: str) -> Place | None:
         prefix = prefix_of(name, self._places)
@@ -222,15 +227,15 @@ class _Loading:
     def _runs_on(self, place: Place) -> torch.device:
         return self._main if place == "disk" or self._is_held(place) else device_of(place)
 
-    def _device(self, slot: Slot, place: Place | None) -> torch.device:
+    def _device(self, target: TensorTarget, place: Place | None) -> torch.device:
         if place is not None:
             return device_of(place)
-        return torch.device("cpu") if slot.tensor.is_meta else slot.tensor.device
+        return torch.device("cpu") if target.tensor.is_meta else target.tensor.device
 
-    def _move(self, slot: Slot, place: Place | None) -> None:
+    def _move(self, target: TensorTarget, place: Place | None) -> None:
         """Let a tensor that the file does not hold follow the map; it keeps its values."""
-        if place is not None and not slot.tensor.is_meta and not is_sharded(slot.tensor):
-            slot.fill(slot.tensor.detach(), self._runs_on(place))
+        if place is not None and not target.tensor.is_meta and not is_sharded(target.tensor):
+            target.fill(target.tensor.detach(), self._runs_on(place))
 
     def _wanted(self, tensor: Tensor) -> torch.dtype:
         is_cast = self._dtype is not None and tensor.is_floating_point()
@@ -238,31 +243,24 @@ class _Loading:
 
     def _offload(
         self,
-        on_disk: Mapping[str, tuple[Slot, Stored]],
-        in_memory: Mapping[str, tuple[Slot, Stored]],
+        on_disk: Mapping[str, tuple[TensorTarget, Stored]],
+        in_memory: Mapping[str, tuple[TensorTarget, Stored]],
     ) -> None:
         reads = {}
-        for name, (slot, source) in in_memory.items():
-            value = source.read().to(self._wanted(slot.tensor))
-            reads[name] = (slot, partial(_given, value), self._main)
+        for name, (target, source) in in_memory.items():
+            value = source.read().to(self._wanted(target.tensor))
+            reads[name] = (target, value.detach, self._main)
         if on_disk:
             assert self._folder is not None
-            read = read_back(write_offloaded(self._folder, dict(self._written(on_disk))))
-            for name, (slot, _) in on_disk.items():
-                reads[name] = (slot, partial(read, name), self._main)
+            written = {}
+            for name, (target, source) in on_disk.items():
+                kind = self._wanted(target.tensor)
+                like = torch.empty_like(target.tensor, device="meta", dtype=kind)
+                written[name] = (like, partial(_read_as, source, kind))
+            read = read_back(write_offloaded(self._folder, written))
+            for name, (target, _) in on_disk.items():
+                reads[name] = (target, partial(read, name), self._main)
         offload(self._model, reads, self._whole_classes)
-
-    def _written(
-        self, on_disk: Mapping[str, tuple[Slot, Stored]]
-    ) -> Iterable[tuple[str, tuple[Tensor, partial[Tensor]]]]:
-        for name, (slot, source) in on_disk.items():
-            kind = self._wanted(slot.tensor)
-            like = torch.empty_like(slot.tensor, device="meta", dtype=kind)
-            yield name, (like, partial(_read_as, source, kind))
-
-
-def _given(value: Tensor) -> Tensor:
-    return value
 
 
 def _read_as(source: Stored, dtype: torch.dtype) -> Tensor:

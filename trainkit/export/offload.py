@@ -1,6 +1,7 @@
 """Modules whose tensors are elsewhere until their forward needs them."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,14 +9,11 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from trainkit.checkpoint.format import tensor_file
-from trainkit.checkpoint.format.tensor_file import Piece
-from trainkit.checkpoint.format.tensors import tensor_piece
 from trainkit.checkpoint.io import files
 from trainkit.containers.tree import map_leaves
 from trainkit.errors import ConfigError
-from trainkit.export.layout import METADATA
-from trainkit.export.slots import Slot
+from trainkit.export.layout import weight_piece, write_weights
+from trainkit.export.targets import TensorTarget, put_tensor
 
 __all__ = ["align_devices", "offload", "read_back", "write_offloaded"]
 
@@ -36,25 +34,17 @@ def write_offloaded(folder: Path, values: Mapping[str, tuple[Tensor, Read]]) -> 
     Raises:
         ConfigError: The folder cannot be written to.
     """
-    pieces = {name: _piece(name, like, read) for name, (like, read) in values.items()}
-    header = tensor_file.encode_header(pieces, METADATA)
+    pieces = {name: weight_piece(name, like, read) for name, (like, read) in values.items()}
     path = folder / _FILE
     try:
         files.make_directories(folder)
         path.unlink(missing_ok=True)  # a model that has mapped the earlier one keeps it
-        files.write_file(path, tensor_file.chunks(pieces, header))
+        write_weights(path, pieces)
     except OSError as error:
         raise ConfigError(
             f"`offload_folder` (`{folder}`) cannot be written to: {error}. Pass another folder."
         ) from error
     return path
-
-
-def _piece(name: str, like: Tensor, read: Read) -> Piece:
-    piece, node = tensor_piece(like, name)
-    if "$tensor" not in node:
-        raise ConfigError(f"`{name}` has dtype {like.dtype}, which cannot be offloaded to disk.")
-    return Piece(piece.dtype, piece.shape, lambda: tensor_piece(read(), name)[0].data())
 
 
 def read_back(path: Path) -> Callable[[str], Tensor]:
@@ -70,25 +60,25 @@ def read_back(path: Path) -> Callable[[str], Tensor]:
 
 def offload(
     model: nn.Module,
-    slots: Mapping[str, tuple[Slot, Read, torch.device]],
+    targets: Mapping[str, tuple[TensorTarget, Read, torch.device]],
     whole_classes: frozenset[str] = frozenset(),
 ) -> None:
     """Let modules fetch tensors before their forward and give them up after it.
 
     Args:
         model: The model; from now on it is for inference.
-        slots: By name: where the tensor belongs, what reads it, and the device to run on.
+        targets: By name: where the tensor belongs, what reads it, and the device to run on.
         whole_classes: Names of classes whose modules fetch all that is below them at once.
     """
     units: dict[nn.Module, _Unit] = {}
     owners = _owners(model, whole_classes)
-    for slot, read, device in slots.values():
-        empty = torch.empty_like(slot.tensor, device="meta")
-        slot.replace(empty)
-        for module, name in slot.places:
+    for target, read, device in targets.values():
+        empty = torch.empty_like(target.tensor, device="meta")
+        target.replace(empty)
+        for module, name in target.places:
             owner = owners[module]
             unit = units.setdefault(owner, _Unit(device))
-            unit.tensors.append((module, name, read, slot.tensor))
+            unit.tensors.append((module, name, read, target.tensor))
     for owner, unit in units.items():
         owner.register_forward_pre_hook(unit.fetch)
         owner.register_forward_hook(unit.give_up, always_call=True)
@@ -118,17 +108,12 @@ class _Unit:
             value = read().to(self._device)
             if isinstance(empty, nn.Parameter):
                 value = nn.Parameter(value, requires_grad=False)
-            _put(owner, name, value)
+            put_tensor(owner, name, value)
 
     def give_up(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
         """Give the memory of all back."""
         for owner, name, _, empty in self.tensors:
-            _put(owner, name, empty)
-
-
-def _put(module: nn.Module, name: str, value: Tensor) -> None:
-    tensors: dict[str, Any] = module._parameters if name in module._parameters else module._buffers
-    tensors[name] = value
+            put_tensor(owner, name, empty)
 
 
 def align_devices(model: nn.Module, devices: Mapping[str, torch.device]) -> None:
@@ -140,18 +125,14 @@ def align_devices(model: nn.Module, devices: Mapping[str, torch.device]) -> None
     modules = dict(model.named_modules())
     for name, device in devices.items():
         if name in modules:
-            modules[name].register_forward_pre_hook(_Mover(device), with_kwargs=True)
+            modules[name].register_forward_pre_hook(partial(_move_inputs, device), with_kwargs=True)
     origin = _Origin()
     model.register_forward_pre_hook(origin.note, with_kwargs=True, prepend=True)
     model.register_forward_hook(origin.bring_back)
 
 
-class _Mover:
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def __call__(self, module: nn.Module, inputs: Any, options: Any) -> Any:
-        return _moved(inputs, self._device), _moved(options, self._device)
+def _move_inputs(device: torch.device, module: nn.Module, inputs: Any, options: Any) -> Any:
+    return _moved(inputs, device), _moved(options, device)
 
 
 class _Origin:

@@ -6,10 +6,8 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from trainkit.checkpoint.format import tensor_file
-from trainkit.checkpoint.format.tensor_file import Piece
-from trainkit.checkpoint.format.tensors import tensor_piece
 from trainkit.checkpoint.io import files
+from trainkit.checkpoint.resharding.sharding_spec import is_sharded
 from trainkit.distributed import (
     Processes,
     only_this_process,
@@ -17,12 +15,11 @@ from trainkit.distributed import (
     run_on_all_or_main,
     run_on_main,
 )
-from trainkit.errors import ConfigError
 from trainkit.export import pickled, pretrained
-from trainkit.export.layout import METADATA, Layout, lay_out
+from trainkit.export.layout import Layout, lay_out, weight_piece, write_weights
 from trainkit.export.publication import Publication
 from trainkit.export.sizes import parse_size
-from trainkit.export.state import is_sharded, tensors_of, unwrapped, whole
+from trainkit.export.state import tensors_of, unwrapped, whole
 from trainkit.types import Size
 
 __all__ = ["save_model"]
@@ -104,7 +101,7 @@ class _Export:
         self._tensors = tensors_of(self._model)
 
     def _begin(self) -> None:
-        pieces = {name: _piece(name, tensor) for name, tensor in self._tensors.items()}
+        pieces = {name: weight_piece(name, tensor) for name, tensor in self._tensors.items()}
         self._layout = lay_out(pieces, self._limit, safe=self._safe)
         self.publication.begin()
 
@@ -127,9 +124,10 @@ class _Export:
             tensors = {name: tensor.cpu() for name, tensor in zip(names, gathered, strict=True)}
             pickled.write_pickled(path, tensors)
             return
-        pieces = {name: _piece(name, self._tensors[name], lambda: next(gathered)) for name in names}
-        header = tensor_file.encode_header(pieces, METADATA)
-        files.write_file(path, tensor_file.chunks(pieces, header))
+        pieces = {
+            name: weight_piece(name, self._tensors[name], lambda: next(gathered)) for name in names
+        }
+        write_weights(path, pieces)
 
     def _finish(self) -> None:
         if self._layout.index is not None:
@@ -147,22 +145,3 @@ def _told_as_ours(action: Callable[[], None], publication: Publication) -> None:
         action()
     except OSError as error:
         raise publication.failed(error) from error
-
-
-def _piece(name: str, tensor: Tensor, value: Callable[[], Tensor] | None = None) -> Piece:
-    """Return a tensor as it will be written.
-
-    Args:
-        value: Returns all of the tensor when it is written.
-
-    Raises:
-        ConfigError: Safetensors has no such dtype or layout.
-    """
-    piece, node = tensor_piece(tensor, name)
-    if "$tensor" not in node or str(tensor.layout) != "torch.strided":
-        raise ConfigError(
-            f"`{name}` is a tensor of dtype {tensor.dtype} and layout {tensor.layout}, which files "
-            "of weights cannot hold. Convert it before the export."
-        )
-    get = value or (lambda: tensor)
-    return Piece(piece.dtype, piece.shape, lambda: tensor_piece(get(), name)[0].data())

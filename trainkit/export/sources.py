@@ -6,7 +6,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -16,6 +16,9 @@ from trainkit.checkpoint.format.names import MANIFEST
 from trainkit.errors import CheckpointCorrupt, CheckpointError
 from trainkit.export.pickled import read_pickled
 from trainkit.export.state import warn_of_others
+
+if TYPE_CHECKING:
+    from trainkit.checkpoint import Checkpoint
 
 __all__ = ["Stored", "find_weights", "open_weights"]
 
@@ -29,17 +32,20 @@ _ENTRIES = (
 _INDEX = ".index.json"
 _PICKLES = (".bin", ".pt", ".pth")
 
+Part = tuple[slice, ...]
+
 
 @dataclass(frozen=True, slots=True)
 class Stored:
     """A tensor that can be read.
 
     Args:
-        read: Returns it on the CPU, in memory of its own.
+        read: Returns it on the CPU, in memory of its own; of a part, given as an index of slices,
+            no more is read where the file allows it.
     """
 
     shape: tuple[int, ...]
-    read: Callable[[], Tensor]
+    read: Callable[..., Tensor]
 
 
 def find_weights(path: Path) -> Path:
@@ -92,9 +98,14 @@ def _open_checkpoint(path: Path) -> dict[str, Stored]:
     layout = checkpoint.layout("model", others)
     warn_of_others(others, "not loaded")
     return {
-        name: Stored(stored.shape, partial(checkpoint.read_tensor, "model", name))
+        name: Stored(stored.shape, partial(_of_checkpoint, checkpoint, name))
         for name, stored in layout.items()
     }
+
+
+def _of_checkpoint(checkpoint: "Checkpoint", name: str, part: Part = ()) -> Tensor:
+    whole: Tensor = checkpoint.read_tensor("model", name)
+    return whole[part]
 
 
 def _open_index(path: Path, stack: ExitStack) -> dict[str, Stored]:
@@ -159,8 +170,12 @@ def _open_file(path: Path, stack: ExitStack) -> dict[str, Stored]:
 
 def _mapped(file: Any, name: str) -> Stored:
     shape = tuple(file.get_slice(name).get_shape())
-    # A copy: the file is only mapped, and may be replaced or cut later.
-    return Stored(shape, lambda: file.get_tensor(name).clone())
+
+    def read(part: Part = ()) -> Tensor:
+        tensor: Tensor = file.get_slice(name)[part] if part else file.get_tensor(name)
+        return tensor.clone()  # the file is only mapped, and may be replaced or cut later
+
+    return Stored(shape, read)
 
 
 def _open_pickled(path: Path) -> dict[str, Stored]:
@@ -173,7 +188,11 @@ def _open_pickled(path: Path) -> dict[str, Stored]:
             file=path.name,
         )
     return {
-        str(name): Stored(tuple(value.shape), value.clone)
+        str(name): Stored(tuple(value.shape), partial(_of_memory, value))
         for name, value in state.items()
         if isinstance(value, Tensor)
     }
+
+
+def _of_memory(value: Tensor, part: Part = ()) -> Tensor:
+    return (value[part] if part else value).clone()  # a sparse one has no parts

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.checkpoint.exact import empty_buffers
+from trainkit.checkpoint.resharding.sharding_spec import is_sharded
 from trainkit.errors import ConfigError
 
 __all__ = [
-    "is_sharded",
     "plain_name",
     "same_memory",
     "shapes_in",
@@ -131,11 +131,6 @@ def same_memory(tensor: Tensor) -> Hashable:
     storage = local.untyped_storage().data_ptr()
     place = (str(local.device), storage, local.storage_offset(), local.dtype)
     return (*place, tuple(local.shape), local.stride(), tuple(tensor.shape))
-
-
-def is_sharded(tensor: Tensor) -> bool:
-    """Return whether each process holds a part of `tensor` only (a DTensor)."""
-    return hasattr(tensor, "full_tensor")
 
 
 def whole(tensor: Tensor) -> Tensor:

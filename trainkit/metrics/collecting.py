@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from trainkit.containers.tree import is_array
 from trainkit.errors import DataError
 from trainkit.metrics.metric import Metric
-from trainkit.metrics.samples import is_array, is_structure, matching_length
+from trainkit.metrics.samples import is_structure, matching_length
 
 __all__ = ["CollectingMetric"]
 

@@ -7,10 +7,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from trainkit.config import checked
+from trainkit.containers.tree import is_array
 from trainkit.errors import ConfigError, DataError
 from trainkit.metrics.collecting import CollectingMetric
 from trainkit.metrics.metric import Uses, agreed, flatten, setting
-from trainkit.metrics.samples import is_array
 
 __all__ = ["EvaluateMetric"]
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainkit.containers.sample_rows import is_array
+from trainkit.containers.tree import is_array
 from trainkit.errors import DataError
 from trainkit.types import IGNORED
 
@@ -14,7 +14,6 @@ __all__ = [
     "IGNORED",
     "class_labels",
     "count_samples",
-    "is_array",
     "is_structure",
     "matching_length",
     "real_columns",

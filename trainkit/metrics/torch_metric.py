@@ -8,10 +8,11 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from trainkit.config import checked
+from trainkit.containers.tree import is_array
 from trainkit.errors import ConfigError, DataError
 from trainkit.metrics.metric import Metric, Uses, agreed, flatten, setting
 from trainkit.metrics.model_outputs import form
-from trainkit.metrics.samples import IGNORED, is_array, matching_length
+from trainkit.metrics.samples import IGNORED, matching_length
 
 __all__ = ["TorchMetric"]
 

@@ -95,8 +95,8 @@ class FSDP(Strategy):
             instead of keeping them.
         replicas: Number of groups of processes that hold a whole model each; must divide the
             number of processes. The model is sharded inside a group.
-        weights: Folder with safetensors files, as `save_pretrained` writes it, from which a
-            model on the meta device is read, by each process its own part.
+        weights: What `load_checkpoint_in_model` reads, such as a folder that `save_pretrained`
+            wrote. A model on the meta device is filled from it, by each process its own part.
         device: Where the model runs; None: the GPU of the local rank (nccl), else the CPU (gloo).
     """
 

@@ -11,7 +11,6 @@ from trainkit.errors import ConfigError
 from trainkit.strategies.meta_initializer import MetaInitializer
 from trainkit.strategies.shards import put
 from trainkit.strategies.strategy import on_meta
-from trainkit.strategies.weight_files import WeightFiles
 
 __all__ = ["ParameterInitializer"]
 
@@ -89,21 +88,17 @@ class ParameterInitializer:
                 put(processes.broadcast(empty), tensor)
 
     def _read(self, model: nn.Module, folder: Path) -> None:
-        """Read this process's rows, and compute what is in no file."""
-        saved = model.state_dict(keep_vars=True)
-        names: dict[int, list[str]] = {}
-        for name, tensor in saved.items():
-            if isinstance(tensor, Tensor):
-                names.setdefault(id(tensor), []).append(name)
-        tensors = dict(_tensors(model))
-        wanted = {name: t for name, t in tensors.items() if id(t) in names}
+        """Read this process's part of each tensor, and compute what is in no file."""
+        from trainkit.export.loading import load_checkpoint_in_model  # rarely needed
 
-        def read() -> None:
-            with WeightFiles(folder) as files:
-                files.read({name: (t, names[id(t)]) for name, t in wanted.items()})
-
-        run_on_all(self._processes, read)
-        self._initialize(model, tensors.keys() - wanted.keys())
+        keys = run_on_all(self._processes, lambda: load_checkpoint_in_model(model, folder))
+        if keys.missing_keys:
+            raise ConfigError(
+                f"`weights={str(folder)!r}` does not hold {', '.join(keys.missing_keys)}. Pass a "
+                "folder that `save_model` or `save_pretrained` has written of such a model."
+            )
+        saved = {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}
+        self._initialize(model, {name for name, t in _tensors(model) if id(t) not in saved})
 
     def _initialize(self, model: nn.Module, wanted: set[str]) -> None:
         if wanted:

@@ -2,9 +2,11 @@
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
-__all__ = ["local", "put", "rows"]
+from trainkit.checkpoint.resharding.sharding_spec import held_part
+
+__all__ = ["local", "put"]
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -12,24 +14,7 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def rows(tensor: Tensor) -> slice:
-    """Return which rows (entries of dimension 0) of a tensor lie on this process.
-
-    The rows are cut into equal consecutive runs; the last ones may be shorter, or empty.
-    """
-    if isinstance(tensor, DTensor):
-        for axis, placement in enumerate(tensor.placements):
-            if isinstance(placement, Shard):
-                assert placement.dim == 0  # what `fully_shard` does
-                mesh, count = tensor.device_mesh, tensor.shape[0]
-                each = -(-count // mesh.size(axis))
-                start = min(mesh.get_local_rank(axis) * each, count)
-                return slice(start, min(start + each, count))
-    return slice(None)
-
-
 def put(full: Tensor, tensor: Tensor) -> None:
-    """Copy this process's rows of `full` into `tensor`."""
+    """Copy this process's part of `full` into `tensor`."""
     with torch.no_grad():
-        part = full if tensor.ndim == 0 else full[rows(tensor)]
-        local(tensor).copy_(part)
+        local(tensor).copy_(full[held_part(tensor)])

@@ -220,13 +220,8 @@ class _Encoder:
             # An empty NumPy string says that it has no bytes, but hands out some.
             return self.put_bytes(value.tobytes() if value.dtype.itemsize else b"")
         name = self.new_name()
-        self.pieces[name] = Piece("U8", (value.nbytes,), lambda: _bytes_of(value))
+        self.pieces[name] = Piece("U8", (value.nbytes,), lambda: value.reshape(-1).view("u1").data)
         return {"$blob": name}
-
-
-def _bytes_of(array: Any) -> memoryview:
-    data: memoryview = array.reshape(-1).view("u1").data  # of a view, where it is contiguous
-    return data
 
 
 def _is_unicode(text: str) -> bool:
@@ -275,10 +270,6 @@ def _put_dict(encoder: _Encoder, value: dict[Any, Any]) -> Any:
     return dict(zip(value, encoder.put_items(value, value, value.values()), strict=True))
 
 
-def _put_ordered(encoder: _Encoder, value: OrderedDict[Any, Any]) -> Any:
-    return {"$ordered": _put_dict(encoder, value)}
-
-
 def _put_defaultdict(encoder: _Encoder, value: defaultdict[Any, Any]) -> Any:
     names = {factory: name for name, factory in FACTORIES.items()}
     factory = value.default_factory
@@ -288,10 +279,6 @@ def _put_defaultdict(encoder: _Encoder, value: defaultdict[Any, Any]) -> Any:
         )
     name = None if factory is None else names[factory]
     return {"$defaultdict": [name, encoder.put_pairs(value)]}
-
-
-def _put_timedelta(_: _Encoder, value: timedelta) -> Any:
-    return {"$timedelta": [value.days, value.seconds, value.microseconds]}
 
 
 _WRITERS: dict[type, Callable[[_Encoder, Any], Any]] = {
@@ -310,9 +297,9 @@ _WRITERS: dict[type, Callable[[_Encoder, Any], Any]] = {
     set: lambda encoder, value: {"$set": _put_set(encoder, value)},
     frozenset: lambda encoder, value: {"$frozenset": _put_set(encoder, value)},
     dict: _put_dict,
-    OrderedDict: _put_ordered,
+    OrderedDict: lambda encoder, value: {"$ordered": _put_dict(encoder, value)},
     Counter: lambda encoder, value: {"$counter": encoder.put_pairs(value)},
     defaultdict: _put_defaultdict,
-    timedelta: _put_timedelta,
+    timedelta: lambda _, value: {"$timedelta": [value.days, value.seconds, value.microseconds]},
     StoredTensor: lambda encoder, value: encoder.put_sharded(value),
 }

@@ -99,25 +99,9 @@ def _get_float(_: _Decoder, text: Any) -> float:
     return value
 
 
-def _get_int(_: _Decoder, text: str) -> int:
-    return int(text, 16)
-
-
 def _get_complex(decoder: _Decoder, node: Any) -> complex:
     real, imaginary = decoder.get_sequence(node)
     return complex(real, imaginary)
-
-
-def _get_text(_: _Decoder, text: str) -> str:
-    return bytes.fromhex(text).decode("utf-16-le", "surrogatepass")
-
-
-def _get_bytes(_: _Decoder, text: str) -> bytes:
-    return base64.b64decode(text.encode("ascii"), validate=True)
-
-
-def _get_blob(decoder: _Decoder, name: Any) -> bytes:
-    return bytes(decoder.tensors[name].numpy())
 
 
 def _get_defaultdict(decoder: _Decoder, node: Any) -> defaultdict[Any, Any]:
@@ -154,10 +138,6 @@ def _without_bytes(dtype: Any, shape: Any, content: bytearray) -> Any:
     if dtype.hasobject or content:
         raise ValueError(f"there are no bytes of dtype {dtype}")
     return numpy.zeros(shape, dtype)
-
-
-def _get_scalar(decoder: _Decoder, node: Any) -> Any:
-    return _array(decoder, node)[()]
 
 
 def _get_raw(decoder: _Decoder, node: Any) -> Any:
@@ -199,9 +179,9 @@ def _get_device(_: _Decoder, name: Any) -> Any:
 
 _READERS: dict[str, Callable[[_Decoder, Any], Any]] = {
     "$array": _array,
-    "$blob": _get_blob,
+    "$blob": lambda decoder, name: bytes(decoder.tensors[name].numpy()),
     "$bytearray": lambda decoder, node: bytearray(decoder.get(node)),
-    "$bytes": _get_bytes,
+    "$bytes": lambda _, text: base64.b64decode(text.encode("ascii"), validate=True),
     "$complex": _get_complex,
     "$counter": lambda decoder, node: Counter(decoder.get_pairs(node)),
     "$defaultdict": _get_defaultdict,
@@ -210,17 +190,17 @@ _READERS: dict[str, Callable[[_Decoder, Any], Any]] = {
     "$dtype": lambda _, name: _torch_dtype(name),
     "$float": _get_float,
     "$frozenset": lambda decoder, node: frozenset(decoder.get_sequence(node)),
-    "$int": _get_int,
+    "$int": lambda _, text: int(text, 16),
     "$ordered": lambda decoder, node: OrderedDict(
         decoder.get_pairs(node.get("$dict", node) if type(node) is dict else node)
     ),
     "$raw": _get_raw,
-    "$scalar": _get_scalar,
+    "$scalar": lambda decoder, node: _array(decoder, node)[()],
     "$sharded": _get_sharded,  # parts of a checkpoint name what they read of it instead
     "$set": lambda decoder, node: set(decoder.get_sequence(node)),
     "$size": _get_size,
     "$tensor": lambda decoder, name: decoder.tensors[name],
-    "$text": _get_text,
+    "$text": lambda _, text: bytes.fromhex(text).decode("utf-16-le", "surrogatepass"),
     "$timedelta": _get_timedelta,
     "$tuple": lambda decoder, node: tuple(decoder.get_sequence(node)),
     "$view": _get_view,

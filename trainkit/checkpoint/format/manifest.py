@@ -15,8 +15,8 @@ import xxhash
 from trainkit.checkpoint.format import codec, strict_json
 from trainkit.checkpoint.format.decoding import MALFORMED
 from trainkit.checkpoint.format.names import JSON_SUFFIX, MANIFEST, TENSOR_SUFFIX, is_allowed
-from trainkit.checkpoint.io.reading import open_directory, open_file
-from trainkit.errors import CheckpointCorrupt, CheckpointError
+from trainkit.checkpoint.io.reading import broken, open_directory, open_file
+from trainkit.errors import CheckpointError
 
 __all__ = ["FORMAT_VERSION", "FileInfo", "Manifest", "read_manifest"]
 
@@ -111,13 +111,16 @@ class Manifest:
         rest = content[_HEAD_SIZE:]
         head = _HEAD + xxhash.xxh3_128_hexdigest(rest).encode() + b'",\n'
         if content[:_HEAD_SIZE] != head:
-            raise _broken(path, "it is cut or has been changed (its own digest is wrong)")
+            raise broken(
+                path, MANIFEST, ": it is cut or has been changed (its own digest is wrong)"
+            )
         try:
             return _build(strict_json.parse(content), path)
         except CheckpointError:
             raise
         except MALFORMED as error:
-            raise _broken(path, str(error) or type(error).__name__) from error
+            why = str(error) or type(error).__name__
+            raise broken(path, MANIFEST, f": {why}") from error
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -136,14 +139,11 @@ def read_manifest_in(directory: int, path: Path) -> Manifest:
     with open_file(directory, MANIFEST, path) as file:
         if file.size > strict_json.LARGEST:
             limit = strict_json.LARGEST
-            raise _broken(path, f"it has {file.size} bytes, more than the limit of {limit}")
+            raise broken(
+                path, MANIFEST, f": it has {file.size} bytes, more than the limit of {limit}"
+            )
         content = file.read(file.size)
     return Manifest.decode(content, path)
-
-
-def _broken(path: Path, why: str) -> CheckpointCorrupt:
-    text = f"The checkpoint `{path}` is broken: `{MANIFEST}`: {why}."
-    return CheckpointCorrupt(text, path=path, file=MANIFEST)
 
 
 def _build(body: Any, path: Path) -> Manifest:

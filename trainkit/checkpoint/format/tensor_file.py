@@ -88,10 +88,6 @@ class Header:
     metadata: Mapping[str, str]
     tensors: Mapping[str, TensorInfo]
 
-    def in_file_order(self) -> list[tuple[str, TensorInfo]]:
-        """Return names and tensors in the order in which their bytes stand."""
-        return sorted(self.tensors.items(), key=lambda item: (item[1].begin, item[1].end))
-
 
 def encode_header(pieces: Mapping[str, Piece], metadata: Mapping[str, str]) -> bytes:
     """Return what stands in front of the tensors; it names them in the order of `pieces`."""
@@ -153,7 +149,7 @@ def _checked(found: Any, header_size: int, file_size: int) -> Header:
     if strides:
         raise ValueError(f"it has strides of {next(iter(strides))!r:.200}, but no such tensor")
     header = Header(header_size, metadata, tensors)
-    bounds = [(0, 0), *((info.begin, info.end) for _, info in header.in_file_order())]
+    bounds = [(0, 0), *sorted((info.begin, info.end) for info in tensors.values())]
     for (_, end), (begin, _) in pairwise(bounds):
         if begin != end:
             raise ValueError(f"byte {min(begin, end)} belongs to no tensor, or to two")

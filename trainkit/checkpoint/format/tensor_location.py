@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Self
 
-from trainkit.checkpoint.format.shard_region import Box, check_tiling
+from trainkit.checkpoint.format.shard_region import ShardRegion, check_tiling
 from trainkit.checkpoint.format.tensor_file import SIZES
 
 __all__ = ["StoredTensor"]
@@ -18,14 +18,14 @@ class StoredTensor:
         name: What it is called in each of those files.
         dtype: One of `tensor_file.SIZES`.
         shape: Of the whole tensor.
-        shards: The parts that hold it, and which box of it each one has.
+        shards: The parts that hold it, and which region of it each one has.
         strides: How it lay in memory; None: row by row, as shards always do.
     """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    shards: tuple[tuple[str, Box], ...]
+    shards: tuple[tuple[str, ShardRegion], ...]
     strides: tuple[int, ...] | None = None
 
     @property
@@ -35,7 +35,7 @@ class StoredTensor:
 
     def node(self) -> list[Any]:
         """Return what stands in a `$sharded` node."""
-        shards = [[part, list(box.offsets), list(box.sizes)] for part, box in self.shards]
+        shards = [[part, list(region.offsets), list(region.sizes)] for part, region in self.shards]
         return [self.name, self.dtype, list(self.shape), shards]
 
     @classmethod
@@ -49,15 +49,15 @@ class StoredTensor:
         name, dtype, shape, shards = node
         if type(name) is not str or dtype not in SIZES:
             raise ValueError(f"there is no tensor {name!r:.200} of the type {dtype!r:.50}")
-        boxes = tuple(Box(_whole(offsets), _whole(sizes)) for _, offsets, sizes in shards)
+        regions = tuple(ShardRegion(_whole(offsets), _whole(sizes)) for _, offsets, sizes in shards)
         parts = [part for part, _, _ in shards]
         if any(type(part) is not str for part in parts) or len(set(parts)) != len(parts):
             raise ValueError(f"`{name}`: its shards are not in parts of different names")
         try:
-            check_tiling(_whole(shape), boxes)
+            check_tiling(_whole(shape), regions)
         except ValueError as error:
             raise ValueError(f"`{name}`: {error}") from None
-        return cls(name, dtype, _whole(shape), tuple(zip(parts, boxes, strict=True)))
+        return cls(name, dtype, _whole(shape), tuple(zip(parts, regions, strict=True)))
 
 
 def _whole(numbers: Any) -> tuple[int, ...]:

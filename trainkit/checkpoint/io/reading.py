@@ -11,9 +11,15 @@ import xxhash
 
 from trainkit.errors import CheckpointCorrupt
 
-__all__ = ["HashedFile", "names_in", "open_directory", "open_file"]
+__all__ = ["HashedFile", "broken", "names_in", "open_directory", "open_file"]
 
 _CHUNK = 1 << 22  # bytes read at once where the content is only hashed
+
+
+def broken(path: Path, file: str, why: str, errno: int | None = None) -> CheckpointCorrupt:
+    """Return the error on a file of the checkpoint `path`; `why` follows its name."""
+    text = f"The checkpoint `{path}` is broken: `{file}`{why}."
+    return CheckpointCorrupt(text, path=path, file=file, errno=errno)
 
 
 @contextmanager
@@ -67,11 +73,9 @@ def open_file(directory: int, name: str, path: Path) -> Iterator["HashedFile"]:
         _check_is_ordinary(status, name, path)
         yield HashedFile(descriptor, status.st_size, name, path)
     except FileNotFoundError as error:
-        text = f"The checkpoint `{path}` is broken: `{name}` is missing."
-        raise CheckpointCorrupt(text, path=path, file=name, errno=error.errno) from error
+        raise broken(path, name, " is missing", error.errno) from error
     except OSError as error:
-        text = f"The checkpoint `{path}` is broken: `{name}` cannot be read: {error}."
-        raise CheckpointCorrupt(text, path=path, file=name, errno=error.errno) from error
+        raise broken(path, name, f" cannot be read: {error}", error.errno) from error
     finally:
         if descriptor >= 0:
             os.close(descriptor)
@@ -80,9 +84,7 @@ def open_file(directory: int, name: str, path: Path) -> Iterator["HashedFile"]:
 def _check_is_ordinary(status: os.stat_result, name: str, path: Path) -> None:
     if not stat.S_ISREG(status.st_mode):
         kind = "a link" if stat.S_ISLNK(status.st_mode) else "not an ordinary file"
-        raise CheckpointCorrupt(
-            f"The checkpoint `{path}` is broken: `{name}` is {kind}.", path=path, file=name
-        )
+        raise broken(path, name, f" is {kind}")
 
 
 class HashedFile:
@@ -158,5 +160,4 @@ class HashedFile:
 
     def broken(self, why: str) -> CheckpointCorrupt:
         """Return the error that says why this file cannot be used."""
-        text = f"The checkpoint `{self.path}` is broken: `{self.name}`: {why}."
-        return CheckpointCorrupt(text, path=self.path, file=self.name)
+        return broken(self.path, self.name, f": {why}")

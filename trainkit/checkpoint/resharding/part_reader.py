@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from trainkit.checkpoint.format.decoding import decode
-from trainkit.checkpoint.format.shard_region import Box
+from trainkit.checkpoint.format.shard_region import ShardRegion
 from trainkit.checkpoint.format.tensor_file import Header
 from trainkit.checkpoint.format.tensor_location import StoredTensor
 from trainkit.checkpoint.format.tensors import bytes_of, empty, with_strides
-from trainkit.checkpoint.resharding.sharding_spec import Placing, is_sharded
+from trainkit.checkpoint.resharding.sharding_spec import ShardingSpec, is_sharded
 from trainkit.checkpoint.resharding.tensor_reader import TensorReader
 
 if TYPE_CHECKING:
@@ -24,17 +24,17 @@ class _Wanted:
     """A tensor to be read: as it lies over the processes now, or the whole of it."""
 
     stored: StoredTensor
-    placing: Placing | None
+    spec: ShardingSpec | None
 
     @property
-    def box(self) -> Box:
+    def region(self) -> ShardRegion:
         """Return what this process needs of it."""
-        return Box.whole(self.stored.shape) if self.placing is None else self.placing.box()
+        return ShardRegion.whole(self.stored.shape) if self.spec is None else self.spec.region()
 
     def finished(self, target: "Tensor") -> "Tensor":
         """Return the tensor, from what was read of it row by row."""
-        if self.placing is not None:
-            return self.placing.wrap(target)
+        if self.spec is not None:
+            return self.spec.wrap(target)
         strides = self.stored.strides
         return target if strides is None else with_strides(target, strides)
 
@@ -81,7 +81,7 @@ class PartReader:
         self._own = own
         self._wanted: dict[_Wanted, None] = {}  # in order, each once
         self._named: dict[str, _Wanted] = {}  # by the names in nodes that stay as they are
-        self._cuts: list[tuple[Any, Placing]] = []
+        self._cuts: list[tuple[Any, ShardingSpec]] = []
 
     def read(self, tree: Any, like: Any, *, hashed: bool = True) -> Any:
         """Return the state.
@@ -99,10 +99,15 @@ class PartReader:
         """
         resolved = self._resolve(tree, like)
         for wanted in self._wanted:
-            self._reader.check(wanted.stored, wanted.box)
-        targets = {wanted: empty(wanted.stored.dtype, wanted.box.sizes) for wanted in self._wanted}
+            self._reader.check(wanted.stored, wanted.region)
+        targets = {
+            wanted: empty(wanted.stored.dtype, wanted.region.sizes) for wanted in self._wanted
+        }
         self._reader.read(
-            ((wanted.stored, wanted.box, bytes_of(target)) for wanted, target in targets.items()),
+            (
+                (wanted.stored, wanted.region, bytes_of(target))
+                for wanted, target in targets.items()
+            ),
             hashed=hashed,
         )
         # One after the other: what lies in another order is held twice for a moment.
@@ -110,8 +115,8 @@ class PartReader:
             wanted: wanted.finished(targets.pop(wanted)) for wanted in self._wanted
         }
         found |= {name: found[wanted] for name, wanted in self._named.items()}
-        for index, (node, placing) in enumerate(self._cuts):
-            found[index] = placing.cut(decode(node, found))
+        for index, (node, spec) in enumerate(self._cuts):
+            found[index] = spec.cut(decode(node, found))
         return decode(resolved, found)
 
     def _resolve(self, node: Any, like: Any) -> Any:
@@ -144,7 +149,7 @@ class PartReader:
 
     def _want(self, stored: StoredTensor, like: Any) -> Any:
         fits = is_sharded(like) and tuple(like.shape) == stored.shape
-        wanted = _Wanted(stored, Placing.of(like) if fits else None)
+        wanted = _Wanted(stored, ShardingSpec.of(like) if fits else None)
         self._wanted[wanted] = None
         return {"$tensor": wanted}
 
@@ -155,7 +160,7 @@ class PartReader:
         shape = tuple(node["$view"][1]) if "$view" in node else ()
         if not is_sharded(like) or tuple(like.shape) != shape:
             return node
-        self._cuts.append((node, Placing.of(like)))
+        self._cuts.append((node, ShardingSpec.of(like)))
         return {"$tensor": len(self._cuts) - 1}
 
 

@@ -10,7 +10,7 @@ from trainkit.checkpoint.format.codec import DEEPEST, MOST_VALUES
 from trainkit.checkpoint.format.names import tensor_name
 from trainkit.checkpoint.format.tensor_location import StoredTensor
 from trainkit.checkpoint.format.tensors import file_dtype
-from trainkit.checkpoint.resharding.sharding_spec import Placing, is_sharded
+from trainkit.checkpoint.resharding.sharding_spec import ShardingSpec, is_sharded
 from trainkit.distributed import Processes, run_and_gather
 from trainkit.errors import CheckpointError
 
@@ -96,18 +96,18 @@ class _Splitter:
         name = tensor_name(path, self._names)
         self._names.add(name)
         try:
-            placing, dtype = Placing.of(tensor), file_dtype(tensor.dtype)
+            spec, dtype = ShardingSpec.of(tensor), file_dtype(tensor.dtype)
         except ValueError as error:
             where = ".".join(str(key) for key in (self._part, *path))
             raise CheckpointError(
                 f"`{where}` is a sharded tensor that {error}. Return it in another form from "
                 "`state_dict`."
             ) from None
-        shards = tuple((_shard_part(self._part, rank), box) for rank, box in placing.owners())
-        stored = StoredTensor(name, dtype, placing.shape, shards)
+        shards = tuple((_shard_part(self._part, rank), region) for rank, region in spec.owners())
+        stored = StoredTensor(name, dtype, spec.shape, shards)
         self._digest.update(repr((self._part, stored)).encode("utf-8", "surrogatepass"))
         local = tensor.detach().to_local()
-        return self._keep(stored, local, placing.is_first_copy()) if local.numel() else stored
+        return self._keep(stored, local, spec.is_first_copy()) if local.numel() else stored
 
     def _keep(self, stored: StoredTensor, local: "Tensor", is_first_copy: bool) -> StoredTensor:
         """Write a shard, unless the same memory is written under another name."""

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from trainkit.checkpoint.format.shard_region import Box
+from trainkit.checkpoint.format.shard_region import ShardRegion
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed.tensor import DTensor
 
-__all__ = ["Placing", "is_sharded"]
+__all__ = ["ShardingSpec", "held_part", "is_sharded"]
 
 
 def is_sharded(value: Any) -> bool:
@@ -21,8 +21,13 @@ def is_sharded(value: Any) -> bool:
     return module is not None and isinstance(value, module.DTensor)
 
 
+def held_part(tensor: "Tensor") -> tuple[slice, ...]:
+    """Return the index of what this process holds of a tensor: all of a plain one, as `()`."""
+    return ShardingSpec.of(tensor).region().index if is_sharded(tensor) else ()  # type: ignore[arg-type]
+
+
 @dataclass(frozen=True, slots=True)
-class Placing:
+class ShardingSpec:
     """How a tensor is spread over a mesh of processes.
 
     Args:
@@ -36,8 +41,8 @@ class Placing:
     shape: tuple[int, ...]
 
     @classmethod
-    def of(cls, tensor: "DTensor") -> "Placing":
-        """Return the placing of a tensor.
+    def of(cls, tensor: "DTensor") -> "ShardingSpec":
+        """Return the spec of a tensor.
 
         Raises:
             ValueError: A placement is neither `Shard` nor `Replicate`.
@@ -49,22 +54,26 @@ class Placing:
                 raise ValueError(f"is placed by {placement}, not by `Shard` and `Replicate` alone")
         return cls(tensor.device_mesh, tuple(tensor.placements), tuple(tensor.shape))
 
-    def box(self) -> Box:
+    def region(self) -> ShardRegion:
         """Return what this process holds; empty if it is not in the mesh."""
         at = self.mesh.get_coordinate()
-        return Box((0,) * len(self.shape), (0,) * len(self.shape)) if at is None else self._box(at)
+        return (
+            ShardRegion((0,) * len(self.shape), (0,) * len(self.shape))
+            if at is None
+            else self._region(at)
+        )
 
     def is_first_copy(self) -> bool:
         """Return whether this process is the first of those that hold the same."""
         at = self.mesh.get_coordinate()
         return at is not None and self._is_first_copy(at)
 
-    def owners(self) -> Iterator[tuple[int, Box]]:
-        """Yield which process has which box, each box once, without the empty ones."""
+    def owners(self) -> Iterator[tuple[int, ShardRegion]]:
+        """Yield which process has which region, each region once, without the empty ones."""
         for at in product(*(range(size) for size in self.mesh.shape)):
-            box = self._box(at)
-            if self._is_first_copy(at) and box.volume:
-                yield int(self.mesh.mesh[at]), box
+            region = self._region(at)
+            if self._is_first_copy(at) and region.volume:
+                yield int(self.mesh.mesh[at]), region
 
     def wrap(self, local: "Tensor") -> "DTensor":
         """Return the sharded tensor of which this process holds `local`."""
@@ -83,15 +92,12 @@ class Placing:
 
     def cut(self, whole: "Tensor") -> "DTensor":
         """Return the sharded tensor of one that this process holds completely."""
-        box = self.box()
-        for dim, (begin, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
-            whole = whole.narrow(dim, begin, size)
-        return self.wrap(whole.clone())
+        return self.wrap(whole[self.region().index].clone())
 
     def _is_first_copy(self, at: Any) -> bool:
         return all(p.is_shard() or at[dim] == 0 for dim, p in enumerate(self.placements))
 
-    def _box(self, at: Any) -> Box:
+    def _region(self, at: Any) -> ShardRegion:
         """Return what the process at these coordinates of the mesh holds."""
         offsets, sizes = [0] * len(self.shape), list(self.shape)
         for index, count, placement in zip(at, self.mesh.shape, self.placements, strict=True):
@@ -101,4 +107,4 @@ class Placing:
                 begin = min(index * share, sizes[dim])
                 offsets[dim] += begin
                 sizes[dim] = min(share, sizes[dim] - begin)
-        return Box(tuple(offsets), tuple(sizes))
+        return ShardRegion(tuple(offsets), tuple(sizes))

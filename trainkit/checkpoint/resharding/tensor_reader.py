@@ -1,4 +1,4 @@
-"""Read tensors, or boxes of them, out of the files of a checkpoint; no torch needed."""
+"""Read tensors, or regions of them, out of the files of a checkpoint; no torch needed."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -6,16 +6,15 @@ from pathlib import Path
 from trainkit.checkpoint.format import tensor_file
 from trainkit.checkpoint.format.manifest import FileInfo
 from trainkit.checkpoint.format.names import TENSOR_SUFFIX
-from trainkit.checkpoint.format.shard_region import Box, runs
+from trainkit.checkpoint.format.shard_region import ShardRegion, runs
 from trainkit.checkpoint.format.tensor_file import SIZES, Header
 from trainkit.checkpoint.format.tensor_location import StoredTensor
-from trainkit.checkpoint.io.reading import HashedFile, open_file
-from trainkit.errors import CheckpointCorrupt
+from trainkit.checkpoint.io.reading import HashedFile, broken, open_file
 
-__all__ = ["Job", "TensorReader"]
+__all__ = ["ReadJob", "TensorReader"]
 
-Job = tuple[StoredTensor, Box, memoryview]
-"""A box of a tensor, and the memory that it is to fill, row by row."""
+ReadJob = tuple[StoredTensor, ShardRegion, memoryview]
+"""A region of a tensor, and the memory that it is to fill, row by row."""
 
 _Stretch = tuple[int, memoryview]
 """The first byte in a file, and what the bytes from there on fill."""
@@ -77,13 +76,13 @@ class TensorReader:
         """Return the tensors in the file of a part, in the order of its header."""
         return {
             name: StoredTensor(
-                name, info.dtype, info.shape, ((part, Box.whole(info.shape)),), info.strides
+                name, info.dtype, info.shape, ((part, ShardRegion.whole(info.shape)),), info.strides
             )
             for name, info in self.header(part).tensors.items()
         }
 
-    def check(self, stored: StoredTensor, box: Box) -> None:
-        """Compare a box of a tensor with the headers of the files that hold it.
+    def check(self, stored: StoredTensor, region: ShardRegion) -> None:
+        """Compare a region of a tensor with the headers of the files that hold it.
 
         Without it, nothing says that a tensor is no larger than its files.
 
@@ -92,21 +91,18 @@ class TensorReader:
         """
         for part, shard in stored.shards:
             self._check_is_listed(part)
-            if shard.common(box) is None:
+            if shard.common(region) is None:
                 continue
             info = self.header(part).tensors.get(stored.name)
             if info is None or (info.dtype, info.shape) != (stored.dtype, shard.sizes):
                 found = "is missing" if info is None else f"is {info.dtype} {list(info.shape)}"
                 file = part + TENSOR_SUFFIX
-                raise CheckpointCorrupt(
-                    f"The checkpoint `{self._path}` is broken: `{file}`: `{stored.name}` {found}, "
-                    f"but {stored.dtype} {list(shard.sizes)} is expected.",
-                    path=self._path,
-                    file=file,
-                )
+                wanted = f"{stored.dtype} {list(shard.sizes)}"
+                why = f": `{stored.name}` {found}, but {wanted} is expected"
+                raise broken(self._path, file, why)
 
-    def read(self, jobs: Iterable[Job], *, hashed: bool = True) -> None:
-        """Fill the memory of each job, whose box has been checked; nothing else is kept.
+    def read(self, jobs: Iterable[ReadJob], *, hashed: bool = True) -> None:
+        """Fill the memory of each job, whose region has been checked; nothing else is kept.
 
         Args:
             hashed: Read each file that is needed to its end, and compare its digest with the
@@ -116,11 +112,11 @@ class TensorReader:
             CheckpointCorrupt: A file has changed, or does not fit its header or the tensor.
         """
         stretches: dict[str, list[_Stretch]] = {}
-        for stored, box, target in jobs:
+        for stored, region, target in jobs:
             for part, shard in stored.shards:
-                if shard.common(box) is None:
+                if shard.common(region) is None:
                     continue
-                found = self._stretches(stored, part, runs(shard, box), target)
+                found = self._stretches(stored, part, runs(shard, region), target)
                 stretches.setdefault(part, []).extend(found)
         for part, of_part in stretches.items():
             name = part + TENSOR_SUFFIX
@@ -128,16 +124,19 @@ class TensorReader:
             while left:
                 with open_file(self._directory, name, self._path) as file:
                     file.check_size(self._files[name].bytes)
-                    left = _fill(file, left) if hashed else _fill_here_and_there(file, left)
-                    if hashed:
+                    if not hashed:
+                        for begin, target in left:
+                            file.read_at(begin, target)
+                        left = []
+                    else:
+                        left = _fill(file, left)
                         file.skip_rest().check_digest(self._files[name].xxh3_128)
                         self._verified.add(name)
 
     def _check_is_listed(self, part: str) -> None:
         name = part + TENSOR_SUFFIX
         if name not in self._files:
-            text = f"The checkpoint `{self._path}` is broken: `{name}` is missing."
-            raise CheckpointCorrupt(text, path=self._path, file=name)
+            raise broken(self._path, name, " is missing")
 
     def _stretches(
         self,
@@ -165,9 +164,3 @@ def _fill(file: HashedFile, stretches: list[_Stretch]) -> list[_Stretch]:
         file.read_into(target)
         place = begin + len(target)
     return left
-
-
-def _fill_here_and_there(file: HashedFile, stretches: list[_Stretch]) -> list[_Stretch]:
-    for begin, target in stretches:
-        file.read_at(begin, target)
-    return []

@@ -3,18 +3,20 @@
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from trainkit.checkpoint.exact import as_parameter
-from trainkit.export.state import is_sharded, plain_name, same_memory
+from trainkit.checkpoint.resharding.sharding_spec import is_sharded
+from trainkit.export.state import plain_name, same_memory
 
-__all__ = ["Slot", "slots_of"]
+__all__ = ["TensorTarget", "put_tensor", "targets_of"]
 
 
 @dataclass(slots=True)
-class Slot:
+class TensorTarget:
     """A parameter or buffer, with all names and places that share it.
 
     Args:
@@ -28,12 +30,14 @@ class Slot:
     def fill(self, value: Tensor, device: torch.device) -> None:
         """Put `value` there, with the dtype that it has and the strides of what is there.
 
+        Of a sharded tensor it is what this process holds, which keeps its dtype.
         A tensor that is on `device` with this dtype is overwritten, so that an optimizer on it
         stays valid; one on `meta` is replaced.
         """
         present = self.tensor
         if is_sharded(present):
-            _fill_sharded(present, value)
+            with torch.no_grad():
+                present.to_local().copy_(value)  # type: ignore[attr-defined]
         elif present.device == device and present.dtype == value.dtype:
             with torch.no_grad():  # what `detach` returns of a sparse one is a copy
                 present.copy_(value)
@@ -49,34 +53,30 @@ class Slot:
         if isinstance(self.tensor, nn.Parameter):
             value = nn.Parameter(value, requires_grad=self.tensor.requires_grad)
         for module, name in self.places:
-            tensors = module._parameters if name in module._parameters else module._buffers
-            tensors[name] = value  # type: ignore[assignment]
+            put_tensor(module, name, value)
         self.tensor = value
 
 
-def _fill_sharded(present: Tensor, value: Tensor) -> None:
-    from torch.distributed.tensor import DTensor, distribute_tensor  # heavy, and rarely needed
-
-    assert isinstance(present, DTensor)
-    mesh = present.device_mesh
-    value = value.to(mesh.device_type, present.dtype)
-    present.detach().copy_(distribute_tensor(value, mesh, present.placements))
+def put_tensor(module: nn.Module, name: str, value: Tensor) -> None:
+    """Make `value` itself a parameter or buffer of a module."""
+    tensors: dict[str, Any] = module._parameters if name in module._parameters else module._buffers
+    tensors[name] = value
 
 
-def slots_of(model: nn.Module) -> dict[str, Slot]:
-    """Return the slots by name; names of tied tensors lead to one slot.
+def targets_of(model: nn.Module) -> dict[str, TensorTarget]:
+    """Return the targets by name; names of tied tensors lead to one target.
 
     Buffers that are not saved with a model are left out.
     """
-    found: dict[str, Slot] = {}
-    known: dict[Hashable, Slot] = {}
+    found: dict[str, TensorTarget] = {}
+    known: dict[Hashable, TensorTarget] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, tensor in chain(module._parameters.items(), module._buffers.items()):
             if tensor is None or name in module._non_persistent_buffers_set:
                 continue
-            slot = known.setdefault(same_memory(tensor), Slot(tensor))
+            target = known.setdefault(same_memory(tensor), TensorTarget(tensor))
             full = plain_name(f"{prefix}.{name}" if prefix else name)
-            slot.names.append(full)
-            slot.places.append((module, name))
-            found[full] = slot
+            target.names.append(full)
+            target.places.append((module, name))
+            found[full] = target
     return found
