@@ -66,7 +66,7 @@ def _make_up(run: Run) -> dict[str, str]:
         "strategy": f"{run.strategy.name}, {count(run.processes.num_processes, 'process')}, "
         f"{run.strategy.device}",
         "precision": run.precision.name,
-        "global batch": _global_batch(run),
+        "window": _window(run),
         "planned": _plan(run),
         "learning rate": ""
         if run.lr_schedule is None
@@ -94,7 +94,7 @@ def _in_order(values: Scalars, names: Iterable[str]) -> Scalars:
     return {name: values[name] for name in dict.fromkeys([*names, *values]) if name in values}
 
 
-def _global_batch(run: Run) -> str:
+def _window(run: Run) -> str:
     accumulation = run.config.gradient_accumulation_steps
     size, processes = run.train_loader.batch_size, run.processes.num_processes
     factors = f"{count(processes, 'process')} x {count(accumulation, 'micro-batch')}"

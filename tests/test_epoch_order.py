@@ -150,7 +150,7 @@ CHANGES = [
     (partial(seeded, 1), partial(seeded, 2), r"seeds of its generators: \[1\].*, \[2\] now"),
     (partial(weighted, 1.0), partial(weighted, 90.0), "the sampler gives another order"),
     (partial(ordered, 7), partial(ordered, 5), "the sampler gives another order"),
-    (partial(ordered, 7), partial(paired, 4), "global batch: 4 in the checkpoint, None now"),
+    (partial(ordered, 7), partial(paired, 4), "samples of a window: 4 in the checkpoint, None now"),
     (partial(paired, 2), partial(paired, 4), "the batches that make a step"),
 ]
 

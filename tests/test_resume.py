@@ -329,7 +329,7 @@ def test_settings_that_a_resume_overrules_are_told(
 
 def test_what_does_not_fit_is_listed(tmp_path: Path) -> None:
     fit(0, tmp_path, None, None, {"max_epochs": 1})
-    with pytest.raises(CheckpointError, match=r"(?s)global batch: 2 .*, 3 now") as caught:
+    with pytest.raises(CheckpointError, match=r"(?s)samples of a window: 2 .*, 3 now") as caught:
         fit(0, tmp_path, None, "auto", {"max_epochs": 1, "batch_size": 3, "seed": 4})
     assert "seed: 0 in the checkpoint, 4 now" in str(caught.value)
 

@@ -13,11 +13,24 @@ LEFT_OUT = ("CHANGELOG.md", "tests/test_words.py", "tests/fixtures/")
 
 RETIRED = {
     r"DESIGN \d": "rule N",
-    r"\bVerbs\b": "Communicator",
     r"\b(run|trainer)\.accelerator\b": "run.processes",
-    r"\bgather_together\b": "run_and_gather",
+    r"\bVerbs\b": "Communicator",
+    r"\b(gather_together|take_divided)\b": "run_and_gather, take_states",
     r"\bby_all_or_main\b": "run_on_all_or_main",
     r"\bas_evaluate\(\)": "metrics.as_evaluate(metric)",
+    r"\bWishes\b": "AcceleratorConfig",
+    r"\bPreparation\b": "LoaderContext, Preparer",
+    r"\b(Lifeline|Lookout)\b": "OrphanKiller, Monitor",
+    r"\b(Hub|Spoke)\b": "Server, Client",
+    r"\b(Skeleton|Filling)\b": "MetaInitializer, ParameterInitializer",
+    r"\b(LoneLog|StepClock)\b": "NoRun, StepTimer",
+    r"\b(Placing|Stages|slots_of)\b": "ShardingSpec, CommitSteps, targets_of",
+    r"\b(Stream|Key|Foreign)Feed\b": "StreamSource, KeySource, CustomSource",
+    r"\bhas_spare\b": "has_fallback",
+    r"\bannounce_epoch\b": "set_epoch_on",
+    r"\b(expected_figures|evaluates_epochs)\b": "run.evaluation.expected, .after_epochs",
+    r"\bstrategy\.(adopt|rewrap|agree|place|adding_nothing)\b": "the names of Strategy",
+    r"\b(run|strategy)\.vote\b": "run.flags",
 }
 """What is given up, as a regular expression, and what is said instead."""
 

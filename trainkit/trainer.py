@@ -323,7 +323,7 @@ class Trainer:
 
         Args:
             model: As for `fit`; its parameters are then counted.
-            loaders: As for `fit`; the global batch and the planned steps are then known.
+            loaders: As for `fit`; the window and the planned steps are then known.
             **schedule: `optimizer`, `lr_scheduler` and `warmup`, as for `fit`; with model and
                 loaders the learning rates are then known.
         """

@@ -60,7 +60,7 @@ def _make_up(run: Run) -> dict[str, Any]:
         "processes": run.processes.num_processes,
         "device": str(run.strategy.device),
         "batch size of one process": loader.batch_size,
-        "global batch": loader.nominal_window(run.config.gradient_accumulation_steps),
+        "window": loader.nominal_window(run.config.gradient_accumulation_steps),
         "samples per epoch": loader.samples_per_epoch,
         "planned steps": run.planned_steps,
     }

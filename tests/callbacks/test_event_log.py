@@ -41,7 +41,7 @@ def test_the_start_says_what_the_run_is_made_of(tmp_path: Path) -> None:
     fit(make_trainer(callbacks=[JSONLLogger()], output_dir=tmp_path, max_grad_norm=2.0))
     start = _events(tmp_path)[0]
     assert start["config"]["max_grad_norm"] == 2.0
-    assert start["run"]["global batch"] == 4
+    assert start["run"]["window"] == 4
     assert start["optimizer"]["lr"] == 0.1
     assert {"python", "torch", "trainkit"} <= set(start["versions"])
     assert {"command", "commit", "host", "pid"} == set(start["started"])

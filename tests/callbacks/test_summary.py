@@ -34,7 +34,7 @@ def test_it_says_what_is_trained_and_what_came_of_it(
         "  parameters    58 (26 trainable)",
         "  strategy      single, 1 process, cpu",
         "  precision     fp32",
-        "  global batch  8 samples (4 x 1 process x 2 micro-batches)",
+        "  window        8 samples (4 x 1 process x 2 micro-batches)",
         "  planned       8 steps, 2 epochs",
         f"  output        {tmp_path}",
     ]

@@ -20,7 +20,7 @@ def test_a_real_run_is_read(tmp_path: Path) -> None:
     assert run.counters == {"step": 8, "epoch": 1, "samples": 32}
     assert run.sessions[0].ending == "max_epochs"
     assert run.facts["config"]["max_epochs"] == 1
-    assert (run.facts["run"]["optimizer"], run.facts["run"]["global batch"]) == ("SGD", 4)
+    assert (run.facts["run"]["optimizer"], run.facts["run"]["window"]) == ("SGD", 4)
 
 
 def test_a_run_without_a_log_is_told_what_to_do(tmp_path: Path) -> None:

@@ -82,12 +82,12 @@ class Explanation:
         if self.prepared is None:
             steps, epochs = config.max_steps, config.max_epochs
             end = _many(epochs, "epoch") if steps is None else _many(steps, "step")
-            more = "pass `loaders` to see the global batch and the steps of an epoch"
+            more = "pass `loaders` to see the window and the steps of an epoch"
             yield "length", f"{end}; {more}"
             return
         loader, evaluations = self.prepared
         own = "" if self.callbacks.schedule_evaluation else "; after each epoch, mean loss only"
-        yield "global batch", self._global_batch(loader)
+        yield "window", self._window(loader)
         yield "length", self._length(loader)
         if model is not None and self.given:
             yield from self._learning_rate(model, loader, **self.given)
@@ -119,7 +119,7 @@ class Explanation:
             check_plan(schedule, planned, self.config.max_epochs, self.processes.print)
             yield "learning rate", describe(schedule, planned, self.config.max_epochs)
 
-    def _global_batch(self, loader: PreparedLoader) -> str:
+    def _window(self, loader: PreparedLoader) -> str:
         accumulation = self.config.gradient_accumulation_steps
         processes = _many(self.processes.num_processes, "process")
         factors = f"{processes} x {_many(accumulation, 'micro-batch')}"

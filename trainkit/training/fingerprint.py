@@ -30,7 +30,7 @@ _EQUAL = (
     "scheduler advances",
     "precision",
     "data set length",
-    "global batch",
+    "global batch",  # samples of a window: what it is called in files
     "seed",
 )
 
@@ -74,7 +74,8 @@ def differences(saved: Mapping[str, Any], present: Mapping[str, Any]) -> list[st
     for name in _EQUAL:
         was = saved.get(name, present[name])  # older checkpoints do not tell all
         if was != present[name]:
-            problems.append(f"{name}: {was!r} in the checkpoint, {present[name]!r} now")
+            shown = "samples of a window" if name == "global batch" else name
+            problems.append(f"{shown}: {was!r} in the checkpoint, {present[name]!r} now")
     return problems
 
 

@@ -178,7 +178,6 @@ class Run(RunServices):
         self.scheduled_steps = self.planned_steps
 
     @property
-    @property
     def phase(self) -> str:
         """What the run is doing: setup, train, evaluate, save, end, done."""
         return self.clock.phase
