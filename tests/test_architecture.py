@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # Lowest first. A room is a folder of trainkit, or a file beside them. It sees the rows below its
 # own, and itself; inside of it, files may see each other without a circle.
 LAYERS = (
-    ("console", "errors", "formatting", "lazy", "parsing", "rng", "signals", "types"),
+    ("console", "errors", "formatting", "lazy", "parsing", "rng", "signals", "types", "version"),
     ("containers", "launch_environment", "outputs"),
     ("config",),
     ("metrics", "precision", "run_report", "watchdog"),

@@ -143,7 +143,7 @@ def refusals(rank: int, folder: Path) -> list[str]:
     for index in range(len(differing(0))):
         of_fit = list(differing(min(rank, 1)).values())[index]
         kind = of_fit.pop("kind", Other if "loss_fn" not in of_fit else Trainer)
-        vars(facts)["VERSION"] = of_fit.pop("version", "0")
+        vars(facts)["__version__"] = of_fit.pop("version", "0")
         if "script" in of_fit:
             sys.modules["__main__"].__file__ = str(folder / f"{of_fit.pop('script')}.py")
         names = ("precision", "strategy", "compile")

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from trainkit.lazy import lazy_exports
+from trainkit.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from trainkit.accelerator.accelerator import Accelerator as Accelerator

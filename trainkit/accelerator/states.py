@@ -22,7 +22,6 @@ from trainkit.distributed import (
     run_on_all_or_main,
 )
 from trainkit.errors import ConfigError
-from trainkit.training.state import VERSION
 from trainkit.types import Stateful
 
 __all__ = ["States"]
@@ -155,7 +154,7 @@ class States:
     def _commit(self, folder: Path, parts: dict[str, Any], processes: Processes) -> None:
         metadata = {
             "models": len(self._contents.registry.models),
-            "versions": versions(VERSION),
+            "versions": versions(),
             "processes": self._processes.size,
         }
         self._directory.commit(folder, parts, metadata, processes)

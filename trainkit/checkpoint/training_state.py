@@ -16,6 +16,7 @@ from trainkit.checkpoint.forms import blaming
 from trainkit.checkpoint.resharding.sharding import split_alike
 from trainkit.checkpoint.resharding.subclasses import put_parts, take_parts
 from trainkit.distributed import Processes
+from trainkit.version import __version__
 
 __all__ = [
     "check_rank_parts",
@@ -29,10 +30,13 @@ __all__ = [
 ]
 
 
-def versions(trainkit: str) -> dict[str, str]:
+def versions() -> dict[str, str]:
     """Return what stands in the manifest of the versions that a state was saved by."""
-    torch_version = str(torch.__version__)
-    return {"trainkit": trainkit, "torch": torch_version, "python": platform.python_version()}
+    return {
+        "trainkit": __version__,
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+    }
 
 
 def same_torch(checkpoint: Checkpoint) -> bool:

@@ -36,7 +36,6 @@ from trainkit.training.finite import finiteness
 from trainkit.training.loadable import check_metadata, check_parts, check_states
 from trainkit.training.lr_schedule import LRSchedule
 from trainkit.training.run import Run
-from trainkit.training.state import VERSION
 
 __all__ = ["collect", "describe", "restore", "save_now"]
 
@@ -115,7 +114,7 @@ def describe(run: Run) -> dict[str, Any]:
         "config": asdict(run.config),
         "planned_steps": run.scheduled_steps,
         "strategy": run.strategy.name,
-        "versions": versions(VERSION),
+        "versions": versions(),
         "fingerprint": fingerprint(run),
         "order": order_of(run),
         **finiteness(run),

@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from trainkit.precision import Precision
 from trainkit.strategies import Strategy
-from trainkit.training.state import VERSION
+from trainkit.version import __version__
 
 __all__ = [
     "SCRIPT",
@@ -44,7 +44,7 @@ _LARGEST = 4096  # elements of a tensor whose values count
 def program() -> Iterator[tuple[str, str]]:
     """Yield the versions, and what the script is."""
     python = "{}.{}".format(*platform.python_version_tuple())
-    yield "the versions", f"trainkit {VERSION}, torch {torch.__version__}, Python {python}"
+    yield "the versions", f"trainkit {__version__}, torch {torch.__version__}, Python {python}"
     path = Path(getattr(sys.modules["__main__"], "__file__", None) or os.devnull)
     with suppress(OSError):
         lines = path.read_bytes().splitlines()

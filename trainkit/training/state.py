@@ -5,10 +5,7 @@ from dataclasses import asdict, dataclass, fields
 
 from trainkit.errors import ConfigError
 
-__all__ = ["VERSION", "TrainState"]
-
-VERSION = "0.1.0"
-"""The version of trainkit, as it stands in checkpoints."""
+__all__ = ["TrainState"]
 
 
 @dataclass(kw_only=True, slots=True)
