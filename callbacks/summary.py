@@ -11,7 +11,7 @@ from trainkit.callbacks._support.formatting import duration, values_by_loader
 from trainkit.formatting import count
 from trainkit.training.callback import Callback
 from trainkit.training.run import Run
-from trainkit.training.schedule_plan import describe
+from trainkit.training.schedule_check import describe
 from trainkit.types import Scalars, class_name
 
 __all__ = ["Summary"]

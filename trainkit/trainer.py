@@ -161,7 +161,7 @@ class Trainer:
         return default_steps.training_step(model, self.strategy.unwrap(model), batch, self.loss_fn)
 
     def evaluation_step(self, model: nn.Module, batch: Batch) -> Mapping[str, Any]:
-        """Return `scores`, `references` and `loss` of `batch`; see `evaluation.evaluate`.
+        """Return `scores`, `references` and `loss` of `batch`; see `Evaluator.evaluate`.
 
         `scores` are what the model returns. Classes are read from them by the convention of the
         loss, where a metric wants some, unless `predictions` say what every metric gets.

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from trainkit.cli import config_file, foreign
-from trainkit.cli.options import SETTINGS
+from trainkit.cli import accelerate_keys, config_file
+from trainkit.cli.settings import SETTINGS
 from trainkit.errors import ConfigError
 
 ACCELERATE = """\
@@ -180,7 +180,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 def test_every_field_of_accelerate_is_known() -> None:
     args = pytest.importorskip("accelerate.commands.config.config_args")
-    known = {*SETTINGS, *foreign.KEYS, "fsdp_config"}
+    known = {*SETTINGS, *accelerate_keys.KEYS, "fsdp_config"}
     assert set(args.ClusterConfig.__dataclass_fields__) <= known
 
 

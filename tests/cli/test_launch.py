@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.cli.test_config_file import ACCELERATE, FSDP
-from trainkit.cli import config_file, machine, options, plan
+from trainkit.cli import config_file, machine, plan, settings
 from trainkit.cli.main import main
-from trainkit.cli.options import SETTINGS
+from trainkit.cli.settings import SETTINGS
 
 ROOT = Path(__file__).resolve().parents[2]
 LIGHT = """
@@ -97,7 +97,7 @@ def test_accelerates_own_default_file_is_not(
 
 
 def test_the_settings_are_the_table() -> None:
-    assert list(options.JobSettings.__dataclass_fields__) == list(SETTINGS)
+    assert list(settings.JobSettings.__dataclass_fields__) == list(SETTINGS)
 
 
 def test_every_setting_is_documented() -> None:

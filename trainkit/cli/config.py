@@ -8,9 +8,9 @@ from typing import Any
 
 from trainkit.cli import config_file
 from trainkit.cli.machine import gpu_count
-from trainkit.cli.options import SETTINGS, JobSettings
 from trainkit.cli.plan import processes_here
-from trainkit.cli.settings import add_options, gathered
+from trainkit.cli.resolving import add_options, gathered
+from trainkit.cli.settings import SETTINGS, JobSettings
 from trainkit.errors import ConfigError
 
 __all__ = ["add_to"]

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainkit.cli import foreign
-from trainkit.cli.options import SETTINGS
+from trainkit.cli import accelerate_keys
+from trainkit.cli.settings import SETTINGS
 from trainkit.errors import ConfigError
 from trainkit.parsing import nearest
 
@@ -75,11 +75,11 @@ def read(path: Path) -> ConfigFile:
             result.values.setdefault("mixed_precision", "fp16" if value else "no")
             result.lines.setdefault("mixed_precision", line)
         elif key == "fsdp_config":
-            result.fsdp = foreign.sharding(value, place)
-        elif key in foreign.KEYS:
-            foreign.check(key, value, place)
+            result.fsdp = accelerate_keys.sharding(value, place)
+        elif key in accelerate_keys.KEYS:
+            accelerate_keys.check(key, value, place)
         else:
-            known = [*SETTINGS, *foreign.KEYS, "fsdp_config"]
+            known = [*SETTINGS, *accelerate_keys.KEYS, "fsdp_config"]
             raise ConfigError(f"`{key}` ({place}) is no known key.{nearest(key, known)}")
     if result.values.get("distributed_type") == "MULTI_CPU":
         result.values.setdefault("use_cpu", True)

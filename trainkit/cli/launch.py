@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainkit.cli import failure
 from trainkit.cli.plan import Plan, Script, check_here, make_plan
-from trainkit.cli.settings import Resolved, add_options, resolve
+from trainkit.cli.resolving import Resolved, add_options, resolve
 from trainkit.cli.tables import print_table
 from trainkit.errors import ConfigError
 from trainkit.watchdog.report import FOLDER_VARIABLE

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from trainkit.cli.machine import core_count, free_port, gpu_count, port_is_free
-from trainkit.cli.options import JobSettings
-from trainkit.cli.settings import Resolved
+from trainkit.cli.resolving import Resolved
+from trainkit.cli.settings import JobSettings
 from trainkit.errors import ConfigError
 from trainkit.watchdog.report import FOLDER_VARIABLE
 

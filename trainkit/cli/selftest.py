@@ -6,7 +6,7 @@ from typing import Any
 
 from trainkit.cli.launch import start
 from trainkit.cli.plan import Script, make_plan
-from trainkit.cli.settings import add_options, resolve
+from trainkit.cli.resolving import add_options, resolve
 
 __all__ = ["add_to"]
 

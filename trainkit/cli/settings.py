@@ -1,134 +1,125 @@
-"""What is known about a job before it starts, and who said so."""
+"""Every setting of a job: its name, what it may be, and where it may be given.
 
-import argparse
-import os
-from collections.abc import Mapping
+One table serves the options of `launch`, `config` and `test`, the keys of configuration files
+and the environment variables.
+"""
+
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Any
 
-from trainkit.cli import config_file
-from trainkit.cli.options import SETTINGS, JobSettings, Setting
+from trainkit.cli import accelerate_keys
 from trainkit.errors import ConfigError
+from trainkit.launch_environment import PRECISIONS
+from trainkit.parsing import boolean, gpu_ids, listen_port, one_of, pairs, seconds, text, whole
 
-__all__ = ["Resolved", "add_options", "gathered", "resolve"]
+__all__ = ["SETTINGS", "JobSettings", "Setting"]
 
-COMMAND_LINE, ENVIRONMENT, DEFAULT = "command line", "environment", "default"
+DISTRIBUTED_TYPES = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP")
 
 
 @dataclass(frozen=True, slots=True)
-class Resolved:
-    """The settings of a job with the place that each came from.
+class Setting:
+    """A setting of a job.
 
     Args:
-        job: The settings.
-        sources: Where each one was said, by name.
-        file: The configuration file that was read; None if there was none.
-        fsdp: Environment variables on sharding, from the file.
+        name: Its name in files and, behind `--`, on the command line.
+        default: Its value where nobody says anything; None: it depends on others.
+        read: Checks and converts what was given.
+        help: What it means, for `--help`.
+        metavar: What stands for its value in `--help`; empty for a switch.
+        other: A second option with the same meaning.
+        accelerate: Whether the variable `ACCELERATE_<NAME>` is read too.
     """
 
-    job: JobSettings
-    sources: Mapping[str, str]
-    file: Path | None = None
-    fsdp: Mapping[str, str] = field(default_factory=dict)
+    name: str
+    default: Any
+    read: Callable[[object], Any]
+    help: str
+    metavar: str = ""
+    other: str = ""
+    accelerate: bool = False
 
-    def rows(self) -> list[tuple[str, str, str]]:
-        """Return name, value and source of each setting."""
-        shown = {each.name: getattr(self.job, each.name) for each in fields(self.job)}
-        return [
-            (name, "-" if value is None else str(value), self.sources[name])
-            for name, value in shown.items()
-        ]
+    @property
+    def variables(self) -> tuple[str, ...]:
+        """The environment variables that give its default, the first one that is set."""
+        name = self.name.upper()
+        return (f"TRAINKIT_{name}", *((f"ACCELERATE_{name}",) if self.accelerate else ()))
 
+    @property
+    def option(self) -> str:
+        """The option of the command line, as `--help` shows it."""
+        return f"--{self.other or self.name}"
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add `--config_file` and an option for each setting; hyphens may stand for underscores."""
-    _add(parser, "--config_file", dest="config_file", metavar="FILE", help="YAML file to read")
-    for setting in SETTINGS.values():
-        _add_setting(parser, setting)
-    for option, kind in (("multi_gpu", "MULTI_GPU"), ("use_fsdp", "FSDP")):
-        help_text = f"the same as --distributed_type {kind}"
-        _add(
-            parser,
-            f"--{option}",
-            dest="distributed_type",
-            action="store_const",
-            const=kind,
-            help=help_text,
-        )
+    def checked(self, value: object, place: str) -> Any:
+        """Return a value as it is used.
 
-
-def _add_setting(parser: argparse.ArgumentParser, setting: Setting) -> None:
-    names = [setting.option, *([f"--{setting.name}"] if setting.other else [])]
-    if setting.metavar:
-        default = "" if setting.default is None else f" (default: {setting.default})"
-        _add(
-            parser,
-            *names,
-            dest=setting.name,
-            metavar=setting.metavar,
-            help=f"{setting.help}{default}",
-        )
-        return
-    _add(parser, *names, dest=setting.name, action="store_const", const=True, help=setting.help)
-    off = [f"--no_{name.removeprefix('--')}" for name in names]
-    _add(parser, *off, dest=setting.name, action="store_const", const=False, help=None)
+        Raises:
+            ConfigError: It cannot be; names the place, such as "on the command line".
+        """
+        accelerate_keys.check_value(self.name, value, place)
+        try:
+            return self.read(value)
+        except ValueError as error:
+            raise ConfigError(f"`{self.name}` {place} must be {error}, but is {value!r}.") from None
 
 
-def _add(parser: argparse.ArgumentParser, *names: str, help: str | None, **arguments: Any) -> None:
-    """Add an option; only its first spelling is shown, and none without `help`."""
-    spellings = [*names, *(f"--{name[2:].replace('_', '-')}" for name in names)]
-    shown = spellings[:1] if help is not None else []
-    hidden = [name for name in dict.fromkeys(spellings) if name not in shown]
-    if shown:
-        parser.add_argument(*shown, help=help, default=None, **arguments)
-    if hidden:
-        parser.add_argument(*hidden, help=argparse.SUPPRESS, default=None, **arguments)
+def _setting(
+    default: Any, read: Callable[[object], Any], help: str, metavar: str = "", **more: Any
+) -> Any:
+    return field(default=default, metadata={"read": read, "help": help, "metavar": metavar, **more})
 
 
-def gathered(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the settings that the command line has, checked, by name."""
-    given = {name: getattr(options, name) for name in SETTINGS}
-    return {
-        name: SETTINGS[name].checked(value, "on the command line")
-        for name, value in given.items()
-        if value is not None
-    }
+# fmt: off
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobSettings:
+    """The settings of a job."""
+
+    use_cpu: bool = _setting(
+        False, boolean, "train on the CPU, hide the GPUs", other="cpu", accelerate=True)
+    num_processes: int | None = _setting(
+        None, whole(1), "processes on all machines together (default: one for each GPU, else 1)",
+        "N")
+    num_machines: int = _setting(1, whole(1), "machines", "N")
+    machine_rank: int = _setting(0, whole(0), "number of this machine, from 0", "N")
+    main_process_ip: str | None = _setting(
+        None, text, "address of machine 0, for the others", "HOST")
+    main_process_port: int | None = _setting(
+        None, listen_port, "port on machine 0 (default: 29500; any free one for one machine)",
+        "PORT")
+    rdzv_backend: str = _setting(
+        "static", one_of("static", "c10d"),
+        "how machines meet: static (they are numbered) or c10d (any order; can restart)", "NAME")
+    rdzv_conf: str | None = _setting(None, pairs, "more for the rendezvous", "KEY=VALUE")
+    gpu_ids: str = _setting("all", gpu_ids, "GPUs of this machine to use, such as 0,1", "IDS")
+    mixed_precision: str = _setting(
+        "no", one_of(*PRECISIONS),
+        "no, fp16 or bf16: what `Trainer()` and `Accelerator()` take unless told", "NAME",
+        accelerate=True)
+    distributed_type: str | None = _setting(
+        None, one_of(*DISTRIBUTED_TYPES), f"one of {', '.join(DISTRIBUTED_TYPES)}", "NAME")
+    gradient_accumulation_steps: int | None = _setting(
+        None, whole(1), "micro-batches for an update: what `Accelerator()` takes unless told", "N",
+        accelerate=True)
+    num_cpu_threads_per_process: int | None = _setting(
+        None, whole(1), "OMP_NUM_THREADS (default: cores shared out, unless that is set)", "N")
+    max_restarts: int = _setting(0, whole(0), "times to start all again after a failure", "N")
+    monitor_interval: float = _setting(0.1, seconds, "seconds between looks at the processes", "S")
+    shutdown_timeout: int = _setting(
+        300, whole(1), "seconds that processes get to save after a signal, before they are killed",
+        "S")
+    role: str = _setting("default", text, "name of the processes in torch's log", "NAME")
+    log_dir: str | None = _setting(None, text, "folder for torch's log files", "DIR")
+    tee: str = _setting(
+        "0", one_of("0", "1", "2", "3"),
+        "copy output to files in log_dir: 1 stdout, 2 stderr, 3 both", "N")
+    report_dir: str | None = _setting(
+        None, text, "folder for reports of failures (default: a temporary one)", "DIR")
+    debug: bool = _setting(False, boolean, "show torch's own log; check collectives")
+# fmt: on
 
 
-def resolve(options: argparse.Namespace, env: Mapping[str, str] = os.environ) -> Resolved:
-    """Put the settings together: command line, then file, then environment, then default.
-
-    Raises:
-        ConfigError: A value cannot be, or the file cannot be used.
-    """
-    given = gathered(options)
-    path = config_file.find(options.config_file, env)
-    file = None if path is None else config_file.read(path)
-    values: dict[str, Any] = {}
-    sources: dict[str, str] = {}
-    for name, setting in SETTINGS.items():
-        variable = next((each for each in setting.variables if env.get(each)), None)
-        if name in given:
-            values[name], sources[name] = given[name], COMMAND_LINE
-        elif file is not None and name in file.values:
-            values[name], sources[name] = file.values[name], f"{path}:{file.lines[name]}"
-        elif variable is not None:
-            place = f"in the environment variable {variable}"
-            values[name] = setting.checked(env[variable], place)
-            sources[name] = f"{ENVIRONMENT} ({variable})"
-        else:
-            values[name], sources[name] = setting.default, DEFAULT
-    _check_one_process(values, sources)
-    return Resolved(JobSettings(**values), sources, path, {} if file is None else file.fsdp)
-
-
-def _check_one_process(values: Mapping[str, Any], sources: Mapping[str, str]) -> None:
-    """Refuse a `distributed_type` NO beside several processes, where one place says both."""
-    count, kind = values["num_processes"], values["distributed_type"]
-    origin = sources["num_processes"].rpartition(":")[0] or sources["num_processes"]
-    if kind == "NO" and (count or 1) > 1 and sources["distributed_type"].startswith(origin):
-        raise ConfigError(
-            f"`distributed_type` is NO ({sources['distributed_type']}), which means one process, "
-            f"but `num_processes` is {count}. Use MULTI_GPU or MULTI_CPU."
-        )
+SETTINGS = {
+    each.name: Setting(each.name, each.default, **each.metadata) for each in fields(JobSettings)
+}
+"""The settings by name."""

@@ -332,7 +332,7 @@ class Merge:
                     f"`{path}` has unequal later dimensions: {sorted(set(later))}. Make them "
                     "equal first, for example with `pad_across_processes(value, dim=1)`."
                 )
-            from trainkit.containers.padding import filled_up  # few gathers need it
+            from trainkit.containers.ragged_rows import filled_up  # few gathers need it
 
             rows = filled_up(rows, self.pad_value, path)
         if isinstance(rows[0], Tensor):

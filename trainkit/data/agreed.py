@@ -12,7 +12,7 @@ from typing_extensions import override
 from trainkit.data.batch_sources import BatchSource
 from trainkit.data.loader import PreparedLoader, length_of
 from trainkit.data.loader_context import LoaderContext
-from trainkit.data.padding import PaddingBatch
+from trainkit.data.padding_batch import PaddingBatch
 from trainkit.data.stream import RankBatch
 from trainkit.data.transfer import transfer_for
 from trainkit.data.window import MicroBatch, Window

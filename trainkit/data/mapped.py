@@ -13,7 +13,7 @@ from trainkit.data.fetch import fetch_for
 from trainkit.data.loader import PreparedLoader, length_of
 from trainkit.data.loader_context import LoaderContext
 from trainkit.data.order import KeyedOrder, divide, set_epoch_on
-from trainkit.data.padding import PaddingBatch
+from trainkit.data.padding_batch import PaddingBatch
 from trainkit.data.plan import BatchPlan, FlatPlan, Plan
 from trainkit.data.transfer import transfer_for
 from trainkit.data.window import MicroBatch, Window

@@ -29,7 +29,7 @@ R = TypeVar("R", str, None)  # what can travel to processes that take no part
 T = TypeVar("T")
 U = TypeVar("U")
 
-# Places of `guard.only` that the other processes never come to.
+# Places of `collective_guard.only` that the other processes never come to.
 _ON_MAIN = ("on_main_process", "on_process")
 
 

@@ -52,10 +52,10 @@ def gather_samples(
     """Return the entry of each real sample of consecutive batches once, on every process.
 
     The order is that of one process: batch by batch, in each the processes in their order. Where
-    the entries of a value are, and what a list or tuple means, stands in `rows`. Tensors that
-    differ in later dimensions are filled up at the end. Tensors from another device come back on
-    `processes.device`; between processes they travel through the CPU. One collective, or two if
-    the entries are many. What has no form of its own in `codec` travels by pickle.
+    the entries of a value are, and what a list or tuple means, stands in `sample_rows`. Tensors
+    that differ in later dimensions are filled up at the end. Tensors from another device come back
+    on `processes.device`; between processes they travel through the CPU. One collective, or two if
+    the entries are many. What has no form of its own in `wire_format` travels by pickle.
 
     Args:
         processes: The processes that computed.
@@ -63,7 +63,7 @@ def gather_samples(
         counts: For each batch the number of real samples on each process; equal on all.
         local_sizes: For each batch the number of entries that its value must have here: the real
             samples, or the size of the repeated batch where there are none (rule 16).
-        pad_value: What fills up later dimensions; see `rows.Merge`.
+        pad_value: What fills up later dimensions; see `sample_rows.Merge`.
         name: What errors call the value.
         use_gather_object: Each batch is a list of one object per sample, whatever it holds.
         hint: Follows what is said of a value that has not one entry for each sample.
@@ -100,7 +100,7 @@ def gather_all(
     Args:
         processes: The processes of the job.
         value: As for `gather_samples`; a tensor without dimensions counts as one row.
-        pad_value: What fills up later dimensions; see `rows.Merge`.
+        pad_value: What fills up later dimensions; see `sample_rows.Merge`.
         name: What errors call the value.
 
     Raises:
@@ -147,7 +147,7 @@ def concatenate(
     Args:
         values: Values of one structure, at least one, else an empty list comes back.
         sizes: Number of samples in each; taken from the first tensor or list if not given.
-        pad_value: What fills up later dimensions; see `rows.Merge`.
+        pad_value: What fills up later dimensions; see `sample_rows.Merge`.
     """
     if not values:
         return []

@@ -210,8 +210,8 @@ class Processes:
         """Return the values of all processes, in their order; copies, tensors on the CPU.
 
         Args:
-            value: Built-in types, tensors, arrays, dataclasses (see `codec`).
-            allow_pickle: Whether what the codec cannot hold may travel by pickle.
+            value: Built-in types, tensors, arrays, dataclasses (see `wire_format`).
+            allow_pickle: Whether what it cannot hold may travel by pickle.
 
         Raises:
             DistributedError: On all processes, if the value of one cannot travel.

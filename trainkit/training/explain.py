@@ -14,6 +14,7 @@ from trainkit.checkpoint import KeepPolicy
 from trainkit.config import TrainConfig
 from trainkit.data import PreparedLoader
 from trainkit.distributed.communicator import Communicator
+from trainkit.formatting import count
 from trainkit.precision import Precision
 from trainkit.strategies import Strategy
 from trainkit.training import arguments
@@ -72,16 +73,16 @@ class Explanation:
     def _make_up(self) -> Rows:
         config, strategy, model = self.config, self.strategy, self.model
         if model is not None:
-            count = sum(p.numel() for p in model.parameters())
+            total = sum(p.numel() for p in model.parameters())
             trains = sum(p.numel() for p in model.parameters() if p.requires_grad)
-            yield "model", f"{class_name(model)}, {count:,} parameters, {trains:,} of them trained"
+            yield "model", f"{class_name(model)}, {total:,} parameters, {trains:,} of them trained"
         share = "; gradients are reduced once a step" if self.processes.num_processes > 1 else ""
-        processes = _many(self.processes.num_processes, "process")
+        processes = count(self.processes.num_processes, "process")
         yield "strategy", f"{strategy.name}: {processes} on {strategy.device}{share}"
         yield "precision", _precision(self.precision)
         if self.prepared is None:
             steps, epochs = config.max_steps, config.max_epochs
-            end = _many(epochs, "epoch") if steps is None else _many(steps, "step")
+            end = _known(epochs, "epoch") if steps is None else count(steps, "step")
             more = "pass `loaders` to see the window and the steps of an epoch"
             yield "length", f"{end}; {more}"
             return
@@ -104,7 +105,7 @@ class Explanation:
         lr_scheduler: Any = None,
         warmup: float = 0,
     ) -> Rows:
-        from trainkit.training.schedule_plan import (  # many runs have none
+        from trainkit.training.schedule_check import (  # many runs have none
             check_plan,
             describe,
             settings_of,
@@ -121,8 +122,8 @@ class Explanation:
 
     def _window(self, loader: PreparedLoader) -> str:
         accumulation = self.config.gradient_accumulation_steps
-        processes = _many(self.processes.num_processes, "process")
-        factors = f"{processes} x {_many(accumulation, 'micro-batch')}"
+        processes = count(self.processes.num_processes, "process")
+        factors = f"{processes} x {count(accumulation, 'micro-batch')}"
         if loader.batch_size is None:
             return f"varies: {factors}"
         total = loader.nominal_window(accumulation)
@@ -135,15 +136,15 @@ class Explanation:
         per_epoch = loader.steps_per_epoch(accumulation, config.drop_last_window)
         text = f"{_known(planned, 'step')}; an epoch is {_known(per_epoch, 'step')}"
         if config.max_epochs is not None:
-            text = f"{_many(config.max_epochs, 'epoch')}, {text}"
+            text = f"{count(config.max_epochs, 'epoch')}, {text}"
         samples = loader.samples_per_epoch
         size = loader.nominal_window(accumulation)
         if samples is None or size is None:
             return text
         rest = samples % size
         what = "dropped" if config.drop_last_window else "applied"
-        last = f", the last of them on {_many(rest, 'sample')}, {what}" if rest else ""
-        return f"{text} over {_many(samples, 'sample')}{last}"
+        last = f", the last of them on {count(rest, 'sample')}, {what}" if rest else ""
+        return f"{text} over {count(samples, 'sample')}{last}"
 
     def _order(self, width: int) -> list[str]:
         """Return the algorithm, line by line, with the callbacks at each hook that anybody uses."""
@@ -175,7 +176,7 @@ class Explanation:
         yield 0, "on_checkpoint_loaded"
         yield 0, "each epoch:"
         yield 1, "on_epoch_start"
-        yield 1, f"each step, {_many(accumulation, 'micro-batch')}{several}:"
+        yield 1, f"each step, {count(accumulation, 'micro-batch')}{several}:"
         yield 2, "on_step_start"
         yield 2, "on_microbatch_start"
         yield 2, f"forward in {self.precision.name}, backward"
@@ -191,7 +192,7 @@ class Explanation:
         yield 2, "on_step_skipped"
         yield 1, "after the last step of the epoch:"
         yield 2, "on_epoch_end"
-        yield 1, f"where due, first the log (every {_many(config.log_every_n_steps, 'step')}):"
+        yield 1, f"where due, first the log (every {count(config.log_every_n_steps, 'step')}):"
         yield 2, "on_log"
         yield 1, "then the evaluation:"
         for hook in ("on_evaluation_start", "on_evaluation_batch_end", "on_evaluation_end"):
@@ -306,11 +307,5 @@ def _saves(callback: Callback) -> bool:
     return isinstance(getattr(callback, "policy", None), KeepPolicy)
 
 
-def _many(count: int | None, noun: str) -> str:
-    if count == 1:
-        return f"1 {noun}"
-    return f"{count:,} {noun}{'es' if noun.endswith(('s', 'tch')) else 's'}"
-
-
-def _known(count: int | None, noun: str) -> str:
-    return f"an unknown number of {noun}s" if count is None else _many(count, noun)
+def _known(number: int | None, noun: str) -> str:
+    return f"an unknown number of {noun}s" if number is None else count(number, noun)

@@ -150,7 +150,7 @@ def begin(run: Run, callbacks: CallbackList) -> None:
     if run.processes.num_processes > 1:
         _check_alike(run)
     if run.lr_schedule is not None:
-        from trainkit.training.schedule_plan import check_plan  # many runs need none of it
+        from trainkit.training.schedule_check import check_plan  # many runs need none of it
 
         check_plan(run.lr_schedule, run.planned_steps, run.config.max_epochs, run.print)
     from trainkit.training.rehearsal import rehearse  # only a fit needs it

@@ -1,0 +1,134 @@
+"""What is known about a job before it starts, and who said so."""
+
+import argparse
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from trainkit.cli import config_file
+from trainkit.cli.settings import SETTINGS, JobSettings, Setting
+from trainkit.errors import ConfigError
+
+__all__ = ["Resolved", "add_options", "gathered", "resolve"]
+
+COMMAND_LINE, ENVIRONMENT, DEFAULT = "command line", "environment", "default"
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """The settings of a job with the place that each came from.
+
+    Args:
+        job: The settings.
+        sources: Where each one was said, by name.
+        file: The configuration file that was read; None if there was none.
+        fsdp: Environment variables on sharding, from the file.
+    """
+
+    job: JobSettings
+    sources: Mapping[str, str]
+    file: Path | None = None
+    fsdp: Mapping[str, str] = field(default_factory=dict)
+
+    def rows(self) -> list[tuple[str, str, str]]:
+        """Return name, value and source of each setting."""
+        shown = {each.name: getattr(self.job, each.name) for each in fields(self.job)}
+        return [
+            (name, "-" if value is None else str(value), self.sources[name])
+            for name, value in shown.items()
+        ]
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add `--config_file` and an option for each setting; hyphens may stand for underscores."""
+    _add(parser, "--config_file", dest="config_file", metavar="FILE", help="YAML file to read")
+    for setting in SETTINGS.values():
+        _add_setting(parser, setting)
+    for option, kind in (("multi_gpu", "MULTI_GPU"), ("use_fsdp", "FSDP")):
+        help_text = f"the same as --distributed_type {kind}"
+        _add(
+            parser,
+            f"--{option}",
+            dest="distributed_type",
+            action="store_const",
+            const=kind,
+            help=help_text,
+        )
+
+
+def _add_setting(parser: argparse.ArgumentParser, setting: Setting) -> None:
+    names = [setting.option, *([f"--{setting.name}"] if setting.other else [])]
+    if setting.metavar:
+        default = "" if setting.default is None else f" (default: {setting.default})"
+        _add(
+            parser,
+            *names,
+            dest=setting.name,
+            metavar=setting.metavar,
+            help=f"{setting.help}{default}",
+        )
+        return
+    _add(parser, *names, dest=setting.name, action="store_const", const=True, help=setting.help)
+    off = [f"--no_{name.removeprefix('--')}" for name in names]
+    _add(parser, *off, dest=setting.name, action="store_const", const=False, help=None)
+
+
+def _add(parser: argparse.ArgumentParser, *names: str, help: str | None, **arguments: Any) -> None:
+    """Add an option; only its first spelling is shown, and none without `help`."""
+    spellings = [*names, *(f"--{name[2:].replace('_', '-')}" for name in names)]
+    shown = spellings[:1] if help is not None else []
+    hidden = [name for name in dict.fromkeys(spellings) if name not in shown]
+    if shown:
+        parser.add_argument(*shown, help=help, default=None, **arguments)
+    if hidden:
+        parser.add_argument(*hidden, help=argparse.SUPPRESS, default=None, **arguments)
+
+
+def gathered(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the settings that the command line has, checked, by name."""
+    given = {name: getattr(options, name) for name in SETTINGS}
+    return {
+        name: SETTINGS[name].checked(value, "on the command line")
+        for name, value in given.items()
+        if value is not None
+    }
+
+
+def resolve(options: argparse.Namespace, env: Mapping[str, str] = os.environ) -> Resolved:
+    """Put the settings together: command line, then file, then environment, then default.
+
+    Raises:
+        ConfigError: A value cannot be, or the file cannot be used.
+    """
+    given = gathered(options)
+    path = config_file.find(options.config_file, env)
+    file = None if path is None else config_file.read(path)
+    values: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    for name, setting in SETTINGS.items():
+        variable = next((each for each in setting.variables if env.get(each)), None)
+        if name in given:
+            values[name], sources[name] = given[name], COMMAND_LINE
+        elif file is not None and name in file.values:
+            values[name], sources[name] = file.values[name], f"{path}:{file.lines[name]}"
+        elif variable is not None:
+            place = f"in the environment variable {variable}"
+            values[name] = setting.checked(env[variable], place)
+            sources[name] = f"{ENVIRONMENT} ({variable})"
+        else:
+            values[name], sources[name] = setting.default, DEFAULT
+    _check_one_process(values, sources)
+    return Resolved(JobSettings(**values), sources, path, {} if file is None else file.fsdp)
+
+
+def _check_one_process(values: Mapping[str, Any], sources: Mapping[str, str]) -> None:
+    """Refuse a `distributed_type` NO beside several processes, where one place says both."""
+    count, kind = values["num_processes"], values["distributed_type"]
+    origin = sources["num_processes"].rpartition(":")[0] or sources["num_processes"]
+    if kind == "NO" and (count or 1) > 1 and sources["distributed_type"].startswith(origin):
+        raise ConfigError(
+            f"`distributed_type` is NO ({sources['distributed_type']}), which means one process, "
+            f"but `num_processes` is {count}. Use MULTI_GPU or MULTI_CPU."
+        )
