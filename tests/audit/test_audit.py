@@ -18,7 +18,8 @@ PRELUDE = """
 import datetime, os, pickle, socket, subprocess
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
-from trainkit import Trainer, callback
+from trainkit import Trainer
+from trainkit.training import callback
 from trainkit.data import fetch
 
 DATA = pickle.dumps(datetime.timedelta(1))  # its class has to be looked up
@@ -155,7 +156,7 @@ def test_objects_that_a_user_gathers_may_be_pickled(tmp_path: Path) -> None:
 def test_a_session_with_a_finding_fails(tmp_path: Path) -> None:
     test = tmp_path / "test_planted.py"
     test.write_text(
-        "import pickle\nfrom pathlib import Path\nfrom trainkit.checkpoint import strict_json\n\n"
+        "import pickle\nfrom pathlib import Path\nfrom trainkit.checkpoint.format import strict_json\n\n"
         "def test_planted(monkeypatch):\n    data = pickle.dumps(Path('x'))\n"
         "    monkeypatch.setattr(strict_json, '_finite', lambda t: pickle.loads(data))\n"
         "    strict_json.parse(b'[1.5]')\n"

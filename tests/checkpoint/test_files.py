@@ -73,7 +73,7 @@ def test_no_more_than_a_few_files_are_open_at_once(
 def test_files_are_written_while_python_shuts_down(tmp_path: Path) -> None:
     script = f"""
 import pathlib, threading, time
-from trainkit.checkpoint import files
+from trainkit.checkpoint.io import files
 
 def late():
     threading.main_thread().join()
