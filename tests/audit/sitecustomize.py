@@ -52,7 +52,10 @@ _TRANSPORT = (
 
 # Objects that a user hands to a gather may be pickled: by this function, called by one of these.
 _UNPICKLER = ("containers/wire_format.py", "_get_pickle")
-_GATHERS = {("distributed/communicator.py", "gather_object"), ("distributed/gather.py", "_exchange")}
+_GATHERS = {
+    ("distributed/communicator.py", "gather_object"),
+    ("distributed/gather.py", "_exchange"),
+}
 # The codec's own test asks for it by `allow_pickle=True`, as a user does.
 _ASKS = os.path.join(_ROOT, "tests", "distributed", "test_codec.py")
 

@@ -156,7 +156,8 @@ def test_objects_that_a_user_gathers_may_be_pickled(tmp_path: Path) -> None:
 def test_a_session_with_a_finding_fails(tmp_path: Path) -> None:
     test = tmp_path / "test_planted.py"
     test.write_text(
-        "import pickle\nfrom pathlib import Path\nfrom trainkit.checkpoint.format import strict_json\n\n"
+        "import pickle\nfrom pathlib import Path\n"
+        "from trainkit.checkpoint.format import strict_json\n\n"
         "def test_planted(monkeypatch):\n    data = pickle.dumps(Path('x'))\n"
         "    monkeypatch.setattr(strict_json, '_finite', lambda t: pickle.loads(data))\n"
         "    strict_json.parse(b'[1.5]')\n"
