@@ -244,6 +244,16 @@ def test_overrides_are_given_what_fit_was_and_know_the_planned_steps() -> None:
     assert 0 < rates.rates[-1] < 0.003
 
 
+def test_an_override_that_does_not_take_what_fit_was_given_is_refused() -> None:
+    class Own(Trainer):
+        def configure_optimizer(self, model: nn.Module) -> Optimizer:  # type: ignore[override]
+            return SGD(model.parameters(), lr=0.1)
+
+    trainer = Own(max_epochs=1, callbacks=[])
+    with pytest.raises(ConfigError, match=r"def configure_optimizer\(self, model, optimizer\)"):
+        fit(trainer, toy_loaders()[0])
+
+
 def test_a_description_has_no_side_effects_and_is_true_for_long_runs() -> None:
     makes: list[Make] = [
         lambda o: OneCycleLR(o, [1.0, 0.1, 0.01, 0.001], total_steps=100_003),

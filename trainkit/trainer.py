@@ -455,6 +455,7 @@ class Trainer:
         self, module: nn.Module, given: Optimizer | OptimizerFactory | None
     ) -> Optimizer:
         """Return the optimizer of a module that the strategy has wrapped."""
+        arguments.check_override(self.configure_optimizer, "model, optimizer")
         optimizer = self.configure_optimizer(module, given)
         self.strategy.rebind_optimizer(optimizer, module)
         arguments.check_optimizer(optimizer, module)
@@ -466,6 +467,7 @@ class Trainer:
     ) -> LRSchedule | None:
         """Return the schedule for a horizon."""
         self.planned_steps = planned_steps
+        arguments.check_override(self.configure_lr_scheduler, "optimizer, lr_scheduler")
         given = by_name(given, planned_steps, warmup)
         return make_lr_schedule(self.configure_lr_scheduler(optimizer, given), optimizer)
 

@@ -1,6 +1,7 @@
 """Turns what users pass to a Trainer into its parts, with an error where that cannot work."""
 
 import difflib
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,6 +29,7 @@ __all__ = [
     "check_loss_fn",
     "check_model",
     "check_one_loader",
+    "check_override",
     "check_resume",
     "check_stateful",
     "make_metrics",
@@ -275,6 +277,23 @@ def check_compile(wanted: bool | Mapping[str, Any]) -> dict[str, Any] | None:
     from trainkit.training.compile import compile_options  # most runs need none of it
 
     return compile_options(wanted)
+
+
+def check_override(method: Callable[..., Any], given: str) -> None:
+    """Refuse a method of a user's `Trainer` that does not take what it is called with.
+
+    Args:
+        method: Bound to the trainer.
+        given: The names of its arguments, the last of which is what `fit` was given.
+    """
+    try:
+        inspect.signature(method).bind(*given.split(", "))
+    except TypeError as error:
+        name = getattr(method, "__name__", "")
+        raise ConfigError(
+            f"`{name}` is called with ({given}), but yours does not take them ({error}). Write "
+            f"`def {name}(self, {given})`; the last is what `fit` was given, or None."
+        ) from None
 
 
 def check_loss_fn(loss_fn: LossFn) -> LossFn:
