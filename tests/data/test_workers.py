@@ -18,6 +18,7 @@ from torch.utils.data import get_worker_info
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from tests.data.toys import Noisy, Numbers, loader_of, micro_batches, prepare, values
+from trainkit.data import workers
 from trainkit.errors import DataError
 
 
@@ -193,6 +194,34 @@ def test_workers_do_not_outlive_a_process_that_is_killed() -> None:
     while any(map(_runs, workers)) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not any(map(_runs, workers))
+
+
+def _read_late(connection: Any) -> None:
+    """Read with workers that look for their parent only when it has been killed."""
+    ends_with_parent, parent = workers._end_with_parent, os.getpid()
+
+    def late(dismissed: Any) -> None:
+        connection.send(os.getpid())
+        while os.getppid() == parent:
+            time.sleep(0.01)
+        ends_with_parent(dismissed)
+
+    workers._end_with_parent = late
+    list(prepare(loader_of(Numbers(1000), batch_size=1, num_workers=2)))
+
+
+def test_workers_that_start_after_their_process_was_killed_end_too() -> None:
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_read_late, args=(theirs,))
+    process.start()
+    pids = [ours.recv() for _ in range(2)]
+    process.kill()
+    process.join()
+    deadline = time.monotonic() + 60
+    while any(map(_runs, pids)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not any(map(_runs, pids))
 
 
 def _runs(pid: int) -> bool:

@@ -342,11 +342,15 @@ def _end_with_parent(dismissed: Connection) -> None:
     Torch takes seconds for that.
     """
     descriptors = {dismissed.fileno(): 0}
-    parent = os.getppid()
-    with suppress(AttributeError, OSError):  # it has ended already, or the kernel cannot do it
-        process = os.pidfd_open(parent)
-        if os.getppid() == parent:
-            descriptors[process] = 1
+    parent = multiprocessing.parent_process()  # known from the start, also where it has ended
+    assert parent is not None
+    assert parent.pid is not None
+    try:
+        descriptors[os.pidfd_open(parent.pid)] = 1
+    except ProcessLookupError:
+        os._exit(1)
+    except (AttributeError, OSError):  # the kernel cannot do it
+        pass
     threading.Thread(target=_end_after, args=(descriptors,), name="parent", daemon=True).start()
 
 
