@@ -143,7 +143,10 @@ class ActiveLoaders:
         return "", hint
 
     def _find(self, key: Any) -> _Pass | None:
-        return next((one for one in reversed(self._passes) if one.key is key), None)
+        for one in reversed(self._passes):
+            if one.key is key:
+                return one
+        return None
 
     def _with_batch(self) -> list[_Pass]:
         return [one for one in self._passes if one.batch is not None]
