@@ -36,6 +36,8 @@ from tests.system.harness import running
 from trainkit import Callback, Run, Trainer, Watchdog
 from trainkit.callbacks import Checkpoint, Evaluation
 
+GONE_SECONDS = 5.0  # from a fault until all processes are gone
+STALL_SECONDS = 3.0  # the same, from the watchdog's limit
 SLOWEST = 1.2  # seconds, of a step, an evaluation or a save that is healthy
 LIMIT = 3.0  # of the watchdog over them
 NO_LIMIT = float("inf")  # minutes
@@ -120,7 +122,8 @@ def healthy(seed: int) -> Outcome:
 def faulty(number: int) -> Outcome:
     """Run a job with one of the faults."""
     with tempfile.TemporaryDirectory(prefix="fault-") as folder:
-        return inject(FAULTS[number % len(FAULTS)], Path(folder))
+        fault = FAULTS[number % len(FAULTS)]
+        return inject(fault, Path(folder), STALL_SECONDS if fault.stalls else GONE_SECONDS)
 
 
 def campaign(
