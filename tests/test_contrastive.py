@@ -12,6 +12,7 @@ from torch.optim import SGD
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from tests.helpers.ranks import run_ranks
+from tests.helpers.tiers import with_few
 from trainkit import Accelerator, Callback, Run, Trainer, gather
 from trainkit.errors import DataError, DistributedError
 
@@ -150,7 +151,7 @@ def fit_many(rank: int, cases: list[Case]) -> list[list[Tensor]]:
     return [fit(case) for case in cases]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", with_few([1, 2], [1, 2, 3]))
 def test_the_gradient_is_that_of_one_process(size: int) -> None:
     cases: list[Case] = []
     for kind in LOSSES:

@@ -9,6 +9,7 @@ from custom_precision import StochasticBF16
 from custom_strategy import CompressedDDP
 
 from tests.helpers.scripts import ROOT, run_forked
+from tests.helpers.tiers import with_few
 from trainkit.testing import check_callback, check_precision, check_strategy
 
 PRINTED = {
@@ -20,7 +21,7 @@ PRINTED = {
 }
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", with_few([1], [1, 2]))
 @pytest.mark.parametrize("name", sorted(PRINTED))
 def test_the_example_runs(name: str, processes: int) -> None:
     printed = run_forked(ROOT / "examples" / name, "--tiny", size=processes).output

@@ -11,6 +11,7 @@ from torch.optim import AdamW
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from tests.helpers.ranks import run_ranks
+from tests.helpers.tiers import with_few
 from trainkit import Callback, Run, StepResult, Trainer
 
 LIMIT = 1e-12
@@ -124,7 +125,7 @@ def fit_epochs(rank: int, cases: list[tuple[str, int, int]]) -> list[tuple[list[
     return results
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", with_few([2], [1, 2, 3]))
 def test_an_epoch_uses_every_sample_exactly_once(size: int) -> None:
     cases = [
         (kind, samples, workers)

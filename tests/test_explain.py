@@ -174,6 +174,7 @@ def _two(rank: int, folder: Path) -> None:
     trainer.close()
 
 
+@pytest.mark.e2e
 def test_two_processes(tmp_path: Path) -> None:
     run_ranks(2, _two, tmp_path)
     said = (tmp_path / "0").read_text()

@@ -12,6 +12,7 @@ from torch.optim import SGD
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from tests.helpers.ranks import run_ranks
+from tests.helpers.tiers import with_few
 from trainkit import Callback, Run, StepOutput, Trainer
 
 WIDTH, CLASSES = 5, 4
@@ -130,7 +131,7 @@ def fit_many(rank: int, cases: list[Case]) -> list[list[Tensor]]:
     return [fit(case) for case in cases]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", with_few([1, 2], [1, 2, 3]))
 def test_gradient_equals_that_of_one_big_batch(size: int) -> None:
     chance = random.Random(size)
     cases: list[Case] = []

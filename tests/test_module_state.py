@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import CatMetric
 
 from tests.helpers.ranks import run_ranks
+from tests.helpers.tiers import with_few
 from tests.helpers.toys import FEATURES, toy_dataset
 from trainkit import Accelerator, Callback, CheckpointError, Run, Trainer
 from trainkit.callbacks import EMA, Checkpoint
@@ -148,7 +149,7 @@ def test_what_is_no_tensor_in_a_module_comes_back(background: bool, tmp_path: Pa
     assert is_the_same_run(0, tmp_path, "single", background)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", with_few(["fsdp"], ["ddp", "fsdp"]))
 def test_it_comes_back_on_two_processes(strategy: str, tmp_path: Path) -> None:
     assert run_ranks(2, is_the_same_run, tmp_path, strategy, False) == [True, True]
 

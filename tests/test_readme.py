@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 SECONDS = 300
@@ -31,6 +33,7 @@ def _script() -> str:
     return "\n".join(lines)
 
 
+@pytest.mark.e2e
 def test_the_python_blocks_run_one_after_the_other(tmp_path: Path) -> None:
     script = tmp_path / "README.py"
     script.write_text(_script(), encoding="utf-8")

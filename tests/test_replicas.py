@@ -143,7 +143,8 @@ def train_all_ways(rank: int, size: int, folder: Path) -> int:
     return len(ways)
 
 
-@pytest.mark.parametrize("size", with_few([2], [2, 3]))
+@pytest.mark.e2e
+@pytest.mark.parametrize("size", [2, 3])
 def test_no_training_that_is_right_is_stopped(size: int, tmp_path: Path) -> None:
     pytest.importorskip("schedulefree")
     assert run_ranks(size, train_all_ways, size, tmp_path, timeout=300) == [9] * size

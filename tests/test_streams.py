@@ -40,6 +40,7 @@ WAYS = {
 }
 
 
+@pytest.mark.e2e
 def test_a_closed_standard_stream_ends_no_training(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}

@@ -12,6 +12,7 @@ import pytest
 
 from tests.accelerator.behaviours import BEHAVIOURS, SIDES, run_all
 from tests.helpers.ranks import run_ranks
+from tests.helpers.tiers import with_few
 
 pytest.importorskip("accelerate.utils")
 
@@ -139,7 +140,7 @@ def _difference(name: str, size: int) -> Expected | None:
     return None
 
 
-@pytest.fixture(scope="module", params=SIZES)
+@pytest.fixture(scope="module", params=with_few([2], SIZES))
 def outcome(request: pytest.FixtureRequest) -> tuple[int, dict[str, Results]]:
     """Return the number of processes, and for each side what each process returned."""
     size: int = request.param

@@ -57,6 +57,7 @@ def test_a_stopped_training_ends_with_the_same_weights(size: int, tmp_path: Path
     assert _run(size, "resuming.py", "--output-dir", stopped) == whole
 
 
+@pytest.mark.e2e
 def test_torchrun_starts_the_same_file() -> None:
     printed = run_program(*torchrun(2, SCRIPTS / "classification.py"))
     assert printed.count("weights ") == 1

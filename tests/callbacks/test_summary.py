@@ -93,6 +93,7 @@ def _train(rank: int, folder: Path) -> None:
         trainer.close()
 
 
+@pytest.mark.e2e
 def test_only_the_main_process_prints(tmp_path: Path) -> None:
     run_ranks(2, _train, tmp_path)
     assert "ddp, 2 processes, cpu" in (tmp_path / "0").read_text()

@@ -93,5 +93,6 @@ def _printed(rank: int) -> Any:
     return "time of the fit" in out.getvalue()
 
 
+@pytest.mark.e2e
 def test_only_the_main_process_prints() -> None:
     assert run_ranks(2, _printed) == [True, False]

@@ -205,6 +205,7 @@ def test_processes_save_and_end_when_the_launcher_is_killed(folder: Path) -> Non
         time.sleep(0.05)
 
 
+@pytest.mark.e2e
 def test_a_training_saves_when_the_launcher_is_asked_to_end(folder: Path) -> None:
     launcher = Launcher([*TWO, "trains.py", "endless"], folder)
     launcher.wait_for("trains", 2)

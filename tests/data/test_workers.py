@@ -18,6 +18,7 @@ from torch.utils.data import get_worker_info
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from tests.data.toys import Noisy, Numbers, loader_of, micro_batches, prepare, values
+from tests.helpers.tiers import with_few
 from trainkit.data import workers
 from trainkit.errors import DataError
 
@@ -41,7 +42,7 @@ def _mark(worker: int) -> None:
     dataset.mark = 10 + worker
 
 
-@pytest.mark.parametrize("context", ["fork", "spawn"])
+@pytest.mark.parametrize("context", with_few(["fork"], ["fork", "spawn"]))
 def test_workers_see_the_data_set_and_run_the_users_start(context: str) -> None:
     loader = loader_of(
         Witness(4),

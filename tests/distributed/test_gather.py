@@ -55,7 +55,7 @@ def check_cases(rank: int, cases: list[Case]) -> list[str]:
     return [text for case in cases for text in check_case(case, processes)]
 
 
-@pytest.mark.parametrize("size", with_few([3], [1, 2, 3, 4]))
+@pytest.mark.parametrize("size", with_few([2], [1, 2, 3, 4]))
 def test_every_length_and_batch_size_gives_the_list_of_one_process(size: int) -> None:
     kinds = list(COLLATES)
     cases = [
@@ -66,7 +66,7 @@ def test_every_length_and_batch_size_gives_the_list_of_one_process(size: int) ->
     assert run_ranks(size, check_cases, cases) == [[]] * size
 
 
-@pytest.mark.parametrize("size", with_few([3], [1, 2, 3, 4]))
+@pytest.mark.parametrize("size", with_few([2], [1, 2, 3, 4]))
 def test_random_cases_of_every_kind_give_the_list_of_one_process(size: int) -> None:
     cases = [random_case(seed, size) for seed in range(100)]
     cases += [Case(kind, length, size, 2) for kind in COLLATES for length in (1, 2, 3, 9)]

@@ -123,7 +123,7 @@ GROUPS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", with_few(["trainer", "sharded"], GROUPS))
+@pytest.mark.parametrize("name", with_few(["trainer"], GROUPS))
 def test_a_collective_raises_after_the_time_out(name: str, tmp_path: Path) -> None:
     FOLDER[:] = [str(tmp_path / "store")]
     took, _ = run_ranks(2, _waits, tmp_path, name, timeout=AT_MOST + 60)

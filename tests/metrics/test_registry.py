@@ -35,6 +35,7 @@ def test_options_go_to_the_metric() -> None:
         load("f1", averge="macro")
 
 
+@pytest.mark.e2e
 def test_unknown_names_list_what_there_is() -> None:
     code = """
 from trainkit.errors import ConfigError

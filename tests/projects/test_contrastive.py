@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.helpers.ranks import run_ranks
+from tests.helpers.tiers import with_few
 from trainkit import Callback, Run, Trainer
 
 PAIRS = 90
@@ -80,7 +81,7 @@ def project(rank: int, size: int, strategy: Any) -> tuple[list[dict[str, float]]
     return losses.seen, trainer.evaluate(model, make(), metrics=[recall])["eval/recall"]
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", with_few(["ddp"], ["ddp", "fsdp"]))
 def test_the_figures_are_those_of_one_process(strategy: str) -> None:
     (expected,) = run_ranks(1, project, 1, "single")
     steps, found = expected

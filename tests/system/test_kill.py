@@ -51,7 +51,8 @@ def test_a_killed_run_ends_as_if_it_had_not_been(case: int, tmp_path: Path) -> N
     assert report.problems == []
 
 
-@pytest.mark.parametrize("case", with_few([3], range(len(STOPPED))))
+@pytest.mark.e2e
+@pytest.mark.parametrize("case", range(len(STOPPED)))
 def test_a_run_stopped_in_mid_epoch_ends_as_if_it_had_not_been(case: int, tmp_path: Path) -> None:
     report = survive_stop(*STOPPED[case], tmp_path, random.Random(case))
     assert report.problems == []
