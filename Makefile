@@ -61,8 +61,9 @@ PYTHON_OLDEST ?= python3.11
 PYTHON_MIDDLE ?= python3.12
 PYTHON_NEWEST ?= python3.13
 VERSIONS ?= lowest newest-oldest newest-middle newest-newest
-# What starts examples, documents and other frameworks says nothing more about versions.
-FAST_TESTS ?= tests --ignore-glob='*example*' --ignore-glob='*bench*' --ignore-glob='*against*' \
+# The tests of `make test`, but for those that start documents and other frameworks: they say
+# nothing more about versions.
+FAST_TESTS ?= $(SHORT) tests --ignore-glob='*example*' --ignore-glob='*bench*' --ignore-glob='*against*' \
 	--ignore-glob='*wandb*' --ignore-glob='*notebook*' --ignore=tests/test_docs.py \
 	--ignore=tests/test_readme.py --ignore=tests/test_packaging.py --ignore=tests/test_behaviour.py \
 	--ignore=tests/audit --ignore=tests/system
