@@ -40,9 +40,10 @@ _ACTIONS = frozenset(
 _EVENTS = _CODE | _ACTIONS
 
 # What a `DataLoader` moves to and from its workers, the script that `trainkit launch` lets torch
-# start, what the logger of Weights & Biases starts where a user asks for it, and an import
-# statement.
+# start, what the logger of Weights & Biases starts where a user asks for it, torch's own search for
+# the driver of a GPU, and an import statement.
 _TRANSPORT = (
+    os.sep + os.path.join("torch", "cuda", "__init__.py"),
     os.path.join("site-packages", "wandb") + os.sep,
     os.path.join(_LIBRARY, "multiprocessing") + os.sep,
     os.sep + os.path.join("torch", "multiprocessing") + os.sep,
