@@ -23,15 +23,9 @@ from trainkit.strategies import Strategy
 from trainkit.training import arguments, default_steps, loop
 from trainkit.training.callback import Callback, CallbackList
 from trainkit.training.evaluation import Evaluator, RunEvaluation
+from trainkit.training.fit_context import Calls, check_outputs, compiling, conditions, watched
 from trainkit.training.logging import Log, NoRun
 from trainkit.training.lr_schedule import LRSchedule, by_name, make_lr_schedule
-from trainkit.training.phases import (
-    Calls,
-    check_outputs,
-    compiling,
-    conditions,
-    watched,
-)
 from trainkit.training.run import FitResult, Run
 from trainkit.training.weighting import Weighting
 from trainkit.types import (

@@ -11,13 +11,13 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.optim import LBFGS, Optimizer
 from torch.utils.data import DataLoader
 
-from trainkit import strategies
+from trainkit import precision as precisions, strategies
 from trainkit.config import TrainConfig
 from trainkit.data import PreparedLoader
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigError
 from trainkit.metrics.metric import Metric
-from trainkit.precision import BF16, FP16, FP32, Precision
+from trainkit.precision import Precision
 from trainkit.strategies import DDP, SingleDevice, Strategy
 from trainkit.types import LossFn, OptimizerFactory, Stateful, class_name
 
@@ -51,7 +51,11 @@ STRATEGIES: dict[str, Callable[..., Strategy]] = {
     "fsdp": lambda **options: strategies.FSDP(**options),  # imported by whoever uses it
 }
 COMPILED = "_orig_mod"  # what `torch.compile(module)` calls the module that it wraps
-PRECISIONS: dict[str, Callable[..., Precision]] = {"fp32": FP32, "bf16": BF16, "fp16": FP16}
+PRECISIONS: dict[str, Callable[[], Precision]] = {
+    "fp32": lambda: precisions.FP32(),
+    "bf16": lambda: precisions.BF16(),
+    "fp16": lambda: precisions.FP16(),
+}
 
 
 def make_strategy(strategy: str | Strategy) -> Strategy:
