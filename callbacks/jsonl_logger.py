@@ -61,14 +61,14 @@ class JSONLLogger(Callback):
 
     @override
     def check_output(self, run: Run) -> None:
-        path = self._place(run)
+        path = self._log_path(run)
         if run.is_main_process:
             for each in (path, events_path(path)):
                 check_file(each, f"`{self.name}`")
 
     @override
     def on_fit_start(self, run: Run) -> None:
-        path = self._place(run)
+        path = self._log_path(run)
         if not run.is_main_process:
             return
         self._start = time.monotonic()
@@ -135,7 +135,7 @@ class JSONLLogger(Callback):
         entry[SECONDS] = round(time.monotonic() - self._start, 3)
         self._file.write(json.dumps(json_value(entry), allow_nan=False))
 
-    def _place(self, run: Run) -> Path:
+    def _log_path(self, run: Run) -> Path:
         return log_place(run, self.path, "metrics.jsonl", owner="JSONLLogger", argument="path")
 
 

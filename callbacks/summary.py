@@ -7,8 +7,8 @@ from pathlib import Path
 
 from typing_extensions import override
 
-from trainkit.callbacks._support.formatting import duration, values_by_loader
-from trainkit.formatting import count
+from trainkit.callbacks._support.formatting import values_by_loader
+from trainkit.formatting import clock, count
 from trainkit.training.callback import Callback
 from trainkit.training.run import Run
 from trainkit.training.schedule_check import describe
@@ -40,7 +40,7 @@ class Summary(Callback):
     def on_fit_end(self, run: Run) -> None:
         if self._start is None:
             return  # a callback further up failed before this one began
-        seconds = duration(time.monotonic() - self._start)
+        seconds = clock(time.monotonic() - self._start)
         self._start = None
         if self._error is None:
             title = f"trainkit: done in {seconds} ({run.stop_reason})"

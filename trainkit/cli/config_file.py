@@ -107,7 +107,7 @@ def _entries(path: Path) -> Iterator[tuple[str, int, Any]]:
             seen[key] = line
             yield key, line, loader.construct_object(value_node, deep=True)
     except yaml.YAMLError as error:
-        raise ConfigError(f"`{path}` is no valid YAML{_place(error)}") from None
+        raise ConfigError(f"`{path}` is no valid YAML{_describe_yaml_error(error)}") from None
     except ConfigError:  # which is a ValueError, and has said it all
         raise
     except (ValueError, RecursionError) as error:  # a date such as 2024-13-01, endless nesting
@@ -128,7 +128,7 @@ def _text(path: Path) -> str:
         raise ConfigError(f"`{path}` is no text in UTF-8: {error.reason}.") from None
 
 
-def _place(error: "yaml.YAMLError") -> str:
+def _describe_yaml_error(error: "yaml.YAMLError") -> str:
     mark = getattr(error, "problem_mark", None)
     problem = getattr(error, "problem", None) or str(error).splitlines()[0]
     where = "" if mark is None else f", line {mark.line + 1}, column {mark.column + 1}"

@@ -1,6 +1,5 @@
 """Turns what users pass to a Trainer into its parts, with an error where that cannot work."""
 
-import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -101,13 +100,12 @@ def _look_up(
     if isinstance(name, str) and name in known:
         return known[name]
     names = ["auto", *known]
-    near = (
-        difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.3)
-        if isinstance(name, str)
-        else []
-    )
-    hint = f' Did you mean "{near[0]}"?' if near else ""
-    if isinstance(name, type):
+    hint = ""
+    if isinstance(name, str):
+        from trainkit.parsing import nearest  # only errors need it
+
+        hint = nearest(name.lower(), names)
+    elif isinstance(name, type):
         hint = f" Pass an instance: `{name.__name__}(...)`."
     raise ConfigError(
         f"`{argument}` must be one of {names} or a `{interface}`, but is {name!r}.{hint}"
@@ -223,15 +221,14 @@ def check_resume(resume: object, schedule: object) -> str | Path | None:
             f'`resume` must be None, "auto", "must" or the folder of a checkpoint, but is '
             f"{resume!r}."
         )
-    meant = difflib.get_close_matches(str(resume), _RESUMES, 1)
-    if meant and str(resume) not in _RESUMES and not Path(str(resume)).exists():
-        raise ConfigError(
-            f"`resume={str(resume)!r}` is no folder of a checkpoint. Did you mean {meant[0]!r}?"
-        )
     if resume is None or resume in _RESUMES:
         return resume
     from trainkit.outputs import absolute  # most runs need none of it
+    from trainkit.parsing import nearest
 
+    hint = nearest(str(resume), _RESUMES)
+    if hint and not Path(str(resume)).exists():
+        raise ConfigError(f"`resume={str(resume)!r}` is no folder of a checkpoint.{hint}")
     return absolute(resume, "resume")
 
 

@@ -38,7 +38,7 @@ class WatchedRun:
 
     def place(self) -> dict[str, Any]:
         """Return `step`, `epoch`, `phase` and `samples`."""
-        return _place(self._run)
+        return _where_run_is(self._run)
 
 
 def report_failure(run: Run, error: BaseException) -> None:
@@ -52,7 +52,7 @@ def report_failure(run: Run, error: BaseException) -> None:
         report as reports,  # only failures need it
     )
 
-    place = _place(run)
+    place = _where_run_is(run)
     processes = run.strategy.processes
     hint = reports.hint_for(type(error).__name__, text_of(error), alone=processes.size == 1)
     error.add_note(
@@ -90,7 +90,7 @@ def _folder(run: Run) -> Path | None:
     return folder_for(run.output_dir)
 
 
-def _place(run: Run) -> dict[str, Any]:
+def _where_run_is(run: Run) -> dict[str, Any]:
     """Return where a run is; the samples are those of the window under way, by position.
 
     Once the gradients of a window are complete they are those of the next.
