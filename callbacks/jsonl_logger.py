@@ -1,7 +1,6 @@
 """Write the metrics of a run as lines of JSON."""
 
 import json
-import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +14,7 @@ from trainkit.config import checked
 from trainkit.console import lost
 from trainkit.errors import ConfigError
 from trainkit.formatting import json_value
-from trainkit.outputs import Lines, absolute, check_file
+from trainkit.outputs import Lines, absolute, check_file, replace_file
 from trainkit.training.callback import Callback
 from trainkit.training.run import Run
 from trainkit.training.state import TrainState
@@ -159,12 +158,7 @@ def _cut(path: Path, state: TrainState) -> None:
         for number, line in enumerate(lines, 1)
         if _is_up_to(line, state, f"{path}, line {number}")
     ]
-    scratch = path.with_name(f".{path.name}.cut")
-    with scratch.open("wb") as file:
-        file.writelines(kept)
-        file.flush()
-        os.fsync(file.fileno())
-    scratch.replace(path)
+    replace_file(path, b"".join(kept))
 
 
 def _is_up_to(line: bytes, state: TrainState, place: str) -> bool:

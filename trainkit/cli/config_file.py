@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from trainkit.cli import accelerate_keys
 from trainkit.cli.settings import SETTINGS
 from trainkit.errors import ConfigError
+from trainkit.outputs import replace_file
 from trainkit.parsing import nearest
 
 if TYPE_CHECKING:
@@ -144,15 +144,8 @@ def write(path: Path, values: Mapping[str, Any]) -> None:
     import yaml
 
     data = yaml.safe_dump(dict(values), sort_keys=True).encode()
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with scratch.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(scratch, path)
+        replace_file(path, data)
     except OSError as error:
-        with suppress(OSError):
-            scratch.unlink()
         raise ConfigError(f"`{path}` cannot be written: {error.strerror}.") from None

@@ -203,7 +203,7 @@ def check_evaluations(loaders: Mapping[str, PreparedLoader]) -> None:
         if loader.samples_per_epoch == 0 or loader.batches_per_epoch == 0:
             raise ConfigError(
                 f"The evaluation loader{f' `{name}`' if name else ''} is empty, so `fit` could "
-                "never give a figure. Give it samples, or leave it out."
+                "never give a metric. Give it samples, or leave it out."
             )
 
 

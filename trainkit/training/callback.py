@@ -104,7 +104,7 @@ class Callback:
         """The window ended without an update: an overflow, or a request to skip."""
 
     def on_log(self, run: Run, values: Scalars) -> None:
-        """`values` are the figures since the last log, over all processes; `loss` is among them."""
+        """`values` are those since the last log, over all processes; `loss` is among them."""
 
     def on_late_log(self, run: Run, values: Scalars) -> None:
         """`values` came after the last step's `on_log`, as from `on_evaluation_end`: no `loss`.
@@ -119,7 +119,7 @@ class Callback:
         """One batch of an evaluation is done on every process."""
 
     def on_evaluation_end(self, run: Run, metrics: Scalars) -> None:
-        """`metrics` are the figures of all loaders, over all processes."""
+        """`metrics` are those of all loaders, over all processes."""
 
     def on_checkpoint_loaded(self, run: Run, path: Path) -> None:
         """The run goes on from the checkpoint in the folder `path`."""

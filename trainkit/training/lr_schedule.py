@@ -29,7 +29,7 @@ class LRSchedule:
     Args:
         scheduler: The scheduler. `ReduceLROnPlateau` needs `metric`.
         every: "step": after each applied update. "epoch": at the end of each epoch.
-        metric: A figure such as "eval/loss"; the scheduler then advances after each evaluation
+        metric: A metric such as "eval/loss"; the scheduler then advances after each evaluation
             and is given its value.
     """
 
@@ -42,7 +42,7 @@ class LRSchedule:
             raise ConfigError(f'`every` must be "step" or "epoch", but is {self.every!r}.')
         if isinstance(self.scheduler, ReduceLROnPlateau) and self.metric is None:
             raise ConfigError(
-                "`ReduceLROnPlateau` must know which figure to watch. Return "
+                "`ReduceLROnPlateau` must know which metric to watch. Return "
                 '`LRSchedule(scheduler, metric="eval/loss")` from the scheduler callable.'
             )
 
@@ -61,22 +61,22 @@ class LRSchedule:
         """What it is, and when it advances if not after each update."""
         return self.kind if self.unit == "every step" else f"{self.kind} {self.unit}"
 
-    def check(self, figures: Iterable[str] | None) -> None:
+    def check(self, names: Iterable[str] | None) -> None:
         """Raise where the schedule could never advance.
 
         Args:
-            figures: Names that an evaluation gives; empty without one, None where not known.
+            names: Names that an evaluation gives; empty without one, None where not known.
         """
-        if self.metric is None or figures is None or self.metric in figures:
+        if self.metric is None or names is None or self.metric in names:
             return
-        if not figures:
+        if not names:
             raise ConfigError(
                 f"`LRSchedule` watches {self.metric!r}, but `fit` was given no evaluation loader. "
                 "Pass `(train_loader, eval_loader)`."
             )
         raise ConfigError(
             f"`LRSchedule` watches {self.metric!r}, but the evaluation gives only "
-            f"{sorted(figures)}. Use one of these."
+            f"{sorted(names)}. Use one of these."
         )
 
     def catch_up(self, state: TrainState) -> None:
@@ -94,7 +94,7 @@ class LRSchedule:
             self.scheduler.step()  # type: ignore[call-arg]
 
     def advance_evaluation(self, metrics: Scalars) -> None:
-        """Advance after an evaluation, if this schedule watches one of its figures."""
+        """Advance after an evaluation, if this schedule watches one of its metrics."""
         self.check(metrics)
         if self.metric is None:
             return

@@ -171,7 +171,7 @@ def _evaluate(run: Run, callbacks: CallbackList) -> None:
 
 
 def _keep_best(run: Run, metrics: Scalars) -> None:
-    """Note the best value of the figures of which it is known what is better."""
+    """Note the best value of the metrics of which it is known what is better."""
     higher = {"loss": False}
     for metric in run.evaluation.metrics:
         if metric.higher_is_better is not None:
@@ -240,7 +240,7 @@ def _note_saved(run: Run, callbacks: CallbackList, path: Path | None) -> None:
 
 
 def _write_log(run: Run, callbacks: CallbackList) -> None:
-    """Reduce the figures since the last log, and hand them to the callbacks if there are any."""
+    """Reduce the values since the last log, and hand them to the callbacks if there are any."""
     run.logging.last_step = run.state.step
     values = run.logging.sums.reduce(run.strategy.processes)
     if "loss" in values:

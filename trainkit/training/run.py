@@ -49,9 +49,9 @@ class FitResult:
     samples_seen: int
     """Samples consumed, all processes together, repeats excluded."""
     metrics: Scalars
-    """Figures of the last evaluation."""
+    """Metrics of the last evaluation."""
     best_metrics: Scalars
-    """Best value of each figure of which it is known what is better."""
+    """Best value of each metric of which it is known what is better."""
     stop_reason: str
     """"max_epochs", "max_steps", or the reason that `request_stop` was given."""
     output_dir: Path | None
@@ -146,9 +146,9 @@ class Run(RunServices):
     output_dir: Path | None = None
     state: TrainState = field(default_factory=TrainState)
     metrics: Scalars = field(default_factory=dict)
-    """Figures of the latest evaluation."""
+    """Metrics of the latest evaluation."""
     best_metrics: Scalars = field(default_factory=dict)
-    """Best value so far of each figure of which it is known what is better."""
+    """Best value so far of each metric of which it is known what is better."""
     checkpoint: Path | None = None
     """The last checkpoint that was committed, or resumed from."""
     stop_reason: str | None = None
