@@ -9,13 +9,13 @@ from trainkit.config import Watchdog
 from trainkit.errors import text_of
 from trainkit.training.run import Run
 
-__all__ = ["WatchedRun", "report_failure"]
+__all__ = ["RunProgress", "report_failure"]
 
 _LISTED = 4096  # samples of a window that a report lists
 _LARGEST_ORDER = 5_000_000  # samples of an epoch whose order is made once more for a report
 
 
-class WatchedRun:
+class RunProgress:
     """What the watch asks of a run.
 
     Args:

@@ -64,9 +64,9 @@ def watched(run: Run, watchdog: "Watchdog | None") -> Iterator[None]:
     if watch is None:
         yield
         return
-    from trainkit.training.failure import WatchedRun  # one process alone needs none of it
+    from trainkit.training.failure import RunProgress  # one process alone needs none of it
 
-    watch.follow(WatchedRun(run, watchdog))
+    watch.follow(RunProgress(run, watchdog))
     try:
         yield
     finally:
