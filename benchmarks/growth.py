@@ -254,7 +254,7 @@ def check(tables: dict[str, dict[int, Figures]]) -> list[str]:
     fewest, most = min(logged), max(logged)
     each = (logged[most]["calls a step"] - logged[fewest]["calls a step"]) / (most - fewest)
     if each > 15:
-        found.append(f"a logged figure takes {each:.1f} calls a step")
+        found.append(f"a logged value takes {each:.1f} calls a step")
     over = [row["calls over raw"] for row in tables["tensors of parameters"].values()]
     if max(over) > 60:
         found.append(f"a step takes {over} calls over a raw loop with more and more tensors")

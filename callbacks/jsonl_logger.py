@@ -1,7 +1,6 @@
 """Write the metrics of a run as lines of JSON."""
 
 import json
-import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +14,7 @@ from trainkit.config import checked
 from trainkit.console import lost
 from trainkit.errors import ConfigError
 from trainkit.formatting import json_value
-from trainkit.outputs import Lines, absolute, check_file
+from trainkit.outputs import Lines, absolute, check_file, replace_file
 from trainkit.training.callback import Callback
 from trainkit.training.run import Run
 from trainkit.training.state import TrainState
@@ -61,14 +60,14 @@ class JSONLLogger(Callback):
 
     @override
     def check_output(self, run: Run) -> None:
-        path = self._place(run)
+        path = self._log_path(run)
         if run.is_main_process:
             for each in (path, events_path(path)):
                 check_file(each, f"`{self.name}`")
 
     @override
     def on_fit_start(self, run: Run) -> None:
-        path = self._place(run)
+        path = self._log_path(run)
         if not run.is_main_process:
             return
         self._start = time.monotonic()
@@ -135,7 +134,7 @@ class JSONLLogger(Callback):
         entry[SECONDS] = round(time.monotonic() - self._start, 3)
         self._file.write(json.dumps(json_value(entry), allow_nan=False))
 
-    def _place(self, run: Run) -> Path:
+    def _log_path(self, run: Run) -> Path:
         return log_place(run, self.path, "metrics.jsonl", owner="JSONLLogger", argument="path")
 
 
@@ -159,12 +158,7 @@ def _cut(path: Path, state: TrainState) -> None:
         for number, line in enumerate(lines, 1)
         if _is_up_to(line, state, f"{path}, line {number}")
     ]
-    scratch = path.with_name(f".{path.name}.cut")
-    with scratch.open("wb") as file:
-        file.writelines(kept)
-        file.flush()
-        os.fsync(file.fileno())
-    scratch.replace(path)
+    replace_file(path, b"".join(kept))
 
 
 def _is_up_to(line: bytes, state: TrainState, place: str) -> bool:

@@ -82,11 +82,11 @@ class Profiler(Callback):
 
     @override
     def check_output(self, run: Run) -> None:
-        self._place = log_place(
+        self._folder = log_place(
             run, self.directory, "profile", owner="Profiler", argument="directory"
         )
         if run.processes.is_local_main_process:
-            check_folder(self._place, f"`{self.name}`")
+            check_folder(self._folder, f"`{self.name}`")
 
     @override
     def on_fit_start(self, run: Run) -> None:
@@ -148,11 +148,11 @@ class Profiler(Callback):
 
     def _write_files(self, run: Run, recorded: profile) -> None:
         name = f"step-{self._first:08d}-rank-{run.processes.process_index}"
-        recorded.export_chrome_trace(str(self._place / f"{name}.trace.json.gz"))
+        recorded.export_chrome_trace(str(self._folder / f"{name}.trace.json.gz"))
         if self.table_rows:
             table = recorded.key_averages().table(
                 sort_by=f"self_{run.strategy.device.type}_time_total",
                 row_limit=self.table_rows,
                 max_name_column_width=50,
             )
-            (self._place / f"{name}.txt").write_text(table + "\n", encoding="utf-8")
+            (self._folder / f"{name}.txt").write_text(table + "\n", encoding="utf-8")

@@ -7,9 +7,10 @@ from pathlib import Path
 
 from typing_extensions import override
 
-from trainkit.callbacks._support.formatting import duration, values_by_loader
-from trainkit.formatting import count
+from trainkit.callbacks._support.formatting import values_by_loader
+from trainkit.formatting import clock, count
 from trainkit.training.callback import Callback
+from trainkit.training.explain_settings import describe_window, parameter_counts
 from trainkit.training.run import Run
 from trainkit.training.schedule_check import describe
 from trainkit.types import Scalars, class_name
@@ -30,7 +31,7 @@ class Summary(Callback):
     def on_fit_start(self, run: Run) -> None:
         self._start = time.monotonic()
         self._error = None
-        run.print(_block(f"trainkit: training {class_name(run.module)}", _make_up(run)))
+        run.print(_block(f"trainkit: training {class_name(run.module)}", _what_is_trained(run)))
 
     @override
     def on_exception(self, run: Run, error: BaseException) -> None:
@@ -40,7 +41,7 @@ class Summary(Callback):
     def on_fit_end(self, run: Run) -> None:
         if self._start is None:
             return  # a callback further up failed before this one began
-        seconds = duration(time.monotonic() - self._start)
+        seconds = clock(time.monotonic() - self._start)
         self._start = None
         if self._error is None:
             title = f"trainkit: done in {seconds} ({run.stop_reason})"
@@ -58,15 +59,14 @@ def _block(title: str, rows: dict[str, str]) -> str:
     return "\n".join(lines)
 
 
-def _make_up(run: Run) -> dict[str, str]:
-    sizes = [(p.numel(), p.requires_grad) for p in run.module.parameters()]
-    trainable = sum(size for size, trains in sizes if trains)
+def _what_is_trained(run: Run) -> dict[str, str]:
+    total, trainable = parameter_counts(run.module)
     return {
-        "parameters": f"{sum(size for size, _ in sizes):,} ({trainable:,} trainable)",
+        "parameters": f"{total:,} ({trainable:,} trainable)",
         "strategy": f"{run.strategy.name}, {count(run.processes.num_processes, 'process')}, "
         f"{run.strategy.device}",
         "precision": run.precision.name,
-        "window": _window(run),
+        "window": describe_window(run.train_loader, run.config.gradient_accumulation_steps),
         "planned": _plan(run),
         "learning rate": ""
         if run.lr_schedule is None
@@ -92,15 +92,6 @@ def _outcome(run: Run) -> dict[str, str]:
 def _in_order(values: Scalars, names: Iterable[str]) -> Scalars:
     """Return values in the order of `names`, then the others."""
     return {name: values[name] for name in dict.fromkeys([*names, *values]) if name in values}
-
-
-def _window(run: Run) -> str:
-    accumulation = run.config.gradient_accumulation_steps
-    size, processes = run.train_loader.batch_size, run.processes.num_processes
-    factors = f"{count(processes, 'process')} x {count(accumulation, 'micro-batch')}"
-    if size is None:
-        return f"varies ({factors})"
-    return f"{count(size * processes * accumulation, 'sample')} ({size} x {factors})"
 
 
 def _plan(run: Run) -> str:

@@ -41,13 +41,13 @@ class TensorBoardLogger(Callback):
 
     @override
     def check_output(self, run: Run) -> None:
-        place = self._place(run)
+        place = self._log_folder(run)
         if run.is_main_process:
             check_folder(place, f"`{self.name}`")
 
     @override
     def on_fit_start(self, run: Run) -> None:
-        place = self._place(run)
+        place = self._log_folder(run)
         if not run.is_main_process:
             return
         from torch.utils.tensorboard.writer import SummaryWriter  # takes seconds
@@ -99,7 +99,7 @@ class TensorBoardLogger(Callback):
             global_step=run.state.step,
         )
 
-    def _place(self, run: Run) -> Path:
+    def _log_folder(self, run: Run) -> Path:
         return log_place(
             run, self.directory, "tensorboard", owner="TensorBoardLogger", argument="directory"
         )

@@ -4,8 +4,7 @@ import time
 
 from typing_extensions import override
 
-from trainkit.callbacks._support.formatting import duration
-from trainkit.formatting import count
+from trainkit.formatting import count, duration
 from trainkit.training.callback import Callback
 from trainkit.training.run import Run
 from trainkit.types import Scalars
@@ -19,7 +18,6 @@ ROWS = {
     "save": "saving",
     "end": "closing",
 }
-EXACT_BELOW = 100.0  # seconds
 SHOWN_EPOCHS = 5
 
 
@@ -83,31 +81,27 @@ class Timer(Callback):
             "evaluate": _evaluations(self.evaluations),
             "save": count(self.checkpoints, "checkpoint") if self.checkpoints else "",
         }
-        lines = [f"trainkit: time of the fit {_seconds(total)}"]
+        lines = [f"trainkit: time of the fit {duration(total)}"]
         for phase, title in ROWS.items():
             if phase in self.seconds:
                 spent = self.seconds[phase]
                 share = f"{spent / total:.1%}" if total else ""
                 note = notes.get(phase, "")
-                lines.append(f"  {title:<11} {_seconds(spent):>9} {share:>7}  {note}".rstrip())
+                lines.append(f"  {title:<11} {duration(spent):>11} {share:>7}  {note}".rstrip())
         return "\n".join(lines)
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.1f} s" if seconds < EXACT_BELOW else duration(seconds)
 
 
 def _epochs(epochs: list[float]) -> str:
     """Return how long the epochs were; of many, the mean and the longest."""
     if len(epochs) > SHOWN_EPOCHS:
         mean = sum(epochs) / len(epochs)
-        times = f"mean {_seconds(mean)}, longest {_seconds(max(epochs))}"
+        times = f"mean {duration(mean)}, longest {duration(max(epochs))}"
     else:
-        times = ", ".join(map(_seconds, epochs))
+        times = ", ".join(map(duration, epochs))
     return f"{count(len(epochs), 'epoch')}: {times}" if epochs else ""
 
 
 def _evaluations(evaluations: list[float]) -> str:
     if not evaluations:
         return ""
-    return f"{count(len(evaluations), 'evaluation')}, longest {_seconds(max(evaluations))}"
+    return f"{count(len(evaluations), 'evaluation')}, longest {duration(max(evaluations))}"

@@ -52,7 +52,7 @@ class BackOff(Callback):
 
     @override
     def on_log(self, run: Run, values: Mapping[str, float]) -> None:
-        # A logged figure is that of all processes, so all decide alike.
+        # A logged value is that of all processes, so all decide alike.
         loss = values["loss"]
         if loss > self.factor * self.mean:  # False while the mean is NaN
             self.jumps += 1

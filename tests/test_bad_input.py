@@ -51,8 +51,8 @@ def fit(
             "`max_consecutive_skips` must be a whole number",
         ),
         ({"max_steps": 1, "deterministic": 1}, "`deterministic` must be True or False, but is 1"),
-        ({"max_steps": 1, "strategy": "dpp"}, "is 'dpp'. Did you mean \"ddp\""),
-        ({"max_steps": 1, "precision": "BF-16"}, 'Did you mean "bf16"'),
+        ({"max_steps": 1, "strategy": "dpp"}, "is 'dpp'. Did you mean `ddp`"),
+        ({"max_steps": 1, "precision": "BF-16"}, "Did you mean `bf16`"),
         ({"max_steps": 1, "precision": 16}, "`precision` must be one of"),
     ],
 )
@@ -84,7 +84,7 @@ FOREIGN = SGD(nn.Linear(3, 1).parameters(), lr=0.1)
         ({"optimizer": FOREIGN}, "2 of the 2 parameters of the optimizer are not parameters of"),
         ({"optimizer": lambda parameters: None}, "must return a `torch.optim.Optimizer`"),
         ({"lr_scheduler": LambdaLR(FOREIGN, lambda step: 1.0)}, "belongs to another optimizer"),
-        ({"lr_scheduler": ReduceLROnPlateau}, "must know which figure to watch"),
+        ({"lr_scheduler": ReduceLROnPlateau}, "must know which metric to watch"),
         ({"loaders": {"training": [], "eval": []}}, 'must have the key "train"'),
         ({"loaders": (1, 2, 3)}, r"must be `\(train, eval\)`, but has 3"),
         ({"loss_fn": nn.MSELoss(reduction="none")}, 'has `reduction="none"`.*`reduction="mean"`'),
@@ -98,7 +98,7 @@ FOREIGN = SGD(nn.Linear(3, 1).parameters(), lr=0.1)
             "must be a tensor with a graph, but is 'float'",
         ),
         ({"loss_fn": None}, "no `loss_fn` was given"),
-        ({"resume": "atuo"}, "no folder of a checkpoint. Did you mean 'auto'?"),
+        ({"resume": "atuo"}, "no folder of a checkpoint. Did you mean `auto`?"),
     ],
 )
 def test_arguments_of_fit(options: dict[str, Any], message: str) -> None:

@@ -112,7 +112,7 @@ def test_the_module_is_left_as_it_was() -> None:
     ("options", "message"),
     [
         ("inductor", "`compile` must be True, False or a mapping"),
-        ({"backnd": "eager"}, "'backnd'.*Did you mean 'backend'"),
+        ({"backnd": "eager"}, "'backnd'.*Did you mean `backend`"),
     ],
 )
 def test_bad_options_are_refused_at_once(options: Any, message: str) -> None:

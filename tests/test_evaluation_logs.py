@@ -138,7 +138,7 @@ def test_a_figure_that_is_returned_and_logged_is_refused() -> None:
         def evaluation_step(self, model: nn.Module, batch: Any) -> Any:
             return {**super().evaluation_step(model, batch), "first": 1.0}
 
-    with pytest.raises(DataError, match="Two figures of an evaluation are called `first`"):
+    with pytest.raises(DataError, match="Two metrics of an evaluation are called `first`"):
         Twice(max_steps=1, callbacks=[]).evaluate(toy_model(), toy_loaders()[1])
 
 

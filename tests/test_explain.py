@@ -33,7 +33,7 @@ def test_it_says_what_is_trained(capsys: pytest.CaptureFixture[str]) -> None:
     said = _said(capsys)
     assert _row(said, "model") == "Sequential, 58 parameters, 58 of them trained"
     assert _row(said, "strategy") == "single: 1 process on cpu"
-    assert _row(said, "window") == "8 samples = 4 x 1 process x 2 micro-batches"
+    assert _row(said, "window") == "8 samples (4 x 1 process x 2 micro-batches)"
     assert _row(said, "length") == (
         "3 epochs, 18 steps; an epoch is 6 steps over 43 samples, the last of them on 3 samples, "
         "applied"
@@ -178,7 +178,7 @@ def _two(rank: int, folder: Path) -> None:
 def test_two_processes(tmp_path: Path) -> None:
     run_ranks(2, _two, tmp_path)
     said = (tmp_path / "0").read_text()
-    assert _row(said, "window") == "16 samples = 4 x 2 processes x 2 micro-batches"
+    assert _row(said, "window") == "16 samples (4 x 2 processes x 2 micro-batches)"
     assert "each step, 2 micro-batches on each of 2 processes:" in said
     for label in ("batch statistics", "a failure"):
         assert _row(said, label)

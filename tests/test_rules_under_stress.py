@@ -163,7 +163,7 @@ def test_a_method_that_looks_like_a_hook_is_refused() -> None:
     class Misspelt(Callback):
         def on_step_ended(self, run: Run) -> None: ...
 
-    with pytest.raises(ConfigError, match="nearest hook is `on_step_end`"):
+    with pytest.raises(ConfigError, match="Did you mean `on_step_end`"):
         Trainer(max_steps=1, callbacks=[Misspelt()])
 
 

@@ -20,7 +20,7 @@ RETIRED = {
     r"\bas_evaluate\(\)": "metrics.as_evaluate(metric)",
     r"\bWishes\b": "AcceleratorConfig",
     r"\bPreparation\b": "LoaderContext, Preparer",
-    r"\b(Lifeline|Lookout)\b": "OrphanKiller, Monitor",
+    r"\b(Lifeline|Lookout)\b": "OrphanKiller, WatchThread",
     r"\b(Hub|Spoke)\b": "Server, Client",
     r"\b(Skeleton|Filling)\b": "MetaInitializer, ParameterInitializer",
     r"\b(LoneLog|StepClock)\b": "NoRun, StepTimer",
@@ -31,6 +31,10 @@ RETIRED = {
     r"\b(expected_figures|evaluates_epochs)\b": "run.evaluation.expected, .after_epochs",
     r"\bstrategy\.(adopt|rewrap|agree|place|adding_nothing)\b": "the names of Strategy",
     r"\b(run|strategy)\.vote\b": "run.flags",
+    r"\bWatchedRun\b": "RunProgress",
+    r"\baccelerator[./](states|loadable)\b": "state_saver, state_check",
+    r"\b([Ll]ogged|evaluated|[Tt]wo) figures?\b": "logged values, metrics",
+    r"\bfigures? (to watch|of an evaluation)\b": "metrics",
 }
 """What is given up, as a regular expression, and what is said instead."""
 

@@ -1,17 +1,42 @@
-"""How counts, sizes and values are written, for people and as JSON."""
+"""How counts, sizes, times and values are written, for people and as JSON."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from typing import Any
 
-__all__ = ["count", "json_value", "readable_size"]
+__all__ = ["clock", "count", "duration", "first_few", "json_value", "readable_size"]
 
 
 def count(number: int, noun: str) -> str:
     """Return a number with its noun, such as `1 step`, `2,000 steps` or `2 micro-batches`."""
     ending = "es" if noun.endswith(("ss", "tch")) else "s"
     return f"{number:,} {noun}{'' if number == 1 else ending}"
+
+
+def first_few(names: Sequence[str], most: int) -> str:
+    """Return the first `most` names, each in backticks, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(f"`{name}`" for name in names[:most]) + more
+
+
+def clock(seconds: float) -> str:
+    """Return seconds as `mm:ss` or `h:mm:ss`."""
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes:02}:{rest:02}"
+
+
+def duration(seconds: float) -> str:
+    """Return seconds in the two units that matter, such as `0.12 s` or `3 h 20 min`."""
+    if seconds < 10:
+        return f"{seconds:.2f} s" if seconds < 1 else f"{seconds:.1f} s"
+    for unit, size, smaller, rest in (("d", 86400, "h", 3600), ("h", 3600, "min", 60)):
+        if seconds >= size:
+            return f"{int(seconds // size)} {unit} {int(seconds % size // rest)} {smaller}"
+    if seconds >= 60:
+        return f"{int(seconds // 60)} min {int(seconds % 60)} s"
+    return f"{seconds:.0f} s"
 
 
 def readable_size(size: float) -> str:

@@ -1,17 +1,14 @@
 """Where users let something be written: found once, tried before it is needed, and never fatal."""
 
-import math
 import os
 import warnings
 from collections import deque
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from trainkit.errors import ConfigError
 
-__all__ = ["Lines", "absolute", "check_file", "check_folder", "readable", "why"]
+__all__ = ["Lines", "absolute", "check_file", "check_folder", "replace_file", "why"]
 
 _MOST_WAITING = 10_000  # lines that are kept for a disk that takes none
 
@@ -98,15 +95,23 @@ def _refusal(path: Path, owner: str, error: OSError) -> ConfigError:
     )
 
 
-def readable(value: Any) -> Any:
-    """Return `value`, with numbers as text where strict JSON has none for them."""
-    if isinstance(value, Mapping):
-        return {name: readable(entry) for name, entry in value.items()}
-    if not isinstance(value, float) or math.isfinite(value):
-        return value
-    if math.isnan(value):
-        return "NaN"
-    return "Infinity" if value > 0 else "-Infinity"
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a file, all of it or nothing, so that a power cut keeps it; an earlier one goes.
+
+    Raises:
+        OSError: It cannot be written; the earlier one is as it was.
+    """
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with scratch.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        scratch.replace(path)
+    except OSError:
+        with suppress(OSError):
+            scratch.unlink()
+        raise
 
 
 class Lines:

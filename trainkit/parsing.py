@@ -118,5 +118,5 @@ def pairs(value: object) -> str:
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return a sentence that names the known name nearest to this one; empty without one."""
-    found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    found = difflib.get_close_matches(name, list(known), n=1)
     return f" Did you mean `{found[0]}`?" if found else ""

@@ -23,15 +23,9 @@ from trainkit.strategies import Strategy
 from trainkit.training import arguments, default_steps, loop
 from trainkit.training.callback import Callback, CallbackList
 from trainkit.training.evaluation import Evaluator, RunEvaluation
+from trainkit.training.fit_context import Calls, check_outputs, compiling, conditions, watched
 from trainkit.training.logging import Log, NoRun
 from trainkit.training.lr_schedule import LRSchedule, by_name, make_lr_schedule
-from trainkit.training.phases import (
-    Calls,
-    check_outputs,
-    compiling,
-    conditions,
-    watched,
-)
 from trainkit.training.run import FitResult, Run
 from trainkit.training.weighting import Weighting
 from trainkit.types import (
@@ -270,10 +264,10 @@ class Trainer:
         metrics: Iterable[Any] | None = None,
         loss_fn: LossFn | None = None,
     ) -> Scalars:
-        """Return the figures of `model` on `loader`, equal on all processes.
+        """Return the metrics of `model` on `loader`, equal on all processes.
 
         Every process must call it; callbacks and steps of a `fit` may. What `evaluation_step`
-        gives to `run.log` is a figure too.
+        gives to `run.log` is a metric too.
 
         Args:
             model: Any module; it is moved to the device.
@@ -283,14 +277,14 @@ class Trainer:
             loss_fn: As for `fit`; what the latest `fit` was given, if left out.
         """
         chosen = arguments.make_metrics(metrics)
-        figures: Scalars = {}
+        values: Scalars = {}
         with self._evaluation("evaluate", model, loss_fn) as evaluator:
             for name, data in arguments.name_loaders(loader).items():
                 with self._to_evaluate(data, chosen) as prepared:
-                    figures |= evaluator.evaluate(
+                    values |= evaluator.evaluate(
                         self.strategy.to_device(model), prepared, chosen, name
                     )
-        return figures
+        return values
 
     def predict(
         self, model: nn.Module, loader: Any, *, outputs: str = "raw", loss_fn: LossFn | None = None

@@ -27,7 +27,7 @@ Batch: TypeAlias = Any
 """What a loader yields: a tensor, or any nesting of containers that holds some."""
 
 Scalars: TypeAlias = dict[str, float]
-"""Figures by name, such as `{"eval/loss": 0.41}`."""
+"""Values by name, such as `{"eval/loss": 0.41}`."""
 
 Size: TypeAlias = int | str
 """A number of bytes, or text such as "5GB" (10**9 bytes) or "1GiB" (2**30 bytes)."""

@@ -4,14 +4,7 @@ from collections.abc import Iterable, Mapping
 
 from trainkit.formatting import count
 
-__all__ = ["duration", "values_by_loader", "values_line"]
-
-
-def duration(seconds: float) -> str:
-    """Return seconds as `mm:ss` or `h:mm:ss`."""
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes:02}:{rest:02}"
+__all__ = ["every", "values_by_loader", "values_line"]
 
 
 def every(number: int, noun: str) -> str:

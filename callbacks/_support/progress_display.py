@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 from typing import Any, TextIO
 
-from trainkit.callbacks._support.formatting import duration
+from trainkit.formatting import clock
 
 __all__ = ["Bar", "PlainLines", "Progress", "choose_display"]
 
@@ -125,12 +125,12 @@ class PlainLines:
     def _write(self, progress: Progress, now: float) -> None:
         elapsed = now - self._start
         self._waiting = None
-        texts = [progress.title, f"step {progress.step}", f"{duration(elapsed)} elapsed"]
+        texts = [progress.title, f"step {progress.step}", f"{clock(elapsed)} elapsed"]
         if progress.total is not None:
             done, left = progress.step - self._initial, progress.total - progress.step
             texts[1] += f"/{progress.total}"
             if done and left:
-                texts.append(f"{duration(elapsed / done * left)} left")
+                texts.append(f"{clock(elapsed / done * left)} left")
         self.note(", ".join([*texts, *progress.details]))
 
 

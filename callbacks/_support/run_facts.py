@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.formatting import json_value
+from trainkit.training.explain_settings import parameter_counts
 from trainkit.training.run import Run
 from trainkit.types import class_name
 
@@ -27,7 +28,7 @@ def run_facts(run: Run) -> dict[str, Any]:
     """Return what tells this run from others, in groups of plain values by name."""
     return {
         "config": asdict(run.config),
-        "run": _make_up(run),
+        "run": _parts_of(run),
         "optimizer": json_value(run.optimizer.defaults),
         "versions": {"python": platform.python_version()} | _versions(),
         "started": {
@@ -46,13 +47,13 @@ def _script() -> Path:
         return Path(os.sep)
 
 
-def _make_up(run: Run) -> dict[str, Any]:
+def _parts_of(run: Run) -> dict[str, Any]:
     loader, schedule = run.train_loader, run.lr_schedule
-    counts = [(p.numel(), p.requires_grad) for p in run.module.parameters()]
+    total, trainable = parameter_counts(run.module)
     return {
         "model": class_name(run.module),
-        "parameters": sum(count for count, _ in counts),
-        "trainable parameters": sum(count for count, trains in counts if trains),
+        "parameters": total,
+        "trainable parameters": trainable,
         "optimizer": type(run.optimizer).__name__,
         "lr scheduler": None if schedule is None else schedule.name,
         "strategy": run.strategy.name,

@@ -11,7 +11,8 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.toys import fit, make_trainer
 from trainkit import Callback, Run, StepResult
 from trainkit.callbacks import Checkpoint, Timer
-from trainkit.callbacks.timer import _epochs, _seconds
+from trainkit.callbacks.timer import _epochs
+from trainkit.formatting import duration
 
 
 class _Slow(Callback):
@@ -44,7 +45,7 @@ def test_it_tells_the_parts_of_a_fit(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert min(timer.epochs) >= 8 * 0.01
     assert min(timer.evaluations) >= 4 * 0.02
     lines = capsys.readouterr().out.splitlines()
-    second = r"\d+\.\d s"
+    second = r"\d+\.\d+ s"
     for line, pattern in zip(
         lines,
         [
@@ -74,11 +75,10 @@ def test_a_second_fit_counts_anew_and_a_failed_one_is_told_too(
 
 
 def test_times_are_written_for_people() -> None:
-    assert [_seconds(s) for s in (0.04, 99.94, 100.0, 3725.0)] == [
-        *("0.0 s", "99.9 s", "01:40", "1:02:05"),
-    ]
+    times = {0.04: "0.04 s", 99.94: "1 min 39 s", 3725.0: "1 h 2 min", 90_000.0: "1 d 1 h"}
+    assert {seconds: duration(seconds) for seconds in times} == times
     assert _epochs([1.0]) == "1 epoch: 1.0 s"
-    assert _epochs([1.0] * 9 + [11.0]) == "10 epochs: mean 2.0 s, longest 11.0 s"
+    assert _epochs([1.0] * 9 + [11.0]) == "10 epochs: mean 2.0 s, longest 11 s"
 
 
 def _printed(rank: int) -> Any:

@@ -221,7 +221,7 @@ def test_any_operation_that_fails_fails_the_save_on_all_and_harms_nothing(
             assert error.errno == code
             assert f"({errno.errorcode[code]})" in str(error)
             assert "The last committed step is 10." in str(error)
-            assert "MB are free in" in str(error)
+            assert "B are free in" in str(error)
         assert visible(directory) == ["step-00000010"], (k, calls)
         assert stores[0].open(directory / "step-00000010").step == 10
         assert together.save(stores, 20) == [directory / "step-00000020"] * processes
@@ -303,7 +303,7 @@ def _save_with_a_limit(_: int, directory: Path) -> list[str]:
 def test_the_system_s_own_refusal_names_the_file_and_the_room_it_needs(tmp_path: Path) -> None:
     ((text, file, *names),) = run_ranks(1, _save_with_a_limit, tmp_path)
     assert "File too large (EFBIG)" in text
-    assert "needs 0.4 MB" in text
+    assert "needs 4" in text
     assert "The last committed step is 1." in text
     assert file.endswith("model.safetensors")
     assert names == ["step-00000001"]

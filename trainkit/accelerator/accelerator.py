@@ -369,7 +369,7 @@ class Accelerator(Communicator):
 
     clear = free_memory
 
-    # What a loop writes: states, models and figures.
+    # What a loop writes: states, models and values.
 
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
@@ -493,7 +493,7 @@ class Accelerator(Communicator):
         step: int | None = None,
         log_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        """Give figures to every tracker of this process."""
+        """Give values to every tracker of this process."""
         for tracker in self.trackers:
             tracker.log(dict(values), step=step, **(log_kwargs or {}).get(tracker.name, {}))
 

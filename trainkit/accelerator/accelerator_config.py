@@ -1,6 +1,6 @@
 """What the user asks of an `Accelerator`, checked, and completed from the environment."""
 
-import atexit
+import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +20,7 @@ from trainkit.accelerator.settings import (
     ProjectConfiguration,
 )
 from trainkit.distributed import Processes
-from trainkit.distributed.group import as_timeout
+from trainkit.distributed.group import INIT_METHOD, as_timeout
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigError
 from trainkit.launch_environment import PRECISIONS, mixed_precision, read, sharding, uses_cpu
@@ -92,9 +92,8 @@ class AcceleratorConfig:
         """Join the other processes where the user says how; return the device."""
         device = "cpu" if self.cpu else device
         settings: InitProcessGroupKwargs = self.handler(InitProcessGroupKwargs)
-        world = World.from_env()
-        if settings.init_method is not None and world.size > 1:
-            _make_group(settings.init_method, world, device)
+        if settings.init_method is not None and World.from_env().size > 1:
+            _meet_at(settings.init_method)
         if settings.timeout is not None:
             wanted = None if device is None else torch.device(device)
             processes = Processes.start(device=wanted)
@@ -158,31 +157,11 @@ def _text(value: Any) -> str:
     return str(getattr(value, "value", value))
 
 
-class _Made:
-    method: str | None = None
-    """How the default process group was made, where it was made here."""
-
-
-def _make_group(method: str, world: World, device: torch.device | str | None) -> None:
-    if torch.distributed.is_initialized():
-        if _Made.method != method:
-            raise ConfigError(
-                f"`InitProcessGroupKwargs(init_method={method!r})` has no effect: the process "
-                "group exists already. Leave `init_method` out, or make the group only here."
-            )
-        return
-    on_cuda = torch.cuda.is_available() and torch.device(device or "cuda").type == "cuda"
-    torch.distributed.init_process_group(
-        "nccl" if on_cuda else "gloo",
-        init_method=method,
-        rank=world.rank,
-        world_size=world.size,
-    )
-    _Made.method = method
-    atexit.register(_leave)
-
-
-def _leave() -> None:
-    _Made.method = None
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+def _meet_at(method: str) -> None:
+    """Let the process group be made by an `init_method`."""
+    if torch.distributed.is_initialized() and os.environ.get(INIT_METHOD) != method:
+        raise ConfigError(
+            f"`InitProcessGroupKwargs(init_method={method!r})` has no effect: the process "
+            "group exists already. Leave `init_method` out, or make the group only here."
+        )
+    os.environ[INIT_METHOD] = method

@@ -12,7 +12,7 @@ from trainkit.accelerator.preparer import ConfiguredDDP, Preparer, Registry
 from trainkit.accelerator.settings import DistributedDataParallelKwargs, GradScalerKwargs
 from trainkit.accelerator.state_contents import StateContents
 from trainkit.accelerator.state_directory import StateDirectory
-from trainkit.accelerator.states import States
+from trainkit.accelerator.state_saver import StateSaver
 from trainkit.accelerator.tracking import Trackers
 from trainkit.distributed import Processes
 from trainkit.distributed.active_batches import ActiveLoaders
@@ -46,7 +46,7 @@ class OwnLoop:
     accumulation: Accumulation = field(init=False)
     gradients: Gradients = field(init=False)
     preparer: Preparer = field(init=False)
-    states: States = field(init=False)
+    states: StateSaver = field(init=False)
     trackers: Trackers = field(init=False)
 
     def __post_init__(self, active: ActiveLoaders) -> None:
@@ -88,7 +88,7 @@ class OwnLoop:
             processes,
             self.device,
         )
-        self.states = States(contents, StateDirectory(config.project, processes))
+        self.states = StateSaver(contents, StateDirectory(config.project, processes))
 
     def reset(self) -> None:
         """Let go of all that was prepared."""

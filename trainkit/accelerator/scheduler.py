@@ -51,9 +51,9 @@ class PreparedScheduler:
         if skipped or not self._accumulation.sync_gradients:
             return
         total = getattr(self.scheduler, "total_steps", None)
-        # One figure is one observation: seen twice, it would have stopped improving.
-        follows_figure = isinstance(self.scheduler, ReduceLROnPlateau)
-        for _ in range(1 if follows_figure else self._steps):
+        # One metric is one observation: seen twice, it would have stopped improving.
+        follows_metric = isinstance(self.scheduler, ReduceLROnPlateau)
+        for _ in range(1 if follows_metric else self._steps):
             # A one-cycle schedule raises beyond its end, where the last steps may lead.
             if total is None or self.scheduler._step_count <= total:
                 self.scheduler.step(*args, **kwargs)

@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 from trainkit import rng
 from trainkit.accelerator.accumulation import Accumulation
 from trainkit.accelerator.gradients import Gradients
-from trainkit.accelerator.loadable import check_form, part_name, problems
 from trainkit.accelerator.preparer import Registry
+from trainkit.accelerator.state_check import check_form, part_name, problems
 from trainkit.checkpoint import Checkpoint, CheckpointStore
 from trainkit.checkpoint.exact import as_parameter, load_model, load_state
 from trainkit.checkpoint.format.names import process_part

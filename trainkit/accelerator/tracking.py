@@ -1,4 +1,4 @@
-"""Trackers: where the figures of a loop of the user's own go."""
+"""Trackers: where the values of a loop of the user's own go."""
 
 import json
 import time
@@ -13,7 +13,8 @@ from typing_extensions import override
 from trainkit.accelerator.settings import ProjectConfiguration
 from trainkit.distributed import Processes, run_on_main
 from trainkit.errors import ConfigError
-from trainkit.outputs import Lines, absolute, check_folder, readable
+from trainkit.formatting import json_value
+from trainkit.outputs import Lines, absolute, check_folder
 
 __all__ = ["GeneralTracker", "JSONLTracker", "TensorBoardTracker", "Trackers"]
 
@@ -44,7 +45,7 @@ class GeneralTracker:
         """Note the settings of the run."""
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Note figures of a step."""
+        """Note values of a step."""
 
     def finish(self) -> None:
         """Write what is left and end."""
@@ -125,7 +126,7 @@ class TensorBoardTracker(GeneralTracker):
 class JSONLTracker(GeneralTracker):
     """Writes one JSON object a line to `<logging_dir>/<run_name>/metrics.jsonl`.
 
-    Figures that are not finite are the texts "NaN", "Infinity" and "-Infinity".
+    Values that are not finite are the texts "NaN", "Infinity" and "-Infinity".
 
     Args:
         run_name: Name of the run.
@@ -160,9 +161,9 @@ class JSONLTracker(GeneralTracker):
         if self._file is None:
             raise ConfigError("The tracker has ended. Log before `end_training`.")
         seconds = round(time.monotonic() - self._start, 3)
-        figures = {name: _plain(value) for name, value in values.items()}
-        line = {"step": step, "time/seconds": seconds, **figures}
-        self._file.write(json.dumps(line, allow_nan=False))
+        plain = {name: v.item() if hasattr(v, "item") else v for name, v in values.items()}
+        line = {"step": step, "time/seconds": seconds, **plain}
+        self._file.write(json.dumps(json_value(line), allow_nan=False))
 
     @override
     def finish(self) -> None:
@@ -276,12 +277,3 @@ def _write_settings(folder: Path, values: Mapping[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(dict(values), indent=1, default=str)
     (folder / "hparams.json").write_text(text + "\n", encoding="utf-8")
-
-
-def _plain(value: Any) -> Any:
-    """Return a figure as strict JSON holds it."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if hasattr(value, "item"):
-        value = value.item()
-    return readable(value) if isinstance(value, str | int | float | bool | None) else str(value)

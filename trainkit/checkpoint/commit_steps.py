@@ -9,6 +9,7 @@ from typing import Any
 
 from trainkit.checkpoint.listing import committed
 from trainkit.errors import CheckpointError, TrainkitError, text_of
+from trainkit.formatting import readable_size
 
 __all__ = ["CommitSteps"]
 
@@ -84,9 +85,9 @@ class CommitSteps:
             kept = f"{last}. "
         return (
             f"{error.strerror} ({code}) at `{_text(error.filename)}`. The checkpoint needs "
-            f"{_megabytes(self.needed)}, and {_megabytes(_free(self._directory))} are free in "
-            f"`{self._directory}`. {kept}Earlier checkpoints are untouched. Make room or choose "
-            "another `output_dir`, then resume."
+            f"{readable_size(self.needed)}, and {readable_size(_free(self._directory))} are free "
+            f"in `{self._directory}`. {kept}Earlier checkpoints are untouched. Make room or "
+            "choose another `output_dir`, then resume."
         )
 
 
@@ -103,7 +104,3 @@ def _free(directory: Path) -> int:
             continue
         return status.f_bavail * status.f_frsize
     return 0
-
-
-def _megabytes(size: int) -> str:
-    return f"{size / 1e6:.1f} MB"

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from trainkit.cli import accelerate_keys
 from trainkit.cli.settings import SETTINGS
 from trainkit.errors import ConfigError
+from trainkit.outputs import replace_file
 from trainkit.parsing import nearest
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def _entries(path: Path) -> Iterator[tuple[str, int, Any]]:
             seen[key] = line
             yield key, line, loader.construct_object(value_node, deep=True)
     except yaml.YAMLError as error:
-        raise ConfigError(f"`{path}` is no valid YAML{_place(error)}") from None
+        raise ConfigError(f"`{path}` is no valid YAML{_describe_yaml_error(error)}") from None
     except ConfigError:  # which is a ValueError, and has said it all
         raise
     except (ValueError, RecursionError) as error:  # a date such as 2024-13-01, endless nesting
@@ -128,7 +128,7 @@ def _text(path: Path) -> str:
         raise ConfigError(f"`{path}` is no text in UTF-8: {error.reason}.") from None
 
 
-def _place(error: "yaml.YAMLError") -> str:
+def _describe_yaml_error(error: "yaml.YAMLError") -> str:
     mark = getattr(error, "problem_mark", None)
     problem = getattr(error, "problem", None) or str(error).splitlines()[0]
     where = "" if mark is None else f", line {mark.line + 1}, column {mark.column + 1}"
@@ -144,15 +144,8 @@ def write(path: Path, values: Mapping[str, Any]) -> None:
     import yaml
 
     data = yaml.safe_dump(dict(values), sort_keys=True).encode()
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with scratch.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(scratch, path)
+        replace_file(path, data)
     except OSError as error:
-        with suppress(OSError):
-            scratch.unlink()
         raise ConfigError(f"`{path}` cannot be written: {error.strerror}.") from None

@@ -15,6 +15,7 @@ from typing import Any
 from trainkit.cli import config_file
 from trainkit.cli.machine import core_count, gpu_count, gpu_names
 from trainkit.errors import TrainkitError
+from trainkit.formatting import readable_size
 
 __all__ = ["add_to"]
 
@@ -89,7 +90,7 @@ def _memory() -> str:
         size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):
         return "unknown"
-    return f"{size / 2**30:.1f} GiB"
+    return readable_size(size)
 
 
 def _torch_build() -> dict[str, str]:

@@ -14,44 +14,44 @@ from trainkit.errors import DistributedError
 __all__ = ["check", "everywhere", "only", "place"]
 
 
-class _Place(threading.local):
+class _Inside(threading.local):
     name: str | None = None
 
 
-_place = _Place()
+_inside = _Inside()
 
 
 @contextmanager
 def only(place: str) -> Iterator[None]:
     """Mark the code inside as run by some processes only; `place` names it in the error."""
-    outer = _place.name
-    _place.name = place
+    outer = _inside.name
+    _inside.name = place
     try:
         yield
     finally:
-        _place.name = outer
+        _inside.name = outer
 
 
 @contextmanager
 def everywhere() -> Iterator[None]:
     """Allow collectives inside `only`, for code that brings processes of its own."""
-    outer, _place.name = _place.name, None
+    outer, _inside.name = _inside.name, None
     try:
         yield
     finally:
-        _place.name = outer
+        _inside.name = outer
 
 
 def place() -> str | None:
     """Return the place that this thread is in; None outside of all."""
-    return _place.name
+    return _inside.name
 
 
 def check(collective: str) -> None:
     """Raise DistributedError if this thread is inside `only`; `collective` is what it wanted."""
-    if _place.name is not None:
+    if _inside.name is not None:
         raise DistributedError(
-            f"`{collective}` was called inside `{_place.name}`, which not all processes run at "
+            f"`{collective}` was called inside `{_inside.name}`, which not all processes run at "
             "this moment, but every process must call it. Call it outside, on all processes, "
             "and use its result inside."
         )

@@ -19,7 +19,7 @@ from trainkit.errors import ConfigError, DistributedError
 from trainkit.signals import is_failing
 
 if TYPE_CHECKING:
-    from trainkit.watchdog.watch import Watch
+    from trainkit.watchdog.watch import JobWatch
 
 __all__ = ["Pending", "Processes", "Reduction"]
 
@@ -86,7 +86,7 @@ class Processes:
         self._closed = False
         self.repeats = False  # inside a repeat of weight 0, whose rows nobody gathers (rule 16)
         self.knows_own_rows = False  # whether `own_rows` was asked for, or said to be
-        self.watch: Watch | None = None  # on the other processes; None where there are none
+        self.watch: JobWatch | None = None  # on the other processes; None where there are none
 
     @classmethod
     def start(cls, *, device: torch.device | None = None) -> "Processes":

@@ -153,7 +153,7 @@ class _Loading:
 
     def _check_ties(self) -> None:
         for name, target in self._unique():
-            places = [self._place(one) for one in target.names]
+            places = [self._mapped_place(one) for one in target.names]
             runs = {str(self._runs_on(place)) for place in places if place is not None}
             if len(runs) > 1:
                 raise ConfigError(
@@ -169,7 +169,7 @@ class _Loading:
             in_memory: dict[str, tuple[TensorTarget, Stored]] = {}
             for name, target in self._unique():
                 source = next((stored[one] for one in target.names if one in stored), None)
-                place = self._place(name)
+                place = self._mapped_place(name)
                 if source is None:
                     self._move(target, place)
                 elif place == "disk":
@@ -216,7 +216,7 @@ class _Loading:
     def _unique(self) -> Iterable[tuple[str, TensorTarget]]:
         return ((name, target) for name, target in self._targets.items() if target.names[0] == name)
 
-    def _place(self, name: str) -> Place | None:
+    def _mapped_place(self, name: str) -> Place | None:
         prefix = prefix_of(name, self._places)
         return None if prefix is None else self._places[prefix]
 

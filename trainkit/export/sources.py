@@ -16,6 +16,7 @@ from trainkit.checkpoint.format.names import MANIFEST
 from trainkit.errors import CheckpointCorrupt, CheckpointError
 from trainkit.export.pickled import read_pickled
 from trainkit.export.state import warn_of_others
+from trainkit.formatting import first_few
 
 if TYPE_CHECKING:
     from trainkit.checkpoint import Checkpoint
@@ -113,8 +114,8 @@ def _open_index(path: Path, stack: ExitStack) -> dict[str, Stored]:
     missing = sorted({f for f in weight_map.values() if not (path.parent / f).is_file()})
     if missing:
         raise CheckpointCorrupt(
-            f"The index `{path}` names files that are missing: {_listed(missing)}. Copy them to "
-            "the same folder, or export the model again.",
+            f"The index `{path}` names files that are missing: {first_few(missing, 10)}. Copy "
+            "them to the same folder, or export the model again.",
             path=path.parent,
             file=missing[0],
         )
@@ -124,7 +125,8 @@ def _open_index(path: Path, stack: ExitStack) -> dict[str, Stored]:
     lost = [name for name, file in weight_map.items() if name not in opened[file]]
     if lost:
         raise CheckpointCorrupt(
-            f"The index `{path}` names tensors that their files do not hold: {_listed(lost)}.",
+            f"The index `{path}` names tensors that their files do not hold: "
+            f"{first_few(lost, 10)}.",
             path=path.parent,
             file=weight_map[lost[0]],
         )
@@ -142,11 +144,6 @@ def _read_index(path: Path) -> dict[str, str]:
             f"The index `{path}` is broken: {error}.", path=path.parent, file=path.name
         ) from error
     return dict(weight_map)
-
-
-def _listed(names: list[str]) -> str:
-    shown = ", ".join(f"`{name}`" for name in names[:10])
-    return f"{shown} and {len(names) - 10} more" if len(names) > 10 else shown
 
 
 def _open_file(path: Path, stack: ExitStack) -> dict[str, Stored]:

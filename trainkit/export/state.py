@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from trainkit.checkpoint.exact import empty_buffers
 from trainkit.checkpoint.resharding.sharding_spec import is_sharded
 from trainkit.errors import ConfigError
+from trainkit.formatting import first_few
 
 __all__ = [
     "plain_name",
@@ -103,7 +104,7 @@ def warn_of_others(names: list[str], what: str = "not written") -> None:
     """Warn of entries of a model's state that files of weights cannot hold, if there are any."""
     if names:
         warnings.warn(
-            f"{_shown(names)} of the model's state hold no tensors, and are {what}: files of "
+            f"{first_few(names, 5)} of the model's state hold no tensors, and are {what}: files of "
             "weights hold tensors alone. Only a checkpoint that is resumed from brings them back.",
             stacklevel=2,
         )
@@ -113,14 +114,9 @@ def _check(found: dict[str, Tensor]) -> None:
     empty = [name for name, value in found.items() if value.is_meta]
     if empty:
         raise ConfigError(
-            f"{_shown(empty)} of the model have no values: they are on the device `meta`. Fill "
-            "the model first, for example by `load_checkpoint_in_model`."
+            f"{first_few(empty, 5)} of the model have no values: they are on the device `meta`. "
+            "Fill the model first, for example by `load_checkpoint_in_model`."
         )
-
-
-def _shown(names: list[str]) -> str:
-    listed = ", ".join(f"`{name}`" for name in names[:5])
-    return f"{listed} and {len(names) - 5} more" if len(names) > 5 else listed
 
 
 def same_memory(tensor: Tensor) -> Hashable:

@@ -1,6 +1,5 @@
 """Metrics by name, and whatever can serve as a metric as one."""
 
-import difflib
 import sys
 from typing import Any
 
@@ -14,6 +13,7 @@ from trainkit.metrics.metric import Metric
 from trainkit.metrics.perplexity import Perplexity
 from trainkit.metrics.regression import MAE, MSE
 from trainkit.metrics.torch_metric import TorchMetric
+from trainkit.parsing import nearest
 
 __all__ = ["as_metric", "load"]
 
@@ -85,9 +85,8 @@ def _load_from_evaluate(name: str, options: dict[str, Any]) -> EvaluateMetric:
     except ConfigError:
         raise
     except Exception as error:  # a missing network shows up as one of many classes
-        nearest = difflib.get_close_matches(name.lower(), _SHIPPED, n=1)
-        hint = f"Did you mean `{nearest[0]}`? " if nearest else ""
+        hint = nearest(name.lower(), _SHIPPED)
         raise ConfigError(
-            f"There is no metric {name!r}. {hint}trainkit has {sorted(_SHIPPED)}; for any other "
+            f"There is no metric {name!r}.{hint} trainkit has {sorted(_SHIPPED)}; for any other "
             f"name `evaluate.load` must find it, which failed: {error}"
         ) from error

@@ -62,7 +62,7 @@ def charts_of(runs: Sequence[RunLog]) -> list[Chart]:
     grouped: dict[str, list[Series]] = {}
     for number, run in enumerate(runs):
         for name, points in _curves(run):
-            title, label = _place(name)
+            title, label = _chart_and_label(name)
             good = [(step, _short(value)) for step, value in thin(_drawable(points))]
             marks = [(s, str(json_value(_short(v)))) for s, v in points if not abs(v) < DRAWABLE]
             series = Series(run=number, label=label, points=good, marks=marks[:MOST_MARKS])
@@ -76,7 +76,7 @@ def _curves(run: RunLog) -> Iterator[tuple[str, list[Point]]]:
         yield "time/samples_per_second", points
 
 
-def _place(name: str) -> tuple[str, str]:
+def _chart_and_label(name: str) -> tuple[str, str]:
     """Return the title of the chart for a metric, and its label there."""
     last = name.rsplit("/", 1)[-1]
     if name.startswith("lr/"):

@@ -8,10 +8,11 @@ from dataclasses import asdict
 from html import escape
 from importlib.resources import files
 
+from trainkit.formatting import duration
 from trainkit.run_report.curves import MOST_CHARTS, Chart, charts_of
 from trainkit.run_report.goodput import PARTS, Goodput, goodput
 from trainkit.run_report.records import RunLog
-from trainkit.run_report.tables import Row, configuration, duration, last_values, sessions, summary
+from trainkit.run_report.tables import Row, configuration, last_values, sessions, summary
 
 __all__ = ["make_page"]
 

@@ -6,10 +6,10 @@ from importlib.util import find_spec
 from typing import Any
 
 from trainkit.errors import ConfigError
+from trainkit.formatting import duration
 from trainkit.run_report.curves import Chart, charts_of
 from trainkit.run_report.goodput import PARTS, Goodput, goodput
 from trainkit.run_report.records import RunLog
-from trainkit.run_report.tables import duration
 
 __all__ = ["make_picture"]
 

@@ -7,10 +7,11 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from trainkit.config import TrainConfig
+from trainkit.formatting import duration
 from trainkit.run_report.goodput import Goodput
 from trainkit.run_report.records import RunLog
 
-__all__ = ["Row", "configuration", "duration", "last_values", "number", "sessions", "summary"]
+__all__ = ["Row", "configuration", "last_values", "number", "sessions", "summary"]
 
 MOST_VALUES = 4  # of the evaluation, in the summary
 _GROUPS = ("config", "run", "optimizer", "versions", "started")
@@ -42,18 +43,6 @@ def number(value: float) -> str:
     if math.isfinite(value) and value == int(value) and abs(value) < 1e15:
         return f"{int(value):,}"
     return f"{value:.4g}"
-
-
-def duration(seconds: float) -> str:
-    """Return seconds in the two units that matter."""
-    if seconds < 10:
-        return f"{seconds:.2f} s" if seconds < 1 else f"{seconds:.1f} s"
-    for unit, size, smaller, rest in (("d", 86400, "h", 3600), ("h", 3600, "min", 60)):
-        if seconds >= size:
-            return f"{int(seconds // size)} {unit} {int(seconds % size // rest)} {smaller}"
-    if seconds >= 60:
-        return f"{int(seconds // 60)} min {int(seconds % 60)} s"
-    return f"{seconds:.0f} s"
 
 
 def summary(run: RunLog, split: Goodput | None) -> list[tuple[str, str]]:

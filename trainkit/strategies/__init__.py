@@ -1,21 +1,15 @@
 """Strategies: where the model lives and how the processes share the work."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from trainkit.strategies.ddp import DDP
-from trainkit.strategies.single import SingleDevice
-from trainkit.strategies.strategy import Strategy
+from trainkit.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from trainkit.strategies.fsdp import FSDP
+    from trainkit.strategies.ddp import DDP as DDP
+    from trainkit.strategies.fsdp import FSDP as FSDP
+    from trainkit.strategies.single import SingleDevice as SingleDevice
+    from trainkit.strategies.strategy import Strategy as Strategy
 
-__all__ = ["DDP", "FSDP", "SingleDevice", "Strategy"]
-
-
-def __getattr__(name: str) -> Any:
-    """Import FSDP where it is used: most runs need none of it (PEP 562)."""
-    if name != "FSDP":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from trainkit.strategies.fsdp import FSDP
-
-    return FSDP
+__all__, __getattr__, __dir__ = lazy_exports(
+    __name__, {"ddp": "DDP", "fsdp": "FSDP", "single": "SingleDevice", "strategy": "Strategy"}
+)

@@ -1,6 +1,5 @@
 """Turns what users pass to a Trainer into its parts, with an error where that cannot work."""
 
-import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -11,13 +10,13 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.optim import LBFGS, Optimizer
 from torch.utils.data import DataLoader
 
-from trainkit import strategies
+from trainkit import precision as precisions, strategies
 from trainkit.config import TrainConfig
 from trainkit.data import PreparedLoader
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigError
 from trainkit.metrics.metric import Metric
-from trainkit.precision import BF16, FP16, FP32, Precision
+from trainkit.precision import Precision
 from trainkit.strategies import DDP, SingleDevice, Strategy
 from trainkit.types import LossFn, OptimizerFactory, Stateful, class_name
 
@@ -51,7 +50,11 @@ STRATEGIES: dict[str, Callable[..., Strategy]] = {
     "fsdp": lambda **options: strategies.FSDP(**options),  # imported by whoever uses it
 }
 COMPILED = "_orig_mod"  # what `torch.compile(module)` calls the module that it wraps
-PRECISIONS: dict[str, Callable[..., Precision]] = {"fp32": FP32, "bf16": BF16, "fp16": FP16}
+PRECISIONS: dict[str, Callable[[], Precision]] = {
+    "fp32": lambda: precisions.FP32(),
+    "bf16": lambda: precisions.BF16(),
+    "fp16": lambda: precisions.FP16(),
+}
 
 
 def make_strategy(strategy: str | Strategy) -> Strategy:
@@ -97,13 +100,12 @@ def _look_up(
     if isinstance(name, str) and name in known:
         return known[name]
     names = ["auto", *known]
-    near = (
-        difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.3)
-        if isinstance(name, str)
-        else []
-    )
-    hint = f' Did you mean "{near[0]}"?' if near else ""
-    if isinstance(name, type):
+    hint = ""
+    if isinstance(name, str):
+        from trainkit.parsing import nearest  # only errors need it
+
+        hint = nearest(name.lower(), names)
+    elif isinstance(name, type):
         hint = f" Pass an instance: `{name.__name__}(...)`."
     raise ConfigError(
         f"`{argument}` must be one of {names} or a `{interface}`, but is {name!r}.{hint}"
@@ -201,7 +203,7 @@ def check_evaluations(loaders: Mapping[str, PreparedLoader]) -> None:
         if loader.samples_per_epoch == 0 or loader.batches_per_epoch == 0:
             raise ConfigError(
                 f"The evaluation loader{f' `{name}`' if name else ''} is empty, so `fit` could "
-                "never give a figure. Give it samples, or leave it out."
+                "never give a metric. Give it samples, or leave it out."
             )
 
 
@@ -219,15 +221,14 @@ def check_resume(resume: object, schedule: object) -> str | Path | None:
             f'`resume` must be None, "auto", "must" or the folder of a checkpoint, but is '
             f"{resume!r}."
         )
-    meant = difflib.get_close_matches(str(resume), _RESUMES, 1)
-    if meant and str(resume) not in _RESUMES and not Path(str(resume)).exists():
-        raise ConfigError(
-            f"`resume={str(resume)!r}` is no folder of a checkpoint. Did you mean {meant[0]!r}?"
-        )
     if resume is None or resume in _RESUMES:
         return resume
     from trainkit.outputs import absolute  # most runs need none of it
+    from trainkit.parsing import nearest
 
+    hint = nearest(str(resume), _RESUMES)
+    if hint and not Path(str(resume)).exists():
+        raise ConfigError(f"`resume={str(resume)!r}` is no folder of a checkpoint.{hint}")
     return absolute(resume, "resume")
 
 

@@ -1,6 +1,5 @@
 """Callbacks: what users hang on a training, and how it is called."""
 
-import difflib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec
@@ -105,7 +104,7 @@ class Callback:
         """The window ended without an update: an overflow, or a request to skip."""
 
     def on_log(self, run: Run, values: Scalars) -> None:
-        """`values` are the figures since the last log, over all processes; `loss` is among them."""
+        """`values` are those since the last log, over all processes; `loss` is among them."""
 
     def on_late_log(self, run: Run, values: Scalars) -> None:
         """`values` came after the last step's `on_log`, as from `on_evaluation_end`: no `loss`.
@@ -120,7 +119,7 @@ class Callback:
         """One batch of an evaluation is done on every process."""
 
     def on_evaluation_end(self, run: Run, metrics: Scalars) -> None:
-        """`metrics` are the figures of all loaders, over all processes."""
+        """`metrics` are those of all loaders, over all processes."""
 
     def on_checkpoint_loaded(self, run: Run, path: Path) -> None:
         """The run goes on from the checkpoint in the folder `path`."""
@@ -206,7 +205,7 @@ class CallbackList:
             try:
                 listener(*args, **kwargs)
             except BaseException as error:
-                error.add_note(f"In the hook `{hook.__name__}` of {_place(listener)}.")
+                error.add_note(f"In the hook `{hook.__name__}` of {_owner_of(listener)}.")
                 raise
 
     def emit_to_all(
@@ -218,7 +217,7 @@ class CallbackList:
             try:
                 listener(*args, **kwargs)
             except BaseException as error:
-                error.add_note(f"In the hook `{hook.__name__}` of {_place(listener)}.")
+                error.add_note(f"In the hook `{hook.__name__}` of {_owner_of(listener)}.")
                 first = first or error
         return first
 
@@ -256,11 +255,11 @@ def _listener(callback: Callback, hook: str) -> Callable[..., None]:
         with collective_guard.only(hook):
             own(*args, **kwargs)
 
-    guarded.__self__ = callback  # type: ignore[attr-defined]  # for `_place`
+    guarded.__self__ = callback  # type: ignore[attr-defined]  # for `_owner_of`
     return guarded
 
 
-def _place(listener: Callable[..., None]) -> str:
+def _owner_of(listener: Callable[..., None]) -> str:
     owner = getattr(listener, "__self__", None)
     return f"the callback `{owner.name}`" if isinstance(owner, Callback) else "a callback"
 
@@ -269,10 +268,11 @@ def _check_hooks(callback: Callback) -> None:
     """Raise for a method that looks like a hook but would never be called."""
     for name in dir(type(callback)):
         if name.startswith("on_") and name not in HOOKS:
-            near = difflib.get_close_matches(name, HOOKS, n=1, cutoff=0.0)[0]
+            from trainkit.parsing import nearest  # only errors need it
+
             raise ConfigError(
-                f"`{type(callback).__name__}.{name}` is no hook and would never be called. The "
-                f"nearest hook is `{near}`; the docstring of `Callback` lists them all. Give the "
+                f"`{type(callback).__name__}.{name}` is no hook and would never be called."
+                f"{nearest(name, HOOKS)} The docstring of `Callback` lists all hooks. Give the "
                 "method a name without `on_` if it is not meant as one."
             )
 

@@ -3,13 +3,13 @@
 import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from difflib import get_close_matches
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from trainkit.errors import ConfigError
+from trainkit.parsing import nearest
 
 __all__ = ["compile_options", "compiled"]
 
@@ -30,11 +30,9 @@ def compile_options(wanted: Literal[True] | Mapping[str, Any]) -> dict[str, Any]
     known = sorted(set(inspect.signature(torch.compile).parameters) - {"model"})
     for name in wanted:
         if name not in known:
-            near = get_close_matches(str(name), known, n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
             raise ConfigError(
-                f"`compile` has the option {name!r}, which `torch.compile` does not know.{hint} "
-                f"It takes {known}."
+                f"`compile` has the option {name!r}, which `torch.compile` does not know."
+                f"{nearest(str(name), known)} It takes {known}."
             )
     return dict(wanted)
 

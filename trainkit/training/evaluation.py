@@ -44,7 +44,7 @@ class Evaluator:
             times (default: the number of samples), a tensor with one number for each sample
             counts each once.
         loss_fn: Says how `scores` are read, where a metric uses what the step does not return.
-        log: What the step may log to: between the batches its figures are averaged like those
+        log: What the step may log to: between the batches its values are averaged like those
             that it returns. In a prediction they are dropped.
     """
 
@@ -62,13 +62,13 @@ class Evaluator:
         name: str = "",
         watch: Callable[[Iterator[MicroBatch]], Iterator[MicroBatch]] = iter,
     ) -> Scalars:
-        """Return the figures of `module` on `loader`, equal on all processes.
+        """Return the metrics of `module` on `loader`, equal on all processes.
 
         Args:
             module: The user's own module, on its device.
             loader: A prepared evaluation loader.
             metrics: Computed from all predictions and references, or from the mean loss.
-            name: Of the loader, where it has one: stands in the figures' names.
+            name: Of the loader, where it has one: stands in the metrics' names.
             watch: Stands between the loader's batches and the evaluation.
         """
         for metric in metrics:
@@ -84,9 +84,9 @@ class Evaluator:
             sums.join(logged)
             means = sums.reduce(self.communicator.processes)
             weight = means.pop(_LOSS_WEIGHT, 1.0)
-            figures = _all_figures(metrics, means, weight)
+            values = _all_values(metrics, means, weight)
         prefix = f"eval/{name}/" if name else "eval/"
-        return {f"{prefix}{figure}": value for figure, value in figures.items()}
+        return {f"{prefix}{key}": value for key, value in values.items()}
 
     def predict(self, module: nn.Module, loader: PreparedLoader, outputs: str) -> Any:
         """Return what was asked for of every sample once, in the loader's order, everywhere."""
@@ -141,7 +141,7 @@ class RunEvaluation:
     after_epochs: bool = False  # whether epochs end with an evaluation by themselves
     at_end: bool = False  # whether the last step is evaluated in any case
     expected: set[str] | None = None
-    """Names of the figures that an evaluation gives; None where that is not known ahead."""
+    """Names of the metrics that an evaluation gives; None where that is not known ahead."""
     is_planned: bool = True
     """Whether the latest evaluation was asked for, and not only made because the run stops."""
     last_attempt: int = -1  # `TrainState.attempts` at the latest evaluation
@@ -255,8 +255,8 @@ def _shape(value: object) -> str:
     return f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
-def _all_figures(metrics: Sequence[Metric], means: Scalars, loss_weight: float) -> Scalars:
-    figures = dict(means)
+def _all_values(metrics: Sequence[Metric], means: Scalars, loss_weight: float) -> Scalars:
+    values = dict(means)
     for metric in metrics:
         if metric.uses == "loss":
             if "loss" not in means:
@@ -268,10 +268,10 @@ def _all_figures(metrics: Sequence[Metric], means: Scalars, loss_weight: float) 
         computed = metric.compute()
         metric.latest_keys = tuple(computed)
         for name, value in computed.items():
-            if name in figures:
+            if name in values:
                 raise DataError(
-                    f"Two figures of an evaluation are called `{name}`. Rename the one that "
+                    f"Two metrics of an evaluation are called `{name}`. Rename the one that "
                     f"`{metric.name}` gives, or leave one out."
                 )
-            figures[name] = value
-    return figures
+            values[name] = value
+    return values

@@ -19,7 +19,11 @@ from trainkit.precision import Precision
 from trainkit.strategies import Strategy
 from trainkit.training import arguments
 from trainkit.training.callback import HOOKS, Callback, CallbackList
-from trainkit.training.explain_settings import describe_settings
+from trainkit.training.explain_settings import (
+    describe_settings,
+    describe_window,
+    parameter_counts,
+)
 from trainkit.training.lr_schedule import by_name, make_lr_schedule
 from trainkit.types import class_name
 
@@ -58,7 +62,7 @@ class Explanation:
             self.config, self.callbacks, self.precision, self.processes.num_processes, self.model
         )
         blocks = {
-            "what is trained": _table(self._make_up(), width),
+            "what is trained": _table(self._what_is_trained(), width),
             "callbacks": _table(_callbacks(self.callbacks), width),
             "order": self._order(width),
             "saving": _table(self._saving(), width),
@@ -70,11 +74,10 @@ class Explanation:
             lines += ["", title.upper(), *block]
         self.processes.print("\n".join(lines))
 
-    def _make_up(self) -> Rows:
+    def _what_is_trained(self) -> Rows:
         config, strategy, model = self.config, self.strategy, self.model
         if model is not None:
-            total = sum(p.numel() for p in model.parameters())
-            trains = sum(p.numel() for p in model.parameters() if p.requires_grad)
+            total, trains = parameter_counts(model)
             yield "model", f"{class_name(model)}, {total:,} parameters, {trains:,} of them trained"
         share = "; gradients are reduced once a step" if self.processes.num_processes > 1 else ""
         processes = count(self.processes.num_processes, "process")
@@ -88,7 +91,7 @@ class Explanation:
             return
         loader, evaluations = self.prepared
         own = "" if self.callbacks.schedule_evaluation else "; after each epoch, mean loss only"
-        yield "window", self._window(loader)
+        yield "window", describe_window(loader, config.gradient_accumulation_steps)
         yield "length", self._length(loader)
         if model is not None and self.given:
             yield from self._learning_rate(model, loader, **self.given)
@@ -119,15 +122,6 @@ class Explanation:
         if schedule is not None:
             check_plan(schedule, planned, self.config.max_epochs, self.processes.print)
             yield "learning rate", describe(schedule, planned, self.config.max_epochs)
-
-    def _window(self, loader: PreparedLoader) -> str:
-        accumulation = self.config.gradient_accumulation_steps
-        processes = count(self.processes.num_processes, "process")
-        factors = f"{processes} x {count(accumulation, 'micro-batch')}"
-        if loader.batch_size is None:
-            return f"varies: {factors}"
-        total = loader.nominal_window(accumulation)
-        return f"{_known(total, 'sample')} = {loader.batch_size} x {factors}"
 
     def _length(self, loader: PreparedLoader) -> str:
         config = self.config

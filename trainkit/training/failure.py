@@ -9,13 +9,13 @@ from trainkit.config import Watchdog
 from trainkit.errors import text_of
 from trainkit.training.run import Run
 
-__all__ = ["WatchedRun", "report_failure"]
+__all__ = ["RunProgress", "report_failure"]
 
 _LISTED = 4096  # samples of a window that a report lists
 _LARGEST_ORDER = 5_000_000  # samples of an epoch whose order is made once more for a report
 
 
-class WatchedRun:
+class RunProgress:
     """What the watch asks of a run.
 
     Args:
@@ -38,7 +38,7 @@ class WatchedRun:
 
     def place(self) -> dict[str, Any]:
         """Return `step`, `epoch`, `phase` and `samples`."""
-        return _place(self._run)
+        return _where_run_is(self._run)
 
 
 def report_failure(run: Run, error: BaseException) -> None:
@@ -52,7 +52,7 @@ def report_failure(run: Run, error: BaseException) -> None:
         report as reports,  # only failures need it
     )
 
-    place = _place(run)
+    place = _where_run_is(run)
     processes = run.strategy.processes
     hint = reports.hint_for(type(error).__name__, text_of(error), alone=processes.size == 1)
     error.add_note(
@@ -90,7 +90,7 @@ def _folder(run: Run) -> Path | None:
     return folder_for(run.output_dir)
 
 
-def _place(run: Run) -> dict[str, Any]:
+def _where_run_is(run: Run) -> dict[str, Any]:
     """Return where a run is; the samples are those of the window under way, by position.
 
     Once the gradients of a window are complete they are those of the next.

@@ -1,4 +1,4 @@
-"""The figures of a run since its last log: kept on the device, reduced in one collective."""
+"""The values of a run since its last log: kept on the device, reduced in one collective."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -64,23 +64,23 @@ class LogSums:
             _add_plain(entry, value)
 
     def join(self, other: "LogSums") -> None:
-        """Take over the figures of `other`, which must have other names."""
+        """Take over the values of `other`, which must have other names."""
         for name in self._entries.keys() & other._entries.keys():
             raise DataError(
-                f"Two figures of an evaluation are called `{name}`: `evaluation_step` returned it, "
+                f"Two metrics of an evaluation are called `{name}`: `evaluation_step` returned it, "
                 "and gave it to `run.log` too. Do one of them, or rename it."
             )
         self._entries |= other._entries
 
     def reduce(self, processes: Processes) -> Scalars:
-        """Return the figures over all processes, sorted by name, and start afresh.
+        """Return the values over all processes, sorted by name, and start afresh.
 
         Every process must call it. It reads the device once and makes one collective.
         """
         packets: list[_Packet] = processes.all_gather_objects(self._take())
         names = sorted({name for packet in packets for name in packet})
-        figures = {name: _combine(name, [p[name] for p in packets if name in p]) for name in names}
-        return {name: figure for name, figure in figures.items() if figure is not None}
+        values = {name: _combine(name, [p[name] for p in packets if name in p]) for name in names}
+        return {name: value for name, value in values.items() if value is not None}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the open sums of this process; reads the device once."""

@@ -2,14 +2,12 @@
 
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from typing_extensions import override
@@ -19,9 +17,8 @@ from trainkit.errors import ConfigError
 from trainkit.training.state import TrainState
 from trainkit.types import AnyScheduler, Scalars, SchedulerFactory
 
-__all__ = ["EvaluationWeights", "LRSchedule", "NamedLR", "by_name", "make_lr_schedule"]
+__all__ = ["LRSchedule", "NamedLR", "by_name", "make_lr_schedule"]
 
-_KEY = "training_weights"
 NAMES = ("constant", "linear", "cosine", "wsd")
 
 
@@ -32,7 +29,7 @@ class LRSchedule:
     Args:
         scheduler: The scheduler. `ReduceLROnPlateau` needs `metric`.
         every: "step": after each applied update. "epoch": at the end of each epoch.
-        metric: A figure such as "eval/loss"; the scheduler then advances after each evaluation
+        metric: A metric such as "eval/loss"; the scheduler then advances after each evaluation
             and is given its value.
     """
 
@@ -45,7 +42,7 @@ class LRSchedule:
             raise ConfigError(f'`every` must be "step" or "epoch", but is {self.every!r}.')
         if isinstance(self.scheduler, ReduceLROnPlateau) and self.metric is None:
             raise ConfigError(
-                "`ReduceLROnPlateau` must know which figure to watch. Return "
+                "`ReduceLROnPlateau` must know which metric to watch. Return "
                 '`LRSchedule(scheduler, metric="eval/loss")` from the scheduler callable.'
             )
 
@@ -64,22 +61,22 @@ class LRSchedule:
         """What it is, and when it advances if not after each update."""
         return self.kind if self.unit == "every step" else f"{self.kind} {self.unit}"
 
-    def check(self, figures: Iterable[str] | None) -> None:
+    def check(self, names: Iterable[str] | None) -> None:
         """Raise where the schedule could never advance.
 
         Args:
-            figures: Names that an evaluation gives; empty without one, None where not known.
+            names: Names that an evaluation gives; empty without one, None where not known.
         """
-        if self.metric is None or figures is None or self.metric in figures:
+        if self.metric is None or names is None or self.metric in names:
             return
-        if not figures:
+        if not names:
             raise ConfigError(
                 f"`LRSchedule` watches {self.metric!r}, but `fit` was given no evaluation loader. "
                 "Pass `(train_loader, eval_loader)`."
             )
         raise ConfigError(
             f"`LRSchedule` watches {self.metric!r}, but the evaluation gives only "
-            f"{sorted(figures)}. Use one of these."
+            f"{sorted(names)}. Use one of these."
         )
 
     def catch_up(self, state: TrainState) -> None:
@@ -97,7 +94,7 @@ class LRSchedule:
             self.scheduler.step()  # type: ignore[call-arg]
 
     def advance_evaluation(self, metrics: Scalars) -> None:
-        """Advance after an evaluation, if this schedule watches one of its figures."""
+        """Advance after an evaluation, if this schedule watches one of its metrics."""
         self.check(metrics)
         if self.metric is None:
             return
@@ -176,72 +173,3 @@ def make_lr_schedule(
             "change nothing. Pass a callable `optimizer -> LRScheduler`."
         )
     return lr_scheduler
-
-
-class EvaluationWeights:
-    """Switches the parameters of an optimizer that has `train()` and `eval()`, to the last bit.
-
-    Schedule-free optimizers train on other weights than those that are good to evaluate, and go
-    from the ones to the others and back only up to rounding. So those of training are kept while
-    the parameters hold those of evaluation. With an optimizer that has no such methods nothing is
-    ever done.
-    """
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        methods = (getattr(optimizer, name, None) for name in ("train", "eval"))
-        self._optimizer: Any = optimizer if all(map(callable, methods)) else None
-        self._training: list[Tensor] | None = None  # while the parameters hold others
-
-    def train(self) -> None:
-        """Let the parameters hold the weights of training."""
-        if self._optimizer is None:
-            return
-        self._optimizer.train()
-        if self._training is not None:
-            with torch.no_grad():
-                for parameter, weights in zip(self._parameters(), self._training, strict=True):
-                    parameter.copy_(weights)
-            self._training = None
-
-    def evaluate(self) -> None:
-        """Let the parameters hold the weights of evaluation."""
-        if self._optimizer is not None and self._training is None:
-            self._training = [parameter.detach().clone() for parameter in self._parameters()]
-            self._optimizer.eval()
-
-    @contextmanager
-    def held(self, *, error_is_last: bool = False) -> Iterator[None]:
-        """Let the parameters hold the weights of evaluation inside.
-
-        Args:
-            error_is_last: After an error they stay, as the training ends with it; callbacks that
-                exchange weights too then find theirs.
-        """
-        if self._training is not None:
-            yield
-            return
-        self.evaluate()
-        try:
-            yield
-        except BaseException:
-            if not error_is_last:
-                self.train()
-            raise
-        self.train()
-
-    def state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """Return the weights of training by name, while the parameters hold others."""
-        if self._training is None:
-            return {}
-        names = {id(parameter): name for name, parameter in module.named_parameters()}
-        weights = zip(self._parameters(), self._training, strict=True)
-        return {_KEY: {names[id(parameter)]: kept for parameter, kept in weights}}
-
-    def load_state_dict(self, state: Mapping[str, Any], module: nn.Module) -> None:
-        """Take the weights of training from a state that holds them; `train` puts them back."""
-        if self._optimizer is not None and _KEY in state:
-            names = {id(parameter): name for name, parameter in module.named_parameters()}
-            self._training = [state[_KEY][names[id(p)]] for p in self._parameters()]
-
-    def _parameters(self) -> list[Tensor]:
-        return [p for group in self._optimizer.param_groups for p in group["params"]]

@@ -1,140 +1,16 @@
 """What is served between two windows: log, evaluate, checkpoint, stop (rule 5)."""
 
 import math
-from collections.abc import Generator, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
-from trainkit import rng
-from trainkit.config import TrainConfig
 from trainkit.data import MicroBatch, Window
-from trainkit.distributed import collective_guard, run_on_all
-from trainkit.errors import ConfigError, DataError
+from trainkit.errors import DataError
 from trainkit.training.callback import Callback, CallbackList
 from trainkit.training.run import Run
 from trainkit.types import Scalars
 
-if TYPE_CHECKING:
-    from trainkit.config import Watchdog
-
-__all__ = [
-    "Calls",
-    "begin",
-    "check_outputs",
-    "compiling",
-    "conditions",
-    "finish",
-    "first_window",
-    "follow_plan",
-    "serve",
-    "watched",
-]
-
-
-MOST_EVALUATIONS = 2
-"""How many evaluations that a user calls may be inside each other."""
-
-
-class Calls:
-    """What was called and has not returned, from the outermost on."""
-
-    def __init__(self) -> None:
-        self._names: tuple[str, ...] = ()
-
-    @contextmanager
-    def enter(self, name: str) -> Iterator[None]:
-        """Be inside the call `name`; refuse it, before anything happens, where it cannot work.
-
-        Raises:
-            ConfigError: Other calls are under way that do not allow this one.
-            DistributedError: Not all processes run the code that makes it.
-        """
-        collective_guard.check(name)
-        outer = self._names
-        if name == "fit" and outer:
-            raise ConfigError(
-                f"`fit` was called inside `{outer[-1]}` of the same trainer, whose model, "
-                "optimizer and callbacks are in use. Make another `Trainer` for it, or call it "
-                "afterwards. `evaluate` and `predict` may be called inside."
-            )
-        if len(outer) - outer.count("fit") == MOST_EVALUATIONS:
-            chain = " inside ".join(f"`{call}`" for call in (name, *reversed(outer)))
-            raise ConfigError(
-                f"{chain}: it looks as if `evaluation_step` called this for ever. Call the model "
-                "in it instead, or use another `Trainer`."
-            )
-        self._names = (*outer, name)
-        try:
-            yield
-        finally:
-            self._names = outer
-
-
-@contextmanager
-def watched(run: Run, watchdog: "Watchdog | None") -> Iterator[None]:
-    """Watch the progress of a run, where it runs on several processes (rule 32)."""
-    watch = run.strategy.processes.watch
-    if watch is None:
-        yield
-        return
-    from trainkit.training.failure import WatchedRun  # one process alone needs none of it
-
-    watch.follow(WatchedRun(run, watchdog))
-    try:
-        yield
-    finally:
-        watch.unfollow()
-
-
-@contextmanager
-def conditions(
-    model: nn.Module, config: TrainConfig, options: Mapping[str, Any] | None
-) -> Iterator[None]:
-    """Hold what is to hold while a model is trained, and put it back afterwards."""
-    with compiling(model, options), rng.determinism(config.deterministic), _training_mode(model):
-        yield
-
-
-def compiling(model: nn.Module, options: Mapping[str, Any] | None) -> AbstractContextManager[None]:
-    """Return what lets a model run compiled inside, where there are options for it."""
-    if options is None:
-        return nullcontext()
-    from trainkit.training.compile import compiled  # most runs need none of it
-
-    return compiled(model, options)
-
-
-@contextmanager
-def _training_mode(model: nn.Module) -> Iterator[None]:
-    """Put a model that was left in evaluation mode into training mode, and back afterwards.
-
-    One in training mode is left alone, so that submodules which the user froze stay frozen.
-    """
-    if model.training:
-        yield
-        return
-    model.train()
-    try:
-        yield
-    finally:
-        model.eval()
-
-
-def check_outputs(run: Run, callbacks: CallbackList) -> None:
-    """Raise, on all processes, where something that will be written cannot be."""
-
-    def check() -> None:
-        if run.output_dir is not None and run.is_main_process:
-            from trainkit.outputs import check_folder  # many runs write nothing
-
-            check_folder(run.output_dir, "`Trainer(output_dir=...)`")
-        for callback in callbacks.writers:
-            callback.check_output(run)
-
-    run_on_all(run.strategy.processes, check)
+__all__ = ["begin", "finish", "first_window", "follow_plan", "serve"]
 
 
 def begin(run: Run, callbacks: CallbackList) -> None:
@@ -295,7 +171,7 @@ def _evaluate(run: Run, callbacks: CallbackList) -> None:
 
 
 def _keep_best(run: Run, metrics: Scalars) -> None:
-    """Note the best value of the figures of which it is known what is better."""
+    """Note the best value of the metrics of which it is known what is better."""
     higher = {"loss": False}
     for metric in run.evaluation.metrics:
         if metric.higher_is_better is not None:
@@ -364,7 +240,7 @@ def _note_saved(run: Run, callbacks: CallbackList, path: Path | None) -> None:
 
 
 def _write_log(run: Run, callbacks: CallbackList) -> None:
-    """Reduce the figures since the last log, and hand them to the callbacks if there are any."""
+    """Reduce the values since the last log, and hand them to the callbacks if there are any."""
     run.logging.last_step = run.state.step
     values = run.logging.sums.reduce(run.strategy.processes)
     if "loss" in values:

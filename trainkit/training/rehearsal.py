@@ -16,7 +16,7 @@ __all__ = ["rehearse"]
 
 
 def rehearse(run: Run) -> set[str] | None:
-    """Evaluate one batch of each loader and forget it; return the names of the figures.
+    """Evaluate one batch of each loader and forget it; return the names of the metrics.
 
     So what cannot work, such as metrics that do not fit the outputs, is said before the first
     step. The names are None where they are not known: a metric of others may refuse so little
@@ -42,7 +42,7 @@ class _Rehearsed(Metric):
     """A metric that may refuse to compute, unless it is our own error that says why.
 
     Attributes:
-        refused: Whether the names of its figures remain unknown.
+        refused: Whether the names of its metrics remain unknown.
     """
 
     def __init__(self, metric: Metric) -> None:
@@ -63,12 +63,12 @@ class _Rehearsed(Metric):
     @override
     def compute(self) -> dict[str, float]:
         try:
-            figures = self.metric.compute()
+            values = self.metric.compute()
         except TrainkitError:
             raise
         except Exception:
             self.refused = True
             return {}
-        # Figures for each class are those of the classes in this one batch.
-        self.refused |= self.metric.keys is None and any("/" in name for name in figures)
-        return figures
+        # Values for each class are those of the classes in this one batch.
+        self.refused |= self.metric.keys is None and any("/" in name for name in values)
+        return values

@@ -22,8 +22,9 @@ from trainkit.precision import Precision
 from trainkit.signals import Interrupted, Interrupts
 from trainkit.strategies import Strategy
 from trainkit.training.evaluation import RunEvaluation
+from trainkit.training.evaluation_weights import EvaluationWeights
 from trainkit.training.logging import RunServices
-from trainkit.training.lr_schedule import EvaluationWeights, LRSchedule
+from trainkit.training.lr_schedule import LRSchedule
 from trainkit.training.state import TrainState
 from trainkit.training.weighting import Weighting
 from trainkit.types import Batch, Scalars, Stateful
@@ -48,9 +49,9 @@ class FitResult:
     samples_seen: int
     """Samples consumed, all processes together, repeats excluded."""
     metrics: Scalars
-    """Figures of the last evaluation."""
+    """Metrics of the last evaluation."""
     best_metrics: Scalars
-    """Best value of each figure of which it is known what is better."""
+    """Best value of each metric of which it is known what is better."""
     stop_reason: str
     """"max_epochs", "max_steps", or the reason that `request_stop` was given."""
     output_dir: Path | None
@@ -145,9 +146,9 @@ class Run(RunServices):
     output_dir: Path | None = None
     state: TrainState = field(default_factory=TrainState)
     metrics: Scalars = field(default_factory=dict)
-    """Figures of the latest evaluation."""
+    """Metrics of the latest evaluation."""
     best_metrics: Scalars = field(default_factory=dict)
-    """Best value so far of each figure of which it is known what is better."""
+    """Best value so far of each metric of which it is known what is better."""
     checkpoint: Path | None = None
     """The last checkpoint that was committed, or resumed from."""
     stop_reason: str | None = None
@@ -238,11 +239,12 @@ class Run(RunServices):
                 from reduced metrics: acts at once. Else the processes agree, and all stop at the
                 end of the same window, at most one later.
         """
-        self._request("stop", reason, agreed)
+        asked = self._asked("request_stop", agreed)
+        asked.stop = asked.stop or reason
 
     def request_evaluation(self, *, agreed: bool = False) -> None:
         """Ask for an evaluation after this step; `agreed` as in `request_stop`."""
-        self._request("evaluation", True, agreed)
+        self._asked("request_evaluation", agreed).evaluation = True
 
     def request_checkpoint(self, *, agreed: bool = False) -> None:
         """Ask for a checkpoint after this step; `agreed` as in `request_stop`."""
@@ -251,13 +253,13 @@ class Run(RunServices):
                 "A checkpoint was requested, but nothing says where and which to keep. Add the "
                 "callback `Checkpoint(...)`."
             )
-        self._request("checkpoint", True, agreed)
+        self._asked("request_checkpoint", agreed).checkpoint = True
 
-    def _request(self, name: str, value: str | bool, agreed: bool) -> None:
+    def _asked(self, call: str, agreed: bool) -> StepRequests:
+        """Return where a request goes: to all at once, or to what this process has to tell."""
         if agreed:
-            collective_guard.check(f"request_{name}(agreed=True)")
-        asked = self.requests if agreed or self.flags is None else self.requests.own
-        setattr(asked, name, getattr(asked, name) or value)
+            collective_guard.check(f"{call}(agreed=True)")
+        return self.requests if agreed or self.flags is None else self.requests.own
 
     def save_checkpoints(
         self,

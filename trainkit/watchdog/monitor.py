@@ -20,7 +20,7 @@ from trainkit.watchdog.exit import EXIT_FAILED, EXIT_OTHER_FAILED, EXIT_STALLED
 from trainkit.watchdog.report import Report
 from trainkit.watchdog.stalls import Member
 
-__all__ = ["Monitor", "Watched"]
+__all__ = ["ProgressSource", "WatchThread"]
 
 # A process that hears of a failure may be about to raise the same error, agreed by all; then it
 # leaves by itself. It gets this long, or until its main thread has not moved for a while.
@@ -31,7 +31,7 @@ _CLEAN_UP_SECONDS = 30.0  # for a process that has failed itself
 _ALERT_PAUSE, _PAUSE = 0.1, 0.5
 
 
-class Watched(Protocol):
+class ProgressSource(Protocol):
     """What is watched for progress: a run."""
 
     watchdog: Watchdog
@@ -63,7 +63,7 @@ class _Cause:
     since: float
 
 
-class Monitor:
+class WatchThread:
     """Listens to the other processes of a job, and looks after the progress of this one.
 
     Args:
@@ -98,7 +98,7 @@ class Monitor:
         self._main = threading.main_thread().ident or 0
         self._queue: deque[Message] = deque()
         self._sent = threading.Event()
-        self._watched: Watched | None = None
+        self._watched: ProgressSource | None = None
         self.ended: dict[int, str] = {}
         self._failed: set[int] = set()
         self._cause: _Cause | None = None
@@ -120,7 +120,7 @@ class Monitor:
         """Start the thread."""
         self._thread.start()
 
-    def follow(self, watched: Watched | None) -> None:
+    def follow(self, watched: ProgressSource | None) -> None:
         """Look after the progress of a run; of none with None."""
         self._marks, self._moved_at = (), time.monotonic()
         self._watched = watched
@@ -153,7 +153,7 @@ class Monitor:
     def report(self, kind: str, cause: str, **more: Any) -> Report:
         """Return a report of this process on where it is."""
         more.setdefault("process", None)
-        place, size = self._place(), len(self._members)
+        place, size = self._run_place(), len(self._members)
         return Report(
             kind=kind, cause=cause, processes=size, reporter=self._rank, place=place, **more
         )
@@ -265,7 +265,7 @@ class Monitor:
         report = self.report("lost", text, process=lost, secondary=self._rank != min(present))
         return replace(report, hint=hint, memory=reports.memory())
 
-    def _stands_still(self, watched: Watched, now: float) -> bool:
+    def _stands_still(self, watched: ProgressSource, now: float) -> bool:
         """Return whether there was no progress for longer than the phase allows."""
         phase, first, marks = watched.progress()
         same = len(marks) == len(self._marks) and all(map(_same, marks, self._marks))
@@ -278,7 +278,7 @@ class Monitor:
         if self._asked_at is not None:
             return
         self._asked_at = time.monotonic()
-        place, where = self._place(), stalls.where(self._main)
+        place, where = self._run_place(), stalls.where(self._main)
         waits = f"in `{where['inside']}`, called at " if where["inside"] else "at "
         text = (
             f"phase {place.get('phase', 'unknown')}, after step {place.get('step', 'unknown')}, "
@@ -315,7 +315,7 @@ class Monitor:
     def _present(self) -> dict[int, Member]:
         return {rank: m for rank, m in self._members.items() if rank not in self.ended}
 
-    def _place(self) -> dict[str, Any]:
+    def _run_place(self) -> dict[str, Any]:
         with suppress(Exception):  # the main thread may be changing what is read
             return {} if self._watched is None else self._watched.place()
         return {}

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.errors import text_of
+from trainkit.formatting import readable_size
 
 __all__ = [
     "FOLDER_VARIABLE",
@@ -28,7 +29,6 @@ __all__ = [
 FOLDER_VARIABLE = "TRAINKIT_REPORT_DIR"
 """Environment variable with the folder for the reports of a job."""
 
-_MIB = 1 << 20
 _SHOWN_INDICES = 32
 _SHOWN_LINES = 12  # of the stack of the process that holds the others up
 
@@ -98,7 +98,9 @@ class Report:
             if rank == str(self.process):
                 parts += [f"    {line}" for line in _end_of(str(state.get("stack", "")))]
         if self.memory:
-            parts.append("memory: " + ", ".join(f"{k} {_size(v)}" for k, v in self.memory.items()))
+            parts.append(
+                "memory: " + ", ".join(f"{k} {readable_size(v)}" for k, v in self.memory.items())
+            )
         if self.hint:
             parts.append(f"hint: {self.hint}")
         return "\n".join(parts)
@@ -227,10 +229,6 @@ def tells_of_lost_peer(error: BaseException) -> bool:
     broken, _ = _HINTS_OF_COLLECTIVES[0]
     of_collective = isinstance(error, RuntimeError) and _COLLECTIVE.search(whole)
     return bool(of_collective and re.search(broken, whole))
-
-
-def _size(count: int) -> str:
-    return f"{count / _MIB:,.0f} MiB"
 
 
 def _end_of(stack: str) -> list[str]:

@@ -5,7 +5,7 @@ from typing import Any, Protocol
 from trainkit.watchdog.connections import Address, Client, Server, open_server, reach_server
 from trainkit.watchdog.exit import say
 from trainkit.watchdog.stalls import Member
-from trainkit.watchdog.watch import Watch
+from trainkit.watchdog.watch import JobWatch
 
 __all__ = ["start_watch"]
 
@@ -26,7 +26,7 @@ class Processes(Protocol):
     def barrier(self) -> None: ...
 
 
-def start_watch(processes: Processes) -> Watch | None:
+def start_watch(processes: Processes) -> JobWatch | None:
     """Return the watch of this process, at work; None where the others cannot be reached.
 
     Every process must call it.
@@ -57,7 +57,7 @@ def start_watch(processes: Processes) -> Watch | None:
         )
     watch = None
     if links is not None:
-        watch = Watch(processes.rank, members, links, processes.position)
+        watch = JobWatch(processes.rank, members, links, processes.position)
         watch.begin()
     processes.barrier()  # process 0 must not end before all have come
     return watch

@@ -16,20 +16,20 @@ from trainkit.signals import is_failing
 from trainkit.watchdog import exit, report as reports, stalls
 from trainkit.watchdog.callers import Position
 from trainkit.watchdog.connections import Links
-from trainkit.watchdog.monitor import Monitor, Watched
+from trainkit.watchdog.monitor import ProgressSource, WatchThread
 from trainkit.watchdog.report import Report
 from trainkit.watchdog.stalls import Member
 
-__all__ = ["Watch", "Watched"]
+__all__ = ["JobWatch", "ProgressSource"]
 
 # A lost connection is heard of by the monitor at about the time when a collective raises for it.
 _EXPLAIN_SECONDS = 1.5
 
 
-class Watch:
+class JobWatch:
     """Ends this process when another one of the job fails, and tells the others when it fails.
 
-    A thread of its own does so, also while the main thread sits in a collective; see `Monitor`.
+    A thread of its own does so, also while the main thread sits in a collective; see `WatchThread`.
     The methods are for the main thread. In a fork they do nothing.
 
     Args:
@@ -46,13 +46,13 @@ class Watch:
         links: Links,
         position: Callable[[], Position],
     ) -> None:
-        self._monitor = Monitor(rank, members, links, position)
+        self._monitor = WatchThread(rank, members, links, position)
         self.callers = self._monitor.callers
         self._pid = os.getpid()
         self._rank = rank
         self._members = members
         self._fits = 0  # how many were begun
-        self._followed: list[Watched] = []  # each inside the one before
+        self._followed: list[ProgressSource] = []  # each inside the one before
         self._reported: BaseException | None = None
         self._closed = False
 
@@ -67,7 +67,7 @@ class Watch:
         self._finalizer = multiprocessing.util.Finalize(None, self._finish, exitpriority=100)
         self._monitor.start()
 
-    def follow(self, watched: Watched) -> None:
+    def follow(self, watched: ProgressSource) -> None:
         """Watch the progress of a run too, until `unfollow`."""
         self._fits += 1
         self._followed.append(watched)

@@ -181,7 +181,7 @@ def like(present: Any) -> Check:
     if isinstance(present, bool):
         return flag
     if isinstance(present, int | float):
-        return _figure
+        return _scalar
     if isinstance(present, Tensor):
         return tensor_like(present)
     if isinstance(present, str):
@@ -194,7 +194,7 @@ def tensor_like(present: Tensor) -> Check:
 
     def check(value: Any) -> None:
         if present.numel() == 1 and not isinstance(value, Tensor):
-            _figure(value)
+            _scalar(value)
             return
         wanted = f"a tensor of {present.dtype} with the shape {list(present.shape)}"
         same = isinstance(value, Tensor) and (value.dtype, value.shape) == (
@@ -206,7 +206,7 @@ def tensor_like(present: Tensor) -> Check:
     return check
 
 
-def _figure(value: Any) -> None:
+def _scalar(value: Any) -> None:
     if isinstance(value, Tensor) and value.numel() == 1 and not value.dtype.is_complex:
         return
     number(value)

@@ -115,7 +115,7 @@ def bytes_of(tensor: "Tensor") -> memoryview:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _Memory:
     """Where in its storage a tensor lies."""
 
     storage: tuple[str, int]
@@ -128,10 +128,10 @@ class _Place:
     flipped: tuple[bool, bool]  # conjugated, negated: bits that the memory does not show
 
 
-def _place(value: "Tensor") -> _Place:
+def _memory_of(value: "Tensor") -> _Memory:
     begin = int(value.storage_offset()) * value.element_size()
     reach = sum((size - 1) * step for size, step in zip(value.shape, value.stride(), strict=True))
-    return _Place(
+    return _Memory(
         storage=(str(value.device), value.untyped_storage().data_ptr()),
         begin=begin,
         end=begin + (int(reach) + 1) * value.element_size(),
@@ -145,7 +145,7 @@ def _place(value: "Tensor") -> _Place:
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    place: _Place
+    memory: _Memory
     name: str
     nodes: list[dict[str, Any]]
     covers: bool  # each of its bytes once: others can be views of it
@@ -156,11 +156,11 @@ class Sharing:
     """Which tensors of a state lie in the same memory; each memory is written once."""
 
     def __init__(self) -> None:
-        self._seen: dict[_Place, _Seen] = {}
+        self._seen: dict[_Memory, _Seen] = {}
 
     def known(self, value: "Tensor") -> dict[str, Any] | None:
         """Return a node for a tensor that was added before under another name, or None."""
-        seen = self._seen.get(_place(value)) if value.numel() else None
+        seen = self._seen.get(_memory_of(value)) if value.numel() else None
         if seen is None:
             return None
         seen.nodes.append(dict(seen.nodes[0]))
@@ -169,10 +169,10 @@ class Sharing:
     def add(self, value: "Tensor", name: str, node: dict[str, Any]) -> dict[str, Any]:
         """Remember a tensor that is stored under `name`; return `node`."""
         if value.numel():
-            place = _place(value)
-            dense = "$tensor" in node and is_dense(place.shape, place.stride)
-            covers = dense and not any(place.flipped)
-            self._seen[place] = _Seen(place, name, [node], covers, value.is_contiguous())
+            memory = _memory_of(value)
+            dense = "$tensor" in node and is_dense(memory.shape, memory.stride)
+            covers = dense and not any(memory.flipped)
+            self._seen[memory] = _Seen(memory, name, [node], covers, value.is_contiguous())
         return node
 
     def settle(self, pieces: dict[str, Piece], path: str) -> None:
@@ -183,7 +183,7 @@ class Sharing:
         """
         storages: dict[tuple[str, int], list[_Seen]] = {}
         for seen in self._seen.values():
-            storages.setdefault(seen.place.storage, []).append(seen)
+            storages.setdefault(seen.memory.storage, []).append(seen)
         for group in storages.values():
             # The widest first; then whatever overlaps an earlier one must lie inside it.
             group.sort(key=_order)
@@ -191,34 +191,34 @@ class Sharing:
 
 
 def _order(seen: _Seen) -> tuple[int, bool, bool]:
-    return seen.place.begin - seen.place.end, not seen.covers, not seen.is_row_major
+    return seen.memory.begin - seen.memory.end, not seen.covers, not seen.is_row_major
 
 
 def _settle_storage(group: list[_Seen], pieces: dict[str, Piece], path: str) -> None:
     kept: list[_Seen] = []
     for seen in group:
-        place = seen.place
+        memory = seen.memory
         others = [
-            one for one in kept if one.place.begin < place.end and place.begin < one.place.end
+            one for one in kept if one.memory.begin < memory.end and memory.begin < one.memory.end
         ]
         if not others:
             kept.append(seen)
             continue
         base = others[0]
-        if len(others) > 1 or not _contains(base, place):
+        if len(others) > 1 or not _contains(base, memory):
             raise CheckpointError(
                 f"In `{path}`, the tensors `{base.name}` and `{seen.name}` overlap in memory, and "
                 "neither contains the other. Return a `clone()` of one of them."
             )
         del pieces[seen.name]
-        offset = (place.begin - base.place.begin) // place.itemsize
-        view = [base.name, list(place.shape), list(place.stride), offset]
+        offset = (memory.begin - base.memory.begin) // memory.itemsize
+        view = [base.name, list(memory.shape), list(memory.stride), offset]
         for node in seen.nodes:
             node.clear()
             node["$view"] = view
 
 
-def _contains(base: _Seen, place: _Place) -> bool:
-    inside = base.place.begin <= place.begin and place.end <= base.place.end
-    same = place.dtype == base.place.dtype and not any(place.flipped)
+def _contains(base: _Seen, memory: _Memory) -> bool:
+    inside = base.memory.begin <= memory.begin and memory.end <= base.memory.end
+    same = memory.dtype == base.memory.dtype and not any(memory.flipped)
     return base.covers and inside and same

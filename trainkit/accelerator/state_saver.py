@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from trainkit.accelerator.loadable import part_name
+from trainkit.accelerator.state_check import part_name
 from trainkit.accelerator.state_contents import StateContents
 from trainkit.accelerator.state_directory import StateDirectory
 from trainkit.checkpoint.checkpoint import verify
@@ -24,12 +24,12 @@ from trainkit.distributed import (
 from trainkit.errors import ConfigError
 from trainkit.types import Stateful
 
-__all__ = ["States"]
+__all__ = ["StateSaver"]
 
 Hook = Callable[..., Any]
 
 
-class States:
+class StateSaver:
     """Saves and loads all that was prepared and registered.
 
     Args:
