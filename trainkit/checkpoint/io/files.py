@@ -126,7 +126,12 @@ def write_files(contents: Iterable[tuple[Path, Chunks]]) -> None:
             room.release()
 
     disk = Thread(target=keep_all, name="trainkit-sync", daemon=True)
-    disk.start()
+    try:
+        disk.start()
+    except RuntimeError:  # Python 3.12.0 and 3.12.1 start none while they shut down
+        for path, chunks in contents:
+            write_file(path, chunks)
+        return
     try:
         for path, chunks in contents:
             room.acquire()
