@@ -75,7 +75,7 @@ def fit(folder: Path, resume: Path | None, case: dict[str, Any]) -> list[Tensor]
         precision=options["precision"],
         strategy=ddp,
         callbacks=[
-            Checkpoint(every_n_steps=STOP, keep_last=2),
+            Checkpoint(every_n_steps=STOP, keep_last=STEPS),
             *([FreezeUntil(**case["freeze"])] if "freeze" in case else []),
         ],
         output_dir=folder,

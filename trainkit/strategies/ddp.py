@@ -141,7 +141,7 @@ class _FixedLayout(DistributedDataParallel):
     def __init__(self, model: nn.Module, **options: Any) -> None:
         super().__init__(model, **options)
         self.reducer._push_all_rebuilt_params()
-        self.reducer._rebuild_buckets()
+        self._has_rebuilt_buckets = self.reducer._rebuild_buckets()
 
     @override
     def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
