@@ -1,26 +1,20 @@
 """Data parallelism by torch's DistributedDataParallel."""
 
 import math
-from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch._C._distributed_c10d import GradBucket
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from trainkit.config import checked
-from trainkit.distributed import Processes
 from trainkit.errors import ConfigError, quoted
 from trainkit.precision import Precision
 from trainkit.strategies.strategy import Strategy
-from trainkit.types import class_name
 
-__all__ = ["DDP", "Reduction"]
-
-Reduction: TypeAlias = Callable[[Processes, GradBucket], torch.futures.Future[Tensor]]
+__all__ = ["DDP"]
 
 
 class DDP(Strategy):
@@ -57,12 +51,7 @@ class DDP(Strategy):
         model = self.to_device(model)
         if self.processes.size == 1:
             return model
-        wrapped = _FixedLayout(model, **self._options())
-        reduction = self.reduction()
-        if reduction is not None:
-            _check_dense(model)
-            wrapped.register_comm_hook(self.processes, reduction)
-        return wrapped
+        return _FixedLayout(model, **self._options())
 
     def _options(self) -> dict[str, Any]:
         """Return the arguments of DistributedDataParallel but for the model."""
@@ -80,15 +69,6 @@ class DDP(Strategy):
             # Else the old one would go on taking gradients.
             model._remove_autograd_hooks()  # type: ignore[no-untyped-call]
         return self.wrap(self.unwrap(model), precision)
-
-    def reduction(self) -> Reduction | None:
-        """Return how a bucket of gradients is averaged over processes; None: as torch does it.
-
-        For subclasses: a communication hook of DistributedDataParallel, whose state are the
-        processes. It has only one, so pass yours here, not to `register_comm_hook`. Buckets are
-        the same in each step and after a resume.
-        """
-        return None
 
     @override
     def unwrap(self, model: nn.Module) -> nn.Module:
@@ -116,17 +96,6 @@ class DDP(Strategy):
         if isinstance(model, DistributedDataParallel):
             return model.no_sync()
         return super().no_sync(model)
-
-
-def _check_dense(model: nn.Module) -> None:
-    """Raise where a module has sparse gradients, which no communication hook can take."""
-    for name, module in model.named_modules():
-        is_embedding = isinstance(module, nn.Embedding | nn.EmbeddingBag)
-        if is_embedding and module.sparse and module.weight.requires_grad:
-            raise ConfigError(
-                f"`{name or class_name(model)}` has sparse gradients, which a "
-                "`reduction` of your own cannot average. Pass `sparse=False` to it."
-            )
 
 
 class _FixedLayout(DistributedDataParallel):
