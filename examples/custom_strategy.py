@@ -16,13 +16,15 @@ import torch.distributed
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset, random_split
 from typing_extensions import override
 
 from trainkit import Trainer
 from trainkit.callbacks import Evaluation
 from trainkit.distributed import Processes
-from trainkit.strategies.ddp import DDP, Reduction
+from trainkit.precision import Precision
+from trainkit.strategies import DDP
 
 
 class CompressedDDP(DDP):
@@ -31,8 +33,11 @@ class CompressedDDP(DDP):
     name = "compressed-ddp"
 
     @override
-    def reduction(self) -> Reduction:
-        return mean_in_bf16
+    def wrap(self, model: nn.Module, precision: Precision, seed: int = 0) -> nn.Module:
+        wrapped = super().wrap(model, precision, seed)
+        if isinstance(wrapped, DistributedDataParallel):  # not on one process
+            wrapped.register_comm_hook(self.processes, mean_in_bf16)
+        return wrapped
 
 
 def mean_in_bf16(processes: Processes, bucket: GradBucket) -> torch.futures.Future[Tensor]:

@@ -7,7 +7,7 @@ from trainkit.distributed import AsyncFlags, Processes
 from trainkit.errors import DistributedError
 
 
-def _exchange(rank: int) -> list[tuple[int, ...]]:
+def _exchange(rank: int) -> list[tuple[int, ...] | None]:
     processes = Processes.start()
     flags = AsyncFlags(processes, size=2)
     answers = [flags.result()]
@@ -21,7 +21,7 @@ def _exchange(rank: int) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_all_processes_read_the_largest_of_each_flag(size: int) -> None:
-    expected = [(0, 0), (0, 0), (1, 0), (0, 7), (0, 0)]
+    expected = [None, (0, 0), (1, 0), (0, 7), None]
     assert run_ranks(size, _exchange) == [expected] * size
 
 
@@ -29,7 +29,30 @@ def test_on_one_process_the_flags_come_back() -> None:
     flags = AsyncFlags(Processes.start(), size=2)
     flags.exchange((1, 0))
     assert flags.result() == (1, 0)
-    assert flags.result() == (0, 0)
+    assert flags.result() is None
+
+
+def _rhythm(rank: int) -> list[list[int]]:
+    """Return, for windows of other lengths, the windows after which flags were exchanged."""
+    processes = Processes.start()
+    exchanged = []
+    for seconds in ((0.001, 0.002), (0.02, 0.05), (0.25, 0.1), (3.0, 0.0)):
+        now = 0.0
+        flags = AsyncFlags(processes, size=1, clock=lambda: now)  # noqa: B023
+        windows = []
+        for window in range(1, 41):
+            now += seconds[rank]
+            flags.result()
+            if flags.is_due():
+                flags.exchange([0])
+                windows.append(window)
+        exchanged.append(windows)
+    return exchanged
+
+
+def test_the_slowest_process_says_when_the_next_exchange_comes() -> None:
+    expected = [[1, 33], [*range(1, 41, 5)], [*range(1, 41)], [*range(1, 41)]]
+    assert run_ranks(2, _rhythm) == [expected] * 2
 
 
 def test_another_number_of_flags_is_an_error() -> None:

@@ -67,19 +67,18 @@ class ConfiguredDDP(DDP):
     def __init__(self, settings: DistributedDataParallelKwargs, device: torch.device) -> None:
         super().__init__(
             device=device,
-            find_unused_parameters=settings.find_unused_parameters,
+            # A static graph finds them itself.
+            find_unused_parameters=settings.find_unused_parameters and not settings.static_graph,
             bucket_cap_mb=settings.bucket_cap_mb,
         )
         self._settings = settings
 
     @override
-    def wrap(self, model: nn.Module, precision: Precision, seed: int = 0) -> nn.Module:
-        wrapped = super().wrap(model, precision, seed)
-        if isinstance(wrapped, nn.parallel.DistributedDataParallel):
-            wrapped.broadcast_buffers = self._settings.broadcast_buffers
-            if self._settings.static_graph:
-                wrapped._set_static_graph()  # type: ignore[no-untyped-call]
-        return wrapped
+    def _options(self) -> dict[str, Any]:
+        return super()._options() | {
+            "forward_sync_buffers": self._settings.broadcast_buffers,
+            "static_graph": self._settings.static_graph,
+        }
 
 
 @dataclass(kw_only=True)

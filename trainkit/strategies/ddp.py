@@ -1,27 +1,20 @@
 """Data parallelism by torch's DistributedDataParallel."""
 
 import math
-from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TypeAlias
+from typing import Any
 
 import torch
-import torch.distributed
-from torch import Tensor, nn
-from torch._C._distributed_c10d import GradBucket
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from trainkit.config import checked
-from trainkit.distributed import Processes
 from trainkit.errors import ConfigError, quoted
 from trainkit.precision import Precision
 from trainkit.strategies.strategy import Strategy
-from trainkit.types import class_name
 
-__all__ = ["DDP", "Reduction"]
-
-Reduction: TypeAlias = Callable[[Processes, GradBucket], torch.futures.Future[Tensor]]
+__all__ = ["DDP"]
 
 
 class DDP(Strategy):
@@ -58,18 +51,16 @@ class DDP(Strategy):
         model = self.to_device(model)
         if self.processes.size == 1:
             return model
-        wrapped = DistributedDataParallel(
-            model,
-            device_ids=None if self.device.type == "cpu" else [self.device],
-            bucket_cap_mb=self.bucket_cap_mb,
-            find_unused_parameters=self.find_unused_parameters,
-            gradient_as_bucket_view=True,
-        )
-        reduction = self.reduction()
-        if reduction is not None:
-            _check_dense(model)
-            wrapped.register_comm_hook(self.processes, reduction)
-        return wrapped
+        return _FixedLayout(model, **self._options())
+
+    def _options(self) -> dict[str, Any]:
+        """Return the arguments of DistributedDataParallel but for the model."""
+        return {
+            "device_ids": None if self.device.type == "cpu" else [self.device],
+            "bucket_cap_mb": self.bucket_cap_mb,
+            "find_unused_parameters": self.find_unused_parameters,
+            "gradient_as_bucket_view": True,
+        }
 
     @override
     def rebuild_after_freeze(self, model: nn.Module, precision: Precision) -> nn.Module:
@@ -78,15 +69,6 @@ class DDP(Strategy):
             # Else the old one would go on taking gradients.
             model._remove_autograd_hooks()  # type: ignore[no-untyped-call]
         return self.wrap(self.unwrap(model), precision)
-
-    def reduction(self) -> Reduction | None:
-        """Return how a bucket of gradients is averaged over processes; None: as torch does it.
-
-        For subclasses: a communication hook of DistributedDataParallel, whose state are the
-        processes. It has only one, so pass yours here, not to `register_comm_hook`. A resume is
-        exact only if it does not depend on how buckets are laid out.
-        """
-        return _mean_in_rank_order if self.processes.size > 2 else None
 
     @override
     def unwrap(self, model: nn.Module) -> nn.Module:
@@ -116,36 +98,22 @@ class DDP(Strategy):
         return super().no_sync(model)
 
 
-def _check_dense(model: nn.Module) -> None:
-    """Raise where a module has sparse gradients, which no communication hook can take."""
-    for name, module in model.named_modules():
-        is_embedding = isinstance(module, nn.Embedding | nn.EmbeddingBag)
-        if is_embedding and module.sparse and module.weight.requires_grad:
-            raise ConfigError(
-                f"`{name or class_name(model)}` has sparse gradients, which 3 processes or more, "
-                "or a `reduction` of your own, cannot average. Pass `sparse=False` to it."
-            )
+class _FixedLayout(DistributedDataParallel):
+    """One whose buckets of gradients are those of its last step from the first step on.
 
-
-def _mean_in_rank_order(processes: Processes, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """Average a bucket so that each element is summed in the order of the ranks.
-
-    A ring all-reduce sums in an order that depends on where an element lies in its bucket, and
-    DDP lays its buckets out anew after the first backward: a resumed run would differ from one
-    that was never stopped in the last bit (rule 30). The sum of two is the same either way.
+    Torch lays buckets out anew after the first backward, and an element is summed over processes
+    in an order that depends on its place: a resumed run would differ in the last bit from one
+    that was never stopped (rule 30). Here the buckets are laid out at once, as if gradients came
+    in the reverse order of registration. With `find_unused_parameters` torch never changes them.
     """
-    tensor, size = bucket.buffer(), processes.size
-    share = -(-tensor.numel() // size)
-    sent = nn.functional.pad(tensor, (0, share * size - tensor.numel()))
-    received = torch.empty_like(sent)
-    torch.distributed.all_to_all_single(received, sent)
-    parts = received.view(size, share)
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    total = total / size
-    torch.distributed.all_gather(list(sent.view(size, share).unbind()), total)
-    tensor.copy_(sent[: tensor.numel()])
-    future: torch.futures.Future[Tensor] = torch.futures.Future()
-    future.set_result(tensor)
-    return future
+
+    def __init__(self, model: nn.Module, **options: Any) -> None:
+        super().__init__(model, **options)
+        self.reducer._push_all_rebuilt_params()
+        self._has_rebuilt_buckets = self.reducer._rebuild_buckets()
+
+    @override
+    def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
+        parameters, are_sparse = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]
+        backwards = slice(None, None, 1 if self.find_unused_parameters else -1)
+        return parameters[backwards], are_sparse[backwards]

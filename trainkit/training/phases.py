@@ -112,7 +112,7 @@ def serve(run: Run, callbacks: CallbackList) -> None:
         _evaluate(run, callbacks)
     if run.checkpoints.saver is not None:
         _save(run, callbacks)
-    if run.flags is not None:
+    if run.flags is not None and (run.flags.is_due() or requests.stop is not None):
         requests.send(run.flags, run.interrupts.received)
     if requests.stop is not None:
         run.stop_reason = requests.stop

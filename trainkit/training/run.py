@@ -87,7 +87,10 @@ class Requests(StepRequests):
 
     def read(self, flags: AsyncFlags, processes: Processes) -> None:
         """Take over what the processes have told each other since the last call."""
-        stop, evaluation, checkpoint, signum = flags.result()
+        told = flags.result()
+        if told is None:
+            return
+        stop, evaluation, checkpoint, signum = told
         self.signal = self.signal or signum
         self.checkpoint |= bool(checkpoint)
         self.evaluation |= bool(evaluation)
@@ -166,7 +169,7 @@ class Run(RunServices):
 
     weights: EvaluationWeights = field(init=False)
     flags: AsyncFlags | None = field(init=False)
-    """What the processes tell each other by at the end of each window; None on one process."""
+    """What the processes tell each other by every 0.25 s or so; None on one process."""
     given_groups: int = field(init=False)  # those of the optimizer before the run added any
     scheduled_steps: int | None = field(init=False)
     """What `planned_steps` was when the schedule was made: epochs may turn out otherwise."""
@@ -237,7 +240,7 @@ class Run(RunServices):
             reason: Stands in `FitResult.stop_reason`.
             agreed: True where every process asks the same at the same hook, as after a decision
                 from reduced metrics: acts at once. Else the processes agree, and all stop at the
-                end of the same window, at most one later.
+                end of the same window, at most 0.25 s or so and one window later.
         """
         asked = self._asked("request_stop", agreed)
         asked.stop = asked.stop or reason
