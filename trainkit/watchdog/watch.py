@@ -5,7 +5,7 @@ import multiprocessing.util
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +18,6 @@ from trainkit.watchdog.callers import Position
 from trainkit.watchdog.connections import Links
 from trainkit.watchdog.monitor import Monitor, Watched
 from trainkit.watchdog.report import Report
-from trainkit.watchdog.stalls import Member
 
 __all__ = ["Watch", "Watched"]
 
@@ -34,7 +33,7 @@ class Watch:
 
     Args:
         rank: Of this process.
-        members: All processes of the job.
+        size: Processes in all.
         links: The connections to them; owned from now on.
         position: Returns how many collectives this process has begun.
     """
@@ -42,15 +41,14 @@ class Watch:
     def __init__(
         self,
         rank: int,
-        members: Mapping[int, Member],
+        size: int,
         links: Links,
         position: Callable[[], Position],
     ) -> None:
-        self._monitor = Monitor(rank, members, links, position)
+        self._monitor = Monitor(rank, size, links, position)
         self.callers = self._monitor.callers
         self._pid = os.getpid()
         self._rank = rank
-        self._members = members
         self._fits = 0  # how many were begun
         self._followed: list[Watched] = []  # each inside the one before
         self._reported: BaseException | None = None
@@ -123,15 +121,13 @@ class Watch:
         if not ended:
             return report
         who, how = next(iter(ended.items()))
-        member = self._members[who]
         return replace(
             report,
-            cause=f"process {who} (pid {member.pid} on {member.host}) {how} while the others wait "
-            f"in {stalls.call_of(error)}",
+            cause=f"process {who} {how} while the others wait in {stalls.call_of(error)}",
             hint="Every process must make the same calls, as often as the others: look for one "
             "behind `if rank == 0`, and for loops of different lengths.",
             process=who,
-            secondary=self._rank != min(self._members.keys() - ended.keys()),
+            secondary=self._rank != self._monitor.first_without(),
         )
 
     def _is_at_work(self) -> bool:
