@@ -22,7 +22,7 @@ from weakref import WeakSet
 
 from trainkit.watchdog.stalls import Member
 
-__all__ = ["GONE", "Address", "Links", "Message", "open_server", "reach_server"]
+__all__ = ["GONE", "Address", "Line", "Links", "Message", "open_server", "reach_server"]
 
 Message: TypeAlias = dict[str, Any]
 """What travels: a JSON object with the keys `kind` and `from`, the process that says it.
@@ -51,7 +51,7 @@ class Address:
     token: str
 
 
-class _Line:
+class Line:
     """One connection, cut into messages.
 
     Args:
@@ -114,13 +114,13 @@ class Links:
     def __init__(
         self, rank: int, size: int, address: Address, listening: Sequence[socket.socket] = ()
     ) -> None:
-        self.parent: _Line | None = None  # to process 0, or to who passes on what it says
-        self.children: dict[int, _Line] = {}
+        self.parent: Line | None = None  # to process 0, or to who passes on what it says
+        self.children: dict[int, Line] = {}
         self._rank = rank
         self._size = size
         self._address = address
         self._told: set[object] = set()  # the news that this process has passed on
-        self._strangers: list[_Line] = []
+        self._strangers: list[Line] = []
         self._early: list[Message] = []  # what came from the parent with its welcome
         self._selector = selectors.DefaultSelector()
         self._waking, self._woken = socket.socketpair()
@@ -151,7 +151,7 @@ class Links:
             if key.fileobj is self._woken:
                 with suppress(OSError):
                     self._woken.recv(1 << 12)
-            elif isinstance(key.data, _Line):
+            elif isinstance(key.data, Line):
                 heard += self._hear(key.data)
             else:
                 self._accept(key.data)
@@ -165,7 +165,7 @@ class Links:
         """Connect to the parent at the first address that answers; return whether one does."""
         for address in addresses:
             with suppress(OSError, ValueError):
-                line = _Line(_connect(address))
+                line = Line(_connect(address))
                 hello = {"kind": "hello", "token": self._address.token, "rank": self._rank}
                 line.send({**hello, "who": Member.this().as_list()})
                 line.connection.settimeout(_REACH_SECONDS)
@@ -183,6 +183,13 @@ class Links:
         """Connect to process 0; return whether it answers."""
         return self.reach((host, self._address.port) for host in self._address.hosts)
 
+    def leave_parent(self) -> bool:
+        """Connect to process 0 in the place of a parent that is frozen; return whether it answers."""
+        assert self.parent is not None
+        self._drop(self.parent)
+        self.parent = None
+        return self.reach_root()
+
     def close(self) -> None:
         """Close all connections; also in a fork, which must not keep them open."""
         if self not in _open:
@@ -197,11 +204,11 @@ class Links:
     def _accept(self, listening: socket.socket) -> None:
         with suppress(OSError):
             connection, _ = listening.accept()
-            line = _Line(connection)
+            line = Line(connection)
             self._strangers.append(line)
             self._selector.register(connection, selectors.EVENT_READ, line)
 
-    def _hear(self, line: _Line) -> list[tuple[int, Message]]:
+    def _hear(self, line: Line) -> list[tuple[int, Message]]:
         """Take in what has come over a line, and pass it on."""
         messages, over = line.receive()
         if line is self.parent:
@@ -221,7 +228,7 @@ class Links:
             self._route(message, line)
         return [(int(message["from"]), message) for message in messages]
 
-    def _lose(self, line: _Line) -> list[Message]:
+    def _lose(self, line: Line) -> list[Message]:
         """Forget a line that is over; return what that means."""
         self._drop(line)
         if line is not self.parent:
@@ -233,7 +240,7 @@ class Links:
         gone = {"kind": GONE, "from": line.rank, "who": str(line.member)}
         return [{**gone, "to": self._rank} if line.has_ended else gone]
 
-    def _admit(self, line: _Line, hello: Message) -> bool:
+    def _admit(self, line: Line, hello: Message) -> bool:
         """Take in a caller that knows the word, and say so."""
         rank, token = hello.get("rank"), str(hello.get("token")).encode("utf-8", "replace")
         known = secrets.compare_digest(token, self._address.token.encode())
@@ -248,12 +255,12 @@ class Links:
         line.send(welcome)
         return True
 
-    def _drop(self, line: _Line) -> None:
+    def _drop(self, line: Line) -> None:
         with suppress(KeyError, ValueError):
             self._selector.unregister(line.connection)
         line.close()
 
-    def _route(self, message: Message, source: _Line | None) -> None:
+    def _route(self, message: Message, source: Line | None) -> None:
         """Send a message to where it must go from here, but not back."""
         kind, origin = message["kind"], message["from"]
         up = [] if self.parent is None else [self.parent]

@@ -8,7 +8,7 @@ it is connected to, which is on its machine and can look closer.
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from trainkit.watchdog.connections import Links, Message
+from trainkit.watchdog.connections import Line, Links, Message
 from trainkit.watchdog.stalls import Member, Verdict, examples, judge, where
 
 __all__ = ["Inquiry"]
@@ -18,7 +18,8 @@ _SILENT_SECONDS = 10.0  # without any answer, after which one that may run is
 _LOST_SECONDS = 20.0  # without any answer, after which it does not matter what is not known
 _STACK_SECONDS = 3.0
 _SIGN_SECONDS = 3.0  # between the signs of life of process 0
-_NO_SIGN_SECONDS = 20.0
+_NO_SIGN_SECONDS = 12.0
+_TURN_SECONDS = 5.0
 
 
 class Inquiry:
@@ -45,6 +46,7 @@ class Inquiry:
         self._began: float | None = None
         self._heard = self._signed = 0.0  # when the last answer, the last sign of life came
         self._silent: dict[int, str] = {}
+        self._left: Line | None = None  # to who passed on what process 0 says, and is frozen
         self._wanted: list[int] | None = None  # whose stacks were asked for
         self._stacks: set[int] = set()
 
@@ -54,32 +56,37 @@ class Inquiry:
         return self._began is not None
 
     def begin(self, now: float, place: Mapping[str, Any]) -> None:
-        """Say that the job stands still, and `place`, where this process is."""
+        """Say that the job stands still, as this process has found, and that it is at `place`."""
         if self._began is None:
-            self._began = self._heard = self._signed = now
             self._send({"kind": "stalled", "to": 0} if self._rank else {"kind": "state?"})
-            self._answer(place)
+            self._join(now, place)
 
     def on_message(self, rank: int, message: Message, now: float, place: Mapping[str, Any]) -> None:
         """Take in what another process says."""
         self._heard = now
         match message["kind"]:
-            case "state?" | "stalled":
+            case "stalled" if self._rank == 0:
                 self.begin(now, place)
             case "state":
                 self.states[rank] = message
             case "silent":
                 self._silent[int(message["rank"])] = str(message["why"])
-            case "stacks?" if self._rank in message["ranks"]:
-                self._send({"kind": "stack", "to": 0, "stack": where(self._main)["stack"]})
             case "stack" if rank in self.states:
                 self.states[rank]["stack"] = message["stack"]
                 self._stacks.add(rank)
-            case "verdict":
-                told = message["text"], message["process"], tuple(message["frozen"])
-                self.verdict = Verdict(*told)
-        if message["kind"] in ("sign", "stacks?", "state?"):
-            self._signed = now
+            case "state?" | "stacks?" | "sign" | "verdict":
+                self._signed = now
+                self._obey(message, now, place)
+
+    def _obey(self, message: Message, now: float, place: Mapping[str, Any]) -> None:
+        """Do what process 0 says."""
+        if message["kind"] == "state?" and self._began is None:
+            self._join(now, place)
+        elif message["kind"] == "stacks?" and self._rank in message["ranks"]:
+            self._send({"kind": "stack", "to": 0, "stack": where(self._main)["stack"]})
+        elif message["kind"] == "verdict":
+            told = message["text"], message["process"], tuple(message["frozen"])
+            self.verdict = Verdict(*told)
 
     def look(self, now: float, ended: Mapping[int, str]) -> None:
         """Come to the verdict, if it is time."""
@@ -87,7 +94,7 @@ class Inquiry:
             return
         self._look_at_children(now, self._began)
         if self._rank:
-            self._look_at_parent(now)
+            self._look_at_parent(now, ended)
             return
         if now - self._signed > _SIGN_SECONDS:
             self._signed = now
@@ -111,13 +118,15 @@ class Inquiry:
     def frozen(self) -> list[Member]:
         """Return the neighbours of this process that cannot end by themselves."""
         lines = [*self._links.children.values()]
-        lines += [] if self._links.parent is None else [self._links.parent]
+        lines += [line for line in (self._links.parent, self._left) if line is not None]
         blamed = () if self.verdict is None else self.verdict.frozen
         members = (line.member for line in lines if line.rank in blamed)
         machine = Member.this().machine
         return [member for member in members if member and member.machine == machine]
 
-    def _answer(self, place: Mapping[str, Any]) -> None:
+    def _join(self, now: float, place: Mapping[str, Any]) -> None:
+        """Say where this process is; from now on there is a verdict to wait for."""
+        self._began = self._heard = self._signed = now
         here = where(self._main)
         waits = f"in `{here['inside']}`, called at " if here["inside"] else "at "
         phase, step = place.get("phase", "unknown"), place.get("step", "unknown")
@@ -138,16 +147,24 @@ class Inquiry:
                 self._silent[rank] = why = _silence(line.member)
                 self._send({"kind": "silent", "to": 0, "rank": rank, "why": why})
 
-    def _look_at_parent(self, now: float) -> None:
-        """Find that nobody is there who could come to a verdict."""
+    def _look_at_parent(self, now: float, ended: Mapping[int, str]) -> None:
+        """Find that who passes on what process 0 says is frozen, or process 0 itself."""
         parent = self._links.parent
         if parent is None or parent.member is None or parent.rank is None:
             return
         stopped = _is_here(parent.member) and parent.member.is_stopped()
-        # Who passes on what process 0 says comes to the same end first.
-        limit = _NO_SIGN_SECONDS if parent.rank == 0 else 2 * _NO_SIGN_SECONDS
-        if now - self._signed > (_STOPPED_SECONDS if stopped else limit):
-            self._decide(judge(self.states, {parent.rank: _silence(parent.member)}))
+        limit = _STOPPED_SECONDS if stopped else _NO_SIGN_SECONDS
+        if parent.rank == 0 and self._rank != min(set(range(1, self._size)) - ended.keys()):
+            limit += _TURN_SECONDS  # the first one tells the others, by ending it
+        if now - self._signed <= limit:
+            return
+        why = _silence(parent.member)
+        if parent.rank == 0 or not self._links.leave_parent():
+            self._decide(judge(self.states, {parent.rank: why}))
+            return
+        self._signed, self._left = now, parent
+        self._send({**self.states[self._rank], "kind": "state", "to": 0})
+        self._send({"kind": "silent", "to": 0, "rank": parent.rank, "why": why})
 
     def _decide(self, verdict: Verdict) -> None:
         self.verdict = verdict

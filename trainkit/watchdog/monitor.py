@@ -225,7 +225,7 @@ class Monitor:
             if now - self.failing_since > _CLEAN_UP_SECONDS:
                 text = f"did not end in {_CLEAN_UP_SECONDS:g} s after its own error"
                 self._leave(EXIT_FAILED, self.report("left", text, secondary=True))
-        elif self._inquiry.is_open:
+        elif self._inquiry.is_open and (self._inquiry.verdict or self._cause is None):
             self._inquiry.look(now, self.ended)
             if self._inquiry.verdict is not None and not self._queue:
                 self._end_stall(self._inquiry.verdict)
