@@ -126,9 +126,9 @@ def _differ(rank: int) -> list[Any]:
         if rank:
             raise ConfigError(f"of {rank}")
 
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError) as failed:
         run_on_all(processes, fail)
-    told.append(str(caught.value) if rank in (0, 2) else None)
+    told.append(str(failed.value) if rank in (0, 2) else None)
     require_equal(processes, rank, lambda of_all: None)  # they may differ so
     _logged(processes, *["mine"] * (rank == 0))  # what one process alone logs
     return told

@@ -184,7 +184,7 @@ class Links:
         return self.reach((host, self._address.port) for host in self._address.hosts)
 
     def leave_parent(self) -> bool:
-        """Connect to process 0 in the place of a parent that is frozen; return whether it answers."""
+        """Connect to process 0 in place of a parent that is frozen; return whether it answers."""
         assert self.parent is not None
         self._drop(self.parent)
         self.parent = None

@@ -92,12 +92,15 @@ class Watch:
             return
         monitor = self._monitor
         if reports.tells_of_lost_peer(error):
+            is_first = self._rank == monitor.first_without()
             if monitor.hears():
                 monitor.leaves_at_once = True
                 monitor.wake()
-                time.sleep(_EXPLAIN_SECONDS)
+                # Not every process has a connection that breaks: the first that has one speaks.
+                time.sleep(_EXPLAIN_SECONDS if is_first else 2 * _EXPLAIN_SECONDS)
                 monitor.leaves_at_once = False
-            report = self._left_behind(report, error)
+                is_first = True  # if another had spoken, this one would have left
+            report = self._left_behind(report, error, secondary=not is_first)
             error.add_note(f"trainkit: {report.cause}. {report.hint}")
         self._reported = error
         monitor.failed_fits.add(self._fits)
@@ -115,7 +118,7 @@ class Watch:
         if sys.excepthook == self._hook:
             sys.excepthook = self._hook_before
 
-    def _left_behind(self, report: Report, error: BaseException) -> Report:
+    def _left_behind(self, report: Report, error: BaseException, *, secondary: bool) -> Report:
         """Return a report that says who has ended in order, if that is why a collective broke."""
         ended = self._monitor.ended
         if not ended:
@@ -127,7 +130,7 @@ class Watch:
             hint="Every process must make the same calls, as often as the others: look for one "
             "behind `if rank == 0`, and for loops of different lengths.",
             process=who,
-            secondary=self._rank != self._monitor.first_without(),
+            secondary=secondary,
         )
 
     def _is_at_work(self) -> bool:
