@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from trainkit import Accelerator, Callback, Run, Trainer, Watchdog
 from trainkit.cli import failure
 from trainkit.distributed import Processes
 from trainkit.errors import ConfigError
-from trainkit.watchdog import crossed, stalls
+from trainkit.watchdog import connections, crossed, stalls
 from trainkit.watchdog.connections import GONE, Address, Links, open_server, reach_server
 from trainkit.watchdog.exit import EXIT_OTHER_FAILED
 from trainkit.watchdog.report import Report, first_of, hint_for, read_all
@@ -123,6 +123,9 @@ def test_a_connection_that_ends_is_heard_of_by_all() -> None:
         b"GET / HTTP/1.1\r\n\r\n",
         b'{"kind": "hello", "token": "wrong", "rank": 2}\n{"kind": "failed"}\n',
         b"x" * 3_000_000,
+        b"[" * 1_000 + b"\n",
+        b"[" * 60_000 + b"\n",
+        b'{"kind": "hello", "token": "\\ud800", "rank": 1}\n',
         b"[1]\n",
         b"",
     ],
@@ -146,6 +149,20 @@ def test_strangers_are_turned_away(words: bytes) -> None:
                 patch.setattr(threading, "excepthook", lambda _: None)
                 sender.join(5)
         assert [heard for heard in server.poll(0.01) if heard[1]["kind"] != GONE] == []
+        client.send({"kind": "done"})
+        assert _heard(server) == [(1, "done")]
+
+
+def test_who_says_nothing_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "_STRANGER_SECONDS", 0.05)
+    with _links(2) as (server, address, (client,)):
+        with socket.create_connection((address.hosts[0], address.port)) as stranger:
+            stranger.settimeout(0.01)
+            closed = False
+            while not closed:
+                assert server.poll(0.01) == []
+                with suppress(TimeoutError):
+                    closed = stranger.recv(1) == b""
         client.send({"kind": "done"})
         assert _heard(server) == [(1, "done")]
 

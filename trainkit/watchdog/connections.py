@@ -246,10 +246,10 @@ class Links:
         known = secrets.compare_digest(token, self._address.token.encode())
         if not known or not isinstance(rank, int) or not 0 < rank < self._size:
             return False
-        if rank in self.children or rank == self._rank:
+        who = hello.get("who")
+        if rank in self.children or rank == self._rank or not isinstance(who, list):
             return False
-        line.member = Member(*hello["who"])
-        line.rank = rank
+        line.rank, line.member = rank, Member(*who)
         self.children[rank] = line
         welcome = {"kind": "welcome", "from": self._rank, "who": Member.this().as_list()}
         line.send(welcome)
