@@ -2,6 +2,7 @@
 
 import gc
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -30,6 +31,9 @@ INIT_METHOD = "TRAINKIT_INIT_METHOD"
 
 DEBUG = "TRAINKIT_DEBUG"
 """Environment variable; with 1, torch compares every collective of all processes, which is slow."""
+
+
+_OTHER_DESCRIPTORS = 128  # of a process, besides connections to the others
 
 
 @dataclass(slots=True)
@@ -161,6 +165,9 @@ def join(device: torch.device | None) -> tuple[Membership, torch.device]:
     if os.environ.get(DEBUG, "0") not in ("", "0"):
         debugging: Any = torch.distributed  # not all of its names are declared
         debugging.set_debug_level(debugging.DebugLevel.DETAIL)
+    _raise_descriptor_limit(world.size)
+    # Each process connects to those that it talks to, when it does, and not at once to all.
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     if not adopted:
         _make(world, device)
     control = torch.distributed.new_group(backend="gloo")
@@ -173,6 +180,27 @@ def join(device: torch.device | None) -> tuple[Membership, torch.device]:
         default=_default_group(),
     )
     return membership, device
+
+
+def _raise_descriptor_limit(size: int) -> None:
+    """Let this process open as many files and connections as it may.
+
+    Raises:
+        ConfigError: They are too few for a job of `size` processes.
+    """
+    import resource  # one process needs none of it
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        soft = hard
+    needed = 2 * size + _OTHER_DESCRIPTORS
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        raise ConfigError(
+            f"This process may open at most {soft} files and connections, but in a job of {size} "
+            f"processes it may need {needed}. Raise the limit (`ulimit -Hn`, or `LimitNOFILE` and "
+            "`--ulimit nofile` of what starts it), or start fewer processes."
+        )
 
 
 def _backends(group: ProcessGroup) -> list[Any]:

@@ -1,7 +1,9 @@
 """Lines between the processes of a job, over which they hear of each other's end at once.
 
-Every process has one connection to process 0, which passes on what it hears. The kernel closes the
-connection of a process that ends, however it ends, so nobody has to ask whether it lives.
+They are a tree. Where all are on one machine, each has one connection to process 0. On every
+further machine the first process that comes has it, and the others there have one to that process.
+The kernel closes the connection of a process that ends, however it ends, so nobody has to ask
+whether it lives.
 """
 
 import json
@@ -9,28 +11,35 @@ import os
 import secrets
 import selectors
 import socket
-from collections.abc import Iterable
+import sys
+import time
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any, TypeAlias
 from weakref import WeakSet
 
-from typing_extensions import override
+from trainkit.watchdog.stalls import Member
 
-__all__ = ["GONE", "Address", "Client", "Links", "Message", "Server", "open_server", "reach_server"]
+__all__ = ["GONE", "Address", "Line", "Links", "Message", "open_server", "reach_server"]
 
 Message: TypeAlias = dict[str, Any]
-"""What travels: a JSON object with the keys `kind` and, once passed on, `from`.
+"""What travels: a JSON object with the keys `kind` and `from`, the process that says it.
 
-One with the key `to` is for process 0 alone.
+One with the key `to` is for process 0 alone, others are for all. Of the news that a process has
+failed or is gone, the first goes on, because it ends the job. That a process ends in order is told
+to process 0, and to all only of process 0 and of the first that does.
 """
 
 GONE = "gone"
 """The kind of the message that stands for the end of a connection."""
 
 _LARGEST = 1 << 20  # bytes of a message
+_LARGEST_OF_STRANGERS = 1 << 10
+_STRANGER_SECONDS = 5.0  # in which a caller must say the word
 _SEND_SECONDS = 0.3  # for one message: a process that is stopped must not hold up the others
-_REACH_SECONDS = 5.0
+_REACH_SECONDS = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +51,7 @@ class Address:
     token: str
 
 
-class _Line:
+class Line:
     """One connection, cut into messages.
 
     Args:
@@ -52,6 +61,9 @@ class _Line:
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
         self.rank: int | None = None  # of the other end, once it has said so
+        self.member: Member | None = None  # the process at the other end
+        self.has_ended = False  # it said so, or that it failed: its end is no news
+        self.since = time.monotonic()
         self._read = b""
         connection.settimeout(_SEND_SECONDS)
         with suppress(OSError):  # a machine that loses power says nothing
@@ -75,27 +87,49 @@ class _Line:
         except OSError:
             data = b""
         *lines, self._read = (self._read + data).split(b"\n")
+        largest = _LARGEST_OF_STRANGERS if self.rank is None else _LARGEST
+        if max(map(len, [*lines[: self.rank is None], self._read])) > largest:
+            return [], True
         try:
             messages = [json.loads(line) for line in lines]
-        except ValueError:
+        except (ValueError, RecursionError):
             return [], True
         sound = all(isinstance(m, dict) and isinstance(m.get("kind"), str) for m in messages)
-        over = not data or not sound or len(self._read) > _LARGEST
-        return (messages if sound else []), over
+        return (messages if sound else []), not data or not sound
 
     def close(self) -> None:
         self.connection.close()
 
 
 class Links:
-    """The connections of this process; one thread alone calls its methods, but for `wake`."""
+    """The connections of this process; one thread alone calls its methods, but for `wake`.
 
-    def __init__(self) -> None:
+    Args:
+        rank: Of this process.
+        size: Processes in all.
+        address: Of process 0.
+        listening: Where others connect to this process; owned from now on.
+    """
+
+    def __init__(
+        self, rank: int, size: int, address: Address, listening: Sequence[socket.socket] = ()
+    ) -> None:
+        self.parent: Line | None = None  # to process 0, or to who passes on what it says
+        self.children: dict[int, Line] = {}
+        self._rank = rank
+        self._size = size
+        self._address = address
+        self._told: set[object] = set()  # the news that this process has passed on
+        self._strangers: list[Line] = []
+        self._early: list[Message] = []  # what came from the parent with its welcome
         self._selector = selectors.DefaultSelector()
         self._waking, self._woken = socket.socketpair()
         self._waking.setblocking(False)
         self._woken.setblocking(False)
         self._selector.register(self._woken, selectors.EVENT_READ)
+        for one in listening:
+            one.setblocking(False)
+            self._selector.register(one, selectors.EVENT_READ, one)
         _open.add(self)
 
     def wake(self) -> None:
@@ -106,17 +140,55 @@ class Links:
     def poll(self, seconds: float | None) -> list[tuple[int, Message]]:
         """Wait for messages, at most `seconds`; return them with the process they come from."""
         heard: list[tuple[int, Message]] = []
+        for line in self._strangers[:]:
+            if line.rank is not None or time.monotonic() - line.since > _STRANGER_SECONDS:
+                self._strangers.remove(line)
+                if line.rank is None:
+                    self._drop(line)
+        if self._strangers:
+            seconds = _STRANGER_SECONDS if seconds is None else min(seconds, _STRANGER_SECONDS)
         for key, _ in self._selector.select(seconds):
             if key.fileobj is self._woken:
                 with suppress(OSError):
                     self._woken.recv(1 << 12)
-            else:
+            elif isinstance(key.data, Line):
                 heard += self._hear(key.data)
+            else:
+                self._accept(key.data)
         return heard
 
     def send(self, message: Message) -> None:
-        """Tell every other process."""
-        raise NotImplementedError
+        """Tell every other process, or process 0."""
+        self._route({**message, "from": self._rank}, None)
+
+    def reach(self, addresses: Iterable[Any]) -> bool:
+        """Connect to the parent at the first address that answers; return whether one does."""
+        for address in addresses:
+            with suppress(OSError, ValueError):
+                line = Line(_connect(address))
+                hello = {"kind": "hello", "token": self._address.token, "rank": self._rank}
+                line.send({**hello, "who": Member.this().as_list()})
+                line.connection.settimeout(_REACH_SECONDS)
+                messages, over = line.receive()
+                line.connection.settimeout(_SEND_SECONDS)
+                if messages and not over and messages[0]["kind"] == "welcome":
+                    line.rank, line.member = messages[0]["from"], Member(*messages[0]["who"])
+                    self.parent, self._early = line, messages[1:]
+                    self._selector.register(line.connection, selectors.EVENT_READ, line)
+                    return True
+                line.close()
+        return False
+
+    def reach_root(self) -> bool:
+        """Connect to process 0; return whether it answers."""
+        return self.reach((host, self._address.port) for host in self._address.hosts)
+
+    def leave_parent(self) -> bool:
+        """Connect to process 0 in place of a parent that is frozen; return whether it answers."""
+        assert self.parent is not None
+        self._drop(self.parent)
+        self.parent = None
+        return self.reach_root()
 
     def close(self) -> None:
         """Close all connections; also in a fork, which must not keep them open."""
@@ -129,108 +201,86 @@ class Links:
         self._waking.close()
         self._selector.close()
 
-    def _hear(self, line: _Line | None) -> list[tuple[int, Message]]:
-        raise NotImplementedError
+    def _accept(self, listening: socket.socket) -> None:
+        with suppress(OSError):
+            connection, _ = listening.accept()
+            line = Line(connection)
+            self._strangers.append(line)
+            self._selector.register(connection, selectors.EVENT_READ, line)
 
-
-class Server(Links):
-    """The end of process 0: it passes on what each process says to all others.
-
-    Args:
-        listening: Its socket; owned from now on.
-        token: The word that callers must know.
-        size: Processes in all.
-    """
-
-    def __init__(self, listening: socket.socket, token: str, size: int) -> None:
-        super().__init__()
-        listening.setblocking(False)
-        self._listening = listening
-        self._token = token
-        self._size = size
-        self._lines: dict[int, _Line] = {}
-        self._selector.register(listening, selectors.EVENT_READ, None)
-
-    @override
-    def send(self, message: Message) -> None:
-        """Tell every other process."""
-        self._pass_on(0, message)
-
-    @override
-    def _hear(self, line: _Line | None) -> list[tuple[int, Message]]:
-        if line is None:
-            with suppress(OSError):
-                connection, _ = self._listening.accept()
-                line = _Line(connection)
-                self._selector.register(connection, selectors.EVENT_READ, line)
-            return []
+    def _hear(self, line: Line) -> list[tuple[int, Message]]:
+        """Take in what has come over a line, and pass it on."""
         messages, over = line.receive()
+        if line is self.parent:
+            messages, self._early = self._early + messages, []
         if line.rank is None and messages:
             over = not self._admit(line, messages.pop(0)) or over
-        heard = [] if line.rank is None else [(line.rank, message) for message in messages]
+        if line.rank is None:
+            if over:
+                self._drop(line)
+            return []
         if over:
-            self._selector.unregister(line.connection)
-            line.close()
-            if line.rank is not None:
-                del self._lines[line.rank]
-                heard.append((line.rank, {"kind": GONE}))
-        for rank, message in heard:
-            if "to" not in message:
-                self._pass_on(rank, message)
-        return heard
+            messages += self._lose(line)
+        for message in messages:
+            origin = message.setdefault("from", line.rank)
+            if origin == line.rank and message["kind"] in ("done", "failed"):
+                line.has_ended = True
+            self._route(message, line)
+        return [(int(message["from"]), message) for message in messages]
 
-    def _admit(self, line: _Line, hello: Message) -> bool:
+    def _lose(self, line: Line) -> list[Message]:
+        """Forget a line that is over; return what that means."""
+        self._drop(line)
+        if line is not self.parent:
+            del self.children[line.rank or 0]
+        else:
+            self.parent = None
+            if line.rank and line.has_ended and self.reach_root():
+                return []  # who passed on what process 0 says has ended, but process 0 has not
+        gone = {"kind": GONE, "from": line.rank, "who": str(line.member)}
+        return [{**gone, "to": self._rank} if line.has_ended else gone]
+
+    def _admit(self, line: Line, hello: Message) -> bool:
         """Take in a caller that knows the word, and say so."""
-        rank = hello.get("rank")
-        known = secrets.compare_digest(str(hello.get("token")).encode(), self._token.encode())
+        rank, token = hello.get("rank"), str(hello.get("token")).encode("utf-8", "replace")
+        known = secrets.compare_digest(token, self._address.token.encode())
         if not known or not isinstance(rank, int) or not 0 < rank < self._size:
             return False
-        if rank in self._lines:
+        who = hello.get("who")
+        if rank in self.children or rank == self._rank or not isinstance(who, list):
             return False
-        line.rank = rank
-        self._lines[rank] = line
-        line.send({"kind": "welcome", "from": 0})
+        line.rank, line.member = rank, Member(*who)
+        self.children[rank] = line
+        welcome = {"kind": "welcome", "from": self._rank, "who": Member.this().as_list()}
+        line.send(welcome)
         return True
 
-    def _pass_on(self, source: int, message: Message) -> None:
-        for rank, line in self._lines.items():
-            if rank != source:
-                line.send({**message, "from": source})
+    def _drop(self, line: Line) -> None:
+        with suppress(KeyError, ValueError):
+            self._selector.unregister(line.connection)
+        line.close()
+
+    def _route(self, message: Message, source: Line | None) -> None:
+        """Send a message to where it must go from here, but not back."""
+        kind, origin = message["kind"], message["from"]
+        up = [] if self.parent is None else [self.parent]
+        down = [*self.children.values()]
+        if "to" in message:
+            down = []
+        elif kind == "done" and source is not None and source is not self.parent and up:
+            down = []  # process 0 decides who else hears it
+        elif kind in ("done", "failed", GONE):
+            news = (kind, message.get("fit"), origin if origin in (0, self._rank) else None)
+            if news in self._told:
+                return
+            self._told.add(news)
+        for line in [*up, *down]:
+            if line is not source and message.get("to") != self._rank:
+                line.send(message)
 
 
-class Client(Links):
-    """The end of every other process.
-
-    Args:
-        line: The connection to process 0.
-        early: What has come over it already.
-    """
-
-    def __init__(self, line: _Line, early: list[Message]) -> None:
-        super().__init__()
-        self._line = line
-        self._early = early
-        self._selector.register(line.connection, selectors.EVENT_READ, line)
-
-    @override
-    def send(self, message: Message) -> None:
-        """Tell every other process."""
-        self._line.send(message)
-
-    @override
-    def _hear(self, line: _Line | None) -> list[tuple[int, Message]]:
-        messages, over = self._line.receive()
-        messages, self._early = self._early + messages, []
-        heard = [(int(message.get("from", 0)), message) for message in messages]
-        if over:
-            self._selector.unregister(self._line.connection)
-            self._line.close()
-            heard.append((0, {"kind": GONE}))
-        return heard
-
-
-def open_server(size: int, *, one_machine: bool) -> tuple[Server, Address]:
-    """Listen for the others; on the loopback only where all are on this machine.
+def open_server(size: int, *, one_machine: bool) -> tuple[Links, Address]:
+    """Listen, as process 0, for the others; on the loopback only where all are on this machine.
 
     Raises:
         OSError: There is no port.
@@ -245,24 +295,65 @@ def open_server(size: int, *, one_machine: bool) -> tuple[Server, Address]:
             )
         else:
             listening = socket.create_server(("", 0), backlog=size)
-    token = secrets.token_hex(16)
-    return Server(listening, token, size), Address(tuple(hosts), listening.getsockname()[1], token)
+    address = Address(tuple(hosts), listening.getsockname()[1], secrets.token_hex(16))
+    local = None if one_machine else _listen_here(_local_name(address), size)
+    return Links(0, size, address, [listening, *([] if local is None else [local])]), address
 
 
-def reach_server(address: Address, rank: int) -> Client | None:
-    """Return the connection to process 0; None where it cannot be reached."""
-    for host in address.hosts:
-        with suppress(OSError, ValueError):
-            connection = socket.create_connection((host, address.port), timeout=_REACH_SECONDS)
-            line = _Line(connection)
-            line.send({"kind": "hello", "token": address.token, "rank": rank})
-            connection.settimeout(_REACH_SECONDS)
-            messages, over = line.receive()
-            connection.settimeout(_SEND_SECONDS)
-            if messages and not over and messages[0]["kind"] == "welcome":
-                return Client(line, messages[1:])
-            line.close()
-    return None
+def reach_server(address: Address, rank: int, size: int, *, one_machine: bool) -> Links | None:
+    """Return the connections of another process; None where process 0 cannot be reached.
+
+    On another machine than process 0 the first that calls this serves the others there.
+    """
+    name = _local_name(address)
+    listening = None if one_machine else _listen_here(name, size)
+    links = Links(rank, size, address, [] if listening is None else [listening])
+    is_alone = one_machine or listening is not None or not _HAS_LOCAL_NAMES
+    reached = links.reach_root() if is_alone else links.reach([name])
+    if not reached:
+        links.close()
+    return links if reached else None
+
+
+_HAS_LOCAL_NAMES = sys.platform == "linux"
+
+
+def _local_name(address: Address) -> bytes:
+    """Return the name of a socket that only processes of this machine and job know."""
+    known = f"{address.token} {Member.this().machine}"
+    return b"\0trainkit-" + blake2b(known.encode(), digest_size=16).hexdigest().encode()
+
+
+def _listen_here(name: bytes, size: int) -> socket.socket | None:
+    """Listen for processes of this machine; None where another one does so already."""
+    if not _HAS_LOCAL_NAMES:
+        return None
+    listening = socket.socket(socket.AF_UNIX)
+    try:
+        listening.bind(name)
+        listening.listen(size)
+    except OSError:
+        listening.close()
+        return None
+    return listening
+
+
+def _connect(address: Any) -> socket.socket:
+    """Return a connection to a host and port, or to a name of this machine."""
+    if not isinstance(address, bytes):
+        return socket.create_connection(address, timeout=_REACH_SECONDS)
+    end = time.monotonic() + _REACH_SECONDS
+    while True:
+        connection = socket.socket(socket.AF_UNIX)
+        try:
+            connection.connect(address)
+        except ConnectionRefusedError:  # bound, and about to listen
+            connection.close()
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.01)
+        else:
+            return connection
 
 
 def _own_names() -> list[str]:

@@ -6,7 +6,7 @@ It needs no collective, and works while the main thread sits in one.
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,8 +17,9 @@ from trainkit.watchdog import crossed, exit, report as reports, stalls
 from trainkit.watchdog.callers import Callers, Position
 from trainkit.watchdog.connections import GONE, Links, Message
 from trainkit.watchdog.exit import EXIT_FAILED, EXIT_OTHER_FAILED, EXIT_STALLED
+from trainkit.watchdog.inquiry import Inquiry
 from trainkit.watchdog.report import Report
-from trainkit.watchdog.stalls import Member
+from trainkit.watchdog.stalls import Member, Verdict
 
 __all__ = ["ProgressSource", "WatchThread"]
 
@@ -26,7 +27,6 @@ __all__ = ["ProgressSource", "WatchThread"]
 # leaves by itself. It gets this long, or until its main thread has not moved for a while.
 _GRACE_SECONDS = 2.0
 _STILL_SECONDS = 0.6
-_ANSWER_SECONDS = 1.0  # in which a process that is not frozen says where it is
 _CLEAN_UP_SECONDS = 30.0  # for a process that has failed itself
 _ALERT_PAUSE, _PAUSE = 0.1, 0.5
 
@@ -68,7 +68,7 @@ class WatchThread:
 
     Args:
         rank: Of this process.
-        members: All processes of the job.
+        size: Processes in all.
         links: The connections to them; owned from now on.
         position: Returns how many collectives this process has begun.
 
@@ -78,22 +78,22 @@ class WatchThread:
         failed_fits: The fits that raised here; who raised too is no reason to end.
         leaves_at_once: The main thread waits for the cause of its error to be heard of.
         closing: Whether this process ends in order.
-        ended: The processes that said that they end in order, and how.
+        ended: The processes that said that they end in order, and how: on process 0 all.
     """
 
     def __init__(
         self,
         rank: int,
-        members: Mapping[int, Member],
+        size: int,
         links: Links,
         position: Callable[[], Position],
     ) -> None:
-        self.callers = Callers(rank, len(members), self._post, position)
+        self.callers = Callers(rank, size, self._post, position)
         self.failing_since: float | None = None
         self.failed_fits: set[int] = set()
         self.leaves_at_once = self.closing = False
         self._rank = rank
-        self._members = members
+        self._size = size
         self._links = links
         self._main = threading.main_thread().ident or 0
         self._queue: deque[Message] = deque()
@@ -102,8 +102,7 @@ class WatchThread:
         self.ended: dict[int, str] = {}
         self._failed: set[int] = set()
         self._cause: _Cause | None = None
-        self._states: dict[int, Message] = {}  # answers, once somebody asked
-        self._asked_at: float | None = None
+        self._inquiry = Inquiry(rank, size, links, self._post, self._main)
         self._marks: tuple[object, ...] = ()
         self._moved_at = 0.0
         self._stillness = stalls.Stillness(self._main)
@@ -145,7 +144,7 @@ class WatchThread:
 
     def close(self, how: str) -> None:
         """Tell the others that this process ends in order, and end the thread."""
-        self._queue.append({"kind": "done", "how": how})
+        self._queue.append({"kind": "done", "how": f"({Member.this()}) {how}"})
         self.closing = True
         self.wake()
         self._thread.join(2.0)
@@ -153,10 +152,14 @@ class WatchThread:
     def report(self, kind: str, cause: str, **more: Any) -> Report:
         """Return a report of this process on where it is."""
         more.setdefault("process", None)
-        place, size = self._run_place(), len(self._members)
+        place, processes = self._run_place(), self._size
         return Report(
-            kind=kind, cause=cause, processes=size, reporter=self._rank, place=place, **more
+            kind=kind, cause=cause, processes=processes, reporter=self._rank, place=place, **more
         )
+
+    def first_without(self, others: Iterable[int] = ()) -> int:
+        """Return the first process that has not ended, as far as is known, and is none of some."""
+        return min(set(range(self._size)) - self.ended.keys() - set(others))
 
     # From here on: the thread.
 
@@ -179,7 +182,7 @@ class WatchThread:
     def _pause(self) -> float | None:
         if self._queue or self.closing:
             return 0.0
-        alert = self._cause or self._asked_at or self.failing_since or self.leaves_at_once
+        alert = self._cause or self._inquiry.is_open or self.failing_since or self.leaves_at_once
         if alert or self.callers.somebody_waits:
             return _ALERT_PAUSE
         return crossed.TICK_SECONDS if self._watched is None else _PAUSE
@@ -189,8 +192,6 @@ class WatchThread:
         self.wake()
 
     def _hear(self, rank: int, message: Message) -> None:
-        self.callers.on_message(rank, message)
-        self._crossed.on_message(rank, message)
         kind = message["kind"]
         if kind == "done":
             self.ended[rank] = str(message.get("how"))
@@ -199,12 +200,15 @@ class WatchThread:
             self._blame(rank, kind, str(message.get("text")), int(message.get("fit", 0)))
         elif kind == GONE:
             if rank not in self.ended and rank not in self._failed:
-                self._blame(rank, "lost", "", 0)
-            if rank == 0 and self._cause is None:
+                self._blame(rank, "lost", str(message.get("who")), 0)
+            if self._rank and self._links.parent is None and self._cause is None:
                 self.closing = True  # it ended in order, and passes nothing on any more
-        elif kind in ("stalled", "state"):
-            self._answer("state")
-            self._states[rank] = message
+                self._queue.append({"kind": "done", "how": "ended with process 0"})
+        else:
+            self._inquiry.on_message(rank, message, time.monotonic(), self._run_place())
+        if message.get("to", self._rank) == self._rank:  # else it only goes on from here
+            self.callers.on_message(rank, message)
+            self._crossed.on_message(rank, message)
 
     def _blame(self, rank: int, kind: str, text: str, fit: int) -> None:
         """Note why this process must end; what nobody will catch counts more than the rest."""
@@ -221,16 +225,16 @@ class WatchThread:
             if now - self.failing_since > _CLEAN_UP_SECONDS:
                 text = f"did not end in {_CLEAN_UP_SECONDS:g} s after its own error"
                 self._leave(EXIT_FAILED, self.report("left", text, secondary=True))
-        elif self._asked_at is not None:
-            missing = self._present().keys() - self._states.keys()
-            if not missing or now - self._asked_at > _ANSWER_SECONDS:
-                self._end_stall()
+        elif self._inquiry.is_open and (self._inquiry.verdict or self._cause is None):
+            self._inquiry.look(now, self.ended)
+            if self._inquiry.verdict is not None and not self._queue:
+                self._end_stall(self._inquiry.verdict)
         elif self._cause is not None:
             self._obey(self._cause, now)
         elif self._crossed.look(now) or (
             self._watched is not None and self._stands_still(self._watched, now)
         ):
-            self._answer("stalled")
+            self._inquiry.begin(now, self._run_place())
 
     def _obey(self, cause: _Cause, now: float) -> None:
         """End this process because of another one, unless it fails by itself in time."""
@@ -247,22 +251,21 @@ class WatchThread:
             text = f"leaves because process {cause.rank} failed: {cause.text}"
             report = self.report("left", text, process=cause.rank, secondary=True)
         else:
-            report = self._loss(cause.rank)
+            report = self._loss(cause)
         self._leave(EXIT_OTHER_FAILED, report)
 
-    def _loss(self, lost: int) -> Report:
+    def _loss(self, cause: _Cause) -> Report:
         """Return the report on a process that ended without a word."""
-        member = self._members[lost]
         text = (
-            f"process {lost} (pid {member.pid} on {member.host}) ended without a word: killed "
-            "by a signal, crashed, or left by `os._exit`"
+            f"process {cause.rank} ({cause.text}) ended without a word: killed by a signal, "
+            "crashed, or left by `os._exit`"
         )
         hint = "Its own output, and the kernel's log, may say more."
         kills = reports.kernel_kills()
         if kills and self._kills is not None and kills > self._kills:
             hint = "The kernel killed a process of this container for want of memory meanwhile."
-        present = self._present().keys() - {lost}
-        report = self.report("lost", text, process=lost, secondary=self._rank != min(present))
+        secondary = self._rank != self.first_without({cause.rank})
+        report = self.report("lost", text, process=cause.rank, secondary=secondary)
         return replace(report, hint=hint, memory=reports.memory())
 
     def _stands_still(self, watched: ProgressSource, now: float) -> bool:
@@ -273,47 +276,25 @@ class WatchThread:
             self._marks, self._moved_at = marks, now
         return now - self._moved_at > watched.watchdog.limit(phase, first=first)
 
-    def _answer(self, kind: str) -> None:
-        """Tell the others where this process is, once; they do the same."""
-        if self._asked_at is not None:
-            return
-        self._asked_at = time.monotonic()
-        place, where = self._run_place(), stalls.where(self._main)
-        waits = f"in `{where['inside']}`, called at " if where["inside"] else "at "
-        text = (
-            f"phase {place.get('phase', 'unknown')}, after step {place.get('step', 'unknown')}, "
-            f"{waits}{where['line']}"
-        )
-        state: Message = {**place, **where, "kind": kind, "text": text}
-        self._states[self._rank] = state
-        self._queue.append(state)
-
-    def _end_stall(self) -> None:
-        """End the job that stands still: name who holds it up, and end that one too."""
-        present, machine = self._present(), self._members[self._rank].machine
-        verdict = stalls.judge(self._states, present, machine)
-        answering = present.keys() - set(verdict.frozen)
+    def _end_stall(self, verdict: Verdict) -> None:
+        """End this process of a job that stands still, and what is frozen beside it."""
         limit = ""
         if self._watched is not None:
             phase, first, _ = self._watched.progress()
             limit = f" for {self._watched.watchdog.limit(phase, first=first):g} s"
+        states = self._inquiry.states
         report = self.report(
             "stalled",
             f"no progress{limit}: {verdict.text}",
             process=verdict.process,
-            secondary=self._rank != min(answering),
+            secondary=self._rank != self.first_without(verdict.frozen),
+            states={str(rank): states[rank] for rank in stalls.examples(states)},
         )
-        report = replace(report, states={str(r): s for r, s in sorted(self._states.items())})
-        frozen: list[Member] = []
-        if self._rank == min(rank for rank in answering if present[rank].machine == machine):
-            frozen = [present[rank] for rank in verdict.frozen if present[rank].machine == machine]
+        frozen = self._inquiry.frozen()
         self._leave(EXIT_STALLED, report, lambda: exit.kill(frozen))
 
     def _leave(self, code: int, report: Report, last: Callable[[], None] = lambda: None) -> None:
         exit.leave(code, report, self.folder, last)
-
-    def _present(self) -> dict[int, Member]:
-        return {rank: m for rank, m in self._members.items() if rank not in self.ended}
 
     def _run_place(self) -> dict[str, Any]:
         with suppress(Exception):  # the main thread may be changing what is read

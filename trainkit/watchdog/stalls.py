@@ -12,7 +12,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-__all__ = ["Member", "Stillness", "Verdict", "call_of", "judge", "where"]
+from typing_extensions import override
+
+from trainkit.errors import MOST_NAMED
+
+__all__ = ["Member", "Stillness", "Verdict", "call_of", "examples", "judge", "where"]
 
 _PACKAGE = str(Path(__file__).resolve().parent.parent) + os.sep
 _LIBRARY = sysconfig.get_paths()["stdlib"] + os.sep
@@ -52,6 +56,14 @@ class Member:
             parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
             parts += [os.readlink(f"/proc/self/ns/{space}") for space in ("pid", "net")]
         return cls(parts[0], " ".join(parts), os.getpid(), started_at(os.getpid()))
+
+    def as_list(self) -> list[Any]:
+        """Return what travels: the arguments of `Member`."""
+        return [self.host, self.machine, self.pid, self.started]
+
+    @override
+    def __str__(self) -> str:
+        return f"pid {self.pid} on {self.host}"
 
     def doing(self) -> str:
         """Return why a process of this machine does not answer, in words."""
@@ -170,38 +182,45 @@ class Verdict:
     frozen: tuple[int, ...] = ()
 
 
-def judge(
-    states: Mapping[int, Mapping[str, Any]], members: Mapping[int, Member], machine: str
-) -> Verdict:
+def judge(states: Mapping[int, Mapping[str, Any]], silent: Mapping[int, str]) -> Verdict:
     """Return why a job stands still.
 
     Args:
         states: Of the processes that answered.
-        members: The processes that are still part of the job.
-        machine: That of the judge, who can look closer at processes on it.
+        silent: Of those that did not, who they are and why not.
     """
-    silent = [rank for rank in sorted(members) if rank not in states]
-    if silent and 0 not in states:
-        silent = [0]  # what the others said would have come through process 0
     if silent:
-        reasons = [
-            f"process {rank} (pid {members[rank].pid} on {members[rank].host}) does not answer: "
-            + (members[rank].doing() if members[rank].machine == machine else "it is frozen")
-            for rank in silent
-        ]
-        return Verdict("; ".join(reasons), silent[0], tuple(silent))
+        reasons = [f"process {rank} {why}" for rank, why in sorted(silent.items())]
+        return Verdict(_listed(reasons), min(silent), tuple(sorted(silent)))
     ordered = sorted(states.items())
     free = [rank for rank, state in ordered if not state.get("inside")]
     if free and len(free) < len(states):
         reasons = [f"process {rank} is at {states[rank].get('line')}" for rank in free]
-        return Verdict("; ".join(reasons) + ", and the others wait for it", free[0])
+        return Verdict(f"{_listed(reasons)}, and the others wait for it", free[0])
     if free:
         text = "no process is in a collective"
     elif len({tuple(map(state.get, ("inside", "phase", "step"))) for _, state in ordered}) > 1:
         text = "the processes wait in different places"
     else:
         text = "all processes wait in the same place"
-    return Verdict(f"{text}: " + "; ".join(f"process {r} {_standing(s)}" for r, s in ordered))
+    shown = [f"process {r} {_standing(states[r])}" for r in examples(states)]
+    more = f"; and {len(states) - len(shown)} more" if len(states) > len(shown) else ""
+    return Verdict(f"{text}: {'; '.join(shown)}{more}")
+
+
+def examples(states: Mapping[int, Mapping[str, Any]]) -> list[int]:
+    """Return the processes to be shown: all if they are few, else the first in each place."""
+    if len(states) <= MOST_NAMED:
+        return sorted(states)
+    first: dict[str, int] = {}
+    for rank, state in sorted(states.items()):
+        first.setdefault(_standing(state), rank)
+    return list(first.values())[:MOST_NAMED]
+
+
+def _listed(reasons: list[str]) -> str:
+    more = f"; and {len(reasons) - MOST_NAMED} more" if len(reasons) > MOST_NAMED else ""
+    return "; ".join(reasons[:MOST_NAMED]) + more
 
 
 def _standing(state: Mapping[str, Any]) -> str:

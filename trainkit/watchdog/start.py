@@ -1,8 +1,11 @@
-"""Begin the watch of a job: the processes tell each other who they are, and connect."""
+"""Begin the watch of a job: the processes find each other, and connect."""
 
 from typing import Any, Protocol
 
-from trainkit.watchdog.connections import Address, Client, Server, open_server, reach_server
+import torch
+from torch import Tensor
+
+from trainkit.watchdog.connections import Address, Links, open_server, reach_server
 from trainkit.watchdog.exit import say
 from trainkit.watchdog.stalls import Member
 from trainkit.watchdog.watch import JobWatch
@@ -17,7 +20,7 @@ class Processes(Protocol):
     size: int
     is_main: bool
 
-    def all_gather_objects(self, value: Any) -> list[Any]: ...
+    def all_reduce(self, tensor: Tensor, op: Any) -> Tensor: ...
 
     def broadcast_object(self, value: Any) -> Any: ...
 
@@ -31,33 +34,34 @@ def start_watch(processes: Processes) -> JobWatch | None:
 
     Every process must call it.
     """
-    me = Member.this()
-    rows = processes.all_gather_objects([me.host, me.machine, me.pid, me.started])
-    members = {rank: Member(*row) for rank, row in enumerate(rows)}
-    links: Server | Client | None = None
-    told: list[object] | None = None
+    here = Member.this().machine
+    elsewhere = torch.tensor(int(here != processes.broadcast_object(here)))
+    one_machine = not processes.all_reduce(elsewhere, "max").item()
+    links: Links | None = None
+    watch = told = None
     if processes.is_main:
-        one_machine = len({member.machine for member in members.values()}) == 1
         try:
             links, address = open_server(processes.size, one_machine=one_machine)
             told = [list(address.hosts), address.port, address.token]
+            watch = JobWatch(0, processes.size, links, processes.position)
+            watch.begin()  # it serves the others
         except OSError as error:
             say(f"trainkit: process 0 cannot listen for the others: {error}.")
     told = processes.broadcast_object(told)
     if told is None:
         return None
-    if links is None:
-        hosts, port, token = told
-        links = reach_server(Address(tuple(hosts), port, token), processes.rank)  # type: ignore[arg-type]
-    if links is None:
-        say(
-            f"trainkit: process {processes.rank} cannot reach process 0 at {told[0]}, port "
-            f"{told[1]}. If another process fails, it may wait for it until a collective times "
-            "out. Allow connections between the machines."
-        )
-    watch = None
-    if links is not None:
-        watch = JobWatch(processes.rank, members, links, processes.position)
-        watch.begin()
+    hosts, port, token = told
+    if not processes.is_main:
+        address = Address(tuple(hosts), port, token)
+        links = reach_server(address, processes.rank, processes.size, one_machine=one_machine)
+        if links is None:
+            say(
+                f"trainkit: process {processes.rank} cannot reach process 0 at {hosts}, port "
+                f"{port}. If another process fails, it may wait for it until a collective times "
+                "out. Allow connections between the machines."
+            )
+        else:
+            watch = JobWatch(processes.rank, processes.size, links, processes.position)
+            watch.begin()
     processes.barrier()  # process 0 must not end before all have come
     return watch

@@ -5,7 +5,7 @@ import multiprocessing.util
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +18,6 @@ from trainkit.watchdog.callers import Position
 from trainkit.watchdog.connections import Links
 from trainkit.watchdog.monitor import ProgressSource, WatchThread
 from trainkit.watchdog.report import Report
-from trainkit.watchdog.stalls import Member
 
 __all__ = ["JobWatch", "ProgressSource"]
 
@@ -34,7 +33,7 @@ class JobWatch:
 
     Args:
         rank: Of this process.
-        members: All processes of the job.
+        size: Processes in all.
         links: The connections to them; owned from now on.
         position: Returns how many collectives this process has begun.
     """
@@ -42,15 +41,14 @@ class JobWatch:
     def __init__(
         self,
         rank: int,
-        members: Mapping[int, Member],
+        size: int,
         links: Links,
         position: Callable[[], Position],
     ) -> None:
-        self._monitor = WatchThread(rank, members, links, position)
+        self._monitor = WatchThread(rank, size, links, position)
         self.callers = self._monitor.callers
         self._pid = os.getpid()
         self._rank = rank
-        self._members = members
         self._fits = 0  # how many were begun
         self._followed: list[ProgressSource] = []  # each inside the one before
         self._reported: BaseException | None = None
@@ -94,12 +92,15 @@ class JobWatch:
             return
         monitor = self._monitor
         if reports.tells_of_lost_peer(error):
+            is_first = self._rank == monitor.first_without()
             if monitor.hears():
                 monitor.leaves_at_once = True
                 monitor.wake()
-                time.sleep(_EXPLAIN_SECONDS)
+                # Not every process has a connection that breaks: the first that has one speaks.
+                time.sleep(_EXPLAIN_SECONDS if is_first else 2 * _EXPLAIN_SECONDS)
                 monitor.leaves_at_once = False
-            report = self._left_behind(report, error)
+                is_first = True  # if another had spoken, this one would have left
+            report = self._left_behind(report, error, secondary=not is_first)
             error.add_note(f"trainkit: {report.cause}. {report.hint}")
         self._reported = error
         monitor.failed_fits.add(self._fits)
@@ -117,21 +118,19 @@ class JobWatch:
         if sys.excepthook == self._hook:
             sys.excepthook = self._hook_before
 
-    def _left_behind(self, report: Report, error: BaseException) -> Report:
+    def _left_behind(self, report: Report, error: BaseException, *, secondary: bool) -> Report:
         """Return a report that says who has ended in order, if that is why a collective broke."""
         ended = self._monitor.ended
         if not ended:
             return report
         who, how = next(iter(ended.items()))
-        member = self._members[who]
         return replace(
             report,
-            cause=f"process {who} (pid {member.pid} on {member.host}) {how} while the others wait "
-            f"in {stalls.call_of(error)}",
+            cause=f"process {who} {how} while the others wait in {stalls.call_of(error)}",
             hint="Every process must make the same calls, as often as the others: look for one "
             "behind `if rank == 0`, and for loops of different lengths.",
             process=who,
-            secondary=self._rank != min(self._members.keys() - ended.keys()),
+            secondary=secondary,
         )
 
     def _is_at_work(self) -> bool:

@@ -1,0 +1,151 @@
+"""The watch over several machines: one connection of each to process 0 (rule 32)."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from typing_extensions import override
+
+from tests.helpers.ranks import run_ranks
+from tests.helpers.tiers import with_few
+from tests.system.harness import Job, running
+from trainkit import Callback, Run, StepResult, Trainer, Watchdog
+from trainkit.distributed import Processes, check_called_by_all
+from trainkit.watchdog.exit import EXIT_OTHER_FAILED, EXIT_STALLED
+from trainkit.watchdog.report import first_of, read_all
+from trainkit.watchdog.stalls import Member
+
+PER_MACHINE = 2
+
+
+def pretend(rank: int) -> None:
+    """Let every two processes believe that they have a machine of their own."""
+    here = Member.this()
+    there = replace(here, machine=f"{here.machine} {rank // PER_MACHINE}", host=f"m{rank // 2}")
+    Member.this = staticmethod(lambda: there)  # type: ignore[method-assign]
+
+
+def relays(processes: Processes) -> list[int]:
+    """Return which processes serve others; every process must call it."""
+    assert processes.watch is not None
+    links = processes.watch._monitor._links
+    serving = processes.all_gather_objects(len(links.children))
+    return [rank for rank, children in enumerate(serving) if children]
+
+
+def _connect(rank: int) -> tuple[int, int | None, list[int]]:
+    pretend(rank)
+    processes = Processes.start()
+    for _ in range(2):  # what only process 0 decides comes back to all
+        check_called_by_all(processes, "this")
+        processes.barrier()
+    assert processes.watch is not None
+    links = processes.watch._monitor._links
+    parent = None if links.parent is None else links.parent.rank
+    found = relays(processes)
+    counted = len(links.children), parent, found
+    processes.barrier()
+    return counted
+
+
+def test_a_machine_has_one_connection_to_process_0() -> None:
+    told = run_ranks(6, _connect)
+    serving = told[0][2]
+    assert [rank // PER_MACHINE for rank in serving] == [0, 1, 2]
+    for rank, (children, parent, _) in enumerate(told):
+        if rank == 0:
+            assert (children, parent) == (3, None)
+        elif rank in serving:
+            assert (children, parent) == (1, 0)
+        else:
+            assert (children, parent) == (0, serving[rank // PER_MACHINE])
+
+
+class At(Callback):
+    """Does something to one process after a step."""
+
+    def __init__(self, who: str, act: Callable[[], None], folder: Path) -> None:
+        self.who, self.act, self.folder = who, act, folder
+
+    @override
+    def on_step_end(self, run: Run, result: StepResult) -> None:
+        if run.state.step == 1:
+            serving = relays(run.strategy.processes)
+            behind = next(rank for rank in (2, 3) if rank not in serving)
+            chosen = {"root": 0, "serves": serving[1], "behind": behind}[self.who]
+            (self.folder / "chosen").write_text(str(chosen))
+            if run.strategy.processes.rank == chosen:
+                self.act()
+
+
+def _train(rank: int, pipe: int, folder: Path, who: str, act: Callable[[], None]) -> int:
+    pretend(rank)
+    os.environ["TRAINKIT_REPORT_DIR"] = str(folder / "reports")
+    limits = Watchdog(step=4, first_step=60, evaluation=60, save=60, end=60, setup=120)
+    trainer = Trainer(max_epochs=1, callbacks=[At(who, act, folder)], watchdog=limits)
+    data = DataLoader(TensorDataset(torch.ones(32, 3), torch.ones(32, 1)), 2)
+    trainer.fit(
+        nn.Linear(3, 1), data, optimizer=partial(torch.optim.SGD, lr=0.1), loss_fn=nn.MSELoss()
+    )
+    return 0
+
+
+def _stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+CASES = [(who, act) for who in ("root", "serves", "behind") for act in (_die, _stop)]
+
+
+@pytest.mark.parametrize(("who", "act"), with_few([("behind", _stop)], CASES))
+def test_a_process_of_any_machine_ends_all(
+    who: str, act: Callable[[], None], tmp_path: Path
+) -> None:
+    job: Job
+    with running(4, tmp_path, partial(_train, folder=tmp_path, who=who, act=act)) as job:
+        assert job.wait(), job.log()
+        assert (tmp_path / "chosen").exists(), job.log()
+        chosen = int((tmp_path / "chosen").read_text())
+        expected = EXIT_OTHER_FAILED if act is _die else EXIT_STALLED
+        others = {rank: code for rank, code in job.codes.items() if rank != chosen}
+        assert set(others.values()) <= {expected, 1, EXIT_OTHER_FAILED}, job.log()
+        assert expected in others.values(), job.log()
+        assert not job.left_behind()
+    first = first_of(read_all(tmp_path / "reports"))
+    assert first is not None, job.log()
+    assert first[1].process == chosen, job.log()
+    words = "ended without a word" if act is _die else "does not answer"
+    assert words in first[1].cause, job.log()
+
+
+def _leave_in_turn(rank: int, pipe: int) -> int:
+    pretend(rank)
+    processes = Processes.start()
+    serving = relays(processes)
+    processes.barrier()
+    if rank == serving[1]:
+        processes.close()  # who is behind it connects to process 0
+        return 0
+    time.sleep(3)
+    if rank // PER_MACHINE == 1:
+        _die()
+    time.sleep(120)
+    return 0
+
+
+def test_who_is_behind_a_process_that_ends_in_order_is_still_watched(tmp_path: Path) -> None:
+    with running(4, tmp_path, _leave_in_turn) as job:
+        assert job.wait(), job.log()
+    assert sorted(map(int, job.codes.values())) == [-signal.SIGKILL, 0, 69, 69], job.log()

@@ -1,0 +1,182 @@
+"""Ask the processes of a job that stands still where they are, and say who holds it up (rule 32).
+
+Process 0 asks. Each process says in a few words where it is; who is shown at length in the report
+is asked for its stack too. Whether a process that says nothing is frozen is judged by the one that
+it is connected to, which is on its machine and can look closer.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from trainkit.watchdog.connections import Line, Links, Message
+from trainkit.watchdog.stalls import Member, Verdict, examples, judge, where
+
+__all__ = ["Inquiry"]
+
+_STOPPED_SECONDS = 1.0  # after which a process that the kernel does not run at all is frozen
+_SILENT_SECONDS = 10.0  # without any answer, after which one that may run is
+_LOST_SECONDS = 20.0  # without any answer, after which it does not matter what is not known
+_STACK_SECONDS = 3.0
+_SIGN_SECONDS = 3.0  # between the signs of life of process 0
+_NO_SIGN_SECONDS = 12.0
+_TURN_SECONDS = 5.0
+
+
+class Inquiry:
+    """What is known of a job that stands still; for the thread of the watch.
+
+    Args:
+        rank: Of this process.
+        size: Processes in all.
+        links: The connections of this process.
+        send: Sends a message; returns at once.
+        main: The main thread.
+    """
+
+    def __init__(
+        self, rank: int, size: int, links: Links, send: Callable[[Message], None], main: int
+    ) -> None:
+        self.states: dict[int, Message] = {}  # of the processes that have answered
+        self.verdict: Verdict | None = None
+        self._rank = rank
+        self._size = size
+        self._links = links
+        self._send = send
+        self._main = main
+        self._began: float | None = None
+        self._heard = self._signed = 0.0  # when the last answer, the last sign of life came
+        self._silent: dict[int, str] = {}
+        self._left: Line | None = None  # to who passed on what process 0 says, and is frozen
+        self._wanted: list[int] | None = None  # whose stacks were asked for
+        self._stacks: set[int] = set()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the job is known to stand still."""
+        return self._began is not None
+
+    def begin(self, now: float, place: Mapping[str, Any]) -> None:
+        """Say that the job stands still, as this process has found, and that it is at `place`."""
+        if self._began is None:
+            self._send({"kind": "stalled", "to": 0} if self._rank else {"kind": "state?"})
+            self._join(now, place)
+
+    def on_message(self, rank: int, message: Message, now: float, place: Mapping[str, Any]) -> None:
+        """Take in what another process says."""
+        self._heard = now
+        match message["kind"]:
+            case "stalled" if self._rank == 0:
+                self.begin(now, place)
+            case "state":
+                self.states[rank] = message
+            case "silent":
+                self._silent[int(message["rank"])] = str(message["why"])
+            case "stack" if rank in self.states:
+                self.states[rank]["stack"] = message["stack"]
+                self._stacks.add(rank)
+            case "state?" | "stacks?" | "sign" | "verdict":
+                self._signed = now
+                self._obey(message, now, place)
+
+    def _obey(self, message: Message, now: float, place: Mapping[str, Any]) -> None:
+        """Do what process 0 says."""
+        if message["kind"] == "state?" and self._began is None:
+            self._join(now, place)
+        elif message["kind"] == "stacks?" and self._rank in message["ranks"]:
+            self._send({"kind": "stack", "to": 0, "stack": where(self._main)["stack"]})
+        elif message["kind"] == "verdict":
+            told = message["text"], message["process"], tuple(message["frozen"])
+            self.verdict = Verdict(*told)
+
+    def look(self, now: float, ended: Mapping[int, str]) -> None:
+        """Come to the verdict, if it is time."""
+        if self._began is None or self.verdict is not None:
+            return
+        self._look_at_children(now, self._began)
+        if self._rank:
+            self._look_at_parent(now, ended)
+            return
+        if now - self._signed > _SIGN_SECONDS:
+            self._signed = now
+            self._send({"kind": "sign"})
+        known = self.states.keys() | self._silent.keys() | ended.keys()
+        if len(known) < self._size and now - self._heard < _LOST_SECONDS:
+            return
+        unknown = set(range(self._size)) - known
+        silent = dict.fromkeys(unknown, "does not answer") | {
+            rank: why for rank, why in self._silent.items() if rank not in self.states
+        }
+        verdict = judge(self.states, silent)
+        if self._wanted is None:
+            self._wanted = [verdict.process] if verdict.process in self.states else []
+            self._wanted += [rank for rank in examples(self.states) if rank not in self._wanted]
+            self._send({"kind": "stacks?", "ranks": self._wanted})
+            self._heard = now
+        elif self._stacks >= {*self._wanted} - {0} or now - self._heard > _STACK_SECONDS:
+            self._decide(verdict)
+
+    def frozen(self) -> list[Member]:
+        """Return the neighbours of this process that cannot end by themselves."""
+        lines = [*self._links.children.values()]
+        lines += [line for line in (self._links.parent, self._left) if line is not None]
+        blamed = () if self.verdict is None else self.verdict.frozen
+        members = (line.member for line in lines if line.rank in blamed)
+        machine = Member.this().machine
+        return [member for member in members if member and member.machine == machine]
+
+    def _join(self, now: float, place: Mapping[str, Any]) -> None:
+        """Say where this process is; from now on there is a verdict to wait for."""
+        self._began = self._heard = self._signed = now
+        here = where(self._main)
+        waits = f"in `{here['inside']}`, called at " if here["inside"] else "at "
+        phase, step = place.get("phase", "unknown"), place.get("step", "unknown")
+        text = f"phase {phase}, after step {step}, {waits}{here['line']}"
+        stack = here.pop("stack")
+        state = {**here, "phase": phase, "step": step, "text": text}
+        self.states[self._rank] = {**state, "stack": stack}
+        self._send({**state, "kind": "state", "to": 0})
+
+    def _look_at_children(self, now: float, began: float) -> None:
+        """Find those that are connected to this process and do not answer."""
+        for rank, line in self._links.children.items():
+            if rank in self.states or rank in self._silent or line.has_ended or not line.member:
+                continue
+            stopped = _is_here(line.member) and line.member.is_stopped()
+            since = began if stopped else self._heard
+            if now - since > (_STOPPED_SECONDS if stopped else _SILENT_SECONDS):
+                self._silent[rank] = why = _silence(line.member)
+                self._send({"kind": "silent", "to": 0, "rank": rank, "why": why})
+
+    def _look_at_parent(self, now: float, ended: Mapping[int, str]) -> None:
+        """Find that who passes on what process 0 says is frozen, or process 0 itself."""
+        parent = self._links.parent
+        if parent is None or parent.member is None or parent.rank is None:
+            return
+        stopped = _is_here(parent.member) and parent.member.is_stopped()
+        limit = _STOPPED_SECONDS if stopped else _NO_SIGN_SECONDS
+        if parent.rank == 0 and self._rank != min(set(range(1, self._size)) - ended.keys()):
+            limit += _TURN_SECONDS  # the first one tells the others, by ending it
+        if now - self._signed <= limit:
+            return
+        why = _silence(parent.member)
+        if parent.rank == 0 or not self._links.leave_parent():
+            self._decide(judge(self.states, {parent.rank: why}))
+            return
+        self._signed, self._left = now, parent
+        self._send({**self.states[self._rank], "kind": "state", "to": 0})
+        self._send({"kind": "silent", "to": 0, "rank": parent.rank, "why": why})
+
+    def _decide(self, verdict: Verdict) -> None:
+        self.verdict = verdict
+        text, process, frozen = verdict.text, verdict.process, verdict.frozen
+        self._send({"kind": "verdict", "text": text, "process": process, "frozen": frozen})
+
+
+def _is_here(member: Member) -> bool:
+    return member.machine == Member.this().machine
+
+
+def _silence(member: Member) -> str:
+    return f"({member}) does not answer: " + (
+        member.doing() if _is_here(member) else "it is frozen, or its machine cannot be reached"
+    )
