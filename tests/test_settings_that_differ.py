@@ -243,7 +243,9 @@ def traffic(rank: int) -> list[int]:
 
 
 def test_facts_that_are_alike_travel_as_one_number() -> None:
-    assert run_ranks(2, traffic) == [[16, 16]] * 2
+    # Settings before and after the optimizer is made, weights, lengths, names of the log.
+    first, second = run_ranks(2, traffic)
+    assert first == second and set(first) == {16} and len(first) <= 6
 
 
 def test_a_script_is_told_by_its_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 __all__ = [
+    "MOST_NAMED",
     "CheckpointCorrupt",
     "CheckpointError",
     "ConfigError",
@@ -11,6 +12,8 @@ __all__ = [
     "DistributedError",
     "NonFiniteError",
     "TrainkitError",
+    "by_process",
+    "named",
     "quoted",
     "text_of",
 ]
@@ -88,6 +91,27 @@ class CheckpointCorrupt(CheckpointError):
 def quoted(names: Sequence[str]) -> str:
     """Return names for a message, in backticks; of more than five the first."""
     return ", ".join(f"`{name}`" for name in names[:5]) + (", ..." if len(names) > 5 else "")
+
+
+MOST_NAMED = 10
+"""How many processes a message names at most."""
+
+
+def named(ranks: Sequence[int]) -> str:
+    """Return processes for a message; of more than ten the first."""
+    more = f", ... ({len(ranks)} in all)" if len(ranks) > MOST_NAMED else ""
+    listed = ", ".join(map(str, ranks[:MOST_NAMED])) + more
+    return f"process {listed}" if len(ranks) == 1 else f"processes {listed}"
+
+
+def by_process(values: Sequence[object]) -> str:
+    """Return what each process has, for a message; of many the first process with each value."""
+    ranks = list(range(len(values)))
+    if len(ranks) > MOST_NAMED:
+        ranks = [values.index(value) for value in dict.fromkeys(values)][:MOST_NAMED]
+    rest = len(values) - len(ranks)
+    more = f"; and {rest} more processes" if rest else ""
+    return "; ".join(f"process {rank}: {values[rank]}" for rank in ranks) + more
 
 
 def text_of(error: BaseException) -> str:

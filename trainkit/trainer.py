@@ -14,6 +14,7 @@ from trainkit import rng
 from trainkit.config import TrainConfig, Watchdog, as_path, check_argument
 from trainkit.data import PreparedLoader, evaluation_loader, training_loader
 from trainkit.distributed import check_called_by_all
+from trainkit.distributed.collectives import first_with
 from trainkit.distributed.communicator import Communicator
 from trainkit.distributed.group import as_timeout
 from trainkit.errors import ConfigError
@@ -420,7 +421,7 @@ class Trainer:
         made = self._make_optimizer(module, optimizer)
         schedule = schedule_for(made, planned_steps)
         # One process alone may have a logger, but all must reduce.
-        log = Log(is_read=any(processes.all_gather_objects(self.callbacks.logs)))
+        log = Log(is_read=first_with(processes, self.callbacks.logs) is not None)
         return Run(
             config=config,
             processes=self.processes,

@@ -5,7 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainkit.errors import NonFiniteError
+from trainkit.distributed.collectives import ranks_with
+from trainkit.errors import NonFiniteError, named
 from trainkit.training.run import Run
 
 __all__ = ["FirstBad"]
@@ -90,7 +91,7 @@ class FirstBad:
         step = min(loss_step, gradient_step)
         if step < run.state.step:
             bad_here = int(codes[0]) == step
-            ranks = [rank for rank, bad in enumerate(processes.all_gather_objects(bad_here)) if bad]
+            ranks = ranks_with(processes, bad_here)
             name = self._name(run, position) if gradient_step == step else None
             raise self._error(run, step, ranks, name)
         self._steps.clear()
@@ -103,7 +104,7 @@ class FirstBad:
         epoch, start, end = self._steps[step - run.state.step]
         found = []
         if ranks:
-            found.append(f"the loss of process {', '.join(map(str, ranks))}")
+            found.append(f"the loss of {named(ranks)}")
         if name is not None:
             found.append(f"the gradient of `{name}`{'' if ranks else ' (not the loss)'}")
         what = " and ".join(found) or "a gradient (not the loss)"

@@ -12,6 +12,7 @@ from trainkit.containers.tree import count_samples, map_leaves
 from trainkit.data import MicroBatch
 from trainkit.data.split import slice_samples
 from trainkit.distributed import collective_guard
+from trainkit.distributed.collectives import first_with
 from trainkit.training.run import Run
 from trainkit.training.weighting import loss_of
 
@@ -72,7 +73,7 @@ class MemoryTrial:
         fits = self._fits_here(min(size, self._count), alone)
         if not fits:  # outside of the handler, which held on to all that was computed
             release_memory()
-        return all(processes.all_gather_objects(fits))
+        return first_with(processes, not fits) is None
 
     def _fits_here(self, size: int, alone: bool) -> bool:
         run = self._run

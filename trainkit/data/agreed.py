@@ -7,6 +7,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from typing_extensions import override
 
 from trainkit.data.batch_sources import BatchSource
@@ -16,6 +17,7 @@ from trainkit.data.padding_batch import PaddingBatch
 from trainkit.data.stream import RankBatch
 from trainkit.data.transfer import transfer_for
 from trainkit.data.window import MicroBatch, Window
+from trainkit.distributed.collectives import are_alike
 from trainkit.errors import DataError
 
 __all__ = ["AgreedLoader"]
@@ -25,7 +27,6 @@ logger = logging.getLogger(__name__)
 # What a process sends instead of its count.
 _FAILED = -1  # its data raised
 _NO_BATCH = -2  # it has no samples, and no batch that it could repeat
-_COUNT_BYTES = 8
 
 _NOTHING = RankBatch(0)  # what a process has after its end
 
@@ -248,11 +249,11 @@ class AgreedLoader(PreparedLoader):
             yield _GlobalBatch(counts, total, pending, batch.fallback, batch.state, fault, lacking)
 
     def _exchange(self, message: int) -> tuple[int, ...]:
-        if self.processes.size == 1:
-            return (message,)
-        payload = message.to_bytes(_COUNT_BYTES, "little", signed=True)
-        payloads = self.processes.all_gather_bytes(payload)
-        return tuple(int.from_bytes(each, "little", signed=True) for each in payloads)
+        """Return what all processes say; where that is the same, only one number travels."""
+        everywhere = (1,) * self.processes.size
+        if are_alike(self.processes, message):
+            return tuple(message for _ in everywhere)
+        return tuple(self.processes.all_gather(torch.tensor([message]), everywhere).tolist())
 
     def _is_end(self, ahead: _GlobalBatch) -> bool:
         is_end = ahead.fault is None and ahead.total < self._least

@@ -2,22 +2,32 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar, cast
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+import torch
 import torch.distributed
 
 from trainkit import errors
 from trainkit.distributed import collective_guard
 from trainkit.distributed.group import Membership
-from trainkit.distributed.processes import Processes
+from trainkit.distributed.processes import Processes, pack, unpack
 from trainkit.distributed.world import World
 
 if TYPE_CHECKING:
     from trainkit.watchdog.callers import Callers
 
 __all__ = [
+    "are_alike",
     "check_called_by_all",
+    "complain",
+    "first_with",
+    "gather_on_main",
+    "number_of",
     "only_this_process",
+    "raise_on_all",
+    "ranks_with",
+    "require_equal",
     "run_and_gather",
     "run_on_all",
     "run_on_all_or_main",
@@ -38,16 +48,135 @@ def run_on_all(processes: Processes, action: Callable[[], T]) -> T:
 
     Every process must call it. The others raise the same kind of error, with its text.
     """
-    return run_and_gather(processes, lambda: (action(), None))[0]
+    failure = result = None
+    try:
+        result = action()
+    except Exception as error:
+        failure = error
+    raise_on_all(processes, failure)
+    return cast("T", result)
 
 
 def run_on_main(processes: Processes, action: Callable[[], T]) -> T:
     """Run `action` on process 0, and return its result on all; if it raises, raise on all.
 
-    The result must be able to travel, as in `all_gather_objects`.
+    The result must be able to travel, as in `all_gather_objects`. Process 0 does not wait.
     """
-    _, results = run_and_gather(processes, lambda: (None, action() if processes.is_main else None))
-    return cast("T", results[0])
+    report: list[Any] = []
+    if processes.is_main:
+        try:
+            report = [action()]
+        except Exception as error:
+            processes.broadcast_object(_told(error))
+            raise
+    report = processes.broadcast_object(report)
+    if len(report) > 1:
+        raise _theirs(report, 0)
+    return cast("T", report[0])
+
+
+def raise_on_all(processes: Processes, failure: Exception | None) -> None:
+    """Raise, on all processes, where one has a failure: its own, or that of the first that has.
+
+    One number travels where none has failed.
+    """
+    first = first_with(processes, failure is not None)
+    if first is None:
+        return
+    report = processes.broadcast_object(None if failure is None else _told(failure), first)
+    raise failure or _theirs(report, first)
+
+
+def first_with(processes: Processes, holds: bool) -> int | None:
+    """Return the first process on which something holds, on all; None where it holds on none."""
+    rank = processes.rank if holds else processes.size
+    first = int(processes.all_reduce(torch.tensor(rank), "min"))
+    return None if first == processes.size else first
+
+
+def ranks_with(processes: Processes, holds: bool) -> list[int]:
+    """Return, on all processes, the first ones on which something holds: enough to be named."""
+    found: list[int] = []
+    while len(found) < errors.MOST_NAMED:
+        first = first_with(processes, holds and processes.rank not in found)
+        if first is None:
+            break
+        found.append(first)
+    return found
+
+
+def are_alike(processes: Processes, number: int, part: int = 0, parts: int = 1) -> bool:
+    """Return, on every process, whether all with the same `part` have the same number.
+
+    Every process calls it, and sends 16 bytes a part. The number is below 2**62.
+    """
+    if processes.size == 1:
+        return True
+    rows = torch.full((parts, 2), -(2**62))
+    rows[part, 0], rows[part, 1] = number, -number
+    highest = processes.all_reduce(rows, "max")
+    return bool((highest[:, 0] == -highest[:, 1]).all())
+
+
+def number_of(value: object) -> int:
+    """Return a number for `are_alike` that stands for `repr(value)`."""
+    digest = blake2b(repr(value).encode("utf-8", "backslashreplace"), digest_size=7).digest()
+    return int.from_bytes(digest, "little")
+
+
+def require_equal(
+    processes: Processes, value: T, complaint: Callable[[list[T]], Exception | None]
+) -> None:
+    """Raise, on all processes, what `complaint` makes of their values where these differ.
+
+    Where they are alike, told by `repr`, one number travels. One process alone looks at none.
+
+    Args:
+        processes: All must call it.
+        value: That of this process, which must be able to travel.
+        complaint: Called on process 0, with the values of all; None: they may differ so.
+    """
+    if processes.size == 1:
+        return
+    if not are_alike(processes, number_of(value)):
+        complain(processes, value, complaint)
+
+
+def complain(
+    processes: Processes, value: T, complaint: Callable[[list[T]], Exception | None]
+) -> None:
+    """Raise, on all processes, what process 0 makes of the values of all; see `require_equal`."""
+
+    def told(values: list[T]) -> list[str] | None:
+        error = complaint(values)
+        return None if error is None else _told(error)
+
+    report = gather_on_main(processes, value, told)
+    if report is not None:
+        kind, text = report
+        raise _class_of(kind)(text)
+
+
+def gather_on_main(processes: Processes, value: U, action: Callable[[list[U]], T]) -> T:
+    """Run `action` on process 0 with the values of all, and return its result on all.
+
+    If it raises, all raise. Values and result must be able to travel, as in `all_gather_objects`.
+    """
+    if processes.size == 1:
+        return action([value])
+    packet = torch.frombuffer(bytearray(pack(value)), dtype=torch.uint8)
+    lengths = torch.zeros(1, dtype=torch.int64) + len(packet)
+    row = packet.new_zeros(int(processes.all_reduce(lengths, "max")) + 8)
+    row[8:][: len(packet)] = packet
+    row[:8] = torch.tensor([len(packet)]).view(torch.uint8)
+    rows = [torch.empty_like(row) for _ in range(processes.size * processes.is_main)]
+    torch.distributed.gather(row, rows or None, group=processes.control)
+
+    def act() -> T:
+        packets = [bytes(each[8:][: each[:8].view(torch.int64)].numpy()) for each in rows]
+        return action([unpack(each, rank) for rank, each in enumerate(packets)])
+
+    return run_on_main(processes, act)
 
 
 def run_and_gather(processes: Processes, action: Callable[[], tuple[T, U]]) -> tuple[T, list[U]]:
@@ -61,15 +190,12 @@ def run_and_gather(processes: Processes, action: Callable[[], tuple[T, U]]) -> t
     try:
         own, sent = action()
     except Exception as error:
-        processes.all_gather_objects([type(error).__name__, errors.text_of(error)])
+        processes.all_gather_objects(_told(error))
         raise
     reports = processes.all_gather_objects([sent])
     for rank, report in enumerate(reports):
         if len(report) > 1:
-            kind, text = report
-            theirs = _class_of(kind)(f"On process {rank}: {text}")
-            theirs.origin = rank
-            raise theirs
+            raise _theirs(report, rank)
     return own, [report[0] for report in reports]
 
 
@@ -139,8 +265,8 @@ def _lead(
     try:
         if by_main is None:
             raise errors.DistributedError(
-                f"`{name}` was called by process 0, but not by {_listed(missing)}, which went on "
-                "without it. Every process must call it: take it out of "
+                f"`{name}` was called by process 0, but not by {errors.named(missing)}, which "
+                "went on without it. Every process must call it: take it out of "
                 "`if accelerator.is_main_process:` and the like."
             )
         result = by_main()
@@ -150,11 +276,6 @@ def _lead(
         raise
     callers.answer(Answer(missing, result))
     return result
-
-
-def _listed(ranks: tuple[int, ...]) -> str:
-    shown = ", ".join(map(str, ranks[:5])) + (", ..." if len(ranks) > 5 else "")
-    return f"process {shown}" if len(ranks) == 1 else f"processes {shown}"
 
 
 def with_own_group(processes: Processes) -> Processes:
@@ -169,6 +290,19 @@ def with_own_group(processes: Processes) -> Processes:
     processes.apply_timeout(group)
     membership = dataclasses.replace(processes._membership, owned=False, control=group)
     return Processes(membership, processes.device)
+
+
+def _told(error: Exception) -> list[str]:
+    """Return what travels of an error."""
+    return [type(error).__name__, errors.text_of(error)]
+
+
+def _theirs(report: list[str], rank: int) -> errors.TrainkitError:
+    """Return the error that process `rank` has told of."""
+    kind, text = report
+    error = _class_of(kind)(f"On process {rank}: {text}")
+    error.origin = rank
+    return error
 
 
 def _class_of(kind: str) -> type[errors.TrainkitError]:

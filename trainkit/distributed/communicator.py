@@ -108,7 +108,8 @@ class Communicator:
         collective_guard.check("own_rows")
         self.processes.knows_own_rows = True
         count = 0 if self.processes.repeats else tensor.shape[:1].numel()
-        first = sum(self.processes.all_gather_objects(count)[: self.process_index])
+        counts = self.processes.all_gather(torch.tensor([count]), (1,) * self.num_processes)
+        first = int(counts[: self.process_index].sum())
         return slice(first, first + count)
 
     def gather_for_metrics(

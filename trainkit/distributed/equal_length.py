@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from trainkit.containers.tree import map_tensors, named_tensors
-from trainkit.distributed.collectives import run_and_gather
+from trainkit.distributed.collectives import require_equal, run_on_all
 from trainkit.distributed.processes import Processes
-from trainkit.errors import DataError
+from trainkit.errors import DataError, by_process
 
 __all__ = ["pad_to_longest", "split"]
 
@@ -23,19 +23,22 @@ def pad_to_longest(
         tensors = named_tensors(value, "tensor")
         return [tensor.shape[dim] if _has(tensor, dim) else 0 for _, tensor in tensors]
 
-    _, of_all = run_and_gather(processes, lambda: (None, measured()))
-    if len({len(sizes) for sizes in of_all}) > 1:
-        numbers = ", ".join(str(len(sizes)) for sizes in of_all)
-        raise DataError(
-            f"`tensor` holds {numbers} tensors on the processes. Pass the same structure on all."
-        )
-    longest = iter([max(column) for column in zip(*of_all, strict=True)])
+    sizes = run_on_all(processes, measured)
+    require_equal(processes, len(sizes), _different_numbers)
+    longest = iter(processes.all_reduce(torch.tensor(sizes), "max").tolist())
 
     def pad(tensor: Tensor) -> Tensor:
         size = next(longest)
         return _padded(tensor, dim, size, pad_index, pad_first) if _has(tensor, dim) else tensor
 
     return map_tensors(pad, value, "tensor")
+
+
+def _different_numbers(numbers: Sequence[int]) -> DataError:
+    return DataError(
+        f"`tensor` does not hold as many tensors everywhere: {by_process(numbers)}. Pass the same "
+        "structure on all processes."
+    )
 
 
 def _has(tensor: Tensor, dim: int) -> bool:

@@ -21,7 +21,7 @@ from trainkit.signals import is_failing
 if TYPE_CHECKING:
     from trainkit.watchdog.watch import Watch
 
-__all__ = ["Pending", "Processes", "Reduction"]
+__all__ = ["Pending", "Processes", "Reduction", "pack", "unpack"]
 
 Reduction = Literal["sum", "mean", "max", "min"]
 
@@ -219,8 +219,8 @@ class Processes:
         collective_guard.check("all_gather_objects")
         if self.size == 1:
             return [value]
-        packets = self.all_gather_bytes(_pack(value, allow_pickle))
-        return [_unpack(packet, rank, allow_pickle) for rank, packet in enumerate(packets)]
+        packets = self.all_gather_bytes(pack(value, allow_pickle))
+        return [unpack(packet, rank, allow_pickle) for rank, packet in enumerate(packets)]
 
     def broadcast_object(self, value: Any, source: int = 0) -> Any:
         """Return the value of process `source` on all; the others' is not looked at."""
@@ -229,14 +229,23 @@ class Processes:
         if self.size == 1:
             return value
         is_source = self.rank == source
-        payload = _pack(value, allow_pickle=False) if is_source else b""
-        header = torch.tensor([len(payload)], dtype=torch.int64)
-        torch.distributed.broadcast(header, source, self.control)
-        buffer = bytearray(payload) if is_source else bytearray(int(header[0]))
-        packet = torch.frombuffer(buffer, dtype=torch.uint8)
-        torch.distributed.broadcast(packet, source, self.control)
-        received = _unpack(bytes(buffer), source, allow_pickle=False)
+        payload = pack(value) if is_source else b""
+        first = bytearray(len(payload).to_bytes(_HEADER, "little") + payload[:_SMALLEST_CAPACITY])
+        first = self._broadcast_bytes(first.ljust(_HEADER + _SMALLEST_CAPACITY, b"."), source)
+        length = int.from_bytes(first[:_HEADER], "little")
+        packet = first[_HEADER:][:length]
+        if length > len(packet):
+            rest = bytearray(payload[len(packet) :] or length - len(packet))
+            packet += self._broadcast_bytes(rest, source)
+        received = unpack(bytes(packet), source)
         return value if is_source else received
+
+    def _broadcast_bytes(self, buffer: bytearray, source: int) -> bytearray:
+        """Overwrite a buffer with that of process `source`, of the same length; return it."""
+        torch.distributed.broadcast(
+            torch.frombuffer(buffer, dtype=torch.uint8), source, self.control
+        )
+        return buffer
 
     def barrier(self) -> None:
         """Return when all processes have called it; does not wait for work on the device."""
@@ -334,7 +343,7 @@ def _next_capacity(capacity: int, needed: int) -> int:
     return capacity
 
 
-def _pack(value: Any, allow_pickle: bool) -> bytes:
+def pack(value: Any, allow_pickle: bool = False) -> bytes:
     """Return the encoded value, or the reason why it cannot travel, for all to raise."""
     try:
         return b"+" + wire_format.encode(value, allow_pickle=allow_pickle)
@@ -342,7 +351,8 @@ def _pack(value: Any, allow_pickle: bool) -> bytes:
         return b"-" + str(error).encode()
 
 
-def _unpack(packet: bytes, rank: int, allow_pickle: bool) -> Any:
+def unpack(packet: bytes, rank: int, allow_pickle: bool = False) -> Any:
+    """Return what process `rank` has packed."""
     if packet[:1] == b"-":
         raise DistributedError(f"The value of process {rank} cannot travel. {packet[1:].decode()}")
     return wire_format.decode(packet[1:], allow_pickle=allow_pickle)

@@ -1,6 +1,8 @@
 """Compares, once, which modules and parameters the processes use in a forward."""
 
+from collections.abc import Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -10,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from trainkit.distributed import Processes
+from trainkit.distributed.collectives import require_equal
 from trainkit.errors import ConfigError, quoted
 
 __all__ = ["watch_forward"]
@@ -54,25 +57,28 @@ class _Forward:
         self._compare_place("the end")
         used = sorted(self._names[p] for p in _reached(outputs) if p in self._names)
         self._names.clear()
-        of_all = self._processes.all_gather_objects(used)
-        names = sorted({n for own in of_all for n in own if not all(n in o for o in of_all)})
-        if names:
-            raise ConfigError(
-                f"{len(names)} trainable parameters are used in the first forward on some "
-                f"processes only ({quoted(names)}), but under FSDP all must use the same. Call "
-                "their modules on all processes, and multiply by 0 what is not to count."
-            )
+        require_equal(self._processes, used, _used_by_some)
 
     def _compare_place(self, place: str) -> None:
-        places: list[str] = self._processes.all_gather_objects(place)
-        other = next((rank for rank, found in enumerate(places) if found != places[0]), None)
-        if other is not None:
-            raise ConfigError(
-                "Under FSDP all processes must call the same blocks in the same order, but in the "
-                f"first forward process 0 came to {places[0]}, process {other} to "
-                f"{places[other]}. Call each block on all processes, and multiply by 0 what is "
-                "not to count."
-            )
+        require_equal(self._processes, place, _in_another_order)
+
+
+def _used_by_some(of_all: Sequence[Sequence[str]]) -> ConfigError:
+    names = sorted({*chain(*of_all)} - set(of_all[0]).intersection(*of_all))
+    return ConfigError(
+        f"{len(names)} trainable parameters are used in the first forward on some processes only "
+        f"({quoted(names)}), but under FSDP all must use the same. Call their modules on all "
+        "processes, and multiply by 0 what is not to count."
+    )
+
+
+def _in_another_order(places: Sequence[str]) -> ConfigError:
+    other = next(rank for rank, found in enumerate(places) if found != places[0])
+    return ConfigError(
+        "Under FSDP all processes must call the same blocks in the same order, but in the first "
+        f"forward process 0 came to {places[0]}, process {other} to {places[other]}. Call each "
+        "block on all processes, and multiply by 0 what is not to count."
+    )
 
 
 def _reached(outputs: Any) -> set[Tensor]:

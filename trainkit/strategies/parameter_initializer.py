@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.distributed import Processes, run_on_all
+from trainkit.distributed.collectives import first_with
 from trainkit.errors import ConfigError
 from trainkit.strategies.meta_initializer import MetaInitializer
 from trainkit.strategies.shards import put
@@ -44,8 +45,8 @@ class ParameterInitializer:
     ) -> None:
         self._processes, self._device, self._weights = processes, device, weights
         self._empty = on_meta(model)
-        empty = processes.all_gather_objects(self._empty)
-        self._from_main = not empty[0]
+        real = first_with(processes, not self._empty)  # the first process that has values
+        self._from_main = real == 0
         if self._from_main:
             self._values = {name: t.detach() for name, t in _tensors(model)}
             if weights is not None:
@@ -53,10 +54,10 @@ class ParameterInitializer:
                     "`weights` is for a model on the meta device, but that of process 0 has "
                     'values. Build it under `torch.device("meta")`, or leave `weights` out.'
                 )
-        elif not all(empty):
+        elif real is not None:
             raise ConfigError(
                 "The model of process 0 is on the meta device, but not that of process "
-                f"{empty.index(False)}. Build a real one on process 0, or none."
+                f"{real}. Build a real one on process 0, or none."
             )
         else:
             self._initializer = MetaInitializer(model, blocks, seed, processes.device)

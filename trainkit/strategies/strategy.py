@@ -196,9 +196,15 @@ class Strategy(ABC):
         return default_device(World.current(), self._asked_device)
 
     def _without_gradient(self, module: nn.Module) -> list[list[str]]:
-        """Return which trainable parameters have no gradient, of each process."""
-        trainable = ((n, p) for n, p in module.named_parameters() if p.requires_grad)
-        return self.processes.all_gather_objects([n for n, p in trainable if p.grad is None])
+        """Return which trainable parameters have no gradient: on all processes, and on any."""
+        parameters = dict(module.named_parameters())
+        here = torch.tensor([p.requires_grad and p.grad is None for p in parameters.values()]).int()
+        highest = self.processes.all_reduce(torch.stack([1 - here, here]), "max")
+        everywhere, anywhere = (1 - highest[0]).tolist(), highest[1].tolist()
+        return [
+            [name for name, missing in zip(parameters, row, strict=True) if missing]
+            for row in (everywhere, anywhere)
+        ]
 
 
 def _by_kind(tensors: Iterable[Tensor]) -> list[list[Tensor]]:

@@ -1,8 +1,7 @@
 """What every process must have alike: compared before the first step (rule 3)."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,12 @@ from torch.utils.data import DataLoader, Subset
 from trainkit.config import TrainConfig
 from trainkit.data import PreparedLoader
 from trainkit.distributed import Processes
-from trainkit.errors import ConfigError
+from trainkit.distributed.collectives import require_equal
+from trainkit.errors import ConfigError, by_process
 from trainkit.training.settings import SCRIPT, code_of, digest, program, settings
 from trainkit.types import class_name
 
-__all__ = ["are_alike", "check_alike", "check_evaluation", "describe_model", "settings_by_name"]
+__all__ = ["check_alike", "check_evaluation", "describe_model", "settings_by_name"]
 
 _REMEDIES = {
     "`output_dir`": "Give all of them one folder that they share.",
@@ -50,43 +50,33 @@ def settings_by_name(
 def check_alike(processes: Processes, by_name: Iterable[tuple[str, str]]) -> None:
     """Raise ConfigError, on all processes, where a setting differs, or only some have it.
 
-    Where all are alike one number travels. One process alone looks at none.
+    One process alone looks at none.
     """
-    if processes.size == 1:
-        return
-    mine = dict(by_name)
-    number = blake2b(repr(sorted(mine.items())).encode(), digest_size=7).digest()
-    if are_alike(processes, int.from_bytes(number, "little")):
-        return
-    of_all: list[dict[str, str]] = processes.all_gather_objects(mine)
+    if processes.size > 1:
+        require_equal(processes, [*dict(by_name).items()], _difference)
+
+
+def _difference(found: Sequence[list[tuple[str, str]]]) -> ConfigError | None:
+    """Return what is to be said of the settings of all processes; None if they may differ so."""
+    of_all = [dict(of_process) for of_process in found]
     differences: dict[str, str] = {}
     for name in dict.fromkeys(name for of_process in of_all for name in of_process):
         known = {of_process[name] for of_process in of_all if name in of_process}
         values = [of_process.get(name, "not set") for of_process in of_all]
         if len(known if name == SCRIPT else set(values)) > 1:
-            differences[name] = "; ".join(f"process {r}: {value}" for r, value in enumerate(values))
-    if differences:
-        first, *others = differences
-        also = f" They differ also in {', '.join(others[:5])}." if others else ""
-        remedy = _REMEDIES.get(first, "Give all of them the same.")
-        raise ConfigError(f"The processes differ in {first}: {differences[first]}. {remedy}{also}")
+            differences[name] = by_process(values)
+    if not differences:
+        return None
+    first, *others = differences
+    also = f" They differ also in {', '.join(others[:5])}." if others else ""
+    remedy = _REMEDIES.get(first, "Give all of them the same.")
+    return ConfigError(f"The processes differ in {first}: {differences[first]}. {remedy}{also}")
 
 
 def check_evaluation(processes: Processes, loader: PreparedLoader, metrics: Iterable[str]) -> None:
     """Raise ConfigError, on all processes, where they do not evaluate the same."""
     by_name = {"the loader": _describe_loader(loader), "the metrics": repr(list(metrics))}
     check_alike(processes, by_name.items())
-
-
-def are_alike(processes: Processes, number: int, part: int = 0, parts: int = 1) -> bool:
-    """Return, on every process, whether all with the same `part` have the same number.
-
-    Every process calls it, and sends 16 bytes a part. The number is below 2**62.
-    """
-    rows = torch.full((parts, 2), -(2**62))
-    rows[part, 0], rows[part, 1] = number, -number
-    highest = processes.all_reduce(rows, "max")
-    return bool((highest[:, 0] == -highest[:, 1]).all())
 
 
 def describe_model(module: nn.Module) -> str:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from trainkit.distributed import Processes
+from trainkit.distributed.collectives import are_alike, gather_on_main, number_of
 from trainkit.distributed.communicator import Communicator
 from trainkit.errors import ConfigError, DataError
 from trainkit.types import Scalars
@@ -75,11 +76,15 @@ class LogSums:
     def reduce(self, processes: Processes) -> Scalars:
         """Return the figures over all processes, sorted by name, and start afresh.
 
-        Every process must call it. It reads the device once and makes one collective.
+        Every process must call it. It reads the device once. What travels is as much for any
+        number of processes, where all have logged the same names.
         """
-        packets: list[_Packet] = processes.all_gather_objects(self._take())
-        names = sorted({name for packet in packets for name in packet})
-        figures = {name: _combine(name, [p[name] for p in packets if name in p]) for name in names}
+        packet = self._take()
+        kinds = sorted((name, kind) for name, (kind, _, _) in packet.items())
+        if processes.size > 1 and are_alike(processes, number_of(kinds)):
+            figures = _reduced(processes, packet)
+        else:
+            figures = gather_on_main(processes, packet, _combined)
         return {name: figure for name, figure in figures.items() if figure is not None}
 
     def state_dict(self) -> dict[str, Any]:
@@ -275,6 +280,35 @@ def _maximum(first: Tensor | float, second: Tensor | float) -> Tensor | float:
     if isinstance(second, Tensor):
         return torch.maximum(torch.full_like(second, first), second)
     return first if first != first or first > second else second
+
+
+def _reduced(processes: Processes, packet: _Packet) -> dict[str, float | None]:
+    """Return the figures of names that all processes hold, in their order."""
+    entries = dict(sorted(packet.items()))
+    # The last value is that of process 0, as `_combine` takes it.
+    mine = {"mean": True, "sum": True, "last": processes.is_main, "max": False}
+    summands = [(v, w) if mine[kind] else (0.0, 0.0) for kind, v, w in entries.values()]
+    sums = processes.all_reduce(torch.tensor(summands, dtype=torch.float64)).tolist()
+    reduced = {
+        name: (packet[name][0], value, weight)
+        for name, (value, weight) in zip(entries, sums, strict=True)
+    }
+    largest = {name: value for name, (kind, value, _) in entries.items() if kind == "max"}
+    if largest:
+        numbers = torch.tensor([*largest.values()], dtype=torch.float64)
+        absent = numbers.isnan()  # which a backend may take for the smaller
+        numbers = processes.all_reduce(
+            torch.stack([numbers.masked_fill(absent, -torch.inf), absent.double()]), "max"
+        )
+        found = numbers[0].masked_fill(numbers[1] > 0, torch.nan).tolist()
+        reduced |= {name: ("max", value, 1.0) for name, value in zip(largest, found, strict=True)}
+    return _combined([reduced])
+
+
+def _combined(packets: list[_Packet]) -> dict[str, float | None]:
+    """Put together what the processes hold."""
+    names = sorted({name for packet in packets for name in packet})
+    return {name: _combine(name, [p[name] for p in packets if name in p]) for name in names}
 
 
 def _combine(name: str, parts: list[tuple[str, float, float]]) -> float | None:

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from trainkit.distributed.collectives import first_with
 from trainkit.errors import NonFiniteError
 from trainkit.strategies import Strategy
 
@@ -20,14 +21,17 @@ def low_scale(
         parts = [strategy.local_gradients([p]) for p in parameters.values()]
         values = [[g._values() if g.is_sparse else g for g in part] for part in parts]
         bad = [i for i, part in enumerate(values) if not all(g.isfinite().all() for g in part)]
-    found = strategy.processes.all_gather_objects((bad, loss.float().mean().item()))
-    process = min(range(len(found)), key=lambda rank: found[rank][0] or [len(parts)])
-    bad = sorted({index for seen, _ in found for index in seen})
-    names = [list(parameters)[index] for index in bad]
+    processes = strategy.processes
+    # A process without any gives the index after the last, and the one before the first.
+    ends = torch.tensor([bad[0], -bad[-1]] if bad else [len(parts), 1])
+    first, last = (processes.all_reduce(ends.clone(), "min") * torch.tensor([1, -1])).tolist()
+    process = first_with(processes, int(ends[0]) == first) or 0
+    value = processes.broadcast(loss.detach().float().mean(), process).item()
+    names = [*parameters][first : last + 1]
     where = f", first that of `{names[0]}`, last that of `{names[-1]}`" if names else ""
     return NonFiniteError(
         f"The gradients overflow float16{where}, and the loss scale is at its smallest. After "
-        f"{step} updates the loss of process {process} is {found[process][1]:g}. At a smaller "
+        f"{step} updates the loss of process {process} is {value:g}. At a smaller "
         "scale gradients would be rounded to zero. Lower the learning rate, look for inputs or "
         'losses that are not finite, or use "bf16"; `FP16(min_scale=...)` sets the smallest scale.',
         step=step,

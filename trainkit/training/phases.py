@@ -12,7 +12,8 @@ from trainkit import rng
 from trainkit.config import TrainConfig
 from trainkit.data import MicroBatch, Window
 from trainkit.distributed import collective_guard, run_on_all
-from trainkit.errors import ConfigError, DataError
+from trainkit.distributed.collectives import require_equal
+from trainkit.errors import ConfigError, DataError, by_process
 from trainkit.training.callback import Callback, CallbackList
 from trainkit.training.run import Run
 from trainkit.types import Scalars
@@ -197,14 +198,15 @@ def follow_plan(run: Run) -> None:
     found, run.train_loader.found = run.train_loader.found, None
     if found is None:
         return
-    lengths = [tuple(one[1:]) for one in run.strategy.processes.all_gather_objects(list(found))]
-    if len(set(lengths)) > 1:
-        words = (f"process {rank}: {n} samples in {k} steps" for rank, (k, n) in enumerate(lengths))
-        shown = "; ".join(words)
-        raise DataError(
-            f"The processes differ in the length of epoch {run.state.epoch}: {shown}. A data set "
-            "that grows or shrinks must do so alike on all of them."
-        )
+    _, steps, samples = found
+    require_equal(
+        run.strategy.processes,
+        f"{samples} samples in {steps} steps",
+        lambda of_all: DataError(
+            f"The processes differ in the length of epoch {run.state.epoch}: {by_process(of_all)}. "
+            "A data set that grows or shrinks must do so alike on all of them."
+        ),
+    )
     epochs, planned = run.config.max_epochs, run.planned_steps
     if epochs is None or planned is None:
         return

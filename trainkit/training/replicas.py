@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainkit.checkpoint.exact import parameter_states
-from trainkit.errors import DistributedError
+from trainkit.distributed.collectives import are_alike, complain
+from trainkit.errors import DistributedError, named
 from trainkit.strategies import Strategy
-from trainkit.training.consistency import are_alike
 from trainkit.training.settings import group_settings
 
 __all__ = ["check_replicas"]
@@ -48,9 +48,12 @@ def check_replicas(
     digests = _digests(dict(_entries(parameters, optimizers)))
     if are_alike(processes, int(_hex(digests), 16) >> 2, part, parts):
         return
-    differences = _differences(processes.all_gather_objects([part, digests]))
+    complain(processes, (part, digests), lambda found: _error(_differences(found), when))
+
+
+def _error(differences: Sequence[str], when: str) -> DistributedError:
     rest = f"; and {len(differences) - 5} more" if len(differences) > 5 else ""
-    raise DistributedError(
+    return DistributedError(
         f"The processes hold different models {when}: {'; '.join(differences[:5])}{rest}. "
         "Something has changed it on some of them only, such as an edit under "
         "`if is_main_process:`, or other hardware computes other bits. No checkpoint is written "
@@ -85,8 +88,7 @@ def _differences(found: Sequence[tuple[int, Mapping[str, str]]]) -> list[str]:
             known = found[first][1].get(label)
             own = [r for r, (p, of) in enumerate(found) if p == part and of.get(label) != known]
             if own:
-                listed = " and ".join(map(str, own))
-                words.append(f"{label} on process {listed} is not that of process {first}")
+                words.append(f"{label} on {named(own)} is not that of process {first}")
     return words
 
 

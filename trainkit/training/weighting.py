@@ -7,7 +7,7 @@ known ahead, the reduced gradients are multiplied once more at the end of the wi
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from numbers import Real
 
 import torch
@@ -15,7 +15,8 @@ from torch import Tensor
 
 from trainkit.data import MicroBatch, Window
 from trainkit.distributed import Processes
-from trainkit.errors import ConfigError, DataError
+from trainkit.distributed.collectives import require_equal
+from trainkit.errors import ConfigError, DataError, named
 from trainkit.types import StepOutput
 
 __all__ = ["Weighting", "loss_of"]
@@ -150,14 +151,16 @@ class Weighting:
     def _agree(self, loss: Tensor, weight: Tensor | float | None) -> bool:
         """Return whether the run weighs by samples, once all processes said the same."""
         _check(loss, weight)
-        kinds = self._processes.all_gather_objects(weight is None)
-        if len(set(kinds)) > 1:
-            raise DataError(
-                "`training_step` returned a weight on some processes only: those that did are "
-                f"{[rank for rank, none in enumerate(kinds) if not none]} of {len(kinds)}. Return "
-                "one on all, or on none."
-            )
+        require_equal(self._processes, weight is None, _weights_on_some)
         return weight is None
+
+
+def _weights_on_some(without: Sequence[bool]) -> DataError:
+    ranks = [rank for rank, none in enumerate(without) if not none]
+    return DataError(
+        f"`training_step` returned a weight on {named(ranks)} of {len(without)} only. Return one "
+        "on all, or on none."
+    )
 
 
 def loss_of(output: object) -> Tensor:
