@@ -94,7 +94,9 @@ class CheckpointStore:
         """Return the newest checkpoint that verifies, or None; `report` as in `valid`."""
         return next(self.valid(report), None)
 
-    def valid(self, report: Callable[[str], None]) -> Iterator[Checkpoint]:
+    def valid(
+        self, report: Callable[[str], None], *, contents: bool = True
+    ) -> Iterator[Checkpoint]:
         """Yield the checkpoints that verify, the newest first; those that are not finite come last.
 
         Older ones are not looked at before they are asked for.
@@ -102,13 +104,14 @@ class CheckpointStore:
         Args:
             report: Called with a sentence on each broken one that is newer, or has no step, and
                 on each one that is not finite.
+            contents: Whether their bytes are compared too, not names and sizes alone.
         """
         for _, error in broken_folders(self.directory):
             report(f"Ignored: {error}")
         entries, told = self.checkpoints()[::-1], set[Path]()
         for entry in sorted(entries, key=lambda entry: not entry.manifest.is_finite):
             try:
-                checkpoint = self.open(entry.path)
+                checkpoint = (self.open if contents else self.open_unverified)(entry.path)
             except CheckpointError as error:
                 report(f"Skipped step {entry.step}: {error}")
                 continue
