@@ -55,7 +55,12 @@ PHASES = ("set-up", "step", "evaluation", "gather", "save", "resume")
 SETTLE = 0.1  # seconds until the kernel has sent what was written
 LIMIT = 0.6  # largest exponent
 # What grows in any case: a gather returns W batches, and making a group tells all addresses to all.
-EXEMPT = (("gather", "bytes"), ("gather", "messages"), ("set-up", "bytes"), ("set-up", "messages"))
+# Each process writes its own streams.
+EXEMPT = (
+    *(("gather", name) for name in ("bytes", "messages")),
+    *(("set-up", name) for name in ("bytes", "messages")),
+    ("save", "files of all"),
+)
 FIGURES = ("bytes", "messages", "collectives", "sockets", "files", "hashed")
 TOTALS = ("files", "hashed")  # of all processes; the others are of one on average
 OF_MAIN = ("bytes", "messages", "hashed")
