@@ -168,7 +168,7 @@ def as_older(path: Path, directory: Path) -> Path:
     facts = {k: v for k, v in manifest.metadata.get("fingerprint", {}).items() if k != "layouts"}
     metadata = {**manifest.metadata, "fingerprint": facts, "run_id": manifest.run_id}
     store = CheckpointStore(directory)
-    found = store.save(checkpoint.step, parts, metadata=metadata, gather=lambda v: [v], rank=0)
+    found = store.save(checkpoint.step, parts, metadata=metadata)
     assert store.open(found).manifest.format_version == 1
     return found
 

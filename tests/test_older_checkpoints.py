@@ -36,7 +36,7 @@ def as_older(source: Path, directory: Path) -> Path:
     metadata = without(checkpoint.manifest.metadata, LATER)
     metadata["run_id"] = checkpoint.manifest.run_id
     store = CheckpointStore(directory)
-    return store.save(checkpoint.step, parts, metadata=metadata, gather=lambda v: [v], rank=0)
+    return store.save(checkpoint.step, parts, metadata=metadata)
 
 
 def fit(folder: Path, steps: int, resume: Any = None) -> nn.Module:

@@ -2,6 +2,7 @@
 
 import os
 from collections import OrderedDict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from tests.helpers.ranks import run_ranks
 from trainkit.checkpoint import CheckpointStore
 from trainkit.checkpoint.resharding.sharding import split
 from trainkit.distributed import Processes
+from trainkit.distributed.collectives import gather_on_main
 
 RUN = "fixture"
 
@@ -81,8 +83,7 @@ def save_sharded(rank: int, directory: Path, shape: tuple[int, ...], placements:
         120,
         parts,
         metadata={"run_id": RUN},
-        gather=processes.all_gather_objects,
-        rank=rank,
+        agree=partial(gather_on_main, processes),
     )
 
 

@@ -4,7 +4,6 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from tests.checkpoint.test_codec import assert_same
 from tests.checkpoint.toys import save_alone
 from tests.helpers.ranks import RanksError, run_ranks
 from trainkit.checkpoint import Checkpoint, CheckpointStore
+from trainkit.checkpoint.checkpoint import open_share
 from trainkit.checkpoint.format.decoding import MALFORMED
 from trainkit.checkpoint.format.shard_region import ShardRegion, check_tiling, runs
 from trainkit.checkpoint.format.tensor_location import StoredTensor
@@ -26,6 +26,7 @@ from trainkit.checkpoint.io.reading import HashedFile
 from trainkit.checkpoint.resharding.sharding import split
 from trainkit.checkpoint.snapshot import Snapshot
 from trainkit.distributed import Processes
+from trainkit.distributed.world import World
 from trainkit.errors import CheckpointCorrupt, CheckpointError
 
 FIXTURE = Path(__file__).parent / "fixtures" / "format_2"
@@ -300,15 +301,23 @@ def test_a_shard_of_another_step_is_found(tmp_path: Path) -> None:
         store.open(second)
 
 
-def test_shares_of_the_verification_cover_every_file(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path)
-    path = save_alone(store, 1, {"m": {"w": _node()}, **GOOD})
-    for file in ("m.json", "m-0.safetensors", "m-1.safetensors"):
+@pytest.mark.parametrize("machines", [1, 2])
+def test_shares_of_the_verification_cover_every_file(machines: int, tmp_path: Path) -> None:
+    store, size = CheckpointStore(tmp_path), 4 // machines
+    path = save_alone(store, 1, {"m": {"w": _node()}, **GOOD, "process-00002": {"x": 1}})
+    worlds = [
+        World(rank=rank, size=4, local_rank=rank % size, local_size=size) for rank in range(4)
+    ]
+    for file in ("m.json", "m-0.safetensors", "m-1.safetensors", "process-00002.json"):
         content = (path / file).read_bytes()
         _flip(path / file, -1)
-        opened = [store.open_unverified(path) for _ in range(2)]
-        found = [_opens(partial(one.verify_rest, (rank, 2))) for rank, one in enumerate(opened)]
-        assert sorted(found) == [False, True]
+        opened = [open_share(path, world) for world in worlds]
+        broken = [rank for rank, one in enumerate(opened) if not _opens(one.verify_rest)]
+        # What all of a machine read, one of them compares; what one process wrote, that process.
+        if file == "process-00002.json":
+            assert broken == [2]
+        else:
+            assert [worlds[rank].rank // size for rank in broken] == list(range(machines))
         (path / file).write_bytes(content)
 
 

@@ -7,6 +7,7 @@ import shutil
 import stat
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,13 @@ import pytest
 import torch
 
 from tests.checkpoint.crash_states import Recorder
-from tests.checkpoint.toys import RUN, Together, alone, parts_of, save_alone
+from tests.checkpoint.toys import RUN, Together, parts_of, save_alone
 from tests.helpers.ranks import RanksError, run_ranks
 from trainkit.checkpoint import CheckpointStore, KeepPolicy, rotate
+from trainkit.checkpoint.commit_steps import Agree
 from trainkit.checkpoint.io import files
 from trainkit.distributed import Processes
+from trainkit.distributed.collectives import gather_on_main
 from trainkit.errors import CheckpointError, ConfigError
 
 CHANGES = (
@@ -78,8 +81,8 @@ def test_processes_write_one_checkpoint_together(size: int, tmp_path: Path) -> N
 def _save_for_real(rank: int, directory: Path) -> list[str]:
     processes = Processes.start()
     store = CheckpointStore(directory)
-    gather: Callable[[Any], list[Any]] = processes.all_gather_objects
-    path = store.save(5, parts_of(5, rank), metadata={"run_id": RUN}, gather=gather, rank=rank)
+    agree = partial(gather_on_main, processes)
+    path = store.save(5, parts_of(5, rank), metadata={"run_id": RUN}, agree=agree)
     return store.open(path).names()
 
 
@@ -89,8 +92,8 @@ def test_real_processes_write_one_checkpoint_together(tmp_path: Path) -> None:
 
 
 def test_a_part_that_two_processes_write_is_an_error_on_both(tmp_path: Path) -> None:
-    def save(rank: int, gather: Callable[[Any], list[Any]]) -> Path:
-        return CheckpointStore(tmp_path).save(1, {"x": 1}, metadata={}, gather=gather, rank=rank)
+    def save(rank: int, agree: Agree) -> Path:
+        return CheckpointStore(tmp_path).save(1, {"x": 1}, metadata={}, agree=agree)
 
     for error in Together(2).run(save):
         assert isinstance(error, CheckpointError)
@@ -99,9 +102,9 @@ def test_a_part_that_two_processes_write_is_an_error_on_both(tmp_path: Path) -> 
 
 
 def test_a_state_that_one_process_cannot_write_is_an_error_on_all(tmp_path: Path) -> None:
-    def save(rank: int, gather: Callable[[Any], list[Any]]) -> Path:
+    def save(rank: int, agree: Agree) -> Path:
         parts = {f"part-{rank}": {"x": object() if rank == 1 else 1}}
-        return CheckpointStore(tmp_path).save(1, parts, metadata={}, gather=gather, rank=rank)
+        return CheckpointStore(tmp_path).save(1, parts, metadata={}, agree=agree)
 
     for error in Together(3).run(save):
         assert isinstance(error, CheckpointError)
@@ -313,12 +316,12 @@ def _save_while_a_rank_leaves(rank: int, directory: Path) -> None:
     processes = Processes.start()
     store = CheckpointStore(directory)
 
-    def gather(value: Any) -> list[Any]:
+    def agree(value: Any, action: Callable[[list[Any]], Any]) -> Any:
         if rank == 1 and any(directory.glob(".tmp-*")):
             os._exit(1)
-        return processes.all_gather_objects(value)
+        return gather_on_main(processes, value, action)
 
-    store.save(2, parts_of(2, rank), metadata={"run_id": RUN}, gather=gather, rank=rank)
+    store.save(2, parts_of(2, rank), metadata={"run_id": RUN}, agree=agree)
 
 
 def test_a_process_that_dies_while_saving_leaves_nothing_visible(tmp_path: Path) -> None:
@@ -334,13 +337,13 @@ def test_a_process_that_dies_while_saving_leaves_nothing_visible(tmp_path: Path)
 def test_a_tensor_that_grows_while_it_is_saved_is_an_error(tmp_path: Path) -> None:
     weight = torch.zeros(3)
 
-    def gather(value: Any) -> list[Any]:
+    def agree(value: Any, action: Callable[[list[Any]], Any]) -> Any:
         if len(weight) == 3:
             weight.resize_(5)
-        return [value]
+        return action([value])
 
     with pytest.raises(CheckpointError, match="changed while it was being saved"):
-        CheckpointStore(tmp_path).save(1, {"m": {"w": weight}}, metadata={}, gather=gather, rank=0)
+        CheckpointStore(tmp_path).save(1, {"m": {"w": weight}}, metadata={}, agree=agree)
     assert visible(tmp_path) == []
 
 
@@ -363,7 +366,7 @@ def test_each_file_is_synced_once_and_the_names_thrice(tmp_path: Path) -> None:
     recorder = Recorder()
     with recorder.recording():
         store = CheckpointStore(tmp_path / "checkpoints")
-        store.save(1, parts_of(1), metadata={}, gather=alone, rank=0)
+        store.save(1, parts_of(1), metadata={})
     kinds = [event.kind for event in recorder.events]
     assert kinds.count("sync") == kinds.count("create") == 4
     assert kinds.count("sync_directory") == 3

@@ -9,13 +9,9 @@ from typing import Any
 import torch
 
 from trainkit.checkpoint import CheckpointStore
+from trainkit.checkpoint.commit_steps import Agree
 
 RUN = "run-1"
-
-
-def alone(value: Any) -> list[Any]:
-    """Gather on one process."""
-    return [value]
 
 
 def parts_of(step: int, rank: int = 0) -> dict[str, Any]:
@@ -33,7 +29,7 @@ def save_alone(
     """Save toy parts on one process."""
     metadata.setdefault("run_id", RUN)
     parts = parts_of(step) if parts is None else parts
-    return store.save(step, parts, metadata=metadata, gather=alone, rank=0)
+    return store.save(step, parts, metadata=metadata)
 
 
 class Together:
@@ -42,14 +38,15 @@ class Together:
     def __init__(self, size: int) -> None:
         self.size = size
         self._slots: list[Any] = [None] * size
+        self._result: Any = None
         self._barrier = threading.Barrier(size, timeout=240)
 
-    def run(self, function: Callable[[int, Callable[[Any], list[Any]]], Any]) -> list[Any]:
-        """Return what `function(rank, gather)` returned or raised for each rank."""
+    def run(self, function: Callable[[int, Agree], Any]) -> list[Any]:
+        """Return what `function(rank, agree)` returned or raised for each rank."""
 
         def one(rank: int) -> Any:
             try:
-                return function(rank, lambda value: self._gather(rank, value))
+                return function(rank, lambda value, action: self._agree(rank, value, action))
             except Exception as error:
                 return error
 
@@ -61,14 +58,17 @@ class Together:
     def save(self, stores: list[CheckpointStore], step: int) -> list[Any]:
         """Save toy parts on all; return the paths or errors."""
         return self.run(
-            lambda rank, gather: stores[rank].save(
-                step, parts_of(step, rank), metadata={"run_id": RUN}, gather=gather, rank=rank
+            lambda rank, agree: stores[rank].save(
+                step, parts_of(step, rank), metadata={"run_id": RUN}, agree=agree
             )
         )
 
-    def _gather(self, rank: int, value: Any) -> list[Any]:
+    def _agree(self, rank: int, value: Any, action: Callable[[list[Any]], Any]) -> Any:
         self._slots[rank] = value
         self._barrier.wait()
-        result = list(self._slots)
+        if rank == 0:
+            self._result = action(list(self._slots))
+        self._barrier.wait()
+        result = self._result
         self._barrier.wait()
         return result

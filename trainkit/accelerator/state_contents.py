@@ -14,7 +14,8 @@ from trainkit.accelerator.accumulation import Accumulation
 from trainkit.accelerator.gradients import Gradients
 from trainkit.accelerator.preparer import Registry
 from trainkit.accelerator.state_check import check_form, part_name, problems
-from trainkit.checkpoint import Checkpoint, CheckpointStore
+from trainkit.checkpoint import Checkpoint
+from trainkit.checkpoint.checkpoint import open_share
 from trainkit.checkpoint.exact import as_parameter, load_model, load_state
 from trainkit.checkpoint.format.names import process_part
 from trainkit.checkpoint.forms import applying, refuse
@@ -114,7 +115,7 @@ class StateContents:
         Raises:
             CheckpointError: It is broken, or does not fit.
         """
-        checkpoint = CheckpointStore(path.parent).open_unverified(path)
+        checkpoint = open_share(path, self.processes.world)
         optimizers, parameters = self._optimizers(), self._parameters()
         names = set(checkpoint.names())
         objects = {name for name in names if name.startswith(_OBJECT) and "-shard-" not in name}

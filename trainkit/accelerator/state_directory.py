@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,6 +13,7 @@ from trainkit.checkpoint.format.names import MANIFEST
 from trainkit.checkpoint.io.files import remove_tree
 from trainkit.checkpoint.listing import broken_folders
 from trainkit.distributed import Processes, run_on_main
+from trainkit.distributed.collectives import gather_on_main
 from trainkit.errors import CheckpointError, ConfigError
 from trainkit.outputs import absolute, why
 
@@ -75,8 +77,7 @@ class StateDirectory:
                 run_on_main(processes, begin),
                 parts,
                 metadata=metadata,
-                gather=processes.all_gather_objects,
-                rank=processes.rank,
+                agree=partial(gather_on_main, processes),
             )
             run_on_main(processes, lambda: _keep_last(store))
         finally:

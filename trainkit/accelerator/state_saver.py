@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from trainkit.accelerator.state_check import part_name
 from trainkit.accelerator.state_contents import StateContents
 from trainkit.accelerator.state_directory import StateDirectory
-from trainkit.checkpoint.checkpoint import verify
+from trainkit.checkpoint.checkpoint import open_share
 from trainkit.checkpoint.training_state import versions
 from trainkit.distributed import (
     Processes,
@@ -103,7 +103,7 @@ class StateSaver:
         contents, directory = self._contents, self._directory
         models = contents.models()
         if self._before_load:  # a hook may load what it finds
-            folder, path, _ = directory.load(input_dir, verify, report)
+            folder, path, _ = directory.load(input_dir, self._verify, report)
             models = self._left_by_hooks(models, folder)
             loaded = run_on_all(self._processes, lambda: contents.read(path, models))
         else:
@@ -114,6 +114,10 @@ class StateSaver:
         for line in loaded.news:
             report(f"trainkit: `{path}`: {line}")
         directory.continue_from(folder)
+
+    def _verify(self, path: Path) -> None:
+        """Compare this process's share of a state with its digests."""
+        open_share(path, self._processes.world).verify_rest()
 
     def _left_by_hooks(self, models: Mapping[str, nn.Module], folder: Path) -> dict[str, nn.Module]:
         """Call the hooks of a load; return the models that they leave to be loaded."""

@@ -2,9 +2,10 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
-from trainkit.distributed import Processes, run_and_gather, run_on_main
+from trainkit.distributed import Processes, run_on_main
+from trainkit.distributed.collectives import first_with, raise_on_all
 from trainkit.errors import CheckpointCorrupt, CheckpointError, ConfigError
 
 __all__ = ["candidates", "first_whole"]
@@ -40,40 +41,45 @@ def first_whole(
 
 
 def _load(processes: Processes, load: Callable[[P], T], place: P) -> T | CheckpointCorrupt:
-    """Return a checkpoint, or why it is broken, as some process sees it."""
+    """Return a checkpoint, or why it is broken, as some process sees it.
 
-    def attempt() -> tuple[T | CheckpointCorrupt, str]:
-        try:
-            return load(place), ""
-        except CheckpointCorrupt as error:
-            return error, str(error)
-
-    found, texts = run_and_gather(processes, attempt)
-    theirs = [f"On process {rank}: {text}" for rank, text in enumerate(texts) if text]
-    if theirs and not isinstance(found, CheckpointCorrupt):
-        return CheckpointCorrupt(theirs[0])
-    return found
+    Nobody goes on before all have compared their share of it. What one finds broken is no other
+    error, though it may look like one to those that have not compared it.
+    """
+    found: T | CheckpointCorrupt | None = None
+    failure: Exception | None = None
+    try:
+        found = load(place)
+    except CheckpointCorrupt as error:
+        found = error
+    except Exception as error:
+        failure = error
+    first = first_with(processes, isinstance(found, CheckpointCorrupt))
+    if first is None:
+        raise_on_all(processes, failure)
+        return cast("T", found)
+    text = processes.broadcast_object(str(found), first)
+    if isinstance(found, CheckpointCorrupt):
+        return found
+    return CheckpointCorrupt(f"On process {first}: {text}")
 
 
 def candidates(
     output_dir: Path | None, resume: str | Path, report: Callable[[str], None]
 ) -> Iterator[str | None]:
     """Yield the folders to resume from, the newest first, and at last None; for process 0."""
-    from trainkit.checkpoint import CheckpointStore  # runs without checkpoints need none of it
-
     if resume not in ("auto", "must"):
-        path = Path(resume)
-        CheckpointStore(path.parent).open_unverified(path)  # the rest is verified while it is read
-        yield str(path)
+        yield str(resume)
         return
     if output_dir is None:
         raise ConfigError(
             f'`resume="{resume}"` looks for checkpoints in the output directory, but the trainer '
             "has none. Pass `Trainer(output_dir=...)`."
         )
+    from trainkit.checkpoint import CheckpointStore  # runs without checkpoints need none of it
+
     store = CheckpointStore(output_dir / "checkpoints")
-    for checkpoint in store.valid(report):
-        report(f"trainkit: resuming from `{checkpoint.path}` (step {checkpoint.step}).")
+    for checkpoint in store.valid(report, contents=False):  # which all compare together
         yield str(checkpoint.path)
     if resume == "must":
         raise CheckpointError(

@@ -3,12 +3,12 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainkit.checkpoint.format import strict_json
 from trainkit.checkpoint.format.decoding import MALFORMED
-from trainkit.checkpoint.format.manifest import Manifest, read_manifest_in
-from trainkit.checkpoint.format.names import JSON_SUFFIX, MANIFEST, TENSOR_SUFFIX, part_of
+from trainkit.checkpoint.format.manifest import Manifest, read_manifest, read_manifest_in
+from trainkit.checkpoint.format.names import JSON_SUFFIX, MANIFEST, TENSOR_SUFFIX, owner_of, part_of
 from trainkit.checkpoint.format.tensor_file import Header
 from trainkit.checkpoint.format.tensor_location import StoredTensor
 from trainkit.checkpoint.io.reading import broken, names_in, open_directory, open_file
@@ -16,7 +16,10 @@ from trainkit.checkpoint.resharding.part_reader import PartReader, flat_items, s
 from trainkit.checkpoint.resharding.tensor_reader import TensorReader
 from trainkit.errors import CheckpointError
 
-__all__ = ["Checkpoint", "check_sizes", "verify"]
+if TYPE_CHECKING:
+    from trainkit.distributed.world import World
+
+__all__ = ["Checkpoint", "check_sizes", "open_share", "verify"]
 
 
 class Checkpoint:
@@ -24,11 +27,19 @@ class Checkpoint:
 
     Every file that is read is compared with its digest in the manifest. Read all parts, and call
     `verify_rest`, before any of them is applied: then every byte of it is known to be good.
+
+    Args:
+        path: Its folder.
+        manifest: What is in it.
+        left_out: Files that other processes compare; nobody may apply any before all have.
     """
 
-    def __init__(self, path: Path, manifest: Manifest) -> None:
+    def __init__(
+        self, path: Path, manifest: Manifest, left_out: frozenset[str] = frozenset()
+    ) -> None:
         self.path = path
         self.manifest = manifest
+        self._left_out = left_out
         self._verified: set[str] = set()
         self._headers: dict[str, Header] = {}
         self._flat: dict[str, tuple[Mapping[str, Any], Mapping[str, StoredTensor]]] = {}
@@ -45,7 +56,8 @@ class Checkpoint:
     def read(self, part: str, like: Any = None) -> Any:
         """Return the state of a part; tensors are on the CPU, each in memory of its own.
 
-        The state is made of the very bytes whose digest is compared with the manifest.
+        The state is made of the very bytes whose digest is compared with the manifest, but for
+        files whose digest another process of this machine compares.
 
         Args:
             part: Its name.
@@ -64,20 +76,15 @@ class Checkpoint:
             with self._blaming(part):
                 return PartReader(reader, own).read(tree, like)
 
-    def verify_rest(self, share: tuple[int, int] = (0, 1)) -> None:
-        """Compare what has not been read with the manifest.
-
-        Args:
-            share: (index, count): only every `count`-th file from `index` on, as other processes
-                verify the rest; none of them may use the checkpoint before all have.
+    def verify_rest(self) -> None:
+        """Compare what has not been read, and is not left to others, with the manifest.
 
         Raises:
             CheckpointCorrupt: A file has changed; names it.
         """
-        index, count = share
         files = self.manifest.files
         with open_directory(self.path) as directory:
-            for name in [name for name in list(files)[index::count] if name not in self._verified]:
+            for name in [name for name in files if name not in self._left_out | self._verified]:
                 with open_file(directory, name, self.path) as file:
                     file.check_size(files[name].bytes)
                     file.skip_rest().check_digest(files[name].xxh3_128)
@@ -131,7 +138,7 @@ class Checkpoint:
     def _reader(self) -> Iterator[TensorReader]:
         with open_directory(self.path) as directory:
             files, verified = self.manifest.files, self._verified
-            yield TensorReader(directory, self.path, files, self._headers, verified)
+            yield TensorReader(directory, self.path, files, self._headers, verified, self._left_out)
 
     def _tree(self, reader: TensorReader, part: str) -> tuple[Any, dict[str, StoredTensor]]:
         """Return the JSON of a part, and the tensors in its own file."""
@@ -183,6 +190,24 @@ def verify(path: Path) -> Manifest:
     checkpoint = Checkpoint(path, check_sizes(path))
     checkpoint.verify_rest()
     return checkpoint.manifest
+
+
+def open_share(path: Path, world: "World") -> Checkpoint:
+    """Return a checkpoint that all processes of a job read and verify together.
+
+    Each compares what was written by the process of its own number. What all have alike, all read:
+    on each machine its processes share out who compares it. Process 0 looks at names and sizes.
+
+    Raises:
+        CheckpointError: As `verify` does.
+    """
+    manifest = check_sizes(path) if world.is_main else read_manifest(path)
+    files = manifest.files
+    owned = {name: owner for name in files if (owner := owner_of(name)) is not None}
+    common = sorted(files.keys() - owned, key=lambda name: (-files[name].bytes, name))
+    mine = {name for name, owner in owned.items() if owner % world.size == world.rank}
+    mine.update(common[world.local_rank :: world.local_size])
+    return Checkpoint(path, manifest, frozenset(files.keys() - mine))
 
 
 def check_sizes(path: Path) -> Manifest:

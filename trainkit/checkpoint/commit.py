@@ -5,12 +5,12 @@ take each of them out and see the harm.
 """
 
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from trainkit.checkpoint.commit_steps import CommitSteps
+from trainkit.checkpoint.commit_steps import Agree, CommitSteps
 from trainkit.checkpoint.format.manifest import FileInfo, Manifest, read_manifest
 from trainkit.checkpoint.format.names import MANIFEST, TEMPORARY, TRASH, folder_name
 from trainkit.checkpoint.io import files
@@ -31,8 +31,7 @@ class Save:
         directory: Where checkpoints are.
         step: Updates applied.
         metadata: Small values for the manifest; those of process 0 count.
-        gather: Returns what each process passes to it, in order of their ranks.
-        rank: Which process this is.
+        agree: Lets process 0 decide for all.
     """
 
     def __init__(
@@ -40,8 +39,7 @@ class Save:
         directory: Path,
         step: int,
         metadata: Mapping[str, Any],
-        gather: Callable[[Any], list[Any]],
-        rank: int,
+        agree: Agree,
     ) -> None:
         self.entry: Entry | None = None
         """What process 0 has committed."""
@@ -49,7 +47,7 @@ class Save:
         self._step = step
         self._metadata = metadata
         self._run_id = str(metadata.get("run_id", ""))
-        self._steps = CommitSteps(directory, step, gather, rank)
+        self._steps = CommitSteps(directory, step, agree)
         self._temporary = directory / f"{TEMPORARY}{step}-{uuid.uuid4().hex[:12]}"
 
     def run(self, parts: Mapping[str, Any]) -> Path:
@@ -64,25 +62,27 @@ class Save:
             planned.extend(plan(parts))
             return [(file.name, file.size, file.version) for file in planned]
 
-        announced = self._steps.run(prepare)
-        self._steps.needed = sum(size for of_one in announced for _, size, _ in of_one)
-        version = max((version for of_one in announced for *_, version in of_one), default=1)
         try:
-            folder = self._steps.run_on_main(lambda: self._begin(announced))
-            written = self._steps.run(lambda: write(planned, self._directory / folder))
-            name = self._steps.run_on_main(lambda: self._commit(written, version))
+            folder, version, self._steps.needed = self._steps.run(prepare, self._begin)
+            name = self._steps.run(
+                lambda: write(planned, self._directory / folder),
+                lambda written: self._commit(written, version),
+            )
         finally:
             # On process 0, where it exists until it is renamed; on others it never did.
             with suppress(OSError):  # what stays is invisible, and removed at the next start
                 files.remove_tree(self._temporary)
-        return self._directory / str(name)
+        return self._directory / name
 
-    def _begin(self, announced: Announced) -> str:
+    def _begin(self, announced: Announced) -> tuple[str, int, int]:
+        """Make the folder; return its name, the version of the format, and the bytes to come."""
+        self._steps.needed = sum(size for of_one in announced for _, size, _ in of_one)
+        version = max((version for of_one in announced for *_, version in of_one), default=1)
         check_unique([[name for name, *_ in of_one] for of_one in announced])
         files.make_directories(self._directory)
         self._replaced()
         files.make_directory(self._temporary)
-        return self._temporary.name
+        return self._temporary.name, version, self._steps.needed
 
     def _commit(self, written: Sequence[Sequence[Written]], version: int) -> str:
         """Publish what all have written; return the name of the folder."""

@@ -5,16 +5,27 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias, TypeVar, cast
 
 from trainkit.checkpoint.listing import committed
 from trainkit.errors import CheckpointError, TrainkitError, text_of
 from trainkit.formatting import readable_size
 
-__all__ = ["CommitSteps"]
+__all__ = ["Agree", "CommitSteps", "alone"]
+
+T = TypeVar("T")
+
+Agree: TypeAlias = Callable[[Any, Callable[[list[Any]], Any]], Any]
+"""`agree(value, action)` runs `action` on process 0 with the values of all processes, in order of
+their ranks, and returns its result on all."""
 
 Failure = tuple[str, str | None, int | None]
 """What happened in words, the file at fault, and the number of the system's error."""
+
+
+def alone(value: Any, action: Callable[[list[Any]], Any]) -> Any:
+    """Agree on one process."""
+    return action([value])
 
 
 class CommitSteps:
@@ -23,49 +34,54 @@ class CommitSteps:
     Args:
         directory: Where checkpoints are, for errors.
         step: What is saved, for errors.
-        gather: Returns what each process passes to it, in order of their ranks.
-        rank: Which process this is.
+        agree: Lets process 0 decide for all.
     """
 
-    def __init__(
-        self, directory: Path, step: int, gather: Callable[[Any], list[Any]], rank: int
-    ) -> None:
+    def __init__(self, directory: Path, step: int, agree: Agree) -> None:
         self.needed = 0
         """Bytes that all processes together want to write."""
         self._directory = directory
         self._step = step
-        self._gather = gather
-        self._rank = rank
+        self._agree = agree
 
-    def run(self, action: Callable[[], Any]) -> list[Any]:
-        """Do `action` on every process; return what each one returned.
+    def run(self, action: Callable[[], Any], conclude: Callable[[list[Any]], T]) -> T:
+        """Do `action` on every process, then `conclude` on process 0 with what each one returned.
+
+        Returns:
+            What `conclude` returned, on all.
 
         Raises:
-            CheckpointError: It failed somewhere; raised by all, with the cause where that is.
+            CheckpointError: One of them failed somewhere; raised by all, with the cause where
+                that is.
         """
-        failure: Failure | None = None
-        cause: Exception | None = None
-        result = None
-        try:
-            result = action()
-        except Exception as error:  # all must hear of it, whatever it is
-            cause, failure = error, self._describe(error)
-        answers = self._gather((failure, result))
-        failed = [(rank, answer[0]) for rank, answer in enumerate(answers) if answer[0]]
-        if failed:
-            rank, (text, file, errno) = failed[0]
-            place = f" on process {rank}" if len(answers) > 1 else ""
+        causes: list[Exception] = []
+
+        def attempt(work: Callable[[], Any]) -> tuple[Failure | None, Any]:
+            try:
+                return None, work()
+            except Exception as error:  # all must hear of it, whatever it is
+                causes.append(error)
+                return self._describe(error), None
+
+        def lead(answers: list[Any]) -> tuple[str, Failure | None, Any]:
+            several = len(answers) > 1
+            failed = [(rank, answer[0]) for rank, answer in enumerate(answers) if answer[0]]
+            if failed:
+                rank, failure = failed[0]
+                return f" on process {rank}" * several, failure, None
+            failure, result = attempt(lambda: conclude([result for _, result in answers]))
+            return " on process 0" * several, failure, result
+
+        place, failure, result = self._agree(attempt(action), lead)
+        if failure is not None:
+            text, file, errno = failure
             raise CheckpointError(
                 f"Saving step {self._step} failed{place}: {text}",
                 path=self._directory,
                 file=file,
                 errno=errno,
-            ) from cause
-        return [result for _, result in answers]
-
-    def run_on_main(self, action: Callable[[], Any]) -> Any:
-        """Do `action` on process 0 alone; return to all what it returned."""
-        return self.run(lambda: action() if self._rank == 0 else None)[0]
+            ) from next(iter(causes), None)
+        return cast("T", result)
 
     def _describe(self, error: Exception) -> Failure:
         if isinstance(error, OSError):

@@ -12,7 +12,8 @@ import xxhash
 
 from trainkit.checkpoint.format import codec, strict_json
 from trainkit.checkpoint.resharding.sharding import split
-from trainkit.distributed import Processes, run_and_gather
+from trainkit.distributed import Processes, run_on_all
+from trainkit.distributed.collectives import are_alike, gather_on_main, number_of
 from trainkit.errors import CheckpointError
 
 __all__ = ["Owners", "States", "put_own", "states_for", "take_states"]
@@ -62,10 +63,17 @@ def take_states(
         }
         return (rest, states), marks
 
-    (rest, states), found = run_and_gather(processes, mark)
-    pairs = {kind: _divide(kind, states[kind], [m[kind] for m in found]) for kind in states}
-    alike = {kind: pairs[kind][0] for kind in owners}
-    return rest, alike, {kind: own for kind, (_, own) in pairs.items()}
+    def decide(found: Sequence[Mapping[str, Mapping[str, str]]]) -> dict[str, list[str]]:
+        return {kind: _differing(kind, [marks[kind] for marks in found]) for kind in states}
+
+    (rest, states), marks = run_on_all(processes, mark)
+    if are_alike(processes, number_of(marks)):
+        differing = decide([marks])
+    else:
+        differing = gather_on_main(processes, marks, decide)
+    own = {kind: {n: s for n, s in states[kind].items() if n in differing[kind]} for kind in states}
+    alike = {kind: {n: s for n, s in states[kind].items() if n not in own[kind]} for kind in owners}
+    return rest, alike, own
 
 
 def _states(owners: Mapping[str, Any]) -> States:
@@ -94,10 +102,12 @@ def _mark(owner: Any, state: Any, path: str, processes: Processes) -> str:
     return f"sharded {shards} {digest.hexdigest()}" if encoded.is_sharded else digest.hexdigest()
 
 
-def _divide(kind: str, states: States, marks: Sequence[Mapping[str, str]]) -> tuple[States, States]:
-    """Divide states by the marks of each process; what only some processes have is their own."""
-    alike: States = {}
-    own: States = {}
+def _differing(kind: str, marks: Sequence[Mapping[str, str]]) -> list[str]:
+    """Return whose states each process saves itself, by the marks of each process.
+
+    What only some processes have is their own.
+    """
+    own: list[str] = []
     for name in dict.fromkeys(name for of_process in marks for name in of_process):
         found = [of_process.get(name, _OWN) for of_process in marks]
         differs = len(set(found)) > 1
@@ -111,9 +121,9 @@ def _divide(kind: str, states: States, marks: Sequence[Mapping[str, str]]) -> tu
                 "`per_process = False` on it if those of process 0 speak for all, or keep them in "
                 "an object of their own."
             )
-        if name in states:
-            (own if differs or found[0] == _OWN else alike)[name] = states[name]
-    return alike, own
+        if differs or found[0] == _OWN:
+            own.append(name)
+    return own
 
 
 def states_for(

@@ -4,6 +4,7 @@ import threading
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -14,6 +15,7 @@ from trainkit.checkpoint.retention import Retention, rotate
 from trainkit.checkpoint.snapshot import Snapshot
 from trainkit.checkpoint.store import CheckpointStore
 from trainkit.distributed import Processes, run_on_all, run_on_main, with_own_group
+from trainkit.distributed.collectives import gather_on_main
 from trainkit.errors import CheckpointError, ConfigError, text_of
 
 __all__ = ["NonFinite", "Saver"]
@@ -184,8 +186,7 @@ class Saver:
             step,
             parts,
             metadata=metadata,
-            gather=processes.all_gather_objects,
-            rank=processes.rank,
+            agree=partial(gather_on_main, processes),
         )
         run_on_main(processes, self._rotate)
         return path

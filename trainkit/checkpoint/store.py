@@ -9,6 +9,7 @@ from typing import Any
 
 from trainkit.checkpoint.checkpoint import Checkpoint, check_sizes
 from trainkit.checkpoint.commit import Save, throw_away
+from trainkit.checkpoint.commit_steps import Agree, alone
 from trainkit.checkpoint.format.names import TEMPORARY, TRASH
 from trainkit.checkpoint.io import files
 from trainkit.checkpoint.listing import Entry, broken_folders, committed, unwritable
@@ -38,8 +39,7 @@ class CheckpointStore:
         parts: Mapping[str, Any],
         *,
         metadata: Mapping[str, Any],
-        gather: Callable[[Any], list[Any]],
-        rank: int,
+        agree: Agree = alone,
     ) -> Path:
         """Write a checkpoint and return its folder, once it survives a power cut.
 
@@ -52,8 +52,8 @@ class CheckpointStore:
                 all processes.
             metadata: Small values for the manifest, of which those of process 0 count; `run_id`
                 names the run, and `metrics` is what the best are chosen by.
-            gather: Returns what each process passes to it, in order of their ranks.
-            rank: Which process this is; 0 commits.
+            agree: `agree(value, action)` runs `action` on process 0, which commits, with the
+                values of all processes in order of their ranks, and returns its result on all.
 
         Raises:
             CheckpointError: The save failed on some process; raised by all. Nothing of it is
@@ -61,7 +61,7 @@ class CheckpointStore:
         """
         if type(step) is not int or step < 0:
             raise ConfigError(f"`step` must be a whole number from 0 on, but is {step!r}.")
-        save = Save(self.directory, step, metadata, gather, rank)
+        save = Save(self.directory, step, metadata, agree)
         path = save.run(parts)
         self.last_saved = save.entry
         return path
@@ -94,7 +94,9 @@ class CheckpointStore:
         """Return the newest checkpoint that verifies, or None; `report` as in `valid`."""
         return next(self.valid(report), None)
 
-    def valid(self, report: Callable[[str], None]) -> Iterator[Checkpoint]:
+    def valid(
+        self, report: Callable[[str], None], *, contents: bool = True
+    ) -> Iterator[Checkpoint]:
         """Yield the checkpoints that verify, the newest first; those that are not finite come last.
 
         Older ones are not looked at before they are asked for.
@@ -102,13 +104,14 @@ class CheckpointStore:
         Args:
             report: Called with a sentence on each broken one that is newer, or has no step, and
                 on each one that is not finite.
+            contents: Whether their bytes are compared too, not names and sizes alone.
         """
         for _, error in broken_folders(self.directory):
             report(f"Ignored: {error}")
         entries, told = self.checkpoints()[::-1], set[Path]()
         for entry in sorted(entries, key=lambda entry: not entry.manifest.is_finite):
             try:
-                checkpoint = self.open(entry.path)
+                checkpoint = (self.open if contents else self.open_unverified)(entry.path)
             except CheckpointError as error:
                 report(f"Skipped step {entry.step}: {error}")
                 continue

@@ -64,7 +64,7 @@ def import_accelerate(
     metadata = {"run_id": _RUN, "imported_from": "accelerate", "skipped": sorted(skip)}
     step = _updates(parts.get("optimizer")) if step is None else step
     store = CheckpointStore(directory)
-    return store.save(step, parts, metadata=metadata, gather=lambda own: [own], rank=0)
+    return store.save(step, parts, metadata=metadata)
 
 
 def _read(source: Path, name: str) -> tuple[str, Any]:

@@ -8,8 +8,9 @@ from typing import Any
 from torch.optim import Optimizer
 
 from trainkit import rng
-from trainkit.checkpoint import Checkpoint, CheckpointStore, KeepPolicy
+from trainkit.checkpoint import Checkpoint, KeepPolicy
 from trainkit.checkpoint.candidates import candidates, first_whole
+from trainkit.checkpoint.checkpoint import open_share
 from trainkit.checkpoint.exact import load_model, load_state, parameter_states
 from trainkit.checkpoint.forms import applying, refuse
 from trainkit.checkpoint.per_process import Owners, put_own, states_for, take_states
@@ -184,6 +185,8 @@ def restore(
     if found is None:
         return
     folder, loaded = found
+    if resume in ("auto", "must"):
+        run.print(f"trainkit: resuming from `{folder}` (step {loaded.checkpoint.step}).")
     metadata = loaded.checkpoint.manifest.metadata
     planned = metadata["planned_steps"]
     if schedule == "keep" and planned != run.planned_steps:
@@ -233,8 +236,9 @@ def _load(
     schedule: str | None,
 ) -> _Loaded:
 
-    checkpoint = CheckpointStore(path.parent).open_unverified(path)
-    manifest, processes = checkpoint.manifest, run.strategy.processes
+    processes = run.strategy.processes
+    checkpoint = open_share(path, processes.world)
+    manifest = checkpoint.manifest
     check_metadata(checkpoint)
     # What does not fit is not broken: "auto" must not go back, and begin afresh in the end.
     told = differences(manifest.metadata["fingerprint"], fingerprint(run))
@@ -243,7 +247,7 @@ def _load(
         checkpoint.read(part, present.get(part)) for part in ("model", "optimizer", "trainer")
     )
     ranks = read_rank_parts(checkpoint, processes, manifest.world_size)
-    checkpoint.verify_rest((processes.rank, processes.size))
+    checkpoint.verify_rest()
     check_parts(run, checkpoint, model, optimizer, trainer, ranks)
     owners, same_size = owners_of(run, callbacks), manifest.world_size == processes.size
     own = list(ranks.values())

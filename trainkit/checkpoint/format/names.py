@@ -12,6 +12,7 @@ __all__ = [
     "TRASH",
     "folder_name",
     "is_allowed",
+    "owner_of",
     "part_of",
     "process_part",
     "tensor_name",
@@ -26,6 +27,7 @@ TEMPORARY = ".tmp-"
 TRASH = ".trash-"
 
 _ALLOWED = re.compile(r"[A-Za-z0-9_=-][A-Za-z0-9._=-]{0,127}", re.ASCII)
+_OWNED = re.compile(r"(?:process-|.*-shard-)(\d{5,9})", re.ASCII)
 _LONGEST_PART = 128 - len(TENSOR_SUFFIX)
 
 
@@ -55,6 +57,12 @@ def part_of(file: str) -> str:
 def process_part(rank: int) -> str:
     """Return the part that a process writes for itself."""
     return f"process-{rank:05d}"
+
+
+def owner_of(file: str) -> int | None:
+    """Return which process wrote a file, by its name; None for what all have alike."""
+    found = _OWNED.fullmatch(part_of(file))
+    return None if found is None else int(found[1])
 
 
 def tensor_name(keys: Iterable[object], taken: Collection[str]) -> str:

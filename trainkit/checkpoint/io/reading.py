@@ -2,8 +2,11 @@
 
 import os
 import stat
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import cycle
 from pathlib import Path
 from typing import Self
 
@@ -11,9 +14,12 @@ import xxhash
 
 from trainkit.errors import CheckpointCorrupt
 
-__all__ = ["HashedFile", "broken", "names_in", "open_directory", "open_file"]
+__all__ = ["HashedFile", "broken", "names_in", "open_directory", "open_file", "scratch"]
 
-_CHUNK = 1 << 22  # bytes read at once where the content is only hashed
+_CHUNK = 1 << 22  # bytes read at once
+_SMALL = 1 << 20  # bytes that are read sooner than handed to a thread
+_AHEAD = 4  # chunks that are read or wait to be hashed
+_READERS = 2  # threads: also filling fresh memory takes longer than hashing
 
 
 def broken(path: Path, file: str, why: str, errno: int | None = None) -> CheckpointCorrupt:
@@ -81,6 +87,16 @@ def open_file(directory: int, name: str, path: Path) -> Iterator["HashedFile"]:
             os.close(descriptor)
 
 
+def scratch(size: int) -> Iterator[memoryview]:
+    """Yield memory for `size` bytes that nobody keeps: each piece is good while `_AHEAD` are."""
+    buffers = [memoryview(bytearray(min(_CHUNK, size))) for _ in range(_AHEAD)]
+    for buffer in cycle(buffers):
+        if size <= 0:
+            return
+        yield buffer[:size]
+        size -= len(buffer)
+
+
 def _check_is_ordinary(status: os.stat_result, name: str, path: Path) -> None:
     if not stat.S_ISREG(status.st_mode):
         kind = "a link" if stat.S_ISLNK(status.st_mode) else "not an ordinary file"
@@ -95,6 +111,7 @@ class HashedFile:
         self.name = name
         self.path = path
         self._descriptor = descriptor
+        self._place = 0  # of the next byte to be hashed
         self._hash = xxhash.xxh3_128()
 
     def read(self, size: int) -> bytes:
@@ -109,12 +126,8 @@ class HashedFile:
         Raises:
             CheckpointCorrupt: The file ends before.
         """
-        left = target
-        while left:
-            count = os.readv(self._descriptor, [left])
-            if count == 0:
-                raise self.broken("it is cut")
-            left = left[count:]
+        self.read_at(self._place, target)
+        self._place += len(target)
         self._hash.update(target)
 
     def read_at(self, begin: int, target: memoryview) -> None:
@@ -130,18 +143,35 @@ class HashedFile:
                 raise self.broken("it is cut")
             left = left[count:]
 
-    def skip(self, size: int) -> None:
-        """Hash the next `size` bytes, and do not keep them."""
-        buffer = memoryview(bytearray(min(_CHUNK, size)))
-        while size:
-            self.read_into(buffer[:size])
-            size -= min(len(buffer), size)
+    def read_ahead(self, targets: Iterable[memoryview]) -> None:
+        """Fill one target after the other with the next bytes; hash one while others are read.
+
+        Raises:
+            CheckpointCorrupt: The file ends before.
+        """
+        with ThreadPoolExecutor(_READERS) as readers:
+            begun: deque[tuple[Future[None] | None, memoryview]] = deque()
+
+            def finish(most: int) -> None:
+                while len(begun) > most:
+                    reading, chunk = begun.popleft()
+                    if reading is not None:
+                        reading.result()
+                    self._hash.update(chunk)
+
+            for chunk in (t[i : i + _CHUNK] for t in targets for i in range(0, len(t), _CHUNK)):
+                if len(chunk) < _SMALL:
+                    self.read_at(self._place, chunk)
+                    begun.append((None, chunk))
+                else:
+                    begun.append((readers.submit(self.read_at, self._place, chunk), chunk))
+                self._place += len(chunk)
+                finish(_AHEAD - 1)
+            finish(0)
 
     def skip_rest(self) -> Self:
         """Hash what has not been read yet."""
-        buffer = memoryview(bytearray(min(_CHUNK, max(1, self.size))))
-        while count := os.readv(self._descriptor, [buffer]):
-            self._hash.update(buffer[:count])
+        self.read_ahead(scratch(self.size - self._place))
         return self
 
     def digest(self) -> str:

@@ -11,7 +11,8 @@ from trainkit.checkpoint.format.names import tensor_name
 from trainkit.checkpoint.format.tensor_location import StoredTensor
 from trainkit.checkpoint.format.tensors import file_dtype
 from trainkit.checkpoint.resharding.sharding_spec import ShardingSpec, is_sharded
-from trainkit.distributed import Processes, run_and_gather
+from trainkit.distributed import Processes, run_on_all
+from trainkit.distributed.collectives import are_alike, number_of
 from trainkit.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -52,8 +53,8 @@ def split_alike(processes: Processes, parts: Mapping[str, Any]) -> dict[str, Any
     Raises:
         CheckpointError: They have not, or it failed on one; on all processes.
     """
-    mine, digests = run_and_gather(processes, lambda: split(parts, processes.rank))
-    if len(set(digests)) > 1:
+    mine, digest = run_on_all(processes, lambda: split(parts, processes.rank))
+    if not are_alike(processes, number_of(digest)):
         raise CheckpointError(
             "The states to be saved hold other sharded tensors on other processes. `state_dict` "
             "of callbacks and registered objects must return the same `DTensor`s on all."

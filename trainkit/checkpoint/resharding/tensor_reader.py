@@ -1,15 +1,15 @@
 """Read tensors, or regions of them, out of the files of a checkpoint; no torch needed."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from trainkit.checkpoint.format import tensor_file
 from trainkit.checkpoint.format.manifest import FileInfo
-from trainkit.checkpoint.format.names import TENSOR_SUFFIX
+from trainkit.checkpoint.format.names import TENSOR_SUFFIX, owner_of
 from trainkit.checkpoint.format.shard_region import ShardRegion, runs
 from trainkit.checkpoint.format.tensor_file import SIZES, Header
 from trainkit.checkpoint.format.tensor_location import StoredTensor
-from trainkit.checkpoint.io.reading import HashedFile, broken, open_file
+from trainkit.checkpoint.io.reading import broken, open_file, scratch
 
 __all__ = ["ReadJob", "TensorReader"]
 
@@ -29,6 +29,8 @@ class TensorReader:
         files: What the manifest says of the files.
         headers: Those that are known already, by part; others are added.
         verified: The names of files that were compared with their digests; others are added.
+        left_out: The names of files that other processes compare; of them those that all read
+            are not compared here.
     """
 
     def __init__(
@@ -38,12 +40,14 @@ class TensorReader:
         files: Mapping[str, FileInfo],
         headers: dict[str, Header],
         verified: set[str],
+        left_out: Collection[str] = (),
     ) -> None:
         self._directory = directory
         self._path = path
         self._files = files
         self._headers = headers
         self._verified = verified
+        self._left_out = left_out
 
     def header(self, part: str) -> Header:
         """Return what the tensor file of a part says of itself.
@@ -106,7 +110,8 @@ class TensorReader:
 
         Args:
             hashed: Read each file that is needed to its end, and compare its digest with the
-                manifest: what fills the memory is what was hashed. Else only what is needed.
+                manifest: what fills the memory is what was hashed. Else, and of files that are
+                left to other processes, only what is needed.
 
         Raises:
             CheckpointCorrupt: A file has changed, or does not fit its header or the tensor.
@@ -124,12 +129,14 @@ class TensorReader:
             while left:
                 with open_file(self._directory, name, self._path) as file:
                     file.check_size(self._files[name].bytes)
-                    if not hashed:
+                    if not hashed or (name in self._left_out and owner_of(name) is None):
                         for begin, target in left:
                             file.read_at(begin, target)
                         left = []
                     else:
-                        left = _fill(file, left)
+                        again: list[_Stretch] = []
+                        file.read_ahead(_targets(left, again))
+                        left = again
                         file.skip_rest().check_digest(self._files[name].xxh3_128)
                         self._verified.add(name)
 
@@ -153,14 +160,13 @@ class TensorReader:
         ]
 
 
-def _fill(file: HashedFile, stretches: list[_Stretch]) -> list[_Stretch]:
-    """Read a file once from its beginning; return the stretches that need it once more."""
-    left, place = [], 0
+def _targets(stretches: list[_Stretch], again: list[_Stretch]) -> Iterator[memoryview]:
+    """Yield memory for a file from its beginning; note the stretches that need it once more."""
+    place = 0
     for begin, target in stretches:
         if begin < place:  # the same bytes are wanted twice
-            left.append((begin, target))
+            again.append((begin, target))
             continue
-        file.skip(begin - place)
-        file.read_into(target)
+        yield from scratch(begin - place)
+        yield target
         place = begin + len(target)
-    return left
