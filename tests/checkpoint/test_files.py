@@ -70,6 +70,32 @@ def test_no_more_than_a_few_files_are_open_at_once(
     assert most <= before + 10
 
 
+def test_files_are_read_and_removed_while_python_shuts_down(tmp_path: Path) -> None:
+    (tmp_path / "large").write_bytes(bytes(5 << 20))
+    (tmp_path / "many").mkdir()
+    for number in range(40):
+        (tmp_path / "many" / str(number)).touch()
+    script = f"""
+import pathlib, threading
+from trainkit.checkpoint.io import files
+from trainkit.checkpoint.io.reading import open_directory, open_file
+
+def late():
+    threading.main_thread().join()
+    folder = pathlib.Path({str(tmp_path)!r})
+    with open_directory(folder) as directory, open_file(directory, "large", folder) as file:
+        file.skip_rest()
+    files.remove_tree(folder / "many")
+
+threading.Thread(target=late).start()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=240, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [path.name for path in tmp_path.iterdir()] == ["large"]
+
+
 def test_files_are_written_while_python_shuts_down(tmp_path: Path) -> None:
     script = f"""
 import pathlib, threading, time

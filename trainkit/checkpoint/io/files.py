@@ -10,11 +10,12 @@ import stat
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from itertools import repeat
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Semaphore, Thread
 from typing import TypeAlias
+
+from trainkit.checkpoint.io.threads import begin
 
 __all__ = [
     "close",
@@ -180,8 +181,9 @@ def remove_tree(path: Path) -> None:
         links = [folder for folder in folders if _is_link(directory, folder)]  # fwalk calls them so
         rest, folder = [*others, *links], Path(name)
         if len(rest) > _FEW:
-            with ThreadPoolExecutor(_REMOVERS) as removers:
-                list(removers.map(remove_file, repeat(directory), rest, repeat(folder)))
+            with ThreadPoolExecutor(_REMOVERS) as pool:
+                for wait in [begin(pool, remove_file, directory, one, folder) for one in rest]:
+                    wait()
         else:
             for other in rest:
                 remove_file(directory, other, folder)

@@ -3,8 +3,8 @@
 import os
 import stat
 from collections import deque
-from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import cycle
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Self
 
 import xxhash
 
+from trainkit.checkpoint.io.threads import begin
 from trainkit.errors import CheckpointCorrupt
 
 __all__ = ["HashedFile", "broken", "names_in", "open_directory", "open_file", "scratch"]
@@ -150,13 +151,13 @@ class HashedFile:
             CheckpointCorrupt: The file ends before.
         """
         with ThreadPoolExecutor(_READERS) as readers:
-            begun: deque[tuple[Future[None] | None, memoryview]] = deque()
+            begun: deque[tuple[Callable[[], None] | None, memoryview]] = deque()
 
             def finish(most: int) -> None:
                 while len(begun) > most:
-                    reading, chunk = begun.popleft()
-                    if reading is not None:
-                        reading.result()
+                    wait, chunk = begun.popleft()
+                    if wait is not None:
+                        wait()
                     self._hash.update(chunk)
 
             for chunk in (t[i : i + _CHUNK] for t in targets for i in range(0, len(t), _CHUNK)):
@@ -164,7 +165,7 @@ class HashedFile:
                     self.read_at(self._place, chunk)
                     begun.append((None, chunk))
                 else:
-                    begun.append((readers.submit(self.read_at, self._place, chunk), chunk))
+                    begun.append((begin(readers, self.read_at, self._place, chunk), chunk))
                 self._place += len(chunk)
                 finish(_AHEAD - 1)
             finish(0)
