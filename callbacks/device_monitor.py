@@ -4,12 +4,12 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 from typing_extensions import override
 
 from trainkit.callbacks._support.log_schedule import log_follows
+from trainkit.device import memory_figures, utilization
 from trainkit.training.callback import Callback
 from trainkit.training.run import Run
 from trainkit.types import StepResult
@@ -59,29 +59,14 @@ class DeviceMonitor(Callback):
     def _work(self, run: Run) -> dict[str, float]:
         (wall, processor), self._mark = self._mark, (time.perf_counter(), time.process_time())
         work = {"cpu_cores": (self._mark[1] - processor) / max(self._mark[0] - wall, 1e-9)}
-        share = _utilization(run.strategy.device)
+        share = utilization(run.strategy.device)
         return work if share is None else work | {"utilization_percent": share}
 
 
 def _device_memory(device: torch.device) -> dict[str, int]:
-    module: Any = getattr(torch, device.type)
-    if device.type == "cpu" or not hasattr(module, "memory_allocated"):
+    if device.type == "cpu":
         return {}
-    return {
-        "memory_allocated_gib": module.memory_allocated(device),
-        "memory_reserved_gib": module.memory_reserved(device),
-        "memory_peak_gib": module.max_memory_allocated(device),
-    }
-
-
-def _utilization(device: torch.device) -> float | None:
-    """Return the percentage of time in which `device` was busy; None where nobody tells."""
-    if device.type != "cuda":
-        return None
-    try:
-        return float(torch.cuda.utilization(device))
-    except Exception:  # the driver's library is missing, or has errors of its own
-        return None
+    return {f"memory_{name}_gib": size for name, size in memory_figures(device).items()}
 
 
 def _host_memory() -> dict[str, int]:

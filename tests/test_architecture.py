@@ -1,6 +1,7 @@
 """Imports point down, and what must not be called is not called (rule 28)."""
 
 import ast
+import re
 from collections.abc import Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
@@ -13,8 +14,9 @@ ROOT = Path(__file__).resolve().parent.parent
 # Lowest first. A room is a folder of trainkit, or a file beside them. It sees the rows below its
 # own, and itself; inside of it, files may see each other without a circle.
 LAYERS = (
-    ("console", "errors", "formatting", "lazy", "parsing", "rng", "signals", "types", "version"),
-    ("containers", "launch_environment", "outputs"),
+    ("console", "errors", "formatting", "lazy", "parsing", "signals", "types", "version"),
+    ("device",),
+    ("containers", "launch_environment", "outputs", "rng"),
     ("config",),
     ("metrics", "precision", "run_report", "watchdog"),
     ("distributed",),
@@ -49,6 +51,16 @@ FORBIDDEN_ATTRIBUTES = {
 PICKLES_FOR_USERS = "trainkit/containers/wire_format.py"
 # The one place that calls these: torch's own files, read without unpickling, written on request.
 TORCH_FILES = "trainkit/export/pickled.py"
+
+KINDS_OF_DEVICES = {"cuda", "hip", "nccl", "npu", "xccl", "xpu"}
+"""Words of one kind of accelerator: everything else goes by what `torch.accelerator` can do."""
+NAMES_DEVICES = {
+    "trainkit/device.py": "asks torch, and is asked by all others",
+    "trainkit/cli/machine.py": "looks for drivers where torch is not imported",
+    "trainkit/cli/accelerate_keys.py": "knows the keys of another program's file",
+    "trainkit/watchdog/report.py": "a variable that helps with one error",
+    "callbacks/profiler.py": "an argument of torch's profiler",
+}
 
 
 def _files() -> list[Path]:
@@ -187,6 +199,31 @@ def test_torch_reads_its_files_without_unpickling() -> None:
     uses = {use.split(" uses ")[1] for use in _forbidden(tree)}
     assert uses == {"torch.load", "torch.save"}
     assert _always_restricts(tree)
+
+
+def _words(tree: ast.Module) -> Iterator[str]:
+    """Yield the words of names and of strings, but for docstrings."""
+    documents = {
+        node.body[0].value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+        and node.body
+        and isinstance(node.body[0], ast.Expr)
+    }
+    for node in ast.walk(tree):
+        texts = [getattr(node, name, None) for name in ("attr", "id", "name", "arg", "module")]
+        if isinstance(node, ast.Constant) and node not in documents:
+            texts.append(node.value)
+        for text in texts:
+            if isinstance(text, str):
+                yield from re.split(r"[^a-z]+", text.lower())
+
+
+def test_one_module_knows_kinds_of_devices() -> None:
+    naming = {_name(path) for path in _files() if KINDS_OF_DEVICES & {*_words(_tree(path))}}
+    assert naming == set(NAMES_DEVICES)
+    assert {*_words(ast.parse('"""cuda"""\ntorch.cuda.empty_cache()'))} >= {"cuda"}
+    assert "cuda" not in {*_words(ast.parse('"""cuda"""'))}
 
 
 def test_one_module_pickles() -> None:

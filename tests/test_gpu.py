@@ -1,4 +1,4 @@
-"""Training on one CUDA device: precisions, resumes and sharded checkpoints, by every strategy.
+"""Training on one accelerator: precisions, resumes and sharded checkpoints, by every strategy.
 
 bf16 keeps 8 bits of a number and fp16 11, so losses of a few steps stay within 5 % and 1 % of those
 in fp32. With `deterministic=True` a resume is equal to the last bit.
@@ -15,13 +15,15 @@ from torch import nn
 from typing_extensions import override
 
 from trainkit import Callback, Run, StepResult, Trainer
+from trainkit.device import default_kind
 from trainkit.precision import FP16
 from trainkit.strategies import DDP, FSDP, SingleDevice, Strategy, single_process_group
 from trainkit.testing.task import Network, Record, Save, fit, loaders, same, weights
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:FSDP gains nothing")]
 
-SECONDS = 180.0
+DEVICE = torch.device(default_kind(), 0)
+SECONDS = 600.0
 STRATEGIES = ("single", "ddp", "fsdp", "offload")
 SAVED_STEP, STEPS = 6, 8
 TOLERANCES = {"bf16": 0.05, "fp16": 0.01}  # relative, of losses and norms
@@ -37,18 +39,18 @@ def cublas(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def make(strategy: str) -> Strategy:
     if strategy == "single":
-        return SingleDevice(device="cuda:0")
+        return SingleDevice(device=DEVICE)
     if strategy == "ddp":
-        single_process_group.join(
-            torch.device("cuda:0")
-        )  # by nccl; DDP alone needs neither group nor wrapper
-        return DDP(device="cuda:0")
-    return FSDP(device="cuda:0", cpu_offload=strategy == "offload")
+        single_process_group.join(DEVICE)  # DDP alone needs neither group nor wrapper
+        return DDP(device=DEVICE)
+    return FSDP(device=DEVICE, cpu_offload=strategy == "offload")
 
 
 def in_new_process(function: Callable[..., None], *args: Any) -> None:
-    """Call a function where CUDA is not in use yet: a fork of a process that uses it cannot."""
-    process = multiprocessing.get_context("spawn").Process(target=function, args=args)
+    """Call a function where no device is in use yet: a fork of a process that uses one cannot."""
+    way = "fork" if DEVICE.type == "fake" else "spawn"  # the pretended one does not mind
+    context: Any = multiprocessing.get_context(way)
+    process = context.Process(target=function, args=args)
     process.start()
     process.join(SECONDS)
     code = process.exitcode
@@ -116,7 +118,7 @@ def difference(found: list[float], expected: list[float]) -> float:
 def precisions(strategy: str) -> None:
     expected = train("single")
     full = train(strategy)
-    assert full["places"] == [["cuda"], ["cpu" if strategy == "offload" else "cuda"], 0]
+    assert full["places"] == [[DEVICE.type], ["cpu" if strategy == "offload" else DEVICE.type], 0]
     assert full["step"] == STEPS
     for name in ("losses", "norms"):
         assert difference(full[name], expected[name]) < 1e-5
@@ -195,9 +197,9 @@ def test_an_overflow_skips_one_step(strategy: str) -> None:
 def filled() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
-    trainer = Trainer(max_steps=2, strategy=FSDP(device="cuda:0"), callbacks=[])
+    trainer = Trainer(max_steps=2, strategy=FSDP(device=DEVICE), callbacks=[])
     fit(trainer, model, loaders(6, torch.float32)[0])
-    assert all(p.device.type == "cuda" and p.isfinite().all() for p in model.parameters())
+    assert all(p.device == DEVICE and p.isfinite().all() for p in model.parameters())
 
 
 def test_a_model_on_the_meta_device_is_filled() -> None:

@@ -145,5 +145,5 @@ def test_gradient_equals_that_of_one_big_batch(size: int) -> None:
         for result in results:
             assert len(result[number]) == len(expected)
             for ours, theirs in zip(result[number], expected, strict=True):
-                error = (ours - theirs).norm() / theirs.norm()
+                error = (ours.cpu() - theirs).norm() / theirs.norm()
                 assert error <= LIMIT, (cases[number], float(error))

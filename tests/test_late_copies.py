@@ -98,7 +98,7 @@ def waits(monkeypatch: pytest.MonkeyPatch, kind: str, state: Any) -> tuple[list[
         late.append(non_blocking)
 
     with monkeypatch.context() as patch:
-        patch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(kind))
+        patch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device(kind))
         patch.setattr(torch.accelerator, "synchronize", lambda device: waited.append(str(device)))
         patch.setattr(torch, "_foreach_copy_", copy)
         patch.setattr(snapshot, "refused_tensor", lambda tensor: None)

@@ -21,7 +21,7 @@ EVERYWHERE = [name for name in HOOKS if name not in (*PARTIAL_HOOKS, "on_excepti
 
 
 def model_with_statistics() -> nn.Sequential:
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2))
 

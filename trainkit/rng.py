@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from trainkit.device import get_rng_state, set_rng_state
+
 __all__ = [
     "HostState",
     "derive",
@@ -122,8 +124,7 @@ def state_dict(device: torch.device) -> dict[str, Any]:
     """Return the states of all global generators, and that of a device; None for the CPU."""
     python_state, numpy_state, torch_state = save_host()
     states = {"python": python_state, "numpy": numpy_state, "torch": torch_state}
-    of_device = getattr(torch, device.type)
-    return states | {"device": None if device.type == "cpu" else of_device.get_rng_state(device)}
+    return states | {"device": None if device.type == "cpu" else get_rng_state(device)}
 
 
 def load_state_dict(state: Mapping[str, Any], device: torch.device) -> None:
@@ -133,7 +134,7 @@ def load_state_dict(state: Mapping[str, Any], device: torch.device) -> None:
     """
     restore_host((state["python"], state["numpy"], state["torch"]))
     if state["device"] is not None and device.type != "cpu":
-        getattr(torch, device.type).set_rng_state(state["device"], device)
+        set_rng_state(state["device"], device)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from trainkit.callbacks._support.histograms import Histogram
+from trainkit.device import wide_dtype
 from trainkit.training.run import Run
 
 __all__ = ["GradientValues"]
@@ -42,15 +43,16 @@ class GradientValues:
     def norms(self) -> dict[str, Tensor]:
         """Return the L2 norm of each group, on the device."""
         device = self._run.strategy.device
-        squares = torch.zeros(len(self._names), dtype=torch.float64, device=device)
+        dtype = wide_dtype(device.type)
+        squares = torch.zeros(len(self._names), dtype=dtype, device=device)
         parts = [i for i, gradient in enumerate(self._gradients) if gradient.numel()]
         if parts:
             present = [self._gradients[i] for i in parts]
             wide = any(gradient.dtype == torch.float64 for gradient in present)
             norms = torch._foreach_norm(present, 2, None if wide else torch.float32)
             # In fp64 the square of a finite fp32 norm is finite too.
-            shares = torch.tensor([self._copies[i] for i in parts], device=device).double()
-            own = torch.stack([norm.to(device) for norm in norms]).double().square() / shares
+            shares = torch.tensor([self._copies[i] for i in parts], device=device).to(dtype)
+            own = torch.stack([norm.to(device) for norm in norms]).to(dtype).square() / shares
             groups = torch.tensor([self._groups[i] for i in parts], device=device)
             squares.index_add_(0, groups, own)
         totals = self._over_shards(squares, "sum").sqrt()
@@ -65,16 +67,17 @@ class GradientValues:
         if not (self._run.strategy.sharded or self._run.is_main_process):
             return {}
         bounds = self._bounds()
-        counts = torch.zeros((len(self._names), bins), dtype=torch.float64)
+        device = self._run.strategy.device
+        counts = torch.zeros((len(self._names), bins), dtype=wide_dtype(device.type))
         for group, gradient, copies in zip(
             self._groups, self._gradients, self._copies, strict=True
         ):
             low, high = bounds[group]
             for chunk in _finite(gradient):
-                places = (chunk.double() - low) * (bins / (high - low))
+                places = (chunk.to(wide_dtype(chunk.device.type)) - low) * (bins / (high - low))
                 found = torch.bincount(places.long().clamp(0, bins - 1), minlength=bins)
                 counts[group] += found.cpu() / copies
-        totals = self._over_shards(counts.to(self._run.strategy.device), "sum").tolist()
+        totals = self._over_shards(counts.to(device), "sum").tolist()
         return {
             self._names[group]: Histogram(*bounds[group], totals[group])
             for group in self._present
@@ -94,7 +97,7 @@ class GradientValues:
                     negated, largest = extremes[group]
                     extremes[group] = (max(negated, -low), max(largest, high))
         device = self._run.strategy.device
-        own = torch.tensor(extremes, dtype=torch.float64, device=device)
+        own = torch.tensor(extremes, dtype=wide_dtype(device.type), device=device)
         return [_apart(-low, high) for low, high in self._over_shards(own, "max").tolist()]
 
     def _over_shards(self, values: Tensor, op: Literal["sum", "max"]) -> Tensor:

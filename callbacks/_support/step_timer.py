@@ -63,4 +63,4 @@ class StepTimer:
 
     def _synchronize(self) -> None:
         if self._device is not None:
-            getattr(torch, self._device.type).synchronize(self._device)
+            torch.accelerator.synchronize(self._device)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from trainkit import notebook_launcher
 from trainkit.errors import ConfigError, DistributedError
@@ -119,6 +118,6 @@ def test_what_cannot_work_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         notebook_launcher(print, num_processes=2, max_restarts=3)
     with pytest.raises(ConfigError, match="no argument `number`"):
         notebook_launcher(print, number=2)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr("trainkit.accelerator.launcher.forbids_fork", lambda: True)
     with pytest.raises(ConfigError, match="Restart the kernel"):
         notebook_launcher(print, num_processes=2)

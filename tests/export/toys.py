@@ -34,7 +34,7 @@ TOKENS = torch.arange(8).reshape(2, 4)
 
 def tied(seed: int = 0) -> Tied:
     """Return the model with fixed weights."""
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return Tied()
 
@@ -43,7 +43,7 @@ def gpt2(seed: int = 0) -> Any:
     """Return a tiny GPT-2 of transformers, with a tied head."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         config = GPT2Config(
             vocab_size=17, n_positions=16, n_embd=8, n_layer=2, n_head=2, n_inner=16

@@ -15,7 +15,7 @@ FEATURES = 4
 
 def toy_model(seed: int = 0) -> nn.Module:
     """Return a classifier of two classes with fixed weights."""
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, 2))
 

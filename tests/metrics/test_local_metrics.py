@@ -8,6 +8,7 @@ import numpy
 import pytest
 import torch
 
+from trainkit.device import default_kind
 from trainkit.errors import ConfigError, DataError
 from trainkit.metrics import (
     F1,
@@ -201,10 +202,10 @@ def test_predictions_may_be_on_the_gpu_and_references_not(
     expected = metric_class().compute(predictions=predictions, references=references)
     metric = metric_class()
     for _ in range(2):
-        metric.update(torch.tensor(predictions, device="cuda"), references)
+        metric.update(torch.tensor(predictions, device=default_kind()), references)
     assert metric.compute() == expected
     if metric_class is not Perplexity:
-        metric.update(references, torch.tensor(predictions, device="cuda"), weights)
+        metric.update(references, torch.tensor(predictions, device=default_kind()), weights)
 
 
 @pytest.mark.parametrize("name", ["accuracy", "f1", "precision", "recall"])

@@ -48,7 +48,8 @@ class Accelerator(Communicator):
         cpu: Use the CPU also where there is a GPU.
         dataloader_config: How loaders are shared out.
         fsdp_plugin: The same as `strategy`.
-        rng_types: Generators that a pass takes from process 0: "generator", "torch", "cuda".
+        rng_types: Generators that a pass takes from process 0: "generator", "torch", or
+            the type of a device such as "cuda".
         log_with: "tensorboard", "jsonl", "all", a `GeneralTracker`, or a list of these.
         project_dir: Folder of checkpoints and logs.
         project_config: The same, with `automatic_checkpoint_naming` and `total_limit`.
@@ -58,7 +59,7 @@ class Accelerator(Communicator):
         dynamo_backend: Run models through `torch.compile` with this backend.
         strategy: A strategy of `trainkit.strategies`, such as `FSDP()`; by default what the
             launcher says, else the single device, or DDP on several processes.
-        device: The device of this process; its own CUDA device by default, else the CPU.
+        device: The device of this process; its own accelerator by default, else the CPU.
 
     Raises:
         ConfigError: A setting cannot work.
@@ -141,8 +142,8 @@ class Accelerator(Communicator):
             return DistributedType.FSDP
         if self._own.processes.size == 1:
             return DistributedType.NO
-        on_cuda = self._own.device.type == "cuda"
-        return DistributedType.MULTI_GPU if on_cuda else DistributedType.MULTI_CPU
+        on_cpu = self._own.device.type == "cpu"
+        return DistributedType.MULTI_CPU if on_cpu else DistributedType.MULTI_GPU
 
     @property
     def use_distributed(self) -> bool:

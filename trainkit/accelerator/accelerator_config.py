@@ -19,6 +19,7 @@ from trainkit.accelerator.settings import (
     InitProcessGroupKwargs,
     ProjectConfiguration,
 )
+from trainkit.device import generator_kinds
 from trainkit.distributed import Processes
 from trainkit.distributed.group import INIT_METHOD, as_timeout
 from trainkit.distributed.world import World
@@ -30,7 +31,6 @@ from trainkit.strategies import Strategy
 __all__ = ["AcceleratorConfig"]
 
 HANDLERS = (AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs, InitProcessGroupKwargs)
-RNG_TYPES = ("generator", "torch", "cuda")
 
 
 @dataclass(kw_only=True)
@@ -69,8 +69,8 @@ class AcceleratorConfig:
     def __post_init__(self) -> None:
         asked = self.mixed_precision or mixed_precision()
         self.precision = _one_of("mixed_precision", asked, PRECISIONS)
-        names = self.rng_types or ("generator",)
-        self.generators = tuple(_one_of("rng_types", name, RNG_TYPES) for name in names)
+        names, known = self.rng_types or ("generator",), ("generator", "torch", *generator_kinds())
+        self.generators = tuple(_one_of("rng_types", name, known) for name in names)
         self.autocast = self.handler(AutocastKwargs)
         self.data = self._data()
         self.accumulation = self._accumulation()

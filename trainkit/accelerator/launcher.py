@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed
 
+from trainkit.device import accelerator_count, forbids_fork
 from trainkit.distributed import Processes
 from trainkit.distributed.group import INIT_METHOD
 from trainkit.errors import ConfigError, DistributedError
@@ -66,7 +67,7 @@ def notebook_launcher(
         DistributedError: One of them raised, or ended; holds its traceback.
     """
     _check_others(others)
-    count = max(1, torch.cuda.device_count()) if num_processes is None else num_processes
+    count = max(1, accelerator_count()) if num_processes is None else num_processes
     _check(mixed_precision, count)
     environment = {"TRAINKIT_MIXED_PRECISION": mixed_precision}
     if count * num_nodes == 1:
@@ -262,10 +263,10 @@ def _check_others(others: Mapping[str, Any]) -> None:
 
 
 def _refuse_started() -> None:
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if forbids_fork():
         raise ConfigError(
-            "CUDA is in use in this notebook, and a forked process cannot use it then. Restart "
-            "the kernel, and touch the GPU (`.to('cuda')`, `Accelerator()`) only inside the "
+            "The accelerator is in use in this notebook, and a forked process cannot use it then. "
+            "Restart the kernel, and touch it (`model.to(...)`, `Accelerator()`) only inside the "
             "function."
         )
     if torch.distributed.is_initialized():

@@ -31,7 +31,7 @@ class Sharing:
         device: Where the batches go.
         configuration: The rules.
         rng_types: Which generators are those of process 0 when a pass begins: "generator" (the
-            sampler's own), "torch", "cuda".
+            sampler's own), "torch", the type of a device.
         active: Told which samples of a batch are real.
         accumulation: Told where a pass is.
     """

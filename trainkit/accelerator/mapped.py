@@ -18,6 +18,7 @@ from trainkit.data.order import divide, set_epoch_on
 from trainkit.data.order_facts import OWN, digest_of, run_to
 from trainkit.data.plan import BatchPlan, FlatPlan, Plan
 from trainkit.data.workers import datasets_of
+from trainkit.device import get_rng_state, set_rng_state
 from trainkit.errors import CheckpointError
 
 __all__ = ["MappedShare"]
@@ -259,8 +260,9 @@ class MappedShare(SharedLoader):
                 generator.set_state(broadcast(generator.get_state()))
         if "torch" in wanted:
             torch.set_rng_state(broadcast(torch.get_rng_state()))
-        if "cuda" in wanted and self._sharing.device.type == "cuda":
-            torch.cuda.set_rng_state(broadcast(torch.cuda.get_rng_state()))
+        device = self._sharing.device
+        if device.type in wanted:
+            set_rng_state(broadcast(get_rng_state(device)), device)
 
 
 def _generators_of(parts: Sequence[Any]) -> list[torch.Generator]:

@@ -97,5 +97,4 @@ def is_out_of_memory(error: Exception) -> bool:
 
 def _empty() -> None:
     gc.collect()
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.empty_cache()
+    torch.accelerator.empty_cache()  # nothing where it is not in use

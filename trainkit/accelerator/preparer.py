@@ -22,6 +22,7 @@ from trainkit.accelerator.scheduler import PreparedScheduler
 from trainkit.accelerator.settings import DistributedDataParallelKwargs
 from trainkit.data import training_loader
 from trainkit.data.batch_sources import Presharded
+from trainkit.device import move_module
 from trainkit.errors import ConfigError
 from trainkit.export.state import unwrapped
 from trainkit.precision import FP32, Precision
@@ -194,7 +195,7 @@ class Preparer:
         if self.config.compile_backend is not None:
             model.compile(backend=self.config.compile_backend)
         if self._moves(moved):
-            model.to(self.sharing.device)
+            move_module(model, self.sharing.device)
         wrapped = model
         if self.strategy.sharded or (self._joins(model) and not evaluation_mode):
             wrapped = self.strategy.wrap(model, self.precision)

@@ -70,7 +70,7 @@ class DataLoaderConfiguration:
             all processes have equally many and equally large ones.
         use_seedable_sampler: Shuffle by `epoch + data_seed` alone.
         data_seed: The seed for that; None: the seed that torch's generator started from.
-        non_blocking: Accepted; on CUDA copies never block.
+        non_blocking: Accepted; to an accelerator copies never block.
         use_stateful_dataloader: A loader goes on in the middle of an epoch after `load_state`,
             without `skip_first_batches`.
     """
@@ -186,13 +186,13 @@ class InitProcessGroupKwargs(KwargsHandler):
     """How the process group is made.
 
     Args:
-        backend: None or the one that the device has: "nccl" on CUDA, "gloo" on the CPU.
+        backend: Accepted; the back end is that of the device.
         init_method: Where the processes meet; None: what the launcher says. Refused where the
             process group exists already.
         timeout: How long a collective may wait before it raises, in every group: the default one,
             also where it exists already, and those that trainkit makes; None: torch's default.
     """
 
-    backend: str | None = "nccl"
+    backend: str | None = None
     init_method: str | None = None
     timeout: timedelta | None = None

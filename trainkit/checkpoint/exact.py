@@ -76,7 +76,7 @@ def load_optimizer(
     for group, of_group in zip(optimizer.param_groups, devices, strict=True):
         for key, device in of_group.items():
             if isinstance(group.get(key), Tensor):
-                group[key] = group[key].to(device)  # such as a learning rate for CUDA graphs
+                group[key] = group[key].to(device)  # such as a learning rate for graphs of CUDA
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     saved = [None] * len(numbers) if saved is None else saved

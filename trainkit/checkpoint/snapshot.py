@@ -9,6 +9,7 @@ from torch import Tensor
 from trainkit.checkpoint.format.codec import DEEPEST, MOST_VALUES
 from trainkit.checkpoint.format.strides import row_major
 from trainkit.checkpoint.format.tensors import kept_strides, refused_tensor
+from trainkit.device import can_pin, is_accelerator
 
 __all__ = ["Snapshot"]
 
@@ -33,7 +34,7 @@ class Snapshot:
         if walk.sources:
             # One call for all: with many small tensors, calls take longer than copies.
             with torch.no_grad():
-                late = _can_wait(walk.devices)
+                late = bool(walk.devices) and all(map(is_accelerator, walk.devices))
                 torch._foreach_copy_(walk.targets, walk.sources, non_blocking=late)
         self._last = None if walk.refused else result
         for device in walk.devices if late else ():
@@ -113,13 +114,7 @@ class _CopyPass:
             and id(last) not in self._taken
         ):
             return last
-        return torch.empty_strided(shape, strides, dtype=dtype, pin_memory=tensor.is_cuda)
-
-
-def _can_wait(devices: set[torch.device]) -> bool:
-    """Return whether torch knows how to wait for all of the devices; there must be one."""
-    accelerator = torch.accelerator.current_accelerator() if devices else None
-    return accelerator is not None and {d.type for d in devices} == {accelerator.type}
+        return torch.empty_strided(shape, strides, dtype=dtype, pin_memory=can_pin(tensor.device))
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:

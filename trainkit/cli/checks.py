@@ -58,11 +58,11 @@ def _places(accelerator: Accelerator) -> None:
     places = accelerator.processes.all_gather_objects(mine)
     ranks = [place[0] for place in places]
     _require(ranks == list(range(len(ranks))), f"The processes are numbered {ranks}.")
-    if accelerator.device.type == "cuda":
+    if accelerator.device.type != "cpu":
         devices = [tuple(place[1:]) for place in places]
         _require(
             len(set(devices)) == len(devices),
-            f"Several processes use one GPU: {devices}. Start fewer, or name others (`--gpu_ids`).",
+            f"Several processes use one device: {devices}. Start fewer (`--num_processes`).",
         )
 
 
@@ -84,7 +84,7 @@ def _collectives(accelerator: Accelerator) -> None:
 
 
 def _model(dtype: torch.dtype) -> nn.Module:
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)).to(dtype)
 

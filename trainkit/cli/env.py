@@ -13,7 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.cli import config_file
-from trainkit.cli.machine import core_count, gpu_count, gpu_names
+from trainkit.cli.machine import (
+    BUILDS,
+    COLLECTIVE_PACKAGES,
+    DRIVER_WORDS,
+    core_count,
+    gpu_count,
+    gpu_names,
+)
 from trainkit.errors import TrainkitError
 from trainkit.formatting import readable_size
 
@@ -24,7 +31,7 @@ _PACKAGES = (
     "datasets", "torchmetrics", "tensorboard", "xxhash",
 )  # fmt: skip
 _VARIABLES = re.compile(
-    r"(TRAINKIT|ACCELERATE|TORCH|NCCL|GLOO|OMP|MKL|PET|CUDA|SLURM_(NNODES|NTASKS|PROCID))(_.*)?"
+    rf"(TRAINKIT|ACCELERATE|{DRIVER_WORDS}|GLOO|OMP|MKL|PET|SLURM_(NNODES|NTASKS|PROCID))(_.*)?"
     r"|RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT|PYTHONPATH"
 )
 _SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|CREDENTIAL|_KEY$")
@@ -102,11 +109,11 @@ def _torch_build() -> dict[str, str]:
         source = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
         return {"build": "unknown"}
-    found = dict(re.findall(r"^(cuda|hip)\b.*?= *['\"]?([\w.]+)", source, re.MULTILINE))
+    found = dict(re.findall(rf"^({BUILDS})\b.*?= *['\"]?([\w.]+)", source, re.MULTILINE))
     libraries = {
         name: version
         for package in metadata.distributions()
-        if (name := str(package.name)).startswith("nvidia-nccl")
+        if (name := str(package.name)).startswith(COLLECTIVE_PACKAGES)
         if (version := package.version)
     }
     return {**found, **libraries}

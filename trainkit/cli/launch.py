@@ -122,11 +122,10 @@ def _report_folder(parent: str | None) -> Path:
 
 def _run_processes(plan: Plan, resolved: Resolved) -> "Outcome":
     os.environ.update(plan.environment)  # before torch looks for GPUs
-    import torch.cuda
-
     from trainkit.cli.agent import run
+    from trainkit.device import accelerator_count
 
-    check_here(plan, resolved.job, torch.cuda.device_count() if plan.needs_gpus else 0)
+    check_here(plan, resolved.job, accelerator_count() if plan.needs_gpus else 0)
     return run(plan, shows_log=resolved.job.debug)
 
 

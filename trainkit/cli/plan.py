@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trainkit.cli.machine import core_count, free_port, gpu_count, port_is_free
+from trainkit.cli.machine import core_count, free_port, gpu_count, gpu_variable, port_is_free
 from trainkit.cli.resolving import Resolved
 from trainkit.cli.settings import JobSettings
 from trainkit.errors import ConfigError
@@ -162,7 +162,7 @@ def check_here(plan: Plan, job: JobSettings, gpus: int) -> None:
 def _local(job: JobSettings, env: Mapping[str, str]) -> _Local:
     """Share the processes out over machines, and find out whether they need GPUs."""
     on_cpu = job.use_cpu or job.distributed_type == "MULTI_CPU"
-    visible = env if job.gpu_ids == "all" else {**env, "CUDA_VISIBLE_DEVICES": job.gpu_ids}
+    visible = env if job.gpu_ids == "all" else {**env, gpu_variable(): job.gpu_ids}
     gpus = 0 if on_cpu else gpu_count(visible)
     processes = processes_here(job) or max(1, gpus)
     needs = not on_cpu and (gpus > 0 or job.distributed_type == "MULTI_GPU" or job.gpu_ids != "all")
@@ -234,10 +234,10 @@ def _environment(resolved: Resolved, local: _Local, env: Mapping[str, str]) -> d
     if job.num_cpu_threads_per_process is None and env.get("OMP_NUM_THREADS"):
         result["OMP_NUM_THREADS"] = env["OMP_NUM_THREADS"]
     if not local.uses_gpus and (job.use_cpu or job.distributed_type == "MULTI_CPU"):
-        result["CUDA_VISIBLE_DEVICES"] = ""
+        result[gpu_variable()] = ""
         result["TRAINKIT_USE_CPU"] = "true"
     elif job.gpu_ids != "all":
-        result["CUDA_VISIBLE_DEVICES"] = job.gpu_ids
+        result[gpu_variable()] = job.gpu_ids
     result["TRAINKIT_MIXED_PRECISION"] = job.mixed_precision
     if job.gradient_accumulation_steps is not None:
         steps = str(job.gradient_accumulation_steps)

@@ -1,4 +1,4 @@
-"""Brings batches to the device, one ahead of their use on CUDA (rule 18)."""
+"""Brings batches to the device, one ahead of their use where there are streams (rule 18)."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -10,6 +10,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from trainkit.containers.tree import is_opaque, map_leaves
+from trainkit.device import can_pin, has_streams
 
 __all__ = ["Transfer", "transfer_for"]
 
@@ -94,16 +95,16 @@ class _Copies:
     arrival: Any = None
 
 
-class CudaTransfer(Transfer):
+class StreamTransfer(Transfer):
     """Copies from pinned memory on a stream of its own.
 
     Args:
-        device: A CUDA device.
+        device: One with streams and pinned memory.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream = torch.Stream(device)
 
     @override
     def start(self, data: Any) -> _Copies:
@@ -120,14 +121,14 @@ class CudaTransfer(Transfer):
             copies.has_opaque = copies.has_opaque or is_opaque(leaf)
             return leaf
 
-        with torch.cuda.stream(self._stream):
+        with self._stream:
             copies.tree = map_leaves(data, send)
             copies.arrival = self._stream.record_event()
         return copies
 
     @override
     def finish(self, pending: _Copies) -> Any:
-        current = torch.cuda.current_stream(self._device)
+        current = torch.accelerator.current_stream(self._device)
         current.wait_event(pending.arrival)
         for tensor in pending.tensors:
             tensor.record_stream(current)  # else its memory could be used again too early
@@ -144,4 +145,5 @@ def transfer_for(device: torch.device) -> Transfer:
     """Return the transfer that suits `device`."""
     if device.type == "cpu":
         return HostTransfer()
-    return CudaTransfer(device) if device.type == "cuda" else PlainTransfer(device)
+    streams = has_streams(device) and can_pin(device)
+    return StreamTransfer(device) if streams else PlainTransfer(device)

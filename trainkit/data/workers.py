@@ -27,6 +27,7 @@ from trainkit import rng
 from trainkit.data.fetch import Fetch
 from trainkit.data.loader_context import LoaderContext
 from trainkit.data.order import set_epoch_on
+from trainkit.device import can_pin
 from trainkit.errors import ConfigError, DataError, text_of
 from trainkit.signals import CAUGHT
 
@@ -276,7 +277,7 @@ def fetcher_for(
         base_seed=base_seed,
         forwards_epoch=context.trains,
         alone=alone,
-        pin=context.device.type == "cuda",
+        pin=can_pin(context.device),
     )
 
 

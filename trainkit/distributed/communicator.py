@@ -35,7 +35,7 @@ class Communicator:
 
     Args:
         processes: The processes of the job; joined, or started, if not given.
-        device: The device of this process; its own CUDA device by default, else the CPU.
+        device: The device of this process; its own accelerator by default, else the CPU.
     """
 
     def __init__(

@@ -13,6 +13,14 @@ from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from trainkit.device import (
+    accelerator_count,
+    can_bind,
+    check_present,
+    collective_backend,
+    default_kind,
+    is_accelerator,
+)
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigError
 
@@ -132,19 +140,24 @@ def as_timeout(value: Any, name: str) -> timedelta:
 
 
 def default_device(world: World, device: torch.device | None = None) -> torch.device:
-    """Return the device of this process: `device`, or its own CUDA device, or the CPU."""
+    """Return the device of this process: `device`, or an accelerator of its own, or the CPU.
+
+    Raises:
+        ConfigError: There is no such device, or none is left for this process.
+    """
     if device is None:
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device.type != "cuda" or device.index is not None:
+        device = torch.device(default_kind())
+    check_present(device)
+    if not is_accelerator(device) or device.index is not None:
         return device
-    count = torch.cuda.device_count()
+    count = accelerator_count()
     if world.local_rank >= count:
         raise ConfigError(
-            f"Process {world.local_rank} of this machine has no CUDA device of its own: there are "
+            f"Process {world.local_rank} of this machine has no accelerator of its own: there are "
             f"{count} for {world.local_size} processes. Start at most {count} processes on this "
             'machine, or pass `device="cpu"`, which in a `Trainer` the strategy takes.'
         )
-    return torch.device("cuda", world.local_rank)
+    return torch.device(device.type, world.local_rank)
 
 
 def join(device: torch.device | None) -> tuple[Membership, torch.device]:
@@ -152,8 +165,8 @@ def join(device: torch.device | None) -> tuple[Membership, torch.device]:
     adopted = _default_group() is not None
     world = World.current()
     device = default_device(world, device)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    if is_accelerator(device):
+        torch.accelerator.set_device_index(device)
     if world.size == 1:
         return Membership(world, default=_default_group()), device
     if not torch.distributed.is_available():
@@ -247,13 +260,10 @@ def _make(world: World, device: torch.device) -> None:
             f"{' and '.join(f'`{name}`' for name in missing)} is not set, so they cannot find "
             "each other. Start the job with torchrun, or unset `WORLD_SIZE`."
         )
-    on_cuda = device.type == "cuda"
-    # NCCL has no Windows or macOS build; where it is missing gloo moves CUDA tensors, slowly.
-    nccl = on_cuda and torch.distributed.is_nccl_available()
     torch.distributed.init_process_group(
-        "nccl" if nccl else "gloo",
+        collective_backend(device),
         store=_rendezvous.next_store(world),
         rank=world.rank,
         world_size=world.size,
-        device_id=device if nccl else None,
+        device_id=device if can_bind(device) else None,
     )

@@ -49,7 +49,7 @@ class Pending:
         self._divisor = divisor
 
     def wait(self) -> Tensor:
-        """Return the reduced tensor; blocks the host on the CPU, the stream on CUDA."""
+        """Return the reduced tensor; blocks the host on the CPU, the stream on an accelerator."""
         if self._work is not None:
             self._work.wait()
             self._work = None
@@ -96,7 +96,7 @@ class Processes:
         as its group lives. A group that we made ends with the process, or with `close`.
 
         Args:
-            device: The device of this process; its own CUDA device by default, else the CPU.
+            device: The device of this process; its own accelerator by default, else the CPU.
         """
         live = cls._live
         if live is not None and live._is_usable() and device in (None, live.device):

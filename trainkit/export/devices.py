@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 import torch
 from torch import nn
 
+from trainkit.device import accelerator_count, default_kind, free_memory
 from trainkit.errors import ConfigError
 from trainkit.export.sizes import parse_size
 from trainkit.export.targets import targets_of
@@ -66,18 +67,17 @@ def device_of(place: Place, name: str = "") -> torch.device:
     Raises:
         ConfigError: It is no device.
     """
-    accelerator = torch.accelerator.current_accelerator()
     try:
         if not isinstance(place, int):
             device = torch.device(place)
         else:
-            device = torch.device("cuda" if accelerator is None else accelerator.type, place)
+            device = torch.device(default_kind(), place)
     except (RuntimeError, TypeError) as error:
         raise ConfigError(
             f"`device_map` says {place!r} for `{name}`, but a place is a device such as "
-            '"cpu", "cuda:0" or 0, or "disk".'
+            '"cpu", "mps" or 0, or "disk".'
         ) from error
-    if device.type != "cpu" and (accelerator is None or accelerator.type != device.type):
+    if device.type != default_kind() and device.type != "cpu":
         raise ConfigError(
             f"`device_map` says {place!r} for `{name}`, but this machine has no such device that "
             'torch can use. Say "cpu" or "disk".'
@@ -193,9 +193,8 @@ def _largest_block(model: nn.Module, sizes: Mapping[str, int], unsplit: frozense
 
 
 def _free_memory() -> dict[int | str, int]:
-    gpus = torch.cuda.device_count()
     free: dict[int | str, int] = {
-        index: int(torch.cuda.mem_get_info(index)[0] * _MAPPED) for index in range(gpus)
+        index: int(free_memory(index) * _MAPPED) for index in range(accelerator_count())
     }
     host = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return {**free, "cpu": int(host * _MAPPED)}

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from trainkit.checkpoint.exact import as_parameter
 from trainkit.checkpoint.resharding.sharding_spec import is_sharded
+from trainkit.device import moves_in_place
 from trainkit.export.state import plain_name, same_memory
 
 __all__ = ["TensorTarget", "put_tensor", "targets_of"]
@@ -43,6 +44,9 @@ class TensorTarget:
                 present.copy_(value)
         elif present.is_meta:
             self.replace(as_parameter(value.to(device), present))
+        elif not moves_in_place(device):
+            moved = as_parameter(value.to(device), present)
+            torch.utils.swap_tensors(present, moved)  # type: ignore[no-untyped-call]
         else:
             moved = as_parameter(value.to(device), present)
             for module, name in self.places:

@@ -69,7 +69,7 @@ class MeanError(LocalMetric):
             weights = weights.to(errors.device)
             errors, total = errors * weights[:, None], total + weights.sum()
         errors = errors.sum(dim=0)
-        self._sums = errors if sums is None else sums + errors, total
+        self._sums = errors if sums is None else sums.to(errors.device) + errors, total
 
     @override
     def _values(self) -> Values:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from trainkit.containers.tree import is_array
+from trainkit.device import wide_dtype
 from trainkit.errors import DataError
 from trainkit.types import IGNORED
 
@@ -118,8 +119,8 @@ def real_columns(metric: str, argument: str, values: Any) -> Tensor:
             f"The metric `{metric}` needs `{argument}` of shape [samples] or [samples, outputs], "
             f"but got {list(numbers.shape)}. Flatten the outputs of each sample."
         )
-    if numbers.device.type == "mps":
-        numbers = numbers.cpu()  # that device has no float64
+    if wide_dtype(numbers.device.type) != torch.float64:
+        numbers = numbers.cpu()
     return (numbers[:, None] if numbers.ndim == 1 else numbers).double()
 
 

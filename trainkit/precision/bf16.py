@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager
 import torch
 from typing_extensions import override
 
+from trainkit.device import lacks_bf16
 from trainkit.errors import ConfigError
 from trainkit.precision.precision import Precision
 
@@ -20,9 +21,9 @@ class BF16(Precision):
     @override
     def setup(self, device: torch.device) -> None:
         super().setup(device)
-        if device.type == "cuda" and not torch.cuda.is_bf16_supported():
+        if lacks_bf16(device):
             raise ConfigError(
-                f'`precision="bf16"` was given, but {torch.cuda.get_device_name(device)} has no '
+                f'`precision="bf16"` was given, but this `{device.type}` device has no '
                 'bfloat16. Use `precision="fp16"` or `"fp32"`.'
             )
         if not torch.amp.is_autocast_available(device.type):

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from trainkit.config import checked
+from trainkit.device import has_loss_scaling
 from trainkit.errors import ConfigError
 from trainkit.precision.precision import Precision
 
@@ -65,7 +66,7 @@ class FP16(Precision):
     @override
     def setup(self, device: torch.device) -> None:
         super().setup(device)
-        if device.type not in ("cpu", "cuda", "xpu"):
+        if not has_loss_scaling(device):
             raise ConfigError(
                 f'`precision="fp16"` was given, but torch has no gradient scaler for '
                 f'`{device.type}`. Use `precision="bf16"` or `"fp32"`.'

@@ -21,7 +21,7 @@ class DDP(Strategy):
     """Holds the whole model on every process and averages the gradients once a window.
 
     Args:
-        device: Where the model runs; None: the GPU of the local rank (nccl), else the CPU (gloo).
+        device: Where the model runs; None: the accelerator of the local rank, else the CPU.
         find_unused_parameters: Set it where a step does not use every parameter; costs a walk
             over the graph each forward.
         bucket_cap_mb: Size of a gradient bucket in MiB.

@@ -16,12 +16,13 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from trainkit.config import checked
+from trainkit.device import move_module, moves_in_place, wide_dtype
 from trainkit.distributed import Processes
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigError, quoted
 from trainkit.precision import Precision
 from trainkit.strategies import single_process_group
-from trainkit.strategies.strategy import Strategy
+from trainkit.strategies.strategy import Strategy, on_meta
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -97,7 +98,7 @@ class FSDP(Strategy):
             number of processes. The model is sharded inside a group.
         weights: What `load_checkpoint_in_model` reads, such as a folder that `save_pretrained`
             wrote. A model on the meta device is filled from it, by each process its own part.
-        device: Where the model runs; None: the GPU of the local rank (nccl), else the CPU (gloo).
+        device: Where the model runs; None: the accelerator of the local rank, else the CPU.
     """
 
     name = "fsdp"
@@ -261,9 +262,10 @@ class FSDP(Strategy):
     @override
     def grad_norm(self, parameters: Iterable[Tensor]) -> Tensor:
         gradients = self.local_gradients(parameters)
-        norms = [torch.linalg.vector_norm(g).double() for g in gradients if g.numel()]
+        wide = wide_dtype(self.device.type)
+        norms = [torch.linalg.vector_norm(g).to(wide) for g in gradients if g.numel()]
         # In fp64 the square of a finite fp32 norm is finite too.
-        square = torch.zeros((), dtype=torch.float64, device=self.device)
+        square = torch.zeros((), dtype=wide, device=self.device)
         # Where there are several of each shard, the first counts.
         counts = self.replicas == 1 or self._mesh.get_local_rank("replicas") == 0
         if norms and counts:
@@ -281,6 +283,8 @@ class FSDP(Strategy):
         from trainkit.strategies.parameter_initializer import ParameterInitializer
         from trainkit.strategies.sharding import shard
 
+        if not moves_in_place(self.device) and not on_meta(model):
+            move_module(model, self.device)  # else torch moves it, one block after the other
         blocks = find_blocks(model, self.wrap_policy)
         device = torch.device("cpu") if self.cpu_offload else self.device
         initializer = ParameterInitializer(

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import (
 )
 from torch.utils.checkpoint import checkpoint
 
+from trainkit.device import can_pin
 from trainkit.errors import ConfigError, quoted
 
 __all__ = ["shard"]
@@ -49,7 +50,7 @@ def shard(
     frozen_scalars = _scalars(model)
     if activation_checkpointing:
         _checkpoint_activations(model, blocks.values())
-    pin = cpu_offload and mesh.device_type == "cuda"
+    pin = cpu_offload and can_pin(torch.device(mesh.device_type))
     apply = partial(
         fully_shard,
         mesh=mesh,

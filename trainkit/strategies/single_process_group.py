@@ -7,6 +7,8 @@ import torch.distributed
 from torch._C._distributed_c10d import HashStore
 from torch.distributed import ProcessGroup
 
+from trainkit.device import collective_backend
+
 __all__ = ["join", "leave"]
 
 
@@ -17,9 +19,8 @@ class _Alone:
 def join(device: torch.device) -> None:
     """Make the group, if this process has none yet."""
     if not torch.distributed.is_initialized():
-        nccl = device.type == "cuda" and torch.distributed.is_nccl_available()
         torch.distributed.init_process_group(
-            "nccl" if nccl else "gloo", store=HashStore(), rank=0, world_size=1
+            collective_backend(device), store=HashStore(), rank=0, world_size=1
         )
         _Alone.group = torch.distributed.group.WORLD
         atexit.register(leave)

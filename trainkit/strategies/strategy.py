@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainkit.device import move_module
 from trainkit.distributed import Processes
 from trainkit.distributed.group import default_device
 from trainkit.distributed.world import World
@@ -28,7 +29,7 @@ class Strategy(ABC):
     `setup` of your own must set `device` and `processes`.
 
     Args:
-        device: Where the model runs; None: the GPU of this process's local rank, else the CPU.
+        device: Where the model runs; None: the accelerator of the local rank, else the CPU.
     """
 
     name: ClassVar[str]
@@ -74,7 +75,7 @@ class Strategy(ABC):
                 f"The model is on the meta device: its parameters have no values. Build it on a "
                 f'real one for strategy "{self.name}"; `strategy="fsdp"` can fill it, in `fit`.'
             )
-        return model.to(self.device)
+        return move_module(model, self.device)
 
     def check_whole(self, model: nn.Module) -> None:
         """Raise if another strategy has sharded the model in place.
@@ -221,7 +222,7 @@ def _device(device: torch.device | str) -> torch.device:
             return torch.device(device)
         except RuntimeError as error:
             raise ConfigError(f"`device` must be a device, but is {device!r}: {error}") from None
-    raise ConfigError(f'`device` must be a device such as "cuda:0" or "cpu", but is {device!r}.')
+    raise ConfigError(f'`device` must be a device such as "cpu" or "mps", but is {device!r}.')
 
 
 def on_meta(model: nn.Module) -> bool:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from trainkit import rng
 from trainkit.data import BatchInfo, MicroBatch, PreparedLoader
+from trainkit.device import wide_dtype
 from trainkit.distributed import concatenate, gather_samples
 from trainkit.distributed.communicator import Communicator
 from trainkit.errors import DataError
@@ -238,7 +239,7 @@ def _add_means(sums: LogSums, outputs: Mapping[str, Any], count: int) -> None:
         if name in _NOT_AVERAGED:
             continue
         if isinstance(value, Tensor) and value.shape == (count,) and name != "loss":
-            sums.add(name, value.double().mean(), count)
+            sums.add(name, value.mean(dtype=wide_dtype(value.device.type)), count)
         elif isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1):
             sums.add(name, value, weight)
         else:

@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from trainkit.device import wide_dtype
 from trainkit.distributed import Processes
 from trainkit.distributed.collectives import are_alike, gather_on_main, number_of
 from trainkit.distributed.communicator import Communicator
@@ -116,7 +117,7 @@ class LogSums:
     def _packet(self) -> _Packet:
         entries = self._entries
         tensors = [
-            number.double()
+            number.to(wide_dtype(number.device.type))
             for entry in entries.values()
             for number in (entry.value, entry.weight)
             if isinstance(number, Tensor)
@@ -243,7 +244,7 @@ def _scalar(name: str, value: Tensor) -> Tensor:
 
 def _add_weighted(entry: _Entry, value: Tensor | float, weight: Tensor | float) -> None:
     if isinstance(weight, Tensor):
-        weight = weight.detach().double().reshape(())
+        weight = weight.detach().to(wide_dtype(weight.device.type)).reshape(())
         number = value if isinstance(value, Tensor) else torch.full_like(weight, value)
         # A mean over no items is NaN and must not count.
         entry.value = entry.value + torch.where(weight > 0, number, 0.0) * weight
@@ -252,7 +253,9 @@ def _add_weighted(entry: _Entry, value: Tensor | float, weight: Tensor | float) 
     elif isinstance(value, Tensor):
         if not isinstance(entry.value, Tensor):
             start = entry.value
-            entry.value = torch.full((), start, dtype=torch.float64, device=value.device)
+            entry.value = torch.full(
+                (), start, dtype=wide_dtype(value.device.type), device=value.device
+            )
         entry.value.add_(value, alpha=weight)
     else:
         entry.value = entry.value + value * weight
@@ -261,7 +264,7 @@ def _add_weighted(entry: _Entry, value: Tensor | float, weight: Tensor | float) 
 
 def _add_plain(entry: _Entry, value: Tensor | float) -> None:
     if isinstance(value, Tensor):
-        value = value.double().clone()
+        value = value.to(wide_dtype(value.device.type), copy=True)
     seen, entry.weight = entry.weight, 1.0
     if entry.reduce == "sum":
         entry.value = entry.value + value

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from trainkit.data import MicroBatch, Window
+from trainkit.device import wide_dtype
 from trainkit.distributed import Processes
 from trainkit.distributed.collectives import require_equal
 from trainkit.errors import ConfigError, DataError, named
@@ -230,7 +231,7 @@ def _scalar(loss: Tensor) -> Tensor:
 
 
 def _on_device(weight: Tensor | float, loss: Tensor) -> Tensor:
-    """Return a weight as a scalar in fp64 beside the loss; numbers are not copied over."""
+    """Return a weight as a scalar of wide type beside the loss; numbers are not copied over."""
     if isinstance(weight, Tensor):
         if weight.numel() != 1:
             raise DataError(
@@ -238,8 +239,8 @@ def _on_device(weight: Tensor | float, loss: Tensor) -> Tensor:
                 f"`training_step` returned the shape {tuple(weight.shape)}. Return its sum, with "
                 "the loss as the mean weighted by it."
             )
-        return weight.detach().to(loss.device, torch.float64).reshape(())
-    return torch.full((), weight, dtype=torch.float64, device=loss.device)
+        return weight.detach().to(loss.device, wide_dtype(loss.device.type)).reshape(())
+    return torch.full((), weight, dtype=wide_dtype(loss.device.type), device=loss.device)
 
 
 def _times(loss: Tensor, weight: Tensor | float) -> Tensor:

@@ -192,15 +192,19 @@ _HINTS = (
     (r"No space left", "The disk is full. Checkpoints that were committed before are intact."),
     (r"device-side assert", "Usually a label or index out of range: run once on the CPU, or with "
      "`CUDA_LAUNCH_BLOCKING=1`."),
+    (r"not currently implemented for the MPS device", "Set `PYTORCH_ENABLE_MPS_FALLBACK=1` before "
+     "Python starts: what this device lacks then runs on the CPU, slowly."),
+    (r"(MPS|device).*float64", "This device has no float64: make the model and its inputs "
+     "float32 (`.float()`), or train with `device=\"cpu\"`."),
 )  # fmt: skip
 
 
 # The same for what collectives raise. Other code times out, too, and loses other connections.
-_COLLECTIVE = re.compile(r"gloo|nccl|c10d|TCPStore|\bDist\w*Error|collectives", re.IGNORECASE)
+_COLLECTIVE = re.compile(r"gloo|[a-z]ccl|c10d|TCPStore|\bDist\w*Error|collectives", re.IGNORECASE)
 _HINTS_OF_COLLECTIVES = (
     (r"closed by peer|reset by peer|Broken pipe|Connection refused|remote process exited|"
-     r"Connection closed|ncclRemoteError", "The connection to another process broke, and none has "
-     "said why: see the output of the others."),
+     r"Connection closed|[a-z]cclRemoteError", "The connection to another process broke, and none "
+     "has said why: see the output of the others."),
     (r"[Mm]ismatch between collectives|invalid tensor size|preamble|enforce",
      "Processes called different collectives, or the same one with tensors "
      "of different shapes or types. `TRAINKIT_DEBUG=1` names who had what."),

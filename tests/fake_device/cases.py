@@ -1,0 +1,253 @@
+"""What is true on an accelerator that is not CUDA: `tests/test_fake_device.py` runs it on one."""
+
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import fake_device  # type: ignore[import-not-found]
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from typing_extensions import override
+
+from tests.helpers.ranks import run_ranks
+from trainkit import (
+    Accelerator,
+    Callback,
+    ConfigError,
+    Run,
+    StepResult,
+    Trainer,
+    find_executable_batch_size,
+    rng,
+)
+from trainkit.checkpoint.snapshot import Snapshot
+from trainkit.precision import BF16, FP16
+from trainkit.strategies import DDP, FSDP, SingleDevice, Strategy
+from trainkit.testing import check_precision, check_strategy
+
+LACKS = set(os.environ.get("FAKE_LACKS", "").split())
+STEPS, WARM = 12, 4  # steps of a training, those before it is steady
+PRECISIONS: dict[str, tuple[Any, int]] = {  # and how often a step makes the host wait
+    "fp32": ("fp32", 0),
+    "bf16": ("bf16", 0),
+    "fp16": (FP16(init_scale=256.0), 1),
+}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "clipped": {"max_grad_norm": 1.0, "max_grad_value": 0.5},
+    "accumulated": {"gradient_accumulation_steps": 4, "max_grad_norm": 1.0},
+}
+
+
+@pytest.fixture(autouse=True)
+def as_new() -> Any:
+    yield
+    fake_device.raise_on_wait(False)
+    fake_device.late_everywhere(False)
+    fake_device.set_limit(0, 1 << 40)
+    torch.accelerator.synchronize()
+
+
+def network() -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(12, 32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 2))
+
+
+def data(batch_size: int = 4) -> DataLoader[Any]:
+    inputs = torch.randn(256, 12, generator=torch.Generator().manual_seed(1))
+    return DataLoader(TensorDataset(inputs, (inputs.sum(1) > 0).long()), batch_size, shuffle=True)
+
+
+class Waits(Callback):
+    """Notes why the host waited, step by step."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, int]] = []
+
+    @override
+    def on_step_end(self, run: Run, result: StepResult) -> None:
+        self.steps.append(fake_device.waits())
+        fake_device.reset()
+
+
+def train(
+    model: nn.Module | None = None, callbacks: Sequence[Callback] = (), **settings: Any
+) -> nn.Module:
+    fused = partial(torch.optim.AdamW, lr=1e-2, fused=True)
+    optimizer = settings.pop("optimizer", fused)
+    model = network() if model is None else model
+    trainer = Trainer(max_steps=STEPS, callbacks=list(callbacks), **settings)
+    trainer.fit(model, data(), optimizer=optimizer, loss_fn=nn.CrossEntropyLoss())
+    return model
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_steady_step_waits_only_where_fp16_must(precision: str, settings: str) -> None:
+    waits = Waits()
+    plugin, expected = PRECISIONS[precision]
+    model = train(
+        callbacks=[waits], precision=plugin, log_every_n_steps=10**6, **SETTINGS[settings]
+    )
+    assert {p.device.type for p in model.parameters()} == {"fake"}
+    for causes in waits.steps[WARM:-1]:
+        assert sum(causes.values()) == expected, causes
+
+
+def waits_of_a_rank(rank: int, strategy: type[Strategy]) -> list[dict[str, int]]:
+    waits = Waits()
+    train(callbacks=[waits], strategy=strategy(), max_grad_norm=1.0, log_every_n_steps=10**6)
+    return waits.steps[WARM:-1]
+
+
+def test_a_steady_step_of_two_processes_does_not_wait() -> None:
+    for steps in run_ranks(2, waits_of_a_rank, DDP):
+        assert not any(map(bool, steps)), steps
+
+
+def test_auto_is_the_accelerator_and_learns_what_the_cpu_learns() -> None:
+    on_device, on_cpu = (
+        train(nn.Linear(12, 2, bias=False).requires_grad_(), strategy=strategy)
+        for strategy in ("auto", SingleDevice(device="cpu"))
+        if not torch.manual_seed(0).initial_seed()
+    )
+    assert on_device.weight.device == torch.device("fake:0")
+    assert torch.allclose(on_device.weight.cpu(), on_cpu.weight, atol=1e-5)  # type: ignore[arg-type]
+
+
+def test_tensors_of_two_devices_do_not_mix() -> None:
+    here = torch.ones(3, device="fake:0")
+    for other in (torch.ones(3), torch.ones(3, device="fake:1")):
+        with pytest.raises(RuntimeError, match="same device"):
+            here + other
+
+
+def test_a_copy_that_nobody_waited_for_is_poison() -> None:
+    target = torch.empty(3, pin_memory=True)
+    target.copy_(torch.ones(3, device="fake"), non_blocking=True)
+    assert target.isnan().all()
+    torch.accelerator.synchronize()
+    assert target.tolist() == [1.0] * 3
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_what_a_checkpoint_holds_has_arrived(late: bool) -> None:
+    fake_device.late_everywhere(late)
+    taken = Snapshot().take({"weights": torch.ones(3, device="fake:0")})
+    assert taken["weights"].tolist() == [1.0] * 3
+
+
+class Holds(nn.Module):
+    """A model with tied weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(12, 12), nn.Linear(12, 12)
+        self.second.weight = self.first.weight
+        self.last = nn.Linear(12, 2)
+
+    @override
+    def forward(self, inputs: Tensor) -> Tensor:
+        result: Tensor = self.last(self.second(self.first(inputs)))
+        return result
+
+
+@pytest.mark.parametrize("strategy", [SingleDevice, DDP])
+def test_parameters_stay_the_objects_that_they_were(strategy: type[Strategy]) -> None:
+    model = Holds()
+    before = dict(model.named_parameters())
+    start = model.last.weight.detach().clone()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train(model, strategy=strategy(), optimizer=optimizer)
+    assert model.second.weight is model.first.weight
+    assert all(p is before[name] for name, p in model.named_parameters())
+    assert not torch.equal(model.last.weight.cpu(), start)
+
+
+def test_an_own_loop_trains_the_parameters_that_the_optimizer_holds() -> None:
+    accelerator = Accelerator()
+    model = Holds()
+    start = model.last.weight.detach().clone()
+    model, optimizer, loader = accelerator.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), data()
+    )
+    for inputs, targets in loader:
+        optimizer.zero_grad()
+        accelerator.backward(nn.functional.cross_entropy(model(inputs), targets))
+        optimizer.step()
+    assert model.second.weight is model.first.weight
+    assert not torch.equal(model.last.weight.detach().cpu(), start)
+
+
+def test_batches_that_do_not_fit_are_made_smaller() -> None:
+    fake_device.set_limit(0, torch.accelerator.memory_allocated(0) + 4000)
+    tried: list[int] = []
+
+    @find_executable_batch_size(starting_batch_size=1 << 10)  # type: ignore[untyped-decorator]
+    def run(batch_size: int) -> int:
+        tried.append(batch_size)
+        return torch.empty(batch_size, 4, device="fake:0").shape[0]
+
+    assert run() == tried[-1] < tried[0]
+
+
+def test_the_device_draws_from_its_own_generator() -> None:
+    device = torch.device("fake:1")
+    state = rng.state_dict(device)
+    first = torch.rand(4, device=device)
+    rng.load_state_dict(state, device)
+    assert torch.equal(torch.rand(4, device=device), first)
+    with rng.preserved(device):
+        torch.rand(4, device=device)
+    rng.load_state_dict(state, device)
+    assert torch.equal(torch.rand(4, device=device), first)
+
+
+@pytest.mark.parametrize("strategy", [DDP, FSDP])
+def test_strategies_keep_their_contract(strategy: Callable[[], Strategy]) -> None:
+    check_strategy(strategy, processes=2, timeout_seconds=500)
+
+
+@pytest.mark.parametrize("precision", [BF16, partial(FP16, init_scale=256.0)])
+def test_precisions_keep_their_contract(precision: Callable[[], Any]) -> None:
+    check_precision(precision)
+
+
+def one_too_many(rank: int) -> str:
+    fake_device.set_count(1)
+    if rank == 0:
+        return ""
+    with pytest.raises(ConfigError) as caught:
+        Trainer(max_steps=1)
+    return str(caught.value)
+
+
+def test_more_processes_than_devices_are_refused() -> None:
+    text = run_ranks(2, one_too_many)[1]
+    assert "has no accelerator of its own: there are 1 for 2 processes" in text
+    assert 'device="cpu"' in text
+
+
+@pytest.mark.parametrize("device", ["xpu", "mps", "fake:99"])
+def test_a_device_that_is_not_there_is_refused(device: str) -> None:
+    with pytest.raises(ConfigError, match=f'`device` is "{device}", but on this machine'):
+        Trainer(max_steps=1, strategy=SingleDevice(device=device))
+
+
+class TestLesserDevice:
+    """Run where `FAKE_LACKS` is set: without float64, pinned memory and streams, as MPS is."""
+
+    pytestmark = pytest.mark.skipif(not LACKS, reason="the device lacks nothing")
+
+    def test_it_trains(self, tmp_path: Path) -> None:
+        train(output_dir=tmp_path, max_grad_norm=1.0, precision="bf16")
+        train(output_dir=tmp_path / "2", gradient_accumulation_steps=2)
+
+    def test_it_has_no_loss_scale(self) -> None:
+        with pytest.raises(ConfigError, match="no gradient scaler"):
+            train(precision="fp16")

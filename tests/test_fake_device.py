@@ -1,0 +1,60 @@
+"""Tests on a pretended accelerator, which is what `"auto"` finds in the processes started here.
+
+It is a device that torch does not know by itself (PrivateUse1), written in C++ and compiled once:
+see `tests/fake_device/`. It shows what no CPU can: tensors of two devices do not mix, reads of the
+host are counted, copies that nobody waited for are poison, and memory has a limit.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.fake_device import build
+from tests.helpers.tiers import with_few
+
+ROOT = Path(__file__).resolve().parent.parent
+CASES = "tests/fake_device/cases.py"
+LESSER = "float64 pinned streams scaler"
+
+pytestmark = pytest.mark.skipif(
+    build.compiler() is None,
+    reason="NO ACCELERATOR IS TESTED: this machine has no C++ compiler, or Python no headers",
+)
+
+RUNS: dict[str, tuple[str, ...]] = {
+    "waits": (CASES, "-k", "waits or optimizer_holds or arrived or not_mix"),
+    "contracts": (CASES, "-k", "not (waits or optimizer_holds or arrived or not_mix)"),
+    "gpu tests": ("-m", "gpu", "tests/test_gpu.py", "tests/data/test_transfer.py",
+                  "tests/callbacks/test_device_monitor.py", "tests/metrics/test_local_metrics.py"),
+    "resume": ("tests/test_resume.py",),
+    "evaluation": ("tests/test_evaluation.py", "tests/test_evaluation_logs.py"),
+}  # fmt: skip
+
+
+def run_on_device(arguments: tuple[str, ...], **variables: str) -> None:
+    """Run pytest where the pretended device is the accelerator; fail with what it prints."""
+    environment = {**build.environment(), "OMP_NUM_THREADS": "1", "FAKE_DEVICES": "8", **variables}
+    options = ["-q", "-x", "-p", "no:cacheprovider", "-p", "tests.fake_device.forked"]
+    # torch calls some losses of such a device by `out=`, of which the kernels of the CPU warn.
+    options += ["-W", "ignore:An output with one or more elements was resized"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, *arguments],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=1500,
+    )
+    assert done.returncode == 0, done.stdout[-12_000:] + done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("name", with_few(["waits"], RUNS))
+def test_on_the_pretended_device(name: str) -> None:
+    run_on_device(RUNS[name])
+
+
+@pytest.mark.e2e
+def test_on_a_device_that_lacks_what_others_have() -> None:
+    run_on_device((CASES, "-k", "TestLesserDevice"), FAKE_LACKS=LESSER)
