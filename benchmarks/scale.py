@@ -197,7 +197,8 @@ class Constant(Trainer):
 
     @override
     def training_step(self, model: nn.Module, batch: Any) -> Tensor:
-        return model(batch[0]).pow(2).mean()
+        outputs: Tensor = model(batch[0])
+        return outputs.pow(2).mean()
 
     @override
     def evaluation_step(self, model: nn.Module, batch: Any) -> Any:
@@ -208,7 +209,7 @@ def work(rank: int, folder: str, address: str, strategy: str) -> dict[str, Count
     """Be one process: train, and train on from the checkpoint."""
     os.environ |= {"TORCH_FR_BUFFER_SIZE": "100000", "TRAINKIT_INIT_METHOD": address}
     sys.addaudithook(_audit)
-    reading.xxhash = SimpleNamespace(xxh3_128=_CountedHash)
+    vars(reading)["xxhash"] = SimpleNamespace(xxh3_128=_CountedHash)
     begin, first, second = count_now(), Marks(), Marks()
     _fit(first, folder, strategy, None)
     middle = count_now()
@@ -233,7 +234,7 @@ def _fit(marks: Marks, folder: str, strategy: str, resume: str | None) -> None:
     model = nn.Sequential(*frozen, nn.Linear(FEATURES, 1))
     evaluation = Evaluation(every_n_steps=EVALUATE, at_end=False)
     trainer = Constant(
-        max_steps=STEPS, output_dir=folder, strategy=strategy,
+        max_steps=STEPS, output_dir=folder, strategy=strategy,  # type: ignore[arg-type]
         callbacks=[marks, evaluation, Checkpoint(every_n_steps=SAVE)],
     )  # fmt: skip
     loaders = (DataLoader(data, BATCH), DataLoader(evaluated, BATCH))
@@ -254,7 +255,8 @@ def exponent(points: dict[int, float]) -> float:
     if len(pairs) < 2:
         return 0.0
     x, y = (sum(values) / len(pairs) for values in zip(*pairs, strict=True))
-    return sum((a - x) * (b - y) for a, b in pairs) / sum((a - x) ** 2 for a, _ in pairs)
+    slope: float = sum((a - x) * (b - y) for a, b in pairs) / sum((a - x) ** 2 for a, _ in pairs)
+    return slope
 
 
 def transfers(kind: str, numbers: int, given: int, size: int) -> tuple[float, float]:
