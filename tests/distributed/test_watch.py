@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from hashlib import pbkdf2_hmac
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,24 @@ def _threads(rank: int) -> list[int]:
         processes.close()
         counts.append(len(_watchers()))
     return counts
+
+
+def test_a_main_thread_that_could_run_is_not_still() -> None:
+    main = threading.main_thread().ident
+    assert main is not None
+    stillness, looked, done = stalls.Stillness(main), [0.0], threading.Event()
+
+    def look() -> None:
+        while not done.wait(0.02):
+            looked.append(stillness.seconds(time.monotonic()))
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    pbkdf2_hmac("sha256", b"works on", b"one line", 2_000_000)  # without the interpreter lock
+    done.set()
+    looking.join()
+    assert len(looked) > 1
+    assert max(looked) == 0.0
 
 
 def test_the_thread_ends_with_close() -> None:

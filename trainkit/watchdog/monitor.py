@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,8 +24,10 @@ from trainkit.watchdog.stalls import Member, Verdict
 __all__ = ["ProgressSource", "WatchThread"]
 
 # A process that hears of a failure may be about to raise the same error, agreed by all; then it
-# leaves by itself. It gets this long, or until its main thread has not moved for a while.
+# leaves by itself. It gets this long, more where the machine is too busy to run it, or until its
+# main thread has not moved for a while.
 _GRACE_SECONDS = 2.0
+_GRACE_OF_CPU, _LONGEST_GRACE = 0.3, 20.0
 _STILL_SECONDS = 0.6
 _CLEAN_UP_SECONDS = 30.0  # for a process that has failed itself
 _ALERT_PAUSE, _PAUSE = 0.1, 0.5
@@ -54,6 +56,7 @@ class _Cause:
         text: What happened to it.
         fit: The number of the fit that it failed in; 0 where nobody will catch its error.
         since: When it was heard of.
+        cpu: The seconds of the processor that this process had used then.
     """
 
     rank: int
@@ -61,6 +64,12 @@ class _Cause:
     text: str
     fit: int
     since: float
+    cpu: float = field(default_factory=time.process_time)
+
+    def has_passed(self, now: float) -> bool:
+        """Return whether this process had time to end by itself."""
+        seconds, used = now - self.since, time.process_time() - self.cpu
+        return seconds > (_GRACE_SECONDS if used > _GRACE_OF_CPU else _LONGEST_GRACE)
 
 
 class WatchThread:
@@ -242,10 +251,8 @@ class WatchThread:
             self._cause = None
             return
         sure = cause.kind == "lost" or self.leaves_at_once
-        patient = (
-            now - cause.since < _GRACE_SECONDS and self._stillness.seconds(now) < _STILL_SECONDS
-        )
-        if patient and not sure:
+        is_still = self._stillness.seconds(now) > _STILL_SECONDS
+        if not (sure or is_still or cause.has_passed(now)):
             return
         if cause.kind == "failed":
             text = f"leaves because process {cause.rank} failed: {cause.text}"

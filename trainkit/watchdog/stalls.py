@@ -120,7 +120,7 @@ def where(thread: int) -> dict[str, str]:
 
 
 class Stillness:
-    """For how long a thread has not moved, as far as was looked.
+    """For how long the main thread has not moved nor wanted to run, as far as was looked.
 
     Args:
         thread: Its number.
@@ -135,7 +135,8 @@ class Stillness:
         """Return the seconds up to `now`, on the clock of time.monotonic."""
         frame = sys._current_frames().get(self._thread)
         place = (id(frame), frame.f_lasti if frame is not None else 0)
-        if place != self._place:
+        # On a busy machine a thread may wait for its turn: the kernel knows that it could run.
+        if place != self._place or _stat(os.getpid())[:1] == ["R"]:
             self._place, self._since = place, now
         return now - self._since
 
