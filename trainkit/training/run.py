@@ -17,6 +17,7 @@ from trainkit import rng
 from trainkit.config import TrainConfig
 from trainkit.data import PreparedLoader, Window
 from trainkit.distributed import AsyncFlags, Processes, collective_guard
+from trainkit.distributed.collectives import first_with
 from trainkit.errors import ConfigError, TrainkitError
 from trainkit.precision import Precision
 from trainkit.signals import Interrupted, Interrupts
@@ -95,8 +96,8 @@ class Requests(StepRequests):
         self.checkpoint |= bool(checkpoint)
         self.evaluation |= bool(evaluation)
         if stop and self.stop is None:
-            reasons = processes.all_gather_objects(self._sent_stop)
-            self.stop = next(reason for reason in reasons if reason is not None)
+            first = first_with(processes, self._sent_stop is not None)
+            self.stop = processes.broadcast_object(self._sent_stop, first or 0)
 
 
 @dataclass(slots=True)
