@@ -214,8 +214,8 @@ class Rehearsed(Logs):
         self.steps += 1
         self.shapes[self.steps] = batch[0].shape
         self.late = 1
-        self.seen.update(batch[0])
-        self.teacher(batch[0])
+        self.seen.update(batch[0].cpu())
+        self.teacher(batch[0].cpu())
         random.random(), np.random.rand(), torch.rand(1)
         return super().evaluation_step(model, batch)
 

@@ -53,7 +53,8 @@ class Ema:
         return {"average": self._now()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.average = [tensor.clone() for tensor in state["average"]]
+        place = next(self.module.parameters()).device
+        self.average = [tensor.to(place, copy=True) for tensor in state["average"]]
 
     def _now(self) -> list[Tensor]:
         return self.average or [p.detach().clone() for p in self.module.parameters()]
