@@ -12,16 +12,18 @@ from pathlib import Path
 import pytest
 
 from tests.fake_device import build
-from tests.helpers.tiers import with_few
 
 ROOT = Path(__file__).resolve().parent.parent
 CASES = "tests/fake_device/cases.py"
 LESSER = "float64 pinned streams scaler"
 
-pytestmark = pytest.mark.skipif(
-    build.compiler() is None,
-    reason="NO ACCELERATOR IS TESTED: this machine has no C++ compiler, or Python no headers",
-)
+pytestmark = [
+    pytest.mark.e2e,  # compiling takes a minute
+    pytest.mark.skipif(
+        build.compiler() is None,
+        reason="NO ACCELERATOR IS TESTED: this machine has no C++ compiler, or Python no headers",
+    ),
+]
 
 RUNS: dict[str, tuple[str, ...]] = {
     "waits": (CASES, "-k", "waits or optimizer_holds or arrived or not_mix"),
@@ -50,11 +52,10 @@ def run_on_device(arguments: tuple[str, ...], **variables: str) -> None:
     assert done.returncode == 0, done.stdout[-12_000:] + done.stderr[-2000:]
 
 
-@pytest.mark.parametrize("name", with_few(["waits"], RUNS))
+@pytest.mark.parametrize("name", RUNS)
 def test_on_the_pretended_device(name: str) -> None:
     run_on_device(RUNS[name])
 
 
-@pytest.mark.e2e
 def test_on_a_device_that_lacks_what_others_have() -> None:
     run_on_device((CASES, "-k", "TestLesserDevice"), FAKE_LACKS=LESSER)
