@@ -9,7 +9,7 @@ from typing import Any
 from typing_extensions import override
 
 from trainkit.callbacks._support.memory_trial import MemoryTrial
-from trainkit.checkpoint.format.schema import flag, maybe, record, whole
+from trainkit.checkpoint.format.value_checks import flag, maybe, record, whole
 from trainkit.data import MicroBatch, Window
 from trainkit.data.split import split_windows
 from trainkit.errors import ConfigError

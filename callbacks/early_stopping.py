@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from typing_extensions import override
 
-from trainkit.checkpoint.format.schema import number, record, whole
+from trainkit.checkpoint.format.value_checks import number, record, whole
 from trainkit.config import check_whole, checked
 from trainkit.errors import ConfigError
 from trainkit.training.callback import Callback

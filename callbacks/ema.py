@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from trainkit.checkpoint import CheckpointStore
 from trainkit.checkpoint.exact import as_parameter
-from trainkit.checkpoint.format.schema import record, tensor_like, whole
+from trainkit.checkpoint.format.value_checks import record, tensor_like, whole
 from trainkit.config import check_whole, checked
 from trainkit.errors import CheckpointError, ConfigError
 from trainkit.strategies import Strategy

@@ -13,7 +13,7 @@ from typing import IO, Any
 from typing_extensions import override
 
 from trainkit.callbacks._support.log_paths import giving_up, log_place
-from trainkit.checkpoint.format.schema import record, whole
+from trainkit.checkpoint.format.value_checks import record, whole
 from trainkit.config import check_whole, checked
 from trainkit.errors import ConfigError, DataError
 from trainkit.formatting import json_value

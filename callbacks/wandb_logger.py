@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from trainkit.callbacks._support.histograms import Histogram
 from trainkit.callbacks._support.run_facts import run_facts
-from trainkit.checkpoint.format.schema import maybe, record, text
+from trainkit.checkpoint.format.value_checks import maybe, record, text
 from trainkit.config import checked
 from trainkit.errors import ConfigError
 from trainkit.outputs import absolute, check_folder

@@ -11,11 +11,11 @@ from typing import Any, TypeVar
 from trainkit.errors import ConfigError
 from trainkit.parsing import boolean, one_of
 
-__all__ = ["PRECISIONS", "mixed_precision", "read", "sharding", "uses_cpu"]
+__all__ = ["MIXED_PRECISIONS", "mixed_precision", "read", "sharding", "uses_cpu"]
 
 T = TypeVar("T")
 
-PRECISIONS = {"no": "fp32", "fp16": "fp16", "bf16": "bf16"}
+MIXED_PRECISIONS = {"no": "fp32", "fp16": "fp16", "bf16": "bf16"}
 """The precisions that a launcher and `Accelerator` know, with their names in `Trainer`."""
 
 _SHARDING = ("reshard_after_forward", "cpu_offload", "activation_checkpointing")
@@ -47,7 +47,7 @@ def read(name: str, reader: Callable[[object], T], default: T) -> T:
 
 def mixed_precision() -> str:
     """Return "no", "fp16" or "bf16"."""
-    return read("MIXED_PRECISION", one_of(*PRECISIONS), "no")
+    return read("MIXED_PRECISION", one_of(*MIXED_PRECISIONS), "no")
 
 
 def uses_cpu() -> bool:

@@ -13,7 +13,7 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.toys import fit, make_trainer
 from trainkit import Callback, ConfigError, Run, StepResult
 from trainkit.callbacks import Checkpoint, GradientMonitor, Throughput, WandbLogger
-from trainkit.checkpoint.format.schema import Unfit
+from trainkit.checkpoint.format.value_checks import Unfit
 from trainkit.signals import Interrupted
 
 BLOCK = 32768  # bytes; the files have the format of LevelDB's log after 7 bytes of their own

@@ -24,7 +24,7 @@ from trainkit.distributed import Processes
 from trainkit.distributed.group import INIT_METHOD, as_timeout
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigError
-from trainkit.launch_environment import PRECISIONS, mixed_precision, read, sharding, uses_cpu
+from trainkit.launch_environment import MIXED_PRECISIONS, mixed_precision, read, sharding, uses_cpu
 from trainkit.parsing import text, whole
 from trainkit.strategies import Strategy
 
@@ -68,7 +68,7 @@ class AcceleratorConfig:
 
     def __post_init__(self) -> None:
         asked = self.mixed_precision or mixed_precision()
-        self.precision = _one_of("mixed_precision", asked, PRECISIONS)
+        self.precision = _one_of("mixed_precision", asked, MIXED_PRECISIONS)
         names, known = self.rng_types or ("generator",), ("generator", "torch", *generator_kinds())
         self.generators = tuple(_one_of("rng_types", name, known) for name in names)
         self.autocast = self.handler(AutocastKwargs)

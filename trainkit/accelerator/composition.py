@@ -16,7 +16,7 @@ from trainkit.accelerator.state_saver import StateSaver
 from trainkit.accelerator.tracking import Trackers
 from trainkit.distributed import Processes
 from trainkit.distributed.active_batches import ActiveLoaders
-from trainkit.launch_environment import PRECISIONS
+from trainkit.launch_environment import MIXED_PRECISIONS
 from trainkit.precision import FP16, Precision
 from trainkit.strategies import SingleDevice, Strategy
 from trainkit.training.arguments import make_precision
@@ -99,7 +99,7 @@ class OwnLoop:
 
 
 def _precision(config: AcceleratorConfig, device: torch.device) -> Precision:
-    precision = make_precision(PRECISIONS[config.precision])
+    precision = make_precision(MIXED_PRECISIONS[config.precision])
     if isinstance(precision, FP16):
         scaler: GradScalerKwargs = config.handler(GradScalerKwargs)
         precision = FP16(

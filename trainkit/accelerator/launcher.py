@@ -19,7 +19,7 @@ from trainkit.device import accelerator_count, forbids_fork
 from trainkit.distributed import Processes
 from trainkit.distributed.group import INIT_METHOD
 from trainkit.errors import ConfigError, DistributedError
-from trainkit.launch_environment import PRECISIONS
+from trainkit.launch_environment import MIXED_PRECISIONS
 
 __all__ = ["notebook_launcher"]
 
@@ -243,9 +243,10 @@ def _run_here(
 
 
 def _check(mixed_precision: str, count: int) -> None:
-    if mixed_precision not in PRECISIONS:
+    if mixed_precision not in MIXED_PRECISIONS:
         raise ConfigError(
-            f"`mixed_precision` must be one of {', '.join(PRECISIONS)}, but is {mixed_precision!r}."
+            f"`mixed_precision` must be one of {', '.join(MIXED_PRECISIONS)}, but is "
+            f"{mixed_precision!r}."
         )
     if count < 1:
         raise ConfigError(f"`num_processes` must be at least 1, but is {count}.")

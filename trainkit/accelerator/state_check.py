@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from trainkit.accelerator.preparer import Registry
 from trainkit.checkpoint import Checkpoint
 from trainkit.checkpoint.format.names import process_part
-from trainkit.checkpoint.format.schema import (
+from trainkit.checkpoint.format.value_checks import (
     Unfit,
     each,
     flag,
@@ -33,7 +33,7 @@ from trainkit.checkpoint.forms import (
 )
 from trainkit.checkpoint.training_state import parameter_names, same_torch
 from trainkit.training.fingerprint import model_problems
-from trainkit.training.loadable import check_model_form
+from trainkit.training.resume_check import check_model_form
 
 __all__ = ["check_form", "part_name", "problems"]
 

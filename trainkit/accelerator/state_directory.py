@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from trainkit.accelerator.settings import ProjectConfiguration
 from trainkit.checkpoint import CheckpointStore, KeepPolicy, RunLock, rotate
-from trainkit.checkpoint.candidates import first_whole
+from trainkit.checkpoint.candidates import first_verified
 from trainkit.checkpoint.format.names import MANIFEST
 from trainkit.checkpoint.io.files import remove_tree
 from trainkit.checkpoint.listing import broken_folders
@@ -105,7 +105,7 @@ class StateDirectory:
         Raises:
             CheckpointError: Nothing is there, or nothing that is whole; on all processes.
         """
-        found = first_whole(
+        found = first_verified(
             self._processes,
             self._states(input_dir, report),
             lambda place: read(Path(place[1])),

@@ -8,13 +8,13 @@ from trainkit.distributed import Processes, run_on_main
 from trainkit.distributed.collectives import first_with, raise_on_all
 from trainkit.errors import CheckpointCorrupt, CheckpointError, ConfigError
 
-__all__ = ["candidates", "first_whole"]
+__all__ = ["candidates", "first_verified"]
 
 P = TypeVar("P")
 T = TypeVar("T")
 
 
-def first_whole(
+def first_verified(
     processes: Processes,
     places: Iterator[P | None],
     load: Callable[[P], T],

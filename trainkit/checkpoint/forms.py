@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from trainkit.checkpoint.checkpoint import Checkpoint
 from trainkit.checkpoint.format.names import JSON_SUFFIX, MANIFEST, TENSOR_SUFFIX
-from trainkit.checkpoint.format.schema import (
+from trainkit.checkpoint.format.value_checks import (
     Check,
     Unfit,
     each,

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from trainkit.checkpoint.checkpoint import Checkpoint
 from trainkit.checkpoint.exact import load_optimizer, other_state, parameter_states
 from trainkit.checkpoint.format.names import process_part
-from trainkit.checkpoint.format.schema import Unfit
+from trainkit.checkpoint.format.value_checks import Unfit
 from trainkit.checkpoint.forms import blaming
 from trainkit.checkpoint.resharding.sharding import split_alike
 from trainkit.checkpoint.resharding.subclasses import put_parts, take_parts

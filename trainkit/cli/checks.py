@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from trainkit.accelerator.accelerator import Accelerator
 from trainkit.distributed.collectives import run_on_all
 from trainkit.errors import DistributedError
-from trainkit.launch_environment import PRECISIONS
+from trainkit.launch_environment import MIXED_PRECISIONS
 from trainkit.trainer import Trainer
 
 _SAMPLES = 24
@@ -28,7 +28,7 @@ def main() -> int:
     accelerator = Accelerator()
     kind = accelerator.device.type
     accelerator.print(f"{accelerator.num_processes} process(es), device type {kind}")
-    precision = PRECISIONS[accelerator.mixed_precision]
+    precision = MIXED_PRECISIONS[accelerator.mixed_precision]
     checks: dict[str, Callable[[Accelerator], None]] = {
         "places: every process has its own number and device": _places,
         "collectives: sum, broadcast and gather are right": _collectives,
@@ -115,7 +115,7 @@ def _fit(dtype: torch.dtype, *, shuffle: bool = False, **settings: Any) -> list[
 
 
 def _precision(accelerator: Accelerator) -> None:
-    precision = PRECISIONS[accelerator.mixed_precision]
+    precision = MIXED_PRECISIONS[accelerator.mixed_precision]
     weights = _fit(torch.float32, precision=precision)
     flat = torch.cat([weight.flatten() for weight in weights])
     everywhere = accelerator.processes.all_gather_objects(flat)

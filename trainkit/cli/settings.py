@@ -10,7 +10,7 @@ from typing import Any
 
 from trainkit.cli import accelerate_keys
 from trainkit.errors import ConfigError
-from trainkit.launch_environment import PRECISIONS
+from trainkit.launch_environment import MIXED_PRECISIONS
 from trainkit.parsing import boolean, gpu_ids, listen_port, one_of, pairs, seconds, text, whole
 
 __all__ = ["SETTINGS", "JobSettings", "Setting"]
@@ -93,7 +93,7 @@ class JobSettings:
     rdzv_conf: str | None = _setting(None, pairs, "more for the rendezvous", "KEY=VALUE")
     gpu_ids: str = _setting("all", gpu_ids, "GPUs of this machine to use, such as 0,1", "IDS")
     mixed_precision: str = _setting(
-        "no", one_of(*PRECISIONS),
+        "no", one_of(*MIXED_PRECISIONS),
         "no, fp16 or bf16: what `Trainer()` and `Accelerator()` take unless told", "NAME",
         accelerate=True)
     distributed_type: str | None = _setting(

@@ -79,7 +79,7 @@ def make_precision(precision: str | Precision) -> Precision:
     if precision == "auto":
         from trainkit import launch_environment
 
-        precision = launch_environment.PRECISIONS[launch_environment.mixed_precision()]
+        precision = launch_environment.MIXED_PRECISIONS[launch_environment.mixed_precision()]
     return _look_up("precision", precision, PRECISIONS, "Precision")()
 
 

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from trainkit import rng
 from trainkit.checkpoint import Checkpoint, KeepPolicy
-from trainkit.checkpoint.candidates import candidates, first_whole
+from trainkit.checkpoint.candidates import candidates, first_verified
 from trainkit.checkpoint.checkpoint import open_share
 from trainkit.checkpoint.exact import load_model, load_state, parameter_states
 from trainkit.checkpoint.forms import applying, refuse
@@ -34,8 +34,8 @@ from trainkit.training.fingerprint import (
     overruled_settings,
 )
 from trainkit.training.finite import finiteness
-from trainkit.training.loadable import check_metadata, check_parts, check_states
 from trainkit.training.lr_schedule import LRSchedule
+from trainkit.training.resume_check import check_metadata, check_parts, check_states
 from trainkit.training.run import Run
 
 __all__ = ["collect", "describe", "restore", "save_now"]
@@ -176,7 +176,7 @@ def restore(
     processes = run.strategy.processes
     folders = candidates(run.output_dir, resume, run.print) if processes.is_main else iter(())
     present = _present(run, callbacks) if run.strategy.sharded else {}
-    found = first_whole(
+    found = first_verified(
         processes,
         folders,
         lambda folder: _load(run, callbacks, Path(folder), present, schedule),

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from trainkit.checkpoint import Checkpoint
 from trainkit.checkpoint.format.names import process_part
-from trainkit.checkpoint.format.schema import (
+from trainkit.checkpoint.format.value_checks import (
     Unfit,
     each,
     flag,
