@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from trainkit.device import accelerator_kind
 from trainkit.errors import ConfigError, text_of
 
 __all__ = ["find_executable_batch_size", "is_out_of_memory", "release_memory"]
@@ -97,4 +98,5 @@ def is_out_of_memory(error: Exception) -> bool:
 
 def _empty() -> None:
     gc.collect()
-    torch.accelerator.empty_cache()  # nothing where it is not in use
+    if accelerator_kind() is not None:
+        torch.accelerator.empty_cache()  # nothing where it is not in use

@@ -179,8 +179,6 @@ def join(device: torch.device | None) -> tuple[Membership, torch.device]:
         debugging: Any = torch.distributed  # not all of its names are declared
         debugging.set_debug_level(debugging.DebugLevel.DETAIL)
     _raise_descriptor_limit(world.size)
-    # Each process connects to those that it talks to, when it does, and not at once to all.
-    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     if not adopted:
         _make(world, device)
     control = torch.distributed.new_group(backend="gloo")
@@ -260,6 +258,8 @@ def _make(world: World, device: torch.device) -> None:
             f"{' and '.join(f'`{name}`' for name in missing)} is not set, so they cannot find "
             "each other. Start the job with torchrun, or unset `WORLD_SIZE`."
         )
+    # Each process connects to those that it talks to, when it does, and not at once to all.
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     torch.distributed.init_process_group(
         collective_backend(device),
         store=_rendezvous.next_store(world),
