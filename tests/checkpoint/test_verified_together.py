@@ -8,7 +8,9 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.toys import fit, make_trainer
 from trainkit.callbacks import Checkpoint
 from trainkit.checkpoint import CheckpointStore
+from trainkit.checkpoint.checkpoint import open_share
 from trainkit.checkpoint.io.reading import HashedFile
+from trainkit.distributed.world import World
 
 
 def train(rank: int, folder: Path, resume: str | None) -> tuple[int, list[str]]:
@@ -51,3 +53,24 @@ def test_each_file_is_compared_by_one_process_of_the_machine(tmp_path: Path) -> 
     assert tensors <= {*first, *second} >= files.keys()
     assert not tensors & set(first) & set(second)
     assert first.count("model.safetensors") + second.count("model.safetensors") == 1
+
+
+@pytest.mark.parametrize(
+    "places",
+    [
+        [(0, 2), (0, 2)],  # a starter that says LOCAL_RANK=0 everywhere
+        [(0, 2), (1, 2), (0, 1)],  # machines of two processes and of one
+        [(0, 8), (1, 8)],  # LOCAL_WORLD_SIZE of another job
+        [(0, 2), (1, 2), (0, 2), (1, 2)],
+    ],
+)
+def test_each_file_is_compared_whatever_a_starter_says(
+    places: list[tuple[int, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_ranks(2, train, tmp_path, None)
+    newest, compared = CheckpointStore(tmp_path / "checkpoints").checkpoints()[-1], set[str]()
+    monkeypatch.setattr(HashedFile, "check_digest", lambda file, _: compared.add(file.name))
+    for rank, (local_rank, local_size) in enumerate(places):
+        world = World(rank=rank, local_rank=local_rank, size=len(places), local_size=local_size)
+        open_share(newest.path, world).verify_rest()
+    assert compared == newest.manifest.files.keys()

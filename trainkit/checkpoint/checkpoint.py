@@ -206,7 +206,11 @@ def open_share(path: Path, world: "World") -> Checkpoint:
     owned = {name: owner for name in files if (owner := owner_of(name)) is not None}
     common = sorted(files.keys() - owned, key=lambda name: (-files[name].bytes, name))
     mine = {name for name, owner in owned.items() if owner % world.size == world.rank}
-    mine.update(common[world.local_rank :: world.local_size])
+    # Of every `sharers` neighbours each takes other files: those of a machine, where the numbers of
+    # the starter can be true. Whatever they are, number i is taken by process i modulo the size.
+    is_even = world.size % world.local_size == 0
+    sharers = world.local_size if is_even else world.size
+    mine.update(common[world.rank % sharers :: sharers])
     return Checkpoint(path, manifest, frozenset(files.keys() - mine))
 
 
