@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
