@@ -1,5 +1,7 @@
 """What is true on an accelerator that is not CUDA: `tests/test_fake_device.py` runs it on one."""
 
+import contextlib
+import io
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -24,6 +26,7 @@ from trainkit import (
     find_executable_batch_size,
     rng,
 )
+from trainkit.cli import checks
 from trainkit.checkpoint.snapshot import Snapshot
 from trainkit.precision import BF16, FP16
 from trainkit.strategies import DDP, FSDP, SingleDevice, Strategy
@@ -218,6 +221,17 @@ def test_precisions_keep_their_contract(precision: Callable[[], Any]) -> None:
     check_precision(precision)
 
 
+def the_launchers_checks(rank: int) -> tuple[int, str]:
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        return checks.main(), printed.getvalue()
+
+
+def test_trainkit_test_finds_all_well() -> None:
+    (code, printed), (other, _) = run_ranks(2, the_launchers_checks)
+    assert (code, other) == (0, 0), printed
+    assert "device type fake" in printed
+
+
 def one_too_many(rank: int) -> str:
     fake_device.set_count(1)
     if rank == 0:
@@ -247,6 +261,9 @@ class TestLesserDevice:
     def test_it_trains(self, tmp_path: Path) -> None:
         train(output_dir=tmp_path, max_grad_norm=1.0, precision="bf16")
         train(output_dir=tmp_path / "2", gradient_accumulation_steps=2)
+
+    def test_trainkit_test_finds_all_well(self) -> None:
+        test_trainkit_test_finds_all_well()
 
     def test_it_has_no_loss_scale(self) -> None:
         with pytest.raises(ConfigError, match="no gradient scaler"):
