@@ -95,7 +95,9 @@ def test_each_byte_of_a_pack_belongs_to_a_file(tmp_path: Path) -> None:
             changed = bytearray(content)
             changed[info.begin + info.bytes - 1] ^= 1
             pack.write_bytes(changed)
-            with pytest.raises(CheckpointCorrupt, match=f"`{place}` in `processes.bin`: its content"):
+            with pytest.raises(
+                CheckpointCorrupt, match=f"`{place}` in `processes.bin`: its content"
+            ):
                 store.open(path)
     for other in (content[:-1], content + b"x"):
         pack.write_bytes(other)

@@ -26,8 +26,8 @@ from trainkit import (
     find_executable_batch_size,
     rng,
 )
-from trainkit.cli import checks
 from trainkit.checkpoint.snapshot import Snapshot
+from trainkit.cli import checks
 from trainkit.precision import BF16, FP16
 from trainkit.strategies import DDP, FSDP, SingleDevice, Strategy
 from trainkit.testing import check_precision, check_strategy
@@ -219,6 +219,32 @@ def test_strategies_keep_their_contract(strategy: Callable[[], Strategy]) -> Non
 @pytest.mark.parametrize("precision", [BF16, partial(FP16, init_scale=256.0)])
 def test_precisions_keep_their_contract(precision: Callable[[], Any]) -> None:
     check_precision(precision)
+
+
+class Mixed(Callback):
+    """Logs what is on the host beside what is on the device, also under one name."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, float] = {}
+
+    @override
+    def on_step_end(self, run: Run, result: StepResult) -> None:
+        on_device = torch.tensor(3.0, device=run.strategy.device)
+        run.log({"host": torch.tensor(2.0), "device": on_device})
+        first, second = torch.tensor(1.0), on_device
+        run.log({"first on the host": second if run.state.step % 2 == 0 else first})
+        run.log({"first on the device": first if run.state.step % 2 == 0 else second}, reduce="sum")
+
+    @override
+    def on_log(self, run: Run, values: Any) -> None:
+        self.seen = {**values}
+
+
+def test_values_of_host_and_device_are_logged_together() -> None:
+    mixed = Mixed()
+    train(callbacks=[mixed], log_every_n_steps=4)
+    expected = {"host": 2, "device": 3, "first on the host": 2, "first on the device": 8}
+    assert {name: mixed.seen[name] for name in expected} == expected
 
 
 def the_launchers_checks(rank: int) -> tuple[int, str]:
