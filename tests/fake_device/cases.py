@@ -11,6 +11,7 @@ from typing import Any
 import fake_device  # type: ignore[import-not-found]
 import pytest
 import torch
+import torch.distributed
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
@@ -28,6 +29,7 @@ from trainkit import (
 )
 from trainkit.checkpoint.snapshot import Snapshot
 from trainkit.cli import checks
+from trainkit.distributed import Processes
 from trainkit.precision import BF16, FP16
 from trainkit.strategies import DDP, FSDP, SingleDevice, Strategy
 from trainkit.testing import check_precision, check_strategy
@@ -219,6 +221,28 @@ def test_strategies_keep_their_contract(strategy: Callable[[], Strategy]) -> Non
 @pytest.mark.parametrize("precision", [BF16, partial(FP16, init_scale=256.0)])
 def test_precisions_keep_their_contract(precision: Callable[[], Any]) -> None:
     check_precision(precision)
+
+
+def test_an_own_loop_and_its_strategy_have_one_device() -> None:
+    assert Accelerator(strategy=SingleDevice(device="cpu")).device.type == "cpu"
+    for settings in ({"cpu": True}, {"device": "fake:3"}):
+        strategy = SingleDevice()
+        accelerator = Accelerator(strategy=strategy, **settings)
+        assert accelerator.device == strategy.device != torch.device("fake:0")
+    with pytest.raises(ConfigError, match='made with `device="fake:1"`, but'):
+        Accelerator(cpu=True, strategy=SingleDevice(device="fake:1"))
+
+
+def scattered_mean(rank: int) -> list[float]:
+    device = Processes.start().device
+    mean = torch.empty(1, device=device)
+    row = torch.tensor([1.0, 2.0], device=device) + rank
+    torch.distributed.reduce_scatter_single(mean, row, op=torch.distributed.ReduceOp.AVG)
+    return mean.tolist()
+
+
+def test_its_collectives_have_means_as_fsdp_uses_them() -> None:
+    assert run_ranks(2, scattered_mean) == [[1.5], [2.5]]
 
 
 class Mixed(Callback):
