@@ -110,13 +110,13 @@ class Save:
 
     def _commit(self, written: Sequence[Sequence[Written]], version: int) -> str:
         """Publish what all have written; return the name of the folder."""
-        replaced = self._replaced()
         infos = {
             name: FileInfo(bytes=size, xxh3_128=digest)
             for of_one in written
             for name, size, digest in of_one
             if name != PACK
         }
+        replaced = self._replaced()
         manifest = Manifest(
             format_version=version,
             step=self._step,
