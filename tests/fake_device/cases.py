@@ -225,7 +225,8 @@ def test_precisions_keep_their_contract(precision: Callable[[], Any]) -> None:
 
 def test_an_own_loop_and_its_strategy_have_one_device() -> None:
     assert Accelerator(strategy=SingleDevice(device="cpu")).device.type == "cpu"
-    for settings in ({"cpu": True}, {"device": "fake:3"}):
+    given: list[dict[str, Any]] = [{"cpu": True}, {"device": "fake:3"}]
+    for settings in given:
         strategy = SingleDevice()
         accelerator = Accelerator(strategy=strategy, **settings)
         assert accelerator.device == strategy.device != torch.device("fake:0")
@@ -238,7 +239,8 @@ def scattered_mean(rank: int) -> list[float]:
     mean = torch.empty(1, device=device)
     row = torch.tensor([1.0, 2.0], device=device) + rank
     torch.distributed.reduce_scatter_single(mean, row, op=torch.distributed.ReduceOp.AVG)
-    return mean.tolist()
+    values: list[float] = mean.tolist()
+    return values
 
 
 def test_its_collectives_have_means_as_fsdp_uses_them() -> None:

@@ -30,7 +30,8 @@ def _on_the_cpu(compare: Callable[..., bool]) -> Callable[..., bool]:
 def pytest_configure() -> None:
     for name in ("equal", "allclose"):
         setattr(torch, name, _on_the_cpu(getattr(torch, name)))
-    torch.testing.assert_close = partial(torch.testing.assert_close, check_device=False)
+    testing: Any = torch.testing
+    testing.assert_close = partial(testing.assert_close, check_device=False)
 
 
 @pytest.hookimpl(tryfirst=True)
