@@ -3,7 +3,9 @@
 import json
 import logging
 import os
+import secrets
 import signal
+import socket
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
@@ -12,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from torch.distributed import run as torchrun
+from torch.distributed import TCPStore, run as torchrun
 from torch.distributed.elastic.agent.server.api import (
     RunResult,
     WorkerGroup,
@@ -30,6 +32,7 @@ from trainkit.cli.orphan_killer import OrphanKiller
 from trainkit.cli.plan import Plan
 from trainkit.console import put
 from trainkit.errors import DistributedError
+from trainkit.launch_environment import SECRET
 from trainkit.signals import CAUGHT, exit_code
 from trainkit.watchdog.exit import EXIT_OTHER_FAILED
 from trainkit.watchdog.report import FOLDER_VARIABLE
@@ -76,6 +79,9 @@ def run(plan: Plan, *, shows_log: bool = False) -> Outcome:
     os.environ.update(plan.environment)
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = plan.environment["PET_SIGNALS_TO_HANDLE"]
     options = torchrun.parse_args(list(plan.arguments))  # type: ignore[no-untyped-call]
+    if options.nnodes == "1":  # gloo would listen for the whole network, too
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+        os.environ.setdefault(SECRET, secrets.token_hex(16))
     options.log_dir = options.log_dir or str(Path(plan.environment[FOLDER_VARIABLE]) / "log")
     config, command, arguments = torchrun.config_from_args(options)
     if not shows_log:
@@ -115,14 +121,20 @@ def _spec(config: LaunchConfig, command: Any, arguments: list[str]) -> WorkerSpe
         local_addr=config.local_addr,
         **config.rdzv_configs,
     )
+    handler: Any = get_rendezvous_handler(parameters)
     host, port = None, None
     if config.rdzv_backend == "static":
         host, _, number = config.rdzv_endpoint.rpartition(":")
         port = int(number)
+    if config.max_nodes == 1:  # torch would listen for the whole network
+        listening = socket.create_server((host or "127.0.0.1", port or 0))
+        handler._store = TCPStore(
+            host, port, is_master=True, master_listen_fd=listening.detach()
+        )
     return WorkerSpec(
         role=config.role,
         local_world_size=config.nproc_per_node,
-        rdzv_handler=get_rendezvous_handler(parameters),
+        rdzv_handler=handler,
         entrypoint=command,
         args=tuple(arguments),
         max_restarts=config.max_restarts,
