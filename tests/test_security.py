@@ -10,6 +10,7 @@ import struct
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -67,13 +68,15 @@ def ports(pids: list[int]) -> dict[int, str]:
                 raw = bytes.fromhex(place)
                 raw = b"".join(raw[i : i + 4][::-1] for i in range(0, len(raw), 4))
                 listening[fields[9]] = int(port, 16), socket.inet_ntop(family, raw)
-    found = {}
+    found: dict[int, str] = {}
     for pid in pids:
         with suppress(OSError):
             for entry in os.scandir(f"/proc/{pid}/fd"):
                 with suppress(OSError):
-                    if inode := re.fullmatch(r"socket:\[(\d+)\]", os.readlink(entry.path)):
-                        found |= dict([listening[inode[1]]] if inode[1] in listening else [])
+                    inode = re.fullmatch(r"socket:\[(\d+)\]", os.readlink(entry.path))
+                    if inode is not None and inode[1] in listening:
+                        port, host = listening[inode[1]]
+                        found[port] = host
     return found
 
 
@@ -156,7 +159,7 @@ def _send_a_pickle(rank: int, path: Path, asks: bool) -> str:
             accelerator.processes.all_gather_bytes(prefix + packet)
         return ""
     told = []
-    calls = [
+    calls: list[Callable[[], Any]] = [
         lambda: accelerator.gather(torch.ones(1)),
         lambda: accelerator.gather_for_metrics(torch.ones(1)),
         lambda: accelerator.gather_for_metrics(["text"]),
@@ -178,7 +181,8 @@ def test_a_pickle_runs_only_where_the_call_asked_for_one(tmp_path: Path) -> None
 
 def _gather_objects(rank: int) -> tuple[int, str]:
     accelerator = Accelerator(cpu=True)
-    loader = accelerator.prepare(torch.utils.data.DataLoader([1, 2], batch_size=1))
+    samples: Any = [1, 2]
+    loader = accelerator.prepare(torch.utils.data.DataLoader(samples, batch_size=1))
     found, told = [], ""
     for _ in loader:
         found += accelerator.gather_for_metrics([Path("x")], use_gather_object=True)
@@ -301,7 +305,7 @@ def test_a_watch_without_descriptors_does_not_spin() -> None:
 
 
 def _cannot_watch(rank: int) -> bool:
-    reach = start.reach_server
+    reach = connections.reach_server
 
     def full(*args: Any, **kwargs: Any) -> Any:
         taken = _fill()
@@ -311,7 +315,7 @@ def _cannot_watch(rank: int) -> bool:
             for each in taken:
                 os.close(each)
 
-    start.reach_server = full
+    pytest.MonkeyPatch().setattr(start, "reach_server", full)
     processes = Processes.start()
     processes.barrier()
     return processes.watch is not None

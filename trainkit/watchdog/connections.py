@@ -20,7 +20,7 @@ from typing import Any
 from weakref import WeakSet
 
 from trainkit.watchdog.exit import say
-from trainkit.watchdog.line import Line, Message
+from trainkit.watchdog.line import SEND_SECONDS, Line, Message
 from trainkit.watchdog.stalls import Member
 
 __all__ = ["GONE", "Address", "Links", "open_server", "reach_server"]
@@ -28,14 +28,13 @@ __all__ = ["GONE", "Address", "Links", "open_server", "reach_server"]
 GONE = "gone"
 """The kind of the message that stands for the end of a connection.
 
-It has `who`, `place`, and `unreachable`: whether packets got lost, and nothing says that the
-process has ended.
+It has `who`, `place`, and `unreachable`: for how many seconds the machine was silent before packets
+were known to be lost; 0 where the process has ended.
 """
 
 _STRANGER_SECONDS = 5.0  # in which a caller must say the word
 _MOST_STRANGERS = 64  # at a time; others wait until some have said it, or were turned away
 _REST_SECONDS = 1.0  # in which nobody is let in, where there is no descriptor left
-_SEND_SECONDS = 0.3  # for one message: a process that is stopped must not hold up the others
 _REACH_SECONDS = 20.0
 _RETURN_SECONDS = 3.0  # for a process of another machine to connect again
 _BEAT_SECONDS = 10.0  # between two signs of life
@@ -60,16 +59,10 @@ class Links:
         size: Processes in all.
         address: Of process 0.
         listening: Where others connect to this process; owned from now on.
-        patience: The seconds in which another one must take a message.
     """
 
     def __init__(
-        self,
-        rank: int,
-        size: int,
-        address: Address,
-        listening: Sequence[socket.socket] = (),
-        patience: float = _SEND_SECONDS,
+        self, rank: int, size: int, address: Address, listening: Sequence[socket.socket] = ()
     ) -> None:
         self.parent: Line | None = None  # to process 0, or to who passes on what it says
         self.children: dict[int, Line] = {}
@@ -78,7 +71,6 @@ class Links:
         self._rank = rank
         self._size = size
         self._address = address
-        self._patience = patience
         self._told: set[object] = set()  # the news that this process has passed on
         self._strangers: list[Line] = []
         self._away: dict[int, Line] = {}  # whose connection broke, and who may come again
@@ -133,7 +125,7 @@ class Links:
         """Connect to the parent at the first address that answers; return whether one does."""
         for address in addresses:
             with suppress(OSError, ValueError):
-                line = Line(_connect(address, seconds), self._patience, trusted=True)
+                line = Line(_connect(address, seconds), trusted=True)
                 hello = {"kind": "hello", "token": self._address.token, "rank": self._rank}
                 line.send({**hello, "who": Member.this().as_list()})
                 line.connection.settimeout(_REACH_SECONDS)
@@ -141,7 +133,7 @@ class Links:
                 welcome = messages[0] if messages and not over else {}
                 line.rank, line.member = welcome.get("from"), Member.parse(welcome.get("who"))
                 if isinstance(line.rank, int) and line.member is not None:
-                    line.connection.settimeout(self._patience)
+                    line.connection.settimeout(SEND_SECONDS)
                     self.parent, self._early = line, messages[1:]
                     self._selector.register(line.connection, selectors.EVENT_READ, line)
                     return True
@@ -201,7 +193,7 @@ class Links:
     def _accept(self, listening: socket.socket) -> None:
         """Let a caller in; nobody for a while where that cannot be, or where many say nothing."""
         try:
-            line = Line(listening.accept()[0], self._patience)
+            line = Line(listening.accept()[0])
             self._strangers.append(line)
             self._selector.register(line.connection, selectors.EVENT_READ, line)
             full = len(self._strangers) >= _MOST_STRANGERS
@@ -314,7 +306,8 @@ class Links:
 def _gone(line: Line, rank: int) -> Message:
     """Return what process `rank` says of one whose line is over for good."""
     assert line.member is not None
-    gone = {"kind": GONE, "from": line.rank, "unreachable": line.is_unreachable}
+    gone = {"kind": GONE, "from": line.rank}
+    gone["unreachable"] = round(line.silent) if line.is_unreachable else 0
     gone |= {"who": str(line.member), "place": line.member.place()}
     return {**gone, "to": rank} if line.has_ended else gone
 
