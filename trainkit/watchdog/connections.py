@@ -84,8 +84,6 @@ class Links:
         self._waking.setblocking(False)
         self._woken.setblocking(False)
         self._selector.register(self._woken, selectors.EVENT_READ)
-        for one in listening:
-            one.setblocking(False)
         self._listen()
         _open.add(self)
 
@@ -180,14 +178,14 @@ class Links:
             self._drop(line)
         if self._rests_until and now > self._rests_until and len(self._strangers) < _MOST_STRANGERS:
             self._listen()
-        lost = [line for line in self._away.values() if self._is_lost(line, now)]
-        for line in lost:
-            del self._away[line.rank or 0]
+        lost = [line for line in self._away.values() if self._is_lost(line)]
+        self._away = {rank: line for rank, line in self._away.items() if line not in lost}
         return [heard for line in lost for heard in self._take(line, [_gone(line, self._rank)])]
 
     def _listen(self) -> None:
         self._rests_until = 0.0
         for one in self._listening:
+            one.setblocking(False)
             self._selector.register(one, selectors.EVENT_READ, one)
 
     def _accept(self, listening: socket.socket) -> None:
@@ -238,7 +236,7 @@ class Links:
         line.since = time.monotonic()
         if line is not self.parent:
             del self.children[line.rank or 0]
-            if line.has_ended or self._is_lost(line, line.since):
+            if line.has_ended or self._is_lost(line):
                 return [_gone(line, self._rank)]
             self._away[line.rank or 0] = line
             return []
@@ -246,20 +244,14 @@ class Links:
         if line.has_ended:  # who passed on what process 0 says has, but process 0 may have not
             returned = line.rank and self.reach_root()
         else:
-            returned = not self._is_lost(line, line.since) and self.reach_root(_RETURN_SECONDS)
+            returned = not self._is_lost(line) and self.reach_root(_RETURN_SECONDS)
             if returned:
-                say(
-                    f"trainkit: the watch of process {self._rank} lost its connection to process "
-                    f"{line.rank} ({line.member}), and has connected again."
-                )
+                who = f"process {line.rank} ({line.member})"
+                say(f"trainkit: the watch lost its connection to {who}, and has connected again.")
         return [] if returned else [_gone(line, self._rank)]
 
-    def _is_lost(self, line: Line, now: float) -> bool:
-        """Return whether the process at the other end of a line that is over is lost, too."""
-        assert line.member is not None
-        if line.member.is_here():
-            return not line.member.lives()
-        return not self.is_patient or now - line.since > _RETURN_SECONDS
+    def _is_lost(self, line: Line) -> bool:
+        return line.is_lost(_RETURN_SECONDS if self.is_patient else 0.0)
 
     def _admit(self, line: Line, hello: Message) -> bool:
         """Take in a caller that knows the word, and say so."""
@@ -306,9 +298,8 @@ class Links:
 def _gone(line: Line, rank: int) -> Message:
     """Return what process `rank` says of one whose line is over for good."""
     assert line.member is not None
-    gone = {"kind": GONE, "from": line.rank}
-    gone["unreachable"] = round(line.silent) if line.is_unreachable else 0
-    gone |= {"who": str(line.member), "place": line.member.place()}
+    gone: Message = {"kind": GONE, "from": line.rank, "who": str(line.member)}
+    gone |= {"place": line.member.place(), "unreachable": line.is_unreachable * round(line.silent)}
     return {**gone, "to": rank} if line.has_ended else gone
 
 

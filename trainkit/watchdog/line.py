@@ -89,6 +89,15 @@ class Line:
         sound = all(isinstance(m, dict) and isinstance(m.get("kind"), str) for m in messages)
         return (messages if sound else []), not data or not sound
 
+    def is_lost(self, seconds: float) -> bool:
+        """Return whether the process behind a line that is over, since `since`, is lost, too.
+
+        The kernel knows it of this machine; on another one the process has seconds to come again.
+        """
+        if self.member is not None and self.member.is_here():
+            return not self.member.lives()
+        return time.monotonic() - self.since > seconds
+
     def close(self) -> None:
         self.connection.close()
 
