@@ -3,8 +3,11 @@
 import json
 import logging
 import os
+import secrets
 import signal
+import socket
 import sys
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -12,6 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from torch._C._distributed_c10d import TCPStore
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.agent.server.api import (
     RunResult,
@@ -30,14 +34,17 @@ from trainkit.cli.orphan_killer import OrphanKiller
 from trainkit.cli.plan import Plan
 from trainkit.console import put
 from trainkit.errors import DistributedError
+from trainkit.launch_environment import SECRET
 from trainkit.signals import CAUGHT, exit_code
 from trainkit.watchdog.exit import EXIT_OTHER_FAILED
 from trainkit.watchdog.report import FOLDER_VARIABLE
+from trainkit.watchdog.stalls import Member
 
 __all__ = ["Outcome", "run"]
 
 _KILL_SECONDS = 5
 _LEAST_TIMEOUT = 1
+_LOOK_PAUSE, _STOPPED_LOOKS = 4.0, 12
 _SIGNALS = (*CAUGHT, signal.SIGHUP, signal.SIGQUIT)
 # A run that was asked to end has saved, and must not be started again by the agent.
 _ENDED_ON_REQUEST = frozenset(exit_code(signum) for signum in CAUGHT)
@@ -76,6 +83,9 @@ def run(plan: Plan, *, shows_log: bool = False) -> Outcome:
     os.environ.update(plan.environment)
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = plan.environment["PET_SIGNALS_TO_HANDLE"]
     options = torchrun.parse_args(list(plan.arguments))  # type: ignore[no-untyped-call]
+    if options.nnodes == "1":  # gloo would listen for the whole network, too
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+        os.environ.setdefault(SECRET, secrets.token_hex(16))
     options.log_dir = options.log_dir or str(Path(plan.environment[FOLDER_VARIABLE]) / "log")
     config, command, arguments = torchrun.config_from_args(options)
     if not shows_log:
@@ -115,14 +125,18 @@ def _spec(config: LaunchConfig, command: Any, arguments: list[str]) -> WorkerSpe
         local_addr=config.local_addr,
         **config.rdzv_configs,
     )
+    handler: Any = get_rendezvous_handler(parameters)
     host, port = None, None
     if config.rdzv_backend == "static":
         host, _, number = config.rdzv_endpoint.rpartition(":")
         port = int(number)
+        if config.max_nodes == 1:  # torch would listen for the whole network
+            listening = socket.create_server((host, port)).detach()
+            handler._store = TCPStore(host, port, is_master=True, master_listen_fd=listening)
     return WorkerSpec(
         role=config.role,
         local_world_size=config.nproc_per_node,
-        rdzv_handler=get_rendezvous_handler(parameters),
+        rdzv_handler=handler,
         entrypoint=command,
         args=tuple(arguments),
         max_restarts=config.max_restarts,
@@ -143,6 +157,9 @@ class _Agent(LocalElasticAgent):
         self._plan = plan
         self._orphan_killer = orphan_killer
         self._attempt = -1  # the number of the present attempt, from 0
+        self._looked_at = 0.0
+        self._stopped_at: dict[int, int] = {}  # looks in a row that found a process stopped
+        self.stopped: dict[int, str] = {}  # processes that were killed for it, by rank
         self._was_asked_to_end = False
         self._was_asked_again = False
 
@@ -164,8 +181,27 @@ class _Agent(LocalElasticAgent):
         self._orphan_killer.hold(handler.proc.pid for handler in self._handlers().values())
         return started
 
+    def _look_for_stopped(self) -> None:
+        """Kill a process that the kernel has not run at many looks, each some seconds after another.
+
+        What others of its machine would find by `trainkit.watchdog.silence` it may have nobody for.
+        """
+        if time.monotonic() - self._looked_at < _LOOK_PAUSE:
+            return
+        self._looked_at = time.monotonic()
+        for rank, handler in self._handlers().items():
+            member = Member("", "", handler.proc.pid, "")
+            self._stopped_at[rank] = self._stopped_at.get(rank, 0) + 1 if member.is_stopped() else 0
+            if self._stopped_at[rank] == _STOPPED_LOOKS:
+                seconds = round(_STOPPED_LOOKS * _LOOK_PAUSE)
+                text = f"was stopped (SIGSTOP) for {seconds} s, and has been killed"
+                self.stopped[int(self._worker_group.workers[rank].global_rank)] = text
+                with suppress(ProcessLookupError):
+                    os.killpg(handler.proc.pid, signal.SIGKILL)
+
     @override
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self._look_for_stopped()
         result: RunResult = super()._monitor_workers(worker_group)
         if any(failure.exitcode in _ENDED_ON_REQUEST for failure in result.failures.values()):
             self._remaining_restarts = 0
@@ -253,7 +289,7 @@ def _outcome(agent: _Agent, result: RunResult) -> Outcome:
     else:  # the first one may have been told to end while it was about to
         code = 1 if EXIT_OTHER_FAILED in codes.values() else exit_code(signal.SIGTERM)
     failures = {rank: _described(each) for rank, each in (alone or codes).items()}
-    return Outcome(code, failures, agent.reports, agent.endings())
+    return Outcome(code, {**failures, **agent.stopped}, agent.reports, agent.endings())
 
 
 def _interrupted(agent: _Agent, signum: signal.Signals) -> Outcome:

@@ -5,6 +5,7 @@ import os
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -22,7 +23,8 @@ from trainkit.device import (
     is_accelerator,
 )
 from trainkit.distributed.world import World
-from trainkit.errors import ConfigError
+from trainkit.errors import ConfigError, DistributedError
+from trainkit.launch_environment import SECRET
 
 __all__ = [
     "DEBUG",
@@ -191,6 +193,7 @@ def join(device: torch.device | None) -> tuple[Membership, torch.device]:
     control = torch.distributed.new_group(backend="gloo")
     # Without it a process that ends at once closes its sockets while others still connect.
     torch.distributed.barrier(control)
+    _check_secret(control, world)
     membership = Membership(
         world,
         owned=not adopted,
@@ -198,6 +201,33 @@ def join(device: torch.device | None) -> tuple[Membership, torch.device]:
         default=_default_group(),
     )
     return membership, device
+
+
+def _check_secret(control: ProcessGroup, world: World) -> None:
+    """Make sure that all who have joined were started by one launcher, if it made a secret.
+
+    The numbers of all processes are added up. That of a process is never the same again, and
+    nobody knows it who does not know the secret.
+
+    Raises:
+        DistributedError: One of them does not know it.
+    """
+    secret = os.environ.get(SECRET, "").encode()[:64]
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT"), _rendezvous.groups
+    digests = (
+        blake2b(f"{attempt} {rank}".encode(), key=secret, digest_size=32).digest()
+        for rank in range(world.size)
+    )
+    numbers = torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.int64).view(-1, 4)
+    found = numbers[world.rank].clone()
+    torch.distributed.all_reduce(found, group=control)
+    if not torch.equal(found, numbers.sum(0)):
+        raise DistributedError(
+            f"A process that takes part in this job does not know its secret (`{SECRET}`), which "
+            "`trainkit launch` gives to all that it starts: a stranger has joined in place of one "
+            "of them, or something between took the variable away. Start the job again, in a "
+            "network that you trust (docs/security.md)."
+        )
 
 
 def _raise_descriptor_limit(size: int) -> None:

@@ -8,12 +8,14 @@ it is connected to, which is on its machine and can look closer.
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from trainkit.watchdog.connections import Line, Links, Message
-from trainkit.watchdog.stalls import Member, Verdict, examples, judge, where
+from trainkit.watchdog.connections import Links
+from trainkit.watchdog.line import Line, Message
+from trainkit.watchdog.silence import silence
+from trainkit.watchdog.stalls import Member, Unanswered, Verdict, examples, judge, where
 
 __all__ = ["Inquiry"]
 
-_STOPPED_SECONDS = 1.0  # after which a process that the kernel does not run at all is frozen
+_SURE_SECONDS = 1.0  # after which a process that is stopped, or could have answered, is frozen
 _SILENT_SECONDS = 10.0  # without any answer, after which one that may run is
 _LOST_SECONDS = 20.0  # without any answer, after which it does not matter what is not known
 _STACK_SECONDS = 3.0
@@ -46,6 +48,8 @@ class Inquiry:
         self._began: float | None = None
         self._heard = self._signed = 0.0  # when the last answer, the last sign of life came
         self._silent: dict[int, str] = {}
+        self._asked: dict[int, Unanswered] = {}  # neighbours that have not said anything
+        self._is_led = False  # process 0 has said something
         self._left: Line | None = None  # to who passed on what process 0 says, and is frozen
         self._wanted: list[int] | None = None  # whose stacks were asked for
         self._stacks: set[int] = set()
@@ -75,7 +79,7 @@ class Inquiry:
                 self.states[rank]["stack"] = message["stack"]
                 self._stacks.add(rank)
             case "state?" | "stacks?" | "sign" | "verdict":
-                self._signed = now
+                self._signed, self._is_led = now, True
                 self._obey(message, now, place)
 
     def _obey(self, message: Message, now: float, place: Mapping[str, Any]) -> None:
@@ -117,12 +121,10 @@ class Inquiry:
 
     def frozen(self) -> list[Member]:
         """Return the neighbours of this process that cannot end by themselves."""
-        lines = [*self._links.children.values()]
-        lines += [line for line in (self._links.parent, self._left) if line is not None]
+        lines = [*self._links.lines, *([] if self._left is None else [self._left])]
         blamed = () if self.verdict is None else self.verdict.frozen
         members = (line.member for line in lines if line.rank in blamed)
-        machine = Member.this().machine
-        return [member for member in members if member and member.machine == machine]
+        return [member for member in members if member and member.is_here()]
 
     def _join(self, now: float, place: Mapping[str, Any]) -> None:
         """Say where this process is; from now on there is a verdict to wait for."""
@@ -141,10 +143,10 @@ class Inquiry:
         for rank, line in self._links.children.items():
             if rank in self.states or rank in self._silent or line.has_ended or not line.member:
                 continue
-            stopped = _is_here(line.member) and line.member.is_stopped()
-            since = began if stopped else self._heard
-            if now - since > (_STOPPED_SECONDS if stopped else _SILENT_SECONDS):
-                self._silent[rank] = why = _silence(line.member)
+            sure = self._could_answer(line, now)
+            since = began if sure else self._heard
+            if now - since > (_SURE_SECONDS if sure else _SILENT_SECONDS):
+                self._silent[rank] = why = silence(line)
                 self._send({"kind": "silent", "to": 0, "rank": rank, "why": why})
 
     def _look_at_parent(self, now: float, ended: Mapping[int, str]) -> None:
@@ -152,31 +154,30 @@ class Inquiry:
         parent = self._links.parent
         if parent is None or parent.member is None or parent.rank is None:
             return
-        stopped = _is_here(parent.member) and parent.member.is_stopped()
-        limit = _STOPPED_SECONDS if stopped else _NO_SIGN_SECONDS
+        sure = self._could_answer(parent, now, only_if_stopped=self._is_led)
+        limit = _SURE_SECONDS if sure else _NO_SIGN_SECONDS
         if parent.rank == 0 and self._rank != min(set(range(1, self._size)) - ended.keys()):
             limit += _TURN_SECONDS  # the first one tells the others, by ending it
         if now - self._signed <= limit:
             return
-        why = _silence(parent.member)
+        why = silence(parent)
         if parent.rank == 0 or not self._links.leave_parent():
             self._decide(judge(self.states, {parent.rank: why}))
             return
         self._signed, self._left = now, parent
+        self._send({"kind": "stalled", "to": 0})
         self._send({**self.states[self._rank], "kind": "state", "to": 0})
         self._send({"kind": "silent", "to": 0, "rank": parent.rank, "why": why})
+
+    def _could_answer(self, line: Line, now: float, *, only_if_stopped: bool = False) -> bool:
+        """Return whether a neighbour is known to be stopped, or asked and not starved."""
+        if line.member is None or line.rank is None or not line.member.is_here():
+            return False
+        if line.member.is_stopped() or only_if_stopped:
+            return line.member.is_stopped()
+        return self._asked.setdefault(line.rank, Unanswered(line.member, now)).could_answer(now)
 
     def _decide(self, verdict: Verdict) -> None:
         self.verdict = verdict
         text, process, frozen = verdict.text, verdict.process, verdict.frozen
         self._send({"kind": "verdict", "text": text, "process": process, "frozen": frozen})
-
-
-def _is_here(member: Member) -> bool:
-    return member.machine == Member.this().machine
-
-
-def _silence(member: Member) -> str:
-    return f"({member}) does not answer: " + (
-        member.doing() if _is_here(member) else "it is frozen, or its machine cannot be reached"
-    )

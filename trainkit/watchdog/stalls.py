@@ -16,12 +16,15 @@ from typing_extensions import override
 
 from trainkit.errors import MOST_NAMED
 
-__all__ = ["Member", "Stillness", "Verdict", "call_of", "examples", "judge", "where"]
+__all__ = ["Member", "Stillness", "Unanswered", "Verdict", "call_of", "examples", "judge", "where"]
 
 _PACKAGE = str(Path(__file__).resolve().parent.parent) + os.sep
 _LIBRARY = sysconfig.get_paths()["stdlib"] + os.sep
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 _LONGEST_STACK = 6000  # characters
+_OWN_SECONDS = 1.0  # of the processor, in which a process could have answered
+_CALM_SECONDS = 2.0  # in which none of its threads waited for a processor or a disk
+_EXITING = 4  # the kernel's flag of a process that has begun to end: PF_EXITING
 
 # Modules whose functions wait for other processes, and what a report calls that; "": by its name.
 _WAITING = {
@@ -41,12 +44,14 @@ class Member:
         machine: Equal for processes that can see and signal each other.
         pid: Its number there.
         started: When it began, so that no later process of the same number is meant.
+        number: Of its machine in the job, where a launcher has counted them.
     """
 
     host: str
     machine: str
     pid: int
     started: str
+    number: str = ""
 
     @classmethod
     def this(cls) -> "Member":
@@ -55,15 +60,40 @@ class Member:
         with suppress(OSError):
             parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
             parts += [os.readlink(f"/proc/self/ns/{space}") for space in ("pid", "net")]
-        return cls(parts[0], " ".join(parts), os.getpid(), started_at(os.getpid()))
+        number = os.environ.get("GROUP_RANK", "")
+        return cls(parts[0], " ".join(parts), os.getpid(), started_at(os.getpid()), number)
+
+    @classmethod
+    def parse(cls, told: Any) -> "Member | None":
+        """Return the process that another one is, by what it has told; None where that is none."""
+        kinds = [type(part) for part in told] if isinstance(told, list) else []
+        return cls(*told) if kinds == [str, str, int, str, str] else None
 
     def as_list(self) -> list[Any]:
         """Return what travels: the arguments of `Member`."""
-        return [self.host, self.machine, self.pid, self.started]
+        return [self.host, self.machine, self.pid, self.started, self.number]
 
     @override
     def __str__(self) -> str:
         return f"pid {self.pid} on {self.host}"
+
+    def place(self) -> str:
+        """Return which machine it runs on, in words."""
+        return f"machine {self.number} ({self.host})" if self.number else f"machine {self.host}"
+
+    def is_here(self) -> bool:
+        """Return whether it runs on this machine, where this process can look at it."""
+        return self.machine == Member.this().machine
+
+    def lives(self) -> bool:
+        """Return whether this process of the own machine has not begun to end; not if unknown."""
+        stat = _stat(self.pid)
+        same = len(stat) > 19 and stat[19] == self.started
+        return same and stat[0] not in "ZX" and not int(stat[6]) & _EXITING
+
+    def used(self) -> float:
+        """Return for how many seconds this process of the own machine has used a processor."""
+        return sum(map(int, _stat(self.pid)[11:13])) / os.sysconf("SC_CLK_TCK")
 
     def doing(self) -> str:
         """Return why a process of this machine does not answer, in words."""
@@ -74,9 +104,9 @@ class Member:
             "Z": "it has ended",
         }.get("".join(_stat(self.pid)[:1]), "it holds the interpreter lock, and lets nobody in")
 
-    def is_stopped(self) -> bool:
-        """Return whether this process of the own machine does not run at all."""
-        return _stat(self.pid)[:1] == ["T"]
+    def is_stopped(self, state: str = "T") -> bool:
+        """Return whether this process of the own machine does not run; "t": for a debugger."""
+        return _stat(self.pid)[:1] == [state]
 
     def kill(self, signum: int) -> bool:
         """Send a signal to this process of the own machine, if it still is the one."""
@@ -94,8 +124,8 @@ def started_at(pid: int) -> str:
     return fields[19] if len(fields) > 19 else ""
 
 
-def _stat(pid: int) -> list[str]:
-    """Return what the kernel says of a process, from its state on."""
+def _stat(pid: int | str) -> list[str]:
+    """Return what the kernel says of a process or thread, from its state on."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return []
@@ -139,6 +169,28 @@ class Stillness:
         if place != self._place or _stat(os.getpid())[:1] == ["R"]:
             self._place, self._since = place, now
         return now - self._since
+
+
+class Unanswered:
+    """A process of this machine that was asked something, and may be too starved to answer.
+
+    Args:
+        member: The process.
+        now: On the clock of time.monotonic.
+    """
+
+    def __init__(self, member: Member, now: float) -> None:
+        self._member = member
+        self._used = member.used()
+        self._waited = now
+
+    def could_answer(self, now: float) -> bool:
+        """Return whether it had the processor, or wanted none for long; to be called often."""
+        tasks = Path(f"/proc/{self._member.pid}/task").glob("*")
+        states = [_stat(f"{self._member.pid}/task/{task.name}")[:1] for task in tasks]
+        if not states or ["R"] in states or ["D"] in states:
+            self._waited = now
+        return self._member.used() - self._used >= _OWN_SECONDS or now - self._waited > _CALM_SECONDS
 
 
 def call_of(error: BaseException) -> str:
