@@ -33,8 +33,8 @@ from typing_extensions import override
 from trainkit.cli.orphan_killer import OrphanKiller
 from trainkit.cli.plan import Plan
 from trainkit.console import put
+from trainkit.distributed.group import SECRET
 from trainkit.errors import DistributedError
-from trainkit.launch_environment import SECRET
 from trainkit.signals import CAUGHT, exit_code
 from trainkit.watchdog.exit import EXIT_OTHER_FAILED
 from trainkit.watchdog.report import FOLDER_VARIABLE
@@ -182,7 +182,7 @@ class _Agent(LocalElasticAgent):
         return started
 
     def _look_for_stopped(self) -> None:
-        """Kill a process that the kernel has not run at many looks, each some seconds after another.
+        """Kill a process that the kernel has not run at many looks, some seconds apart.
 
         What others of its machine would find by `trainkit.watchdog.silence` it may have nobody for.
         """
