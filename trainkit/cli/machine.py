@@ -11,6 +11,7 @@ __all__ = [
     "BUILDS",
     "COLLECTIVE_PACKAGES",
     "DRIVER_WORDS",
+    "INTERFACE_VARIABLES",
     "core_count",
     "free_port",
     "gpu_count",
@@ -27,6 +28,9 @@ COLLECTIVE_PACKAGES = ("nvidia-nccl", "oneccl")
 
 DRIVER_WORDS = "TORCH|PYTORCH|CUDA|NCCL|HIP|ROCR|HCCL|ASCEND|ZE"
 """How environment variables of torch and of accelerators begin."""
+
+INTERFACE_VARIABLES = {"GLOO_SOCKET_IFNAME": "", "NCCL_SOCKET_IFNAME": "="}
+"""What tells torch's back ends their interface, and what stands before it: "=" is no prefix."""
 
 # Of each driver: what its devices are called, and the variable that says which a process sees.
 _DRIVERS = ((r"nvidia\d+", "CUDA_VISIBLE_DEVICES"), (r"davinci\d+", "ASCEND_RT_VISIBLE_DEVICES"))

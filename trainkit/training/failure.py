@@ -100,7 +100,8 @@ def _where_run_is(run: Run) -> dict[str, Any]:
     total = loader.nominal_window(run.config.gradient_accumulation_steps)
     end = min(first + (total or run.weighting.samples), loader.samples_per_epoch or math.inf)
     samples = {"first": first, "last": int(end) - 1} if end > first else {}
-    return {"step": state.step, "epoch": state.epoch, "phase": run.phase, "samples": samples}
+    found = {"step": state.step, "epoch": state.epoch, "phase": run.phase, "samples": samples}
+    return found if run.output_dir is None else {**found, "output_dir": str(run.output_dir)}
 
 
 def _indices(run: Run, samples: dict[str, int]) -> dict[str, Any]:

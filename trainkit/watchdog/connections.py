@@ -6,6 +6,7 @@ The kernel closes the connection of a process that ends, however it ends, so nob
 whether it lives.
 """
 
+import errno
 import json
 import os
 import secrets
@@ -20,9 +21,19 @@ from hashlib import blake2b
 from typing import Any, TypeAlias
 from weakref import WeakSet
 
+from trainkit.watchdog.listening import ADDRESS_VARIABLE, listen, ports
 from trainkit.watchdog.stalls import Member
 
-__all__ = ["GONE", "Address", "Line", "Links", "Message", "open_server", "reach_server"]
+__all__ = [
+    "GONE",
+    "LOST_SECONDS",
+    "Address",
+    "Line",
+    "Links",
+    "Message",
+    "open_server",
+    "reach_server",
+]
 
 Message: TypeAlias = dict[str, Any]
 """What travels: a JSON object with the keys `kind` and `from`, the process that says it.
@@ -34,6 +45,11 @@ to process 0, and to all only of process 0 and of the first that does.
 
 GONE = "gone"
 """The kind of the message that stands for the end of a connection."""
+
+LOST_SECONDS = 50
+"""After which the kernel gives up a connection whose other end acknowledges nothing."""
+
+_NO_WAY = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
 
 _LARGEST = 1 << 20  # bytes of a message
 _LARGEST_OF_STRANGERS = 1 << 10
@@ -64,14 +80,17 @@ class Line:
         self.member: Member | None = None  # the process at the other end
         self.has_ended = False  # it said so, or that it failed: its end is no news
         self.since = time.monotonic()
+        self.is_unreachable = False  # the network, or the machine at the other end, is gone
         self._read = b""
         connection.settimeout(_SEND_SECONDS)
-        with suppress(OSError):  # a machine that loses power says nothing
+        with suppress(OSError, AttributeError):  # a machine that loses power says nothing
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 20)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+            # The same where something was sent meanwhile, which else is tried for a quarter hour.
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, LOST_SECONDS * 1000)
 
     def send(self, message: Message) -> None:
         """Send a message, if the other end takes it in time."""
@@ -82,10 +101,10 @@ class Line:
         """Return the messages that have come, and whether the connection is over."""
         try:
             data = self.connection.recv(1 << 16)
-        except TimeoutError:
-            return [], False
-        except OSError:
-            data = b""
+        except OSError as error:
+            if isinstance(error, TimeoutError) and error.errno is None:  # of this call alone
+                return [], False
+            self.is_unreachable, data = error.errno in _NO_WAY, b""
         *lines, self._read = (self._read + data).split(b"\n")
         largest = _LARGEST_OF_STRANGERS if self.rank is None else _LARGEST
         if max(map(len, [*lines[: self.rank is None], self._read])) > largest:
@@ -238,6 +257,7 @@ class Links:
             if line.rank and line.has_ended and self.reach_root():
                 return []  # who passed on what process 0 says has ended, but process 0 has not
         gone = {"kind": GONE, "from": line.rank, "who": str(line.member)}
+        gone["unreachable"] = line.is_unreachable
         return [{**gone, "to": self._rank} if line.has_ended else gone]
 
     def _admit(self, line: Line, hello: Message) -> bool:
@@ -285,16 +305,9 @@ def open_server(size: int, *, one_machine: bool) -> tuple[Links, Address]:
     Raises:
         OSError: There is no port.
     """
-    if one_machine:
-        listening, hosts = socket.create_server(("127.0.0.1", 0), backlog=size), ["127.0.0.1"]
-    else:
-        hosts = _own_names()
-        if socket.has_dualstack_ipv6():
-            listening = socket.create_server(
-                ("", 0), family=socket.AF_INET6, backlog=size, dualstack_ipv6=True
-            )
-        else:
-            listening = socket.create_server(("", 0), backlog=size)
+    host = "127.0.0.1" if one_machine else os.environ.get(ADDRESS_VARIABLE, "")
+    listening = listen(host, ports(), size)
+    hosts = [host] if host else _own_names()
     address = Address(tuple(hosts), listening.getsockname()[1], secrets.token_hex(16))
     local = None if one_machine else _listen_here(_local_name(address), size)
     return Links(0, size, address, [listening, *([] if local is None else [local])]), address
