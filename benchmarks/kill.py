@@ -69,17 +69,25 @@ class Trial:
     signals: Signals | None = None
 
 
-def draw_size(chance: random.Random, strategy: str, shares: dict[int, float]) -> int:
-    """Return a number of processes; FSDP is tried on two."""
-    size = chance.choices([*shares], [*shares.values()])[0]
-    return 2 if strategy == "fsdp" else size
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """What all trials have: a strategy, callbacks with states, a number of processes or any."""
+
+    strategy: str = "auto"
+    gallery: bool = False
+    processes: int | None = None
+
+    def draw_size(self, chance: random.Random, shares: dict[int, float]) -> int:
+        """Return a number of processes; FSDP is tried on two where none is given."""
+        size = chance.choices([*shares], [*shares.values()])[0]
+        return self.processes or (2 if self.strategy == "fsdp" else size)
 
 
-def kill_trials(seed: int, strategy: str, gallery: bool) -> Iterator[Trial]:
+def kill_trials(seed: int, choice: Choice) -> Iterator[Trial]:
     """Yield trials of `survive_kills`, over the whole matrix again and again."""
     for number in count(seed):
         chance = random.Random(number)
-        size = draw_size(chance, strategy, SHARES)
+        size = choice.draw_size(chance, SHARES)
         workers, accumulation, precision = MATRIX[number % len(MATRIX)]
         yield Trial(
             kind="kills",
@@ -87,11 +95,11 @@ def kill_trials(seed: int, strategy: str, gallery: bool) -> Iterator[Trial]:
             row=f"{size} x {precision}, workers {workers}, accumulation {accumulation}",
             settings=Settings(
                 size=size,
-                strategy=strategy,
+                strategy=choice.strategy,
                 workers=workers,
                 accumulation=accumulation,
                 precision=precision,
-                gallery=gallery,
+                gallery=choice.gallery,
             ),
             saving=Saving(
                 every_n_steps=chance.choice([1, 2, 3, 5]),
@@ -101,18 +109,18 @@ def kill_trials(seed: int, strategy: str, gallery: bool) -> Iterator[Trial]:
         )
 
 
-def mid_epoch_trials(seed: int, strategy: str, gallery: bool) -> Iterator[Trial]:
+def mid_epoch_trials(seed: int, choice: Choice) -> Iterator[Trial]:
     """Yield trials of `survive_stop`, each with a configuration of its own."""
     for number in count(seed):
         chance = random.Random(number)
-        size = draw_size(chance, strategy, {1: 0.7, 2: 0.22, 3: 0.08})
+        size = choice.draw_size(chance, {1: 0.7, 2: 0.22, 3: 0.08})
         workers, ends = chance.choice([0, 0, 0, 1, 2]), chance.random() < 0.7
         samples, batch_size = chance.randint(24, 60), chance.randint(1, 3)
         # At least two windows an epoch: else it has no middle.
-        accumulation = chance.randint(1, min(4, samples // (2 * size * batch_size)))
+        accumulation = chance.randint(1, max(1, min(4, samples // (2 * size * batch_size))))
         settings = Settings(
             size=size,
-            strategy=strategy,
+            strategy=choice.strategy,
             workers=workers,
             accumulation=accumulation,
             precision=chance.choice(["fp32", "bf16", "fp16"]),
@@ -129,7 +137,7 @@ def mid_epoch_trials(seed: int, strategy: str, gallery: bool) -> Iterator[Trial]
             scheduler=chance.choice(["lambda", "cycle", "none"]),
             log_every=chance.choice([1, 2, 5]),
             seed=number,
-            gallery=gallery,
+            gallery=choice.gallery,
         )
         saving = Saving(
             every_n_steps=chance.randint(1, 6),
@@ -140,12 +148,12 @@ def mid_epoch_trials(seed: int, strategy: str, gallery: bool) -> Iterator[Trial]
         yield Trial(kind="mid-epoch", seed=number, row=row, settings=settings, saving=saving)
 
 
-def signal_trials(seed: int, strategy: str, gallery: bool) -> Iterator[Trial]:
+def signal_trials(seed: int, choice: Choice) -> Iterator[Trial]:
     """Yield trials of `survive_signals`, over places, signals and targets."""
     for number in count(seed):
         chance = random.Random(number)
         place = PLACES[number % len(PLACES)]
-        size = draw_size(chance, strategy, {1: 0.5, 2: 0.4, 3: 0.1})
+        size = choice.draw_size(chance, {1: 0.5, 2: 0.4, 3: 0.1})
         signals = Signals(
             signum=chance.choice([signal.SIGTERM, signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]),
             place=place,
@@ -166,13 +174,13 @@ def signal_trials(seed: int, strategy: str, gallery: bool) -> Iterator[Trial]:
             row=f"{place}{', twice' if signals.again else ''}",
             settings=Settings(
                 size=size,
-                strategy=strategy,
+                strategy=choice.strategy,
                 workers=chance.choice([0, 2]),
                 accumulation=chance.choice([1, 3]),
                 precision=chance.choice(["fp32", "fp16"]),
                 samples=60,
                 evaluate_every=chance.choice([None, 4]),
-                gallery=gallery,
+                gallery=choice.gallery,
             ),
             saving=Saving(
                 every_n_steps=chance.choice([2, 5]) if saves else None,
@@ -182,7 +190,7 @@ def signal_trials(seed: int, strategy: str, gallery: bool) -> Iterator[Trial]:
         )
 
 
-TRIALS: dict[str, Callable[[int, str, bool], Iterator[Trial]]] = {
+TRIALS: dict[str, Callable[[int, Choice], Iterator[Trial]]] = {
     "kills": kill_trials,
     "mid-epoch": mid_epoch_trials,
     "signals": signal_trials,
@@ -213,7 +221,7 @@ def run_trial(trial: Trial) -> Report:
 def warm_up() -> None:
     """Import in the process that forks what a run imports late."""
     torch.set_num_threads(1)
-    run_trial(next(kill_trials(0, "auto", gallery=False)))
+    run_trial(next(kill_trials(0, Choice())))
     import trainkit.checkpoint.saver  # noqa: F401  # forked runs would import it one by one
 
 
@@ -224,12 +232,11 @@ def run_trials(
     seed: int,
     jobs: int,
     deadline: float,
-    strategy: str,
-    gallery: bool,
+    choice: Choice,
 ) -> dict[str, Counter[str]]:
     """Do trials until `wanted` kills, stops or signals, or the deadline; return rows of counts."""
     rows: dict[str, Counter[str]] = {}
-    trials = TRIALS[kind](seed, strategy, gallery)
+    trials = TRIALS[kind](seed, choice)
     pending: dict[Future[Report], Trial] = {}
     done = 0
     while pending or (done < wanted and time.monotonic() < deadline):
@@ -282,12 +289,16 @@ def main() -> None:
         action="store_true",
         help="with EMA, EarlyStopping, FreezeUntil and BatchSizeFinder",
     )
+    parser.add_argument("--processes", type=int, help="of each run; else drawn from 1 to 3")
     parser.add_argument("--jobs", type=int, default=2, help="trials at once")
     parser.add_argument("--minutes", type=float, default=1e9, help="no new trial after these")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     if not (arguments.kills or arguments.mid_epoch or arguments.signals):
         parser.error("nothing is asked for: give --kills, --mid-epoch or --signals a number")
+    choice = Choice(
+        strategy=arguments.strategy, gallery=arguments.gallery, processes=arguments.processes
+    )
     deadline = time.monotonic() + 60 * arguments.minutes
     results: dict[str, Any] = {"python": platform.python_version(), "torch": torch.__version__}
     context = get_context("fork")
@@ -305,8 +316,7 @@ def main() -> None:
                 arguments.seed,
                 arguments.jobs,
                 deadline,
-                arguments.strategy,
-                arguments.gallery,
+                choice,
             )
             total = show(kind, rows)
             print(f"{time.monotonic() - start:.0f} s")

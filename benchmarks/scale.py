@@ -46,6 +46,7 @@ from trainkit import Callback, Run, StepResult, Trainer
 from trainkit.callbacks import Checkpoint, Evaluation
 from trainkit.checkpoint.io import reading
 from trainkit.distributed import async_flags
+from trainkit.distributed.group import LAZY
 
 SIZES = (2, 4, 8, 16)
 BEYOND = (1024, 16384)
@@ -209,6 +210,7 @@ class Constant(Trainer):
 def work(rank: int, folder: str, address: str, strategy: str) -> dict[str, Counts]:
     """Be one process: train, and train on from the checkpoint."""
     os.environ |= {"TORCH_FR_BUFFER_SIZE": "100000", "TRAINKIT_INIT_METHOD": address}
+    os.environ[LAZY] = "1"  # few processes connect as many do
     sys.addaudithook(_audit)
     vars(async_flags)["SECONDS"] = 0.0  # flags are exchanged in each window: no clock takes part
     vars(reading)["xxhash"] = SimpleNamespace(xxh3_128=_CountedHash)

@@ -233,6 +233,7 @@ def _runs(pid: int) -> bool:
     return state != "Z"
 
 
+@pytest.mark.e2e
 def test_a_fork_leaves_the_workers_of_forgotten_iterators_alone() -> None:
     script = """
 import gc, os, torch, warnings

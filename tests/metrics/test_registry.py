@@ -17,6 +17,7 @@ def test_every_shipped_metric_is_found_by_its_name() -> None:
     assert [as_metric(name).name for name in SHIPPED] == SHIPPED
 
 
+@pytest.mark.e2e
 def test_shipped_metrics_compute_without_evaluate_and_datasets() -> None:
     code = """
 import sys

@@ -30,7 +30,7 @@ SHORT = [
 ]
 
 
-FEW = [SHORT[3], SHORT[9], SHORT[13]]  # an error, a kill, a stall
+FEW = [SHORT[3], SHORT[9], SHORT[12]]  # an error, a kill, a stall
 
 
 def _is_in(faults: list[tuple[str, str, int]], fault: Fault) -> bool:

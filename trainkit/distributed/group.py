@@ -27,6 +27,7 @@ from trainkit.errors import ConfigError
 __all__ = [
     "DEBUG",
     "INIT_METHOD",
+    "LAZY",
     "Membership",
     "as_timeout",
     "default_device",
@@ -41,7 +42,13 @@ DEBUG = "TRAINKIT_DEBUG"
 """Environment variable; with 1, torch compares every collective of all processes, which is slow."""
 
 
+LAZY = "TORCH_GLOO_LAZY_INIT"
+"""Environment variable; with 1, gloo connects two processes when they first talk to each other."""
+
 _OTHER_DESCRIPTORS = 128  # of a process, besides connections to the others
+# Processes that gloo connects all to all at the start. More would cost each of them too much; fewer
+# gain nothing from connecting later, where gloo aborts if a group ends while another one connects.
+_LARGEST_MESH = 64
 
 
 @dataclass(slots=True)
@@ -260,8 +267,9 @@ def _make(world: World, device: torch.device) -> None:
             f"{' and '.join(f'`{name}`' for name in missing)} is not set, so they cannot find "
             "each other. Start the job with torchrun, or unset `WORLD_SIZE`."
         )
-    # Each process connects to those that it talks to, when it does, and not at once to all.
-    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+    if world.size > _LARGEST_MESH:
+        # Each process connects to those that it talks to, when it does, and not at once to all.
+        os.environ.setdefault(LAZY, "1")
     torch.distributed.init_process_group(
         collective_backend(device),
         store=_rendezvous.next_store(world),
