@@ -25,8 +25,9 @@ class Output:
     nothing: None = None
 
 
-ONE_EACH = ("ragged", "ragged in lists")
-"""What is a list of one object per sample only if the caller says so: there are tensors in it."""
+ONE_EACH = ("ragged", "ragged in lists", "objects")
+"""What is a list of one object per sample only if the caller says so: there are tensors in it, or
+objects that travel by pickle."""
 
 Collate = Callable[[list[int]], Any]
 """Makes what a model would return for the samples of a batch; equal samples, equal entries."""

@@ -103,7 +103,7 @@ def _errors(rank: int, values: list[Any], sizes: list[int]) -> str:
         ((torch.ones(4), torch.tensor(1)), "`outputs[1]` is a Tensor of shape (), but"),
         ({"a": [torch.ones(4), {"loss": 1.0}]}, "`outputs['a'][1]['loss']` is the float 1.0"),
         (numpy.ma.masked_array([1, 2, 3, 4]), "`outputs` is a masked array, whose mask"),
-        ([lambda: 1] * 4, "`builtins.function` cannot be pickled"),
+        ([lambda: 1] * 4, "`builtins.function` cannot be sent to other processes without pickle"),
         ({"b": torch.ones(4)}, "`outputs` is a Tensor of 1 dimensions on process 0"),
         (torch.ones(4, 2), "is a Tensor of 1 dimensions on process 0 (batch 0), but a Tensor of 2"),
     ],

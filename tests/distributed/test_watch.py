@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from hashlib import pbkdf2_hmac
 from pathlib import Path
@@ -100,7 +101,9 @@ def _links(size: int) -> Iterator[tuple[Links, Address, list[Links]]]:
     while thread.is_alive():
         server.poll(0.01)
     try:
-        yield server, address, clients
+        with pytest.MonkeyPatch.context() as patch:  # both ends are in this process, which lives
+            patch.setattr(Member, "lives", lambda _: False)
+            yield server, address, clients
     finally:
         for links in (server, *clients):
             links.close()
@@ -146,6 +149,19 @@ def test_a_connection_that_ends_is_heard_of_by_all() -> None:
         b"[" * 60_000 + b"\n",
         b'{"kind": "hello", "token": "\\ud800", "rank": 1}\n',
         b"[1]\n",
+        b'{"kind": "hello", "token": "\xff", "rank": 1}\n',
+        b'{"kind": "hello", "token": {}, "rank": [], "who": 1}\n',
+        b'{"kind": "hello", "token": 1e999, "rank": true, "who": []}\n',
+        b"1" * 1_000 + b"\n",
+        b"9" * 900 + b"e9999\n",
+        b"null\n" * 150,
+        b"\n" * 900,
+        b'{"kind": 1}\n',
+        b'{"kind": "beat"}\n' * 50,
+        b'{"kind": "' + b"\\" * 1_000 + b'"}\n',
+        b'{"a":' * 150 + b"\n",
+        b"\xef\xbb\xbf{}\n",
+        b"\x00" * 1_000,
         b"",
     ],
 )
@@ -186,9 +202,11 @@ def test_who_says_nothing_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
         assert _heard(server) == [(1, "done")]
 
 
-def test_a_process_has_one_connection() -> None:
+def test_a_process_has_one_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     with _links(3) as (server, address, (first, _)):
         found: list[Any] = []
+        another = replace(Member.this(), pid=1)
+        monkeypatch.setattr(Member, "this", lambda: another)
         thread = threading.Thread(
             target=lambda: found.append(reach_server(address, 1, 3, one_machine=True))
         )

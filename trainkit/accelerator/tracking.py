@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from trainkit.accelerator.settings import ProjectConfiguration
 from trainkit.distributed import Processes, run_on_main
+from trainkit.distributed.shared_folder import check_shared
 from trainkit.errors import ConfigError
 from trainkit.formatting import json_value
 from trainkit.outputs import Lines, absolute, check_folder
@@ -194,7 +195,10 @@ class Trackers:
         self._project = project
         self._processes = processes
         if project.project_dir is not None:
-            self._try_out(project.project_dir, "`Accelerator(project_dir=...)`")
+            owner = "`Accelerator(project_dir=...)`"
+            self._try_out(project.project_dir, owner)
+            if project.automatic_checkpoint_naming:
+                check_shared(processes, Path(project.project_dir), owner)
 
     def start(
         self, run_name: str, config: Mapping[str, Any] | None, options: Mapping[str, Any]

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import secrets
 import signal
 import sys
 import time
@@ -37,6 +38,7 @@ from trainkit.cli.orphan_killer import OrphanKiller
 from trainkit.cli.plan import Plan
 from trainkit.console import put
 from trainkit.errors import DistributedError
+from trainkit.launch_environment import SECRET
 from trainkit.signals import CAUGHT, exit_code
 from trainkit.watchdog.exit import EXIT_OTHER_FAILED
 from trainkit.watchdog.listening import ADDRESS_VARIABLE
@@ -128,6 +130,8 @@ def _environment(plan: Plan, meeting: Meeting) -> dict[str, str]:
     found = {**plan.environment, ADDRESS_VARIABLE: meeting.own}
     found["TORCHELASTIC_SIGNALS_TO_HANDLE"] = plan.environment["PET_SIGNALS_TO_HANDLE"]
     found["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"  # ranks follow from the numbers of machines
+    if meeting.size == 1:
+        found[SECRET] = os.environ.get(SECRET) or secrets.token_hex(16)
     if meeting.interface is not None:
         for name, prefix in INTERFACE_VARIABLES.items():
             found[name] = os.environ.get(name) or prefix + meeting.interface

@@ -16,7 +16,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from trainkit.watchdog.connections import GONE, LOST_SECONDS, Links
+from trainkit.watchdog.connections import GONE, Links
+from trainkit.watchdog.line import UNREACHABLE_SECONDS
 
 __all__ = ["ASKED", "FAILED", "LOST", "End", "JobEnded", "Link"]
 
@@ -24,7 +25,6 @@ ASKED, FAILED, LOST = "asked", "failed", "lost"
 """Why a job ends: a signal, a process that failed, a machine that is gone."""
 
 _LOOK_SECONDS = 1.0
-_LIVES_SECONDS = 5.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,8 +91,6 @@ class Link:
         self._machines = set(range(size))
         self._links = links
         self._said: dict[str, dict[int, Any]] = {}  # by kind, then by machine
-        self._silent: dict[int, float] = {}  # seconds in which this process ran, and heard nothing
-        self._looked = self._lived = time.monotonic()
         self._queue: deque[dict[str, Any]] = deque()
         self._closing = False
         self._changed = threading.Condition(threading.RLock())
@@ -207,15 +205,8 @@ class Link:
             else:
                 links.send(message)
         lines = {**links.children, **({} if links.parent is None else {0: links.parent})}
-        # A machine that slept has not heard less than the others have said.
-        now, before = time.monotonic(), self._looked
-        passed, self._looked = min(now - before, 2 * _LOOK_SECONDS), now
-        if now - self._lived > _LIVES_SECONDS:
-            self._lived = now
-            links.send({"kind": "lives", **({"to": 0} if self._machine else {})})
         for machine, line in lines.items():
-            self._silent[machine] = self._silent.get(machine, 0.0) + passed
-            if self._silent[machine] > LOST_SECONDS and machine not in self._missed:
+            if line.silent > UNREACHABLE_SECONDS and machine not in self._missed:
                 self._miss(machine, _unsent(line.connection.fileno()))
         with self._changed:
             self.present = lines.keys() - self._missed
@@ -225,7 +216,6 @@ class Link:
         """Note what was said; machine 0 also decides, and tells all."""
         with self._changed:
             kind, what = message["kind"], message.get("what")
-            self._silent[machine] = 0.0
             if kind == GONE:
                 self._on_gone(machine, is_cut_off=bool(message.get("unreachable")))
             elif kind == "end":
@@ -267,9 +257,9 @@ class Link:
         self._missed.add(machine)
         if unsent:
             self.cut_off.add(machine)
-            self._lose(machine, f"unreachable for {LOST_SECONDS} s: machine, network or power")
+            self._lose(machine, f"unreachable for {UNREACHABLE_SECONDS} s: machine, network or power")
         else:
-            self._lose(machine, f"silent for {LOST_SECONDS} s: its launcher is stopped, or hangs")
+            self._lose(machine, f"silent for {UNREACHABLE_SECONDS} s: its launcher is stopped, or hangs")
 
     def _lose(self, machine: int, what: str) -> None:
         with self._changed:

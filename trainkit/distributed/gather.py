@@ -55,7 +55,8 @@ def gather_samples(
     the entries of a value are, and what a list or tuple means, stands in `sample_rows`. Tensors
     that differ in later dimensions are filled up at the end. Tensors from another device come back
     on `processes.device`; between processes they travel through the CPU. One collective, or two if
-    the entries are many. What has no form of its own in `wire_format` travels by pickle.
+    the entries are many. What has no form of its own in `wire_format` is an error, but with
+    `use_gather_object`, which sends it by pickle, and takes it.
 
     Args:
         processes: The processes that computed.
@@ -65,7 +66,8 @@ def gather_samples(
             samples, or the size of the repeated batch where there are none (rule 16).
         pad_value: What fills up later dimensions; see `sample_rows.Merge`.
         name: What errors call the value.
-        use_gather_object: Each batch is a list of one object per sample, whatever it holds.
+        use_gather_object: Each batch is a list of one object per sample, whatever it holds; of
+            other processes pickles are accepted (rule 28).
         hint: Follows what is said of a value that has not one entry for each sample.
 
     Raises:
@@ -84,7 +86,7 @@ def gather_samples(
     ]
     if hint:
         mine = [Refusal(e.message + hint) if isinstance(e, Refusal) else e for e in mine]
-    entries = _exchange(processes, mine, counts)
+    entries = _exchange(processes, mine, counts, allow_pickle=use_gather_object)
     nodes, origins = _in_order(entries, counts)
     whole = processes.size == 1 and len(batches) == 1 and local_sizes[0] == counts[0][0]
     if whole and entries[0][0] is mine[0]:
@@ -200,20 +202,24 @@ def _all_rows(value: Any, path: str, known: dict[str, type], repeats: bool) -> N
 
 
 def _exchange(
-    processes: Processes, mine: Sequence[Node | Refusal], counts: Sequence[Sequence[int]]
+    processes: Processes,
+    mine: Sequence[Node | Refusal],
+    counts: Sequence[Sequence[int]],
+    *,
+    allow_pickle: bool = False,
 ) -> list[Sequence[Node | Refusal]]:
     """Return the entries of all processes, for each batch."""
     if processes.size == 1:
         return [[_without_graph(entry) for entry in mine] if torch.is_grad_enabled() else mine]
     try:
-        packet = wire_format.encode(_packed(mine), allow_pickle=True)
+        packet = wire_format.encode(_packed(mine), allow_pickle=allow_pickle)
     except wire_format.Unencodable as error:
         packet = wire_format.encode([Refusal(error.reason)] * len(mine))
     except Exception as error:  # whatever it is: the other processes wait for this packet
         packet = wire_format.encode([Refusal(f"A value cannot be sent: {error!r}")] * len(mine))
     entries: list[Sequence[Node | Refusal]] = []
     for rank, theirs in enumerate(processes.all_gather_bytes(packet)):
-        sent = wire_format.decode(theirs, device=processes.device, allow_pickle=True)
+        sent = wire_format.decode(theirs, device=processes.device, allow_pickle=allow_pickle)
         sizes = [numbers[rank] for numbers in counts]
         entries.append(sent if isinstance(sent, list) else split(sent, sizes))
     return entries

@@ -5,6 +5,7 @@ import os
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -22,7 +23,8 @@ from trainkit.device import (
     is_accelerator,
 )
 from trainkit.distributed.world import World
-from trainkit.errors import ConfigError
+from trainkit.errors import ConfigError, DistributedError
+from trainkit.launch_environment import SECRET
 
 __all__ = [
     "DEBUG",
@@ -191,6 +193,7 @@ def join(device: torch.device | None) -> tuple[Membership, torch.device]:
     control = torch.distributed.new_group(backend="gloo")
     # Without it a process that ends at once closes its sockets while others still connect.
     torch.distributed.barrier(control)
+    _check_secret(control, world)
     membership = Membership(
         world,
         owned=not adopted,
@@ -198,6 +201,34 @@ def join(device: torch.device | None) -> tuple[Membership, torch.device]:
         default=_default_group(),
     )
     return membership, device
+
+
+def _check_secret(control: ProcessGroup, world: World) -> None:
+    """Make sure that all who have joined were started by one launcher, if it made a secret.
+
+    The numbers of all processes are added up. That of a process is never the same again, and
+    nobody knows it who does not know the secret.
+
+    Raises:
+        DistributedError: One of them does not know it.
+    """
+    secret, attempt = os.environ.get(SECRET, ""), os.environ.get("TORCHELASTIC_RESTART_COUNT")
+
+    def number(rank: int) -> torch.Tensor:
+        words = f"{attempt} {_rendezvous.groups} {rank}"
+        digest = blake2b(words.encode(), key=secret.encode()[:64], digest_size=32).digest()
+        return torch.frombuffer(bytearray(digest), dtype=torch.int64)
+
+    found = number(world.rank)
+    torch.distributed.all_reduce(found, group=control)
+    expected = sum((number(rank) for rank in range(world.size)), torch.zeros_like(found))
+    if not torch.equal(found, expected):
+        raise DistributedError(
+            f"A process that takes part in this job does not know its secret (`{SECRET}`), which "
+            "`trainkit launch` gives to all that it starts: a stranger has joined in place of one "
+            "of them, or something between took the variable away. Start the job again, in a "
+            "network that you trust (docs/security.md)."
+        )
 
 
 def _raise_descriptor_limit(size: int) -> None:

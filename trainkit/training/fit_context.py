@@ -9,6 +9,7 @@ from torch import nn
 from trainkit import rng
 from trainkit.config import TrainConfig
 from trainkit.distributed import collective_guard, run_on_all
+from trainkit.distributed.shared_folder import check_shared
 from trainkit.errors import ConfigError
 from trainkit.training.callback import CallbackList
 from trainkit.training.run import Run
@@ -118,4 +119,7 @@ def check_outputs(run: Run, callbacks: CallbackList) -> None:
         for callback in callbacks.writers:
             callback.check_output(run)
 
-    run_on_all(run.strategy.processes, check)
+    processes = run.strategy.processes
+    run_on_all(processes, check)
+    if run.output_dir is not None:
+        check_shared(processes, run.output_dir, "`Trainer(output_dir=...)`")

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainkit.errors import DistributedError
-from trainkit.watchdog.connections import GONE, Message
+from trainkit.watchdog.connections import GONE
+from trainkit.watchdog.line import Message
 from trainkit.watchdog.stalls import where
 
 __all__ = ["Answer", "Callers", "Position", "ahead", "position_of"]

@@ -6,8 +6,6 @@ The kernel closes the connection of a process that ends, however it ends, so nob
 whether it lives.
 """
 
-import errno
-import json
 import os
 import secrets
 import selectors
@@ -18,44 +16,32 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any, TypeAlias
+from typing import Any
 from weakref import WeakSet
 
+from trainkit.watchdog.exit import say
+from trainkit.watchdog.line import Line, Message
 from trainkit.watchdog.listening import ADDRESS_VARIABLE, listen, ports
 from trainkit.watchdog.stalls import Member
 
-__all__ = [
-    "GONE",
-    "LOST_SECONDS",
-    "Address",
-    "Line",
-    "Links",
-    "Message",
-    "open_server",
-    "reach_server",
-]
-
-Message: TypeAlias = dict[str, Any]
-"""What travels: a JSON object with the keys `kind` and `from`, the process that says it.
-
-One with the key `to` is for process 0 alone, others are for all. Of the news that a process has
-failed or is gone, the first goes on, because it ends the job. That a process ends in order is told
-to process 0, and to all only of process 0 and of the first that does.
-"""
+__all__ = ["GONE", "Address", "Links", "open_server", "reach_server"]
 
 GONE = "gone"
-"""The kind of the message that stands for the end of a connection."""
+"""The kind of the message that stands for the end of a connection.
 
-LOST_SECONDS = 50
-"""After which the kernel gives up a connection whose other end acknowledges nothing."""
+It has `who`, `place`, and `unreachable`: whether packets got lost, and nothing says that the
+process has ended.
+"""
 
-_NO_WAY = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
-
-_LARGEST = 1 << 20  # bytes of a message
-_LARGEST_OF_STRANGERS = 1 << 10
 _STRANGER_SECONDS = 5.0  # in which a caller must say the word
+_MOST_STRANGERS = 64  # at a time; others wait until some have said it, or were turned away
+_REST_SECONDS = 1.0  # in which nobody is let in, where there is no descriptor left
 _SEND_SECONDS = 0.3  # for one message: a process that is stopped must not hold up the others
 _REACH_SECONDS = 20.0
+_RETURN_SECONDS = 3.0  # for a process of another machine to connect again
+_BEAT_SECONDS = 10.0  # between two signs of life
+_LONGEST_PAUSE = 6.0  # that counts as time: in a longer one this process did not run, but slept
+_LOOK_SECONDS = 0.2  # between two looks at what is to end by itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,59 +53,6 @@ class Address:
     token: str
 
 
-class Line:
-    """One connection, cut into messages.
-
-    Args:
-        connection: Owned from now on.
-    """
-
-    def __init__(self, connection: socket.socket) -> None:
-        self.connection = connection
-        self.rank: int | None = None  # of the other end, once it has said so
-        self.member: Member | None = None  # the process at the other end
-        self.has_ended = False  # it said so, or that it failed: its end is no news
-        self.since = time.monotonic()
-        self.is_unreachable = False  # the network, or the machine at the other end, is gone
-        self._read = b""
-        connection.settimeout(_SEND_SECONDS)
-        with suppress(OSError, AttributeError):  # a machine that loses power says nothing
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 20)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
-            # The same where something was sent meanwhile, which else is tried for a quarter hour.
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, LOST_SECONDS * 1000)
-
-    def send(self, message: Message) -> None:
-        """Send a message, if the other end takes it in time."""
-        with suppress(OSError):
-            self.connection.sendall(json.dumps(message).encode() + b"\n")
-
-    def receive(self) -> tuple[list[Message], bool]:
-        """Return the messages that have come, and whether the connection is over."""
-        try:
-            data = self.connection.recv(1 << 16)
-        except OSError as error:
-            if isinstance(error, TimeoutError) and error.errno is None:  # of this call alone
-                return [], False
-            self.is_unreachable, data = error.errno in _NO_WAY, b""
-        *lines, self._read = (self._read + data).split(b"\n")
-        largest = _LARGEST_OF_STRANGERS if self.rank is None else _LARGEST
-        if max(map(len, [*lines[: self.rank is None], self._read])) > largest:
-            return [], True
-        try:
-            messages = [json.loads(line) for line in lines]
-        except (ValueError, RecursionError):
-            return [], True
-        sound = all(isinstance(m, dict) and isinstance(m.get("kind"), str) for m in messages)
-        return (messages if sound else []), not data or not sound
-
-    def close(self) -> None:
-        self.connection.close()
-
-
 class Links:
     """The connections of this process; one thread alone calls its methods, but for `wake`.
 
@@ -128,19 +61,33 @@ class Links:
         size: Processes in all.
         address: Of process 0.
         listening: Where others connect to this process; owned from now on.
+        patience: The seconds in which another one must take a message.
     """
 
     def __init__(
-        self, rank: int, size: int, address: Address, listening: Sequence[socket.socket] = ()
+        self,
+        rank: int,
+        size: int,
+        address: Address,
+        listening: Sequence[socket.socket] = (),
+        patience: float = _SEND_SECONDS,
     ) -> None:
         self.parent: Line | None = None  # to process 0, or to who passes on what it says
         self.children: dict[int, Line] = {}
+        self.is_patient = True
+        """Whether a process of another machine whose connection broke may connect again."""
         self._rank = rank
         self._size = size
         self._address = address
+        self._patience = patience
         self._told: set[object] = set()  # the news that this process has passed on
         self._strangers: list[Line] = []
+        self._away: dict[int, Line] = {}  # whose connection broke, and who may come again
         self._early: list[Message] = []  # what came from the parent with its welcome
+        self._listening = listening
+        self._rests_until = 0.0
+        self._polled = time.monotonic()
+        self._unsaid = 0.0  # seconds since the last sign of life
         self._selector = selectors.DefaultSelector()
         self._waking, self._woken = socket.socketpair()
         self._waking.setblocking(False)
@@ -148,8 +95,13 @@ class Links:
         self._selector.register(self._woken, selectors.EVENT_READ)
         for one in listening:
             one.setblocking(False)
-            self._selector.register(one, selectors.EVENT_READ, one)
+        self._listen()
         _open.add(self)
+
+    @property
+    def lines(self) -> list[Line]:
+        """The connections to other processes of the job."""
+        return [*self.children.values(), *([] if self.parent is None else [self.parent])]
 
     def wake(self) -> None:
         """Make `poll` return; from any thread."""
@@ -158,14 +110,12 @@ class Links:
 
     def poll(self, seconds: float | None) -> list[tuple[int, Message]]:
         """Wait for messages, at most `seconds`; return them with the process they come from."""
-        heard: list[tuple[int, Message]] = []
-        for line in self._strangers[:]:
-            if line.rank is not None or time.monotonic() - line.since > _STRANGER_SECONDS:
-                self._strangers.remove(line)
-                if line.rank is None:
-                    self._drop(line)
-        if self._strangers:
-            seconds = _STRANGER_SECONDS if seconds is None else min(seconds, _STRANGER_SECONDS)
+        heard = self._look()
+        if self._early and self.parent is not None:
+            early, self._early = self._early, []
+            heard += self._take(self.parent, early)
+        if self._strangers or self._away or self._rests_until:
+            seconds = _LOOK_SECONDS if seconds is None else min(seconds, _LOOK_SECONDS)
         for key, _ in self._selector.select(seconds):
             if key.fileobj is self._woken:
                 with suppress(OSError):
@@ -180,27 +130,28 @@ class Links:
         """Tell every other process, or process 0."""
         self._route({**message, "from": self._rank}, None)
 
-    def reach(self, addresses: Iterable[Any]) -> bool:
+    def reach(self, addresses: Iterable[Any], seconds: float = _REACH_SECONDS) -> bool:
         """Connect to the parent at the first address that answers; return whether one does."""
         for address in addresses:
             with suppress(OSError, ValueError):
-                line = Line(_connect(address))
+                line = Line(_connect(address, seconds), self._patience, trusted=True)
                 hello = {"kind": "hello", "token": self._address.token, "rank": self._rank}
                 line.send({**hello, "who": Member.this().as_list()})
                 line.connection.settimeout(_REACH_SECONDS)
                 messages, over = line.receive()
-                line.connection.settimeout(_SEND_SECONDS)
-                if messages and not over and messages[0]["kind"] == "welcome":
-                    line.rank, line.member = messages[0]["from"], Member(*messages[0]["who"])
+                welcome = messages[0] if messages and not over else {}
+                line.rank, line.member = welcome.get("from"), Member.parse(welcome.get("who"))
+                if isinstance(line.rank, int) and line.member is not None:
+                    line.connection.settimeout(self._patience)
                     self.parent, self._early = line, messages[1:]
                     self._selector.register(line.connection, selectors.EVENT_READ, line)
                     return True
                 line.close()
         return False
 
-    def reach_root(self) -> bool:
+    def reach_root(self, seconds: float = _REACH_SECONDS) -> bool:
         """Connect to process 0; return whether it answers."""
-        return self.reach((host, self._address.port) for host in self._address.hosts)
+        return self.reach(((host, self._address.port) for host in self._address.hosts), seconds)
 
     def leave_parent(self) -> bool:
         """Connect to process 0 in place of a parent that is frozen; return whether it answers."""
@@ -217,29 +168,72 @@ class Links:
         for key in list(self._selector.get_map().values()):
             with suppress(OSError):
                 key.fileobj.close()  # type: ignore[union-attr]
+        for one in self._listening:
+            one.close()
         self._waking.close()
         self._selector.close()
 
+    def _look(self) -> list[tuple[int, Message]]:
+        """Do what is time for; return what it says of lost processes."""
+        now = time.monotonic()
+        passed = min(now - self._polled, _LONGEST_PAUSE)
+        self._polled = now
+        self._unsaid += passed
+        for line in self.lines:
+            line.silent += passed
+            if self._unsaid > _BEAT_SECONDS:
+                line.send({"kind": "beat"})
+        self._unsaid %= _BEAT_SECONDS
+        for line in [line for line in self._strangers if now - line.since > _STRANGER_SECONDS]:
+            self._strangers.remove(line)
+            self._drop(line)
+        if self._rests_until and now > self._rests_until and len(self._strangers) < _MOST_STRANGERS:
+            self._listen()
+        lost = [line for line in self._away.values() if self._is_lost(line, now)]
+        for line in lost:
+            del self._away[line.rank or 0]
+        return [heard for line in lost for heard in self._take(line, [_gone(line, self._rank)])]
+
+    def _listen(self) -> None:
+        self._rests_until = 0.0
+        for one in self._listening:
+            self._selector.register(one, selectors.EVENT_READ, one)
+
     def _accept(self, listening: socket.socket) -> None:
-        with suppress(OSError):
-            connection, _ = listening.accept()
-            line = Line(connection)
+        """Let a caller in; nobody for a while where that cannot be, or where many say nothing."""
+        try:
+            line = Line(listening.accept()[0], self._patience)
             self._strangers.append(line)
-            self._selector.register(connection, selectors.EVENT_READ, line)
+            self._selector.register(line.connection, selectors.EVENT_READ, line)
+            full = len(self._strangers) >= _MOST_STRANGERS
+        except (BlockingIOError, ConnectionError):  # it has gone again
+            return
+        except OSError:  # no descriptor is left: `select` would return at once, again and again
+            full = True
+        if full and not self._rests_until:
+            self._rests_until = time.monotonic() + _REST_SECONDS
+            for one in self._listening:
+                self._selector.unregister(one)
 
     def _hear(self, line: Line) -> list[tuple[int, Message]]:
-        """Take in what has come over a line, and pass it on."""
-        messages, over = line.receive()
-        if line is self.parent:
-            messages, self._early = self._early + messages, []
-        if line.rank is None and messages:
-            over = not self._admit(line, messages.pop(0)) or over
-        if line.rank is None:
-            if over:
-                self._drop(line)
+        """Take in what has come over a line."""
+        if line.connection.fileno() < 0:  # dropped after `select` had found it
             return []
+        messages, over = line.receive()
+        if line.rank is None:
+            if not messages and not over:
+                return []
+            self._strangers.remove(line)
+            if over or not self._admit(line, messages.pop(0)):
+                self._drop(line)
+                return []
         if over:
             messages += self._lose(line)
+        return self._take(line, messages)
+
+    def _take(self, line: Line, messages: list[Message]) -> list[tuple[int, Message]]:
+        """Pass on what was said over a line; return it."""
+        messages = [message for message in messages if message["kind"] != "beat"]
         for message in messages:
             origin = message.setdefault("from", line.rank)
             if origin == line.rank and message["kind"] in ("done", "failed"):
@@ -250,15 +244,31 @@ class Links:
     def _lose(self, line: Line) -> list[Message]:
         """Forget a line that is over; return what that means."""
         self._drop(line)
+        line.since = time.monotonic()
         if line is not self.parent:
             del self.children[line.rank or 0]
+            if line.has_ended or self._is_lost(line, line.since):
+                return [_gone(line, self._rank)]
+            self._away[line.rank or 0] = line
+            return []
+        self.parent = None
+        if line.has_ended:  # who passed on what process 0 says has, but process 0 may have not
+            returned = line.rank and self.reach_root()
         else:
-            self.parent = None
-            if line.rank and line.has_ended and self.reach_root():
-                return []  # who passed on what process 0 says has ended, but process 0 has not
-        gone = {"kind": GONE, "from": line.rank, "who": str(line.member)}
-        gone["unreachable"] = line.is_unreachable
-        return [{**gone, "to": self._rank} if line.has_ended else gone]
+            returned = not self._is_lost(line, line.since) and self.reach_root(_RETURN_SECONDS)
+            if returned:
+                say(
+                    f"trainkit: the watch of process {self._rank} lost its connection to process "
+                    f"{line.rank} ({line.member}), and has connected again."
+                )
+        return [] if returned else [_gone(line, self._rank)]
+
+    def _is_lost(self, line: Line, now: float) -> bool:
+        """Return whether the process at the other end of a line that is over is lost, too."""
+        assert line.member is not None
+        if line.member.is_here():
+            return not line.member.lives()
+        return not self.is_patient or now - line.since > _RETURN_SECONDS
 
     def _admit(self, line: Line, hello: Message) -> bool:
         """Take in a caller that knows the word, and say so."""
@@ -266,13 +276,16 @@ class Links:
         known = secrets.compare_digest(token, self._address.token.encode())
         if not known or not isinstance(rank, int) or not 0 < rank < self._size:
             return False
-        who = hello.get("who")
-        if rank in self.children or rank == self._rank or not isinstance(who, list):
+        member = Member.parse(hello.get("who"))
+        before = self.children.get(rank) or self._away.get(rank)
+        if rank == self._rank or member is None or (before and before.member != member):
             return False
-        line.rank, line.member = rank, Member(*who)
+        if before:  # it has come again, perhaps before this end has heard that it was away
+            self._drop(before)
+            self._away.pop(rank, None)
+        line.rank, line.member, line.trusted = rank, member, True
         self.children[rank] = line
-        welcome = {"kind": "welcome", "from": self._rank, "who": Member.this().as_list()}
-        line.send(welcome)
+        line.send({"kind": "welcome", "from": self._rank, "who": Member.this().as_list()})
         return True
 
     def _drop(self, line: Line) -> None:
@@ -299,6 +312,14 @@ class Links:
                 line.send(message)
 
 
+def _gone(line: Line, rank: int) -> Message:
+    """Return what process `rank` says of one whose line is over for good."""
+    assert line.member is not None
+    gone = {"kind": GONE, "from": line.rank, "unreachable": line.is_unreachable}
+    gone |= {"who": str(line.member), "place": line.member.place()}
+    return {**gone, "to": rank} if line.has_ended else gone
+
+
 def open_server(size: int, *, one_machine: bool) -> tuple[Links, Address]:
     """Listen, as process 0, for the others; on the loopback only where all are on this machine.
 
@@ -317,6 +338,9 @@ def reach_server(address: Address, rank: int, size: int, *, one_machine: bool) -
     """Return the connections of another process; None where process 0 cannot be reached.
 
     On another machine than process 0 the first that calls this serves the others there.
+
+    Raises:
+        OSError: There is no descriptor left.
     """
     name = _local_name(address)
     listening = None if one_machine else _listen_here(name, size)
@@ -345,17 +369,17 @@ def _listen_here(name: bytes, size: int) -> socket.socket | None:
     try:
         listening.bind(name)
         listening.listen(size)
-    except OSError:
+    except OSError:  # it is bound already
         listening.close()
         return None
     return listening
 
 
-def _connect(address: Any) -> socket.socket:
+def _connect(address: Any, seconds: float) -> socket.socket:
     """Return a connection to a host and port, or to a name of this machine."""
     if not isinstance(address, bytes):
-        return socket.create_connection(address, timeout=_REACH_SECONDS)
-    end = time.monotonic() + _REACH_SECONDS
+        return socket.create_connection(address, timeout=seconds)
+    end = time.monotonic() + seconds
     while True:
         connection = socket.socket(socket.AF_UNIX)
         try:

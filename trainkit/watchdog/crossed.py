@@ -7,7 +7,7 @@ first has not, can only be the fruit of code that not all processes run. It need
 from collections.abc import Callable
 
 from trainkit.watchdog.callers import Position, ahead, position_of
-from trainkit.watchdog.connections import Message
+from trainkit.watchdog.line import Message
 from trainkit.watchdog.stalls import where
 
 __all__ = ["TICK_SECONDS", "Crossed"]

@@ -8,7 +8,9 @@ it is connected to, which is on its machine and can look closer.
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from trainkit.watchdog.connections import Line, Links, Message
+from trainkit.watchdog.connections import Links
+from trainkit.watchdog.line import Line, Message
+from trainkit.watchdog.silence import silence
 from trainkit.watchdog.stalls import Member, Verdict, examples, judge, where
 
 __all__ = ["Inquiry"]
@@ -117,12 +119,10 @@ class Inquiry:
 
     def frozen(self) -> list[Member]:
         """Return the neighbours of this process that cannot end by themselves."""
-        lines = [*self._links.children.values()]
-        lines += [line for line in (self._links.parent, self._left) if line is not None]
+        lines = [*self._links.lines, *([] if self._left is None else [self._left])]
         blamed = () if self.verdict is None else self.verdict.frozen
         members = (line.member for line in lines if line.rank in blamed)
-        machine = Member.this().machine
-        return [member for member in members if member and member.machine == machine]
+        return [member for member in members if member and member.is_here()]
 
     def _join(self, now: float, place: Mapping[str, Any]) -> None:
         """Say where this process is; from now on there is a verdict to wait for."""
@@ -141,10 +141,10 @@ class Inquiry:
         for rank, line in self._links.children.items():
             if rank in self.states or rank in self._silent or line.has_ended or not line.member:
                 continue
-            stopped = _is_here(line.member) and line.member.is_stopped()
+            stopped = line.member.is_here() and line.member.is_stopped()
             since = began if stopped else self._heard
             if now - since > (_STOPPED_SECONDS if stopped else _SILENT_SECONDS):
-                self._silent[rank] = why = _silence(line.member)
+                self._silent[rank] = why = silence(line)
                 self._send({"kind": "silent", "to": 0, "rank": rank, "why": why})
 
     def _look_at_parent(self, now: float, ended: Mapping[int, str]) -> None:
@@ -152,17 +152,18 @@ class Inquiry:
         parent = self._links.parent
         if parent is None or parent.member is None or parent.rank is None:
             return
-        stopped = _is_here(parent.member) and parent.member.is_stopped()
+        stopped = parent.member.is_here() and parent.member.is_stopped()
         limit = _STOPPED_SECONDS if stopped else _NO_SIGN_SECONDS
         if parent.rank == 0 and self._rank != min(set(range(1, self._size)) - ended.keys()):
             limit += _TURN_SECONDS  # the first one tells the others, by ending it
         if now - self._signed <= limit:
             return
-        why = _silence(parent.member)
+        why = silence(parent)
         if parent.rank == 0 or not self._links.leave_parent():
             self._decide(judge(self.states, {parent.rank: why}))
             return
         self._signed, self._left = now, parent
+        self._send({"kind": "stalled", "to": 0})
         self._send({**self.states[self._rank], "kind": "state", "to": 0})
         self._send({"kind": "silent", "to": 0, "rank": parent.rank, "why": why})
 
@@ -170,13 +171,3 @@ class Inquiry:
         self.verdict = verdict
         text, process, frozen = verdict.text, verdict.process, verdict.frozen
         self._send({"kind": "verdict", "text": text, "process": process, "frozen": frozen})
-
-
-def _is_here(member: Member) -> bool:
-    return member.machine == Member.this().machine
-
-
-def _silence(member: Member) -> str:
-    return f"({member}) does not answer: " + (
-        member.doing() if _is_here(member) else "it is frozen, or its machine cannot be reached"
-    )

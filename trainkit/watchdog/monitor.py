@@ -15,10 +15,12 @@ from typing import Any, Protocol
 from trainkit.config import Watchdog
 from trainkit.watchdog import crossed, exit, report as reports, stalls
 from trainkit.watchdog.callers import Callers, Position
-from trainkit.watchdog.connections import GONE, Links, Message
+from trainkit.watchdog.connections import GONE, Links
 from trainkit.watchdog.exit import EXIT_FAILED, EXIT_OTHER_FAILED, EXIT_STALLED
 from trainkit.watchdog.inquiry import Inquiry
+from trainkit.watchdog.line import UNREACHABLE_SECONDS, Message
 from trainkit.watchdog.report import Report
+from trainkit.watchdog.silence import is_frozen
 from trainkit.watchdog.stalls import Member, Verdict
 
 __all__ = ["ProgressSource", "WatchThread"]
@@ -52,8 +54,8 @@ class _Cause:
 
     Args:
         rank: The other process.
-        kind: "failed" or "lost".
-        text: What happened to it.
+        kind: "failed", "lost", or "unreachable".
+        text: What happened: to it, where it failed, else a whole sentence.
         fit: The number of the fit that it failed in; 0 where nobody will catch its error.
         since: When it was heard of.
         cpu: The seconds of the processor that this process had used then.
@@ -175,6 +177,7 @@ class WatchThread:
     def _run(self) -> None:
         try:
             while not self.closing or self._queue:
+                self._links.is_patient = not self.leaves_at_once
                 for rank, message in self._links.poll(self._pause()):
                     self._hear(rank, message)
                 while self._queue:
@@ -209,7 +212,7 @@ class WatchThread:
             self._blame(rank, kind, str(message.get("text")), int(message.get("fit", 0)))
         elif kind == GONE:
             if rank not in self.ended and rank not in self._failed:
-                self._blame(rank, "lost", str(message.get("who")), 0)
+                self._blame(rank, *_lost(rank, message), 0)
             if self._rank and self._links.parent is None and self._cause is None:
                 self.closing = True  # it ended in order, and passes nothing on any more
                 self._queue.append({"kind": "done", "how": "ended with process 0"})
@@ -240,8 +243,10 @@ class WatchThread:
                 self._end_stall(self._inquiry.verdict)
         elif self._cause is not None:
             self._obey(self._cause, now)
-        elif self._crossed.look(now) or (
-            self._watched is not None and self._stands_still(self._watched, now)
+        elif (
+            self._crossed.look(now)
+            or any(map(is_frozen, self._links.lines))
+            or (self._watched is not None and self._stands_still(self._watched, now))
         ):
             self._inquiry.begin(now, self._run_place())
 
@@ -250,7 +255,7 @@ class WatchThread:
         if cause.fit in self.failed_fits:
             self._cause = None
             return
-        sure = cause.kind == "lost" or self.leaves_at_once
+        sure = cause.kind != "failed" or self.leaves_at_once
         is_still = self._stillness.seconds(now) > _STILL_SECONDS
         if not (sure or is_still or cause.has_passed(now)):
             return
@@ -262,17 +267,15 @@ class WatchThread:
         self._leave(EXIT_OTHER_FAILED, report)
 
     def _loss(self, cause: _Cause) -> Report:
-        """Return the report on a process that ended without a word."""
-        text = (
-            f"process {cause.rank} ({cause.text}) ended without a word: killed by a signal, "
-            "crashed, or left by `os._exit`"
-        )
+        """Return the report on a process that ended without a word, or cannot be reached."""
         hint = "Its own output, and the kernel's log, may say more."
         kills = reports.kernel_kills()
-        if kills and self._kills is not None and kills > self._kills:
+        if cause.kind == "unreachable":
+            hint = "Look at that machine, and at the network between it and this one."
+        elif kills and self._kills is not None and kills > self._kills:
             hint = "The kernel killed a process of this container for want of memory meanwhile."
         secondary = self._rank != self.first_without({cause.rank})
-        report = self.report("lost", text, process=cause.rank, secondary=secondary)
+        report = self.report("lost", cause.text, process=cause.rank, secondary=secondary)
         return replace(report, hint=hint, memory=reports.memory())
 
     def _stands_still(self, watched: ProgressSource, now: float) -> bool:
@@ -288,7 +291,8 @@ class WatchThread:
         limit = ""
         if self._watched is not None:
             phase, first, _ = self._watched.progress()
-            limit = f" for {self._watched.watchdog.limit(phase, first=first):g} s"
+            seconds = self._watched.watchdog.limit(phase, first=first)
+            limit = f" for {min(seconds, round(time.monotonic() - self._moved_at)):g} s"
         states = self._inquiry.states
         report = self.report(
             "stalled",
@@ -307,6 +311,19 @@ class WatchThread:
         with suppress(Exception):  # the main thread may be changing what is read
             return {} if self._watched is None else self._watched.place()
         return {}
+
+
+def _lost(rank: int, gone: Message) -> tuple[str, str]:
+    """Return what the end of a connection means: the kind of the cause, and a sentence."""
+    if gone.get("unreachable"):
+        return "unreachable", (
+            f"{gone.get('place')} unreachable for {UNREACHABLE_SECONDS} s: machine, network or "
+            f"power (process {rank}, {gone.get('who')})"
+        )
+    return "lost", (
+        f"process {rank} ({gone.get('who')}) ended without a word: killed by a signal, crashed, or "
+        "left by `os._exit`"
+    )
 
 
 def _same(mark: object, before: object) -> bool:

@@ -22,6 +22,7 @@ _PACKAGE = str(Path(__file__).resolve().parent.parent) + os.sep
 _LIBRARY = sysconfig.get_paths()["stdlib"] + os.sep
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 _LONGEST_STACK = 6000  # characters
+_EXITING = 4  # the kernel's flag of a process that has begun to end: PF_EXITING
 
 # Modules whose functions wait for other processes, and what a report calls that; "": by its name.
 _WAITING = {
@@ -41,12 +42,14 @@ class Member:
         machine: Equal for processes that can see and signal each other.
         pid: Its number there.
         started: When it began, so that no later process of the same number is meant.
+        number: Of its machine in the job, where a launcher has counted them.
     """
 
     host: str
     machine: str
     pid: int
     started: str
+    number: str = ""
 
     @classmethod
     def this(cls) -> "Member":
@@ -55,15 +58,40 @@ class Member:
         with suppress(OSError):
             parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
             parts += [os.readlink(f"/proc/self/ns/{space}") for space in ("pid", "net")]
-        return cls(parts[0], " ".join(parts), os.getpid(), started_at(os.getpid()))
+        number = os.environ.get("GROUP_RANK", "")
+        return cls(parts[0], " ".join(parts), os.getpid(), started_at(os.getpid()), number)
+
+    @classmethod
+    def parse(cls, told: Any) -> "Member | None":
+        """Return the process that another one is, by what it has told; None where that is none."""
+        kinds = [type(part) for part in told] if isinstance(told, list) else []
+        return cls(*told) if kinds == [str, str, int, str, str] else None
 
     def as_list(self) -> list[Any]:
         """Return what travels: the arguments of `Member`."""
-        return [self.host, self.machine, self.pid, self.started]
+        return [self.host, self.machine, self.pid, self.started, self.number]
 
     @override
     def __str__(self) -> str:
         return f"pid {self.pid} on {self.host}"
+
+    def place(self) -> str:
+        """Return which machine it runs on, in words."""
+        return f"machine {self.number} ({self.host})" if self.number else f"machine {self.host}"
+
+    def is_here(self) -> bool:
+        """Return whether it runs on this machine, where this process can look at it."""
+        return self.machine == Member.this().machine
+
+    def lives(self) -> bool:
+        """Return whether this process of the own machine has not begun to end; not if unknown."""
+        stat = _stat(self.pid)
+        same = len(stat) > 19 and stat[19] == self.started
+        return same and stat[0] not in "ZX" and not int(stat[6]) & _EXITING
+
+    def used(self) -> tuple[str, ...]:
+        """Return how long this process of the own machine has used a processor, in ticks."""
+        return tuple(_stat(self.pid)[11:13])
 
     def doing(self) -> str:
         """Return why a process of this machine does not answer, in words."""
@@ -77,6 +105,10 @@ class Member:
     def is_stopped(self) -> bool:
         """Return whether this process of the own machine does not run at all."""
         return _stat(self.pid)[:1] == ["T"]
+
+    def is_debugged(self) -> bool:
+        """Return whether a debugger holds this process of the own machine."""
+        return _stat(self.pid)[:1] == ["t"]
 
     def kill(self, signum: int) -> bool:
         """Send a signal to this process of the own machine, if it still is the one."""

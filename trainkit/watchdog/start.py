@@ -46,19 +46,26 @@ def start_watch(processes: Processes) -> JobWatch | None:
             watch = JobWatch(0, processes.size, links, processes.position)
             watch.begin()  # it serves the others
         except OSError as error:
-            say(f"trainkit: process 0 cannot listen for the others: {error}.")
+            say(
+                f"trainkit: process 0 cannot listen for the others: {error}. No process is "
+                "watched: if one fails, the others may wait until a collective times out."
+            )
     told = processes.broadcast_object(told)
     if told is None:
         return None
     hosts, port, token = told
     if not processes.is_main:
         address = Address(tuple(hosts), port, token)
-        links = reach_server(address, processes.rank, processes.size, one_machine=one_machine)
+        why = ""
+        try:
+            links = reach_server(address, processes.rank, processes.size, one_machine=one_machine)
+        except OSError as error:
+            why = f": {error}"
         if links is None:
             say(
                 f"trainkit: process {processes.rank} cannot reach process 0 at {hosts}, port "
-                f"{port}. If another process fails, it may wait for it until a collective times "
-                "out. Allow connections between the machines."
+                f"{port}{why}. If another process fails, it may wait for it until a collective "
+                "times out. Allow connections between the machines, and enough open files."
             )
         else:
             watch = JobWatch(processes.rank, processes.size, links, processes.position)

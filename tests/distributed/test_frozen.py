@@ -1,0 +1,289 @@
+"""A process that is frozen, a connection that breaks, a machine that is gone (rule 32)."""
+
+import ctypes
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.tiers import with_few
+from tests.system.harness import Job, running
+from trainkit import Accelerator
+from trainkit.distributed import Processes
+from trainkit.watchdog import connections, crossed, line, monitor, silence
+from trainkit.watchdog.exit import EXIT_OTHER_FAILED, EXIT_STALLED
+from trainkit.watchdog.line import Line
+from trainkit.watchdog.report import first_of, read_all
+from trainkit.watchdog.silence import is_frozen
+from trainkit.watchdog.stalls import Member, started_at
+
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+
+
+def _hurry() -> None:
+    """Let a watch find out in seconds what takes it a minute."""
+    connections._BEAT_SECONDS, crossed.TICK_SECONDS = 0.3, 0.1
+    connections._LONGEST_PAUSE = 0.5
+    silence._STOPPED_SECONDS, silence._UNKNOWN_SECONDS = 2.0, 6.0
+
+
+def _apart(rank: int) -> None:
+    """Let each process believe that it has a machine of its own."""
+    here = Member.this()
+    there = replace(here, machine=f"{here.machine} {rank}", host=f"m{rank}", number=str(rank))
+    Member.this = staticmethod(lambda: there)  # type: ignore[method-assign]
+
+
+def _links(processes: Processes) -> connections.Links:
+    assert processes.watch is not None
+    return processes.watch._monitor._links
+
+
+def _run(size: int, folder: Path, body: Callable[[int], None], seconds: float = 200.0) -> Job:
+    def run(rank: int, pipe: int) -> int:
+        os.environ["TRAINKIT_REPORT_DIR"] = str(folder / "reports")
+        _hurry()
+        body(rank)
+        return 0
+
+    with running(size, folder, run) as job:
+        assert job.wait(seconds), job.log()
+        assert not job.left_behind()
+    return job
+
+
+def _stop_in_a_loop(rank: int, who: int, apart: bool) -> None:
+    if apart:
+        _apart(rank)
+    accelerator = Accelerator(cpu=True)
+    for step in range(10**9):
+        accelerator.reduce(torch.ones(1))
+        if step == 5 and rank == who:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+
+@LINUX
+@pytest.mark.parametrize("who", with_few([1], [0, 1, 2]))
+def test_a_frozen_process_ends_a_loop_of_the_users_own(who: int, tmp_path: Path) -> None:
+    job = _run(3, tmp_path, partial(_stop_in_a_loop, who=who, apart=False))
+    others = {code for rank, code in job.codes.items() if rank != who}
+    # 99 is what the harness says of one whose collective broke first.
+    assert EXIT_STALLED in others <= {EXIT_STALLED, EXIT_OTHER_FAILED, 99}, job.log()
+    assert job.codes[who] == -signal.SIGKILL
+    first = first_of(read_all(tmp_path / "reports"))
+    assert first is not None
+    assert first[1].process == who, job.log()
+    assert f"process {who} (pid " in first[1].cause
+    assert "it is stopped (SIGSTOP)" in first[1].cause
+
+
+@LINUX
+@pytest.mark.e2e
+def test_one_that_is_alone_on_its_machine_is_found_too(tmp_path: Path) -> None:
+    with running(2, tmp_path, partial(_stop_apart, folder=tmp_path)) as job:
+        end = time.monotonic() + 120
+        while 0 not in job.codes and time.monotonic() < end:
+            job.wait(0.2)
+        assert job.codes == {0: EXIT_STALLED}, job.log()  # the other is for its launcher to kill
+    first = first_of(read_all(tmp_path / "reports"))
+    assert first is not None
+    assert "process 1 (pid " in first[1].cause
+    assert "does not answer since" in first[1].cause
+
+
+def _stop_apart(rank: int, pipe: int, folder: Path) -> int:
+    os.environ["TRAINKIT_REPORT_DIR"] = str(folder / "reports")
+    _hurry()
+    silence._NOTED_SECONDS = 3.0
+    _stop_in_a_loop(rank, who=1, apart=True)
+    return 0
+
+
+def _stop_all(rank: int) -> None:
+    accelerator = Accelerator(cpu=True)
+    accelerator.wait_for_everyone()
+    if rank == 0:
+        child = os.fork()
+        if child == 0:
+            time.sleep(4.0)
+            os.killpg(os.getppid(), signal.SIGCONT)
+            os._exit(0)
+        os.setpgid(child, child)
+        os.killpg(0, signal.SIGSTOP)
+        os.waitpid(child, 0)
+    for _ in range(5):
+        time.sleep(0.2)
+        accelerator.wait_for_everyone()
+
+
+@LINUX
+@pytest.mark.e2e
+def test_a_job_that_is_stopped_as_a_whole_goes_on(tmp_path: Path) -> None:
+    job = _run(3, tmp_path, _stop_all)
+    assert job.codes == {0: 0, 1: 0, 2: 0}, job.log()
+    assert not (tmp_path / "reports").exists()
+
+
+@pytest.fixture
+def program() -> Iterator[tuple[subprocess.Popen[bytes], Line]]:
+    """Give a process of this machine that says nothing, and a line to it."""
+    ours, theirs = socket.socketpair()
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    found = Line(ours, 0.3, trusted=True)
+    here = Member.this()
+    found.rank = 1
+    found.member = replace(here, pid=process.pid, started=started_at(process.pid))
+    found.silent = silence._STOPPED_SECONDS + 1
+    while "S" not in Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[:1]:
+        time.sleep(0.01)
+    yield process, found
+    process.kill()
+    process.communicate()
+    for end in (ours, theirs):
+        end.close()
+
+
+def _state(pid: int, state: str) -> None:
+    end = time.monotonic() + 30
+    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != state:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@LINUX
+def test_who_is_silent_is_looked_at_before_it_is_blamed(
+    program: tuple[subprocess.Popen[bytes], Line], capfd: pytest.CaptureFixture[str]
+) -> None:
+    process, found = program
+    assert not is_frozen(found)  # it has used a processor since it was looked at last
+    assert capfd.readouterr().err == (
+        f"trainkit: process 1 (pid {process.pid} on {os.uname().nodename}) does not answer: it "
+        "holds the interpreter lock, and lets nobody in. The job goes on.\n"
+    )
+    assert found.silent == 0.0
+    found.silent = silence._STOPPED_SECONDS + 1
+    assert not is_frozen(found)  # nor need it be blamed for long where it has not
+    found.silent = silence._UNKNOWN_SECONDS + 1
+    assert is_frozen(found)
+    found.silent = silence._STOPPED_SECONDS - 1
+    process.send_signal(signal.SIGSTOP)
+    _state(process.pid, "T")
+    assert not is_frozen(found)
+    found.silent = silence._STOPPED_SECONDS + 1
+    assert is_frozen(found)
+    assert capfd.readouterr().err == ""
+
+
+@LINUX
+def test_a_debugger_ends_nothing_and_is_named(
+    program: tuple[subprocess.Popen[bytes], Line], capfd: pytest.CaptureFixture[str]
+) -> None:
+    process, found = program
+    libc = ctypes.CDLL(None, use_errno=True)
+    attach, detach = 16, 17
+    if libc.ptrace(attach, process.pid, None, None):
+        pytest.skip("nobody may debug here")
+    try:
+        _state(process.pid, "t")
+        found.used = found.member.used() if found.member else ()
+        found.silent = silence._UNKNOWN_SECONDS + 1
+        assert not is_frozen(found)
+        assert "a debugger holds it. The job goes on." in capfd.readouterr().err
+    finally:
+        os.waitpid(process.pid, os.WUNTRACED)
+        libc.ptrace(detach, process.pid, None, None)
+
+
+# Connections.
+
+
+def _break(processes: Processes, who: int, come_back: bool) -> None:
+    """Cut the connection of a process to process 0, and wait until it has another one."""
+    links = _links(processes)
+    processes.barrier()
+    cut = links.parent
+    if processes.rank == who and cut is not None:
+        if not come_back:
+            links.reach = lambda *_: False  # type: ignore[method-assign]
+        cut.connection.shutdown(socket.SHUT_RDWR)
+        end = time.monotonic() + 60
+        while come_back and (links.parent in (cut, None)):
+            assert time.monotonic() < end
+            time.sleep(0.01)
+    processes.barrier()
+
+
+def _go_on(rank: int, apart: bool, dies: bool) -> None:
+    if apart:
+        _apart(rank)
+    processes = Processes.start()
+    for _ in range(2):
+        _break(processes, 1, come_back=True)
+        for _ in range(20):
+            time.sleep(0.02)
+            processes.barrier()
+    if dies and rank == 1:
+        os._exit(0)
+    if dies:
+        time.sleep(100)
+
+
+@LINUX
+@pytest.mark.parametrize(
+    ("apart", "dies"), with_few([(False, True)], [(False, True), (True, False), (True, True)])
+)
+def test_a_connection_that_breaks_ends_no_job(apart: bool, dies: bool, tmp_path: Path) -> None:
+    job = _run(3, tmp_path, partial(_go_on, apart=apart, dies=dies))
+    told = "the watch of process 1 lost its connection to process 0"
+    assert job.log().count(told) == 2, job.log()
+    if not dies:
+        assert job.codes == {0: 0, 1: 0, 2: 0}, job.log()
+        return
+    assert job.codes == {0: EXIT_OTHER_FAILED, 1: 0, 2: EXIT_OTHER_FAILED}, job.log()
+    first = first_of(read_all(tmp_path / "reports"))
+    assert first is not None
+    assert "ended without a word" in first[1].cause
+
+
+def _deafen(found: socket.socket) -> None:
+    """Let the kernel drop whatever comes for a socket, as a network does that is gone."""
+    drop = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0))  # a filter: return 0
+    program = struct.pack("HL", 1, ctypes.addressof(drop))
+    found.setsockopt(socket.SOL_SOCKET, 26, program)  # SO_ATTACH_FILTER
+
+
+def _vanish(rank: int) -> None:
+    line.UNREACHABLE_SECONDS = monitor.UNREACHABLE_SECONDS = 2
+    connections._RETURN_SECONDS = 1.0
+    _apart(rank)
+    processes = Processes.start()
+    links = _links(processes)
+    processes.barrier()
+    for one in links._listening:
+        if one.family != socket.AF_UNIX:
+            _deafen(one)
+    for each in links.lines:
+        _deafen(each.connection)
+    time.sleep(100)
+
+
+@LINUX
+def test_a_machine_that_is_gone_is_not_called_killed(tmp_path: Path) -> None:
+    job = _run(2, tmp_path, _vanish)
+    assert job.codes == {0: EXIT_OTHER_FAILED, 1: EXIT_OTHER_FAILED}, job.log()
+    first = first_of(read_all(tmp_path / "reports"))
+    assert first is not None
+    assert "unreachable for 2 s: machine, network or power (process " in first[1].cause
+    assert "machine 1 (m1)" in first[1].cause or "machine 0 (m0)" in first[1].cause
+    assert "killed" not in job.log()
