@@ -1,0 +1,446 @@
+"""Hosts for tests: each has a network, a name, processes and mounts of its own, on one machine.
+
+    with hosts(2, tmp_path) as (a, b):
+        jobs = launch((a, b), "train.py", "--steps", "100", options=("--num_processes", 4))
+        jobs[0].wait_for("step 3")
+        a.network.cut(b)
+        assert [job.wait(60) for job in jobs] == [1, 1], jobs[0].output
+        everything_gone((a, b), within=20)
+
+They are Linux namespaces, joined by a bridge in one more: nothing touches the network of the
+machine itself. A host's files are those of the machine, but for `/etc/hosts`, `/etc/hostname` and
+`/etc/resolv.conf`. `host.ip`, `host.ip6` are its addresses, `host.name` its name; what it knows of
+names stands in `host.names`, as on Debian: its own is 127.0.1.1. Only root can make them;
+`needs_hosts` skips a test elsewhere, and says why.
+
+What can go wrong with a host:
+
+    a.network.cut(b)        b hears nobody and nobody hears b; no end finds that its cable is out
+    a.network.unplug(b)     the same, and b sees that its cable is out
+    a.network.plug(b)       all is well again
+    a.network.separate(b, c)    b and c hear everybody but each other
+    b.drop("")              b hears nobody, but is heard: its firewall drops what comes
+    b.drop("ipproto tcp dport 1024-65534")  it drops that; selectors as in `ip rule`
+    b.admit("")             what was dropped comes through again
+    b.die(), b.die(silently=True)   all its processes are killed; no FIN leaves it
+    b.freeze("train.py"), b.thaw("train.py")    the processes whose command has that text
+    b.kill("train.py")
+    b.sh("ip addr add 172.17.0.1/16 dev lo")    whatever root can do on it
+    b.run("python", "-m", "http.server")        a program that runs meanwhile
+
+All of it ends with the test, also where that is killed: the first process of each host reads from
+a pipe that the test holds.
+"""
+
+import ctypes
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typing_extensions import override
+
+__all__ = ["Host", "Network", "Program", "everything_gone", "hosts", "launch", "needs_hosts"]
+
+ROOT = Path(__file__).resolve().parents[2]
+NAMES = "abcdefgh"
+
+_KINDS = ("net", "uts", "ipc", "pid", "mnt")
+_SECONDS = 60.0  # for what takes less than one
+_GONE = ("", "Z", "X")  # states of a process that has ended
+_LIBC = ctypes.CDLL(None, use_errno=True)
+# Ends when the pipe to the test does; who loses its parent is reaped.
+_LAST = "echo ready\nexec env --ignore-signal=CHLD cat > /dev/null"
+
+_SWITCH = f"""
+ip link add switch type bridge
+ip link set switch up
+{_LAST}"""
+
+# `local` comes later than usual: so rules can drop what is for this host.
+_HOST = f"""
+cd "$1"
+hostname "$2"
+mount -t proc proc /proc
+for file in hosts hostname resolv.conf; do mount --bind $file /etc/$file; done
+mount --bind boot_id /proc/sys/kernel/random/boot_id
+ip link set lo up
+for family in -4 -6; do ip $family rule add pref 10 lookup local; ip $family rule del pref 0; done
+{_LAST}"""
+
+
+def _why_not() -> str:
+    """Return why there can be no hosts here; empty where there can."""
+    if sys.platform != "linux" or os.geteuid():
+        return "hosts are made of Linux namespaces, which here only root can make"
+    if missing := [tool for tool in ("ip", "unshare", "nsenter") if not shutil.which(tool)]:
+        return f"hosts need {', '.join(missing)}"
+    trial = ["unshare", "--net", "--uts", "--ipc", "--pid", "--mount", "--fork", "sh", "-ec"]
+    bridge = "mount -t proc proc /proc; ip link add a type bridge; ip link add b type veth"
+    tried = subprocess.run([*trial, bridge], capture_output=True, text=True, check=False)
+    return f"no namespaces here: {tried.stderr.strip()}" if tried.returncode else ""
+
+
+WHY_NOT = _why_not()
+needs_hosts = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
+
+
+class _Namespaces:
+    """Namespaces that last until `close`, or until this process ends.
+
+    Attributes:
+        pid: Of their first process, as this process sees it.
+    """
+
+    def __init__(self, unshared: Sequence[str], script: str, *arguments: str) -> None:
+        command = ["unshare", *unshared, "--fork", "--kill-child", "sh", "-ec", script, "sh"]
+        self._keeper = subprocess.Popen(
+            [*command, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        assert self._keeper.stdout is not None
+        said = self._keeper.stdout.readline()
+        if said != "ready\n":
+            raise OSError(f"no namespaces: {said}{self._keeper.stdout.read()}")
+        keeper = self._keeper.pid
+        self.pid = int(Path(f"/proc/{keeper}/task/{keeper}/children").read_text())
+
+    def sh(self, script: str) -> str:
+        """Run a shell script to its end in the namespaces, and return what it printed."""
+        return _sh(["nsenter", "-t", str(self.pid), "-n", "sh", "-ec", script])
+
+    def close(self) -> None:
+        """Kill every process in them; they are gone with the last one."""
+        if self._keeper.returncode is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+            self._keeper.communicate()
+
+
+def _sh(command: list[str]) -> str:
+    done = subprocess.run(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+        timeout=_SECONDS,
+    )
+    assert done.returncode == 0, f"{command[-1]}: {done.stdout}"
+    return done.stdout
+
+
+class Network(_Namespaces):
+    """The switch that joins hosts; each has the port `port<index>` of it."""
+
+    def __init__(self) -> None:
+        super().__init__(["--net"], _SWITCH)
+
+    def join(self, host: "Host") -> None:
+        """Lay a cable to a host, where it is `eth0`."""
+        self.sh(f"ip link add {host.port} type veth peer name eth0 netns {host.pid}")
+        self.plug(host)
+
+    def plug(self, host: "Host") -> None:
+        """Join a host again."""
+        self.sh(f"ip link set {host.port} master switch up")
+
+    def cut(self, host: "Host") -> None:
+        """Lose whatever a host sends or should get, without a sign."""
+        self.sh(f"ip link set {host.port} nomaster")
+
+    def unplug(self, host: "Host") -> None:
+        """Take the carrier from a host, which sees it."""
+        self.sh(f"ip link set {host.port} down")
+
+    def separate(self, *apart: "Host") -> None:
+        """Lose whatever these hosts send each other."""
+        for host in apart:
+            self.sh(f"ip link set {host.port} type bridge_slave isolated on")
+
+
+class Host(_Namespaces):
+    """One machine.
+
+    Args:
+        network: What joins it to the others.
+        index: Its number, from 0.
+        folder: For the files that it has for itself, among them those for temporary files.
+    """
+
+    def __init__(self, network: Network, index: int, folder: Path) -> None:
+        self.network = network
+        self.name = f"host-{NAMES[index]}"
+        self.port = f"port{index}"
+        self.ip, self.ip6 = f"10.77.0.{index + 1}", f"fd77::{index + 1}"
+        self.folder = folder
+        self.temporary = folder / "tmp"
+        self.temporary.mkdir(parents=True)
+        (folder / "hostname").write_text(f"{self.name}\n")
+        (folder / "resolv.conf").touch()  # no server: other names are unknown at once
+        (folder / "boot_id").write_text(f"{uuid.uuid4()}\n")
+        self.names = f"127.0.0.1 localhost\n::1 localhost\n127.0.1.1 {self.name}\n"
+        self._programs: list[Program] = []
+        options = [f"--{kind}" for kind in ("net", "uts", "ipc", "pid", "mount")]
+        super().__init__(options, _HOST, str(folder), self.name)
+        network.join(self)
+        self.sh(
+            f"ip addr add {self.ip}/24 dev eth0\nip addr add {self.ip6}/64 dev eth0 nodad\n"
+            "ip link set eth0 up"
+        )
+
+    @property
+    def names(self) -> str:
+        """What stands in its `/etc/hosts`."""
+        return (self.folder / "hosts").read_text()
+
+    @names.setter
+    def names(self, text: str) -> None:
+        (self.folder / "hosts").write_text(text)  # in place: it is mounted
+
+    def sh(self, script: str) -> str:
+        """Run a shell script to its end on this host, and return what it printed."""
+        spaces = ["--net", "--uts", "--ipc", "--pid", "--mount"]
+        return _sh(["nsenter", "-t", str(self.pid), *spaces, "sh", "-ec", script])
+
+    def run(self, *command: object, **more: Any) -> "Program":
+        """Start a program; see `Program` for the keywords."""
+        self._programs.append(Program(self, [str(word) for word in command], **more))
+        return self._programs[-1]
+
+    def pids(self, text: str = "") -> list[int]:
+        """Return the processes whose command has this text, as this process sees them."""
+        if not self.is_alive():
+            return []
+        mine = os.readlink(f"/proc/{self.pid}/ns/pid")
+        found = [pid for pid in _processes_in(mine) if pid != self.pid]
+        return [pid for pid in found if text in _command(pid) and _state(pid) not in _GONE]
+
+    def is_alive(self) -> bool:
+        return _state(self.pid) not in _GONE
+
+    def freeze(self, text: str = "") -> None:
+        """Stop processes, by default all: they hold what they have, and do nothing."""
+        self._signal(text, signal.SIGSTOP)
+
+    def thaw(self, text: str = "") -> None:
+        """Let processes go on."""
+        self._signal(text, signal.SIGCONT)
+
+    def kill(self, text: str, signum: int = signal.SIGKILL) -> None:
+        """Send a signal to processes."""
+        self._signal(text, signum)
+
+    def _signal(self, text: str, signum: int) -> None:
+        pids = self.pids(text)
+        assert pids, f"{self.name} has no process with `{text}` in its command"
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signum)
+
+    def drop(self, selector: str) -> None:
+        """Lose what comes to this host and fits: selectors as in `ip rule`, empty for all."""
+        for family in ("-4", "-6"):
+            self.sh(f"ip {family} rule add pref 5 iif eth0 {selector} blackhole")
+
+    def admit(self, selector: str) -> None:
+        """Take back `drop`."""
+        for family in ("-4", "-6"):
+            self.sh(f"ip {family} rule del pref 5 iif eth0 {selector} blackhole")
+
+    def die(self, *, silently: bool = False) -> None:
+        """Kill all processes; `silently`: no other host gets a word of it, as without power."""
+        if silently:
+            self.network.cut(self)
+        self.close()
+
+    @override
+    def close(self) -> None:
+        super().close()
+        for program in self._programs:
+            program.wait()
+
+
+class Program:
+    """A program that runs on a host.
+
+    Args:
+        host: Where.
+        command: Its words.
+        environment: Variables beside the few that every program gets.
+        folder: Where it starts; by default the host's.
+        output: The file for what it prints; by default a new one in the host's folder.
+    """
+
+    def __init__(
+        self,
+        host: Host,
+        command: Sequence[str],
+        *,
+        environment: Mapping[str, str] | None = None,
+        folder: Path | None = None,
+        output: Path | None = None,
+    ) -> None:
+        self.host = host
+        number = len([*host.folder.glob("output-*")])
+        self.file = output or host.folder / f"output-{number}"
+        self._folder = folder or host.folder
+        with self.file.open("ab") as file:
+            self._waiter = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env={**_environment(host), **(environment or {})},
+                preexec_fn=self._move,
+                start_new_session=True,
+            )
+
+    def _move(self) -> None:
+        """Enter the namespaces in a child, which goes on; wait here for how it ends.
+
+        Not by `nsenter`, which stops with its child and so would not see the end of it.
+        """
+        spaces = [os.open(f"/proc/{self.host.pid}/ns/{kind}", os.O_RDONLY) for kind in _KINDS]
+        for space in spaces:
+            if _LIBC.setns(space, 0):
+                raise OSError(ctypes.get_errno(), "setns")
+        if child := os.fork():
+            os.closerange(0, 1 << 12)  # among them the pipes that hold the hosts
+            _, status = os.waitpid(child, 0)
+            code = os.waitstatus_to_exitcode(status)
+            os._exit(code if code >= 0 else 128 - code)
+        for space in spaces:
+            os.close(space)
+        os.setsid()
+        os.chdir(self._folder)
+
+    @property
+    def output(self) -> str:
+        """What it has printed."""
+        return self.file.read_text(errors="replace")
+
+    @property
+    def code(self) -> int | None:
+        """Its exit code, 128 + N where signal N killed it; None while it runs."""
+        return self._waiter.poll()
+
+    def wait(self, seconds: float = _SECONDS) -> int:
+        """Return its exit code; fail if it does not end in time."""
+        try:
+            return self._waiter.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"runs after {seconds:g} s:\n{self.output}") from None
+
+    def wait_for(self, text: str, times: int = 1, seconds: float = _SECONDS) -> None:
+        """Return when it has printed a text so often; fail if it does not in time."""
+        end = time.monotonic() + seconds
+        while self.output.count(text) < times:
+            assert time.monotonic() < end, f"no `{text}` in {seconds:g} s:\n{self.output}"
+            assert self.code is None, f"ended with {self.code}:\n{self.output}"
+            time.sleep(0.02)
+
+
+def _environment(host: Host) -> dict[str, str]:
+    """Return what a program needs, and nothing that a launcher or a test has set here."""
+    kept = {name: os.environ[name] for name in ("HOME", "LANG", "PATH") if name in os.environ}
+    return kept | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+        "PYTHONUNBUFFERED": "1",
+        "TMPDIR": str(host.temporary),
+        "XDG_CONFIG_HOME": str(host.folder),
+    }
+
+
+@contextmanager
+def hosts(number: int, folder: Path) -> Iterator[tuple[Host, ...]]:
+    """Make hosts, in a network; kill all that runs on them at the end."""
+    network = Network()
+    made: list[Host] = []
+    try:
+        for index in range(number):
+            made.append(Host(network, index, folder / f"host-{NAMES[index]}"))
+        for host in made:
+            others = [f"{other.ip} {other.name}\n" for other in made if other is not host]
+            host.names += "".join(others)
+        yield tuple(made)
+    finally:
+        for host in made:
+            host.close()
+        network.close()
+
+
+def launch(
+    machines: Sequence[Host],
+    *script: object,
+    options: Sequence[object] = (),
+    each: Mapping[Host, Sequence[object]] | None = None,
+    folder: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> list[Program]:
+    """Start `trainkit launch` on hosts, the first of which is machine 0; one process on each.
+
+    Args:
+        machines: The hosts, by their `machine_rank`.
+        script: The script and its arguments.
+        options: Of every launcher; they beat what is set here.
+        each: More options of single ones.
+        folder: Where they start; by default each in the folder of its host.
+        environment: Variables beside the few that every program gets.
+    """
+    size = len(machines)
+    command = [sys.executable, "-m", "trainkit.cli", "launch", "--cpu", "--num_machines", size]
+    command += ["--num_processes", size, "--main_process_ip", machines[0].ip, *options]
+    return [
+        host.run(
+            *(*command, "--machine_rank", rank, *(each or {}).get(host, ()), *script),
+            folder=folder,
+            environment=environment,
+        )
+        for rank, host in enumerate(machines)
+    ]
+
+
+def everything_gone(machines: Sequence[Host], within: float) -> float:
+    """Return after how many seconds no process is left on hosts; fail if some are, with which."""
+    start = time.monotonic()
+    while left := [(host.name, _command(pid)) for host in machines for pid in host.pids()]:
+        assert time.monotonic() - start < within, f"left after {within:g} s: {left}"
+        time.sleep(0.05)
+    return time.monotonic() - start
+
+
+def _processes_in(namespace: str) -> list[int]:
+    """Return the processes of a namespace."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with suppress(OSError):
+            if entry.name.isdigit() and os.readlink(entry / "ns" / "pid") == namespace:
+                found.append(int(entry.name))
+    return found
+
+
+def _command(pid: int) -> str:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+    return ""
+
+
+def _state(pid: int) -> str:
+    """Return R, S, T, Z and so on; empty for a process that is not there."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return ""
