@@ -327,6 +327,12 @@ class Program:
         os.setsid()
         os.chdir(self._folder)
 
+    def send(self, signum: int) -> None:
+        """Send a signal to the program itself, not to what it has started."""
+        waiter = self._waiter.pid
+        for pid in Path(f"/proc/{waiter}/task/{waiter}/children").read_text().split():
+            os.kill(int(pid), signum)
+
     @property
     def output(self) -> str:
         """What it has printed."""
@@ -388,6 +394,7 @@ def launch(
     *script: object,
     options: Sequence[object] = (),
     each: Mapping[Host, Sequence[object]] | None = None,
+    only: Host | None = None,
     folder: Path | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> list[Program]:
@@ -398,6 +405,7 @@ def launch(
         script: The script and its arguments.
         options: Of every launcher; they beat what is set here.
         each: More options of single ones.
+        only: Start this one alone; the others come in calls of their own.
         folder: Where they start; by default each in the folder of its host.
         environment: Variables beside the few that every program gets.
     """
@@ -411,6 +419,7 @@ def launch(
             environment=environment,
         )
         for rank, host in enumerate(machines)
+        if only in (None, host)
     ]
 
 
