@@ -1,7 +1,7 @@
 """Hosts for tests: each has a network, a name, processes and mounts of its own, on one machine.
 
     with hosts(2, tmp_path) as (a, b):
-        jobs = launch((a, b), "train.py", "--steps", "100", options=("--num_processes", 4))
+        jobs = launch((a, b), "train.py", "--steps", 100, options=("--num_processes", 4))
         jobs[0].wait_for("step 3")
         a.network.cut(b)
         assert [job.wait(60) for job in jobs] == [1, 1], jobs[0].output
@@ -9,22 +9,19 @@
 
 They are Linux namespaces, joined by a bridge in one more: nothing touches the network of the
 machine itself. A host's files are those of the machine, but for `/etc/hosts`, `/etc/hostname` and
-`/etc/resolv.conf`. `host.ip`, `host.ip6` are its addresses, `host.name` its name; what it knows of
-names stands in `host.names`, as on Debian: its own is 127.0.1.1. Only root can make them;
-`needs_hosts` skips a test elsewhere, and says why.
+`/etc/resolv.conf`. `host.ip`, `host.ip6` are its addresses, `host.name` its name, `host.names` what
+it knows of names: its own is 127.0.1.1, as on Debian. Only root can make them; a test that has the
+mark `needs_hosts` is skipped elsewhere.
 
-What can go wrong with a host:
-
-    a.network.cut(b)        b hears nobody and nobody hears b; no end finds that its cable is out
-    a.network.unplug(b)     the same, and b sees that its cable is out
-    a.network.plug(b)       all is well again
+    a.network.cut(b)            b hears nobody, nobody hears b; no end sees a sign of it
+    a.network.unplug(b)         the same, and b sees that its cable is out
+    a.network.plug(b)           all is well again
     a.network.separate(b, c)    b and c hear everybody but each other
-    b.drop("")              b hears nobody, but is heard: its firewall drops what comes
-    b.drop("ipproto tcp dport 1024-65534")  it drops that; selectors as in `ip rule`
-    b.admit("")             what was dropped comes through again
-    b.die(), b.die(silently=True)   all its processes are killed; no FIN leaves it
-    b.freeze("train.py"), b.thaw("train.py")    the processes whose command has that text
-    b.kill("train.py")
+    b.drop("")                  b hears nobody, but is heard: its firewall drops what comes
+    b.drop("ipproto tcp dport 1024-65534")      it drops that; selectors as in `ip rule`
+    b.admit("")                 what was dropped comes through again
+    b.die(), b.die(silently=True)               all its processes are killed; no FIN leaves it
+    b.freeze("train.py"), b.thaw("train.py"), b.kill("train.py")    who has that in its command
     b.sh("ip addr add 172.17.0.1/16 dev lo")    whatever root can do on it
     b.run("python", "-m", "http.server")        a program that runs meanwhile
 
@@ -48,23 +45,19 @@ from typing import Any
 import pytest
 from typing_extensions import override
 
-__all__ = ["Host", "Network", "Program", "everything_gone", "hosts", "launch", "needs_hosts"]
+__all__ = ["WHY_NOT", "Host", "Network", "Program", "everything_gone", "hosts", "launch"]
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = "abcdefgh"
 
-_KINDS = ("net", "uts", "ipc", "pid", "mnt")
 _SECONDS = 60.0  # for what takes less than one
 _GONE = ("", "Z", "X")  # states of a process that has ended
+_KINDS = ("net", "uts", "ipc", "pid", "mnt")
 _LIBC = ctypes.CDLL(None, use_errno=True)
+
 # Ends when the pipe to the test does; who loses its parent is reaped.
 _LAST = "echo ready\nexec env --ignore-signal=CHLD cat > /dev/null"
-
-_SWITCH = f"""
-ip link add switch type bridge
-ip link set switch up
-{_LAST}"""
-
+_SWITCH = f"ip link add switch type bridge\nip link set switch up\n{_LAST}"
 # `local` comes later than usual: so rules can drop what is for this host.
 _HOST = f"""
 cd "$1"
@@ -81,7 +74,7 @@ def _why_not() -> str:
     """Return why there can be no hosts here; empty where there can."""
     if sys.platform != "linux" or os.geteuid():
         return "hosts are made of Linux namespaces, which here only root can make"
-    if missing := [tool for tool in ("ip", "unshare", "nsenter") if not shutil.which(tool)]:
+    if missing := [tool for tool in ("ip", "ss", "unshare", "nsenter") if not shutil.which(tool)]:
         return f"hosts need {', '.join(missing)}"
     trial = ["unshare", "--net", "--uts", "--ipc", "--pid", "--mount", "--fork", "sh", "-ec"]
     bridge = "mount -t proc proc /proc; ip link add a type bridge; ip link add b type veth"
@@ -90,6 +83,7 @@ def _why_not() -> str:
 
 
 WHY_NOT = _why_not()
+"""Why there can be no hosts here; empty where there can."""
 needs_hosts = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 
 
@@ -100,10 +94,10 @@ class _Namespaces:
         pid: Of their first process, as this process sees it.
     """
 
-    def __init__(self, unshared: Sequence[str], script: str, *arguments: str) -> None:
-        command = ["unshare", *unshared, "--fork", "--kill-child", "sh", "-ec", script, "sh"]
+    def __init__(self, kinds: Sequence[str], script: str, *arguments: str) -> None:
+        command = ["unshare", *(f"--{kind}" for kind in kinds), "--fork", "--kill-child"]
         self._keeper = subprocess.Popen(
-            [*command, *arguments],
+            [*command, "sh", "-ec", script, "sh", *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -113,12 +107,22 @@ class _Namespaces:
         said = self._keeper.stdout.readline()
         if said != "ready\n":
             raise OSError(f"no namespaces: {said}{self._keeper.stdout.read()}")
-        keeper = self._keeper.pid
-        self.pid = int(Path(f"/proc/{keeper}/task/{keeper}/children").read_text())
+        [self.pid] = _children(self._keeper.pid)
+        self._spaces = [f"--{kind}" for kind in kinds]
 
     def sh(self, script: str) -> str:
         """Run a shell script to its end in the namespaces, and return what it printed."""
-        return _sh(["nsenter", "-t", str(self.pid), "-n", "sh", "-ec", script])
+        done = subprocess.run(
+            ["nsenter", "-t", str(self.pid), *self._spaces, "sh", "-ec", script],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+            timeout=_SECONDS,
+        )
+        assert done.returncode == 0, f"{script}: {done.stdout}"
+        return done.stdout
 
     def close(self) -> None:
         """Kill every process in them; they are gone with the last one."""
@@ -128,30 +132,11 @@ class _Namespaces:
             self._keeper.communicate()
 
 
-def _sh(command: list[str]) -> str:
-    done = subprocess.run(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-        timeout=_SECONDS,
-    )
-    assert done.returncode == 0, f"{command[-1]}: {done.stdout}"
-    return done.stdout
-
-
 class Network(_Namespaces):
-    """The switch that joins hosts; each has the port `port<index>` of it."""
+    """The switch that joins hosts; each has a port of it."""
 
     def __init__(self) -> None:
-        super().__init__(["--net"], _SWITCH)
-
-    def join(self, host: "Host") -> None:
-        """Lay a cable to a host, where it is `eth0`."""
-        self.sh(f"ip link add {host.port} type veth peer name eth0 netns {host.pid}")
-        self.plug(host)
+        super().__init__(["net"], _SWITCH)
 
     def plug(self, host: "Host") -> None:
         """Join a host again."""
@@ -177,7 +162,7 @@ class Host(_Namespaces):
     Args:
         network: What joins it to the others.
         index: Its number, from 0.
-        folder: For the files that it has for itself, among them those for temporary files.
+        folder: For the files that it has for itself, among them temporary ones and output.
     """
 
     def __init__(self, network: Network, index: int, folder: Path) -> None:
@@ -186,16 +171,15 @@ class Host(_Namespaces):
         self.port = f"port{index}"
         self.ip, self.ip6 = f"10.77.0.{index + 1}", f"fd77::{index + 1}"
         self.folder = folder
-        self.temporary = folder / "tmp"
-        self.temporary.mkdir(parents=True)
+        self._programs: list[Program] = []
+        (folder / "tmp").mkdir(parents=True)
         (folder / "hostname").write_text(f"{self.name}\n")
         (folder / "resolv.conf").touch()  # no server: other names are unknown at once
         (folder / "boot_id").write_text(f"{uuid.uuid4()}\n")
         self.names = f"127.0.0.1 localhost\n::1 localhost\n127.0.1.1 {self.name}\n"
-        self._programs: list[Program] = []
-        options = [f"--{kind}" for kind in ("net", "uts", "ipc", "pid", "mount")]
-        super().__init__(options, _HOST, str(folder), self.name)
-        network.join(self)
+        super().__init__(["net", "uts", "ipc", "pid", "mount"], _HOST, str(folder), self.name)
+        network.sh(f"ip link add {self.port} type veth peer name eth0 netns {self.pid}")
+        network.plug(self)
         self.sh(
             f"ip addr add {self.ip}/24 dev eth0\nip addr add {self.ip6}/64 dev eth0 nodad\n"
             "ip link set eth0 up"
@@ -210,45 +194,39 @@ class Host(_Namespaces):
     def names(self, text: str) -> None:
         (self.folder / "hosts").write_text(text)  # in place: it is mounted
 
-    def sh(self, script: str) -> str:
-        """Run a shell script to its end on this host, and return what it printed."""
-        spaces = ["--net", "--uts", "--ipc", "--pid", "--mount"]
-        return _sh(["nsenter", "-t", str(self.pid), *spaces, "sh", "-ec", script])
-
     def run(self, *command: object, **more: Any) -> "Program":
         """Start a program; see `Program` for the keywords."""
         self._programs.append(Program(self, [str(word) for word in command], **more))
         return self._programs[-1]
 
-    def pids(self, text: str = "") -> list[int]:
-        """Return the processes whose command has this text, as this process sees them."""
-        if not self.is_alive():
-            return []
-        mine = os.readlink(f"/proc/{self.pid}/ns/pid")
-        found = [pid for pid in _processes_in(mine) if pid != self.pid]
-        return [pid for pid in found if text in _command(pid) and _state(pid) not in _GONE]
-
     def is_alive(self) -> bool:
+        """Return whether it has power."""
         return _state(self.pid) not in _GONE
 
-    def freeze(self, text: str = "") -> None:
-        """Stop processes, by default all: they hold what they have, and do nothing."""
-        self._signal(text, signal.SIGSTOP)
-
-    def thaw(self, text: str = "") -> None:
-        """Let processes go on."""
-        self._signal(text, signal.SIGCONT)
+    def pids(self, text: str = "") -> list[int]:
+        """Return the processes whose command has this text, as this process sees them."""
+        found = []
+        mine = _space(self.pid)
+        for pid in [int(each.name) for each in Path("/proc").iterdir() if each.name.isdigit()]:
+            if mine and pid != self.pid and _space(pid) == mine and _state(pid) not in _GONE:
+                found += [pid] if text in _command(pid) else []
+        return sorted(found)
 
     def kill(self, text: str, signum: int = signal.SIGKILL) -> None:
-        """Send a signal to processes."""
-        self._signal(text, signum)
-
-    def _signal(self, text: str, signum: int) -> None:
+        """Send a signal to the processes whose command has this text."""
         pids = self.pids(text)
         assert pids, f"{self.name} has no process with `{text}` in its command"
         for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signum)
+
+    def freeze(self, text: str = "") -> None:
+        """Stop processes, by default all: they hold what they have, and do nothing."""
+        self.kill(text, signal.SIGSTOP)
+
+    def thaw(self, text: str = "") -> None:
+        """Let processes go on."""
+        self.kill(text, signal.SIGCONT)
 
     def drop(self, selector: str) -> None:
         """Lose what comes to this host and fits: selectors as in `ip rule`, empty for all."""
@@ -281,7 +259,6 @@ class Program:
         command: Its words.
         environment: Variables beside the few that every program gets.
         folder: Where it starts; by default the host's.
-        output: The file for what it prints; by default a new one in the host's folder.
     """
 
     def __init__(
@@ -291,57 +268,53 @@ class Program:
         *,
         environment: Mapping[str, str] | None = None,
         folder: Path | None = None,
-        output: Path | None = None,
     ) -> None:
-        self.host = host
-        number = len([*host.folder.glob("output-*")])
-        self.file = output or host.folder / f"output-{number}"
-        self._folder = folder or host.folder
-        with self.file.open("ab") as file:
+        self._file = host.folder / f"output-{len([*host.folder.glob('output-*')])}"
+        self._place = (host.pid, folder or host.folder)
+        kept = {name: os.environ[name] for name in ("HOME", "LANG", "PATH") if name in os.environ}
+        own = {"TMPDIR": str(host.folder / "tmp"), "XDG_CONFIG_HOME": str(host.folder)}
+        usual = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+        with self._file.open("wb") as file:
             self._waiter = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                env={**_environment(host), **(environment or {})},
+                env={**kept, **own, **usual, **(environment or {})},
                 preexec_fn=self._move,
-                start_new_session=True,
             )
 
     def _move(self) -> None:
-        """Enter the namespaces in a child, which goes on; wait here for how it ends.
+        """Enter the host in a child, which goes on; wait here for how it ends.
 
         Not by `nsenter`, which stops with its child and so would not see the end of it.
         """
-        spaces = [os.open(f"/proc/{self.host.pid}/ns/{kind}", os.O_RDONLY) for kind in _KINDS]
+        pid, folder = self._place
+        spaces = [os.open(f"/proc/{pid}/ns/{kind}", os.O_RDONLY) for kind in _KINDS]
         for space in spaces:
             if _LIBC.setns(space, 0):
                 raise OSError(ctypes.get_errno(), "setns")
         if child := os.fork():
             os.closerange(0, 1 << 12)  # among them the pipes that hold the hosts
-            _, status = os.waitpid(child, 0)
-            code = os.waitstatus_to_exitcode(status)
+            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
             os._exit(code if code >= 0 else 128 - code)
-        for space in spaces:
-            os.close(space)
         os.setsid()
-        os.chdir(self._folder)
-
-    def send(self, signum: int) -> None:
-        """Send a signal to the program itself, not to what it has started."""
-        waiter = self._waiter.pid
-        for pid in Path(f"/proc/{waiter}/task/{waiter}/children").read_text().split():
-            os.kill(int(pid), signum)
+        os.chdir(folder)
 
     @property
     def output(self) -> str:
         """What it has printed."""
-        return self.file.read_text(errors="replace")
+        return self._file.read_text(errors="replace")
 
     @property
     def code(self) -> int | None:
         """Its exit code, 128 + N where signal N killed it; None while it runs."""
         return self._waiter.poll()
+
+    def send(self, signum: int) -> None:
+        """Send a signal to the program itself, not to what it has started."""
+        for pid in _children(self._waiter.pid):
+            os.kill(pid, signum)
 
     def wait(self, seconds: float = _SECONDS) -> int:
         """Return its exit code; fail if it does not end in time."""
@@ -357,18 +330,6 @@ class Program:
             assert time.monotonic() < end, f"no `{text}` in {seconds:g} s:\n{self.output}"
             assert self.code is None, f"ended with {self.code}:\n{self.output}"
             time.sleep(0.02)
-
-
-def _environment(host: Host) -> dict[str, str]:
-    """Return what a program needs, and nothing that a launcher or a test has set here."""
-    kept = {name: os.environ[name] for name in ("HOME", "LANG", "PATH") if name in os.environ}
-    return kept | {
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT),
-        "PYTHONUNBUFFERED": "1",
-        "TMPDIR": str(host.temporary),
-        "XDG_CONFIG_HOME": str(host.folder),
-    }
 
 
 @contextmanager
@@ -395,8 +356,7 @@ def launch(
     options: Sequence[object] = (),
     each: Mapping[Host, Sequence[object]] | None = None,
     only: Host | None = None,
-    folder: Path | None = None,
-    environment: Mapping[str, str] | None = None,
+    **more: Any,
 ) -> list[Program]:
     """Start `trainkit launch` on hosts, the first of which is machine 0; one process on each.
 
@@ -406,18 +366,13 @@ def launch(
         options: Of every launcher; they beat what is set here.
         each: More options of single ones.
         only: Start this one alone; the others come in calls of their own.
-        folder: Where they start; by default each in the folder of its host.
-        environment: Variables beside the few that every program gets.
+        more: Keywords of `Program`.
     """
     size = len(machines)
     command = [sys.executable, "-m", "trainkit.cli", "launch", "--cpu", "--num_machines", size]
     command += ["--num_processes", size, "--main_process_ip", machines[0].ip, *options]
     return [
-        host.run(
-            *(*command, "--machine_rank", rank, *(each or {}).get(host, ()), *script),
-            folder=folder,
-            environment=environment,
-        )
+        host.run(*command, "--machine_rank", rank, *(each or {}).get(host, ()), *script, **more)
         for rank, host in enumerate(machines)
         if only in (None, host)
     ]
@@ -432,14 +387,15 @@ def everything_gone(machines: Sequence[Host], within: float) -> float:
     return time.monotonic() - start
 
 
-def _processes_in(namespace: str) -> list[int]:
-    """Return the processes of a namespace."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        with suppress(OSError):
-            if entry.name.isdigit() and os.readlink(entry / "ns" / "pid") == namespace:
-                found.append(int(entry.name))
-    return found
+def _children(pid: int) -> list[int]:
+    return [*map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
+
+
+def _space(pid: int) -> str:
+    """Return which processes a process sees; empty for one that is not there."""
+    with suppress(OSError):
+        return os.readlink(f"/proc/{pid}/ns/pid")
+    return ""
 
 
 def _command(pid: int) -> str:
