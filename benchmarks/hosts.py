@@ -427,8 +427,7 @@ def other_version(package: str, site: Site) -> None:
 
 
 def other_python(site: Site) -> None:
-    patch = "import platform, sys\nsys.version = '3.99.0 (main)'\n"
-    patch += "platform.python_version = lambda: '3.99.0'\n"
+    patch = "import sys\nsys.version = '3.99.0' + sys.version[sys.version.index(' '):]\n"
     (site.b.folder / "sitecustomize.py").write_text(patch)
     site.environment[site.b] = {"PYTHONPATH": f"{site.b.folder}:{ROOT}"}
 
