@@ -235,6 +235,7 @@ class Case:
         works: Whether all processes must come to the end with equal weights.
         says: Patterns for the report, or for what each machine says of a job that did not begin.
         within: Seconds, from the fault or else the start, until everybody is gone.
+        parts: Whether machines are parted, so that each may tell what it knows.
     """
 
     name: str
@@ -249,11 +250,17 @@ class Case:
     works: bool = False
     says: tuple[str, ...] = ()
     within: float = DEATH_SECONDS
+    parts: bool = False
 
     @property
     def has_begun(self) -> bool:
-        """Whether there were training processes, so that there is one report."""
+        """Whether there were training processes."""
         return not self.works and (self.fault or self.act) != "none" and self.at is None
+
+    @property
+    def has_report(self) -> bool:
+        """Whether there must be a report of the job, in the `output_dir` of its run."""
+        return self.has_begun and self.loop == "trainer" and not self.act.startswith("first")
 
 
 def works(name: str, before: Act = lambda site: None, **more: Any) -> Case:
@@ -273,7 +280,7 @@ def dies(name: str, fault: Act, *says: str, **more: Any) -> Case:
 
 def vanishes(name: str, fault: Act, *says: str, **more: Any) -> Case:
     """Return a case in which something says nothing any more."""
-    return Case(name=name, fault=fault, says=says, within=LOST_SECONDS, **more)
+    return Case(name=name, fault=fault, says=says, within=LOST_SECONDS, parts=True, **more)
 
 
 def acts(name: str, act: str, *says: str, **more: Any) -> Case:
@@ -660,25 +667,36 @@ def look_at_weights(case: Case, site: Site, outcome: Outcome) -> None:
     outcome.report = "trains to the end"
 
 
+REPORT = re.compile(r"^report of the job: (.+\.json)$", re.M)
+
+
 def look_at_words(case: Case, site: Site, outcome: Outcome) -> None:
     """Note what is missing in what the machines that are left have said."""
-    said = {host: site.jobs[host].output for host in site.left()}
+    killed = 128 + signal.SIGKILL
+    said = {h: site.jobs[h].output for h in site.left() if site.jobs[h].code != killed}
     if 0 in [site.jobs[host].code for host in said]:
         outcome.problems.append(f"exit codes {outcome.codes}")
     told = [host for host in said if REPORT.search(said[host])]
-    if case.has_begun and len(told) != 1:
+    if case.has_report and not 0 < len(told) <= (len(said) if case.parts else 1):
         names = ", ".join(host.name for host in told) or "nobody"
         outcome.problems.append(f"the report was printed by {names}, not by one machine")
-    for host in told[:1] if case.has_begun else said:
+    for host in told[:1] or said:
         missing = [pattern for pattern in case.says if not re.search(pattern, said[host])]
         if missing:
             outcome.problems.append(f"{host.name} does not say {' and '.join(missing)}")
         if not case.has_begun and "Traceback" in said[host]:
             outcome.problems.append(f"{host.name} shows a traceback")
+    for host in told[:1]:
+        outcome.problems += look_at_file(Path(REPORT.findall(said[host])[-1]), site.work / "run")
     outcome.report = sentence(said[(told or [*said])[0]]) if said else ""
 
 
-REPORT = re.compile(r"^report: (.+\.json)$", re.M)
+def look_at_file(path: Path, folder: Path) -> list[str]:
+    """Return what is wrong with the report as JSON."""
+    found = json.loads(path.read_text())
+    wrong = [] if path.is_relative_to(folder) else [f"the report is {path}"]
+    missing = {"machine", "process", "step", "cause"} - found.keys()
+    return [*wrong, *([f"the report has no {', '.join(sorted(missing))}"] if missing else [])]
 
 
 def sentence(output: str) -> str:
