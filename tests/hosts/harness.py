@@ -77,7 +77,7 @@ def _why_not() -> str:
     if missing := [tool for tool in ("ip", "ss", "unshare", "nsenter") if not shutil.which(tool)]:
         return f"hosts need {', '.join(missing)}"
     trial = ["unshare", "--net", "--uts", "--ipc", "--pid", "--mount", "--fork", "sh", "-ec"]
-    bridge = "mount -t proc proc /proc; ip link add a type bridge; ip link add b type veth"
+    bridge = "mount -t proc proc /proc; ip link add one type bridge; ip link add two type veth"
     tried = subprocess.run([*trial, bridge], capture_output=True, text=True, check=False)
     return f"no namespaces here: {tried.stderr.strip()}" if tried.returncode else ""
 
@@ -338,8 +338,8 @@ def hosts(number: int, folder: Path) -> Iterator[tuple[Host, ...]]:
     network = Network()
     made: list[Host] = []
     try:
-        for index in range(number):
-            made.append(Host(network, index, folder / f"host-{NAMES[index]}"))
+        for index in range(number):  # one by one: each is closed, also if the next fails
+            made.append(Host(network, index, folder / f"host-{NAMES[index]}"))  # noqa: PERF401
         for host in made:
             others = [f"{other.ip} {other.name}\n" for other in made if other is not host]
             host.names += "".join(others)
