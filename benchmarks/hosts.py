@@ -12,6 +12,7 @@ table, and exits with 1 if a job hung, left a process, or did not say what was w
 """
 
 import argparse
+import ctypes
 import json
 import re
 import signal
@@ -21,7 +22,7 @@ import time
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
@@ -853,6 +854,11 @@ def trial(number: int) -> Outcome:
         return run_case(case, Path(folder))
 
 
+def end_with_parent() -> None:
+    """Let this process, and with it the hosts that it holds, end when the parent is killed."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
 def tell(outcome: Outcome, shows: bool) -> bool:
     """Print what became of a case; return whether all was well."""
     print(outcome.row(), flush=True)
@@ -885,8 +891,10 @@ def main() -> int:
     numbers = [parts[None].index(case) for case in named] * options.rounds
     good = 0
     print("| case | seconds | exit codes | report |\n|---|---|---|---|")
-    with ProcessPoolExecutor(options.jobs, mp_context=get_context("fork")) as pool:
-        for outcome in pool.map(trial, numbers):
+    fork = get_context("fork")
+    with ProcessPoolExecutor(options.jobs, fork, initializer=end_with_parent) as pool:
+        for future in as_completed([pool.submit(trial, number) for number in numbers]):
+            outcome = future.result()
             shows = options.show == "all" or (options.show == "bad" and bool(outcome.problems))
             good += tell(outcome, shows)
     print(f"{good} of {len(numbers)} end or go on as promised")
