@@ -13,7 +13,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from torch._C._distributed_c10d import HashStore
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.agent.server.api import (
     RunResult,
@@ -23,11 +22,6 @@ from torch.distributed.elastic.agent.server.api import (
 )
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.rendezvous import (
-    RendezvousHandler,
-    RendezvousInfo,
-    RendezvousStoreInfo,
-)
 from torch.distributed.launcher.api import LaunchConfig
 from typing_extensions import override
 
@@ -36,6 +30,7 @@ from trainkit.cli.machine import INTERFACE_VARIABLES
 from trainkit.cli.meeting import Meeting
 from trainkit.cli.orphan_killer import OrphanKiller
 from trainkit.cli.plan import Plan
+from trainkit.cli.rendezvous import Rendezvous
 from trainkit.console import put
 from trainkit.errors import DistributedError
 from trainkit.launch_environment import SECRET
@@ -142,57 +137,12 @@ def _spec(config: LaunchConfig, command: Any, arguments: list[str], meeting: Mee
     return WorkerSpec(
         role=config.role,
         local_world_size=config.nproc_per_node,
-        rdzv_handler=_Rendezvous(meeting),
+        rdzv_handler=Rendezvous(meeting),
         entrypoint=command,
         args=tuple(arguments),
         max_restarts=config.max_restarts,
         monitor_interval=config.monitor_interval,
     )
-
-
-class _Rendezvous(RendezvousHandler):
-    """Tells torch's agent what the meeting has agreed on, for one attempt after the other."""
-
-    def __init__(self, meeting: Meeting) -> None:
-        self._meeting = meeting
-        self._attempt = -1
-
-    @property
-    @override
-    def use_agent_store(self) -> bool:
-        return True
-
-    @override
-    def get_backend(self) -> str:
-        return "trainkit"
-
-    @override
-    def get_run_id(self) -> str:
-        return "trainkit"
-
-    @override
-    def next_rendezvous(self) -> RendezvousInfo:
-        self._attempt += 1
-        meeting = self._meeting
-        meeting.begin(self._attempt)
-        # The agent's own store holds nothing: the launchers talk over their link.
-        place = RendezvousStoreInfo(meeting.address, meeting.port)
-        return RendezvousInfo(HashStore(), meeting.machine, meeting.size, place)
-
-    @override
-    def num_nodes_waiting(self) -> int:
-        return int(self._meeting.link.wanted > self._attempt)
-
-    @override
-    def is_closed(self) -> bool:
-        return False
-
-    @override
-    def set_closed(self) -> None: ...
-
-    @override
-    def shutdown(self) -> bool:
-        return True
 
 
 class _Agent(LocalElasticAgent):

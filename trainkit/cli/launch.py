@@ -118,7 +118,7 @@ def _tell_others(job: JobSettings, error: ConfigError) -> None:
     """Let the other machines know that this one cannot do its part; returns when they do."""
     if job.num_machines == 1 or job.main_process_ip is None or job.main_process_port == 0:
         return
-    from trainkit.cli.meeting import meet
+    from trainkit.cli.meet import meet
 
     print("trainkit: this machine cannot do its part, and tells the others", file=sys.stderr)
     with suppress(TrainkitError):
@@ -143,7 +143,8 @@ def _run_processes(plan: Plan, job: JobSettings) -> tuple[int, bool]:
     os.environ.update(plan.environment)  # before torch looks for GPUs
     from trainkit.cli.agent import GRACE_SECONDS, run
     from trainkit.cli.link import LOST
-    from trainkit.cli.meeting import alone, meet, versions
+    from trainkit.cli.meet import meet
+    from trainkit.cli.meeting import alone, versions
     from trainkit.cli.orphan_killer import OrphanKiller
     from trainkit.device import accelerator_count
 

@@ -215,7 +215,8 @@ class Link:
     def _take(self, machine: int, message: dict[str, Any]) -> None:
         """Note what was said; machine 0 also decides, and tells all."""
         with self._changed:
-            kind, what = message["kind"], message.get("what")
+            kind: str = message["kind"]
+            what: Any = message.get("what")
             if kind == GONE:
                 self._on_gone(machine, is_cut_off=bool(message.get("unreachable")))
             elif kind == "end":
@@ -257,9 +258,10 @@ class Link:
         self._missed.add(machine)
         if unsent:
             self.cut_off.add(machine)
-            self._lose(machine, f"unreachable for {UNREACHABLE_SECONDS} s: machine, network or power")
+            what = f"unreachable for {UNREACHABLE_SECONDS} s: machine, network or power"
+            self._lose(machine, what)
         else:
-            self._lose(machine, f"silent for {UNREACHABLE_SECONDS} s: its launcher is stopped, or hangs")
+            self._lose(machine, f"silent for {UNREACHABLE_SECONDS} s: its launcher is stopped")
 
     def _lose(self, machine: int, what: str) -> None:
         with self._changed:
