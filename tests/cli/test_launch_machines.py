@@ -99,7 +99,7 @@ def test_the_failure_of_one_machine_ends_both(folder: Path) -> None:
     launchers = [launch(folder, 2, rank, port, *options) for rank in range(2)]
     assert [launcher.wait() for launcher in launchers] == [1, 1]
     assert "boom" in launchers[1].output
-    told = launchers[0].output.rpartition("trainkit: process 1 of 2")[2]
+    told = launchers[0].output.rpartition("trainkit: machine 1 (")[2]
     assert "ValueError: boom" in told
     assert "Because of it also ended: process 0." in told
     last = launchers[1].output.splitlines()[-1]
