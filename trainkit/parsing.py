@@ -15,6 +15,7 @@ __all__ = [
     "nearest",
     "one_of",
     "pairs",
+    "port_range",
     "seconds",
     "text",
     "whole",
@@ -51,6 +52,15 @@ def listen_port(value: object) -> int:
         if number <= 65535:
             return number
     raise ValueError("the number of a port, from 0 to 65535")
+
+
+def port_range(value: object) -> str:
+    """Read the first and the last of some TCP ports, with a hyphen between them."""
+    with suppress(ValueError):
+        first, last = map(whole(1), str(value).replace(" ", "").split("-"))
+        if first <= last <= 65535:
+            return f"{first}-{last}"
+    raise ValueError("the first and the last of some ports, such as 29500-29520")
 
 
 def seconds(value: object) -> float:

@@ -186,23 +186,30 @@ def test_sharding_reaches_the_processes(alone: Path, capsys: pytest.CaptureFixtu
     assert "TRAINKIT_STRATEGY" not in environment
 
 
-@pytest.mark.parametrize("backend", ["static", "c10d"])
-def test_several_machines_meet_at_machine_0(
-    backend: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_several_machines_meet_at_machine_0(capsys: pytest.CaptureFixture[str]) -> None:
     _, arguments = planned(
         capsys, "--num_machines", 2, "--machine_rank", 1, "--num_processes", 4,
         "--main_process_ip", "10.0.0.1", "--main_process_port", 1234,
-        "--rdzv_backend", backend, "script.py",
+        "--rdzv_backend", "c10d", "--max_restarts", 1, "script.py",
     )  # fmt: skip
     text = " ".join(arguments)
     assert "--nnodes 2" in text
     assert "--nproc-per-node 2" in text
-    if backend == "static":
-        assert "--node-rank 1 --master-addr 10.0.0.1 --master-port 1234" in text
-    else:
-        assert "--rdzv-endpoint 10.0.0.1:1234" in text
-        assert "is_host=false" in text
+    assert "--node-rank 1 --master-addr 10.0.0.1 --master-port 1234" in text
+
+
+def test_ports_hold_the_port_of_machine_0(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+        environment, arguments = planned(capsys, "--ports", f"{port}-{port + 9}", "script.py")
+        assert environment["TRAINKIT_PORTS"] == f"{port}-{port + 9}"
+        chosen = int(arguments[arguments.index("--master-port") + 1])
+        assert port < chosen <= port + 9
+    _, arguments = planned(
+        capsys, "--num_machines", 2, "--main_process_ip", "10.0.0.1", "--ports", "4000-4009",
+        "script.py",
+    )  # fmt: skip
+    assert arguments[arguments.index("--master-port") + 1] == "4000"
 
 
 def test_modules_and_programs_can_be_started(capsys: pytest.CaptureFixture[str]) -> None:
@@ -224,6 +231,7 @@ def test_a_taken_port_of_one_machine_is_replaced(capsys: pytest.CaptureFixture[s
     assert f"--master-port {port}" not in capsys.readouterr().out
 
 
+PORTS = ("--ports", "29500-29520")
 SEVERAL = ("--num_machines", 2, "--main_process_ip", "10.0.0.1")
 
 
@@ -251,7 +259,10 @@ SEVERAL = ("--num_machines", 2, "--main_process_ip", "10.0.0.1")
         (["--machine_rank", 1, "script.py"], ["`machine_rank` is 1"]),
         ([*SEVERAL[:2], "script.py"], ["needs `main_process_ip`"]),
         ([*SEVERAL, "--main_process_port", 0, "script.py"], ["Name one"]),
-        ([*SEVERAL, "--max_restarts", 1, "script.py"], ["--rdzv_backend c10d"]),
+        ([*SEVERAL, "--rdzv_conf", "timeout=9", "script.py"], ["--meeting_timeout"]),
+        (["--ports", "29500", "script.py"], ["first and the last", "29500-29520"]),
+        (["--ports", "3-2", "script.py"], ["first and the last"]),
+        ([*PORTS, "--main_process_port", 1, "script.py"], ["none of the `ports`"]),
         ([*SEVERAL, "--standalone", "script.py"], ["`--standalone` is for one machine"]),
         (["--config_file", "none.yaml", "script.py"], ["`none.yaml` cannot be read"]),
     ],
@@ -299,19 +310,6 @@ def test_more_processes_than_gpus_are_refused(
     message = output(capsys, "--num_processes", 2, "script.py", code=1)
     assert "needs a GPU of its own, but torch sees 1 of them" in message
     assert "--cpu" in message
-
-
-def test_a_taken_port_of_several_machines_is_refused(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "environ", dict(os.environ))
-    with socket.create_server(("", 0)) as server:
-        port = server.getsockname()[1]
-        message = output(
-            capsys, *SEVERAL, "--num_processes", 2, "--main_process_port", port, "--cpu",
-            "script.py", code=1,
-        )  # fmt: skip
-    assert f"Port {port} of this machine is taken" in message
 
 
 def test_gpus_are_counted_as_cuda_does(monkeypatch: pytest.MonkeyPatch) -> None:

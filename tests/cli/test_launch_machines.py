@@ -1,19 +1,25 @@
 """Several launchers of one box stand for several machines: they train together, or say why not."""
 
+import re
+import signal
+import socket
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.cli.launcher import Launcher
+from tests.cli.launcher import Launcher, lives
 from tests.cli.test_launch_processes import ACTS, TRAINS
 from trainkit.cli.machine import free_port
 
 
-def launch(folder: Path, machines: int, rank: int, port: int, *arguments: object) -> Launcher:
+def launch(
+    folder: Path, machines: int, rank: int, port: int, *arguments: object, output: str = ""
+) -> Launcher:
     place = ["--num_machines", machines, "--machine_rank", rank, "--main_process_port", port]
     command = ["launch", "--cpu", *place, "--main_process_ip", "127.0.0.1", *arguments]
-    return Launcher(command, folder, output=f"output-{machines}-{rank}")
+    return Launcher(command, folder, output=output or f"output-{machines}-{rank}")
 
 
 @pytest.fixture
@@ -38,6 +44,40 @@ def test_two_machines_give_the_weights_of_one(folder: Path) -> None:
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
+@pytest.mark.parametrize("case", ["twice", "missing", "taken", "script", "fault"])
+def test_what_keeps_machines_apart_is_said_on_each(case: str, folder: Path) -> None:
+    """Each of them ends, and names the machine and what is wrong with it."""
+    (folder / "other").mkdir()
+    (folder / "other" / "acts.py").write_text("other = 1")
+    port, words = free_port(), []
+    options: tuple[object, ...] = ("--num_processes", 3, "--meeting_timeout", 4)
+    starts = [(rank, ("acts.py", "ends")) for rank in range(3)]
+    if case == "twice":
+        starts[2] = (1, ("acts.py", "ends"))
+        words = ["machine_rank 1 is there twice: pid "]
+    elif case == "missing":
+        del starts[1]
+        words = ["machine 1 did not come in 4 s"]
+    elif case == "taken":
+        starts = starts[:1]
+        words = [f"Port {port} of this machine", "is taken"]
+    elif case == "script":
+        starts[2] = (2, ("other/acts.py", "ends"))
+        words = ["script: acts.py (", "(machine 0, 1), acts.py ("]
+    elif case == "fault":
+        starts[2] = (2, ("nope.py",))
+        words = ["no script `nope.py`"]
+    with socket.create_server(("", port if case == "taken" else 0)):
+        launchers = [
+            launch(folder, 3, rank, port, *options, *script, output=f"output-{place}")
+            for place, (rank, script) in enumerate(starts)
+        ]
+        for launcher in launchers:
+            assert launcher.wait() == 1
+            assert [word for word in words if word not in launcher.output] == [], launcher.output
+            assert "ready" not in launcher.output
+
+
 def test_machines_that_were_told_different_things_say_so(folder: Path) -> None:
     port = free_port()
     launchers = [
@@ -57,5 +97,54 @@ def test_the_failure_of_one_machine_ends_both(folder: Path) -> None:
     port = free_port()
     options = ("--num_processes", 2, "trains.py", "fails")
     launchers = [launch(folder, 2, rank, port, *options) for rank in range(2)]
-    assert [launcher.wait() != 0 for launcher in launchers] == [True, True]
+    assert [launcher.wait() for launcher in launchers] == [1, 1]
     assert "boom" in launchers[1].output
+    told = launchers[0].output.rpartition("trainkit: machine 1 (")[2]
+    assert "ValueError: boom" in told
+    assert "Because of it also ended: process 0." in told
+    last = launchers[1].output.splitlines()[-1]
+    assert "ValueError: boom" in last
+    assert "machine 0 (" in last
+
+
+@pytest.mark.e2e
+def test_a_job_of_two_machines_starts_again_after_a_failure(folder: Path) -> None:
+    port = free_port()
+    options = ("--num_processes", 2, "--max_restarts", 1, "acts.py", "once")
+    launchers = [launch(folder, 2, rank, port, *options) for rank in range(2)]
+    assert [launcher.wait() for launcher in launchers] == [0, 0], launchers[1].output
+    for launcher in launchers:
+        assert launcher.output.count("restart 1 of at most 1") == 1
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("gone", [0, 1])
+def test_the_death_of_a_launcher_ends_all_machines(gone: int, folder: Path) -> None:
+    port = free_port()
+    options = ("--num_processes", 4, "acts.py", "saves")
+    launchers = [launch(folder, 2, rank, port, *options) for rank in range(2)]
+    for launcher in launchers:
+        launcher.wait_for("ready", 2)
+    launchers[gone].send(signal.SIGKILL)
+    assert launchers[1 - gone].wait() == 1
+    said = launchers[1 - gone].output
+    assert f"machine {gone} (" in said
+    assert "its launcher was killed" in said
+    assert "report of the job: " in said
+    assert said.count("saved") == 2
+    pids = [int(pid) for each in launchers for pid in re.findall(r"pid=(\d+)", each.output)]
+    end = time.monotonic() + 20
+    while any(map(lives, pids)):
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+@pytest.mark.e2e
+def test_the_signal_of_one_machine_ends_both(folder: Path) -> None:
+    port = free_port()
+    options = ("--num_processes", 2, "trains.py", "endless")
+    launchers = [launch(folder, 2, rank, port, *options) for rank in range(2)]
+    for launcher in launchers:
+        launcher.wait_for("trains")
+    launchers[1].send(signal.SIGTERM)
+    assert [launcher.wait() for launcher in launchers] == [143, 143], launchers[0].output

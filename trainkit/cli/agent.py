@@ -1,11 +1,9 @@
 """Run the processes of this machine by torch's elastic agent, and tell how they ended."""
 
-import json
 import logging
 import os
 import secrets
 import signal
-import socket
 import sys
 import time
 from collections.abc import Mapping
@@ -15,7 +13,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from torch._C._distributed_c10d import TCPStore
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.agent.server.api import (
     RunResult,
@@ -25,25 +22,35 @@ from torch.distributed.elastic.agent.server.api import (
 )
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
-from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.launcher.api import LaunchConfig
 from typing_extensions import override
 
+from trainkit.cli.link import ASKED, FAILED, LOST, JobEnded
+from trainkit.cli.machine import INTERFACE_VARIABLES
+from trainkit.cli.meeting import Meeting
 from trainkit.cli.orphan_killer import OrphanKiller
 from trainkit.cli.plan import Plan
+from trainkit.cli.rendezvous import Rendezvous
 from trainkit.console import put
 from trainkit.distributed.group import SECRET
 from trainkit.errors import DistributedError
 from trainkit.signals import CAUGHT, exit_code
 from trainkit.watchdog.exit import EXIT_OTHER_FAILED
+from trainkit.watchdog.listening import ADDRESS_VARIABLE
 from trainkit.watchdog.report import FOLDER_VARIABLE
 from trainkit.watchdog.stalls import Member
 
-__all__ = ["Outcome", "run"]
+__all__ = ["GRACE_SECONDS", "Outcome", "run"]
+
+GRACE_SECONDS = {LOST: 4, FAILED: 26}
+"""What processes get from SIGTERM on, where the job ends and no signal has asked for it."""
+
+_LEAVE_SECONDS = 4.0  # in which they leave by themselves, with a report, as their watch knows too
 
 _KILL_SECONDS = 5
-_LEAST_TIMEOUT = 1
+_PAUSE = 0.05
+_LOOK_SECONDS = 1.0
+_ASKED_SECONDS = 30.0  # in which processes end because those of another machine were asked to
 _LOOK_PAUSE, _STOPPED_LOOKS = 4.0, 12
 _SIGNALS = (*CAUGHT, signal.SIGHUP, signal.SIGQUIT)
 # A run that was asked to end has saved, and must not be started again by the agent.
@@ -56,18 +63,22 @@ class Outcome:
 
     Args:
         code: What the launcher exits with.
-        failures: Rank to what happened, for processes that failed.
         reports: The folder with the reports of the last attempt.
+        failures: Rank to what happened, for processes that failed.
         endings: The same for processes that have ended with code 0.
+        was_asked: Whether a signal to this launcher ended them.
     """
 
     code: int
+    reports: Path
     failures: Mapping[int, str] = field(default_factory=dict)
-    reports: Path | None = None
     endings: Mapping[int, str] = field(default_factory=dict)
+    was_asked: bool = False
 
 
-def run(plan: Plan, *, shows_log: bool = False) -> Outcome:
+def run(
+    plan: Plan, meeting: Meeting, orphan_killer: OrphanKiller, *, shows_log: bool = False
+) -> Outcome:
     """Start the processes of this machine and wait for their end.
 
     A signal is passed on to them, and they get the time of the plan to end; a second one is passed
@@ -75,91 +86,91 @@ def run(plan: Plan, *, shows_log: bool = False) -> Outcome:
 
     Args:
         plan: What to start; its environment becomes that of this process.
+        meeting: The machines of the job.
+        orphan_killer: What ends the processes when this one is killed.
         shows_log: Show torch's own log.
 
     Raises:
-        DistributedError: The machines do not come together, or were told different things.
+        DistributedError: The processes cannot be started.
     """
-    os.environ.update(plan.environment)
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = plan.environment["PET_SIGNALS_TO_HANDLE"]
+    os.environ.update(_environment(plan, meeting))
     options = torchrun.parse_args(list(plan.arguments))  # type: ignore[no-untyped-call]
-    if options.nnodes == "1":  # gloo would listen for the whole network, too
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-        os.environ.setdefault(SECRET, secrets.token_hex(16))
     options.log_dir = options.log_dir or str(Path(plan.environment[FOLDER_VARIABLE]) / "log")
     config, command, arguments = torchrun.config_from_args(options)
     if not shows_log:
         logging.disable(logging.ERROR)  # the reports say it better
-    timeout = config.shutdown_timeout or _LEAST_TIMEOUT
-    orphan_killer = OrphanKiller(timeout)
-    spec = _spec(config, command, arguments)
-    agent = _Agent(spec, config.logs_specs, plan, orphan_killer, timeout)
+    spec = _spec(config, command, arguments, meeting)
+    agent = _Agent(spec, config.logs_specs, plan, meeting, orphan_killer)
     before = {signum: signal.getsignal(signum) for signum in _SIGNALS}
     try:
-        result = agent.run()
-        spec.rdzv_handler.shutdown()  # other machines start nothing any more
-        return _outcome(agent, result)
+        return _outcome(agent, agent.run())
     except SignalException as error:
-        return _interrupted(agent, error.sigval)
-    except DistributedError:
-        raise
-    except (RendezvousError, RuntimeError) as error:
-        raise DistributedError(
-            f"The processes could not be started: {error}\nCheck that all machines run the same "
-            "command, but for `--machine_rank`, and reach `main_process_ip` at its port."
-        ) from error
+        outcome = _interrupted(agent, error.sigval)
+        what = _asked(meeting, error.sigval)
+        meeting.link.tell_end(ASKED, what, outcome.code)
+        return outcome
+    except JobEnded as ended:
+        agent.kill()
+        return Outcome(ended.end.code, agent.reports, agent.stopped, agent.endings())
+    except (RuntimeError, OSError) as error:
+        text = str(error).split("\n", 1)[0]
+        raise DistributedError(f"The processes could not be started: {text}") from error
     finally:
         agent.kill()
-        orphan_killer.release()
         for signum, handler in before.items():
             signal.signal(signum, handler)
 
 
-def _spec(config: LaunchConfig, command: Any, arguments: list[str]) -> WorkerSpec:
-    parameters = RendezvousParameters(
-        backend=config.rdzv_backend,
-        endpoint=config.rdzv_endpoint,
-        run_id=config.run_id,
-        min_nodes=config.min_nodes,
-        max_nodes=config.max_nodes,
-        local_addr=config.local_addr,
-        **config.rdzv_configs,
-    )
-    handler: Any = get_rendezvous_handler(parameters)
-    host, port = None, None
-    if config.rdzv_backend == "static":
-        host, _, number = config.rdzv_endpoint.rpartition(":")
-        port = int(number)
-        if config.max_nodes == 1:  # torch would listen for the whole network
-            listening = socket.create_server((host, port)).detach()
-            handler._store = TCPStore(host, port, is_master=True, master_listen_fd=listening)
+def _environment(plan: Plan, meeting: Meeting) -> dict[str, str]:
+    """Return the variables of the processes; for the interfaces what the user says comes first."""
+    found = {**plan.environment, ADDRESS_VARIABLE: meeting.own}
+    found["TORCHELASTIC_SIGNALS_TO_HANDLE"] = plan.environment["PET_SIGNALS_TO_HANDLE"]
+    found["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"  # ranks follow from the numbers of machines
+    if meeting.size == 1:
+        found[SECRET] = os.environ.get(SECRET) or secrets.token_hex(16)
+    if meeting.interface is not None:
+        for name, prefix in INTERFACE_VARIABLES.items():
+            found[name] = os.environ.get(name) or prefix + meeting.interface
+    return found
+
+
+def _spec(config: LaunchConfig, command: Any, arguments: list[str], meeting: Meeting) -> WorkerSpec:
     return WorkerSpec(
         role=config.role,
         local_world_size=config.nproc_per_node,
-        rdzv_handler=handler,
+        rdzv_handler=Rendezvous(meeting),
         entrypoint=command,
         args=tuple(arguments),
         max_restarts=config.max_restarts,
         monitor_interval=config.monitor_interval,
-        master_addr=host,
-        master_port=port,
-        local_addr=config.local_addr,
     )
 
 
 class _Agent(LocalElasticAgent):
-    """Torch's agent; compares the machines, keeps reports apart by attempt, leaves nobody."""
+    """Torch's agent; goes with other machines, keeps reports apart by attempt, leaves nobody."""
 
     def __init__(
-        self, spec: WorkerSpec, logs: Any, plan: Plan, orphan_killer: OrphanKiller, timeout: int
+        self,
+        spec: WorkerSpec,
+        logs: Any,
+        plan: Plan,
+        meeting: Meeting,
+        orphan_killer: OrphanKiller,
     ) -> None:
+        timeout = int(plan.environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"])
         super().__init__(spec, logs, shutdown_timeout=timeout)
         self._plan = plan
+        self._meeting = meeting
+        self._link = meeting.link
+        self._name = meeting.link.name(meeting.machine)
+        self._left: set[int] = set()  # processes that have ended with code 0
+        self._looked = 0.0
+        self.stopped: dict[int, str] = {}
         self._orphan_killer = orphan_killer
         self._attempt = -1  # the number of the present attempt, from 0
+        self._result: RunResult | None = None  # of processes that have ended well
         self._looked_at = 0.0
         self._stopped_at: dict[int, int] = {}  # looks in a row that found a process stopped
-        self.stopped: dict[int, str] = {}  # processes that were killed for it, by rank
         self._was_asked_to_end = False
         self._was_asked_again = False
 
@@ -171,12 +182,14 @@ class _Agent(LocalElasticAgent):
     @override
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._attempt += 1
+        self._result = None
+        self._left, self.stopped = set(), {}
         if self._attempt:
             most = worker_group.spec.max_restarts
+            self._remaining_restarts = most - self._attempt  # also where another machine failed
             put(f"trainkit: restart {self._attempt} of at most {most}", file=sys.stderr)
         self.reports.mkdir(parents=True, exist_ok=True)
         os.environ[FOLDER_VARIABLE] = str(self.reports)
-        _compare(worker_group, self._plan.agreed, self._attempt)
         started: dict[int, Any] = super()._start_workers(worker_group)
         self._orphan_killer.hold(handler.proc.pid for handler in self._handlers().values())
         return started
@@ -202,15 +215,70 @@ class _Agent(LocalElasticAgent):
     @override
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._look_for_stopped()
-        result: RunResult = super()._monitor_workers(worker_group)
-        if any(failure.exitcode in _ENDED_ON_REQUEST for failure in result.failures.values()):
+        # Before torch ends the other processes of this machine, which may take its time.
+        codes = {rank: code for rank, code in self.codes().items() if code}
+        self._judge(codes)
+        self._look_for_absent()
+        end = self._link.end
+        is_asked = end is not None and end.kind == ASKED
+        if end and not codes and not (is_asked and time.monotonic() - end.at < _ASKED_SECONDS):
+            raise JobEnded(end)
+        if self._result is None:
+            if codes:
+                self._kill_stopped()
+            result: RunResult = super()._monitor_workers(worker_group)
+            self._judge({rank: failure.exitcode for rank, failure in result.failures.items()})
+            if result.state != WorkerState.SUCCEEDED:
+                return result
+            self._result = result
+            self._link.tell("finished", self._attempt)
+        # Another machine may fail yet, and all start again.
+        is_over = self._link.is_over or end is not None
+        return self._result if is_over else RunResult(state=WorkerState.HEALTHY)
+
+    @override
+    def _exit_barrier(self) -> None:
+        """Do nothing: `_monitor_workers` has waited for the other machines."""
+
+    def _look_for_absent(self) -> None:
+        """Fail where a process has ended well, but others wait for it to come: they would for ever.
+
+        Machine 0 knows who has come.
+        """
+        left = {rank for rank, code in self.codes().items() if code == 0}
+        if left != self._left:
+            self._left = left
+            self._link.tell("left", sorted(left))
+        now, meeting = time.monotonic(), self._meeting
+        if not self._link.left or now - self._looked < _LOOK_SECONDS or not meeting.has_joined():
+            return
+        self._looked = now
+        for rank in self._link.left:
+            if not meeting.has_joined(rank):
+                machine = rank // self._worker_group.spec.local_world_size
+                cause = f"process {rank} on {self._link.name(machine)} ended with code 0 before it "
+                self._link.tell_end(FAILED, f"{cause}came to the others, which wait for it", 1)
+                return
+
+    def _judge(self, codes: Mapping[int, int]) -> None:
+        """Let the other machines know of processes that have ended, but with code 0.
+
+        None will be started again if they were asked to end, or too many attempts have failed.
+        """
+        if set(codes.values()) & _ENDED_ON_REQUEST:
             self._remaining_restarts = 0
-        return result
+        if not codes or self._remaining_restarts:
+            return
+        rank, code = next(iter(_alone(codes).items()), next(iter(codes.items())))
+        kind = ASKED if set(codes.values()) <= _ENDED_ON_REQUEST else FAILED
+        cause = f"process {rank} on {self._name} {_described(code)}"
+        self._link.tell_end(kind, cause, 1 if code == EXIT_OTHER_FAILED else _shell_code(code))
 
     @override
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         if isinstance(sys.exception(), SignalException) and not self._was_asked_to_end:
             self._was_asked_to_end = True
+            self._link.tell("asked", _asked(self._meeting, death_sig))
             for signum in _SIGNALS:  # torch's handlers would leave this function
                 signal.signal(signum, self._ask_again)
             put(
@@ -219,7 +287,24 @@ class _Agent(LocalElasticAgent):
                 file=sys.stderr,
                 flush=True,
             )
+        else:
+            end = self._link.end
+            if end is not None:
+                timeout = min(timeout, GRACE_SECONDS.get(end.kind, timeout))
+                until = time.monotonic() + (_LEAVE_SECONDS if end.kind != ASKED else 0.0)
+                while time.monotonic() < until and None in self.codes().values():
+                    self._kill_stopped()
+                    time.sleep(_PAUSE)
+            self._kill_stopped()
         super()._shutdown(death_sig, timeout)
+
+    def _kill_stopped(self) -> None:
+        """Kill processes that are stopped, and cannot end by themselves."""
+        for rank, handler in zip(self.codes(), self._handlers().values(), strict=True):
+            if handler.proc.poll() is None and Member("", "", handler.proc.pid, "").is_stopped():
+                self.stopped.setdefault(rank, "was stopped (SIGSTOP), and has been killed")
+                with suppress(ProcessLookupError):
+                    os.killpg(handler.proc.pid, signal.SIGKILL)
 
     def _ask_again(self, signum: int, frame: FrameType | None) -> None:
         """Pass a second signal on, which ends a training at once; kill all at a third."""
@@ -238,14 +323,16 @@ class _Agent(LocalElasticAgent):
         return getattr(self._pcontext, "subprocess_handlers", {})
 
     def codes(self) -> dict[int, int | None]:
-        """Return the exit code of each process of this machine, None of those that run."""
-        return {rank: handler.proc.poll() for rank, handler in self._handlers().items()}
+        """Return the exit code of each process of this machine by rank, None of those that run."""
+        ranks = {each.local_rank: int(each.global_rank) for each in self._worker_group.workers}
+        return {
+            ranks.get(local, local): handler.proc.poll()
+            for local, handler in self._handlers().items()
+        }
 
     def endings(self) -> dict[int, str]:
         """Return how each process of this machine ended by itself, by its rank in the job."""
-        codes, workers = self.codes(), self._worker_group.workers
-        ranks = {worker.local_rank: int(worker.global_rank) for worker in workers}
-        return {ranks[local]: _described(code) for local, code in codes.items() if code == 0}
+        return {rank: _described(code) for rank, code in self.codes().items() if code == 0}
 
     def kill(self) -> None:
         """Kill what is left of the processes of this machine."""
@@ -255,41 +342,27 @@ class _Agent(LocalElasticAgent):
                 handler.proc.wait(_KILL_SECONDS)
 
 
-def _compare(worker_group: WorkerGroup, agreed: Mapping[str, str], attempt: int) -> None:
-    """Raise on all machines if they were told different things."""
-    group: Any = worker_group  # its fields are declared as None
-    store, size, rank = group.store, group.group_world_size, group.group_rank
-    if size == 1:
-        return
-    prefix = f"trainkit/settings/{attempt}"
-    store.set(f"{prefix}/{rank}", json.dumps(dict(agreed)))
-    told = [json.loads(store.get(f"{prefix}/{other}")) for other in range(size)]
-    # The store lives in machine 0, which therefore goes on last.
-    store.set(f"{prefix}/read/{rank}", "1")
-    if rank == 0:
-        store.wait([f"{prefix}/read/{other}" for other in range(size)])
-    names = sorted({name for settings in told for name in settings})
-    lines = [
-        f"  {name}: " + ", ".join(f"{told[m].get(name, '-')} (machine {m})" for m in range(size))
-        for name in names
-        if len({settings.get(name) for settings in told}) > 1
-    ]
-    if lines:
-        raise DistributedError("\n".join(["The machines were told different things:", *lines]))
-
-
 def _outcome(agent: _Agent, result: RunResult) -> Outcome:
     if not result.failures:
-        return Outcome(int(result.state != WorkerState.SUCCEEDED), reports=agent.reports)
+        return Outcome(int(result.state != WorkerState.SUCCEEDED), agent.reports)
     codes = {rank: failure.exitcode for rank, failure in sorted(result.failures.items())}
-    told = (-signal.SIGTERM, exit_code(signal.SIGTERM), EXIT_OTHER_FAILED)
-    alone = {rank: code for rank, code in codes.items() if code not in told}
+    alone = _alone(codes)
     if alone:
         code = _shell_code(next(iter(alone.values())))
     else:  # the first one may have been told to end while it was about to
         code = 1 if EXIT_OTHER_FAILED in codes.values() else exit_code(signal.SIGTERM)
     failures = {rank: _described(each) for rank, each in (alone or codes).items()}
-    return Outcome(code, {**failures, **agent.stopped}, agent.reports, agent.endings())
+    return Outcome(code, agent.reports, {**failures, **agent.stopped}, agent.endings())
+
+
+def _asked(meeting: Meeting, signum: signal.Signals) -> str:
+    return f"{meeting.link.name(meeting.machine)} was asked to end ({signum.name})"
+
+
+def _alone(codes: Mapping[int, int]) -> dict[int, int]:
+    """Return the codes of processes that were not told to end."""
+    told = (-signal.SIGTERM, exit_code(signal.SIGTERM), EXIT_OTHER_FAILED)
+    return {rank: code for rank, code in codes.items() if code not in told}
 
 
 def _interrupted(agent: _Agent, signum: signal.Signals) -> Outcome:
@@ -306,7 +379,7 @@ def _interrupted(agent: _Agent, signum: signal.Signals) -> Outcome:
         code = _shell_code(next(iter(others.values())))
     else:
         code = max((_shell_code(code) for code in codes.values()), default=exit_code(signum))
-    return Outcome(code, failures, agent.reports)
+    return Outcome(code, agent.reports, failures, was_asked=True)
 
 
 def _shell_code(code: int | None) -> int:

@@ -101,7 +101,6 @@ def _answers(given: Mapping[str, Any]) -> dict[str, Any]:
         ask("machine_rank", "Which of them is this one, counted from 0?", 0)
         ask("main_process_ip", "What is the address of machine 0?")
         ask("main_process_port", "Which port of machine 0 is free?", 29500)
-        ask("rdzv_backend", "How do they meet (static, c10d)?", "static")
     each = max(1, gpu_count()) if on_gpus else 1
     ask("num_processes", "How many processes, on all machines together?", each * machines)
     if on_gpus:

@@ -1,11 +1,90 @@
-"""What the launcher says after a job has failed: the first report, not a wall of later ones."""
+"""What the launchers say after a job has failed: one report for all, not a wall of later ones."""
 
+import json
+import sys
+import time
 from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, fields, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from trainkit.cli.link import FAILED
+from trainkit.console import put
 from trainkit.watchdog import report as reports
+from trainkit.watchdog.report import Report
 
-__all__ = ["show"]
+if TYPE_CHECKING:
+    from trainkit.cli.agent import Outcome
+    from trainkit.cli.meeting import Meeting
+
+__all__ = ["explain", "show"]
+
+_GATHER_SECONDS = 45.0  # in which machines end their processes, and say how
+_MOST_ASKED = 16  # machines that are asked whether they live
+_LONGEST_STORY = 200_000  # characters of reports
+
+
+def explain(outcome: "Outcome", meeting: "Meeting") -> bool:
+    """Print once why the job failed, if it did; return whether there are reports to keep.
+
+    Machine 0 does it for all; where it is gone, the first of those that are left.
+    """
+    if outcome.code == 0 or (outcome.was_asked and not outcome.failures):
+        return False
+    link = meeting.link
+    stories = link.gather(_story(outcome, meeting), _GATHER_SECONDS)
+    if stories is None:
+        if link.verdict:
+            put(f"trainkit: {link.verdict}", file=sys.stderr)
+        return False
+    if not _speaks(meeting):
+        put(f"trainkit: {link.end.cause if link.end else 'the job has failed'}", file=sys.stderr)
+        return False
+    for line in _lines(outcome, meeting, stories):
+        put(line, file=sys.stderr)
+    return True
+
+
+def _lines(
+    outcome: "Outcome", meeting: "Meeting", stories: Mapping[int, dict[str, Any]]
+) -> list[str]:
+    """Return what is printed of a failure, and leave the report of the job."""
+    for machine, story in stories.items():
+        if machine != meeting.machine:
+            _keep(story["reports"], outcome.reports)
+    badly = {int(rank): text for each in stories.values() for rank, text in each["badly"].items()}
+    well = {int(rank): text for each in stories.values() for rank, text in each["well"].items()}
+    text = show(outcome.reports, well | badly)
+    lines = [f"trainkit: process {rank} {what}" for rank, what in badly.items()]
+    lines = lines if text is None else [text]
+    job = _job_report(outcome.reports, badly, meeting)
+    if path := _write(job, outcome.reports, meeting):
+        lines.append(f"report of the job: {path}")
+    if meeting.size == 1:
+        return lines or [f"trainkit: {job['cause']}"]
+    cause = str(job["cause"])
+    headline = cause if cause.startswith("machine ") else f"{job['where']}: {cause}"
+    cut_off = sorted({each["cut_off"] for each in stories.values()} - {""})
+    link = meeting.link
+    link.close(f"{headline} (the report is on {link.name(meeting.machine)})")
+    return [*(f"trainkit: {each}" for each in (headline, *cut_off)), *lines]
+
+
+def _speaks(meeting: "Meeting") -> bool:
+    """Return whether this machine reports for all.
+
+    Where the network is cut in two, the larger part does; of equal ones that of machine 0.
+    """
+    link, size, machine = meeting.link, meeting.size, meeting.machine
+    if machine == 0:
+        return 2 * (size - len(link.cut_off)) >= size
+    if any(map(meeting.reaches, range(1, machine))):
+        return False
+    if 0 not in link.cut_off:
+        return True  # it has ended
+    some = range(machine + 1, min(size, machine + _MOST_ASKED))
+    return 2 * (1 + sum(map(meeting.reaches, some))) > min(size, _MOST_ASKED)
 
 
 def show(folder: Path | str, endings: Mapping[int, str] | None = None) -> str | None:
@@ -31,3 +110,80 @@ def show(folder: Path | str, endings: Mapping[int, str] | None = None) -> str | 
         if ranks:
             parts.append(f"{words}: process {', '.join(ranks)}.")
     return "\n".join([*parts, f"report: {path}"])
+
+
+def _story(outcome: "Outcome", meeting: "Meeting") -> dict[str, Any]:
+    """Return how the processes of this machine ended; of those that only followed, few words."""
+    found = [report for _, report in reports.read_all(outcome.reports)]
+    told: list[dict[str, Any]] = []
+    for report in sorted(found, key=lambda each: each.secondary):
+        short = replace(report, error={}, memory={}, states={}) if report.secondary else report
+        told.append(asdict(short))
+    while told and len(json.dumps(told)) > _LONGEST_STORY:
+        told.pop()
+    well, badly = outcome.endings, outcome.failures
+    return {
+        "well": {str(rank): text for rank, text in well.items()},
+        "badly": {str(rank): text for rank, text in badly.items()},
+        "reports": told,
+        "cut_off": meeting.cut_off(),
+    }
+
+
+def _keep(told: list[dict[str, Any]], folder: Path) -> None:
+    """Write the reports of another machine beside those of this one."""
+    known = {entry.name for entry in fields(Report)}
+    for each in told:
+        with suppress(OSError, TypeError):
+            Report(**{name: value for name, value in each.items() if name in known}).write(folder)
+
+
+def _job_report(folder: Path, failures: Mapping[int, str], meeting: "Meeting") -> dict[str, Any]:
+    """Return where and why a job failed, with the report of the process that failed first."""
+    first = reports.first_of(reports.read_all(folder))
+    report = None if first is None else first[1]
+    end = meeting.link.end
+    machine, cause = (0, "") if end is None else (end.machine, end.cause)
+    is_failure = end is None or end.kind == FAILED
+    process = next(iter(failures), None) if is_failure else None
+    if report is not None:
+        process = report.process
+    if report is not None and is_failure:
+        cause = report.cause
+        machine = (process or 0) * meeting.size // report.processes
+    elif end is None and process is not None:
+        cause = f"process {process} {failures[process]}"
+    step = None if report is None else report.place.get("step")
+    known = {"process": process, "step": step}
+    where = [meeting.link.name(machine), *(f"{k} {v}" for k, v in known.items() if v is not None)]
+    return {
+        "where": ", ".join(where),
+        "machine": machine,
+        "host": meeting.cards[machine]["host"],
+        **known,
+        "cause": cause,
+        "hint": "" if report is None else report.hint,
+        "machines": meeting.size,
+        "endings": failures,
+        "report": None if report is None else asdict(report),
+    }
+
+
+def _write(job: dict[str, Any], folder: Path, meeting: "Meeting") -> Path | None:
+    """Write the report of the job into `output_dir`, and return its path.
+
+    Where there is none, or where this machine cannot write into it, it goes beside the reports of
+    the processes; for one machine these do.
+    """
+    name = time.strftime("%Y%m%d-%H%M%S-job.json", time.gmtime())
+    places = [folder.parent / name] if meeting.size > 1 else []
+    with suppress(OSError):
+        places.insert(0, Path((folder / "output_dir").read_text()) / "reports" / name)
+    for path in places:
+        with suppress(OSError):
+            path.parent.mkdir(exist_ok=True)
+            scratch = path.with_name(f".{path.name}")
+            scratch.write_text(json.dumps(job, indent=1) + "\n", encoding="utf-8")
+            scratch.replace(path)
+            return path
+    return None

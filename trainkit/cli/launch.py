@@ -5,19 +5,18 @@ import os
 import shutil
 import sys
 import tempfile
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trainkit.cli import failure
 from trainkit.cli.plan import Plan, Script, check_here, make_plan
 from trainkit.cli.resolving import Resolved, add_options, resolve
+from trainkit.cli.settings import JobSettings
 from trainkit.cli.tables import print_table
-from trainkit.errors import ConfigError
+from trainkit.errors import ConfigError, TrainkitError
 from trainkit.watchdog.report import FOLDER_VARIABLE
-
-if TYPE_CHECKING:
-    from trainkit.cli.agent import Outcome
 
 __all__ = ["add_to", "start"]
 
@@ -61,20 +60,29 @@ def _run(options: argparse.Namespace) -> int:
         del options.script[0]
     if not options.script:
         raise ConfigError("There is no script. Use: trainkit launch [options] SCRIPT [arguments]")
-    path, *arguments = options.script
-    script = Script(
-        path=path,
-        arguments=tuple(arguments),
-        is_module=options.module,
-        is_program=options.no_python,
-    )
-    plan = make_plan(resolved, script)
+    plan = _plan(options, resolved)
     for note in plan.notes:
         print(f"trainkit: {note}", file=sys.stderr)
     if options.dry_run:
         print(plan.command())
         return 0
     return 0 if options.show_config else start(plan, resolved)
+
+
+def _plan(options: argparse.Namespace, resolved: Resolved) -> Plan:
+    path, *arguments = options.script
+    try:
+        script = Script(
+            path=path,
+            arguments=tuple(arguments),
+            is_module=options.module,
+            is_program=options.no_python,
+        )
+        return make_plan(resolved, script)
+    except ConfigError as error:
+        if not options.dry_run:
+            _tell_others(resolved.job, error)
+        raise
 
 
 def _standalone(resolved: Resolved) -> Resolved:
@@ -99,12 +107,22 @@ def start(plan: Plan, resolved: Resolved) -> int:
     keeps = False
     try:
         environment = {**plan.environment, FOLDER_VARIABLE: str(folder)}
-        outcome = _run_processes(replace(plan, environment=environment), resolved)
-        keeps = _explain(outcome)
-        return outcome.code
+        code, keeps = _run_processes(replace(plan, environment=environment), resolved.job)
+        return code
     finally:
         if not keeps:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _tell_others(job: JobSettings, error: ConfigError) -> None:
+    """Let the other machines know that this one cannot do its part; returns when they do."""
+    if job.num_machines == 1 or job.main_process_ip is None or job.main_process_port == 0:
+        return
+    from trainkit.cli.meet import meet
+
+    print("trainkit: this machine cannot do its part, and tells the others", file=sys.stderr)
+    with suppress(TrainkitError):
+        meet(job, {}, fault=str(error))
 
 
 def _report_folder(parent: str | None) -> Path:
@@ -120,24 +138,31 @@ def _report_folder(parent: str | None) -> Path:
         ) from None
 
 
-def _run_processes(plan: Plan, resolved: Resolved) -> "Outcome":
+def _run_processes(plan: Plan, job: JobSettings) -> tuple[int, bool]:
+    """Return the exit code, and whether there are reports to keep."""
     os.environ.update(plan.environment)  # before torch looks for GPUs
-    from trainkit.cli.agent import run
+    from trainkit.cli.agent import GRACE_SECONDS, run
+    from trainkit.cli.link import LOST
+    from trainkit.cli.meet import meet
+    from trainkit.cli.meeting import alone, versions
+    from trainkit.cli.orphan_killer import OrphanKiller
     from trainkit.device import accelerator_count
 
-    check_here(plan, resolved.job, accelerator_count() if plan.needs_gpus else 0)
-    return run(plan, shows_log=resolved.job.debug)
-
-
-def _explain(outcome: "Outcome") -> bool:
-    """Print why the job failed, if it did; return whether there are reports to keep."""
-    if outcome.code == 0:
-        return False
-    endings = {**outcome.endings, **outcome.failures}
-    text = None if outcome.reports is None else failure.show(outcome.reports, endings)
-    if text is not None:
-        print(text, file=sys.stderr)
-        return True
-    for rank, what in outcome.failures.items():
-        print(f"trainkit: process {rank} {what}", file=sys.stderr)
-    return False
+    is_alone = job.num_machines == 1
+    try:
+        check_here(plan, accelerator_count() if plan.needs_gpus else 0)
+    except ConfigError as error:
+        _tell_others(job, error)
+        raise
+    grace = job.shutdown_timeout if is_alone else min(job.shutdown_timeout, GRACE_SECONDS[LOST])
+    orphan_killer = OrphanKiller(grace)  # before there are threads
+    try:
+        told = {**plan.agreed, **versions(plan.script)}
+        meeting = alone(job, plan.port) if is_alone else meet(job, told)
+        try:
+            outcome = run(plan, meeting, orphan_killer, shows_log=job.debug)
+            return outcome.code, failure.explain(outcome, meeting)
+        finally:
+            meeting.close()
+    finally:
+        orphan_killer.release()

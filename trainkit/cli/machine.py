@@ -14,6 +14,7 @@ from pathlib import Path
 __all__ = [
     "COLLECTIVE_PACKAGES",
     "DRIVER_WORDS",
+    "INTERFACE_VARIABLES",
     "core_count",
     "free_port",
     "gpu_count",
@@ -30,6 +31,9 @@ COLLECTIVE_PACKAGES = ("nvidia-nccl", "oneccl")
 
 DRIVER_WORDS = "TORCH|PYTORCH|CUDA|NCCL|HIP|ROCR|HCCL|ASCEND|ZE"
 """How environment variables of torch and of accelerators begin."""
+
+INTERFACE_VARIABLES = {"GLOO_SOCKET_IFNAME": "", "NCCL_SOCKET_IFNAME": "="}
+"""What tells torch's back ends their interface, and what stands before it: "=" is no prefix."""
 
 _ROOT = Path("/")
 _INTEL = "0x8086"  # as a maker of PCI devices

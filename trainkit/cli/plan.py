@@ -4,7 +4,7 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,12 +19,19 @@ from trainkit.cli.machine import (
 from trainkit.cli.resolving import Resolved
 from trainkit.cli.settings import JobSettings
 from trainkit.errors import ConfigError
-from trainkit.watchdog.report import FOLDER_VARIABLE
+from trainkit.watchdog.listening import PORTS_VARIABLE, ports
 
-__all__ = ["Plan", "Script", "check_here", "make_plan", "processes_here"]
+__all__ = [
+    "Plan",
+    "Script",
+    "check_here",
+    "make_plan",
+    "port_of",
+    "ports_of",
+    "processes_here",
+]
 
 _DEFAULT_PORT = 29500
-_JOB = "trainkit"  # name of the job at the rendezvous; the port keeps jobs apart
 # SIGUSR1 is how schedulers announce the end of the time that a job was given.
 _SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 
@@ -69,6 +76,8 @@ class Plan:
         arguments: Those of `python -m torch.distributed.run`.
         environment: Variables to set, beside those of this process.
         agreed: What must be equal on all machines.
+        script: What the processes run.
+        port: Of the store on machine 0.
         notes: What the user should know.
         needs_gpus: GPUs that this machine must have; 0 where none are asked for.
     """
@@ -76,6 +85,8 @@ class Plan:
     arguments: tuple[str, ...]
     environment: Mapping[str, str]
     agreed: Mapping[str, str]
+    script: Script
+    port: int
     notes: tuple[str, ...] = ()
     needs_gpus: int = 0
 
@@ -103,10 +114,15 @@ def make_plan(resolved: Resolved, script: Script, env: Mapping[str, str] = os.en
     """
     job = resolved.job
     local = _local(job, env)
-    rendezvous, notes = _rendezvous(job)
+    port, notes = _free_port(job)
+    machines: tuple[str, ...] = ("--nnodes", str(job.num_machines))
+    if job.num_machines > 1:
+        machines = (*machines, "--node-rank", str(job.machine_rank))
+    address = job.main_process_ip if job.num_machines > 1 else "127.0.0.1"
     environment = _environment(resolved, local, env)
     arguments = (
-        *rendezvous,
+        *machines,
+        *("--master-addr", str(address), "--master-port", str(port)),
         *("--nproc-per-node", str(local.processes)),
         *("--max-restarts", str(job.max_restarts)),
         *("--monitor-interval", str(job.monitor_interval)),
@@ -119,11 +135,14 @@ def make_plan(resolved: Resolved, script: Script, env: Mapping[str, str] = os.en
     )
     total = local.processes * job.num_machines
     agreed = {"num_processes": str(total), "num_machines": str(job.num_machines)}
+    agreed |= {"max_restarts": str(job.max_restarts), "role": job.role}
     agreed |= {k: v for k, v in environment.items() if k.startswith("TRAINKIT_")}
     return Plan(
         arguments=arguments,
         environment=environment,
-        agreed={name: value for name, value in agreed.items() if name != FOLDER_VARIABLE},
+        agreed=agreed,
+        script=script,
+        port=port,
         notes=(*local.notes, *notes),
         needs_gpus=local.processes if local.uses_gpus else 0,
     )
@@ -144,11 +163,11 @@ def processes_here(job: JobSettings) -> int | None:
     return None if job.num_processes is None else job.num_processes // job.num_machines
 
 
-def check_here(plan: Plan, job: JobSettings, gpus: int) -> None:
+def check_here(plan: Plan, gpus: int) -> None:
     """Check that this machine can do its part.
 
     Raises:
-        ConfigError: It has fewer GPUs than the plan needs, or its port is taken.
+        ConfigError: It has fewer GPUs than the plan needs.
     """
     if plan.needs_gpus > gpus:
         have = f"{gpus} of them" if gpus else "none"
@@ -156,13 +175,6 @@ def check_here(plan: Plan, job: JobSettings, gpus: int) -> None:
             f"Each of the {plan.needs_gpus} processes of this machine needs a GPU of its own, but "
             f"torch sees {have}. Start fewer processes (`--num_processes`), name other GPUs "
             "(`--gpu_ids`), or train on the CPU (`--cpu`)."
-        )
-    port = job.main_process_port or _DEFAULT_PORT
-    is_host = job.num_machines > 1 and job.machine_rank == 0
-    if is_host and not port_is_free(port):
-        raise ConfigError(
-            f"Port {port} of this machine is taken by another program. Pass another "
-            "`--main_process_port`, the same on all machines."
         )
 
 
@@ -191,6 +203,17 @@ def _check_machines(job: JobSettings) -> None:
             f"`machine_rank` is {job.machine_rank}, but must be less than `num_machines`, which "
             f"is {job.num_machines}: machines are counted from 0."
         )
+    if job.rdzv_conf is not None:
+        raise ConfigError(
+            f"`rdzv_conf` is `{job.rdzv_conf}`, but is for torch's rendezvous, which is not used. "
+            "How long machines wait for each other is `--meeting_timeout`."
+        )
+    port, allowed = job.main_process_port, ports_of(job)
+    if port and job.ports is not None and port not in allowed:
+        raise ConfigError(
+            f"`main_process_port` is {port}, but is none of the `ports` {job.ports}. Leave it out "
+            "to take the first of them."
+        )
     if job.num_machines == 1:
         return
     if job.main_process_ip is None:
@@ -203,34 +226,32 @@ def _check_machines(job: JobSettings) -> None:
             "`main_process_port` is 0, any free port, but several machines must know the same. "
             "Name one."
         )
-    if job.max_restarts and job.rdzv_backend == "static":
-        raise ConfigError(
-            f"`max_restarts` is {job.max_restarts}, but machines that meet in the `static` way "
-            "cannot meet again. Pass `--rdzv_backend c10d` on all machines."
-        )
 
 
-def _rendezvous(job: JobSettings) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return how the processes find each other, and notes on it."""
-    conf = ("--rdzv-conf", job.rdzv_conf) if job.rdzv_conf else ()
-    port = job.main_process_port or _DEFAULT_PORT
-    if job.num_machines > 1 and job.rdzv_backend == "static":
-        address = ("--master-addr", str(job.main_process_ip), "--master-port", str(port))
-        place = ("--nnodes", str(job.num_machines), "--node-rank", str(job.machine_rank))
-        return (*place, *address, *conf), ()
+def ports_of(job: JobSettings) -> Sequence[int]:
+    """Return the ports that this job may listen at; 0 is any free one."""
+    return ports({PORTS_VARIABLE: job.ports or ""})
+
+
+def port_of(job: JobSettings) -> int:
+    """Return the port of machine 0 that the others come to."""
+    return job.main_process_port or ports_of(job)[0] or _DEFAULT_PORT
+
+
+def _free_port(job: JobSettings) -> tuple[int, tuple[str, ...]]:
+    """Return the port of the store, and notes on it."""
     if job.num_machines > 1:
-        is_host = "is_host=" + str(job.machine_rank == 0).lower()
-        pairs = is_host if not job.rdzv_conf else f"{job.rdzv_conf},{is_host}"
-        endpoint = f"{job.main_process_ip}:{port}"
-        meeting = ("--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", _JOB)
-        return ("--nnodes", str(job.num_machines), *meeting, "--rdzv-conf", pairs), ()
-    # Not c10d, whose rendezvous sends pickles: one machine has nobody to look for.
-    notes: tuple[str, ...] = ()
-    port = job.main_process_port or free_port()
-    if not port_is_free(port):
-        port, taken = free_port(), port
-        notes = (f"port {taken} is taken; {port} is used instead",)
-    return ("--nnodes", "1", "--master-addr", "127.0.0.1", "--master-port", str(port), *conf), notes
+        return port_of(job), ()  # the meeting tries it
+    allowed = ports_of(job)
+    if job.main_process_port and port_is_free(job.main_process_port):
+        return job.main_process_port, ()
+    port = next((p for p in allowed if p and port_is_free(p)), 0)
+    if not port and job.ports is not None:
+        raise ConfigError(f"None of the ports {job.ports} of this machine is free. Pass others.")
+    port = port or free_port()
+    if not job.main_process_port:
+        return port, ()
+    return port, (f"port {job.main_process_port} is taken; {port} is used instead",)
 
 
 def _environment(resolved: Resolved, local: _Local, env: Mapping[str, str]) -> dict[str, str]:
@@ -251,7 +272,12 @@ def _environment(resolved: Resolved, local: _Local, env: Mapping[str, str]) -> d
         result["TRAINKIT_GRADIENT_ACCUMULATION_STEPS"] = steps
     if job.distributed_type == "FSDP":
         result |= {"TRAINKIT_STRATEGY": "fsdp", **resolved.fsdp}
+    if job.ports is not None:
+        result[PORTS_VARIABLE] = job.ports
+    # Of a store whose other end is gone, torch shows frames of C++.
+    result["TORCH_CPP_LOG_LEVEL"] = env.get("TORCH_CPP_LOG_LEVEL", "ERROR")
     if job.debug:
+        del result["TORCH_CPP_LOG_LEVEL"]
         result |= {"TRAINKIT_DEBUG": "1", "TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
     result["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(job.shutdown_timeout)
     result["PET_SIGNALS_TO_HANDLE"] = _SIGNALS

@@ -11,7 +11,17 @@ from typing import Any
 from trainkit.cli import accelerate_keys
 from trainkit.errors import ConfigError
 from trainkit.launch_environment import MIXED_PRECISIONS
-from trainkit.parsing import boolean, gpu_ids, listen_port, one_of, pairs, seconds, text, whole
+from trainkit.parsing import (
+    boolean,
+    gpu_ids,
+    listen_port,
+    one_of,
+    pairs,
+    port_range,
+    seconds,
+    text,
+    whole,
+)
 
 __all__ = ["SETTINGS", "JobSettings", "Setting"]
 
@@ -91,12 +101,17 @@ class JobSettings:
     main_process_ip: str | None = _setting(
         None, text, "address of machine 0, for the others", "HOST")
     main_process_port: int | None = _setting(
-        None, listen_port, "port on machine 0 (default: 29500; any free one for one machine)",
-        "PORT")
+        None, listen_port, "port on machine 0 (default: the first of --ports, else 29500; any free "
+        "one for one machine)", "PORT")
+    ports: str | None = _setting(
+        None, port_range, "listen only at these, such as 29500-29520 (default: any free ones)",
+        "FIRST-LAST")
+    meeting_timeout: float = _setting(
+        60.0, seconds, "seconds in which all machines must have come", "S")
     rdzv_backend: str = _setting(
         "static", one_of("static", "c10d"),
-        "how machines meet: static (they are numbered) or c10d (any order; can restart)", "NAME")
-    rdzv_conf: str | None = _setting(None, pairs, "more for the rendezvous", "KEY=VALUE")
+        "has no effect, as machines meet in one way; for files of accelerate", "NAME")
+    rdzv_conf: str | None = _setting(None, pairs, "has no effect either", "KEY=VALUE")
     gpu_ids: str = _setting("all", gpu_ids, "GPUs of this machine to use, such as 0,1", "IDS")
     mixed_precision: str = _setting(
         "no", one_of(*MIXED_PRECISIONS),

@@ -283,6 +283,8 @@ class _Rendezvous:
         if self.store is None or (self.method, self.pid) != (method, os.getpid()):
             self.store, _, _ = next(rendezvous(method, world.rank, world.size))
             self.method, self.pid, self.groups = method, os.getpid(), 0
+            for key in (f"trainkit/joined/{world.rank}", "trainkit/joined"):
+                self.store.set(key, "")  # the launcher looks: nobody waits for who has ended
         self.groups += 1
         return PrefixStore(f"trainkit/{self.groups}", self.store)
 

@@ -2,6 +2,7 @@
 
 import math
 from contextlib import suppress
+from os import environ
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,9 @@ class RunProgress:
         self._run = run
         self._first_attempt = run.state.attempts
         self.folder = _folder(run)
+        if run.output_dir is not None and self.folder is not None and "TRAINKIT_ADDRESS" in environ:
+            with suppress(OSError):  # for the launcher, which leaves the report of the job there
+                (self.folder / "output_dir").write_text(str(run.output_dir))
 
     def progress(self) -> tuple[str, bool, tuple[object, ...]]:
         """Return the phase, whether no step was made yet, and what changes with progress."""

@@ -21,6 +21,7 @@ from weakref import WeakSet
 
 from trainkit.watchdog.exit import say
 from trainkit.watchdog.line import SEND_SECONDS, Line, Message
+from trainkit.watchdog.listening import ADDRESS_VARIABLE, listen, ports
 from trainkit.watchdog.stalls import Member
 
 __all__ = ["GONE", "Address", "Links", "open_server", "reach_server"]
@@ -309,17 +310,9 @@ def open_server(size: int, *, one_machine: bool) -> tuple[Links, Address]:
     Raises:
         OSError: There is no port.
     """
-    backlog = size + _MOST_STRANGERS
-    if one_machine:
-        listening, hosts = socket.create_server(("127.0.0.1", 0), backlog=backlog), ["127.0.0.1"]
-    else:
-        hosts = _own_names()
-        if socket.has_dualstack_ipv6():
-            listening = socket.create_server(
-                ("", 0), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True
-            )
-        else:
-            listening = socket.create_server(("", 0), backlog=backlog)
+    host = "127.0.0.1" if one_machine else os.environ.get(ADDRESS_VARIABLE, "")
+    listening = listen(host, ports(), size + _MOST_STRANGERS)
+    hosts = [host] if host else _own_names()
     address = Address(tuple(hosts), listening.getsockname()[1], secrets.token_hex(16))
     local = None if one_machine else _listen_here(_local_name(address), size)
     return Links(0, size, address, [listening, *([] if local is None else [local])]), address

@@ -13,6 +13,7 @@ from typing import Any
 
 from trainkit.errors import text_of
 from trainkit.signals import exit_code, kill_workers
+from trainkit.watchdog.listening import ADDRESS_VARIABLE
 from trainkit.watchdog.report import Report, tells_of_lost_peer
 from trainkit.watchdog.stalls import Member
 
@@ -47,13 +48,16 @@ def say(text: str) -> None:
 
 
 def publish(report: Report, folder: Path | None) -> None:
-    """Write a report into its folder and its headline on stderr; never raises."""
+    """Write a report into its folder and its headline on stderr; never raises.
+
+    The rest too, unless there is a launcher that will show it.
+    """
     text, path = f"trainkit: {report.headline()}", None
     try:
         path = None if folder is None else report.write(folder)
     except Exception as error:  # the failure itself is what matters
         text += f"\ntrainkit: the report could not be written: {error!r}"
-    if not report.secondary:
+    if not report.secondary and ADDRESS_VARIABLE not in os.environ:
         text = text if report.kind == "error" else report.describe()
         text += f"\nhint: {report.hint}" if report.hint and report.kind == "error" else ""
         text += f"\nreport: {path}" if path is not None else ""

@@ -1,0 +1,64 @@
+"""The way to machine 0: by which interface it goes, and what is said where there is none."""
+
+import socket
+import threading
+import time
+
+import pytest
+
+from trainkit.cli.machine import free_port
+from trainkit.cli.network import interface_to, is_own, job_interface, reach
+from trainkit.errors import DistributedError
+from trainkit.watchdog.listening import listen, ports
+
+
+def test_the_interface_is_that_of_the_route() -> None:
+    assert interface_to("127.0.0.1") == "lo"
+    assert interface_to("127.0.1.1") == "lo"  # Debian's address of its own name
+    assert job_interface(["127.0.0.1", "127.0.1.1"]) == "lo"
+    elsewhere = interface_to("192.0.2.1")  # nobody's; there may be no route in a container
+    assert elsewhere != "lo"
+    assert job_interface(["127.0.0.1", "192.0.2.1"]) == (elsewhere or "lo")
+
+
+def test_a_server_that_starts_later_is_reached() -> None:
+    port = free_port()
+    servers: list[socket.socket] = []
+
+    def start() -> None:
+        time.sleep(0.5)
+        servers.append(socket.create_server(("127.0.0.1", port)))
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    assert reach("localhost", port, 60) == ("127.0.0.1", "127.0.0.1")
+    thread.join()
+    servers[0].close()
+
+
+@pytest.mark.parametrize(
+    ("host", "words"),
+    [
+        ("no-such-host.invalid", ["no-such-host.invalid", "is unknown", "/etc/hosts"]),
+        ("127.0.0.1", ["127.0.0.1", "this machine itself", "nobody listens at port"]),
+    ],
+)
+def test_what_is_wrong_is_said(host: str, words: list[str]) -> None:
+    with pytest.raises(DistributedError) as caught:
+        reach(host, free_port(), 0.1)
+    message = str(caught.value)
+    assert [word for word in words if word not in message] == [], message
+
+
+def test_servers_listen_in_a_range_of_ports() -> None:
+    port = free_port()
+    allowed = ports({"TRAINKIT_PORTS": f"{port}-{port + 5}"})
+    with listen("127.0.0.1", allowed, 1) as one, listen("127.0.0.1", allowed, 1) as two:
+        found = [each.getsockname()[1] for each in (one, two)]
+        assert found[0] < found[1]
+        assert set(found) <= set(allowed)
+        with pytest.raises(OSError, match="in use"):
+            listen("127.0.0.1", [found[0]], 1)
+    assert list(ports({})) == [0]
+    assert is_own("127.0.0.1")
+    assert not is_own("192.0.2.1")

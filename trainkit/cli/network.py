@@ -1,0 +1,154 @@
+"""The way to another machine: by which interface, and what is wrong if nobody answers."""
+
+import errno
+import platform
+import socket
+import struct
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+
+from trainkit.errors import DistributedError
+
+__all__ = [
+    "MACHINE_0",
+    "addresses_of",
+    "interface_to",
+    "is_own",
+    "is_unreachable",
+    "job_interface",
+    "reach",
+]
+
+MACHINE_0 = "`main_process_ip`"
+"""What machine 0 is called in sentences: as the user has named it."""
+
+_PAUSE = 0.25  # seconds between two attempts
+_ATTEMPT_SECONDS = 5.0
+_RTM_GETROUTE, _NLM_F_REQUEST, _RTA_DST, _RTA_OIF = 26, 1, 1, 4
+
+
+def interface_to(address: str) -> str | None:
+    """Return the interface that this machine sends by to an address; None where nobody says it.
+
+    The kernel is asked for its route, as `ip route get` does; only Linux can be.
+    """
+    if platform.system() != "Linux":
+        return None
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    to = socket.inet_pton(family, address.partition("%")[0])
+    body = struct.pack("=BBBBBBBBI", family, 8 * len(to), 0, 0, 0, 0, 0, 0, 0)
+    body += struct.pack("=HH", 4 + len(to), _RTA_DST) + to
+    header = struct.pack("=IHHII", 16 + len(body), _RTM_GETROUTE, _NLM_F_REQUEST, 1, 0)
+    with suppress(OSError, struct.error):
+        with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW) as kernel:
+            kernel.settimeout(_ATTEMPT_SECONDS)
+            kernel.send(header + body)
+            reply = kernel.recv(1 << 14)
+        place = 28  # behind the header and the route
+        while place + 8 <= len(reply):
+            length, kind = struct.unpack_from("=HH", reply, place)
+            if kind == _RTA_OIF:
+                return socket.if_indextoname(struct.unpack_from("=I", reply, place + 4)[0])
+            place += max(4, (length + 3) & ~3)
+    return None
+
+
+def job_interface(addresses: Iterable[str]) -> str | None:
+    """Return the interface to the machines of these addresses; the loopback to itself alone.
+
+    It is that of the first one that is on another machine.
+    """
+    loopback = interface_to("127.0.0.1")
+    others = (found for each in addresses if (found := interface_to(each)) not in (None, loopback))
+    return next(others, loopback)
+
+
+def addresses_of(host: str, port: int) -> list[str]:
+    """Return the numeric addresses that a name stands for.
+
+    Raises:
+        OSError: It is unknown.
+    """
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+
+
+def is_own(address: str) -> bool:
+    """Return whether an address is one of this machine's."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            return False
+    return True
+
+
+def is_unreachable(error: OSError) -> bool:
+    """Return whether packets got lost, where a machine that lives would have answered."""
+    return error.errno in (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
+
+
+def reach(host: str, port: int, seconds: float, name: str = MACHINE_0) -> tuple[str, str]:
+    """Connect to a server, which may start later than this; return its address, and the own one.
+
+    Args:
+        host: Its name or address.
+        port: Its port.
+        seconds: In which it must answer.
+        name: What it is called in sentences.
+
+    Raises:
+        DistributedError: It does not; says what is wrong.
+    """
+    end, wrong = time.monotonic() + seconds, ""
+    while True:
+        try:
+            return _connect(host, port, end)
+        except OSError as error:
+            wrong = _in_words(host, port, error, name)
+        if time.monotonic() + _PAUSE > end:
+            raise DistributedError(f"{wrong} (tried for {seconds:g} s)")
+        time.sleep(_PAUSE)
+
+
+def _connect(host: str, port: int, end: float) -> tuple[str, str]:
+    failure: OSError | None = None
+    for address in addresses_of(host, port):
+        left = max(_PAUSE, min(_ATTEMPT_SECONDS, end - time.monotonic()))
+        try:
+            with socket.create_connection((address, port), timeout=left) as connection:
+                return address, str(connection.getsockname()[0])
+        except OSError as error:
+            # Of several addresses the one where somebody answers tells most.
+            failure = error if failure is None or not is_unreachable(error) else failure
+    raise failure or OSError("no address")
+
+
+def _in_words(host: str, port: int, error: OSError, name: str) -> str:
+    place = f"port {port} of {name} {host}"
+    if isinstance(error, socket.gaierror):
+        return (
+            f"the name {host} ({name}) is unknown: {error.strerror}. Pass an address, or "
+            "enter the name in DNS or in /etc/hosts"
+        )
+    if isinstance(error, ConnectionRefusedError) and name == MACHINE_0:
+        with suppress(OSError):
+            if all(map(is_own, addresses_of(host, port))):
+                return (
+                    f"{host} (`main_process_ip`) is this machine itself, where nobody listens at "
+                    f"port {port}. Pass the address by which this machine reaches machine 0"
+                )
+        return (
+            f"nobody listens at {place}: the launcher of machine 0 is not there. Start it, with "
+            "the same `--main_process_ip` and `--main_process_port`"
+        )
+    if isinstance(error, TimeoutError):
+        return (
+            f"{place} does not answer: a firewall drops what is sent there, or no machine has this "
+            "address. Allow TCP connections between the machines"
+        )
+    if is_unreachable(error):
+        return f"there is no way to {place}: {error.strerror}. Check the network of both machines"
+    return f"{place} cannot be reached: {error}"
