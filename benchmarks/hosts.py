@@ -619,7 +619,7 @@ def run_case(case: Case, folder: Path) -> Outcome:
             left = wait_for_end(site, begin + case.within)
             outcome.seconds = time.monotonic() - begin
             outcome.problems += left + wake_up(site)
-            outcome.codes = [job.code for job in site.jobs.values()]
+            outcome.codes = [job.wait() for job in site.jobs.values()]
             (look_at_weights if case.works else look_at_words)(case, site, outcome)
         except Exception as error:
             outcome.problems.append("".join(traceback.format_exception_only(error)).strip())
