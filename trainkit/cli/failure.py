@@ -60,10 +60,11 @@ def _lines(
     lines = lines if text is None else [text]
     job = _job_report(outcome.reports, badly, meeting)
     if path := _write(job, outcome.reports, meeting):
-        lines.append(f"report: {path}")
+        lines.append(f"report of the job: {path}")
     if meeting.size == 1:
-        return lines
-    headline = f"{job['where']}: {job['cause']}"
+        return lines or [f"trainkit: {job['cause']}"]
+    cause = str(job["cause"])
+    headline = cause if cause.startswith("machine ") else f"{job['where']}: {cause}"
     cut_off = sorted({each["cut_off"] for each in stories.values()} - {""})
     link = meeting.link
     link.close(f"{headline} (the report is on {link.name(meeting.machine)})")
@@ -143,8 +144,11 @@ def _job_report(folder: Path, failures: Mapping[int, str], meeting: "Meeting") -
     report = None if first is None else first[1]
     end = meeting.link.end
     machine, cause = (0, "") if end is None else (end.machine, end.cause)
-    process = next(iter(failures), None) if report is None else report.process
-    if report is not None and (end is None or end.kind == FAILED):
+    is_failure = end is None or end.kind == FAILED
+    process = next(iter(failures), None) if is_failure else None
+    if report is not None:
+        process = report.process
+    if report is not None and is_failure:
         cause = report.cause
         machine = (process or 0) * meeting.size // report.processes
     elif end is None and process is not None:
@@ -171,11 +175,11 @@ def _write(job: dict[str, Any], folder: Path, meeting: "Meeting") -> Path | None
     Where there is none, or where this machine cannot write into it, it goes beside the reports of
     the processes; for one machine these do.
     """
-    found = [report.place.get("output_dir") for _, report in reports.read_all(folder)]
-    output_dir = next((Path(each) for each in found if each and Path(each).is_dir()), None)
-    stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
-    places = [] if output_dir is None else [output_dir / "reports" / f"{stamp}-job.json"]
-    for path in (*places, *([folder.parent / "job.json"] if meeting.size > 1 else [])):
+    name = time.strftime("%Y%m%d-%H%M%S-job.json", time.gmtime())
+    places = [folder.parent / name] if meeting.size > 1 else []
+    with suppress(OSError):
+        places.insert(0, Path((folder / "output_dir").read_text()) / "reports" / name)
+    for path in places:
         with suppress(OSError):
             path.parent.mkdir(exist_ok=True)
             scratch = path.with_name(f".{path.name}")

@@ -2,6 +2,7 @@
 
 import math
 from contextlib import suppress
+from os import environ
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,9 @@ class RunProgress:
         self._run = run
         self._first_attempt = run.state.attempts
         self.folder = _folder(run)
+        if run.output_dir is not None and self.folder is not None and "TRAINKIT_ADDRESS" in environ:
+            with suppress(OSError):  # for the launcher, which leaves the report of the job there
+                (self.folder / "output_dir").write_text(str(run.output_dir))
 
     def progress(self) -> tuple[str, bool, tuple[object, ...]]:
         """Return the phase, whether no step was made yet, and what changes with progress."""
@@ -100,8 +104,7 @@ def _where_run_is(run: Run) -> dict[str, Any]:
     total = loader.nominal_window(run.config.gradient_accumulation_steps)
     end = min(first + (total or run.weighting.samples), loader.samples_per_epoch or math.inf)
     samples = {"first": first, "last": int(end) - 1} if end > first else {}
-    found = {"step": state.step, "epoch": state.epoch, "phase": run.phase, "samples": samples}
-    return found if run.output_dir is None else {**found, "output_dir": str(run.output_dir)}
+    return {"step": state.step, "epoch": state.epoch, "phase": run.phase, "samples": samples}
 
 
 def _indices(run: Run, samples: dict[str, int]) -> dict[str, Any]:
