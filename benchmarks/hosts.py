@@ -141,6 +141,7 @@ class Site:
         self.jobs: dict[Host, Program] = {}
         self.bystanders: list[int] = []  # processes that are no part of the job
         self.aside: set[Host] = set()  # frozen: they cannot end before they are let go
+        self.mute: set[Host] = set()  # their launchers are killed, and say nothing
         work.mkdir()
         (work / "train.py").write_text(TRAIN)
 
@@ -504,7 +505,14 @@ GONE = "unreachable"
 
 def launcher(machine: int, signum: int) -> Act:
     """Return a fault: a signal to the launcher of a machine."""
-    return lambda site: site.jobs[site.machines[machine]].send(signum)
+
+    def act(site: Site) -> None:
+        host = site.machines[machine]
+        site.jobs[host].send(signum)
+        if signum == signal.SIGKILL:
+            site.mute.add(host)
+
+    return act
 
 
 def cut(site: Site) -> None:
@@ -552,8 +560,8 @@ FAULTS = (
     dies("launcher on machine 1 killed", launcher(1, signal.SIGKILL), r"machine 1\b"),
     dies("launcher on machine 2 told to end", launcher(2, signal.SIGTERM), "SIGTERM", size=3),
     dies("launcher killed at the start", launcher(1, signal.SIGKILL), r"machine 1\b", at=1.0),
-    dies("machine 1 dies", lambda s: s.b.die(), *lost(1)),
-    dies("machine 0 dies", lambda s: s.a.die(), *lost(0)),
+    dies("machine 1 dies", lambda s: s.b.die(), lost(1)[0]),
+    dies("machine 0 dies", lambda s: s.a.die(), lost(0)[0]),
     vanishes("machine 1 loses power", lambda s: s.b.die(silently=True), *lost(1)),
     vanishes("machine 0 of 3 loses power", lambda s: s.a.die(silently=True), *lost(0), size=3),
     vanishes("machine 2 of 3 loses power", lambda s: s.c.die(silently=True), *lost(2), size=3),
@@ -678,13 +686,12 @@ def look_at_weights(case: Case, site: Site, outcome: Outcome) -> None:
     outcome.report = "trains to the end"
 
 
-REPORT = re.compile(r"^report: (.+-job\.json)$", re.M)
+REPORT = re.compile(r"^report(?: of the job)?: (.+-job\.json)$", re.M)
 
 
 def look_at_words(case: Case, site: Site, outcome: Outcome) -> None:
     """Note what is missing in what the machines that are left have said."""
-    killed = 128 + signal.SIGKILL
-    said = {h: site.jobs[h].output for h in site.left() if site.jobs[h].code != killed}
+    said = {host: site.jobs[host].output for host in site.left() if host not in site.mute}
     if 0 in [site.jobs[host].code for host in said]:
         outcome.problems.append(f"exit codes {outcome.codes}")
     told = [host for host in said if REPORT.search(said[host])]
