@@ -4,8 +4,8 @@
 Run it in the root of the repository, as root; it needs no network, see `tests/hosts/harness.py`:
 
     python -m benchmarks.hosts --rounds 3
-    python -m benchmarks.hosts --only "port" --show      # cases whose name has this text
-    python -m benchmarks.hosts --strangers               # noise at each socket that listens
+    python -m benchmarks.hosts --only port --show bad    # cases whose name has this text
+    python -m benchmarks.hosts --strangers 10000         # noise at each socket that listens
 
 Each case makes hosts, starts `trainkit launch` on them, and looks at how it ends. It prints a
 table, and exits with 1 if a job hung, left a process, or did not say what was wrong.
@@ -130,6 +130,7 @@ class Site:
 
     def __init__(self, machines: Sequence[Host], work: Path, script: Sequence[object]) -> None:
         self.machines = machines
+        self.a, self.b, self.c = [*machines, machines[-1]][:3]  # of two, `c` is the second
         self.work = work
         self.script = ["train.py", *script]
         self.network = machines[0].network
@@ -144,18 +145,6 @@ class Site:
         self.mute: set[Host] = set()  # their launchers are killed, and say nothing
         work.mkdir()
         (work / "train.py").write_text(TRAIN)
-
-    @property
-    def a(self) -> Host:
-        return self.machines[0]
-
-    @property
-    def b(self) -> Host:
-        return self.machines[1]
-
-    @property
-    def c(self) -> Host:
-        return self.machines[2]
 
     def tell(self, *options: object, only: Host | None = None) -> None:
         """Give options to all launchers, or to one."""
@@ -306,6 +295,22 @@ def own_name_is_dockers(site: Site) -> None:
     site.names("172.17.0.1 {own}")
 
 
+def option(*words: object, machine: int | None = None) -> Act:
+    """Return what gives an option to all launchers, or to that of one machine."""
+    return lambda site: site.tell(
+        *words, only=None if machine is None else site.machines[machine]
+    )
+
+
+unknown_name = option("--main_process_ip", "no-such-host")
+no_way = option("--main_process_ip", "10.99.0.1")
+address_of_nobody = option("--main_process_ip", "10.77.0.99", machine=1)
+rank_1_twice = option("--machine_rank", 1, machine=2)
+rank_0_twice = option("--machine_rank", 0, machine=1)
+more_processes = option("--num_processes", 4, machine=1)
+other_precision = option("--mixed_precision", "bf16", machine=1)
+
+
 def by_name(site: Site) -> None:
     site.tell("--main_process_ip", site.a.name)
 
@@ -356,22 +361,10 @@ def first_address_is_dead(site: Site) -> None:
     site.names("127.0.1.1 {own}", "10.77.0.99 host-a", "10.77.0.1 host-a", only=site.b)
 
 
-def unknown_name(site: Site) -> None:
-    site.tell("--main_process_ip", "no-such-host")
-
-
 def silent_name_server(site: Site) -> None:
     for host in site.machines:
         (host.folder / "resolv.conf").write_text("nameserver 10.77.0.99\n")
     unknown_name(site)
-
-
-def no_way(site: Site) -> None:
-    site.tell("--main_process_ip", "10.99.0.1")
-
-
-def address_of_nobody(site: Site) -> None:
-    site.tell("--main_process_ip", "10.77.0.99", only=site.b)
 
 
 def address_of_another(site: Site) -> None:
@@ -408,26 +401,6 @@ def without_a(site: Site) -> None:
 def a_is_off(site: Site) -> None:
     without_a(site)
     site.network.cut(site.a)
-
-
-def without_c(site: Site) -> None:
-    site.late[site.c] = NEVER
-
-
-def rank_1_twice(site: Site) -> None:
-    site.tell("--machine_rank", 1, only=site.c)
-
-
-def rank_0_twice(site: Site) -> None:
-    site.tell("--machine_rank", 0, only=site.b)
-
-
-def more_processes(site: Site) -> None:
-    site.tell("--num_processes", 4, only=site.b)
-
-
-def other_precision(site: Site) -> None:
-    site.tell("--mixed_precision", "bf16", only=site.b)
 
 
 def other_script(site: Site) -> None:
@@ -484,7 +457,7 @@ SETUPS = (
     refused("port of another server", port_of_another_server, "port"),
     refused("machine 0 not started", without_a, r"machine 0\b|10\.77\.0\.1\b", size=3),
     refused("machine 0 without power", a_is_off, r"machine 0\b|10\.77\.0\.1\b"),
-    refused("machine 2 missing", without_c, r"machine 2\b", size=3),
+    refused("machine 2 missing", lambda s: s.late.update({s.c: NEVER}), r"machine 2\b", size=3),
     refused("machine_rank 1 twice", rank_1_twice, r"machine_rank.*1\b|machine 1\b", size=3),
     refused("machine_rank 0 twice", rank_0_twice, r"machine_rank|machine [01]\b"),
     refused("other number of processes", more_processes, differ("num_processes", "2", "4")),
