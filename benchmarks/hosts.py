@@ -473,7 +473,7 @@ SETUPS = (
 # While the job runs.
 
 FROZEN = "SIGSTOP|frozen|stopped"
-GONE = "unreachable"
+GONE = "unreachable|cannot reach"
 
 
 def launcher(machine: int, signum: int) -> Act:
