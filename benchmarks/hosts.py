@@ -38,7 +38,7 @@ MEETING_SECONDS = 12.0  # in which the machines must meet; the default is a minu
 START_SECONDS = 90.0  # until the first steps, on a busy machine
 DEATH_SECONDS = 20.0  # from a death until all are gone
 LOST_SECONDS = 60.0  # from the loss of a link
-STEP_LIMIT = 5  # seconds of the watchdog
+STEP_LIMIT = 10  # seconds of the watchdog
 STEP = 3  # the step after which something happens
 ENDLESS = 10**6  # steps
 NEVER = float("inf")  # seconds
@@ -271,7 +271,8 @@ def dies(name: str, fault: Act, *says: str, **more: Any) -> Case:
 
 def vanishes(name: str, fault: Act, *says: str, **more: Any) -> Case:
     """Return a case in which something says nothing any more."""
-    return Case(name=name, fault=fault, says=says, within=LOST_SECONDS, parts=True, **more)
+    more = {"within": LOST_SECONDS, **more}
+    return Case(name=name, fault=fault, says=says, parts=True, **more)
 
 
 def acts(name: str, act: str, *says: str, **more: Any) -> Case:
@@ -546,7 +547,7 @@ FAULTS = (
     vanishes("machines 1 and 2 apart", apart, r"machine [12]\b", size=3),
     vanishes("process on machine 0 frozen", lambda s: s.a.freeze(RANK), *process(0), FROZEN),
     vanishes("process on machine 1 frozen", lambda s: s.b.freeze(RANK), *process(1), FROZEN),
-    vanishes("launcher on machine 1 frozen", freeze_launcher, r"machine 1\b"),
+    vanishes("launcher on machine 1 frozen", freeze_launcher, r"machine 1\b", within=80.0),
     vanishes("machine 1 frozen", freeze_host, *lost(1)),
     acts("machine 1 raises", "step raises", *process(1), "RuntimeError: boom"),
     acts("machine 1 raises in its first line", "first raises", r"machine 1\b", "boom"),
