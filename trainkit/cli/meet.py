@@ -7,10 +7,13 @@ launcher of machine 0, and waits for the verdict, which is the same for all.
 import json
 import os
 import socket
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
+from typing import Any, TypeVar
 
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
@@ -32,6 +35,8 @@ _HEARD_SECONDS = 5.0  # in which they hear it
 _STORE_SECONDS = 5.0  # in which a store answers
 _PAUSE = 0.1
 
+_Answer = TypeVar("_Answer")
+
 
 def meet(job: JobSettings, told: Mapping[str, str], fault: str = "") -> Meeting:
     """Meet the other machines; all go on, or all raise the same.
@@ -52,7 +57,34 @@ def meet(job: JobSettings, told: Mapping[str, str], fault: str = "") -> Meeting:
             found = addresses_of(str(job.main_process_ip), port_of(job))
         if found is None or any(map(is_own, found)):
             return _Host(job, card, end, found).meet(fault)
-    return _Guest(job, card, end).meet(fault)
+    # As long as `_Guest._hear` waits, and a little more.
+    seconds = 2 * job.meeting_timeout + 5 * PROBE_SECONDS
+    return _in_time(_Guest(job, card, end).meet, fault, seconds=seconds)
+
+
+def _in_time(call: Callable[..., _Answer], *arguments: Any, seconds: float) -> _Answer:
+    """Return what a call returns, on a thread: torch waits for a server that is silent for ever.
+
+    Raises:
+        DistributedError: It does not return in time.
+    """
+    answer: Future[_Answer] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(call(*arguments))
+        except BaseException as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=run, name="meeting", daemon=True).start()
+    try:
+        return answer.result(seconds)
+    except TimeoutError:
+        raise DistributedError(
+            f"what listens at the port of machine 0 has said nothing for {seconds:g} s: it is no "
+            "launcher of trainkit, or machine 0 is frozen or gone. Perhaps another program has the "
+            "port: pass another `--main_process_port`, the same on all machines"
+        ) from None
 
 
 def _listen(host: str, job: JobSettings) -> socket.socket:
@@ -190,9 +222,7 @@ class _Guest:
         self._card |= {"address": own, "at": address, "port": door.getsockname()[1]}
         link: Link | None = None
         try:
-            waits = timedelta(seconds=_STORE_SECONDS)
-            server = TCPStore(address, port_of(self._job), is_master=False, timeout=waits)
-            store = PrefixStore(PREFIX, server)
+            store = PrefixStore(PREFIX, _in_time(self._open, address, seconds=2 * _STORE_SECONDS))
             fault = self._conflict(store) or (fault and f"{self._name}: {fault}")
             if not fault:
                 link, fault = self._connect(store, address)
@@ -216,6 +246,10 @@ class _Guest:
         return Meeting(
             machine=self._rank, cards=cards, address=address, port=port, link=link, door=door
         )
+
+    def _open(self, address: str) -> TCPStore:
+        waits = timedelta(seconds=_STORE_SECONDS)
+        return TCPStore(address, port_of(self._job), is_master=False, timeout=waits)
 
     def _reach(self) -> tuple[str, str]:
         host, left = str(self._job.main_process_ip), max(1.0, self._end - time.monotonic())
