@@ -298,9 +298,7 @@ def own_name_is_dockers(site: Site) -> None:
 
 def option(*words: object, machine: int | None = None) -> Act:
     """Return what gives an option to all launchers, or to that of one machine."""
-    return lambda site: site.tell(
-        *words, only=None if machine is None else site.machines[machine]
-    )
+    return lambda site: site.tell(*words, only=None if machine is None else site.machines[machine])
 
 
 unknown_name = option("--main_process_ip", "no-such-host")
