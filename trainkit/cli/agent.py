@@ -182,7 +182,7 @@ class _Agent(LocalElasticAgent):
         return started
 
     def _look_for_stopped(self) -> None:
-        """Kill a process that the kernel has not run at many looks, each some seconds after another.
+        """Kill a process that the kernel has not run at many looks, some seconds apart.
 
         What others of its machine would find by `trainkit.watchdog.silence` it may have nobody for.
         """
