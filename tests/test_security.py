@@ -25,8 +25,8 @@ from tests.system.harness import Job, running
 from trainkit import Accelerator
 from trainkit.containers import wire_format
 from trainkit.distributed import Processes
+from trainkit.distributed.group import SECRET
 from trainkit.errors import DataError, DistributedError
-from trainkit.launch_environment import SECRET
 from trainkit.watchdog import connections, start
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
@@ -59,7 +59,7 @@ CRAFTED = [
 
 def ports(pids: list[int]) -> dict[int, str]:
     """Return where processes of this machine listen: the address by the port."""
-    listening = {}
+    listening: dict[str, tuple[int, str]] = {}
     for name, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
         for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
             fields = line.split()
@@ -75,8 +75,8 @@ def ports(pids: list[int]) -> dict[int, str]:
                 with suppress(OSError):
                     inode = re.fullmatch(r"socket:\[(\d+)\]", os.readlink(entry.path))
                     if inode is not None and inode[1] in listening:
-                        port, host = listening[inode[1]]
-                        found[port] = host
+                        number, host = listening[inode[1]]
+                        found[number] = host
     return found
 
 

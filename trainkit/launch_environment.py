@@ -11,15 +11,12 @@ from typing import Any, TypeVar
 from trainkit.errors import ConfigError
 from trainkit.parsing import boolean, one_of
 
-__all__ = ["MIXED_PRECISIONS", "SECRET", "mixed_precision", "read", "sharding", "uses_cpu"]
+__all__ = ["MIXED_PRECISIONS", "mixed_precision", "read", "sharding", "uses_cpu"]
 
 T = TypeVar("T")
 
 MIXED_PRECISIONS = {"no": "fp32", "fp16": "fp16", "bf16": "bf16"}
 """The precisions that a launcher and `Accelerator` know, with their names in `Trainer`."""
-
-SECRET = "TRAINKIT_SECRET"
-"""Environment variable with a word that only the processes of one job know."""
 
 _SHARDING = ("reshard_after_forward", "cpu_offload", "activation_checkpointing")
 

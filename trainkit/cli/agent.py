@@ -33,8 +33,8 @@ from typing_extensions import override
 from trainkit.cli.orphan_killer import OrphanKiller
 from trainkit.cli.plan import Plan
 from trainkit.console import put
+from trainkit.distributed.group import SECRET
 from trainkit.errors import DistributedError
-from trainkit.launch_environment import SECRET
 from trainkit.signals import CAUGHT, exit_code
 from trainkit.watchdog.exit import EXIT_OTHER_FAILED
 from trainkit.watchdog.report import FOLDER_VARIABLE

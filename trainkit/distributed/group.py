@@ -24,18 +24,21 @@ from trainkit.device import (
 )
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigError, DistributedError
-from trainkit.launch_environment import SECRET
 
 __all__ = [
     "DEBUG",
     "INIT_METHOD",
     "LAZY",
+    "SECRET",
     "Membership",
     "as_timeout",
     "default_device",
     "join",
     "set_group_timeout",
 ]
+
+SECRET = "TRAINKIT_SECRET"
+"""Environment variable with a word that only the processes of one job know."""
 
 INIT_METHOD = "TRAINKIT_INIT_METHOD"
 """Environment variable with the rendezvous to use instead of `env://`."""

@@ -9,7 +9,6 @@ from torch import nn
 from trainkit import rng
 from trainkit.config import TrainConfig
 from trainkit.distributed import collective_guard, run_on_all
-from trainkit.distributed.shared_folder import check_shared
 from trainkit.errors import ConfigError
 from trainkit.training.callback import CallbackList
 from trainkit.training.run import Run
@@ -121,5 +120,7 @@ def check_outputs(run: Run, callbacks: CallbackList) -> None:
 
     processes = run.strategy.processes
     run_on_all(processes, check)
-    if run.output_dir is not None:
+    if run.output_dir is not None and processes.size > 1:
+        from trainkit.distributed.shared_folder import check_shared  # one process needs none of it
+
         check_shared(processes, run.output_dir, "`Trainer(output_dir=...)`")

@@ -190,8 +190,9 @@ class Unanswered:
         states = [_stat(f"{self._member.pid}/task/{task.name}")[:1] for task in tasks]
         if not states or ["R"] in states or ["D"] in states:
             self._waited = now
-        used = self._member.used() - self._used
-        return used >= _OWN_SECONDS or now - self._waited > _CALM_SECONDS
+        return (
+            self._member.used() - self._used >= _OWN_SECONDS or now - self._waited > _CALM_SECONDS
+        )
 
 
 def call_of(error: BaseException) -> str:
