@@ -148,7 +148,7 @@ class _Encoder:
             raise Unencodable(
                 f"A `{cls.__module__}.{cls.__qualname__}` cannot be sent to other processes "
                 "without pickle. Turn it into numbers, text, tensors, lists, dicts or a data class "
-                "of a module; or gather it with `use_gather_object=True`, which pickles it."
+                "defined in a module; or gather it with `use_gather_object=True`, which pickles."
             )
         import pickle
 
