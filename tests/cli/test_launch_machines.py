@@ -51,7 +51,7 @@ def test_what_keeps_machines_apart_is_said_on_each(case: str, folder: Path) -> N
     (folder / "other" / "acts.py").write_text("other = 1")
     port, words = free_port(), []
     options: tuple[object, ...] = ("--num_processes", 3, "--meeting_timeout", 4)
-    starts = [(rank, ("acts.py", "ends")) for rank in range(3)]
+    starts: list[tuple[int, tuple[str, ...]]] = [(rank, ("acts.py", "ends")) for rank in range(3)]
     if case == "twice":
         starts[2] = (1, ("acts.py", "ends"))
         words = ["machine_rank 1 is there twice: pid "]
