@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LAYERS = (
     ("console", "errors", "formatting", "lazy", "parsing", "signals", "types", "version"),
     ("device",),
-    ("containers", "launch_environment", "outputs", "rng"),
+    ("containers", "launch_environment", "outputs", "rng", "starters"),
     ("config",),
     ("metrics", "precision", "run_report", "watchdog"),
     ("distributed",),

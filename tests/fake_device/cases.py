@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
 from tests.helpers.ranks import run_ranks
+from tests.test_starters import of_srun
 from trainkit import (
     Accelerator,
     Callback,
@@ -297,6 +298,16 @@ def test_more_processes_than_devices_are_refused() -> None:
     text = run_ranks(2, one_too_many)[1]
     assert "has no accelerator of its own: there are 1 for 2 processes" in text
     assert 'device="cpu"' in text
+
+
+def task_with_one(rank: int) -> str:
+    fake_device.set_count(1)
+    os.environ.update(of_srun(rank, "2"))
+    return str(Trainer(max_steps=1).processes.device)
+
+
+def test_a_task_that_sees_one_device_uses_it() -> None:
+    assert run_ranks(2, task_with_one) == ["fake:0", "fake:0"]
 
 
 @pytest.mark.parametrize("device", ["xpu", "mps", "fake:99"])

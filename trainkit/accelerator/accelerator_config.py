@@ -21,7 +21,8 @@ from trainkit.accelerator.settings import (
 )
 from trainkit.device import generator_kinds
 from trainkit.distributed import Processes
-from trainkit.distributed.group import INIT_METHOD, as_timeout
+from trainkit.distributed.group import as_timeout
+from trainkit.distributed.rendezvous import INIT_METHOD
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigError
 from trainkit.launch_environment import MIXED_PRECISIONS, mixed_precision, read, sharding, uses_cpu

@@ -17,7 +17,7 @@ import torch.distributed
 
 from trainkit.device import accelerator_count, forbids_fork
 from trainkit.distributed import Processes
-from trainkit.distributed.group import INIT_METHOD
+from trainkit.distributed.rendezvous import INIT_METHOD
 from trainkit.errors import ConfigError, DistributedError
 from trainkit.launch_environment import MIXED_PRECISIONS
 

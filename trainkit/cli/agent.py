@@ -2,11 +2,12 @@
 
 import logging
 import os
+import re
 import secrets
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,7 @@ from torch.distributed.elastic.agent.server.api import (
 )
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.rendezvous import RendezvousHandler
 from torch.distributed.launcher.api import LaunchConfig
 from typing_extensions import override
 
@@ -40,13 +42,16 @@ from trainkit.watchdog.listening import ADDRESS_VARIABLE
 from trainkit.watchdog.report import FOLDER_VARIABLE
 from trainkit.watchdog.stalls import Member
 
-__all__ = ["GRACE_SECONDS", "Outcome", "run"]
+__all__ = ["GRACE_SECONDS", "Agent", "Outcome", "run"]
 
 GRACE_SECONDS = {LOST: 4, FAILED: 26}
 """What processes get from SIGTERM on, where the job ends and no signal has asked for it."""
 
 _LEAVE_SECONDS = 4.0  # in which they leave by themselves, with a report, as their watch knows too
 
+_TORCHRUN = re.compile(
+    "PET_(NNODES|NODE_RANK|NPROC_PER_NODE|RDZV_.*|MASTER_.*|STANDALONE|MODULE|NO_PYTHON|RUN_PATH)"
+)
 _KILL_SECONDS = 5
 _PAUSE = 0.05
 _LOOK_SECONDS = 1.0
@@ -77,7 +82,13 @@ class Outcome:
 
 
 def run(
-    plan: Plan, meeting: Meeting, orphan_killer: OrphanKiller, *, shows_log: bool = False
+    plan: Plan,
+    meeting: Meeting,
+    orphan_killer: OrphanKiller,
+    *,
+    shows_log: bool = False,
+    meet_by: Callable[[LaunchConfig, Meeting], RendezvousHandler] | None = None,
+    kind: "type[Agent] | None" = None,
 ) -> Outcome:
     """Start the processes of this machine and wait for their end.
 
@@ -89,21 +100,28 @@ def run(
         meeting: The machines of the job.
         orphan_killer: What ends the processes when this one is killed.
         shows_log: Show torch's own log.
+        meet_by: Makes what tells torch's agent who takes part; None: the meeting tells it.
+        kind: The class of the agent; None: that of this module.
 
     Raises:
         DistributedError: The processes cannot be started.
     """
+    for name in filter(_TORCHRUN.fullmatch, list(os.environ)):
+        del os.environ[name]  # the plan has taken from them what nobody else said
     os.environ.update(_environment(plan, meeting))
     options = torchrun.parse_args(list(plan.arguments))  # type: ignore[no-untyped-call]
     options.log_dir = options.log_dir or str(Path(plan.environment[FOLDER_VARIABLE]) / "log")
     config, command, arguments = torchrun.config_from_args(options)
     if not shows_log:
         logging.disable(logging.ERROR)  # the reports say it better
-    spec = _spec(config, command, arguments, meeting)
-    agent = _Agent(spec, config.logs_specs, plan, meeting, orphan_killer)
+    rendezvous = Rendezvous(meeting) if meet_by is None else meet_by(config, meeting)
+    spec = _spec(config, command, arguments, rendezvous)
+    agent = (kind or Agent)(spec, config.logs_specs, plan, meeting, orphan_killer)
     before = {signum: signal.getsignal(signum) for signum in _SIGNALS}
     try:
-        return _outcome(agent, agent.run())
+        result = agent.run()
+        rendezvous.shutdown()  # nobody starts anything any more
+        return _outcome(agent, result)
     except SignalException as error:
         outcome = _interrupted(agent, error.sigval)
         what = _asked(meeting, error.sigval)
@@ -134,11 +152,13 @@ def _environment(plan: Plan, meeting: Meeting) -> dict[str, str]:
     return found
 
 
-def _spec(config: LaunchConfig, command: Any, arguments: list[str], meeting: Meeting) -> WorkerSpec:
+def _spec(
+    config: LaunchConfig, command: Any, arguments: list[str], rendezvous: RendezvousHandler
+) -> WorkerSpec:
     return WorkerSpec(
         role=config.role,
         local_world_size=config.nproc_per_node,
-        rdzv_handler=Rendezvous(meeting),
+        rdzv_handler=rendezvous,
         entrypoint=command,
         args=tuple(arguments),
         max_restarts=config.max_restarts,
@@ -146,7 +166,7 @@ def _spec(config: LaunchConfig, command: Any, arguments: list[str], meeting: Mee
     )
 
 
-class _Agent(LocalElasticAgent):
+class Agent(LocalElasticAgent):
     """Torch's agent; goes with other machines, keeps reports apart by attempt, leaves nobody."""
 
     def __init__(
@@ -342,7 +362,7 @@ class _Agent(LocalElasticAgent):
                 handler.proc.wait(_KILL_SECONDS)
 
 
-def _outcome(agent: _Agent, result: RunResult) -> Outcome:
+def _outcome(agent: Agent, result: RunResult) -> Outcome:
     if not result.failures:
         return Outcome(int(result.state != WorkerState.SUCCEEDED), agent.reports)
     codes = {rank: failure.exitcode for rank, failure in sorted(result.failures.items())}
@@ -365,7 +385,7 @@ def _alone(codes: Mapping[int, int]) -> dict[int, int]:
     return {rank: code for rank, code in codes.items() if code not in told}
 
 
-def _interrupted(agent: _Agent, signum: signal.Signals) -> Outcome:
+def _interrupted(agent: Agent, signum: signal.Signals) -> Outcome:
     """Return how processes ended after a signal: the code of one that did not end by it first."""
     agent.kill()
     codes = agent.codes()

@@ -105,7 +105,10 @@ def _entries(path: Path) -> Iterator[tuple[str, int, Any]]:
             if key in seen:
                 raise ConfigError(f"`{key}` stands twice in `{path}`: lines {seen[key]}, {line}.")
             seen[key] = line
-            yield key, line, loader.construct_object(value_node, deep=True)
+            value = loader.construct_object(value_node, deep=True)
+            # YAML 1.1 reads 1:4 as a number to the base of 60.
+            is_sixty = isinstance(value, int) and ":" in str(value_node.value)
+            yield key, line, value_node.value if is_sixty else value
     except yaml.YAMLError as error:
         raise ConfigError(f"`{path}` is no valid YAML{_describe_yaml_error(error)}") from None
     except ConfigError:  # which is a ValueError, and has said it all

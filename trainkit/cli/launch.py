@@ -5,6 +5,7 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -118,6 +119,8 @@ def _tell_others(job: JobSettings, error: ConfigError) -> None:
     """Let the other machines know that this one cannot do its part; returns when they do."""
     if job.num_machines == 1 or job.main_process_ip is None or job.main_process_port == 0:
         return
+    if job.is_elastic:  # the others go on without it
+        return
     from trainkit.cli.meet import meet
 
     print("trainkit: this machine cannot do its part, and tells the others", file=sys.stderr)
@@ -141,14 +144,15 @@ def _report_folder(parent: str | None) -> Path:
 def _run_processes(plan: Plan, job: JobSettings) -> tuple[int, bool]:
     """Return the exit code, and whether there are reports to keep."""
     os.environ.update(plan.environment)  # before torch looks for GPUs
-    from trainkit.cli.agent import GRACE_SECONDS, run
+    from trainkit.cli.agent import GRACE_SECONDS, Outcome, run
+    from trainkit.cli.elastic import find_way, run_elastic
     from trainkit.cli.link import LOST
     from trainkit.cli.meet import meet
     from trainkit.cli.meeting import alone, versions
     from trainkit.cli.orphan_killer import OrphanKiller
     from trainkit.device import accelerator_count
 
-    is_alone = job.num_machines == 1
+    is_alone = job.num_machines == 1 or job.is_elastic  # nobody waits for it
     try:
         check_here(plan, accelerator_count() if plan.needs_gpus else 0)
     except ConfigError as error:
@@ -158,9 +162,13 @@ def _run_processes(plan: Plan, job: JobSettings) -> tuple[int, bool]:
     orphan_killer = OrphanKiller(grace)  # before there are threads
     try:
         told = {**plan.agreed, **versions(plan.script)}
-        meeting = alone(job, plan.port) if is_alone else meet(job, told)
+        begin: Callable[..., Outcome] = run_elastic if job.is_elastic else run
+        if job.is_elastic:
+            meeting = find_way(job)
+        else:
+            meeting = alone(job, plan.port) if job.num_machines == 1 else meet(job, told)
         try:
-            outcome = run(plan, meeting, orphan_killer, shows_log=job.debug)
+            outcome = begin(plan, meeting, orphan_killer, shows_log=job.debug)
             return outcome.code, failure.explain(outcome, meeting)
         finally:
             meeting.close()

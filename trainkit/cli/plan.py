@@ -32,6 +32,7 @@ __all__ = [
 ]
 
 _DEFAULT_PORT = 29500
+_LAST_CALL = "last_call_timeout=10"  # seconds; torch waits 30 for more machines than it needs
 # SIGUSR1 is how schedulers announce the end of the time that a job was given.
 _SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 
@@ -116,7 +117,9 @@ def make_plan(resolved: Resolved, script: Script, env: Mapping[str, str] = os.en
     local = _local(job, env)
     port, notes = _free_port(job)
     machines: tuple[str, ...] = ("--nnodes", str(job.num_machines))
-    if job.num_machines > 1:
+    if job.is_elastic:
+        machines = _coming_and_going(job, port)
+    elif job.num_machines > 1:
         machines = (*machines, "--node-rank", str(job.machine_rank))
     address = job.main_process_ip if job.num_machines > 1 else "127.0.0.1"
     environment = _environment(resolved, local, env)
@@ -145,6 +148,16 @@ def make_plan(resolved: Resolved, script: Script, env: Mapping[str, str] = os.en
         port=port,
         notes=(*local.notes, *notes),
         needs_gpus=local.processes if local.uses_gpus else 0,
+    )
+
+
+def _coming_and_going(job: JobSettings, port: int) -> tuple[str, ...]:
+    """Return the arguments for machines that come and go."""
+    conf = ",".join([_LAST_CALL, *([job.rdzv_conf] if job.rdzv_conf else [])])
+    return (
+        *("--nnodes", f"{job.min_machines}:{job.num_machines}"),
+        *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{job.main_process_ip}:{port}"),
+        *("--rdzv-id", "trainkit", "--rdzv-conf", conf),
     )
 
 
@@ -203,7 +216,12 @@ def _check_machines(job: JobSettings) -> None:
             f"`machine_rank` is {job.machine_rank}, but must be less than `num_machines`, which "
             f"is {job.num_machines}: machines are counted from 0."
         )
-    if job.rdzv_conf is not None:
+    if (job.min_machines or 1) > job.num_machines:
+        raise ConfigError(
+            f"`min_machines` is {job.min_machines}, but must be at most `num_machines`, which is "
+            f"{job.num_machines}."
+        )
+    if job.rdzv_conf is not None and not job.is_elastic:
         raise ConfigError(
             f"`rdzv_conf` is `{job.rdzv_conf}`, but is for torch's rendezvous, which is not used. "
             "How long machines wait for each other is `--meeting_timeout`."

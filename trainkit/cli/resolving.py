@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.cli import config_file
-from trainkit.cli.settings import SETTINGS, JobSettings, Setting
+from trainkit.cli.settings import SETTINGS, JobSettings, Setting, least_and_most
+from trainkit.cli.starter_settings import PLACE, check_alone, starter_settings
 from trainkit.errors import ConfigError
 
 __all__ = ["Resolved", "add_options", "gathered", "resolve"]
 
 COMMAND_LINE, ENVIRONMENT, DEFAULT = "command line", "environment", "default"
+EXPLICIT = (COMMAND_LINE, ENVIRONMENT)  # a file may say it for another job
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +91,7 @@ def _add(parser: argparse.ArgumentParser, *names: str, help: str | None, **argum
 def gathered(options: argparse.Namespace) -> dict[str, Any]:
     """Return the settings that the command line has, checked, by name."""
     given = {name: getattr(options, name) for name in SETTINGS}
+    given |= least_and_most(given["num_machines"]) if given["num_machines"] else {}
     return {
         name: SETTINGS[name].checked(value, "on the command line")
         for name, value in given.items()
@@ -97,10 +100,11 @@ def gathered(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def resolve(options: argparse.Namespace, env: Mapping[str, str] = os.environ) -> Resolved:
-    """Put the settings together: command line, then file, then environment, then default.
+    """Put the settings together: command line, file, environment, starter, default.
 
     Raises:
-        ConfigError: A value cannot be, or the file cannot be used.
+        ConfigError: A value cannot be, the file cannot be used, or each task of a starter would
+            start a job.
     """
     given = gathered(options)
     path = config_file.find(options.config_file, env)
@@ -117,10 +121,28 @@ def resolve(options: argparse.Namespace, env: Mapping[str, str] = os.environ) ->
             place = f"in the environment variable {variable}"
             values[name] = setting.checked(env[variable], place)
             sources[name] = f"{ENVIRONMENT} ({variable})"
-        else:
-            values[name], sources[name] = setting.default, DEFAULT
+    is_alone = getattr(options, "standalone", False) or (
+        values.get("num_machines") == 1 and sources["num_machines"].startswith(EXPLICIT)
+    )
+    _ask_starter(values, sources, env, is_alone)
     _check_one_process(values, sources)
     return Resolved(JobSettings(**values), sources, path, {} if file is None else file.fsdp)
+
+
+def _ask_starter(
+    values: dict[str, Any], sources: dict[str, str], env: Mapping[str, str], is_alone: bool
+) -> None:
+    """Add what a starter says and nobody else, and the defaults; `is_alone`: the job is here."""
+    for name, (text, who) in starter_settings(env).items():
+        if name not in values and not (is_alone and name in (*PLACE, "min_machines")):
+            values[name], sources[name] = SETTINGS[name].checked(text, f"({who})"), who
+            if name == "num_processes":
+                values[name] *= values.get("num_machines", 1)
+    for name, setting in SETTINGS.items():
+        if name not in values:
+            values[name], sources[name] = setting.default, DEFAULT
+    if values["num_machines"] == 1 and not is_alone:
+        check_alone(env)
 
 
 def _check_one_process(values: Mapping[str, Any], sources: Mapping[str, str]) -> None:

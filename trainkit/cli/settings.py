@@ -23,7 +23,7 @@ from trainkit.parsing import (
     whole,
 )
 
-__all__ = ["SETTINGS", "JobSettings", "Setting"]
+__all__ = ["SETTINGS", "JobSettings", "Setting", "least_and_most"]
 
 DISTRIBUTED_TYPES = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP")
 
@@ -97,6 +97,9 @@ class JobSettings:
         None, whole(1), "processes on all machines together (default: one for each GPU, else 1)",
         "N")
     num_machines: int = _setting(1, whole(1), "machines", "N")
+    min_machines: int | None = _setting(
+        None, whole(1), "fewest machines to go on with, where they come and go (default: all); "
+        "`--num_machines 1:4` says both", "N")
     machine_rank: int = _setting(0, whole(0), "number of this machine, from 0", "N")
     main_process_ip: str | None = _setting(
         None, text, "address of machine 0, for the others", "HOST")
@@ -111,7 +114,8 @@ class JobSettings:
     rdzv_backend: str = _setting(
         "static", one_of("static", "c10d"),
         "has no effect, as machines meet in one way; for files of accelerate", "NAME")
-    rdzv_conf: str | None = _setting(None, pairs, "has no effect either", "KEY=VALUE")
+    rdzv_conf: str | None = _setting(
+        None, pairs, "for torch's rendezvous, by which machines come and go", "KEY=VALUE")
     gpu_ids: str = _setting("all", gpu_ids, "GPUs of this machine to use, such as 0,1", "IDS")
     mixed_precision: str = _setting(
         "no", one_of(*MIXED_PRECISIONS),
@@ -137,7 +141,18 @@ class JobSettings:
     report_dir: str | None = _setting(
         None, text, "folder for reports of failures (default: a temporary one)", "DIR")
     debug: bool = _setting(False, boolean, "show torch's own log; check collectives")
-# fmt: on
+    # fmt: on
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether machines may come and go."""
+        return (self.min_machines or self.num_machines) < self.num_machines
+
+
+def least_and_most(machines: str) -> dict[str, str]:
+    """Return `num_machines` as it is, or as torchrun writes it: 1:4 says the fewest too."""
+    least, colon, most = machines.partition(":")
+    return {"min_machines": least, "num_machines": most} if colon else {"num_machines": machines}
 
 
 SETTINGS = {

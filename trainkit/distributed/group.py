@@ -11,9 +11,8 @@ from typing import Any
 import torch
 import torch.distributed
 from torch.distributed import ProcessGroup
-from torch.distributed.distributed_c10d import PrefixStore, Store
-from torch.distributed.rendezvous import rendezvous
 
+from trainkit import starters
 from trainkit.device import (
     accelerator_count,
     can_bind,
@@ -22,13 +21,13 @@ from trainkit.device import (
     default_kind,
     is_accelerator,
 )
+from trainkit.distributed.rendezvous import Rendezvous
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigError, DistributedError
 from trainkit.launch_environment import SECRET
 
 __all__ = [
     "DEBUG",
-    "INIT_METHOD",
     "LAZY",
     "Membership",
     "as_timeout",
@@ -37,20 +36,18 @@ __all__ = [
     "set_group_timeout",
 ]
 
-INIT_METHOD = "TRAINKIT_INIT_METHOD"
-"""Environment variable with the rendezvous to use instead of `env://`."""
+LAZY = "TORCH_GLOO_LAZY_INIT"
+"""Environment variable; with 1, gloo connects two processes when they first talk to each other."""
+
+# Processes that gloo connects all to all at the start. More would cost each of them too much; fewer
+# gain nothing from connecting later, where gloo aborts if a group ends while another one connects.
+_LARGEST_MESH = 64
 
 DEBUG = "TRAINKIT_DEBUG"
 """Environment variable; with 1, torch compares every collective of all processes, which is slow."""
 
 
-LAZY = "TORCH_GLOO_LAZY_INIT"
-"""Environment variable; with 1, gloo connects two processes when they first talk to each other."""
-
 _OTHER_DESCRIPTORS = 128  # of a process, besides connections to the others
-# Processes that gloo connects all to all at the start. More would cost each of them too much; fewer
-# gain nothing from connecting later, where gloo aborts if a group ends while another one connects.
-_LARGEST_MESH = 64
 
 
 @dataclass(slots=True)
@@ -160,6 +157,8 @@ def default_device(world: World, device: torch.device | None = None) -> torch.de
     if not is_accelerator(device) or device.index is not None:
         return device
     count = accelerator_count()
+    if count == 1 and starters.sees_own_devices(os.environ):
+        return torch.device(device.type, 0)
     if world.local_rank >= count:
         raise ConfigError(
             f"Process {world.local_rank} of this machine has no accelerator of its own: there are "
@@ -265,38 +264,10 @@ def _default_group() -> ProcessGroup | None:
     return torch.distributed.group.WORLD if torch.distributed.is_available() else None
 
 
-class _Rendezvous:
-    """The key-value store of this process's job, and how many groups were made through it."""
-
-    def __init__(self) -> None:
-        self.store: Store | None = None
-        self.method = ""
-        self.pid = -1
-        self.groups = 0
-
-    def next_store(self, world: World) -> Store:
-        """Return a store that no earlier group has written to; equal on all processes."""
-        method = os.environ.get(INIT_METHOD, "env://")
-        if self.store is None or (self.method, self.pid) != (method, os.getpid()):
-            self.store, _, _ = next(rendezvous(method, world.rank, world.size))
-            self.method, self.pid, self.groups = method, os.getpid(), 0
-            for key in (f"trainkit/joined/{world.rank}", "trainkit/joined"):
-                self.store.set(key, "")  # the launcher looks: nobody waits for who has ended
-        self.groups += 1
-        return PrefixStore(f"trainkit/{self.groups}", self.store)
-
-
-_rendezvous = _Rendezvous()
+_rendezvous = Rendezvous()
 
 
 def _make(world: World, device: torch.device) -> None:
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    if missing and INIT_METHOD not in os.environ:
-        raise ConfigError(
-            f"The environment variable `WORLD_SIZE` asks for {world.size} processes, but "
-            f"{' and '.join(f'`{name}`' for name in missing)} is not set, so they cannot find "
-            "each other. Start the job with torchrun, or unset `WORLD_SIZE`."
-        )
     if world.size > _LARGEST_MESH:
         # Each process connects to those that it talks to, when it does, and not at once to all.
         os.environ.setdefault(LAZY, "1")

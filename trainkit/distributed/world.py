@@ -7,6 +7,7 @@ from typing import Self
 
 import torch.distributed
 
+from trainkit import starters
 from trainkit.errors import ConfigError
 
 __all__ = ["World"]
@@ -14,7 +15,7 @@ __all__ = ["World"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class World:
-    """The place of this process, read once from what torchrun sets."""
+    """The place of this process, read once from what torchrun sets, or another starter."""
 
     rank: int = 0  # 0 <= rank < size
     local_rank: int = 0  # rank on this machine; picks the GPU
@@ -33,13 +34,16 @@ class World:
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> Self:
-        """Read `RANK`, `LOCAL_RANK`, `WORLD_SIZE` and `LOCAL_WORLD_SIZE`; one process without."""
+        """Read `RANK`, `LOCAL_RANK`, `WORLD_SIZE`, `LOCAL_WORLD_SIZE`; one process without.
+
+        Tasks of `srun` and `mpirun` are read too.
+
+        Raises:
+            ConfigError: The variables say no place, or a machine on which none was started.
+        """
         env = os.environ if env is None else env
-        size = _integer(env, "WORLD_SIZE", 1)
-        rank = _integer(env, "RANK", 0)
-        local_size = _integer(env, "LOCAL_WORLD_SIZE", size)
-        local_rank = _integer(env, "LOCAL_RANK", rank % local_size if local_size > 0 else rank)
-        return cls(rank=rank, local_rank=local_rank, size=size, local_size=local_size)
+        starters.refuse_alone(env)
+        return cls._read(starters.in_torchrun_words(env))
 
     @classmethod
     def current(cls) -> Self:
@@ -48,7 +52,21 @@ class World:
         if not group.is_available() or not group.is_initialized():
             return cls.from_env()
         numbers = {"RANK": str(group.get_rank()), "WORLD_SIZE": str(group.get_world_size())}
-        return cls.from_env({**os.environ, **numbers})
+        return cls._read(starters.in_torchrun_words({**os.environ, **numbers}))
+
+    @classmethod
+    def _read(cls, env: Mapping[str, str]) -> Self:
+        size = _integer(env, "WORLD_SIZE", 1)
+        if size > 1 and "RANK" not in env:
+            raise ConfigError(
+                f"The environment variable `WORLD_SIZE` asks for {size} processes, but `RANK`, the "
+                "number of this one, is not set. Start the job with torchrun, or unset "
+                "`WORLD_SIZE`."
+            )
+        rank = _integer(env, "RANK", 0)
+        local_size = _integer(env, "LOCAL_WORLD_SIZE", size)
+        local_rank = _integer(env, "LOCAL_RANK", rank % local_size if local_size > 0 else rank)
+        return cls(rank=rank, local_rank=local_rank, size=size, local_size=local_size)
 
     @property
     def is_main(self) -> bool:

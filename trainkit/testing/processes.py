@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from trainkit.containers.wire_format import decode, encode
-from trainkit.distributed.group import INIT_METHOD
+from trainkit.distributed.rendezvous import INIT_METHOD
 
 __all__ = ["ProcessFailed", "on_processes"]
 

@@ -1,0 +1,92 @@
+"""Machines that come and go; `python -m benchmarks.elastic` loses many of them."""
+
+import signal
+import time
+from datetime import UTC, datetime
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
+
+from benchmarks.elastic import Job, judge, prepare
+from tests.cli.test_launch import alone, output, planned, shown
+from trainkit.cli import config_file
+from trainkit.cli.rendezvous_state import Json
+from trainkit.errors import ConfigError
+
+assert alone is not None  # a fixture: an empty folder, no settings from outside
+
+
+def test_torchruns_way_of_writing_is_read(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = shown(capsys, "--num_machines", "1:4")
+    assert (rows["num_machines"][0], rows["min_machines"][0]) == ("4", "1")
+    monkeypatch.setenv("PET_NNODES", "2:3")
+    rows = shown(capsys)
+    assert (rows["num_machines"][0], rows["min_machines"][0]) == ("3", "2")
+    assert rows["min_machines"][1] == "environment (PET_NNODES)"
+
+
+def test_machines_that_come_and_go_meet_by_c10d(capsys: pytest.CaptureFixture[str]) -> None:
+    place = ("--main_process_ip", "10.0.0.1", "--rdzv_conf", "keep_alive_interval=2")
+    _, arguments = planned(
+        capsys, "--num_machines", "1:4", "--num_processes", 8, *place, "script.py"
+    )
+    said = dict(pairwise(arguments))
+    assert (said["--nnodes"], said["--nproc-per-node"]) == ("1:4", "2")
+    assert (said["--rdzv-backend"], said["--rdzv-endpoint"]) == ("c10d", "10.0.0.1:29500")
+    assert said["--rdzv-conf"] == "last_call_timeout=10,keep_alive_interval=2"
+    _, arguments = planned(
+        capsys, "--num_machines", 4, "--min_machines", 4, *place[:2], "script.py"
+    )
+    assert "c10d" not in arguments
+
+
+def test_what_cannot_be_is_refused(alone: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = output(capsys, "--dry-run", "--num_machines", "4:2", "script.py", code=1)
+    assert "`min_machines` is 4, but must be at most `num_machines`" in text
+    text = output(capsys, "--dry-run", "--rdzv_conf", "a=1", "script.py", code=1)
+    assert "`rdzv_conf` is `a=1`" in text
+    (alone / "job.yaml").write_text("num_machines: 1:4\n")  # 64 for a reader of YAML
+    with pytest.raises(ConfigError, match="but is '1:4'"):
+        config_file.read(alone / "job.yaml")
+
+
+def test_the_state_of_the_rendezvous_travels_as_json() -> None:
+    state, now = _RendezvousState(), datetime.now(UTC)
+    first, second = _NodeDesc("10.0.0.1", 7, 0), _NodeDesc("10.0.0.2", 9, 1)
+    state.round, state.complete, state.deadline = 3, True, now
+    state.participants, state.last_heartbeats = {first: 0}, {first: now, second: now}
+    state.wait_list, state.redundancy_list = {second}, {first, second}
+    text = Json.dumps(state)
+    assert vars(Json.loads(text)) == vars(state)
+    assert vars(Json.loads(Json.dumps(_RendezvousState()))) == vars(_RendezvousState())
+    for broken in (b"", b"[]", b"{}", b"cos\nsystem\n", text.replace(b"10.0.0.1", b"") + b"x"):
+        with pytest.raises(Json.PickleError):
+            Json.loads(broken)
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("is_asked", [False, True])
+def test_the_rest_goes_on_when_a_machine_is_lost(is_asked: bool, tmp_path: Path) -> None:
+    prepare(tmp_path)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    job = Job(tmp_path, 2, store.port, epochs=4, pause=0.1)
+    for _ in range(2):
+        job.add()
+    try:
+        job.wait(0.0, 2, times=6)  # updates, of which five are saved
+        if is_asked:  # as before a preemption
+            lost, leaving = time.time(), job.machines.pop().launcher
+            leaving.send(signal.SIGTERM)
+            assert leaving.wait() == 143, leaving.output
+        else:
+            lost = job.lose(1)
+        job.wait(lost, 1)
+        assert job.machines[0].launcher.wait() == 0, job.machines[0].launcher.output
+    finally:
+        job.end()
+    assert judge(tmp_path, epochs=4, codes=[]) == []
