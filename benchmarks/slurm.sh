@@ -165,5 +165,5 @@ scontrol release "$job" 2>/dev/null
 scontrol update JobId="$job" StartTime=now 2>/dev/null
 wait "$waiting"
 check "examples/cluster/slurm.sh: requeued, resumed, done" 1 "processes: 2" cat "$WORK/batch"
-check "... from its checkpoint" 1 "resume" grep -i -m 1 "resume" "$WORK/batch"
+check "... from its checkpoint" 1 "resuming from" cat "$WORK/batch"
 exit "$failed"

@@ -15,7 +15,9 @@ ROOT = Path(__file__).resolve().parent.parent
 
 pytestmark = [
     pytest.mark.slow,  # Ray takes a minute to start
-    pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed"),
+    pytest.mark.skipif(
+        find_spec("ray") is None, reason="Ray is not installed: `pip install -e .[ray]`"
+    ),
 ]
 
 

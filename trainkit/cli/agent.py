@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -31,6 +30,7 @@ from trainkit.cli.link import ASKED, FAILED, LOST, JobEnded
 from trainkit.cli.machine import INTERFACE_VARIABLES
 from trainkit.cli.meeting import Meeting
 from trainkit.cli.orphan_killer import OrphanKiller
+from trainkit.cli.outcome import Outcome, described, not_told, shell_code
 from trainkit.cli.plan import Plan
 from trainkit.cli.rendezvous import Rendezvous
 from trainkit.console import put
@@ -42,7 +42,7 @@ from trainkit.watchdog.listening import ADDRESS_VARIABLE
 from trainkit.watchdog.report import FOLDER_VARIABLE
 from trainkit.watchdog.stalls import Member
 
-__all__ = ["GRACE_SECONDS", "Agent", "Outcome", "run"]
+__all__ = ["GRACE_SECONDS", "Agent", "run"]
 
 GRACE_SECONDS = {LOST: 4, FAILED: 26}
 """What processes get from SIGTERM on, where the job ends and no signal has asked for it."""
@@ -60,25 +60,6 @@ _LOOK_PAUSE, _STOPPED_LOOKS = 4.0, 12
 _SIGNALS = (*CAUGHT, signal.SIGHUP, signal.SIGQUIT)
 # A run that was asked to end has saved, and must not be started again by the agent.
 _ENDED_ON_REQUEST = frozenset(exit_code(signum) for signum in CAUGHT)
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """How the processes of this machine ended.
-
-    Args:
-        code: What the launcher exits with.
-        reports: The folder with the reports of the last attempt.
-        failures: Rank to what happened, for processes that failed.
-        endings: The same for processes that have ended with code 0.
-        was_asked: Whether a signal to this launcher ended them.
-    """
-
-    code: int
-    reports: Path
-    failures: Mapping[int, str] = field(default_factory=dict)
-    endings: Mapping[int, str] = field(default_factory=dict)
-    was_asked: bool = False
 
 
 def run(
@@ -289,10 +270,10 @@ class Agent(LocalElasticAgent):
             self._remaining_restarts = 0
         if not codes or self._remaining_restarts:
             return
-        rank, code = next(iter(_alone(codes).items()), next(iter(codes.items())))
+        rank, code = next(iter(not_told(codes).items()), next(iter(codes.items())))
         kind = ASKED if set(codes.values()) <= _ENDED_ON_REQUEST else FAILED
-        cause = f"process {rank} on {self._name} {_described(code)}"
-        self._link.tell_end(kind, cause, 1 if code == EXIT_OTHER_FAILED else _shell_code(code))
+        cause = f"process {rank} on {self._name} {described(code)}"
+        self._link.tell_end(kind, cause, 1 if code == EXIT_OTHER_FAILED else shell_code(code))
 
     @override
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
@@ -352,7 +333,7 @@ class Agent(LocalElasticAgent):
 
     def endings(self) -> dict[int, str]:
         """Return how each process of this machine ended by itself, by its rank in the job."""
-        return {rank: _described(code) for rank, code in self.codes().items() if code == 0}
+        return {rank: described(code) for rank, code in self.codes().items() if code == 0}
 
     def kill(self) -> None:
         """Kill what is left of the processes of this machine."""
@@ -366,23 +347,17 @@ def _outcome(agent: Agent, result: RunResult) -> Outcome:
     if not result.failures:
         return Outcome(int(result.state != WorkerState.SUCCEEDED), agent.reports)
     codes = {rank: failure.exitcode for rank, failure in sorted(result.failures.items())}
-    alone = _alone(codes)
+    alone = not_told(codes)
     if alone:
-        code = _shell_code(next(iter(alone.values())))
+        code = shell_code(next(iter(alone.values())))
     else:  # the first one may have been told to end while it was about to
         code = 1 if EXIT_OTHER_FAILED in codes.values() else exit_code(signal.SIGTERM)
-    failures = {rank: _described(each) for rank, each in (alone or codes).items()}
+    failures = {rank: described(each) for rank, each in (alone or codes).items()}
     return Outcome(code, agent.reports, {**failures, **agent.stopped}, agent.endings())
 
 
 def _asked(meeting: Meeting, signum: signal.Signals) -> str:
     return f"{meeting.link.name(meeting.machine)} was asked to end ({signum.name})"
-
-
-def _alone(codes: Mapping[int, int]) -> dict[int, int]:
-    """Return the codes of processes that were not told to end."""
-    told = (-signal.SIGTERM, exit_code(signal.SIGTERM), EXIT_OTHER_FAILED)
-    return {rank: code for rank, code in codes.items() if code not in told}
 
 
 def _interrupted(agent: Agent, signum: signal.Signals) -> Outcome:
@@ -393,25 +368,10 @@ def _interrupted(agent: Agent, signum: signal.Signals) -> Outcome:
     others = {rank: code for rank, code in codes.items() if code not in by_signal}
     late = "had not ended when the time was up, and was killed"
     failures = {
-        rank: late if code == -signal.SIGKILL else _described(code) for rank, code in others.items()
+        rank: late if code == -signal.SIGKILL else described(code) for rank, code in others.items()
     }
     if others:
-        code = _shell_code(next(iter(others.values())))
+        code = shell_code(next(iter(others.values())))
     else:
-        code = max((_shell_code(code) for code in codes.values()), default=exit_code(signum))
+        code = max((shell_code(code) for code in codes.values()), default=exit_code(signum))
     return Outcome(code, agent.reports, failures, was_asked=True)
-
-
-def _shell_code(code: int | None) -> int:
-    """Return an exit code as a shell gives it: 128 + N for a process that signal N killed."""
-    return 1 if code is None else code if code >= 0 else 128 - code
-
-
-def _described(code: int | None) -> str:
-    if code is None:
-        return "did not end"
-    if code >= 0:
-        return f"ended with code {code}"
-    name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
-    hint = " (often: this machine ran out of memory)" if -code == signal.SIGKILL else ""
-    return f"was killed by {name}{hint}"

@@ -17,11 +17,12 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.launcher.api import LaunchConfig
 from typing_extensions import override
 
-from trainkit.cli.agent import Agent, Outcome, run
+from trainkit.cli.agent import Agent, run
 from trainkit.cli.link import Link
 from trainkit.cli.meeting import Meeting
 from trainkit.cli.network import addresses_of, is_own, job_interface, reach
 from trainkit.cli.orphan_killer import OrphanKiller
+from trainkit.cli.outcome import Outcome
 from trainkit.cli.plan import Plan, port_of
 from trainkit.cli.rendezvous_state import send_no_pickles
 from trainkit.cli.settings import JobSettings

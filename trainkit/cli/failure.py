@@ -15,8 +15,8 @@ from trainkit.watchdog import report as reports
 from trainkit.watchdog.report import Report
 
 if TYPE_CHECKING:
-    from trainkit.cli.agent import Outcome
     from trainkit.cli.meeting import Meeting
+    from trainkit.cli.outcome import Outcome
 
 __all__ = ["explain", "show"]
 

@@ -144,12 +144,13 @@ def _report_folder(parent: str | None) -> Path:
 def _run_processes(plan: Plan, job: JobSettings) -> tuple[int, bool]:
     """Return the exit code, and whether there are reports to keep."""
     os.environ.update(plan.environment)  # before torch looks for GPUs
-    from trainkit.cli.agent import GRACE_SECONDS, Outcome, run
+    from trainkit.cli.agent import GRACE_SECONDS, run
     from trainkit.cli.elastic import find_way, run_elastic
     from trainkit.cli.link import LOST
     from trainkit.cli.meet import meet
     from trainkit.cli.meeting import alone, versions
     from trainkit.cli.orphan_killer import OrphanKiller
+    from trainkit.cli.outcome import Outcome
     from trainkit.device import accelerator_count
 
     is_alone = job.num_machines == 1 or job.is_elastic  # nobody waits for it

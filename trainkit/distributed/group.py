@@ -5,14 +5,14 @@ import os
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from hashlib import blake2b
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed
 from torch.distributed import ProcessGroup
 
-from trainkit import starters
 from trainkit.device import (
     accelerator_count,
     can_bind,
@@ -21,9 +21,11 @@ from trainkit.device import (
     default_kind,
     is_accelerator,
 )
-from trainkit.distributed.rendezvous import Rendezvous
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigError, DistributedError
+
+if TYPE_CHECKING:
+    from trainkit.distributed.rendezvous import Rendezvous
 
 __all__ = [
     "DEBUG",
@@ -159,6 +161,8 @@ def default_device(world: World, device: torch.device | None = None) -> torch.de
     check_present(device)
     if not is_accelerator(device) or device.index is not None:
         return device
+    from trainkit import starters  # importing trainkit needs none of it
+
     count = accelerator_count()
     if count == 1 and starters.sees_own_devices(os.environ):
         return torch.device(device.type, 0)
@@ -215,7 +219,7 @@ def _check_secret(control: ProcessGroup, world: World) -> None:
         DistributedError: One of them does not know it.
     """
     secret = os.environ.get(SECRET, "").encode()[:64]
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT"), _rendezvous.groups
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT"), _rendezvous().groups
     digests = (
         blake2b(f"{attempt} {rank}".encode(), key=secret, digest_size=32).digest()
         for rank in range(world.size)
@@ -267,7 +271,12 @@ def _default_group() -> ProcessGroup | None:
     return torch.distributed.group.WORLD if torch.distributed.is_available() else None
 
 
-_rendezvous = Rendezvous()
+@cache
+def _rendezvous() -> "Rendezvous":
+    """Return where the processes meet, which one process needs none of."""
+    from trainkit.distributed.rendezvous import Rendezvous
+
+    return Rendezvous()
 
 
 def _make(world: World, device: torch.device) -> None:
@@ -276,7 +285,7 @@ def _make(world: World, device: torch.device) -> None:
         os.environ.setdefault(LAZY, "1")
     torch.distributed.init_process_group(
         collective_backend(device),
-        store=_rendezvous.next_store(world),
+        store=_rendezvous().next_store(world),
         rank=world.rank,
         world_size=world.size,
         device_id=device if can_bind(device) else None,

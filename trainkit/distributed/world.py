@@ -7,7 +7,6 @@ from typing import Self
 
 import torch.distributed
 
-from trainkit import starters
 from trainkit.errors import ConfigError
 
 __all__ = ["World"]
@@ -41,6 +40,8 @@ class World:
         Raises:
             ConfigError: The variables say no place, or a machine on which none was started.
         """
+        from trainkit import starters  # importing trainkit needs none of it
+
         env = os.environ if env is None else env
         starters.refuse_alone(env)
         return cls._read(starters.in_torchrun_words(env))
@@ -51,6 +52,8 @@ class World:
         group = torch.distributed
         if not group.is_available() or not group.is_initialized():
             return cls.from_env()
+        from trainkit import starters
+
         numbers = {"RANK": str(group.get_rank()), "WORLD_SIZE": str(group.get_world_size())}
         return cls._read(starters.in_torchrun_words({**os.environ, **numbers}))
 
