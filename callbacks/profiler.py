@@ -150,8 +150,10 @@ class Profiler(Callback):
         name = f"step-{self._first:08d}-rank-{run.processes.process_index}"
         recorded.export_chrome_trace(str(self._folder / f"{name}.trace.json.gz"))
         if self.table_rows:
-            table = recorded.key_averages().table(
-                sort_by=f"self_{run.strategy.device.type}_time_total",
+            averages = recorded.key_averages()
+            has_device = any(each.self_device_time_total for each in averages)
+            table = averages.table(
+                sort_by=f"self_{'device' if has_device else 'cpu'}_time_total",
                 row_limit=self.table_rows,
                 max_name_column_width=50,
             )

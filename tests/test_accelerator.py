@@ -217,7 +217,7 @@ def test_only_the_main_process_prints(capfd: pytest.CaptureFixture[str]) -> None
 
 def _unwrap(rank: int) -> bool:
     accelerator = Accelerator()
-    model = nn.Linear(1, 1)
+    model = nn.Linear(1, 1).to(accelerator.device)
     wrapped = DistributedDataParallel(model)
     return accelerator.unwrap_model(wrapped) is model is accelerator.unwrap_model(model)
 

@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -183,14 +182,29 @@ def test_open_sums_of_the_log_survive_another_number_of_processes(tmp_path: Path
     assert loaded.loaded["sums"] == {"loss": (kinds[0], sum(values), sum(weights))}
 
 
-def test_what_does_not_fit_leaves_the_model_alone(tmp_path: Path) -> None:
+class Other(Counting):
+    """Another callback with a state, which no checkpoint here has."""
+
+
+@pytest.mark.parametrize("other", ["seed", "callback"])
+def test_what_does_not_fit_leaves_the_model_alone(tmp_path: Path, other: str) -> None:
     fit(0, tmp_path, None, None)
     model = toy_model(seed=7)
     before = [p.detach().clone() for p in model.parameters()]
-    trainer = Weighted(max_epochs=2, output_dir=tmp_path, seed=3, callbacks=[Checkpoint()])
-    with pytest.raises(CheckpointError, match=r"(?s)seed.*|callback"):
+    callbacks = [Counting(), Evaluation(every_n_steps=2, at_end=False), Checkpoint()]
+    trainer = Weighted(
+        max_epochs=2,
+        output_dir=tmp_path,
+        seed=3 if other == "seed" else 0,
+        gradient_accumulation_steps=2,
+        callbacks=callbacks if other == "seed" else [*callbacks, Other()],
+    )
+    with pytest.raises(CheckpointError, match=rf"fit:\n  - {other}"):
         trainer.fit(
-            model, DataLoader(toy_dataset(), 4), optimizer=partial(AdamW, lr=1.0), resume="must"
+            model,
+            (DataLoader(toy_dataset(), 2, shuffle=True), DataLoader(toy_dataset(), 4)),
+            optimizer=two_groups,
+            resume="must",
         )
     assert all(map(torch.equal, before, model.parameters()))
 

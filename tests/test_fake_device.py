@@ -2,9 +2,11 @@
 
 It is a device that torch does not know by itself (PrivateUse1), written in C++ and compiled once:
 see `tests/fake_device/`. It shows what no CPU can: tensors of two devices do not mix, reads of the
-host are counted, copies that nobody waited for are poison, and memory has a limit.
+host are counted, copies that nobody waited for are poison, and memory has a limit. These are a few
+tests of each kind; `python -m tests.fake_device` runs all on it.
 """
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -36,15 +38,11 @@ RUNS: dict[str, tuple[str, ...]] = {
 
 
 def run_on_device(arguments: tuple[str, ...], **variables: str) -> None:
-    """Run pytest where the pretended device is the accelerator; fail with what it prints."""
-    environment = {**build.environment(), "OMP_NUM_THREADS": "1", "FAKE_DEVICES": "8", **variables}
-    options = ["-q", "-x", "-p", "no:cacheprovider", "-p", "tests.fake_device.forked"]
-    # torch calls some losses of such a device by `out=`, of which the kernels of the CPU warn.
-    options += ["-W", "ignore:An output with one or more elements was resized"]
+    """Run tests where the pretended device is the accelerator; fail with what they print."""
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, *arguments],
+        [sys.executable, "-m", "tests.fake_device", "-x", *arguments],
         cwd=ROOT,
-        env=environment,
+        env={**os.environ, **variables},
         capture_output=True,
         text=True,
         timeout=1500,

@@ -73,6 +73,24 @@ def sign(folder: Path) -> None:
     sign_body(path, body)
 
 
+def packed(folder: Path) -> dict[str, bytes]:
+    """Return the content of the files that are packed into one, by name."""
+    listed = json.loads((folder / "manifest.json").read_bytes())["files"]
+    return {
+        name: (folder / info["pack"]).read_bytes()[info["begin"] :][: info["bytes"]]
+        for name, info in listed.items()
+        if "pack" in info
+    }
+
+
+def unpack(folder: Path) -> None:
+    """Let each packed file be one of the folder, as it was in older versions of the format."""
+    for name, content in packed(folder).items():
+        (folder / name).write_bytes(content)
+    sign(folder)
+    (folder / "processes.bin").unlink(missing_ok=True)
+
+
 def sign_body(path: Path, body: Any) -> None:
     rest = json.dumps(body, indent=1).encode().removeprefix(b"{\n") + b"\n"
     path.write_bytes(HEAD + xxhash.xxh3_128_hexdigest(rest).encode() + b'",\n' + rest)

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.accelerator.toys import bits, prepared
 from tests.helpers.ranks import run_ranks
+from tests.test_forged import packed
 from trainkit import (
     Accelerator,
     ConfigError,
@@ -106,7 +107,8 @@ def _late(rank: int, folder: Path, late: int | None) -> None:
 
 def _contents(folder: Path) -> dict[str, bytes]:
     (entry,) = CheckpointStore(folder).checkpoints()
-    return {name: (entry.path / name).read_bytes() for name in entry.manifest.files}
+    files = {file.name: file.read_bytes() for file in entry.path.iterdir()} | packed(entry.path)
+    return {name: files[name] for name in entry.manifest.files}
 
 
 def test_samples_and_streams_come_back_where_process_0_saved_alone(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from tests.accelerator.toys import Noisy, Stream, bits, numbers, prepared
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiers import with_few
-from tests.test_forged import sign
+from tests.test_forged import sign, unpack
 from trainkit import (
     Accelerator,
     CheckpointCorrupt,
@@ -438,7 +438,9 @@ def _goes_back(rank: int, folder: Path, part: str, given: bool, hook: bool) -> A
         torch.nn.init.constant_(model.weight, value)
         newest = accelerator.save_state()
     if rank == 0:
-        (file,) = Path(newest).rglob(f"{part}.json")
+        (manifest,) = Path(newest).rglob("manifest.json")
+        unpack(manifest.parent)
+        file = manifest.with_name(f"{part}.json")
         tree = json.loads(file.read_text())
         file.write_text(json.dumps(tree | {"torch": None}))
         sign(file.parent)

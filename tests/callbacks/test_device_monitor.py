@@ -47,7 +47,7 @@ def test_memory_and_work_of_the_process_at_log_steps() -> None:
     logged = _logged(_Holds(GIB // 8))
     assert list(logged) == [4, 8]
     for figures in logged.values():
-        assert set(figures) == ON_CPU
+        assert set(figures) - ON_CUDA == ON_CPU
         assert figures["device/host_memory_peak_gib"] > figures["device/host_memory_gib"] * 0.9
         assert figures["device/host_memory_gib"] > 1 / 8
         assert figures["device/cpu_cores"] >= 0

@@ -49,7 +49,7 @@ def average_of(ema: EMA) -> dict[str, Tensor]:
 
 def averaged(trail: Trail, start: list[Tensor], decay: float, *, warmup: bool) -> list[Tensor]:
     """Return the average, one weight after the other."""
-    average = [tensor.clone() for tensor in start]
+    average = [tensor.clone().to(trail.steps[0][0].device) for tensor in start]
     for number, weights in enumerate(trail.steps):
         now = min(decay, (1 + number) / (10 + number)) if warmup else decay
         for held, weight in zip(average, weights, strict=True):

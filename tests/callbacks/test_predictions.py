@@ -32,7 +32,7 @@ def test_it_writes_each_sample_once_in_order(tmp_path: Path) -> None:
     assert lines(path) == [
         {"index": index, "prediction": guess, "reference": target}
         for index, (guess, target) in enumerate(
-            zip(model(features).argmax(1).tolist(), targets.tolist(), strict=True)
+            zip(model.cpu()(features).argmax(1).tolist(), targets.tolist(), strict=True)
         )
     ]
     assert [entry.name for entry in path.parent.iterdir()] == ["out.jsonl"]

@@ -32,7 +32,7 @@ def test_it_says_what_is_trained_and_what_came_of_it(
     assert lines[:7] == [
         "trainkit: training Sequential",
         "  parameters    58 (26 trainable)",
-        "  strategy      single, 1 process, cpu",
+        f"  strategy      single, 1 process, {next(model.parameters()).device}",
         "  precision     fp32",
         "  window        8 samples (4 x 1 process x 2 micro-batches)",
         "  planned       8 steps, 2 epochs",

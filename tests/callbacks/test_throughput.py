@@ -91,7 +91,8 @@ def test_waiting_for_data_is_told_from_work() -> None:
     working = _logged(Throughput(), _Sleeps(step=0.02))[8]
     # Bounds that hold on a busy machine too: each log is of 4 steps of 4 samples.
     elapsed = [16 / figures["time/samples_per_second"] for figures in (waiting, working)]
-    assert waiting["time/data_wait"] * elapsed[0] >= 16 * 0.01
+    # Where batches are read ahead, the last of these steps has none to wait for.
+    assert waiting["time/data_wait"] * elapsed[0] >= 12 * 0.01
     assert (1 - working["time/data_wait"]) * elapsed[1] >= 4 * 0.02
     assert waiting["time/step_seconds_p50"] >= 4 * 0.01
     assert working["time/step_seconds_p50"] >= 0.02

@@ -243,7 +243,7 @@ def test_a_checkpoint_of_a_newer_format_is_refused_with_its_version(tmp_path: Pa
     manifest = store.checkpoints()[0].manifest
     newer = {name: getattr(manifest, name) for name in manifest.__slots__} | {"format_version": 9}
     (path / "manifest.json").write_bytes(type(manifest)(**newer).encode())
-    with pytest.raises(CheckpointError, match=r"version 9 .* reads up to 3\. Install a newer"):
+    with pytest.raises(CheckpointError, match=r"version 9 .* reads up to 4\. Install a newer"):
         store.open(path)
     with pytest.raises(CheckpointError, match=r"Saving step 1 failed: .* version 9"):
         save_alone(store, 1)

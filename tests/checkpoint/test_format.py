@@ -12,7 +12,7 @@ import torch
 import xxhash
 from safetensors.torch import save_file
 
-from tests.checkpoint.fixtures import make_format_3
+from tests.checkpoint.fixtures import make_format_3, make_format_4
 from tests.checkpoint.fixtures.make_format_1 import content
 from tests.checkpoint.sharded import whole_parts
 from tests.checkpoint.test_codec import assert_same
@@ -48,6 +48,23 @@ def test_a_checkpoint_of_version_3_loads_for_ever() -> None:
         assert all(one.stride() == kept_strides(two) for one, two in tensors if kept_strides(two))
 
 
+def test_a_checkpoint_of_version_4_loads_for_ever() -> None:
+    path = FIXTURE.with_name("format_4")
+    checkpoint = CheckpointStore(path.parent).open(path)
+    assert checkpoint.manifest.format_version == 4
+    for rank in range(make_format_4.SIZE):
+        for part, state in make_format_4.content(rank).items():
+            assert_same(checkpoint.read(part), state)
+
+
+def test_the_documented_reader_finds_what_is_packed() -> None:
+    *_, code = re.findall(r"```python\n(.*?)```", DOCUMENT, re.DOTALL)
+    namespace: dict[str, Any] = {}
+    exec(code, namespace)
+    found = namespace["read_packed"](FIXTURE.with_name("format_4"), "process-00001.json")
+    assert json.loads(found)["loaders"] == [{"batches": 1}]
+
+
 def _tensors(state: Any) -> list[torch.Tensor]:
     values = [state] if isinstance(state, torch.Tensor) else []
     inner = state.values() if isinstance(state, dict) else state if type(state) is list else ()
@@ -55,7 +72,7 @@ def _tensors(state: Any) -> list[torch.Tensor]:
 
 
 def test_the_documented_reader_needs_no_trainkit(tmp_path: Path) -> None:
-    code, _ = re.findall(r"```python\n(.*?)```", DOCUMENT, re.DOTALL)
+    code, *_ = re.findall(r"```python\n(.*?)```", DOCUMENT, re.DOTALL)
     model = torch.nn.Linear(3, 2)
     tied = {"embed": model.weight, "head": model.weight, "bias": model.bias}
     parts = {"model": model.state_dict(), "tied": tied}
@@ -76,7 +93,7 @@ assert not [name for name in sys.modules if name.startswith("trainkit")]
 
 
 def test_the_documented_reader_joins_shards() -> None:
-    _, code = re.findall(r"```python\n(.*?)```", DOCUMENT, re.DOTALL)
+    _, code, _ = re.findall(r"```python\n(.*?)```", DOCUMENT, re.DOTALL)
     namespace: dict[str, Any] = {}
     exec(code, namespace)
     found = namespace["join_tensors"](FIXTURE.with_name("format_2"))
@@ -187,6 +204,21 @@ def open_with_files(text: bytes, directory: Path) -> None:
     folder.mkdir()
     (folder / "manifest.json").write_bytes(head + rest)
     CheckpointStore(directory).open(folder)
+
+
+def packed(*files: tuple[str, int, int]) -> bytes:
+    text = json.dumps({f"{i}.json": {"bytes": size, "xxh3_128": "0" * 32, "pack": pack, "begin": at}
+                       for i, (pack, at, size) in enumerate(files)})  # fmt: skip
+    return text.encode()
+
+
+MANIFESTS |= {
+    "gap": packed(("processes.bin", 0, 4), ("processes.bin", 5, 4)),
+    "overlap": packed(("processes.bin", 0, 4), ("processes.bin", 3, 4)),
+    "late": packed(("processes.bin", 1, 4)),
+    "elsewhere": packed(("../x", 0, 4)),
+    "manifest": packed(("manifest.json", 0, 4)),
+}
 
 
 @pytest.mark.parametrize("name", MANIFESTS)

@@ -99,19 +99,28 @@ def test_the_one_saved_last_stays_where_a_newer_step_is_there(tmp_path: Path) ->
         save(CheckpointStore(tmp_path), step)
     store = CheckpointStore(tmp_path)
     save(store, 2)
-    rotate(store, KeepPolicy(), resumed_from=1)
+    rotate(store, KeepPolicy())
     assert steps(store) == [2, 9]
 
 
-def test_the_one_resumed_from_stays_until_a_newer_one_is_valid(tmp_path: Path) -> None:
+def test_the_newest_valid_one_stays_beside_the_one_saved_last(tmp_path: Path) -> None:
+    paths = [save(CheckpointStore(tmp_path), step) for step in (1, 5, 9)]
+    damage(paths[2])
+    store = CheckpointStore(tmp_path)
+    save(store, 2)
+    rotate(store, KeepPolicy())
+    assert steps(store) == [2, 5, 9]
+
+
+def test_the_newest_valid_one_stays_until_a_newer_one_is_valid(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     paths = [save(store, step) for step in (1, 2, 3, 4)]
     for path in paths[2:]:
         damage(path)
-    rotate(CheckpointStore(tmp_path), KeepPolicy(), resumed_from=2)
+    rotate(CheckpointStore(tmp_path), KeepPolicy())
     assert steps(store) == [2, 4]
     save(store, 3)
-    rotate(store, KeepPolicy(), resumed_from=2)
+    rotate(store, KeepPolicy())
     assert steps(store) == [3, 4]
 
 

@@ -19,10 +19,11 @@ from tests.checkpoint.toys import RUN, Together, parts_of, save_alone
 from tests.helpers.ranks import RanksError, run_ranks
 from trainkit.checkpoint import CheckpointStore, KeepPolicy, rotate
 from trainkit.checkpoint.commit_steps import Agree
+from trainkit.checkpoint.format.names import process_part
 from trainkit.checkpoint.io import files
 from trainkit.distributed import Processes
 from trainkit.distributed.collectives import gather_on_main
-from trainkit.errors import CheckpointError, ConfigError
+from trainkit.errors import CheckpointCorrupt, CheckpointError, ConfigError
 
 CHANGES = (
     "make_directory", "create", "write", "sync", "sync_directory", "rename"
@@ -74,8 +75,48 @@ def test_processes_write_one_checkpoint_together(size: int, tmp_path: Path) -> N
     assert checkpoint.manifest.world_size == size
     for rank in range(size):
         assert checkpoint.read(f"random-{rank}")["state"][:2] == [7, rank]
+        assert checkpoint.read(process_part(rank))["rank"] == rank
+    assert visible(paths[0]) == [
+        *("counters.json", "manifest.json", "model.safetensors", "processes.bin"),
+        *(f"random-{rank}.json" for rank in range(size)),
+    ]
+    assert checkpoint.manifest.format_version == 4
     assert stores[0].last_saved == stores[1].checkpoints()[0]
     assert stores[1].last_saved is None
+
+
+def test_each_byte_of_a_pack_belongs_to_a_file(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    path = Together(2).save([store, CheckpointStore(tmp_path)], 7)[0]
+    pack = path / "processes.bin"
+    content = pack.read_bytes()
+    for place, info in store.checkpoints()[0].manifest.files.items():
+        if info.pack is not None:
+            changed = bytearray(content)
+            changed[info.begin + info.bytes - 1] ^= 1
+            pack.write_bytes(changed)
+            with pytest.raises(
+                CheckpointCorrupt, match=f"`{place}` in `processes.bin`: its content"
+            ):
+                store.open(path)
+    for other in (content[:-1], content + b"x"):
+        pack.write_bytes(other)
+        with pytest.raises(CheckpointCorrupt, match=r"`processes\.bin`: it has"):
+            store.open(path)
+    pack.unlink()
+    with pytest.raises(CheckpointCorrupt, match=r"`processes\.bin` is missing"):
+        store.open(path)
+
+
+def test_what_is_large_or_of_one_process_is_not_packed(tmp_path: Path) -> None:
+    def save(rank: int, agree: Agree) -> Path:
+        own = {process_part(rank): {"values": torch.ones(1 << 14), "rank": rank}}  # 64 KiB
+        return CheckpointStore(tmp_path).save(1, own, metadata={}, agree=agree)
+
+    names = [f"process-0000{rank}.safetensors" for rank in (0, 1)]
+    assert visible(Together(2).run(save)[0]) == ["manifest.json", *names, "processes.bin"]
+    alone = save_alone(CheckpointStore(tmp_path), 2, {process_part(0): {"rank": 0}})
+    assert visible(alone) == ["manifest.json", "process-00000.json"]
 
 
 def _save_for_real(rank: int, directory: Path) -> list[str]:

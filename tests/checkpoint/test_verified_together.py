@@ -35,7 +35,7 @@ def test_what_one_process_finds_broken_is_broken_for_all(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run_ranks(2, train, tmp_path, None)
-    for name in ("model.safetensors", "process-00001.safetensors"):
+    for name in ("model.safetensors", "processes.bin"):
         newest = CheckpointStore(tmp_path / "checkpoints").checkpoints()[-1].path
         content = bytearray((newest / name).read_bytes())
         content[-1] ^= 1  # in a tensor: whoever does not compare it sees nothing

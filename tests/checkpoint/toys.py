@@ -10,6 +10,7 @@ import torch
 
 from trainkit.checkpoint import CheckpointStore
 from trainkit.checkpoint.commit_steps import Agree
+from trainkit.checkpoint.format.names import process_part
 
 RUN = "run-1"
 
@@ -59,7 +60,10 @@ class Together:
         """Save toy parts on all; return the paths or errors."""
         return self.run(
             lambda rank, agree: stores[rank].save(
-                step, parts_of(step, rank), metadata={"run_id": RUN}, agree=agree
+                step,
+                parts_of(step, rank) | {process_part(rank): {"rank": rank, "draws": torch.ones(2)}},
+                metadata={"run_id": RUN},
+                agree=agree,
             )
         )
 

@@ -58,7 +58,7 @@ def test_options_answer_every_question(file: Path) -> None:
 def test_questions_have_defaults_and_repeat(
     file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    answer(monkeypatch, "", "2", "1", "10.0.0.1", "", "", "many", "4", "fp16", "yes")
+    answer(monkeypatch, "", "2", "1", "10.0.0.1", "", "many", "4", "fp16", "yes")
     values = written(file)
     assert "must be a whole number" in capsys.readouterr().out
     assert (values["num_machines"], values["machine_rank"]) == (2, 1)

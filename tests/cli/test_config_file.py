@@ -142,7 +142,9 @@ def test_multi_cpu_hides_the_gpus(tmp_path: Path) -> None:
         ("monitor_interval: .nan\n", ["above 0"]),
         ("distributed_type: XLA\n", ["XLA", "TPUs"]),
         ("distributed_type: DEEPSPEED\n", ["DeepSpeed", "FSDP"]),
-        ("distributed_type: MULTI_XPU\n", ["Intel GPUs"]),
+        ("distributed_type: MULTI_XPU\n", ["no `xpu` devices", "MULTI_GPU", "line 1"]),
+        ("distributed_type: multi_npu\n", ["no `npu` devices", "MULTI_GPU"]),
+        ("debug: no\nuse_xpu: true\n", ["no `xpu` devices", "line 2"]),
         ("distributed_type: MANY\n", ["one of NO, MULTI_CPU, MULTI_GPU, FSDP"]),
         ("tpu_use_cluster: true\n", ["TPUs", "Remove the key"]),
         ("tpu_env: [A=1]\n", ["TPUs"]),
@@ -157,6 +159,13 @@ def test_multi_cpu_hides_the_gpus(tmp_path: Path) -> None:
 def test_what_is_wrong_is_named(text: str, words: list[str], tmp_path: Path) -> None:
     message = refused(tmp_path, text)
     assert [word for word in words if word not in message] == [], message
+
+
+def test_gpus_of_all_makers_are_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accelerate_keys, "has_torch_for", lambda kind: True)
+    for kind in ("MULTI_XPU", "multi_npu", "MULTI_GPU"):
+        file = read(tmp_path, f"distributed_type: {kind}\nuse_xpu: true\n")
+        assert file.values == {"distributed_type": "MULTI_GPU"}
 
 
 def test_a_bomb_of_aliases_is_harmless(tmp_path: Path) -> None:

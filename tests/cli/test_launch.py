@@ -321,6 +321,44 @@ def test_gpus_are_counted_as_cuda_does(monkeypatch: pytest.MonkeyPatch) -> None:
     assert machine.gpu_count({"CUDA_VISIBLE_DEVICES": "1,-1,2"}) == 1
 
 
+def made_up(root: Path) -> Path:
+    """Make the files of a machine with an AMD GPU in reach, one that is not, and four of Intel."""
+    for node, minor in enumerate((0, 128, 129)):  # the first is the processor
+        folder = root / f"sys/class/kfd/kfd/topology/nodes/{node}"
+        folder.mkdir(parents=True)
+        (folder / "properties").write_text(f"simd_count 8\ndrm_render_minor {minor}\n")
+    places = {130: "0000:00:02.0", 131: "0000:03:00.0", 132: "0000:04:00.0", 133: "0000:05:00.0"}
+    for minor, place in places.items():
+        device = root / "sys/devices" / place
+        device.mkdir(parents=True)
+        (device / "vendor").write_text("0x8086\n" if minor < 133 else "0x1002\n")
+        folder = root / f"sys/class/drm/renderD{minor}"
+        folder.mkdir(parents=True)
+        (folder / "device").symlink_to(device)
+    (root / "dev/dri").mkdir(parents=True)
+    for name in ("kfd", "dri/renderD128", *(f"dri/renderD{minor}" for minor in places)):
+        (root / "dev" / name).touch()
+    return root
+
+
+def test_gpus_of_amd_and_intel_are_counted_where_torch_can_use_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = made_up(tmp_path)
+    assert machine.gpu_count({}, root) == 0  # this torch is built for neither
+    for build, variable, found in (
+        ("hip", "ROCR_VISIBLE_DEVICES", 1),  # as Slurm sets it
+        ("xpu", "ZE_AFFINITY_MASK", 2),  # not the one in the processor
+    ):
+        monkeypatch.setattr(machine, "torch_builds", lambda build=build: {build: "6.2"})
+        assert machine.gpu_count({}, root) == found
+        assert machine.gpu_count({variable: "0"}, root) == 1
+        assert machine.gpu_count({variable: ""}, root) == 0
+    (root / "dev/kfd").unlink()
+    monkeypatch.setattr(machine, "torch_builds", lambda: {"hip": "6.2", "xpu": "None"})
+    assert machine.gpu_count({}, root) == 0
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

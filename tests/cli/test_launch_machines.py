@@ -99,7 +99,7 @@ def test_the_failure_of_one_machine_ends_both(folder: Path) -> None:
     launchers = [launch(folder, 2, rank, port, *options) for rank in range(2)]
     assert [launcher.wait() for launcher in launchers] == [1, 1]
     assert "boom" in launchers[1].output
-    told = launchers[0].output.rpartition("trainkit: process 1 of 2")[2]
+    told = launchers[0].output.rpartition("trainkit: machine 1 (")[2]
     assert "ValueError: boom" in told
     assert "Because of it also ended: process 0." in told
     last = launchers[1].output.splitlines()[-1]
@@ -128,7 +128,9 @@ def test_the_death_of_a_launcher_ends_all_machines(gone: int, folder: Path) -> N
     launchers[gone].send(signal.SIGKILL)
     assert launchers[1 - gone].wait() == 1
     said = launchers[1 - gone].output
-    assert f"the launcher of machine {gone} (" in said
+    assert f"machine {gone} (" in said
+    assert "its launcher was killed" in said
+    assert "report of the job: " in said
     assert said.count("saved") == 2
     pids = [int(pid) for each in launchers for pid in re.findall(r"pid=(\d+)", each.output)]
     end = time.monotonic() + 20

@@ -1,5 +1,7 @@
 """What is true on an accelerator that is not CUDA: `tests/test_fake_device.py` runs it on one."""
 
+import contextlib
+import io
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -9,6 +11,7 @@ from typing import Any
 import fake_device  # type: ignore[import-not-found]
 import pytest
 import torch
+import torch.distributed
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
@@ -25,6 +28,8 @@ from trainkit import (
     rng,
 )
 from trainkit.checkpoint.snapshot import Snapshot
+from trainkit.cli import checks
+from trainkit.distributed import Processes
 from trainkit.precision import BF16, FP16
 from trainkit.strategies import DDP, FSDP, SingleDevice, Strategy
 from trainkit.testing import check_precision, check_strategy
@@ -218,6 +223,67 @@ def test_precisions_keep_their_contract(precision: Callable[[], Any]) -> None:
     check_precision(precision)
 
 
+def test_an_own_loop_and_its_strategy_have_one_device() -> None:
+    assert Accelerator(strategy=SingleDevice(device="cpu")).device.type == "cpu"
+    given: list[dict[str, Any]] = [{"cpu": True}, {"device": "fake:3"}]
+    for settings in given:
+        strategy = SingleDevice()
+        accelerator = Accelerator(strategy=strategy, **settings)
+        assert accelerator.device == strategy.device != torch.device("fake:0")
+    with pytest.raises(ConfigError, match='made with `device="fake:1"`, but'):
+        Accelerator(cpu=True, strategy=SingleDevice(device="fake:1"))
+
+
+def scattered_mean(rank: int) -> list[float]:
+    device = Processes.start().device
+    mean = torch.empty(1, device=device)
+    row = torch.tensor([1.0, 2.0], device=device) + rank
+    torch.distributed.reduce_scatter_single(mean, row, op=torch.distributed.ReduceOp.AVG)
+    values: list[float] = mean.tolist()
+    return values
+
+
+def test_its_collectives_have_means_as_fsdp_uses_them() -> None:
+    assert run_ranks(2, scattered_mean) == [[1.5], [2.5]]
+
+
+class Mixed(Callback):
+    """Logs what is on the host beside what is on the device, also under one name."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, float] = {}
+
+    @override
+    def on_step_end(self, run: Run, result: StepResult) -> None:
+        on_device = torch.tensor(3.0, device=run.strategy.device)
+        run.log({"host": torch.tensor(2.0), "device": on_device})
+        first, second = torch.tensor(1.0), on_device
+        run.log({"first on the host": second if run.state.step % 2 == 0 else first})
+        run.log({"first on the device": first if run.state.step % 2 == 0 else second}, reduce="sum")
+
+    @override
+    def on_log(self, run: Run, values: Any) -> None:
+        self.seen = {**values}
+
+
+def test_values_of_host_and_device_are_logged_together() -> None:
+    mixed = Mixed()
+    train(callbacks=[mixed], log_every_n_steps=4)
+    expected = {"host": 2, "device": 3, "first on the host": 2, "first on the device": 8}
+    assert {name: mixed.seen[name] for name in expected} == expected
+
+
+def the_launchers_checks(rank: int) -> tuple[int, str]:
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        return checks.main(), printed.getvalue()
+
+
+def test_trainkit_test_finds_all_well() -> None:
+    (code, printed), (other, _) = run_ranks(2, the_launchers_checks)
+    assert (code, other) == (0, 0), printed
+    assert "device type fake" in printed
+
+
 def one_too_many(rank: int) -> str:
     fake_device.set_count(1)
     if rank == 0:
@@ -247,6 +313,9 @@ class TestLesserDevice:
     def test_it_trains(self, tmp_path: Path) -> None:
         train(output_dir=tmp_path, max_grad_norm=1.0, precision="bf16")
         train(output_dir=tmp_path / "2", gradient_accumulation_steps=2)
+
+    def test_trainkit_test_finds_all_well(self) -> None:
+        test_trainkit_test_finds_all_well()
 
     def test_it_has_no_loss_scale(self) -> None:
         with pytest.raises(ConfigError, match="no gradient scaler"):

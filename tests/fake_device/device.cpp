@@ -464,7 +464,10 @@ struct Group final : Backend {
   c10::intrusive_ptr<Work> reduce_scatter(Ts& r, std::vector<Ts>& t, const ReduceScatterOptions& o) override { auto y = c(r); auto x = c(t); return d(in->reduce_scatter(y, x, o), r); }
   c10::intrusive_ptr<Work> _reduce_scatter_base(at::Tensor& r, at::Tensor& t, const ReduceScatterOptions& o) override {
     auto y = c(r), x = c(t);
-    if (o.reduceOp == ReduceOp::AVG) { ReduceScatterOptions p = o; p.reduceOp = ReduceOp::SUM; auto w = in->_reduce_scatter_base(y, x, p); w->wait(); y.div_(size_); return d(w, {r}); }
+    if (o.reduceOp == ReduceOp::AVG) {  // each wait of gloo's copies the sum anew, so into a tensor of its own
+      ReduceScatterOptions p = o; p.reduceOp = ReduceOp::SUM; auto z = at::empty_like(y);
+      auto w = in->_reduce_scatter_base(z, x, p); w->wait(); y.copy_(z).div_(size_); return d(w, {r});
+    }
     return d(in->_reduce_scatter_base(y, x, o), {r});
   }
   c10::intrusive_ptr<Work> alltoall_base(at::Tensor& r, at::Tensor& t, std::vector<int64_t>& a, std::vector<int64_t>& b, const AllToAllOptions& o) override { auto y = c(r), x = c(t); return d(in->alltoall_base(y, x, a, b, o), {r}); }

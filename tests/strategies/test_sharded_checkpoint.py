@@ -73,7 +73,8 @@ class Average:
         return {"values": self._now()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.values = state["values"]
+        places = {name: p.device for name, p in self.module.named_parameters()}
+        self.values = {name: value.to(places[name]) for name, value in state["values"].items()}
 
     def _now(self) -> dict[str, Tensor]:
         return self.values or {n: p.detach().clone() for n, p in self.module.named_parameters()}

@@ -91,6 +91,8 @@ class AcceleratorConfig:
     def start(self, device: torch.device | str | None) -> torch.device | str | None:
         """Join the other processes where the user says how; return the device."""
         device = "cpu" if self.cpu else device
+        if self.strategy is not None:
+            device = self.strategy.agree_on(device)
         settings: InitProcessGroupKwargs = self.handler(InitProcessGroupKwargs)
         if settings.init_method is not None and World.from_env().size > 1:
             _meet_at(settings.init_method)

@@ -7,7 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from trainkit.checkpoint.format import strict_json
 from trainkit.checkpoint.format.decoding import MALFORMED
-from trainkit.checkpoint.format.manifest import Manifest, read_manifest, read_manifest_in
+from trainkit.checkpoint.format.manifest import (
+    Manifest,
+    open_listed,
+    read_manifest,
+    read_manifest_in,
+)
 from trainkit.checkpoint.format.names import JSON_SUFFIX, MANIFEST, TENSOR_SUFFIX, owner_of, part_of
 from trainkit.checkpoint.format.tensor_file import Header
 from trainkit.checkpoint.format.tensor_location import StoredTensor
@@ -85,8 +90,7 @@ class Checkpoint:
         files = self.manifest.files
         with open_directory(self.path) as directory:
             for name in [name for name in files if name not in self._left_out | self._verified]:
-                with open_file(directory, name, self.path) as file:
-                    file.check_size(files[name].bytes)
+                with open_listed(directory, name, self.path, files[name]) as file:
                     file.skip_rest().check_digest(files[name].xxh3_128)
                 self._verified.add(name)
 
@@ -222,11 +226,11 @@ def check_sizes(path: Path) -> Manifest:
     """
     with open_directory(path) as directory:
         manifest = read_manifest_in(directory, path)
-        present, listed = set(names_in(directory)) - {MANIFEST}, set(manifest.files)
-        for name in sorted(present ^ listed):
-            why = " is missing" if name in listed else " does not belong to it"
+        present, sizes = set(names_in(directory)) - {MANIFEST}, manifest.sizes()
+        for name in sorted(present ^ sizes.keys()):
+            why = " is missing" if name in sizes else " does not belong to it"
             raise broken(path, name, why)
-        for name, info in manifest.files.items():
+        for name, size in sizes.items():
             with open_file(directory, name, path) as file:
-                file.check_size(info.bytes)
+                file.check_size(size)
     return manifest

@@ -12,16 +12,25 @@ from typing import Any
 
 from trainkit.checkpoint.commit_steps import Agree, CommitSteps
 from trainkit.checkpoint.format.manifest import FileInfo, Manifest, read_manifest
-from trainkit.checkpoint.format.names import MANIFEST, TEMPORARY, TRASH, folder_name
+from trainkit.checkpoint.format.names import MANIFEST, PACK, TEMPORARY, TRASH, folder_name
 from trainkit.checkpoint.io import files
 from trainkit.checkpoint.listing import Entry, committed, folders
-from trainkit.checkpoint.writing import PlannedFile, Written, check_unique, plan, write
+from trainkit.checkpoint.writing import (
+    PlannedFile,
+    Written,
+    check_unique,
+    pack,
+    plan,
+    sent,
+    write,
+)
 from trainkit.errors import CheckpointCorrupt, CheckpointError
 
 __all__ = ["Save", "throw_away"]
 
-Announced = Sequence[Sequence[tuple[str, int, int]]]
-"""The files that each process will write: names, bytes, and versions of the format."""
+Announced = Sequence[Sequence[tuple[str, int, int, bytes | None]]]
+"""The files of each process: names, bytes, versions of the format, and the contents of those that
+process 0 writes where there are several processes: they need no file each."""
 
 
 class Save:
@@ -46,6 +55,8 @@ class Save:
         self._directory = directory
         self._step = step
         self._metadata = metadata
+        self._pack: list[PlannedFile] = []  # on process 0, what it writes for all
+        self._packed: dict[str, FileInfo] = {}
         self._run_id = str(metadata.get("run_id", ""))
         self._steps = CommitSteps(directory, step, agree)
         self._temporary = directory / f"{TEMPORARY}{step}-{uuid.uuid4().hex[:12]}"
@@ -58,14 +69,16 @@ class Save:
         """
         planned: list[PlannedFile] = []
 
-        def prepare() -> list[tuple[str, int, int]]:
+        def prepare() -> list[tuple[str, int, int, bytes | None]]:
             planned.extend(plan(parts))
-            return [(file.name, file.size, file.version) for file in planned]
+            contents = sent(planned)
+            return [(f.name, f.size, f.version, contents.get(f.name)) for f in planned]
 
         try:
-            folder, version, self._steps.needed = self._steps.run(prepare, self._begin)
+            folder, version, self._steps.needed, takes = self._steps.run(prepare, self._begin)
+            own = [file for file in planned if not (takes and file.is_sent)]
             name = self._steps.run(
-                lambda: write(planned, self._directory / folder),
+                lambda: write([*own, *self._pack], self._directory / folder),
                 lambda written: self._commit(written, version),
             )
         finally:
@@ -74,18 +87,35 @@ class Save:
                 files.remove_tree(self._temporary)
         return self._directory / name
 
-    def _begin(self, announced: Announced) -> tuple[str, int, int]:
-        """Make the folder; return its name, the version of the format, and the bytes to come."""
-        self._steps.needed = sum(size for of_one in announced for _, size, _ in of_one)
-        version = max((version for of_one in announced for *_, version in of_one), default=1)
+    def _begin(self, announced: Announced) -> tuple[str, int, int, bool]:
+        """Make the folder.
+
+        Returns:
+            Its name, the version of the format, the bytes to come, and whether process 0 writes
+            what it was sent.
+        """
+        every = [file for of_one in announced for file in of_one]
+        self._steps.needed = sum(size for _, size, *_ in every)
+        version = max((version for *_, version, _ in every), default=1)
+        contents = {name: content for name, *_, content in every if content is not None}
+        takes = len(announced) > 1 and bool(contents)
+        if takes:
+            file, self._packed = pack(contents)
+            self._pack, version = [file], max(version, file.version)
         check_unique([[name for name, *_ in of_one] for of_one in announced])
         files.make_directories(self._directory)
         self._replaced()
         files.make_directory(self._temporary)
-        return self._temporary.name, version, self._steps.needed
+        return self._temporary.name, version, self._steps.needed, takes
 
     def _commit(self, written: Sequence[Sequence[Written]], version: int) -> str:
         """Publish what all have written; return the name of the folder."""
+        infos = {
+            name: FileInfo(bytes=size, xxh3_128=digest)
+            for of_one in written
+            for name, size, digest in of_one
+            if name != PACK
+        }
         replaced = self._replaced()
         manifest = Manifest(
             format_version=version,
@@ -93,10 +123,7 @@ class Save:
             revision=max((old.manifest.revision + 1 for old in replaced), default=0),
             run_id=self._run_id,
             world_size=len(written),
-            files={
-                name: FileInfo(bytes=size, xxh3_128=digest)
-                for name, size, digest in sorted(file for of_one in written for file in of_one)
-            },
+            files=dict(sorted((infos | self._packed).items())),
             metadata=self._metadata,
         )
         target = self._free_name(manifest.revision)

@@ -89,28 +89,23 @@ def _metric(entry: Entry, name: str) -> float:
     return float(value) if type(value) in (int, float) else math.nan
 
 
-def rotate(
-    store: CheckpointStore, policy: Retention, resumed_from: int | None = None
-) -> list[Entry]:
+def rotate(store: CheckpointStore, policy: Retention) -> list[Entry]:
     """Remove what `removable` returns, and return it; call it after a commit, on process 0.
 
     Raises:
         CheckpointError: The list of pins is broken, or something cannot be removed.
     """
-    entries = removable(store, policy, resumed_from)
+    entries = removable(store, policy)
     for entry in entries:
         store.remove(entry)
     return entries
 
 
-def removable(
-    store: CheckpointStore, policy: Retention, resumed_from: int | None = None
-) -> list[Entry]:
+def removable(store: CheckpointStore, policy: Retention) -> list[Entry]:
     """Return the checkpoints that nobody needs.
 
     Kept beside what `policy` keeps: what is pinned, the newest one that is valid, the newest one
-    that is finite too, the one saved last, those of other runs, and the step `resumed_from` until
-    a newer one is valid.
+    that is finite too, the one saved last, and those of other runs.
 
     Raises:
         CheckpointError: The list of pins is broken.
@@ -125,8 +120,6 @@ def removable(
     if not newest.manifest.is_finite:
         good = newest_valid(store, [entry for entry in every if entry.manifest.is_finite])
         kept |= set() if good is None else {good.step}
-    if resumed_from is not None and newest.step <= resumed_from:
-        kept.add(resumed_from)
     return [entry for entry in entries if entry.step not in kept]
 
 

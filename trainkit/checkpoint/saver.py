@@ -193,7 +193,7 @@ class Saver:
 
     def _rotate(self) -> None:
         try:
-            rotate(self.store, self._retention, self._resumed_from)
+            rotate(self.store, self._retention)
         except CheckpointError as error:
             error.add_note("The new checkpoint is committed; only removing older ones failed.")
             raise

@@ -1,6 +1,6 @@
 """Plan the files of the parts that one process writes, and write them with their digests."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -9,11 +9,20 @@ from typing import Any
 import xxhash
 
 from trainkit.checkpoint.format import codec, strict_json, tensor_file
-from trainkit.checkpoint.format.names import JSON_SUFFIX, TENSOR_SUFFIX, why_refused
+from trainkit.checkpoint.format.manifest import FileInfo
+from trainkit.checkpoint.format.names import (
+    JSON_SUFFIX,
+    PACK,
+    TENSOR_SUFFIX,
+    is_of_one_process,
+    why_refused,
+)
 from trainkit.checkpoint.io import files
 from trainkit.errors import CheckpointError
 
-__all__ = ["PlannedFile", "check_unique", "plan", "write"]
+__all__ = ["PlannedFile", "Written", "check_unique", "pack", "plan", "sent", "write"]
+
+_SENT = 1 << 16  # bytes; process 0 holds those of all processes
 
 Written = tuple[str, int, str]
 """Name, bytes and digest of a file."""
@@ -25,7 +34,7 @@ class PlannedFile:
 
     Args:
         size: Bytes.
-        chunks: Returns its content, piece by piece; called once.
+        chunks: Returns its content, piece by piece.
         version: The least version of the format that has what is in it.
     """
 
@@ -33,6 +42,11 @@ class PlannedFile:
     size: int
     chunks: Callable[[], Iterable[bytes | memoryview]]
     version: int = 1
+
+    @property
+    def is_sent(self) -> bool:
+        """Whether process 0 writes it for the process that has it, if there are several."""
+        return self.size <= _SENT and is_of_one_process(self.name)
 
 
 def plan(parts: Mapping[str, Any]) -> list[PlannedFile]:
@@ -85,6 +99,22 @@ def _too_large(name: str, size: int, tree: Any) -> CheckpointError:
         f"`{name}` makes {size} bytes of JSON{place}, but at most {strict_json.LARGEST} are "
         "allowed. Store large numbers of values as tensors or arrays."
     )
+
+
+def sent(planned: Sequence[PlannedFile]) -> dict[str, bytes]:
+    """Return the content of those files that process 0 writes for this process, by name."""
+    return {file.name: b"".join(file.chunks()) for file in planned if file.is_sent}
+
+
+def pack(contents: Mapping[str, bytes]) -> tuple[PlannedFile, dict[str, FileInfo]]:
+    """Return the file that holds small ones of many processes, and where each is in there."""
+    infos: dict[str, FileInfo] = {}
+    size = 0
+    for name, content in sorted(contents.items()):
+        digest = xxhash.xxh3_128_hexdigest(content)
+        infos[name] = FileInfo(bytes=len(content), xxh3_128=digest, pack=PACK, begin=size)
+        size += len(content)
+    return PlannedFile(PACK, size, lambda: [contents[name] for name in infos], version=4), infos
 
 
 def check_unique(names: Iterable[Iterable[str]]) -> None:

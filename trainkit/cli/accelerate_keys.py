@@ -6,18 +6,19 @@ A key that is off, or empty, says nothing and is accepted: `accelerate config` w
 from collections.abc import Callable
 from typing import Any
 
+from trainkit.cli.machine import has_torch_for
 from trainkit.errors import ConfigError
 from trainkit.parsing import boolean, nearest, one_of
 
-__all__ = ["KEYS", "check", "check_value", "sharding"]
+__all__ = ["GPUS_OF_OTHERS", "KEYS", "check", "check_value", "sharding"]
 
 _OFF: tuple[Any, ...] = (None, False, "", 0)
 _OFF_WORDS = ("no", "false", "none", "off")
 
 _UNKNOWN_TO_US = {
-    "": ("same_network",),  # either way the address of machine 0 is used
+    # Either way the address of machine 0 is used, and GPUs are those that torch has.
+    "": ("same_network", "use_xpu"),
     "DeepSpeed": ("deepspeed_config",),
-    "Intel GPUs": ("use_xpu",),
     "Intel's extension of torch": ("ipex_config",),
     "Megatron-LM": ("megatron_lm_config",),
     "SageMaker": ("aws_access_key_id", "aws_secret_access_key", "compute_environment"),
@@ -38,6 +39,9 @@ KEYS = {key: what for what, keys in _UNKNOWN_TO_US.items() for key in keys}
 
 _HARMLESS = {"compute_environment": "LOCAL_MACHINE", "main_training_function": "main"}
 
+GPUS_OF_OTHERS = {"MULTI_NPU": "npu", "MULTI_XPU": "xpu"}
+"""Values of `distributed_type` that mean MULTI_GPU, and what torch calls such devices."""
+
 _VALUES = {
     "distributed_type": {
         "DEEPSPEED": "DeepSpeed; use FSDP",
@@ -46,9 +50,7 @@ _VALUES = {
         "MULTI_MLU": "Cambricon",
         "MULTI_MUSA": "Moore Threads",
         "MULTI_NEURON": "Trainium",
-        "MULTI_NPU": "Ascend",
         "MULTI_SDAA": "SDAA",
-        "MULTI_XPU": "Intel GPUs",
         "TP": "tensor parallelism",
         "TPU": "TPUs",
         "XLA": "TPUs",
@@ -59,6 +61,8 @@ _VALUES = {
 
 def check(key: str, value: object, place: str) -> None:
     """Raise ConfigError if a key of `KEYS` switches on what trainkit does not drive."""
+    if key == "use_xpu" and not _is_off(value):
+        _check_torch("xpu", f"`{key}` ({place}) is {value!r}")
     if not KEYS[key] or value == _HARMLESS.get(key) or _is_off(value):
         return
     raise ConfigError(
@@ -76,10 +80,21 @@ def _is_off(value: object) -> bool:
 
 
 def check_value(name: str, value: object, place: str) -> None:
-    """Raise ConfigError if accelerate knows a value of a setting, and trainkit does not."""
-    what = _VALUES.get(name, {}).get(str(value).upper())
+    """Raise ConfigError if accelerate knows a value of a setting, and nothing here does."""
+    word = str(value).strip().upper()
+    what = _VALUES.get(name, {}).get(word)
     if what is not None:
         raise ConfigError(f"`{name}` {place} is {value}, but trainkit does not have {what}.")
+    if name == "distributed_type" and word in GPUS_OF_OTHERS:
+        _check_torch(GPUS_OF_OTHERS[word], f"`{name}` {place} is {value}")
+
+
+def _check_torch(kind: str, said: str) -> None:
+    if not has_torch_for(kind):
+        raise ConfigError(
+            f"{said}, but the torch of this environment has no `{kind}` devices. Install one that "
+            "has them, or say `distributed_type: MULTI_GPU`, which means those that it has."
+        )
 
 
 def _reshard(value: object) -> bool:

@@ -51,6 +51,7 @@ _KILL_SECONDS = 5
 _PAUSE = 0.05
 _LOOK_SECONDS = 1.0
 _ASKED_SECONDS = 30.0  # in which processes end because those of another machine were asked to
+_LOOK_PAUSE, _STOPPED_LOOKS = 4.0, 12
 _SIGNALS = (*CAUGHT, signal.SIGHUP, signal.SIGQUIT)
 # A run that was asked to end has saved, and must not be started again by the agent.
 _ENDED_ON_REQUEST = frozenset(exit_code(signum) for signum in CAUGHT)
@@ -168,6 +169,8 @@ class _Agent(LocalElasticAgent):
         self._orphan_killer = orphan_killer
         self._attempt = -1  # the number of the present attempt, from 0
         self._result: RunResult | None = None  # of processes that have ended well
+        self._looked_at = 0.0
+        self._stopped_at: dict[int, int] = {}  # looks in a row that found a process stopped
         self._was_asked_to_end = False
         self._was_asked_again = False
 
@@ -191,8 +194,27 @@ class _Agent(LocalElasticAgent):
         self._orphan_killer.hold(handler.proc.pid for handler in self._handlers().values())
         return started
 
+    def _look_for_stopped(self) -> None:
+        """Kill a process that the kernel has not run at many looks, each some seconds after another.
+
+        What others of its machine would find by `trainkit.watchdog.silence` it may have nobody for.
+        """
+        if time.monotonic() - self._looked_at < _LOOK_PAUSE:
+            return
+        self._looked_at = time.monotonic()
+        for rank, handler in self._handlers().items():
+            member = Member("", "", handler.proc.pid, "")
+            self._stopped_at[rank] = self._stopped_at.get(rank, 0) + 1 if member.is_stopped() else 0
+            if self._stopped_at[rank] == _STOPPED_LOOKS:
+                seconds = round(_STOPPED_LOOKS * _LOOK_PAUSE)
+                text = f"was stopped (SIGSTOP) for {seconds} s, and has been killed"
+                self.stopped[int(self._worker_group.workers[rank].global_rank)] = text
+                with suppress(ProcessLookupError):
+                    os.killpg(handler.proc.pid, signal.SIGKILL)
+
     @override
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self._look_for_stopped()
         # Before torch ends the other processes of this machine, which may take its time.
         codes = {rank: code for rank, code in self.codes().items() if code}
         self._judge(codes)
@@ -280,7 +302,7 @@ class _Agent(LocalElasticAgent):
         """Kill processes that are stopped, and cannot end by themselves."""
         for rank, handler in zip(self.codes(), self._handlers().values(), strict=True):
             if handler.proc.poll() is None and Member("", "", handler.proc.pid, "").is_stopped():
-                self.stopped[rank] = "was stopped (SIGSTOP), and has been killed"
+                self.stopped.setdefault(rank, "was stopped (SIGSTOP), and has been killed")
                 with suppress(ProcessLookupError):
                     os.killpg(handler.proc.pid, signal.SIGKILL)
 
@@ -330,7 +352,7 @@ def _outcome(agent: _Agent, result: RunResult) -> Outcome:
     else:  # the first one may have been told to end while it was about to
         code = 1 if EXIT_OTHER_FAILED in codes.values() else exit_code(signal.SIGTERM)
     failures = {rank: _described(each) for rank, each in (alone or codes).items()}
-    return Outcome(code, agent.reports, failures, agent.endings())
+    return Outcome(code, agent.reports, {**failures, **agent.stopped}, agent.endings())
 
 
 def _asked(meeting: Meeting, signum: signal.Signals) -> str:

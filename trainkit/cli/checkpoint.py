@@ -109,7 +109,7 @@ def _list(options: argparse.Namespace) -> int:
         manifest = entry.manifest
         notes += ["NOT FINITE"] * (not manifest.is_finite)
         size = readable_size(manifest.size)
-        columns = (entry.step, manifest.created, size, len(manifest.files), manifest.world_size)
+        columns = (entry.step, manifest.created, size, len(manifest.sizes()), manifest.world_size)
         rows.append((*columns, entry.path.name, " ".join(notes)))
     if not rows and not broken:
         print(f"There is no checkpoint in `{store.directory}`.")

@@ -1,7 +1,6 @@
 """`trainkit env`: what a report of a bug needs, found without importing torch."""
 
 import argparse
-import importlib.util
 import json
 import os
 import platform
@@ -14,12 +13,12 @@ from typing import Any
 
 from trainkit.cli import config_file
 from trainkit.cli.machine import (
-    BUILDS,
     COLLECTIVE_PACKAGES,
     DRIVER_WORDS,
     core_count,
     gpu_count,
     gpu_names,
+    torch_builds,
 )
 from trainkit.errors import TrainkitError
 from trainkit.formatting import readable_size
@@ -101,22 +100,17 @@ def _memory() -> str:
 
 
 def _torch_build() -> dict[str, str]:
-    """Return what torch was built for, from the text of its file `version.py`."""
-    spec = importlib.util.find_spec("torch")
-    if spec is None or spec.origin is None:
-        return {"build": "not installed"}
-    try:
-        source = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
-        return {"build": "unknown"}
-    found = dict(re.findall(rf"^({BUILDS})\b.*?= *['\"]?([\w.]+)", source, re.MULTILINE))
+    """Return what torch was built for, and the packages that it moves tensors with."""
+    builds = torch_builds()
+    if not builds:
+        return {"build": "not installed" if builds is None else "unknown"}
     libraries = {
         name: version
         for package in metadata.distributions()
         if (name := str(package.name)).startswith(COLLECTIVE_PACKAGES)
         if (version := package.version)
     }
-    return {**found, **libraries}
+    return {**builds, **libraries}
 
 
 def _gpus() -> dict[str, Any]:

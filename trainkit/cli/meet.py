@@ -33,7 +33,6 @@ __all__ = ["meet"]
 _LATE_SECONDS = 5.0  # for those who come after something was found wrong, to hear of it
 _HEARD_SECONDS = 5.0  # in which they hear it
 _STORE_SECONDS = 5.0  # in which a store answers
-_PATIENCE = 5.0  # seconds in which another launcher takes a message
 _PAUSE = 0.1
 
 _Answer = TypeVar("_Answer")
@@ -173,7 +172,7 @@ class _Host:
             port, token = listening.getsockname()[1], os.urandom(16).hex()
             self._cards[0] |= {"address": self._address, "port": port}
             size, address = self._job.num_machines, Address((), port, token)
-            self._link = Link(0, size, Links(0, size, address, [listening], _PATIENCE))
+            self._link = Link(0, size, Links(0, size, address, [listening]))
             self._link.names[0] = self._cards[0]["host"]
             self._store.set("link", json.dumps([port, token]))
         self._link.names[machine] = card["host"]
@@ -290,7 +289,7 @@ class _Guest:
         """Connect to the launcher of machine 0; return why that cannot be."""
         port, token = json.loads(store.get("link"))
         size = self._job.num_machines
-        links = Links(self._rank, size, Address((address,), port, token), (), _PATIENCE)
+        links = Links(self._rank, size, Address((address,), port, token))
         try:
             reach(address, port, PROBE_SECONDS, "machine 0 at")
             if links.reach_root():

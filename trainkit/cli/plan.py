@@ -8,7 +8,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trainkit.cli.machine import core_count, free_port, gpu_count, gpu_variable, port_is_free
+from trainkit.cli.machine import (
+    core_count,
+    free_port,
+    gpu_count,
+    gpu_variable,
+    no_gpus,
+    port_is_free,
+)
 from trainkit.cli.resolving import Resolved
 from trainkit.cli.settings import JobSettings
 from trainkit.errors import ConfigError
@@ -255,7 +262,7 @@ def _environment(resolved: Resolved, local: _Local, env: Mapping[str, str]) -> d
     if job.num_cpu_threads_per_process is None and env.get("OMP_NUM_THREADS"):
         result["OMP_NUM_THREADS"] = env["OMP_NUM_THREADS"]
     if not local.uses_gpus and (job.use_cpu or job.distributed_type == "MULTI_CPU"):
-        result[gpu_variable()] = ""
+        result |= no_gpus()
         result["TRAINKIT_USE_CPU"] = "true"
     elif job.gpu_ids != "all":
         result[gpu_variable()] = job.gpu_ids

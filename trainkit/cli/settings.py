@@ -28,6 +28,12 @@ __all__ = ["SETTINGS", "JobSettings", "Setting"]
 DISTRIBUTED_TYPES = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP")
 
 
+def _distributed_type(value: object) -> str:
+    """Read how processes share the work; GPUs of all makers are GPUs."""
+    is_gpu = str(value).strip().upper() in accelerate_keys.GPUS_OF_OTHERS
+    return "MULTI_GPU" if is_gpu else one_of(*DISTRIBUTED_TYPES)(value)
+
+
 @dataclass(frozen=True, slots=True)
 class Setting:
     """A setting of a job.
@@ -112,7 +118,7 @@ class JobSettings:
         "no, fp16 or bf16: what `Trainer()` and `Accelerator()` take unless told", "NAME",
         accelerate=True)
     distributed_type: str | None = _setting(
-        None, one_of(*DISTRIBUTED_TYPES), f"one of {', '.join(DISTRIBUTED_TYPES)}", "NAME")
+        None, _distributed_type, f"one of {', '.join(DISTRIBUTED_TYPES)}", "NAME")
     gradient_accumulation_steps: int | None = _setting(
         None, whole(1), "micro-batches for an update: what `Accelerator()` takes unless told", "N",
         accelerate=True)

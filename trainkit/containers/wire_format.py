@@ -148,8 +148,7 @@ class _Encoder:
             raise Unencodable(
                 f"A `{cls.__module__}.{cls.__qualname__}` cannot be sent to other processes "
                 "without pickle. Turn it into numbers, text, tensors, lists, dicts or a data class "
-                "that is defined in a module; or use `gather_object`, or `gather_for_metrics(..., "
-                "use_gather_object=True)`, which pickle it."
+                "of a module; or gather it with `use_gather_object=True`, which pickles it."
             )
         import pickle
 
@@ -386,10 +385,8 @@ def _get_object_array(decoder: _Decoder) -> Any:
 
 def _get_pickle(decoder: _Decoder) -> Any:
     if not decoder.allow_pickle:
-        raise DistributedError(
-            "Another process sent a pickled object, which runs code, and this call takes none. "
-            "Pass `use_gather_object=True` on all processes, where you trust them all."
-        )
+        text = "Another process sent a pickled object, which runs code, and this call takes none."
+        raise DistributedError(f"{text} Pass `use_gather_object=True` on all processes.")
     import pickle
 
     return pickle.loads(decoder.take_counted())

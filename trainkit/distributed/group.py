@@ -212,17 +212,16 @@ def _check_secret(control: ProcessGroup, world: World) -> None:
     Raises:
         DistributedError: One of them does not know it.
     """
-    secret, attempt = os.environ.get(SECRET, ""), os.environ.get("TORCHELASTIC_RESTART_COUNT")
-
-    def number(rank: int) -> torch.Tensor:
-        words = f"{attempt} {_rendezvous.groups} {rank}"
-        digest = blake2b(words.encode(), key=secret.encode()[:64], digest_size=32).digest()
-        return torch.frombuffer(bytearray(digest), dtype=torch.int64)
-
-    found = number(world.rank)
+    secret = os.environ.get(SECRET, "").encode()[:64]
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT"), _rendezvous.groups
+    digests = (
+        blake2b(f"{attempt} {rank}".encode(), key=secret, digest_size=32).digest()
+        for rank in range(world.size)
+    )
+    numbers = torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.int64).view(-1, 4)
+    found = numbers[world.rank].clone()
     torch.distributed.all_reduce(found, group=control)
-    expected = sum((number(rank) for rank in range(world.size)), torch.zeros_like(found))
-    if not torch.equal(found, expected):
+    if not torch.equal(found, numbers.sum(0)):
         raise DistributedError(
             f"A process that takes part in this job does not know its secret (`{SECRET}`), which "
             "`trainkit launch` gives to all that it starts: a stranger has joined in place of one "

@@ -32,25 +32,19 @@ def check_shared(processes: Processes, folder: Path, owner: str) -> None:
     if world.size == world.local_size:
         return
     probe = folder / f".trainkit-shared-{os.urandom(6).hex()}"
-
-    def write() -> tuple[str, str]:
-        probe.write_text(probe.name)
-        return probe.name, os.uname().nodename
-
-    name, host = run_on_main(processes, write)
+    name = run_on_main(processes, lambda: (probe.write_text(probe.name), probe.name)[1])
     failure: ConfigError | None = None
     if world.is_local_main and not _shows(folder / name):
         failure = ConfigError(
             f"{owner} is `{folder}`, but {os.uname().nodename} does not see there what process 0 "
-            f"on {host} has written: it must be on storage that all machines share. Give a folder "
-            "on such storage, or mount it under the same path everywhere."
+            "has written: it must be on storage that all machines share. Give a folder on such "
+            "storage, or mount it under the same path everywhere."
         )
     try:
         raise_on_all(processes, failure)
     finally:
         if processes.is_main:
-            with suppress(OSError):
-                probe.unlink()
+            probe.unlink(missing_ok=True)
 
 
 def _shows(probe: Path) -> bool:

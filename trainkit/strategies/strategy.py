@@ -42,6 +42,21 @@ class Strategy(ABC):
     def __init__(self, *, device: torch.device | str | None = None) -> None:
         self._asked_device = None if device is None else _device(device)
 
+    def agree_on(self, device: torch.device | str | None) -> torch.device | None:
+        """Use `device`, unless it is None; return what was asked for here or there.
+
+        Raises:
+            ConfigError: The strategy was made for another one.
+        """
+        wanted = self._asked_device if device is None else _device(device)
+        if self._asked_device not in (None, wanted):
+            raise ConfigError(
+                f'The strategy was made with `device="{self._asked_device}"`, but the device is to '
+                f'be "{wanted}". Give it to one of them alone.'
+            )
+        self._asked_device = wanted
+        return wanted
+
     @property
     def held_part(self) -> tuple[int, int]:
         """Which part of a model lies on this process, from 0, and how many parts there are.

@@ -116,16 +116,16 @@ class LogSums:
 
     def _packet(self) -> _Packet:
         entries = self._entries
-        tensors = [
-            number.to(wide_dtype(number.device.type))
-            for entry in entries.values()
-            for number in (entry.value, entry.weight)
-            if isinstance(number, Tensor)
-        ]
-        numbers = iter(torch.stack(tensors).tolist() if tensors else [])
+        tensors: dict[torch.device, list[Tensor]] = {}
+        for entry in entries.values():
+            for number in (entry.value, entry.weight):
+                if isinstance(number, Tensor):
+                    wide = number.to(wide_dtype(number.device.type))
+                    tensors.setdefault(number.device, []).append(wide)
+        numbers = {device: iter(torch.stack(of).tolist()) for device, of in tensors.items()}
 
         def host(number: Tensor | float) -> float:
-            return next(numbers) if isinstance(number, Tensor) else float(number)
+            return next(numbers[number.device]) if isinstance(number, Tensor) else float(number)
 
         return {
             name: (entry.reduce, host(entry.value), host(entry.weight))
@@ -251,12 +251,10 @@ def _add_weighted(entry: _Entry, value: Tensor | float, weight: Tensor | float) 
     elif weight == 0:
         return
     elif isinstance(value, Tensor):
-        if not isinstance(entry.value, Tensor):
-            start = entry.value
-            entry.value = torch.full(
-                (), start, dtype=wide_dtype(value.device.type), device=value.device
-            )
-        entry.value.add_(value, alpha=weight)
+        if isinstance(entry.value, Tensor) and entry.value.device == value.device:
+            entry.value.add_(value, alpha=weight)
+        else:
+            entry.value = entry.value + value.to(wide_dtype(value.device.type)) * weight
     else:
         entry.value = entry.value + value * weight
     entry.weight = entry.weight + weight

@@ -20,7 +20,7 @@ from typing import Any
 from weakref import WeakSet
 
 from trainkit.watchdog.exit import say
-from trainkit.watchdog.line import Line, Message
+from trainkit.watchdog.line import SEND_SECONDS, Line, Message
 from trainkit.watchdog.listening import ADDRESS_VARIABLE, listen, ports
 from trainkit.watchdog.stalls import Member
 
@@ -29,14 +29,13 @@ __all__ = ["GONE", "Address", "Links", "open_server", "reach_server"]
 GONE = "gone"
 """The kind of the message that stands for the end of a connection.
 
-It has `who`, `place`, and `unreachable`: whether packets got lost, and nothing says that the
-process has ended.
+It has `who`, `place`, and `unreachable`: for how many seconds the machine was silent before packets
+were known to be lost; 0 where the process has ended.
 """
 
 _STRANGER_SECONDS = 5.0  # in which a caller must say the word
 _MOST_STRANGERS = 64  # at a time; others wait until some have said it, or were turned away
 _REST_SECONDS = 1.0  # in which nobody is let in, where there is no descriptor left
-_SEND_SECONDS = 0.3  # for one message: a process that is stopped must not hold up the others
 _REACH_SECONDS = 20.0
 _RETURN_SECONDS = 3.0  # for a process of another machine to connect again
 _BEAT_SECONDS = 10.0  # between two signs of life
@@ -61,16 +60,10 @@ class Links:
         size: Processes in all.
         address: Of process 0.
         listening: Where others connect to this process; owned from now on.
-        patience: The seconds in which another one must take a message.
     """
 
     def __init__(
-        self,
-        rank: int,
-        size: int,
-        address: Address,
-        listening: Sequence[socket.socket] = (),
-        patience: float = _SEND_SECONDS,
+        self, rank: int, size: int, address: Address, listening: Sequence[socket.socket] = ()
     ) -> None:
         self.parent: Line | None = None  # to process 0, or to who passes on what it says
         self.children: dict[int, Line] = {}
@@ -79,7 +72,6 @@ class Links:
         self._rank = rank
         self._size = size
         self._address = address
-        self._patience = patience
         self._told: set[object] = set()  # the news that this process has passed on
         self._strangers: list[Line] = []
         self._away: dict[int, Line] = {}  # whose connection broke, and who may come again
@@ -93,8 +85,6 @@ class Links:
         self._waking.setblocking(False)
         self._woken.setblocking(False)
         self._selector.register(self._woken, selectors.EVENT_READ)
-        for one in listening:
-            one.setblocking(False)
         self._listen()
         _open.add(self)
 
@@ -134,7 +124,7 @@ class Links:
         """Connect to the parent at the first address that answers; return whether one does."""
         for address in addresses:
             with suppress(OSError, ValueError):
-                line = Line(_connect(address, seconds), self._patience, trusted=True)
+                line = Line(_connect(address, seconds), trusted=True)
                 hello = {"kind": "hello", "token": self._address.token, "rank": self._rank}
                 line.send({**hello, "who": Member.this().as_list()})
                 line.connection.settimeout(_REACH_SECONDS)
@@ -142,7 +132,7 @@ class Links:
                 welcome = messages[0] if messages and not over else {}
                 line.rank, line.member = welcome.get("from"), Member.parse(welcome.get("who"))
                 if isinstance(line.rank, int) and line.member is not None:
-                    line.connection.settimeout(self._patience)
+                    line.connection.settimeout(SEND_SECONDS)
                     self.parent, self._early = line, messages[1:]
                     self._selector.register(line.connection, selectors.EVENT_READ, line)
                     return True
@@ -189,20 +179,20 @@ class Links:
             self._drop(line)
         if self._rests_until and now > self._rests_until and len(self._strangers) < _MOST_STRANGERS:
             self._listen()
-        lost = [line for line in self._away.values() if self._is_lost(line, now)]
-        for line in lost:
-            del self._away[line.rank or 0]
+        lost = [line for line in self._away.values() if self._is_lost(line)]
+        self._away = {rank: line for rank, line in self._away.items() if line not in lost}
         return [heard for line in lost for heard in self._take(line, [_gone(line, self._rank)])]
 
     def _listen(self) -> None:
         self._rests_until = 0.0
         for one in self._listening:
+            one.setblocking(False)
             self._selector.register(one, selectors.EVENT_READ, one)
 
     def _accept(self, listening: socket.socket) -> None:
         """Let a caller in; nobody for a while where that cannot be, or where many say nothing."""
         try:
-            line = Line(listening.accept()[0], self._patience)
+            line = Line(listening.accept()[0])
             self._strangers.append(line)
             self._selector.register(line.connection, selectors.EVENT_READ, line)
             full = len(self._strangers) >= _MOST_STRANGERS
@@ -247,7 +237,7 @@ class Links:
         line.since = time.monotonic()
         if line is not self.parent:
             del self.children[line.rank or 0]
-            if line.has_ended or self._is_lost(line, line.since):
+            if line.has_ended or self._is_lost(line):
                 return [_gone(line, self._rank)]
             self._away[line.rank or 0] = line
             return []
@@ -255,20 +245,14 @@ class Links:
         if line.has_ended:  # who passed on what process 0 says has, but process 0 may have not
             returned = line.rank and self.reach_root()
         else:
-            returned = not self._is_lost(line, line.since) and self.reach_root(_RETURN_SECONDS)
+            returned = not self._is_lost(line) and self.reach_root(_RETURN_SECONDS)
             if returned:
-                say(
-                    f"trainkit: the watch of process {self._rank} lost its connection to process "
-                    f"{line.rank} ({line.member}), and has connected again."
-                )
+                who = f"process {line.rank} ({line.member})"
+                say(f"trainkit: the watch lost its connection to {who}, and has connected again.")
         return [] if returned else [_gone(line, self._rank)]
 
-    def _is_lost(self, line: Line, now: float) -> bool:
-        """Return whether the process at the other end of a line that is over is lost, too."""
-        assert line.member is not None
-        if line.member.is_here():
-            return not line.member.lives()
-        return not self.is_patient or now - line.since > _RETURN_SECONDS
+    def _is_lost(self, line: Line) -> bool:
+        return line.is_lost(_RETURN_SECONDS if self.is_patient else 0.0)
 
     def _admit(self, line: Line, hello: Message) -> bool:
         """Take in a caller that knows the word, and say so."""
@@ -315,8 +299,8 @@ class Links:
 def _gone(line: Line, rank: int) -> Message:
     """Return what process `rank` says of one whose line is over for good."""
     assert line.member is not None
-    gone = {"kind": GONE, "from": line.rank, "unreachable": line.is_unreachable}
-    gone |= {"who": str(line.member), "place": line.member.place()}
+    gone: Message = {"kind": GONE, "from": line.rank, "who": str(line.member)}
+    gone |= {"place": line.member.place(), "unreachable": line.is_unreachable * round(line.silent)}
     return {**gone, "to": rank} if line.has_ended else gone
 
 
@@ -327,7 +311,7 @@ def open_server(size: int, *, one_machine: bool) -> tuple[Links, Address]:
         OSError: There is no port.
     """
     host = "127.0.0.1" if one_machine else os.environ.get(ADDRESS_VARIABLE, "")
-    listening = listen(host, ports(), size)
+    listening = listen(host, ports(), size + _MOST_STRANGERS)
     hosts = [host] if host else _own_names()
     address = Address(tuple(hosts), listening.getsockname()[1], secrets.token_hex(16))
     local = None if one_machine else _listen_here(_local_name(address), size)

@@ -11,11 +11,11 @@ from typing import Any
 from trainkit.watchdog.connections import Links
 from trainkit.watchdog.line import Line, Message
 from trainkit.watchdog.silence import silence
-from trainkit.watchdog.stalls import Member, Verdict, examples, judge, where
+from trainkit.watchdog.stalls import Member, Unanswered, Verdict, examples, judge, where
 
 __all__ = ["Inquiry"]
 
-_STOPPED_SECONDS = 1.0  # after which a process that the kernel does not run at all is frozen
+_SURE_SECONDS = 1.0  # after which a process that is stopped, or could have answered, is frozen
 _SILENT_SECONDS = 10.0  # without any answer, after which one that may run is
 _LOST_SECONDS = 20.0  # without any answer, after which it does not matter what is not known
 _STACK_SECONDS = 3.0
@@ -48,6 +48,8 @@ class Inquiry:
         self._began: float | None = None
         self._heard = self._signed = 0.0  # when the last answer, the last sign of life came
         self._silent: dict[int, str] = {}
+        self._asked: dict[int, Unanswered] = {}  # neighbours that have not said anything
+        self._is_led = False  # process 0 has said something
         self._left: Line | None = None  # to who passed on what process 0 says, and is frozen
         self._wanted: list[int] | None = None  # whose stacks were asked for
         self._stacks: set[int] = set()
@@ -77,7 +79,7 @@ class Inquiry:
                 self.states[rank]["stack"] = message["stack"]
                 self._stacks.add(rank)
             case "state?" | "stacks?" | "sign" | "verdict":
-                self._signed = now
+                self._signed, self._is_led = now, True
                 self._obey(message, now, place)
 
     def _obey(self, message: Message, now: float, place: Mapping[str, Any]) -> None:
@@ -141,9 +143,9 @@ class Inquiry:
         for rank, line in self._links.children.items():
             if rank in self.states or rank in self._silent or line.has_ended or not line.member:
                 continue
-            stopped = line.member.is_here() and line.member.is_stopped()
-            since = began if stopped else self._heard
-            if now - since > (_STOPPED_SECONDS if stopped else _SILENT_SECONDS):
+            sure = self._could_answer(line, now)
+            since = began if sure else self._heard
+            if now - since > (_SURE_SECONDS if sure else _SILENT_SECONDS):
                 self._silent[rank] = why = silence(line)
                 self._send({"kind": "silent", "to": 0, "rank": rank, "why": why})
 
@@ -152,8 +154,8 @@ class Inquiry:
         parent = self._links.parent
         if parent is None or parent.member is None or parent.rank is None:
             return
-        stopped = parent.member.is_here() and parent.member.is_stopped()
-        limit = _STOPPED_SECONDS if stopped else _NO_SIGN_SECONDS
+        sure = self._could_answer(parent, now, only_if_stopped=self._is_led)
+        limit = _SURE_SECONDS if sure else _NO_SIGN_SECONDS
         if parent.rank == 0 and self._rank != min(set(range(1, self._size)) - ended.keys()):
             limit += _TURN_SECONDS  # the first one tells the others, by ending it
         if now - self._signed <= limit:
@@ -166,6 +168,14 @@ class Inquiry:
         self._send({"kind": "stalled", "to": 0})
         self._send({**self.states[self._rank], "kind": "state", "to": 0})
         self._send({"kind": "silent", "to": 0, "rank": parent.rank, "why": why})
+
+    def _could_answer(self, line: Line, now: float, *, only_if_stopped: bool = False) -> bool:
+        """Return whether a neighbour is known to be stopped, or asked and not starved."""
+        if line.member is None or line.rank is None or not line.member.is_here():
+            return False
+        if line.member.is_stopped() or only_if_stopped:
+            return line.member.is_stopped()
+        return self._asked.setdefault(line.rank, Unanswered(line.member, now)).could_answer(now)
 
     def _decide(self, verdict: Verdict) -> None:
         self.verdict = verdict

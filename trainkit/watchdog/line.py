@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 from trainkit.watchdog.stalls import Member
 
-__all__ = ["UNREACHABLE_SECONDS", "Line", "Message"]
+__all__ = ["SEND_SECONDS", "UNREACHABLE_SECONDS", "Line", "Message"]
 
 Message: TypeAlias = dict[str, Any]
 """What travels: a JSON object with the keys `kind` and `from`, the process that says it.
@@ -19,8 +19,11 @@ failed or is gone, the first goes on, because it ends the job. That a process en
 to process 0, and to all only of process 0 and of the first that does.
 """
 
-UNREACHABLE_SECONDS = 50
-"""After which the kernel gives up a connection whose other end acknowledges nothing."""
+UNREACHABLE_SECONDS = 40
+"""After which the kernel gives up a connection on which nothing that was sent is acknowledged."""
+
+SEND_SECONDS = 0.3
+"""For one message: a process that is stopped must not hold up the others."""
 
 _LARGEST = 1 << 20  # bytes of a message
 _LARGEST_OF_STRANGERS = 1 << 10
@@ -32,13 +35,10 @@ class Line:
 
     Args:
         connection: Owned from now on.
-        patience: The seconds in which the other end must take a message.
         trusted: Whether the other end is a process of the job, and not yet a stranger.
     """
 
-    def __init__(
-        self, connection: socket.socket, patience: float, *, trusted: bool = False
-    ) -> None:
+    def __init__(self, connection: socket.socket, *, trusted: bool = False) -> None:
         self.connection = connection
         self.trusted = trusted
         self.rank: int | None = None  # of the other end, once it has said so
@@ -46,11 +46,11 @@ class Line:
         self.has_ended = False  # it said so, or that it failed: its end is no news
         self.since = time.monotonic()  # when it began, or was lost
         self.silent = 0.0  # seconds in which this process listened, and heard nothing
-        self.used: tuple[str, ...] = ()  # of a processor, by a process that is silent
+        self.used = 0.0  # seconds of a processor, by a process that is silent
         self.is_noted = False  # that it is
         self.is_unreachable = False  # the network, or the machine at the other end, is gone
         self._read = b""
-        connection.settimeout(patience)
+        connection.settimeout(SEND_SECONDS)
         with suppress(OSError, AttributeError):  # a machine that loses power says nothing
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -78,7 +78,7 @@ class Line:
                 return [], False
             self._note(error)
             data = b""
-        self.silent = 0.0
+        self.silent = self.silent if not data else 0.0
         *lines, self._read = (self._read + data).split(b"\n")
         if max(map(len, [*lines, self._read])) > largest:
             return [], True
@@ -88,6 +88,15 @@ class Line:
             return [], True
         sound = all(isinstance(m, dict) and isinstance(m.get("kind"), str) for m in messages)
         return (messages if sound else []), not data or not sound
+
+    def is_lost(self, seconds: float) -> bool:
+        """Return whether the process behind a line that is over, since `since`, is lost, too.
+
+        The kernel knows it of this machine; on another one the process has seconds to come again.
+        """
+        if self.member is not None and self.member.is_here():
+            return not self.member.lives()
+        return time.monotonic() - self.since > seconds
 
     def close(self) -> None:
         self.connection.close()

@@ -18,7 +18,7 @@ from trainkit.watchdog.callers import Callers, Position
 from trainkit.watchdog.connections import GONE, Links
 from trainkit.watchdog.exit import EXIT_FAILED, EXIT_OTHER_FAILED, EXIT_STALLED
 from trainkit.watchdog.inquiry import Inquiry
-from trainkit.watchdog.line import UNREACHABLE_SECONDS, Message
+from trainkit.watchdog.line import Message
 from trainkit.watchdog.report import Report
 from trainkit.watchdog.silence import is_frozen
 from trainkit.watchdog.stalls import Member, Verdict
@@ -317,7 +317,7 @@ def _lost(rank: int, gone: Message) -> tuple[str, str]:
     """Return what the end of a connection means: the kind of the cause, and a sentence."""
     if gone.get("unreachable"):
         return "unreachable", (
-            f"{gone.get('place')} unreachable for {UNREACHABLE_SECONDS} s: machine, network or "
+            f"{gone.get('place')} unreachable for {gone['unreachable']} s: machine, network or "
             f"power (process {rank}, {gone.get('who')})"
         )
     return "lost", (

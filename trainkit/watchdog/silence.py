@@ -9,7 +9,7 @@ from trainkit.watchdog.line import UNREACHABLE_SECONDS, Line
 
 __all__ = ["is_frozen", "silence"]
 
-_STOPPED_SECONDS = 50.0  # of silence, after which one that the kernel does not run is frozen
+_STOPPED_SECONDS = 40.0  # of silence, after which one that the kernel does not run is frozen
 _UNKNOWN_SECONDS = 300.0  # after which another one is: it may only hold the interpreter lock
 _NOTED_SECONDS = 30.0 + UNREACHABLE_SECONDS  # after which one of another machine is spoken of
 
@@ -28,8 +28,8 @@ def is_frozen(line: Line) -> bool:
     if not line.is_noted:
         line.is_noted = True
         say(f"trainkit: process {line.rank} {silence(line)}. The job goes on.")
-    used, line.used = line.used, member.used() if here else ()
-    if here and (line.used != used or member.is_debugged()):
+    used, line.used = line.used, member.used() if here else 0.0
+    if here and (line.used != used or member.is_stopped("t")):
         line.silent = 0.0
     return line.silent > _UNKNOWN_SECONDS
 

@@ -16,12 +16,14 @@ from typing_extensions import override
 
 from trainkit.errors import MOST_NAMED
 
-__all__ = ["Member", "Stillness", "Verdict", "call_of", "examples", "judge", "where"]
+__all__ = ["Member", "Stillness", "Unanswered", "Verdict", "call_of", "examples", "judge", "where"]
 
 _PACKAGE = str(Path(__file__).resolve().parent.parent) + os.sep
 _LIBRARY = sysconfig.get_paths()["stdlib"] + os.sep
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 _LONGEST_STACK = 6000  # characters
+_OWN_SECONDS = 1.0  # of the processor, in which a process could have answered
+_CALM_SECONDS = 2.0  # in which none of its threads waited for a processor or a disk
 _EXITING = 4  # the kernel's flag of a process that has begun to end: PF_EXITING
 
 # Modules whose functions wait for other processes, and what a report calls that; "": by its name.
@@ -89,9 +91,9 @@ class Member:
         same = len(stat) > 19 and stat[19] == self.started
         return same and stat[0] not in "ZX" and not int(stat[6]) & _EXITING
 
-    def used(self) -> tuple[str, ...]:
-        """Return how long this process of the own machine has used a processor, in ticks."""
-        return tuple(_stat(self.pid)[11:13])
+    def used(self) -> float:
+        """Return for how many seconds this process of the own machine has used a processor."""
+        return sum(map(int, _stat(self.pid)[11:13])) / os.sysconf("SC_CLK_TCK")
 
     def doing(self) -> str:
         """Return why a process of this machine does not answer, in words."""
@@ -102,13 +104,9 @@ class Member:
             "Z": "it has ended",
         }.get("".join(_stat(self.pid)[:1]), "it holds the interpreter lock, and lets nobody in")
 
-    def is_stopped(self) -> bool:
-        """Return whether this process of the own machine does not run at all."""
-        return _stat(self.pid)[:1] == ["T"]
-
-    def is_debugged(self) -> bool:
-        """Return whether a debugger holds this process of the own machine."""
-        return _stat(self.pid)[:1] == ["t"]
+    def is_stopped(self, state: str = "T") -> bool:
+        """Return whether this process of the own machine does not run; "t": for a debugger."""
+        return _stat(self.pid)[:1] == [state]
 
     def kill(self, signum: int) -> bool:
         """Send a signal to this process of the own machine, if it still is the one."""
@@ -126,8 +124,8 @@ def started_at(pid: int) -> str:
     return fields[19] if len(fields) > 19 else ""
 
 
-def _stat(pid: int) -> list[str]:
-    """Return what the kernel says of a process, from its state on."""
+def _stat(pid: int | str) -> list[str]:
+    """Return what the kernel says of a process or thread, from its state on."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return []
@@ -171,6 +169,28 @@ class Stillness:
         if place != self._place or _stat(os.getpid())[:1] == ["R"]:
             self._place, self._since = place, now
         return now - self._since
+
+
+class Unanswered:
+    """A process of this machine that was asked something, and may be too starved to answer.
+
+    Args:
+        member: The process.
+        now: On the clock of time.monotonic.
+    """
+
+    def __init__(self, member: Member, now: float) -> None:
+        self._member = member
+        self._used = member.used()
+        self._waited = now
+
+    def could_answer(self, now: float) -> bool:
+        """Return whether it had the processor, or wanted none for long; to be called often."""
+        tasks = Path(f"/proc/{self._member.pid}/task").glob("*")
+        states = [_stat(f"{self._member.pid}/task/{task.name}")[:1] for task in tasks]
+        if not states or ["R"] in states or ["D"] in states:
+            self._waited = now
+        return self._member.used() - self._used >= _OWN_SECONDS or now - self._waited > _CALM_SECONDS
 
 
 def call_of(error: BaseException) -> str:

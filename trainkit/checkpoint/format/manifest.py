@@ -4,7 +4,9 @@ Its first line ends with the digest of all that follows that line, so that no by
 manifest can change unseen. That line is the same in every version of the format.
 """
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,15 +16,21 @@ import xxhash
 
 from trainkit.checkpoint.format import codec, strict_json
 from trainkit.checkpoint.format.decoding import MALFORMED
-from trainkit.checkpoint.format.names import JSON_SUFFIX, MANIFEST, TENSOR_SUFFIX, is_allowed
-from trainkit.checkpoint.io.reading import broken, open_directory, open_file
+from trainkit.checkpoint.format.names import (
+    JSON_SUFFIX,
+    MANIFEST,
+    PACK,
+    TENSOR_SUFFIX,
+    is_allowed,
+)
+from trainkit.checkpoint.io.reading import HashedFile, broken, open_directory, open_file
 from trainkit.errors import CheckpointError
 
-__all__ = ["FORMAT_VERSION", "FileInfo", "Manifest", "read_manifest"]
+__all__ = ["FORMAT_VERSION", "FileInfo", "Manifest", "open_listed", "read_manifest"]
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 """The newest version. Written is the least that has what is in the checkpoint: 2 where tensors
-are sharded, 3 where one does not lie row by row in memory, else 1."""
+are sharded, 3 where one does not lie row by row in memory, 4 with packed files, else 1."""
 
 _HEAD = b'{"manifest_xxh3_128": "'
 _HEAD_SIZE = len(_HEAD) + 32 + len(b'",\n')
@@ -30,10 +38,17 @@ _HEAD_SIZE = len(_HEAD) + 32 + len(b'",\n')
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileInfo:
-    """What a file must be."""
+    """What a file must be, and where it is: by itself, or in a pack, from byte `begin` on."""
 
     bytes: int
     xxh3_128: str  # 32 hexadecimal digits
+    pack: str | None = None
+    begin: int = 0
+
+    def encode(self) -> dict[str, Any]:
+        """Return it for the manifest."""
+        place = {} if self.pack is None else {"pack": self.pack, "begin": self.begin}
+        return {"bytes": self.bytes, "xxh3_128": self.xxh3_128, **place}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +61,8 @@ class Manifest:
         run_id: Which run made it.
         created: UTC, in the form of ISO 8601; for people.
         world_size: Number of processes that wrote it.
-        files: What belongs to it, by name; the manifest itself is left out.
+        files: What belongs to it, by name; the manifest itself is left out. Several may be packed
+            into one file of the folder, each right behind the one before it.
         metadata: What the run wrote beside the parts, such as `{"metrics": {...}}`.
     """
 
@@ -69,6 +85,13 @@ class Manifest:
         """Return the bytes of all files together."""
         return sum(info.bytes for info in self.files.values())
 
+    def sizes(self) -> Counter[str]:
+        """Return the names and bytes of the files in the folder, but for the manifest."""
+        found: Counter[str] = Counter()
+        for name, info in self.files.items():
+            found[info.pack or name] += info.bytes
+        return found
+
     def encode(self) -> bytes:
         """Return the content of `manifest.json`.
 
@@ -82,10 +105,7 @@ class Manifest:
             "run_id": self.run_id,
             "created": self.created,
             "world_size": self.world_size,
-            "files": {
-                name: {"bytes": info.bytes, "xxh3_128": info.xxh3_128}
-                for name, info in self.files.items()
-            },
+            "files": {name: info.encode() for name, info in self.files.items()},
             "metadata": codec.encode_inline(dict(self.metadata), "metadata"),
         }
         rest = strict_json.dump(body, indent=1).removeprefix(b"{\n") + b"\n"
@@ -146,6 +166,20 @@ def read_manifest_in(directory: int, path: Path) -> Manifest:
     return Manifest.decode(content, path)
 
 
+@contextmanager
+def open_listed(directory: int, name: str, path: Path, info: FileInfo) -> Iterator[HashedFile]:
+    """Open a file of a checkpoint as `open_file` does, by what the manifest says of it.
+
+    Raises:
+        CheckpointCorrupt: Also where it has another number of bytes.
+    """
+    with open_file(directory, info.pack or name, path) as file:
+        if info.pack is not None:
+            file.narrow(name, info.begin, info.bytes)
+        file.check_size(info.bytes)
+        yield file
+
+
 def _build(body: Any, path: Path) -> Manifest:
     version = _number(body, "format_version")
     if version > FORMAT_VERSION:
@@ -158,6 +192,7 @@ def _build(body: Any, path: Path) -> Manifest:
     files = {name: _file(name, info) for name, info in _typed(body, "files", dict).items()}
     if len({name.lower() for name in files}) != len(files):
         raise ValueError("two files have names that differ only in case")
+    _check_packs(files)
     return Manifest(
         format_version=version,
         step=_number(body, "step"),
@@ -178,7 +213,21 @@ def _file(name: str, info: Any) -> FileInfo:
     digest = _typed(info, "xxh3_128", str)
     if len(digest) != 32 or set(digest) - set("0123456789abcdef"):
         raise ValueError(f"the digest of {name!r} is not 32 hexadecimal digits")
-    return FileInfo(bytes=_number(info, "bytes"), xxh3_128=digest)
+    if "pack" not in info:
+        return FileInfo(bytes=_number(info, "bytes"), xxh3_128=digest)
+    if info["pack"] != PACK:
+        raise ValueError(f"{name!r} is packed into another file than {PACK!r}")
+    begin, size = _number(info, "begin"), _number(info, "bytes")
+    return FileInfo(bytes=size, xxh3_128=digest, pack=PACK, begin=begin)
+
+
+def _check_packs(files: Mapping[str, FileInfo]) -> None:
+    """Check that packed files follow each other, so that no byte is of none or of two."""
+    end = 0
+    for info in sorted((f for f in files.values() if f.pack), key=lambda f: (f.begin, f.bytes)):
+        if info.begin != end:
+            raise ValueError(f"a packed file begins at {info.begin}, but the last ends at {end}")
+        end += info.bytes
 
 
 def _typed(body: Any, key: str, kind: type) -> Any:

@@ -6,12 +6,14 @@ from collections.abc import Collection, Iterable
 __all__ = [
     "JSON_SUFFIX",
     "MANIFEST",
+    "PACK",
     "PINS",
     "TEMPORARY",
     "TENSOR_SUFFIX",
     "TRASH",
     "folder_name",
     "is_allowed",
+    "is_of_one_process",
     "owner_of",
     "part_of",
     "process_part",
@@ -21,6 +23,7 @@ __all__ = [
 
 MANIFEST = "manifest.json"
 PINS = "pins.json"
+PACK = "processes.bin"
 TENSOR_SUFFIX = ".safetensors"
 JSON_SUFFIX = ".json"
 TEMPORARY = ".tmp-"
@@ -57,6 +60,12 @@ def part_of(file: str) -> str:
 def process_part(rank: int) -> str:
     """Return the part that a process writes for itself."""
     return f"process-{rank:05d}"
+
+
+def is_of_one_process(file: str) -> bool:
+    """Return whether a file, by its name, is of a part that a process writes for itself."""
+    owner = owner_of(file)
+    return owner is not None and part_of(file) == process_part(owner)
 
 
 def owner_of(file: str) -> int | None:

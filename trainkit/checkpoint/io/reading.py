@@ -112,8 +112,14 @@ class HashedFile:
         self.name = name
         self.path = path
         self._descriptor = descriptor
+        self._begin, self._within = 0, ""  # in the file that it is packed into
         self._place = 0  # of the next byte to be hashed
         self._hash = xxhash.xxh3_128()
+
+    def narrow(self, name: str, begin: int, size: int) -> None:
+        """Be only the file that is packed into this one from `begin` on; before all reading."""
+        self._begin, self._within = begin, f" in `{self.name}`"
+        self.name, self.size = name, max(0, min(size, self.size - begin))
 
     def read(self, size: int) -> bytes:
         """Return the next `size` bytes."""
@@ -139,7 +145,8 @@ class HashedFile:
         """
         left = target
         while left:
-            count = os.preadv(self._descriptor, [left], begin + len(target) - len(left))
+            place = self._begin + begin + len(target) - len(left)
+            count = os.preadv(self._descriptor, [left], place)
             if count == 0:
                 raise self.broken("it is cut")
             left = left[count:]
@@ -191,4 +198,4 @@ class HashedFile:
 
     def broken(self, why: str) -> CheckpointCorrupt:
         """Return the error that says why this file cannot be used."""
-        return broken(self.path, self.name, f": {why}")
+        return broken(self.path, self.name, f"{self._within}: {why}")

@@ -1,15 +1,16 @@
 """Read tensors, or regions of them, out of the files of a checkpoint; no torch needed."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from trainkit.checkpoint.format import tensor_file
-from trainkit.checkpoint.format.manifest import FileInfo
+from trainkit.checkpoint.format.manifest import FileInfo, open_listed
 from trainkit.checkpoint.format.names import TENSOR_SUFFIX, owner_of
 from trainkit.checkpoint.format.shard_region import ShardRegion, runs
 from trainkit.checkpoint.format.tensor_file import SIZES, Header
 from trainkit.checkpoint.format.tensor_location import StoredTensor
-from trainkit.checkpoint.io.reading import broken, open_file, scratch
+from trainkit.checkpoint.io.reading import HashedFile, broken, scratch
 
 __all__ = ["ReadJob", "TensorReader"]
 
@@ -58,8 +59,7 @@ class TensorReader:
         if part not in self._headers:
             self._check_is_listed(part)
             name = part + TENSOR_SUFFIX
-            with open_file(self._directory, name, self._path) as file:
-                file.check_size(self._files[name].bytes)
+            with self._open(name) as file:
                 self._headers[part] = tensor_file.read_header(file)
         return self._headers[part]
 
@@ -69,8 +69,7 @@ class TensorReader:
         Raises:
             CheckpointCorrupt: It has changed.
         """
-        with open_file(self._directory, name, self._path) as file:
-            file.check_size(self._files[name].bytes)
+        with self._open(name) as file:
             content = file.read(file.size)
             file.check_digest(self._files[name].xxh3_128)
         self._verified.add(name)
@@ -127,8 +126,7 @@ class TensorReader:
             name = part + TENSOR_SUFFIX
             left = sorted(of_part, key=lambda stretch: stretch[0])
             while left:
-                with open_file(self._directory, name, self._path) as file:
-                    file.check_size(self._files[name].bytes)
+                with self._open(name) as file:
                     if not hashed or (name in self._left_out and owner_of(name) is None):
                         for begin, target in left:
                             file.read_at(begin, target)
@@ -139,6 +137,9 @@ class TensorReader:
                         left = again
                         file.skip_rest().check_digest(self._files[name].xxh3_128)
                         self._verified.add(name)
+
+    def _open(self, name: str) -> AbstractContextManager[HashedFile]:
+        return open_listed(self._directory, name, self._path, self._files[name])
 
     def _check_is_listed(self, part: str) -> None:
         name = part + TENSOR_SUFFIX
