@@ -28,6 +28,15 @@ _AUDIT = Audit()  # before trainkit is imported
 _ENVIRONMENT_OF_OTHERS = ("PYTEST_", "KMP_")
 
 
+# Files with tests of half a minute: begun last, they would keep one core busy while others wait.
+_LONG = ("test_fake_device.py", "test_scale.py", "test_elastic.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let the longest tests come first."""
+    items.sort(key=lambda item: item.path.name not in _LONG)
+
+
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Fail a session in which trainkit did what it must never do, in whatever process."""
     if _AUDIT.findings() and session.exitstatus == pytest.ExitCode.OK:
