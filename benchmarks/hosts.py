@@ -788,11 +788,11 @@ def strangers(messages: int, folder: Path) -> Outcome:
     """Send noise to every socket of a job, while it meets and while it trains."""
     outcome = Outcome(f"{messages} random and 20 crafted messages to each socket")
     with hosts(3, folder) as (a, b, stranger):
-        quiet = Site((a, b), folder / "quiet", ("trainer", "none", 1000))
+        quiet = Site((a, b), folder / "quiet", ("trainer", "none", 4000))
         quiet.environment = {host: {"PACE": "0"} for host in (a, b)}
         quiet.start()
         outcome.problems += wait_for_end(quiet, time.monotonic() + 2 * START_SECONDS)
-        site = Site((a, b), folder / "work", ("trainer", "none", 1000))
+        site = Site((a, b), folder / "work", ("trainer", "none", 4000))
         site.tell(*([MEETING, 300] if MEETING else []))
         begin = time.monotonic()
         try:
