@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, fields, replace
 from pathlib import Path
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 from trainkit.cli.link import FAILED
@@ -23,6 +24,7 @@ __all__ = ["explain", "show"]
 _GATHER_SECONDS = 45.0  # in which machines end their processes, and say how
 _MOST_ASKED = 16  # machines that are asked whether they live
 _LONGEST_STORY = 200_000  # characters of reports
+_LONGEST_VERDICT = 300  # characters, on the machines that do not show the report
 
 
 def explain(outcome: "Outcome", meeting: "Meeting") -> bool:
@@ -67,7 +69,8 @@ def _lines(
     headline = cause if cause.startswith("machine ") else f"{job['where']}: {cause}"
     cut_off = sorted({each["cut_off"] for each in stories.values()} - {""})
     link = meeting.link
-    link.close(f"{headline} (the report is on {link.name(meeting.machine)})")
+    short = shorten(headline, _LONGEST_VERDICT, placeholder=" ...")
+    link.close(f"{short} (the report is on {link.name(meeting.machine)})")
     return [*(f"trainkit: {each}" for each in (headline, *cut_off)), *lines]
 
 
