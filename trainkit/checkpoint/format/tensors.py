@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainkit.checkpoint.format.strides import is_dense, kept
 from trainkit.checkpoint.format.tensor_file import Piece
+from trainkit.checkpoint.io.large_pages import use_large_pages
 from trainkit.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -101,9 +102,11 @@ def empty(dtype: str, shape: tuple[int, ...]) -> "Tensor":
     import torch
 
     try:
-        return torch.empty(shape, dtype=getattr(torch, _TORCH_NAMES[dtype]))
+        tensor = torch.empty(shape, dtype=getattr(torch, _TORCH_NAMES[dtype]))
     except (OverflowError, RuntimeError, TypeError) as error:
         raise ValueError(f"no tensor can have the shape {shape}") from error
+    use_large_pages(tensor.data_ptr(), tensor.nbytes)
+    return tensor
 
 
 def bytes_of(tensor: "Tensor") -> memoryview:
