@@ -32,7 +32,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "contracts": (CASES, "-k", "not (waits or optimizer_holds or arrived or not_mix)"),
     "gpu tests": ("-m", "gpu", "tests/test_gpu.py", "tests/data/test_transfer.py",
                   "tests/callbacks/test_device_monitor.py", "tests/metrics/test_local_metrics.py"),
-    "resume": ("tests/test_resume.py",),
+    "resume": ("-m", "not e2e", "tests/test_resume.py"),
     "evaluation": ("tests/test_evaluation.py", "tests/test_evaluation_logs.py"),
 }  # fmt: skip
 

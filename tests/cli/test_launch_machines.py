@@ -11,6 +11,7 @@ import torch
 
 from tests.cli.launcher import Launcher, lives
 from tests.cli.test_launch_processes import ACTS, TRAINS
+from tests.helpers.tiers import with_few
 from trainkit.cli.machine import free_port
 
 
@@ -44,7 +45,10 @@ def test_two_machines_give_the_weights_of_one(folder: Path) -> None:
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
-@pytest.mark.parametrize("case", ["twice", "missing", "taken", "script", "fault"])
+@pytest.mark.parametrize(
+    "case",
+    with_few(["missing", "taken", "script"], ["twice", "missing", "taken", "script", "fault"]),
+)
 def test_what_keeps_machines_apart_is_said_on_each(case: str, folder: Path) -> None:
     """Each of them ends, and names the machine and what is wrong with it."""
     (folder / "other").mkdir()
@@ -105,6 +109,20 @@ def test_the_failure_of_one_machine_ends_both(folder: Path) -> None:
     last = launchers[1].output.splitlines()[-1]
     assert "ValueError: boom" in last
     assert "machine 0 (" in last
+
+
+@pytest.mark.e2e
+def test_an_error_before_trainkit_is_imported_is_told_on_both(folder: Path) -> None:
+    (folder / "wrong.py").write_text(
+        "import os, time\nif os.environ['RANK'] == '1':\n    nothing\ntime.sleep(60)\n"
+    )
+    port = free_port()
+    options = ("--num_processes", 2, "wrong.py")
+    launchers = [launch(folder, 2, rank, port, *options) for rank in range(2)]
+    assert [launcher.wait() for launcher in launchers] == [1, 1]
+    for launcher in launchers:
+        told = "NameError: name 'nothing' is not defined (wrong.py, line 3)"
+        assert told in launcher.output.rpartition("\ntrainkit: ")[2], launcher.output
 
 
 @pytest.mark.e2e

@@ -225,6 +225,38 @@ def test_the_first_report_is_shown_and_kept(folder: Path) -> None:
     assert "raise ValueError" in shown
 
 
+def test_an_error_before_trainkit_is_imported_is_told(folder: Path) -> None:
+    (folder / "wrong.py").write_text("import os\n\nimport nothing_there\n")
+    output = run(*TWO, "wrong.py", folder=folder, code=1)
+    told = "of 2 (pid .*: ModuleNotFoundError: No module named 'nothing_there' \\(wrong.py, line 3\\)"
+    assert re.search(told, output), output
+    assert "hint" not in output
+
+
+SHOWS = """
+import os, sitecustomize, sys
+print("path:", os.environ.get("PYTHONPATH"))
+print("startup:", [path for path in [*sys.path, sitecustomize.__file__] if "startup" in path])
+if os.fork() == 0:
+    raise ValueError("of a fork")
+os.wait()
+sys.exit(3)
+"""
+
+
+def test_a_script_finds_its_environment_as_it_was(folder: Path) -> None:
+    (folder / "shows.py").write_text(SHOWS)
+    (folder / "own").mkdir()
+    (folder / "own" / "sitecustomize.py").write_text("print('of the user')")
+    path = os.pathsep.join([str(folder / "own"), str(Path(__file__).resolve().parents[2])])
+    command = ["launch", "--cpu", "--num_processes", "1", "shows.py"]
+    launcher = Launcher(command, folder, environment={"PYTHONPATH": path})
+    assert launcher.wait() == 3, launcher.output
+    assert launcher.output.count("of the user") == 1
+    assert f"path: {path}\nstartup: []" in launcher.output
+    assert not list(folder.rglob("*-error-*.json"))
+
+
 def test_reports_of_a_success_are_removed(folder: Path) -> None:
     run(*TWO, "--report_dir", "reports", "acts.py", "ends", folder=folder)
     assert not list((folder / "reports").iterdir())

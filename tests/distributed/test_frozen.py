@@ -23,7 +23,7 @@ from tests.system.harness import Job, running
 from trainkit import Accelerator
 from trainkit.cli import agent
 from trainkit.distributed import Processes
-from trainkit.watchdog import connections, crossed, line, silence, stalls
+from trainkit.watchdog import connections, crossed, inquiry, line, silence, stalls
 from trainkit.watchdog.exit import EXIT_OTHER_FAILED, EXIT_STALLED
 from trainkit.watchdog.line import Line
 from trainkit.watchdog.report import first_of, read_all
@@ -107,7 +107,8 @@ def test_one_that_is_alone_on_its_machine_is_found_too(tmp_path: Path) -> None:
 def _stop_apart(rank: int, pipe: int, folder: Path) -> int:
     os.environ["TRAINKIT_REPORT_DIR"] = str(folder / "reports")
     _hurry()
-    silence._NOTED_SECONDS = 3.0
+    silence._NOTED_SECONDS, silence._UNKNOWN_SECONDS = 2.0, 3.0
+    inquiry._SILENT_SECONDS = 2.0
     _stop_in_a_loop(rank, who=1, apart=True)
     return 0
 

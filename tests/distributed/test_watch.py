@@ -165,8 +165,9 @@ def test_a_connection_that_ends_is_heard_of_by_all() -> None:
         b"",
     ],
 )
-def test_strangers_are_turned_away(words: bytes) -> None:
+def test_strangers_are_turned_away(words: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     with _links(2) as (server, address, (client,)):
+        monkeypatch.setattr(connections, "_STRANGER_SECONDS", 1.0)
         with socket.create_connection((address.hosts[0], address.port)) as stranger:
             sender = threading.Thread(target=lambda: stranger.sendall(words))
             sender.start()
@@ -610,10 +611,10 @@ def _slow(rank: int) -> None:
     model = accelerator.prepare(nn.Linear(1, 1))
     for late in (0, 1, 0):
         if rank == late:
-            time.sleep(1.5)
+            time.sleep(0.8)
         accelerator.wait_for_everyone()
         if rank != late:
-            time.sleep(1.5)
+            time.sleep(0.8)
         accelerator.backward(model(torch.ones(1, 1)).sum())
 
 

@@ -109,7 +109,7 @@ def _die() -> None:
 CASES = [(who, act) for who in ("root", "serves", "behind") for act in (_die, _stop)]
 
 
-@pytest.mark.parametrize(("who", "act"), with_few([("behind", _stop)], CASES))
+@pytest.mark.parametrize(("who", "act"), with_few([("behind", _die)], CASES))
 def test_a_process_of_any_machine_ends_all(
     who: str, act: Callable[[], None], tmp_path: Path
 ) -> None:
@@ -149,3 +149,29 @@ def test_who_is_behind_a_process_that_ends_in_order_is_still_watched(tmp_path: P
     with running(4, tmp_path, _leave_in_turn) as job:
         assert job.wait(), job.log()
     assert sorted(map(int, job.codes.values())) == [-signal.SIGKILL, 0, 69, 69], job.log()
+
+
+def _break_for_one(rank: int, pipe: int, folder: Path) -> int:
+    os.environ["TRAINKIT_REPORT_DIR"] = str(folder / "reports")
+    pretend(rank)
+    processes = Processes.start()
+    assert processes.watch is not None
+    serving = relays(processes)
+    processes.barrier()
+    if rank == serving[1]:
+        _die()
+    if rank == 1:
+        time.sleep(0.2)
+        processes.watch._fail_for_good(
+            RuntimeError("[../gloo/pair.cc:547] Read error: Connection reset by peer")
+        )
+        return 0
+    time.sleep(120)  # process 0 is in no collective that breaks
+    return 0
+
+
+def test_who_hears_of_a_loss_only_by_process_0_names_the_process_too(tmp_path: Path) -> None:
+    with running(4, tmp_path, partial(_break_for_one, folder=tmp_path)) as job:
+        assert job.wait(), job.log()
+    assert sorted(map(int, job.codes.values())) == [-signal.SIGKILL, 69, 69, 69], job.log()
+    assert "none has said why" not in job.log()

@@ -4,9 +4,10 @@ Arguments are pytest's, such as `tests/callbacks -k ema`; without any the whole 
 what starts programs. What `left_out.py` names is never run here.
 """
 
-import subprocess
+import os
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 from tests.fake_device import build
 from tests.fake_device.left_out import LEFT_OUT
@@ -20,13 +21,14 @@ OPTIONS = (
 )
 
 
-def main(arguments: list[str]) -> int:
-    """Run pytest in a process that has the device; return its exit status."""
+def main(arguments: list[str]) -> NoReturn:
+    """Become pytest in a process that has the device."""
     left_out = [f"--deselect={test}" for tests in LEFT_OUT.values() for test in tests]
     environment = {"OMP_NUM_THREADS": "1", "FAKE_DEVICES": "8", **build.environment()}
     command = [sys.executable, "-m", "pytest", *OPTIONS, *left_out, *(arguments or ALL)]
-    return subprocess.run(command, cwd=ROOT, env=environment).returncode
+    os.chdir(ROOT)
+    os.execve(sys.executable, command, environment)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(sys.argv[1:])

@@ -45,7 +45,12 @@ STOPPED = [
 ]
 
 
-@pytest.mark.parametrize("case", with_few([5], range(len(KILLED))))
+ALIKE = (0, 3, 4, 8)  # all that they are made of is in the others
+CASES = with_few([5], [case for case in range(len(KILLED)) if case not in ALIKE])
+CASES += [pytest.param(case, marks=pytest.mark.slow) for case in ALIKE]
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_a_killed_run_ends_as_if_it_had_not_been(case: int, tmp_path: Path) -> None:
     report = survive_kills(*KILLED[case], tmp_path, random.Random(case))
     assert report.problems == []

@@ -49,6 +49,8 @@ GRACE_SECONDS = {LOST: 4, FAILED: 26}
 
 _LEAVE_SECONDS = 4.0  # in which they leave by themselves, with a report, as their watch knows too
 
+_STARTUP = str(Path(__file__).with_name("startup"))  # has a file for Python to import at first
+
 _TORCHRUN = re.compile(
     "PET_(NNODES|NODE_RANK|NPROC_PER_NODE|RDZV_.*|MASTER_.*|STANDALONE|MODULE|NO_PYTHON|RUN_PATH)"
 )
@@ -125,6 +127,9 @@ def _environment(plan: Plan, meeting: Meeting) -> dict[str, str]:
     found = {**plan.environment, ADDRESS_VARIABLE: meeting.own}
     found["TORCHELASTIC_SIGNALS_TO_HANDLE"] = plan.environment["PET_SIGNALS_TO_HANDLE"]
     found["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"  # ranks follow from the numbers of machines
+    if not plan.script.is_program:
+        path = os.environ.get("PYTHONPATH")
+        found["PYTHONPATH"] = os.pathsep.join([_STARTUP, *([path] if path else [])])
     if meeting.size == 1:
         found[SECRET] = os.environ.get(SECRET) or secrets.token_hex(16)
     if meeting.interface is not None:

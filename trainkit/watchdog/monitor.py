@@ -102,7 +102,7 @@ class WatchThread:
         self.callers = Callers(rank, size, self._post, position)
         self.failing_since: float | None = None
         self.failed_fits: set[int] = set()
-        self.leaves_at_once = self.closing = False
+        self.leaves_at_once = self.closing = self._is_broken = False
         self._rank = rank
         self._size = size
         self._links = links
@@ -177,7 +177,7 @@ class WatchThread:
     def _run(self) -> None:
         try:
             while not self.closing or self._queue:
-                self._links.is_patient = not self.leaves_at_once
+                self._links.is_patient = not (self.leaves_at_once or self._is_broken)
                 for rank, message in self._links.poll(self._pause()):
                     self._hear(rank, message)
                 while self._queue:
@@ -216,6 +216,8 @@ class WatchThread:
             if self._rank and self._links.parent is None and self._cause is None:
                 self.closing = True  # it ended in order, and passes nothing on any more
                 self._queue.append({"kind": "done", "how": "ended with process 0"})
+        elif kind == "broken":
+            self._is_broken = True
         else:
             self._inquiry.on_message(rank, message, time.monotonic(), self._run_place())
         if message.get("to", self._rank) == self._rank:  # else it only goes on from here

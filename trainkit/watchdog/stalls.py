@@ -16,7 +16,17 @@ from typing_extensions import override
 
 from trainkit.errors import MOST_NAMED
 
-__all__ = ["Member", "Stillness", "Unanswered", "Verdict", "call_of", "examples", "judge", "where"]
+__all__ = [
+    "Member",
+    "Stillness",
+    "Unanswered",
+    "Verdict",
+    "call_of",
+    "examples",
+    "judge",
+    "raised_at",
+    "where",
+]
 
 _PACKAGE = str(Path(__file__).resolve().parent.parent) + os.sep
 _LIBRARY = sysconfig.get_paths()["stdlib"] + os.sep
@@ -201,6 +211,13 @@ def call_of(error: BaseException) -> str:
     ours = [f.f_code.co_name for f in frames if f.f_code.co_filename.startswith(_PACKAGE)]
     waits = [name for frame in frames if (name := _collective(frame))]
     return f"`{[*ours, *waits][0]}`" if ours or waits else "a collective"
+
+
+def raised_at(error: BaseException) -> str:
+    """Return the last line of the user's code on the way of an error, in brackets; maybe empty."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if _is_users(frame.filename)]
+    return f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
 
 
 def _collective(frame: FrameType) -> str:

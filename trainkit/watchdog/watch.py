@@ -95,9 +95,10 @@ class JobWatch:
             is_first = self._rank == monitor.first_without()
             if monitor.hears():
                 monitor.leaves_at_once = True
-                monitor.wake()
-                # Not every process has a connection that breaks: the first that has one speaks.
-                time.sleep(_EXPLAIN_SECONDS if is_first else 2 * _EXPLAIN_SECONDS)
+                monitor.tell({"kind": "broken", "to": 0})  # who waits for no lost one to come again
+                # Not every process has a connection that breaks: the first that has one speaks. Who
+                # is told anything meanwhile leaves; what process 0 hears it may pass on late.
+                time.sleep(_EXPLAIN_SECONDS * (1 if is_first else 2 if monitor.ended else 4))
                 monitor.leaves_at_once = False
                 is_first = True  # if another had spoken, this one would have left
             report = self._left_behind(report, error, secondary=not is_first)

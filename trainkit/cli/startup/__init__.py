@@ -1,0 +1,1 @@
+"""What Python imports when it starts a process of `trainkit launch`, before the script begins."""

@@ -1,0 +1,65 @@
+"""Report an error that ends a process of `trainkit launch` where trainkit does not see it.
+
+The launcher puts this folder first on `PYTHONPATH`, so that Python imports this file. When the
+script begins the path is what it was, and what a script may want to set up before, as torch, is not
+imported.
+"""
+
+import os
+import sys
+from contextlib import suppress
+from importlib.machinery import PathFinder
+from importlib.util import module_from_spec
+from types import TracebackType
+
+_HERE = os.path.dirname(__file__)
+_PID = os.getpid()
+_before = sys.__excepthook__
+
+
+def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Be `sys.excepthook`; an error of a fork need not end the job."""
+    _before(kind, error, trace)
+    is_uncaught = getattr(sys, "last_value", None) is error  # else somebody only wants it printed
+    if is_uncaught and os.getpid() == _PID and isinstance(error, Exception):
+        with suppress(Exception):
+            _report(error)
+
+
+def _report(error: Exception) -> None:
+    """Write a report, if trainkit itself has not."""
+    from trainkit.errors import text_of
+    from trainkit.watchdog import exit, report as reports, stalls
+
+    folder = reports.folder_for(None)
+    if folder is None or any(folder.glob(f"*-{_PID}.json")):
+        return
+    rank = int(os.environ["RANK"])
+    reports.Report(
+        kind="error",
+        cause=exit.sentence(error) + stalls.raised_at(error),
+        process=rank,
+        processes=int(os.environ["WORLD_SIZE"]),
+        reporter=rank,
+        secondary=exit.is_secondary(error),
+        hint=reports.hint_for(type(error).__name__, text_of(error)),
+        error=reports.error_parts(error),
+        memory=reports.memory(),
+    ).write(folder)
+
+
+def _leave_the_path() -> None:
+    """Put the path back, and run the `sitecustomize` that this one stands in front of."""
+    sys.path[:] = [path for path in sys.path if path != _HERE]
+    rest = [path for path in os.environ.pop("PYTHONPATH").split(os.pathsep) if path != _HERE]
+    if rest:
+        os.environ["PYTHONPATH"] = os.pathsep.join(rest)
+    spec = PathFinder.find_spec("sitecustomize")
+    if spec is not None and spec.loader is not None:
+        sys.modules["sitecustomize"] = module = module_from_spec(spec)
+        spec.loader.exec_module(module)
+
+
+if __name__ == "sitecustomize":
+    _leave_the_path()
+    _before, sys.excepthook = sys.excepthook, _hook
