@@ -6,16 +6,13 @@ host are counted, copies that nobody waited for are poison, and memory has a lim
 tests of each kind; `python -m tests.fake_device` runs all on it.
 """
 
-import os
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from tests.fake_device import build
+from tests.fake_device.__main__ import ROOT, pytest_with_device
 
-ROOT = Path(__file__).resolve().parent.parent
 CASES = "tests/fake_device/cases.py"
 LESSER = "float64 pinned streams scaler"
 
@@ -28,21 +25,21 @@ pytestmark = [
 ]
 
 RUNS: dict[str, tuple[str, ...]] = {
-    "waits": (CASES, "-k", "waits or optimizer_holds or arrived or not_mix"),
-    "contracts": (CASES, "-k", "not (waits or optimizer_holds or arrived or not_mix)"),
+    "cases": (CASES,),
     "gpu tests": ("-m", "gpu", "tests/test_gpu.py", "tests/data/test_transfer.py",
                   "tests/callbacks/test_device_monitor.py", "tests/metrics/test_local_metrics.py"),
-    "resume": ("-m", "not e2e", "tests/test_resume.py"),
-    "evaluation": ("tests/test_evaluation.py", "tests/test_evaluation_logs.py"),
+    "resume and evaluation": ("-m", "not e2e and not slow", "tests/test_resume.py",
+                              "tests/test_evaluation.py", "tests/test_evaluation_logs.py"),
 }  # fmt: skip
 
 
 def run_on_device(arguments: tuple[str, ...], **variables: str) -> None:
     """Run tests where the pretended device is the accelerator; fail with what they print."""
+    command, environment = pytest_with_device(["-x", *arguments])
     done = subprocess.run(
-        [sys.executable, "-m", "tests.fake_device", "-x", *arguments],
+        command,
         cwd=ROOT,
-        env={**os.environ, **variables},
+        env={**environment, **variables},
         capture_output=True,
         text=True,
         timeout=1500,

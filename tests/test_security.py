@@ -300,6 +300,7 @@ def _full(rank: int) -> float:
     return spent
 
 
+@pytest.mark.e2e
 def test_a_watch_without_descriptors_does_not_spin() -> None:
     assert run_ranks(2, _full)[0] < 1.0
 

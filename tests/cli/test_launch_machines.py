@@ -12,6 +12,7 @@ import torch
 from tests.cli.launcher import Launcher, lives
 from tests.cli.test_launch_processes import ACTS, TRAINS
 from tests.helpers.tiers import with_few
+from trainkit.cli import agent
 from trainkit.cli.machine import free_port
 
 
@@ -112,7 +113,10 @@ def test_the_failure_of_one_machine_ends_both(folder: Path) -> None:
 
 
 @pytest.mark.e2e
-def test_an_error_before_trainkit_is_imported_is_told_on_both(folder: Path) -> None:
+def test_an_error_before_trainkit_is_imported_is_told_on_both(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent, "_LEAVE_SECONDS", 0.5)  # none of these processes would leave
     (folder / "wrong.py").write_text(
         "import os, time\nif os.environ['RANK'] == '1':\n    nothing\ntime.sleep(60)\n"
     )
@@ -137,7 +141,10 @@ def test_a_job_of_two_machines_starts_again_after_a_failure(folder: Path) -> Non
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("gone", [0, 1])
-def test_the_death_of_a_launcher_ends_all_machines(gone: int, folder: Path) -> None:
+def test_the_death_of_a_launcher_ends_all_machines(
+    gone: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent, "_LEAVE_SECONDS", 0.5)  # none of these processes would leave
     port = free_port()
     options = ("--num_processes", 4, "acts.py", "saves")
     launchers = [launch(folder, 2, rank, port, *options) for rank in range(2)]

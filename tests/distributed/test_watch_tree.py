@@ -145,6 +145,7 @@ def _leave_in_turn(rank: int, pipe: int) -> int:
     return 0
 
 
+@pytest.mark.e2e
 def test_who_is_behind_a_process_that_ends_in_order_is_still_watched(tmp_path: Path) -> None:
     with running(4, tmp_path, _leave_in_turn) as job:
         assert job.wait(), job.log()

@@ -6,8 +6,8 @@ what starts programs. What `left_out.py` names is never run here.
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from tests.fake_device import build
 from tests.fake_device.left_out import LEFT_OUT
@@ -21,14 +21,14 @@ OPTIONS = (
 )
 
 
-def main(arguments: list[str]) -> NoReturn:
-    """Become pytest in a process that has the device."""
+def pytest_with_device(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Return the command of a pytest that has the device, and its environment."""
     left_out = [f"--deselect={test}" for tests in LEFT_OUT.values() for test in tests]
     environment = {"OMP_NUM_THREADS": "1", "FAKE_DEVICES": "8", **build.environment()}
     command = [sys.executable, "-m", "pytest", *OPTIONS, *left_out, *(arguments or ALL)]
-    os.chdir(ROOT)
-    os.execve(sys.executable, command, environment)
+    return command, environment
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    os.chdir(ROOT)
+    os.execve(sys.executable, *pytest_with_device(sys.argv[1:]))

@@ -17,7 +17,6 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from trainkit.watchdog.connections import GONE, Links
-from trainkit.watchdog.line import UNREACHABLE_SECONDS
 
 __all__ = ["ASKED", "FAILED", "LOST", "End", "JobEnded", "Link"]
 
@@ -25,6 +24,7 @@ ASKED, FAILED, LOST = "asked", "failed", "lost"
 """Why a job ends: a signal, a process that failed, a machine that is gone."""
 
 _LOOK_SECONDS = 1.0
+UNREACHABLE_SECONDS = 35  # and a few more until all have ended are less than a minute
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -38,7 +38,7 @@ _MOST_STRANGERS = 64  # at a time; others wait until some have said it, or were 
 _REST_SECONDS = 1.0  # in which nobody is let in, where there is no descriptor left
 _REACH_SECONDS = 20.0
 _RETURN_SECONDS = 3.0  # for a process of another machine to connect again
-_BEAT_SECONDS = 10.0  # between two signs of life
+_BEAT_SECONDS = 3.0  # between two signs of life
 _LONGEST_PAUSE = 6.0  # that counts as time: in a longer one this process did not run, but slept
 _LOOK_SECONDS = 0.2  # between two looks at what is to end by itself
 
