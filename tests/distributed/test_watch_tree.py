@@ -160,9 +160,9 @@ def _break_for_one(rank: int, pipe: int, folder: Path) -> int:
     serving = relays(processes)
     processes.barrier()
     if rank == serving[1]:
+        time.sleep(0.5)  # as if what process 1 hears came late
         _die()
     if rank == 1:
-        time.sleep(0.2)
         processes.watch._fail_for_good(
             RuntimeError("[../gloo/pair.cc:547] Read error: Connection reset by peer")
         )

@@ -214,10 +214,12 @@ def call_of(error: BaseException) -> str:
 
 
 def raised_at(error: BaseException) -> str:
-    """Return the last line of the user's code on the way of an error, in brackets; maybe empty."""
+    """Return the last line of the user's code on the way of an error, as a `SyntaxError` has it."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if _is_users(frame.filename)]
-    return f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
+    own = [f for f in frames if _is_users(f.filename) and not f.filename.startswith("<")]
+    if isinstance(error, SyntaxError) or not own:
+        return ""
+    return f" ({Path(own[-1].filename).name}, line {own[-1].lineno})"
 
 
 def _collective(frame: FrameType) -> str:

@@ -5,29 +5,22 @@ script begins the path is what it was, and what a script may want to set up befo
 imported.
 """
 
+import atexit
 import os
 import sys
 from contextlib import suppress
 from importlib.machinery import PathFinder
 from importlib.util import module_from_spec
-from types import TracebackType
 
 _HERE = os.path.dirname(__file__)
 _PID = os.getpid()
-_before = sys.__excepthook__
 
 
-def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Be `sys.excepthook`; an error of a fork need not end the job."""
-    _before(kind, error, trace)
-    is_uncaught = getattr(sys, "last_value", None) is error  # else somebody only wants it printed
-    if is_uncaught and os.getpid() == _PID and isinstance(error, Exception):
-        with suppress(Exception):
-            _report(error)
-
-
-def _report(error: Exception) -> None:
-    """Write a report, if trainkit itself has not."""
+def _report() -> None:
+    """Write a report of the error that nobody caught, if there is one and trainkit has not."""
+    error = getattr(sys, "last_value", None)
+    if not isinstance(error, Exception) or os.getpid() != _PID:  # that of a fork is no failure
+        return
     from trainkit.errors import text_of
     from trainkit.watchdog import exit, report as reports, stalls
 
@@ -48,6 +41,11 @@ def _report(error: Exception) -> None:
     ).write(folder)
 
 
+def _report_if_possible() -> None:
+    with suppress(Exception):  # the error itself has been printed
+        _report()
+
+
 def _leave_the_path() -> None:
     """Put the path back, and run the `sitecustomize` that this one stands in front of."""
     sys.path[:] = [path for path in sys.path if path != _HERE]
@@ -61,5 +59,5 @@ def _leave_the_path() -> None:
 
 
 if __name__ == "sitecustomize":
+    atexit.register(_report_if_possible)
     _leave_the_path()
-    _before, sys.excepthook = sys.excepthook, _hook
