@@ -28,8 +28,11 @@ _AUDIT = Audit()  # before trainkit is imported
 _ENVIRONMENT_OF_OTHERS = ("PYTEST_", "KMP_")
 
 
-# Files with tests of half a minute: begun last, they would keep one core busy while others wait.
-_LONG = ("test_fake_device.py", "test_scale.py", "test_elastic.py")
+# Files with the longest tests: begun last, they would keep one core busy while others wait.
+_LONG = (
+    *("test_fake_device.py", "test_scale.py", "test_elastic.py"),
+    *("test_docs.py", "test_example_scripts.py", "test_exit.py"),
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -16,9 +16,7 @@ pytestmark = [needs_hosts, pytest.mark.e2e]
 
 
 @pytest.mark.parametrize("name", FEW)
-def test_a_job_on_several_hosts(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_on_several_hosts(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hosts, "MEETING_SECONDS", FEW[name])
     outcome = run_case(CASES[name], tmp_path)
     assert not outcome.problems, "\n".join([*outcome.problems, outcome.output])
