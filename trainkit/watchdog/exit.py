@@ -68,8 +68,10 @@ def kill(members: Iterable[Member]) -> None:
     """End processes of this machine that cannot end by themselves."""
     frozen = list(members)
     running = [member for member in frozen if not member.is_stopped()]
-    if [member for member in running if member.kill(signal.SIGABRT)]:
-        time.sleep(0.5)  # in which it writes its stack to its stderr
+    aborted = [member for member in running if member.kill(signal.SIGABRT)]
+    end = time.monotonic() + 0.5
+    while time.monotonic() < end and any(member.lives() for member in aborted):
+        time.sleep(0.02)  # it writes its stack to its stderr
     for member in frozen:
         member.kill(signal.SIGKILL)
 
