@@ -8,7 +8,7 @@ from benchmarks.hosts import FAULTS, SETUPS, run_case
 from tests.hosts.harness import needs_hosts
 
 CASES = {case.name: case for case in (*SETUPS, *FAULTS)}
-FEW = ("own name is docker0's address", "unknown name", "machine 1 dies")
+FEW = ("own name is docker0's address", "unknown name", "firewall drops gloo", "machine 1 dies")
 
 pytestmark = [needs_hosts, pytest.mark.e2e]
 

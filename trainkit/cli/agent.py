@@ -3,7 +3,6 @@
 import logging
 import os
 import re
-import secrets
 import signal
 import sys
 import time
@@ -125,8 +124,6 @@ def _environment(plan: Plan, meeting: Meeting) -> dict[str, str]:
     found = {**plan.environment, ADDRESS_VARIABLE: meeting.own}
     found["TORCHELASTIC_SIGNALS_TO_HANDLE"] = plan.environment["PET_SIGNALS_TO_HANDLE"]
     found["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"  # ranks follow from the numbers of machines
-    if meeting.size == 1:
-        found[SECRET] = os.environ.get(SECRET) or secrets.token_hex(16)
     if meeting.interface is not None:
         for name, prefix in INTERFACE_VARIABLES.items():
             found[name] = os.environ.get(name) or prefix + meeting.interface
@@ -164,6 +161,7 @@ class Agent(LocalElasticAgent):
         self._meeting = meeting
         self._link = meeting.link
         self._name = meeting.link.name(meeting.machine)
+        self._secret = os.environ.get(SECRET)  # the user's, which does not travel
         self._left: set[int] = set()  # processes that have ended with code 0
         self._looked = 0.0
         self.stopped: dict[int, str] = {}
@@ -191,6 +189,7 @@ class Agent(LocalElasticAgent):
             put(f"trainkit: restart {self._attempt} of at most {most}", file=sys.stderr)
         self.reports.mkdir(parents=True, exist_ok=True)
         os.environ[FOLDER_VARIABLE] = str(self.reports)
+        os.environ[SECRET] = self._secret or self._link.secret
         started: dict[int, Any] = super()._start_workers(worker_group)
         self._orphan_killer.hold(handler.proc.pid for handler in self._handlers().values())
         return started
