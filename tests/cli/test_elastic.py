@@ -96,7 +96,9 @@ def test_the_rest_goes_on_when_a_machine_is_lost(is_asked: bool, tmp_path: Path)
 
 @pytest.mark.e2e
 def test_machines_agree_on_settings_and_keep_to_their_ports(tmp_path: Path) -> None:
-    text = "import os, time\nprint('store', os.environ['MASTER_PORT'], flush=True)\ntime.sleep(60)\n"
+    text = (
+        "import os, time\nprint('store', os.environ['MASTER_PORT'], flush=True)\ntime.sleep(60)\n"
+    )
     (tmp_path / "script.py").write_text(text)
     first = free_port()
     command = ["launch", "--cpu", "--num_machines", "1:2", "--num_processes", 2]

@@ -120,7 +120,8 @@ def test_the_failure_of_one_machine_ends_both(folder: Path) -> None:
 @pytest.mark.e2e
 def test_a_job_of_two_machines_starts_again_after_a_failure(folder: Path) -> None:
     port = free_port()
-    options = ("--num_processes", 2, "--max_restarts", 1, "acts.py", "once")
+    ports = ("--ports", f"{port}-{port + 20}")  # the first one is taken, by the meeting itself
+    options = ("--num_processes", 2, "--max_restarts", 1, *ports, "acts.py", "once")
     launchers = [launch(folder, 2, rank, port, *options) for rank in range(2)]
     assert [launcher.wait() for launcher in launchers] == [0, 0], launchers[1].output
     for launcher in launchers:

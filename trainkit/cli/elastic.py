@@ -95,9 +95,7 @@ def find_way(job: JobSettings) -> Meeting:
     return _Way(machine=0, cards={0: card}, address=address, port=port, link=link)
 
 
-def _handler(
-    told: Mapping[str, str], config: LaunchConfig, meeting: Meeting
-) -> RendezvousHandler:
+def _handler(told: Mapping[str, str], config: LaunchConfig, meeting: Meeting) -> RendezvousHandler:
     send_no_pickles()
     # Or launchers would send all later processes to the store of the first machine, which may go.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"

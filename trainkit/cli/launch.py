@@ -167,7 +167,9 @@ def _run_processes(plan: Plan, job: JobSettings) -> tuple[int, bool]:
         if job.is_elastic:
             meeting = find_way(job)
         else:
-            meeting = alone(job, plan.port) if job.num_machines == 1 else meet(job, to_compare(plan))
+            meeting = (
+                alone(job, plan.port) if job.num_machines == 1 else meet(job, to_compare(plan))
+            )
         try:
             outcome = begin(plan, meeting, orphan_killer, shows_log=job.debug)
             return outcome.code, failure.explain(outcome, meeting)

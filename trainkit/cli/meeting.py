@@ -1,5 +1,6 @@
 """What the machines of a job have agreed on in their meeting, and the store of its processes."""
 
+import gc
 import hashlib
 import json
 import os
@@ -39,7 +40,7 @@ __all__ = [
 
 Card: TypeAlias = dict[str, Any]
 """Of a machine: `host`, `who` (a process), `told` (settings), `address`, `port` (see `Meeting`),
-`range` (where gloo and NCCL will listen), `trial` (the ports there that others try)."""
+`range` (where gloo will listen), `trial` (the ports there that others try)."""
 
 PREFIX = "trainkit/meeting"
 _STORE_SECONDS = 5.0  # in which a store answers
@@ -106,6 +107,7 @@ class Meeting:
             except OSError:  # torch has not closed the last one yet
                 if time.monotonic() > end:
                     raise
+                gc.collect()  # an error of the meeting may hold frames that know the last one
                 time.sleep(_PAUSE)
         said = PrefixStore(PREFIX, self.store)  # to those who come too late
         said.set("host", json.dumps([self.size, self.cards[0]["who"]]))
@@ -193,9 +195,9 @@ def probe(machine: int, cards: Mapping[int, Card]) -> str:
                 if port == card["port"]:
                     return f"{own} is cut off: {error}"
                 return (
-                    f"{own} reaches {name} at port {card['port']}, but not at {port}, and gloo and "
-                    f"NCCL listen at any of {card['range']} there, whatever `--ports` says. Open "
-                    "these ports between all machines, or name open ones on each, as root: `sysctl "
-                    '-w net.ipv4.ip_local_port_range="FIRST LAST"`'
+                    f"{own} reaches {name} at port {card['port']}, but not at {port}, and gloo, as "
+                    f"torch's other back ends, listens at any of {card['range']} there, whatever "
+                    "`--ports` says. Open these ports between all machines, or name open ones on "
+                    'each, as root: `sysctl -w net.ipv4.ip_local_port_range="FIRST LAST"`'
                 )
     return ""

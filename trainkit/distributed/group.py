@@ -208,7 +208,7 @@ def join(device: torch.device | None) -> tuple[Membership, torch.device]:
 def cpu_group() -> ProcessGroup:
     """Return a new group of all processes for what is on the CPU, connected; each must call it."""
     with closed_to_strangers():
-        group = torch.distributed.new_group(backend="gloo")
+        group: ProcessGroup = torch.distributed.new_group(backend="gloo")
     # Without it a process that ends at once closes its sockets while others still connect.
     torch.distributed.barrier(group)
     return group
