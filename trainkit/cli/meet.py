@@ -82,8 +82,8 @@ def _in_time(call: Callable[..., _Answer], *arguments: Any, seconds: float) -> _
     except TimeoutError:
         raise DistributedError(
             f"what listens at the port of machine 0 has said nothing for {seconds:g} s: it is no "
-            "launcher of trainkit, or machine 0 is frozen or gone. Perhaps another program has the "
-            "port: pass another `--main_process_port`, the same on all machines"
+            "launcher of trainkit, or machine 0 is frozen or gone. Perhaps the port is taken by "
+            "another program: pass another `--main_process_port`, the same on all machines"
         ) from None
 
 
