@@ -46,7 +46,7 @@ from trainkit import Callback, Run, StepResult, Trainer
 from trainkit.callbacks import Checkpoint, Evaluation
 from trainkit.checkpoint.io import reading
 from trainkit.distributed import async_flags
-from trainkit.distributed.group import LAZY
+from trainkit.distributed.gloo_listeners import LAZY
 
 SIZES = (2, 4, 8, 16)
 BEYOND = (1024, 16384)

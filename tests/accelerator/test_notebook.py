@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from trainkit import notebook_launcher
+from trainkit.distributed.group import SECRET
 from trainkit.errors import ConfigError, DistributedError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -80,6 +81,7 @@ def test_a_notebook_sees_prints_and_tracebacks() -> None:
 
 
 def _print_place(word: str) -> None:
+    assert len(os.environ[SECRET]) == 32
     print(word, os.environ["RANK"], os.environ["WORLD_SIZE"])
     print("aside", file=sys.stderr)
 

@@ -11,8 +11,10 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
 
 from benchmarks.elastic import Job, judge, prepare
+from tests.cli.launcher import Launcher
 from tests.cli.test_launch import alone, output, planned, shown
 from trainkit.cli import config_file
+from trainkit.cli.machine import free_port
 from trainkit.cli.rendezvous_state import Json
 from trainkit.errors import ConfigError
 
@@ -90,3 +92,29 @@ def test_the_rest_goes_on_when_a_machine_is_lost(is_asked: bool, tmp_path: Path)
     finally:
         job.end()
     assert judge(tmp_path, epochs=4, codes=[]) == []
+
+
+@pytest.mark.e2e
+def test_machines_agree_on_settings_and_keep_to_their_ports(tmp_path: Path) -> None:
+    text = (
+        "import os, time\nprint('store', os.environ['MASTER_PORT'], flush=True)\ntime.sleep(60)\n"
+    )
+    (tmp_path / "script.py").write_text(text)
+    first = free_port()
+    command = ["launch", "--cpu", "--num_machines", "1:2", "--num_processes", 2]
+    command += ["--main_process_ip", "127.0.0.1", "--ports", f"{first}-{first + 20}"]
+    command += ["--rdzv_conf", "last_call_timeout=1"]
+    one = Launcher([*command, "script.py"], tmp_path, output="one")
+    try:
+        one.wait_for("store")
+        port = int(one.output.partition("store ")[2].split()[0])
+        assert first < port <= first + 20
+        other = [*command, "--mixed_precision", "bf16", "script.py"]
+        two = Launcher(other, tmp_path, output="two")
+        assert two.wait() == 1
+        assert "was told other things than those of the job" in two.output
+        assert "TRAINKIT_MIXED_PRECISION: no there, bf16 here" in two.output
+    finally:
+        one.send(signal.SIGTERM)
+        one.wait()
+    assert one.output.count("store") == 1  # it was not disturbed

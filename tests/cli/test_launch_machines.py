@@ -14,14 +14,22 @@ from tests.cli.test_launch_processes import ACTS, TRAINS
 from tests.helpers.tiers import with_few
 from trainkit.cli import agent
 from trainkit.cli.machine import free_port
+from trainkit.distributed.group import SECRET
 
 
 def launch(
-    folder: Path, machines: int, rank: int, port: int, *arguments: object, output: str = ""
+    folder: Path,
+    machines: int,
+    rank: int,
+    port: int,
+    *arguments: object,
+    output: str = "",
+    environment: dict[str, str] | None = None,
 ) -> Launcher:
     place = ["--num_machines", machines, "--machine_rank", rank, "--main_process_port", port]
     command = ["launch", "--cpu", *place, "--main_process_ip", "127.0.0.1", *arguments]
-    return Launcher(command, folder, output=output or f"output-{machines}-{rank}")
+    output = output or f"output-{machines}-{rank}"
+    return Launcher(command, folder, output=output, environment=environment)
 
 
 @pytest.fixture
@@ -88,12 +96,14 @@ def test_machines_that_were_told_different_things_say_so(folder: Path) -> None:
     launchers = [
         launch(folder, 2, 0, port, "--num_processes", 2, "acts.py", "ends"),
         launch(folder, 2, 1, port, "--num_processes", 4, "--mixed_precision", "bf16", "acts.py",
-               "ends"),
+               "ends", environment={SECRET: "one word"}),
     ]  # fmt: skip
     for launcher in launchers:
         assert launcher.wait() == 1
         assert "num_processes: 2 (machine 0), 4 (machine 1)" in launcher.output
         assert "MIXED_PRECISION: no (machine 0), bf16 (machine 1)" in launcher.output
+        assert f"{SECRET}: not set (machine 0), set (machine 1)" in launcher.output
+        assert "one word" not in launcher.output
         assert "ready" not in launcher.output
 
 
@@ -132,11 +142,15 @@ def test_an_error_before_trainkit_is_imported_is_told_on_both(
 @pytest.mark.e2e
 def test_a_job_of_two_machines_starts_again_after_a_failure(folder: Path) -> None:
     port = free_port()
-    options = ("--num_processes", 2, "--max_restarts", 1, "acts.py", "once")
+    ports = ("--ports", f"{port}-{port + 20}")  # the first one is taken, by the meeting itself
+    options = ("--num_processes", 2, "--max_restarts", 1, *ports, "acts.py", "once")
     launchers = [launch(folder, 2, rank, port, *options) for rank in range(2)]
     assert [launcher.wait() for launcher in launchers] == [0, 0], launchers[1].output
     for launcher in launchers:
         assert launcher.output.count("restart 1 of at most 1") == 1
+    secrets = re.findall(r"secret=(\w*)", "".join(each.output for each in launchers))
+    assert len(secrets) == 4
+    assert [len(secret) for secret in set(secrets)] == [32]  # that of machine 0, for all
 
 
 @pytest.mark.e2e

@@ -19,7 +19,7 @@ TWO = ("launch", "--cpu", "--num_processes", 2)
 ACTS = """
 import os, signal, sys, time
 rank, attempt = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
-print(f"pid={os.getpid()}", flush=True)
+print(f"pid={os.getpid()} secret={os.environ['TRAINKIT_SECRET']}", flush=True)
 action = sys.argv[1]
 
 def leave(signum, frame):

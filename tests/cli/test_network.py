@@ -6,8 +6,9 @@ import time
 
 import pytest
 
+from trainkit.cli import meeting
 from trainkit.cli.machine import free_port
-from trainkit.cli.network import interface_to, is_own, job_interface, reach
+from trainkit.cli.network import interface_to, is_own, job_interface, kernel_ports, reach
 from trainkit.errors import DistributedError
 from trainkit.watchdog.listening import listen, ports
 
@@ -40,7 +41,7 @@ def test_a_server_that_starts_later_is_reached() -> None:
     ("host", "words"),
     [
         ("no-such-host.invalid", ["no-such-host.invalid", "is unknown", "/etc/hosts"]),
-        ("127.0.0.1", ["127.0.0.1", "this machine itself", "nobody listens at port"]),
+        ("127.0.0.1", ["this machine itself", "nobody listens at port", "(tried for 1 s)"]),
     ],
 )
 def test_what_is_wrong_is_said(host: str, words: list[str]) -> None:
@@ -62,3 +63,22 @@ def test_servers_listen_in_a_range_of_ports() -> None:
     assert list(ports({})) == [0]
     assert is_own("127.0.0.1")
     assert not is_own("192.0.2.1")
+
+
+def test_ports_of_gloo_that_are_closed_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "PROBE_SECONDS", 0.1)
+    free = kernel_ports()
+    doors = [listen("127.0.0.1", ports, 1) for ports in ([0], free, reversed(free))]
+    port, first, last = [door.getsockname()[1] for door in doors]
+    assert {first, last} <= set(free)
+    there = {"host": "b", "address": "127.0.0.1", "port": port, "range": "40000-50000"}
+    cards: dict[int, meeting.Card] = {0: {"host": "a"}, 1: {**there, "trial": [first, last]}}
+    assert meeting.probe(0, cards) == ""
+    doors.pop().close()
+    told = meeting.probe(0, cards)
+    assert f"machine 0 (a) reaches machine 1 (b) at port {port}, but not at {last}" in told
+    assert "listens at any of 40000-50000 there" in told
+    assert "sysctl -w net.ipv4.ip_local_port_range=" in told
+    for door in doors:
+        door.close()
+    assert meeting.probe(0, cards).startswith("machine 0 (a) is cut off: port")

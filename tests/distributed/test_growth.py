@@ -20,7 +20,7 @@ from trainkit import ConfigError
 from trainkit.data import training_loader
 from trainkit.distributed import Processes, run_on_all, run_on_main
 from trainkit.distributed.collectives import gather_on_main, ranks_with, require_equal
-from trainkit.distributed.group import LAZY
+from trainkit.distributed.gloo_listeners import LAZY
 from trainkit.errors import DataError, by_process
 from trainkit.training.logging import LogSums
 

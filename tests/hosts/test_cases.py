@@ -10,7 +10,12 @@ from tests.hosts.harness import needs_hosts
 
 CASES = {case.name: case for case in (*SETUPS, *FAULTS)}
 # And the seconds in which the machines must meet: the second case waits for their end.
-FEW = {"own name is docker0's address": 12.0, "unknown name": 3.0, "machine 1 dies": 12.0}
+FEW = {
+    "own name is docker0's address": 12.0,
+    "unknown name": 3.0,
+    "firewall drops gloo": 12.0,
+    "machine 1 dies": 12.0,
+}
 
 pytestmark = [needs_hosts, pytest.mark.e2e]
 

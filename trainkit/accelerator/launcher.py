@@ -3,6 +3,7 @@
 import codecs
 import multiprocessing
 import os
+import secrets
 import selectors
 import sys
 import tempfile
@@ -17,6 +18,7 @@ import torch.distributed
 
 from trainkit.device import accelerator_count, forbids_fork
 from trainkit.distributed import Processes
+from trainkit.distributed.group import SECRET
 from trainkit.distributed.rendezvous import INIT_METHOD
 from trainkit.errors import ConfigError, DistributedError
 from trainkit.launch_environment import MIXED_PRECISIONS
@@ -83,6 +85,7 @@ def notebook_launcher(
         }
         if num_nodes == 1:  # no port, which another program could have
             environment[INIT_METHOD] = f"file://{folder}/rendezvous"
+            environment[SECRET] = secrets.token_hex(16)
         family = _Family()
         try:
             for local in range(count):

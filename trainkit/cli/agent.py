@@ -3,7 +3,6 @@
 import logging
 import os
 import re
-import secrets
 import signal
 import sys
 import time
@@ -130,8 +129,6 @@ def _environment(plan: Plan, meeting: Meeting) -> dict[str, str]:
     if not plan.script.is_program:
         path = os.environ.get("PYTHONPATH")
         found["PYTHONPATH"] = os.pathsep.join([_STARTUP, *([path] if path else [])])
-    if meeting.size == 1:
-        found[SECRET] = os.environ.get(SECRET) or secrets.token_hex(16)
     if meeting.interface is not None:
         for name, prefix in INTERFACE_VARIABLES.items():
             found[name] = os.environ.get(name) or prefix + meeting.interface
@@ -169,6 +166,7 @@ class Agent(LocalElasticAgent):
         self._meeting = meeting
         self._link = meeting.link
         self._name = meeting.link.name(meeting.machine)
+        self._secret = os.environ.get(SECRET)  # the user's, which does not travel
         self._left: set[int] = set()  # processes that have ended with code 0
         self._looked = 0.0
         self.stopped: dict[int, str] = {}
@@ -196,6 +194,7 @@ class Agent(LocalElasticAgent):
             put(f"trainkit: restart {self._attempt} of at most {most}", file=sys.stderr)
         self.reports.mkdir(parents=True, exist_ok=True)
         os.environ[FOLDER_VARIABLE] = str(self.reports)
+        os.environ[SECRET] = self._secret or self._link.secret
         started: dict[int, Any] = super()._start_workers(worker_group)
         self._orphan_killer.hold(handler.proc.pid for handler in self._handlers().values())
         return started

@@ -3,7 +3,10 @@
 A launcher knows no other one; what they have in common is the state of the rendezvous, in a store.
 """
 
+import json
 import os
+from collections.abc import Mapping
+from functools import partial
 from typing import Any, cast
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
@@ -12,6 +15,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousError,
     RendezvousHandler,
     RendezvousParameters,
+    api,
 )
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.launcher.api import LaunchConfig
@@ -19,16 +23,16 @@ from typing_extensions import override
 
 from trainkit.cli.agent import Agent, run
 from trainkit.cli.link import Link
-from trainkit.cli.meeting import Meeting
+from trainkit.cli.meeting import Meeting, to_compare
 from trainkit.cli.network import addresses_of, is_own, job_interface, reach
 from trainkit.cli.orphan_killer import OrphanKiller
 from trainkit.cli.outcome import Outcome
 from trainkit.cli.plan import Plan, port_of
 from trainkit.cli.rendezvous_state import send_no_pickles
 from trainkit.cli.settings import JobSettings
-from trainkit.distributed.group import SECRET
 from trainkit.errors import DistributedError
 from trainkit.signals import CAUGHT, EXIT_LATER, exit_code
+from trainkit.watchdog.listening import listen, ports
 from trainkit.watchdog.stalls import Member
 
 __all__ = ["find_way", "run_elastic"]
@@ -55,7 +59,7 @@ def run_elastic(
     Raises:
         DistributedError: The machines do not come together, or have ended the job.
     """
-    ways: dict[str, Any] = {"meet_by": _handler, "kind": _ElasticAgent}
+    ways: dict[str, Any] = {"meet_by": partial(_handler, to_compare(plan)), "kind": _ElasticAgent}
     try:
         return run(plan, meeting, orphan_killer, shows_log=shows_log, **ways)
     except RendezvousClosedError:
@@ -91,11 +95,12 @@ def find_way(job: JobSettings) -> Meeting:
     return _Way(machine=0, cards={0: card}, address=address, port=port, link=link)
 
 
-def _handler(config: LaunchConfig, meeting: Meeting) -> RendezvousHandler:
+def _handler(told: Mapping[str, str], config: LaunchConfig, meeting: Meeting) -> RendezvousHandler:
     send_no_pickles()
     # Or launchers would send all later processes to the store of the first machine, which may go.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    return get_rendezvous_handler(
+    cast(Any, api).get_free_port = partial(_free_port, meeting.own)  # for the store of an attempt
+    handler = get_rendezvous_handler(
         RendezvousParameters(
             backend=config.rdzv_backend,
             endpoint=config.rdzv_endpoint,
@@ -106,6 +111,21 @@ def _handler(config: LaunchConfig, meeting: Meeting) -> RendezvousHandler:
             **config.rdzv_configs,
         )
     )
+    said = cast(Any, handler)._store.compare_set("trainkit/told", "", json.dumps(told))
+    first = json.loads(said)  # what the first machine that came was told
+    differs = [name for name in sorted({*told, *first}) if told.get(name) != first.get(name)]
+    if differs:
+        values = (f"{name}: {first.get(name)} there, {told.get(name)} here" for name in differs)
+        raise DistributedError(
+            f"This machine was told other things than those of the job: {'; '.join(values)}. Start "
+            "it with what they have, or all launchers again, with a new store if it is your own"
+        )
+    return handler
+
+
+def _free_port(host: str) -> int:
+    with listen(host, ports(), 1) as found:
+        return int(found.getsockname()[1])
 
 
 class _ElasticAgent(Agent):
@@ -115,8 +135,8 @@ class _ElasticAgent(Agent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         group: Any = worker_group  # its fields are declared as None
         if group.group_rank == 0:
-            group.store.set("trainkit/secret", os.environ[SECRET])
-        os.environ[SECRET] = group.store.get("trainkit/secret").decode()
+            group.store.set("trainkit/secret", self._link.secret)
+        self._link.secret = group.store.get("trainkit/secret").decode()
         number = self._state().round  # alike on all machines, those that came later too
         self._attempt = number - 1
         self._link.come_to(number, lambda: None)

@@ -121,6 +121,7 @@ def _tell_others(job: JobSettings, error: ConfigError) -> None:
         return
     if job.is_elastic:  # the others go on without it
         return
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch is imported
     from trainkit.cli.meet import meet
 
     print("trainkit: this machine cannot do its part, and tells the others", file=sys.stderr)
@@ -148,7 +149,7 @@ def _run_processes(plan: Plan, job: JobSettings) -> tuple[int, bool]:
     from trainkit.cli.elastic import find_way, run_elastic
     from trainkit.cli.link import LOST
     from trainkit.cli.meet import meet
-    from trainkit.cli.meeting import alone, versions
+    from trainkit.cli.meeting import alone, to_compare
     from trainkit.cli.orphan_killer import OrphanKiller
     from trainkit.cli.outcome import Outcome
     from trainkit.device import accelerator_count
@@ -162,12 +163,13 @@ def _run_processes(plan: Plan, job: JobSettings) -> tuple[int, bool]:
     grace = job.shutdown_timeout if is_alone else min(job.shutdown_timeout, GRACE_SECONDS[LOST])
     orphan_killer = OrphanKiller(grace)  # before there are threads
     try:
-        told = {**plan.agreed, **versions(plan.script)}
         begin: Callable[..., Outcome] = run_elastic if job.is_elastic else run
         if job.is_elastic:
             meeting = find_way(job)
         else:
-            meeting = alone(job, plan.port) if job.num_machines == 1 else meet(job, told)
+            meeting = (
+                alone(job, plan.port) if job.num_machines == 1 else meet(job, to_compare(plan))
+            )
         try:
             outcome = begin(plan, meeting, orphan_killer, shows_log=job.debug)
             return outcome.code, failure.explain(outcome, meeting)

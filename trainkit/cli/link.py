@@ -6,6 +6,7 @@ few seconds that they live, so that one that is stopped or cut off is missed.
 """
 
 import fcntl
+import secrets
 import struct
 import termios
 import threading
@@ -73,6 +74,7 @@ class Link:
         end: Why the job ends.
         wanted: The attempt that all must come to, from 0.
         begun: The attempt that all have come to.
+        secret: A word for the processes of the job, from machine 0 as soon as an attempt has begun.
         is_over: Whether machine 0 has said that nothing more will come.
         verdict: What it said with it.
         present: Those that are connected: machine 0, and on that the others.
@@ -83,6 +85,7 @@ class Link:
         self.names: dict[int, str] = {}
         self.end: End | None = None
         self.wanted, self.begun = 0, -1
+        self.secret = secrets.token_hex(16)
         self.is_over, self.verdict = False, ""
         self.present = set() if links is None or links.parent is None else {0}
         self.cut_off: set[int] = set()
@@ -222,7 +225,7 @@ class Link:
             elif kind == "end":
                 self._on_end(End(**{k: v for k, v in what.items() if k != "at"}))
             elif kind == "attempt":
-                self.wanted, self.begun = what
+                self.wanted, self.begun, self.secret = what
             elif kind == "over":
                 self.is_over, self.verdict = True, what
                 self._broadcast("over", what)
@@ -238,7 +241,7 @@ class Link:
         begun = wanted if self._are("ready", wanted, self._machines) else self.begun
         if (wanted, begun) != (self.wanted, self.begun):
             self.wanted, self.begun = wanted, begun
-            self._broadcast("attempt", (wanted, begun))
+            self._broadcast("attempt", (wanted, begun, self.secret))
         is_done = self._are("finished", wanted, self._machines)
         if is_done and not self.is_over and self.end is None:
             self.is_over = True

@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from trainkit.cli.link import Link
 from trainkit.cli.meeting import BACKLOG, PREFIX, PROBE_SECONDS, Card, Meeting, open_store, probe
-from trainkit.cli.network import addresses_of, is_own, reach
+from trainkit.cli.network import addresses_of, is_own, kernel_ports, reach
 from trainkit.cli.plan import port_of, ports_of
 from trainkit.cli.settings import JobSettings
 from trainkit.errors import MOST_NAMED, DistributedError
@@ -82,19 +82,32 @@ def _in_time(call: Callable[..., _Answer], *arguments: Any, seconds: float) -> _
     except TimeoutError:
         raise DistributedError(
             f"what listens at the port of machine 0 has said nothing for {seconds:g} s: it is no "
-            "launcher of trainkit, or machine 0 is frozen or gone. Perhaps another program has the "
-            "port: pass another `--main_process_port`, the same on all machines"
+            "launcher of trainkit, or machine 0 is frozen or gone. Perhaps the port is taken by "
+            "another program: pass another `--main_process_port`, the same on all machines"
         ) from None
 
 
-def _listen(host: str, job: JobSettings) -> socket.socket:
+def _listen(host: str, allowed: Sequence[int], setting: str) -> socket.socket:
     try:
-        return listen(host, ports_of(job), BACKLOG)
+        return listen(host, allowed, BACKLOG)
     except OSError as error:
         raise DistributedError(
-            f"None of the ports {job.ports or ''} of this machine is free: {error}. Pass more "
-            "`--ports`"
+            f"None of the ports of this machine in {setting} is free: {error}. Give the job more"
         ) from None
+
+
+def _open_door(host: str, job: JobSettings) -> socket.socket:
+    return _listen(host, ports_of(job), f"`--ports` {job.ports or 'any'}")
+
+
+def _open_trial(host: str, card: Card) -> list[socket.socket]:
+    """Listen for the others at the ends of where gloo and NCCL will, and note it on the card."""
+    free = kernel_ports()
+    card["range"] = f"{free[0]}-{free[-1]}"
+    setting = f"`net.ipv4.ip_local_port_range` {card['range']}"
+    trial = [_listen(host, ports, setting) for ports in (free, free[::-1])]
+    card["trial"] = [one.getsockname()[1] for one in trial]
+    return trial
 
 
 class _Host:
@@ -108,6 +121,7 @@ class _Host:
         self._cards: dict[int, Card] = {0: card}
         self._port = port_of(job)
         self._link: Link | None = None
+        self._trial: list[socket.socket] = []
         own = [address for address in found or () if is_own(address)]
         # Debian's name for itself is a loopback address: how others come is seen when they do.
         is_loopback = any(each.startswith("127.") or each == "::1" for each in own)
@@ -139,6 +153,9 @@ class _Host:
             if self._link is not None:
                 self._link.close()
             raise
+        finally:
+            for one in self._trial:
+                one.close()
         return Meeting(
             machine=0,
             cards=self._cards,
@@ -168,9 +185,10 @@ class _Host:
         self._cards[machine] = card
         if self._link is None:
             self._address = self._address or card["at"]
-            listening = _listen(self._address, self._job)
+            listening = _open_door(self._address, self._job)
             port, token = listening.getsockname()[1], os.urandom(16).hex()
             self._cards[0] |= {"address": self._address, "port": port}
+            self._trial = _open_trial(self._address, self._cards[0])
             size, address = self._job.num_machines, Address((), port, token)
             self._link = Link(0, size, Links(0, size, address, [listening]))
             self._link.names[0] = self._cards[0]["host"]
@@ -218,10 +236,12 @@ class _Guest:
 
     def meet(self, fault: str) -> Meeting:
         address, own = self._reach()
-        door = _listen(own, self._job)
+        door = _open_door(own, self._job)
         self._card |= {"address": own, "at": address, "port": door.getsockname()[1]}
         link: Link | None = None
+        trial: list[socket.socket] = []
         try:
+            trial += _open_trial(own, self._card)
             store = PrefixStore(PREFIX, _in_time(self._open, address, seconds=2 * _STORE_SECONDS))
             fault = self._conflict(store) or (fault and f"{self._name}: {fault}")
             if not fault:
@@ -241,6 +261,9 @@ class _Guest:
                 f"machine 0 at {self._place} broke off while the machines met, or is no launcher "
                 f"of trainkit {__version__}: {text}"
             ) from None
+        finally:
+            for one in trial:
+                one.close()
         link.names |= {machine: card["host"] for machine, card in cards.items()}
         port = port_of(self._job)
         return Meeting(
@@ -315,6 +338,7 @@ class _Guest:
             if not has_probed and link is not None and store.check(["cards"]):
                 has_probed = True
                 cards = {int(m): card for m, card in json.loads(store.get("cards")).items()}
+                cards[0]["address"] = self._card["at"]  # as this machine reaches it
                 if wrong := probe(self._rank, cards):
                     store.compare_set("fault", "", wrong)
                 store.add("probed", 1)

@@ -1,7 +1,9 @@
 """What the machines of a job have agreed on in their meeting, and the store of its processes."""
 
+import gc
 import hashlib
 import json
+import os
 import platform
 import socket
 import time
@@ -16,8 +18,9 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from trainkit.cli.link import Link
 from trainkit.cli.network import job_interface, reach
-from trainkit.cli.plan import Script, ports_of
+from trainkit.cli.plan import Plan, ports_of
 from trainkit.cli.settings import JobSettings
+from trainkit.distributed.group import SECRET
 from trainkit.errors import DistributedError
 from trainkit.version import __version__
 from trainkit.watchdog.listening import listen
@@ -32,11 +35,12 @@ __all__ = [
     "alone",
     "open_store",
     "probe",
-    "versions",
+    "to_compare",
 ]
 
 Card: TypeAlias = dict[str, Any]
-"""Of a machine: `host`, `who` (a process), `told` (settings), `address`, `port` (see `Meeting`)."""
+"""Of a machine: `host`, `who` (a process), `told` (settings), `address`, `port` (see `Meeting`),
+`range` (where gloo will listen), `trial` (the ports there that others try)."""
 
 PREFIX = "trainkit/meeting"
 _STORE_SECONDS = 5.0  # in which a store answers
@@ -103,6 +107,7 @@ class Meeting:
             except OSError:  # torch has not closed the last one yet
                 if time.monotonic() > end:
                     raise
+                gc.collect()  # an error of the meeting may hold frames that know the last one
                 time.sleep(_PAUSE)
         said = PrefixStore(PREFIX, self.store)  # to those who come too late
         said.set("host", json.dumps([self.size, self.cards[0]["who"]]))
@@ -149,13 +154,15 @@ def alone(job: JobSettings, port: int) -> Meeting:
     )
 
 
-def versions(script: Script) -> dict[str, str]:
-    """Return the versions of what all machines must have alike."""
+def to_compare(plan: Plan) -> dict[str, str]:
+    """Return what all machines must have alike: settings, versions, the script."""
+    script = plan.script
     name = Path(script.path).name
     if not script.is_module and not script.is_program:
         name += f" ({hashlib.sha256(Path(script.path).read_bytes()).hexdigest()[:12]})"
     python = platform.python_version()
-    return {"Python": python, "torch": torch.__version__, "trainkit": __version__, "script": name}
+    found = {"Python": python, "torch": torch.__version__, "trainkit": __version__, "script": name}
+    return {**plan.agreed, **found, SECRET: "set" if os.environ.get(SECRET) else "not set"}
 
 
 def open_store(host: str, ports: Iterable[int]) -> TCPStore:
@@ -176,13 +183,21 @@ def open_store(host: str, ports: Iterable[int]) -> TCPStore:
 
 
 def probe(machine: int, cards: Mapping[int, Card]) -> str:
-    """Return why a machine cannot connect to others; machine 0 it has reached already."""
+    """Return why a machine cannot connect to others, at the ports of launchers or of gloo."""
+    own = f"machine {machine} ({cards[machine]['host']})"
     for step in range(1, min(len(cards), _MOST_PROBED + 1)):
         other = (machine + step) % len(cards)
         card, name = cards[other], f"machine {other} ({cards[other]['host']})"
-        if other:
+        for port in (card["port"], *card["trial"]):
             try:
-                reach(card["address"], card["port"], PROBE_SECONDS, name)
+                reach(card["address"], port, PROBE_SECONDS, name)
             except DistributedError as error:
-                return f"machine {machine} ({cards[machine]['host']}) is cut off: {error}"
+                if port == card["port"]:
+                    return f"{own} is cut off: {error}"
+                return (
+                    f"{own} reaches {name} at port {card['port']}, but not at {port}, and gloo, as "
+                    f"torch's other back ends, listens at any of {card['range']} there, whatever "
+                    "`--ports` says. Open these ports between all machines, or name open ones on "
+                    'each, as root: `sysctl -w net.ipv4.ip_local_port_range="FIRST LAST"`'
+                )
     return ""

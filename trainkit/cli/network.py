@@ -1,12 +1,14 @@
 """The way to another machine: by which interface, and what is wrong if nobody answers."""
 
 import errno
+import math
 import platform
 import socket
 import struct
 import time
 from collections.abc import Iterable
 from contextlib import suppress
+from pathlib import Path
 
 from trainkit.errors import DistributedError
 
@@ -17,6 +19,7 @@ __all__ = [
     "is_own",
     "is_unreachable",
     "job_interface",
+    "kernel_ports",
     "reach",
 ]
 
@@ -64,6 +67,14 @@ def job_interface(addresses: Iterable[str]) -> str | None:
     return next(others, loopback)
 
 
+def kernel_ports() -> range:
+    """Return the ports that the system gives whoever names none, as gloo and NCCL do not."""
+    with suppress(OSError):  # Linux says it; these are the usual ones elsewhere
+        first, last = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
+        return range(int(first), int(last) + 1)
+    return range(49152, 65536)
+
+
 def addresses_of(host: str, port: int) -> list[str]:
     """Return the numeric addresses that a name stands for.
 
@@ -109,7 +120,7 @@ def reach(host: str, port: int, seconds: float, name: str = MACHINE_0) -> tuple[
         except OSError as error:
             wrong = _in_words(host, port, error, name)
         if time.monotonic() + _PAUSE > end:
-            raise DistributedError(f"{wrong} (tried for {seconds:g} s)")
+            raise DistributedError(f"{wrong} (tried for {math.ceil(seconds)} s)")
         time.sleep(_PAUSE)
 
 

@@ -10,7 +10,7 @@ import torch.distributed
 
 from trainkit import errors
 from trainkit.distributed import collective_guard
-from trainkit.distributed.group import Membership
+from trainkit.distributed.group import Membership, cpu_group
 from trainkit.distributed.processes import Processes, pack, unpack
 from trainkit.distributed.world import World
 
@@ -285,8 +285,7 @@ def with_own_group(processes: Processes) -> Processes:
     """
     if processes.control is None:
         return processes
-    group = torch.distributed.new_group(backend="gloo")
-    torch.distributed.barrier(group)
+    group = cpu_group()
     processes.apply_timeout(group)
     membership = dataclasses.replace(processes._membership, owned=False, control=group)
     return Processes(membership, processes.device)

@@ -21,6 +21,7 @@ from trainkit.device import (
     default_kind,
     is_accelerator,
 )
+from trainkit.distributed.gloo_listeners import LAZY, closed_to_strangers
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigError, DistributedError
 
@@ -29,10 +30,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DEBUG",
-    "LAZY",
     "SECRET",
     "Membership",
     "as_timeout",
+    "cpu_group",
     "default_device",
     "join",
     "set_group_timeout",
@@ -40,9 +41,6 @@ __all__ = [
 
 SECRET = "TRAINKIT_SECRET"
 """Environment variable with a word that only the processes of one job know."""
-
-LAZY = "TORCH_GLOO_LAZY_INIT"
-"""Environment variable; with 1, gloo connects two processes when they first talk to each other."""
 
 # Processes that gloo connects all to all at the start. More would cost each of them too much; fewer
 # gain nothing from connecting later, where gloo aborts if a group ends while another one connects.
@@ -196,9 +194,7 @@ def join(device: torch.device | None) -> tuple[Membership, torch.device]:
     _raise_descriptor_limit(world.size)
     if not adopted:
         _make(world, device)
-    control = torch.distributed.new_group(backend="gloo")
-    # Without it a process that ends at once closes its sockets while others still connect.
-    torch.distributed.barrier(control)
+    control = cpu_group()
     _check_secret(control, world)
     membership = Membership(
         world,
@@ -207,6 +203,15 @@ def join(device: torch.device | None) -> tuple[Membership, torch.device]:
         default=_default_group(),
     )
     return membership, device
+
+
+def cpu_group() -> ProcessGroup:
+    """Return a new group of all processes for what is on the CPU, connected; each must call it."""
+    with closed_to_strangers():
+        group: ProcessGroup = torch.distributed.new_group(backend="gloo")
+    # Without it a process that ends at once closes its sockets while others still connect.
+    torch.distributed.barrier(group)
+    return group
 
 
 def _check_secret(control: ProcessGroup, world: World) -> None:
@@ -283,10 +288,12 @@ def _make(world: World, device: torch.device) -> None:
     if world.size > _LARGEST_MESH:
         # Each process connects to those that it talks to, when it does, and not at once to all.
         os.environ.setdefault(LAZY, "1")
-    torch.distributed.init_process_group(
-        collective_backend(device),
-        store=_rendezvous().next_store(world),
-        rank=world.rank,
-        world_size=world.size,
-        device_id=device if can_bind(device) else None,
-    )
+    store = _rendezvous().next_store(world)
+    with closed_to_strangers():
+        torch.distributed.init_process_group(
+            collective_backend(device),
+            store=store,
+            rank=world.rank,
+            world_size=world.size,
+            device_id=device if can_bind(device) else None,
+        )
