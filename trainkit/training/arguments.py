@@ -2,18 +2,22 @@
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.optim import LBFGS, Optimizer
 from torch.utils.data import DataLoader
 
 from trainkit import precision as precisions, strategies
 from trainkit.config import TrainConfig
+from trainkit.containers.tree import map_leaves
 from trainkit.data import PreparedLoader
 from trainkit.distributed.world import World
+from trainkit.device import move_module
 from trainkit.errors import ConfigError
 from trainkit.metrics.metric import Metric
 from trainkit.precision import Precision
@@ -25,12 +29,12 @@ __all__ = [
     "check_compile",
     "check_evaluations",
     "check_initialised",
-    "check_loss_fn",
     "check_model",
     "check_one_loader",
     "check_override",
     "check_resume",
     "check_stateful",
+    "make_loss_fn",
     "make_metrics",
     "make_optimizer",
     "make_precision",
@@ -297,13 +301,19 @@ def check_override(method: Callable[..., Any], given: str) -> None:
         ) from None
 
 
-def check_loss_fn(loss_fn: LossFn) -> LossFn:
-    """Return `loss_fn` if it can be called with outputs and targets."""
+def make_loss_fn(loss_fn: LossFn, device: torch.device) -> LossFn:
+    """Return `loss_fn` with its tensors, such as class weights, on the device of the outputs."""
     if isinstance(loss_fn, type) or not callable(loss_fn):
         raise ConfigError(
             "`loss_fn` must be a callable `(outputs, targets) -> loss`, but is "
             f"{loss_fn!r}. Pass for example `nn.CrossEntropyLoss()`, with the brackets."
         )
+    if isinstance(loss_fn, nn.Module):
+        return move_module(loss_fn, device)
+    if type(loss_fn) is partial:
+        given = {"args": loss_fn.args, "keywords": loss_fn.keywords}
+        there = map_leaves(given, lambda x: x.to(device) if isinstance(x, Tensor) else x)
+        return partial(make_loss_fn(loss_fn.func, device), *there["args"], **there["keywords"])
     return loss_fn
 
 
