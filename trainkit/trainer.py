@@ -436,7 +436,7 @@ class Trainer:
 
     def _take_loss_fn(self, given: LossFn | None) -> None:
         device = self.processes.device
-        self.loss_fn = None if given is None else arguments.make_loss_fn(given, device)
+        self.loss_fn = None if given is None else default_steps.make_loss_fn(given, device)
 
     def _make_weighting(self, loader: PreparedLoader) -> Weighting:
         accumulation = self.config.gradient_accumulation_steps

@@ -276,13 +276,13 @@ class Nested(Trainer):
     @override
     def evaluation_step(self, model: nn.Module, batch: Any) -> dict[str, Any]:
         outputs = model(batch[0])
-        return {"predictions": {"pair": (outputs, batch[1]), "rows": list(outputs)}}
+        return {"predictions": {"pair": (outputs, batch[1]), "rows": [{"row": x} for x in outputs]}}
 
 
 def test_predictions_are_on_the_host() -> None:
     scores = Trainer(max_steps=1, callbacks=[]).predict(network(), data())
     nested = Nested(max_steps=1, callbacks=[]).predict(network(), data())
-    for tensor in (scores, *nested["pair"], *nested["rows"]):
+    for tensor in (scores, *nested["pair"], *(row["row"] for row in nested["rows"])):
         assert tensor.device.type == "cpu"
 
 

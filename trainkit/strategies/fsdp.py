@@ -345,8 +345,6 @@ def _make_mesh(
     if offloads and device.type != "cpu":  # gradients are reduced there, and looked at here
         both = f"cpu:gloo,{device.type}:{collective_backend(device)}"
         backends = dict.fromkeys(names, both)
-    mesh = init_device_mesh(
-        device.type, sizes, mesh_dim_names=names, backend_override=backends
-    )
+    mesh = init_device_mesh(device.type, sizes, mesh_dim_names=names, backend_override=backends)
     processes.apply_timeout(*mesh.get_all_groups())
     return mesh

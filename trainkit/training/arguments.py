@@ -2,27 +2,23 @@
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.optim import LBFGS, Optimizer
 from torch.utils.data import DataLoader
 
 from trainkit import precision as precisions, strategies
 from trainkit.config import TrainConfig
-from trainkit.containers.tree import map_leaves
 from trainkit.data import PreparedLoader
 from trainkit.distributed.world import World
-from trainkit.device import move_module
 from trainkit.errors import ConfigError
 from trainkit.metrics.metric import Metric
 from trainkit.precision import Precision
 from trainkit.strategies import DDP, SingleDevice, Strategy
-from trainkit.types import LossFn, OptimizerFactory, Stateful, class_name
+from trainkit.types import OptimizerFactory, Stateful, class_name
 
 __all__ = [
     "check_callbacks",
@@ -34,7 +30,6 @@ __all__ = [
     "check_override",
     "check_resume",
     "check_stateful",
-    "make_loss_fn",
     "make_metrics",
     "make_optimizer",
     "make_precision",
@@ -299,22 +294,6 @@ def check_override(method: Callable[..., Any], given: str) -> None:
             f"`{name}` is called with ({given}), but yours does not take them ({error}). Write "
             f"`def {name}(self, {given})`; the last is what `fit` was given, or None."
         ) from None
-
-
-def make_loss_fn(loss_fn: LossFn, device: torch.device) -> LossFn:
-    """Return `loss_fn` with its tensors, such as class weights, on the device of the outputs."""
-    if isinstance(loss_fn, type) or not callable(loss_fn):
-        raise ConfigError(
-            "`loss_fn` must be a callable `(outputs, targets) -> loss`, but is "
-            f"{loss_fn!r}. Pass for example `nn.CrossEntropyLoss()`, with the brackets."
-        )
-    if isinstance(loss_fn, nn.Module):
-        return move_module(loss_fn, device)
-    if type(loss_fn) is partial:
-        given = {"args": loss_fn.args, "keywords": loss_fn.keywords}
-        there = map_leaves(given, lambda x: x.to(device) if isinstance(x, Tensor) else x)
-        return partial(make_loss_fn(loss_fn.func, device), *there["args"], **there["keywords"])
-    return loss_fn
 
 
 def make_optimizer(optimizer: Optimizer | OptimizerFactory | None, module: nn.Module) -> Optimizer:
