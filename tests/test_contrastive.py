@@ -95,7 +95,7 @@ class Gradients(Callback):
 
 def flat(gradients: list[Any]) -> Tensor:
     whole = [g.full_tensor() if hasattr(g, "full_tensor") else g for g in gradients]
-    return torch.cat([g.flatten().clone() for g in whole])
+    return torch.cat([g.flatten().cpu().clone() for g in whole])
 
 
 def make_model() -> TwoTowers:
