@@ -575,6 +575,7 @@ BATCH_NORM = "Expected more than 1 value per channel when training, got input si
         ("RuntimeError", "DataLoader worker (pid 3) is killed by signal: Bus error", "shm-size"),
         ("ValueError", BATCH_NORM, "`DataLoader(drop_last=True)`"),
         ("OSError", "[Errno 28] No space left on device", "disk is full"),
+        ("RuntimeError", "Expected all tensors to be on the same device, but", "as buffers"),
         ("ValueError", "plain", ""),
     ],
 )
