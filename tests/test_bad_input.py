@@ -85,6 +85,10 @@ FOREIGN = SGD(nn.Linear(3, 1).parameters(), lr=0.1)
         ({"optimizer": lambda parameters: None}, "must return a `torch.optim.Optimizer`"),
         ({"lr_scheduler": LambdaLR(FOREIGN, lambda step: 1.0)}, "belongs to another optimizer"),
         ({"lr_scheduler": ReduceLROnPlateau}, "must know which metric to watch"),
+        (
+            {"lr_scheduler": lambda _: LRSchedule(ReduceLROnPlateau, metric="eval/loss")},  # type: ignore[arg-type]
+            r"given a 'type'. Make it with the optimizer: `lr_scheduler=lambda optimizer:",
+        ),
         ({"loaders": {"training": [], "eval": []}}, 'must have the key "train"'),
         ({"loaders": (1, 2, 3)}, r"must be `\(train, eval\)`, but has 3"),
         ({"loss_fn": nn.MSELoss(reduction="none")}, 'has `reduction="none"`.*`reduction="mean"`'),

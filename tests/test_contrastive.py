@@ -72,7 +72,7 @@ class Contrastive(Trainer):
         left, right, scale, bias = model(*batch)
         lefts, rights = self.run.gather((left, right), differentiable=True)
         rows = slice(None) if self.whole else self.run.own_rows(left)
-        labels = torch.arange(len(lefts))[rows]
+        labels = torch.arange(len(lefts), device=lefts.device)[rows]
         ours, mirrored = lefts[rows], rights[rows]
         loss = LOSSES[self.kind]
         one, two = (
@@ -95,7 +95,7 @@ class Gradients(Callback):
 
 def flat(gradients: list[Any]) -> Tensor:
     whole = [g.full_tensor() if hasattr(g, "full_tensor") else g for g in gradients]
-    return torch.cat([g.flatten().clone() for g in whole])
+    return torch.cat([g.flatten().cpu().clone() for g in whole])
 
 
 def make_model() -> TwoTowers:
@@ -119,7 +119,7 @@ def reference(kind: str, samples: int, batch: int, accumulation: int) -> list[Te
         stop = min(first + batch * accumulation, samples)
         for start in range(first, stop, batch):
             left, right, scale, bias = model(*data[start : min(start + batch, stop)])
-            labels = torch.arange(len(left))
+            labels = torch.arange(len(left), device=left.device)
             total = loss(left, right, labels, scale, bias) + loss(right, left, labels, scale, bias)
             (total / 2 * len(left) / (stop - first)).backward()
         result.append(flat([p.grad for p in model.parameters()]))

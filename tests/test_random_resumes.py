@@ -365,7 +365,7 @@ def leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, Tensor):
         local = value.to_local() if isinstance(value, DTensor) else value
         steps = [s for s, size in zip(local.stride(), local.shape, strict=True) if size > 1]
-        content = local.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        content = local.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
         yield path, (str(value.dtype), tuple(value.shape), steps, content)
     else:
         yield path, repr(value)

@@ -25,7 +25,9 @@ class Gradients(Callback):
         self.seen: list[Tensor] = []
 
     def on_gradients(self, run: Run) -> None:
-        self.seen.append(run.module.get_parameter("weight").grad.clone())  # type: ignore[union-attr]
+        grad = run.module.get_parameter("weight").grad
+        assert grad is not None
+        self.seen.append(grad.cpu().clone())
 
 
 class Positions(nn.Linear):

@@ -20,6 +20,7 @@ from trainkit import Callback, CheckpointError, ConfigError, Run, Trainer
 from trainkit.callbacks import Checkpoint, Evaluation, JSONLLogger, LRMonitor
 from trainkit.precision import FP16
 from trainkit.strategies import FSDP
+from trainkit.training.logging import LogSums
 
 SAMPLES = 30
 
@@ -352,3 +353,13 @@ def test_a_failed_save_raises_on_all_processes(tmp_path: Path) -> None:
     assert all("callbacks.Huge.function" in text for text in caught.value.failures.values())
     assert len(caught.value.failures) == 2
     assert not list(tmp_path.glob("checkpoints/step-*"))
+
+
+def test_open_sums_go_on_to_the_last_bit() -> None:
+    straight, resumed = LogSums(), LogSums()
+    for value in torch.rand(100, dtype=torch.float64, generator=torch.Generator().manual_seed(0)):
+        straight.add("loss", value, 3)
+        saved, resumed = resumed.state_dict(), LogSums()
+        resumed.load_state_dict(saved)
+        resumed.add("loss", value, 3)
+        assert resumed.state_dict() == straight.state_dict()

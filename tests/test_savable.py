@@ -333,7 +333,7 @@ def test_so_it_does_in_a_loop_of_your_own(tmp_path: Path) -> None:
         if load:
             accelerator.load_state(tmp_path / "state")
         for _ in range(steps):
-            model(torch.ones(2, 4)).sum().backward()
+            model(torch.ones(2, 4, device=accelerator.device)).sum().backward()
             prepared.step()
             prepared.zero_grad()
         if not load:

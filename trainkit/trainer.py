@@ -214,7 +214,8 @@ class Trainer:
             warmup: Of a schedule by name: a fraction of the run such as 0.1, or a whole number of
                 updates.
             loss_fn: `(outputs, targets) -> loss`, a mean over samples, for loaders of pairs
-                `(inputs, targets)`. Without it the model computes its own loss.
+                `(inputs, targets)`; a module, or the tensors of a `partial`, are moved to the
+                device. Without it the model computes its own loss.
             resume: None: a new training. "auto": from the newest checkpoint in `output_dir` that
                 verifies, afresh without one. "must": as "auto", but an error without one. A
                 path: from the checkpoint in this folder.
@@ -232,9 +233,7 @@ class Trainer:
         resume = arguments.check_resume(resume, schedule)
         with ExitStack() as stack:
             stack.enter_context(self._calls.enter("fit"))
-            self.loss_fn = (
-                type(self).loss_fn if loss_fn is None else arguments.check_loss_fn(loss_fn)
-            )
+            self._take_loss_fn(type(self).loss_fn if loss_fn is None else loss_fn)
             stack.enter_context(console.lasting())
             prepared = self._prepare_all(stack, loaders)
             schedule_for = partial(self._make_schedule, lr_scheduler, warmup)
@@ -290,9 +289,9 @@ class Trainer:
     def predict(
         self, model: nn.Module, loader: Any, *, outputs: str = "raw", loss_fn: LossFn | None = None
     ) -> Any:
-        """Return what the model says of every sample, once, in the loader's order.
+        """Return what the model says of every sample, once, in the loader's order, on the CPU.
 
-        Every process must call it; callbacks and steps of a `fit` may.
+        Every process must call it, and gets it all; callbacks and steps of a `fit` may.
 
         Args:
             model: Any module; it is moved to the device.
@@ -435,6 +434,10 @@ class Trainer:
             objects=self._objects,
         )
 
+    def _take_loss_fn(self, given: LossFn | None) -> None:
+        device = self.processes.device
+        self.loss_fn = None if given is None else default_steps.make_loss_fn(given, device)
+
     def _make_weighting(self, loader: PreparedLoader) -> Weighting:
         accumulation = self.config.gradient_accumulation_steps
         nominal = loader.nominal_window(accumulation)
@@ -514,7 +517,7 @@ class Trainer:
             try:
                 self.run = present
                 if loss_fn is not None:
-                    self.loss_fn = arguments.check_loss_fn(loss_fn)
+                    self._take_loss_fn(loss_fn)
                 with present.evaluation_weights() if is_trained else nullcontext():
                     if is_trained and present.phase != "done":  # as in the evaluations of the fit
                         self.strategy.share_buffers(present.module)

@@ -1,10 +1,14 @@
 """Tests of flags that are exchanged while the training goes on."""
 
+from collections.abc import Sequence
+
 import pytest
+from typing_extensions import override
 
 from tests.helpers.ranks import run_ranks
 from trainkit.distributed import AsyncFlags, Processes
 from trainkit.errors import DistributedError
+from trainkit.training.run import Requests
 
 
 def _exchange(rank: int) -> list[tuple[int, ...] | None]:
@@ -58,3 +62,27 @@ def test_the_slowest_process_says_when_the_next_exchange_comes() -> None:
 def test_another_number_of_flags_is_an_error() -> None:
     with pytest.raises(DistributedError, match="2 flags, but got 3"):
         AsyncFlags(Processes.start(), size=2).exchange((1, 0, 0))
+
+
+class AskedMeanwhile(AsyncFlags):
+    """A handler of a signal asks while the flags are on their way."""
+
+    requests: Requests
+
+    @override
+    def exchange(self, flags: Sequence[int]) -> None:
+        super().exchange(flags)
+        self.requests.own.stop, self.requests.own.evaluation = "a signal", True
+
+
+def test_what_is_asked_while_flags_are_sent_comes_with_the_next() -> None:
+    processes = Processes.start()
+    flags = AskedMeanwhile(processes, size=4)
+    flags.requests = requests = Requests()
+    requests.own.checkpoint = True
+    requests.send(flags, 0)
+    requests.read(flags, processes)
+    assert (requests.stop, requests.evaluation, requests.checkpoint) == (None, False, True)
+    requests.send(flags, 0)
+    requests.read(flags, processes)
+    assert (requests.stop, requests.evaluation) == ("a signal", True)

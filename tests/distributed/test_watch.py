@@ -424,6 +424,8 @@ def _state(inside: str, step: int = 3) -> dict[str, Any]:
         ({0: _state("a"), 1: _state(""), 2: _state("")}, 1, "process 1 is at.*process 2 is"),
         ({0: _state("a"), 1: _state("b"), 2: _state("a")}, None, "different places.*1 in `b`"),
         ({0: _state("a"), 1: _state("a", 2), 2: _state("a")}, None, "different places.*step 2"),
+        ({r: _state("backward" if r else "a") for r in range(3)}, None, "find_unused_parameters"),
+        ({r: _state("backward", 2 + r) for r in range(3)}, None, r"after step 4\)$"),
         ({0: _state("a"), 1: _state("a"), 2: _state("a")}, None, "the same place"),
         ({0: _state(""), 1: _state(""), 2: _state("")}, None, "no process is in a collective"),
     ],
@@ -574,6 +576,7 @@ BATCH_NORM = "Expected more than 1 value per channel when training, got input si
         ("RuntimeError", "DataLoader worker (pid 3) is killed by signal: Bus error", "shm-size"),
         ("ValueError", BATCH_NORM, "`DataLoader(drop_last=True)`"),
         ("OSError", "[Errno 28] No space left on device", "disk is full"),
+        ("RuntimeError", "Expected all tensors to be on the same device, but", "as buffers"),
         ("ValueError", "plain", ""),
     ],
 )

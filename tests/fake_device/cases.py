@@ -248,6 +248,44 @@ def test_its_collectives_have_means_as_fsdp_uses_them() -> None:
     assert run_ranks(2, scattered_mean) == [[1.5], [2.5]]
 
 
+WEIGHTS = torch.tensor([0.3, 2.0])
+LOSSES: dict[str, Callable[[], Any]] = {
+    "module": lambda: nn.CrossEntropyLoss(weight=WEIGHTS.clone()),
+    "partial": lambda: partial(nn.functional.cross_entropy, weight=WEIGHTS),
+    "both": lambda: partial(nn.CrossEntropyLoss(weight=WEIGHTS.clone())),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_tensors_of_a_loss_come_to_the_device(name: str) -> None:
+    def loss(strategy: Any) -> float:
+        trainer = Trainer(max_steps=1, callbacks=[], strategy=strategy)
+        model, loader = network(), data()
+        sgd = partial(torch.optim.SGD, lr=0.0)
+        trainer.fit(model, loader, optimizer=sgd, loss_fn=LOSSES[name]())
+        figures = Trainer(max_steps=1, callbacks=[], strategy=strategy).evaluate(
+            model, loader, loss_fn=LOSSES[name]()
+        )
+        assert figures == trainer.evaluate(model, loader)
+        return figures["eval/loss"]
+
+    assert loss("auto") == pytest.approx(loss(SingleDevice(device="cpu")), rel=1e-5)
+
+
+class Nested(Trainer):
+    @override
+    def evaluation_step(self, model: nn.Module, batch: Any) -> dict[str, Any]:
+        outputs = model(batch[0])
+        return {"predictions": {"pair": (outputs, batch[1]), "rows": [{"row": x} for x in outputs]}}
+
+
+def test_predictions_are_on_the_host() -> None:
+    scores = Trainer(max_steps=1, callbacks=[]).predict(network(), data())
+    nested = Nested(max_steps=1, callbacks=[]).predict(network(), data())
+    for tensor in (scores, *nested["pair"], *(row["row"] for row in nested["rows"])):
+        assert tensor.device.type == "cpu"
+
+
 class Mixed(Callback):
     """Logs what is on the host beside what is on the device, also under one name."""
 

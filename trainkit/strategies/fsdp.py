@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from trainkit.config import checked
-from trainkit.device import move_module, moves_in_place, wide_dtype
+from trainkit.device import collective_backend, move_module, moves_in_place, wide_dtype
 from trainkit.distributed import Processes
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigError, quoted
@@ -140,7 +140,7 @@ class FSDP(Strategy):
                 'Start more processes, or use `strategy="single"`.',
                 stacklevel=2,
             )
-        self._mesh = _make_mesh(self.processes, self.device.type, self.replicas)
+        self._mesh = _make_mesh(self.processes, self.device, self.replicas, self.cpu_offload)
 
     @property
     @override
@@ -332,13 +332,19 @@ def _outside_graphs(hook: Callable[..., None]) -> Callable[..., None]:
     return torch.compiler.disable(hook)  # type: ignore[no-any-return,no-untyped-call]
 
 
-def _make_mesh(processes: Processes, kind: str, replicas: int) -> "DeviceMesh":
+def _make_mesh(
+    processes: Processes, device: torch.device, replicas: int, offloads: bool
+) -> "DeviceMesh":
     from torch.distributed.device_mesh import init_device_mesh
 
     sizes: tuple[int, ...] = (processes.size,)
     names: tuple[str, ...] = ("shards",)
     if replicas > 1:
         sizes, names = (replicas, processes.size // replicas), ("replicas", "shards")
-    mesh = init_device_mesh(kind, sizes, mesh_dim_names=names)
+    backends: Any = None
+    if offloads and device.type != "cpu":  # gradients are reduced there, and looked at here
+        both = f"cpu:gloo,{device.type}:{collective_backend(device)}"
+        backends = dict.fromkeys(names, both)
+    mesh = init_device_mesh(device.type, sizes, mesh_dim_names=names, backend_override=backends)
     processes.apply_timeout(*mesh.get_all_groups())
     return mesh

@@ -18,14 +18,13 @@ from trainkit.errors import ConfigError
 from trainkit.metrics.metric import Metric
 from trainkit.precision import Precision
 from trainkit.strategies import DDP, SingleDevice, Strategy
-from trainkit.types import LossFn, OptimizerFactory, Stateful, class_name
+from trainkit.types import OptimizerFactory, Stateful, class_name
 
 __all__ = [
     "check_callbacks",
     "check_compile",
     "check_evaluations",
     "check_initialised",
-    "check_loss_fn",
     "check_model",
     "check_one_loader",
     "check_override",
@@ -295,16 +294,6 @@ def check_override(method: Callable[..., Any], given: str) -> None:
             f"`{name}` is called with ({given}), but yours does not take them ({error}). Write "
             f"`def {name}(self, {given})`; the last is what `fit` was given, or None."
         ) from None
-
-
-def check_loss_fn(loss_fn: LossFn) -> LossFn:
-    """Return `loss_fn` if it can be called with outputs and targets."""
-    if isinstance(loss_fn, type) or not callable(loss_fn):
-        raise ConfigError(
-            "`loss_fn` must be a callable `(outputs, targets) -> loss`, but is "
-            f"{loss_fn!r}. Pass for example `nn.CrossEntropyLoss()`, with the brackets."
-        )
-    return loss_fn
 
 
 def make_optimizer(optimizer: Optimizer | OptimizerFactory | None, module: nn.Module) -> Optimizer:

@@ -167,7 +167,7 @@ class Callback:
         """
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` returned."""
+        """Take back what `state_dict` returned; its tensors are on the CPU."""
         if state:
             raise ConfigError(
                 f"The callback `{self.name}` keeps no state, but was given {sorted(state)}. "

@@ -5,13 +5,16 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from trainkit.containers.tree import map_leaves
+from trainkit.device import move_module
 from trainkit.errors import ConfigError
 from trainkit.types import IGNORED, Batch, LossFn, StepOutput, class_name
 
-__all__ = ["evaluation_step", "training_step"]
+__all__ = ["evaluation_step", "make_loss_fn", "training_step"]
 
 # Means over labels: some may be left out, or count more than others.
 _OVER_LABELS = (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward, F.cross_entropy, F.nll_loss)
@@ -79,6 +82,22 @@ def evaluation_step(
         scores, references, result = model(inputs), None, {}
     result |= {"scores": scores, "references": references}
     return {name: value for name, value in result.items() if value is not None}
+
+
+def make_loss_fn(loss_fn: LossFn, device: torch.device) -> LossFn:
+    """Return `loss_fn` with its tensors, such as class weights, on the device of the outputs."""
+    if isinstance(loss_fn, type) or not callable(loss_fn):
+        raise ConfigError(
+            "`loss_fn` must be a callable `(outputs, targets) -> loss`, but is "
+            f"{loss_fn!r}. Pass for example `nn.CrossEntropyLoss()`, with the brackets."
+        )
+    if isinstance(loss_fn, nn.Module):
+        return move_module(loss_fn, device)
+    if type(loss_fn) is partial:
+        given = loss_fn.args, loss_fn.keywords
+        args, kwargs = map_leaves(given, lambda x: x.to(device) if isinstance(x, Tensor) else x)
+        return partial(make_loss_fn(loss_fn.func, device), *args, **kwargs)
+    return loss_fn
 
 
 def _mean_loss(loss_fn: Any, outputs: Any, targets: Any) -> StepOutput:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from trainkit import rng
+from trainkit.containers.tree import map_leaves
 from trainkit.data import BatchInfo, MicroBatch, PreparedLoader
 from trainkit.device import wide_dtype
 from trainkit.distributed import concatenate, gather_samples
@@ -90,19 +91,25 @@ class Evaluator:
         return {f"{prefix}{key}": value for key, value in values.items()}
 
     def predict(self, module: nn.Module, loader: PreparedLoader, outputs: str) -> Any:
-        """Return what was asked for of every sample once, in the loader's order, everywhere."""
-        parts: list[tuple[Any, int]] = []
+        """Return what was asked for of every sample once, in order, on the CPU of all processes."""
+        parts: list[Any] = []
+        sizes: list[int] = []
         chunks = self._chunks(module, loader, ())
         chunks.reading.check(outputs)
+
+        def keep(gathered: list[tuple[Any, int]]) -> None:
+            parts.extend(map_leaves(part[outputs], _on_host) for part, _ in gathered)
+            sizes.extend(samples for _, samples in gathered)
+
         with (
             _undisturbed(module, self.communicator),
             self.log.apart(),
             closing(self._outputs(module, loader)) as results,
         ):
             for returned, _ in results:
-                parts += chunks.hold({outputs: chunks.reading.predicted(returned, outputs)})
-            parts += chunks.flush()
-        return concatenate([part[outputs] for part, _ in parts], [samples for _, samples in parts])
+                keep(chunks.hold({outputs: chunks.reading.predicted(returned, outputs)}))
+            keep(chunks.flush())
+        return concatenate(parts, sizes)
 
     def _chunks(
         self, module: nn.Module, loader: PreparedLoader, metrics: Sequence[Metric]
@@ -221,6 +228,10 @@ def _undisturbed(module: nn.Module, communicator: Communicator) -> Iterator[None
         torch.clear_autocast_cache()  # else a forward around it takes casts that have no gradient
         for part, training in modes:
             part.training = training
+
+
+def _on_host(leaf: Any) -> Any:
+    return leaf.cpu() if isinstance(leaf, Tensor) else leaf  # a data set may not fit a device
 
 
 def _mapping(outputs: object) -> Mapping[str, Any]:

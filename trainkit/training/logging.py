@@ -251,10 +251,13 @@ def _add_weighted(entry: _Entry, value: Tensor | float, weight: Tensor | float) 
     elif weight == 0:
         return
     elif isinstance(value, Tensor):
-        if isinstance(entry.value, Tensor) and entry.value.device == value.device:
+        wide = wide_dtype(value.device.type)
+        if not isinstance(entry.value, Tensor):  # by the same call as ever: it rounds once
+            entry.value = torch.full((), entry.value, dtype=wide, device=value.device)
+        if entry.value.device == value.device:
             entry.value.add_(value, alpha=weight)
         else:
-            entry.value = entry.value + value.to(wide_dtype(value.device.type)) * weight
+            entry.value = entry.value + value.to(wide) * weight
     else:
         entry.value = entry.value + value * weight
     entry.weight = entry.weight + weight

@@ -40,6 +40,12 @@ class LRSchedule:
     def __post_init__(self) -> None:
         if self.every not in ("step", "epoch"):
             raise ConfigError(f'`every` must be "step" or "epoch", but is {self.every!r}.')
+        if not hasattr(self.scheduler, "optimizer"):
+            raise ConfigError(
+                "`LRSchedule` takes a scheduler that is made, but was given a "
+                f"{type(self.scheduler).__name__!r}. Make it with the optimizer: "
+                "`lr_scheduler=lambda optimizer: LRSchedule(make(optimizer), ...)`."
+            )
         if isinstance(self.scheduler, ReduceLROnPlateau) and self.metric is None:
             raise ConfigError(
                 "`ReduceLROnPlateau` must know which metric to watch. Return "

@@ -81,10 +81,9 @@ class Requests(StepRequests):
 
     def send(self, flags: AsyncFlags, signum: int) -> None:
         """Tell the others what this process alone knows or asked for (rule 34)."""
-        own = self.own
+        own, self.own = self.own, StepRequests()  # a signal handler may ask at any moment
         flags.exchange((own.stop is not None, own.evaluation, own.checkpoint, signum))
-        self._sent_stop, own.stop = own.stop, None
-        own.evaluation = own.checkpoint = False
+        self._sent_stop = own.stop
 
     def read(self, flags: AsyncFlags, processes: Processes) -> None:
         """Take over what the processes have told each other since the last call."""

@@ -194,6 +194,8 @@ _HINTS = (
      "`CUDA_LAUNCH_BLOCKING=1`."),
     (r"not currently implemented for the MPS device", "Set `PYTORCH_ENABLE_MPS_FALLBACK=1` before "
      "Python starts: what this device lacks then runs on the CPU, slowly."),
+    (r"[Ee]xpected all tensors to be on the same device", "Batch, model and `loss_fn` come to the "
+     "device: make others there (`device=inputs.device`), and those of modules as buffers."),
     (r"(MPS|device).*float64", "This device has no float64: make the model and its inputs "
      "float32 (`.float()`), or train with `device=\"cpu\"`."),
 )  # fmt: skip

@@ -44,6 +44,11 @@ _WAITING = {
     "torch.nn.parallel.distributed": "DistributedDataParallel",
 }
 
+_UNUSED = (
+    ". Perhaps a step uses other parameters on some processes than on others: then pass "
+    "`strategy=DDP(find_unused_parameters=True)`"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Member:
@@ -279,6 +284,9 @@ def judge(states: Mapping[int, Mapping[str, Any]], silent: Mapping[int, str]) ->
         text = "all processes wait in the same place"
     shown = [f"process {r} {_standing(states[r])}" for r in examples(states)]
     more = f"; and {len(states) - len(shown)} more" if len(states) > len(shown) else ""
+    # In a backward of the same step and line of the user's code, which others have left.
+    if len({(state.get("line"), state.get("step")) for _, state in ordered}) == 1:
+        more += _UNUSED if "backward" in {state.get("inside") for _, state in ordered} else ""
     return Verdict(f"{text}: {'; '.join(shown)}{more}")
 
 

@@ -95,7 +95,8 @@ def _together(like: Any, parts: Mapping[str, "Tensor"], where: str) -> Any:
             f"The optimizer's state `{where}` was saved in the parts {saved}, but the optimizer "
             f"makes it of {forms or 'none'}. Make the optimizer with the settings of the save."
         )
-    moved = {name: tensor.to(like.device) for name, tensor in parts.items()}
+    # What a subclass is made of need not lie where it says to be itself.
+    moved = {name: tensor.to(getattr(like, name).device) for name, tensor in parts.items()}
     return type(like).__tensor_unflatten__(moved, context, like.size(), like.stride())
 
 
