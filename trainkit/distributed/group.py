@@ -21,7 +21,6 @@ from trainkit.device import (
     default_kind,
     is_accelerator,
 )
-from trainkit.distributed.gloo_listeners import LAZY, closed_to_strangers
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigError, DistributedError
 
@@ -207,6 +206,8 @@ def join(device: torch.device | None) -> tuple[Membership, torch.device]:
 
 def cpu_group() -> ProcessGroup:
     """Return a new group of all processes for what is on the CPU, connected; each must call it."""
+    from trainkit.distributed.gloo_listeners import closed_to_strangers  # on demand
+
     with closed_to_strangers():
         group: ProcessGroup = torch.distributed.new_group(backend="gloo")
     # Without it a process that ends at once closes its sockets while others still connect.
@@ -285,6 +286,8 @@ def _rendezvous() -> "Rendezvous":
 
 
 def _make(world: World, device: torch.device) -> None:
+    from trainkit.distributed.gloo_listeners import LAZY, closed_to_strangers  # on demand
+
     if world.size > _LARGEST_MESH:
         # Each process connects to those that it talks to, when it does, and not at once to all.
         os.environ.setdefault(LAZY, "1")
