@@ -27,7 +27,8 @@ LAYERS = (
     ("accelerator",),
     ("callbacks",),
     ("trainer",),
-    ("cli", "testing"),
+    ("accelerate_compat", "testing"),
+    ("cli",),
 )
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 CALLBACKS = "callbacks"
@@ -58,6 +59,9 @@ NAMES_DEVICES = {
     "trainkit/device.py": "asks torch, and is asked by all others",
     "trainkit/cli/machine.py": "looks for drivers where torch is not imported",
     "trainkit/cli/accelerate_keys.py": "knows the keys of another program's file",
+    "trainkit/accelerate_compat/availability.py": "another library's functions for them",
+    "trainkit/accelerate_compat/names.py": "their names",
+    "trainkit/accelerator/settings.py": "another library's kinds of jobs",
     "trainkit/watchdog/report.py": "a variable that helps with one error",
     "callbacks/profiler.py": "an argument of torch's profiler",
 }

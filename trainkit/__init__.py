@@ -15,7 +15,6 @@ if TYPE_CHECKING:
         release_memory as release_memory,
     )
     from trainkit.accelerator.operations import (
-        PartialState as PartialState,
         broadcast as broadcast,
         broadcast_object_list as broadcast_object_list,
         concatenate as concatenate,
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
         InitProcessGroupKwargs as InitProcessGroupKwargs,
         ProjectConfiguration as ProjectConfiguration,
     )
+    from trainkit.accelerator.state import PartialState as PartialState
     from trainkit.accelerator.tracking import GeneralTracker as GeneralTracker
     from trainkit.config import Watchdog as Watchdog
     from trainkit.distributed.communicator import Communicator as Communicator
@@ -72,9 +72,8 @@ __all__, __getattr__, __dir__ = lazy_exports(
         "accelerator.logging": "get_logger",
         "accelerator.memory": "find_executable_batch_size release_memory",
         "accelerator.operations": (
-            "PartialState broadcast broadcast_object_list concatenate "
-            "extract_model_from_parallel gather gather_object pad_across_processes "
-            "reduce send_to_device wait_for_everyone"
+            "broadcast broadcast_object_list concatenate extract_model_from_parallel gather "
+            "gather_object pad_across_processes reduce send_to_device wait_for_everyone"
         ),
         "accelerator.seeds": "set_seed",
         "accelerator.settings": (
@@ -82,6 +81,7 @@ __all__, __getattr__, __dir__ = lazy_exports(
             "DistributedType GradientAccumulationPlugin GradScalerKwargs "
             "InitProcessGroupKwargs ProjectConfiguration"
         ),
+        "accelerator.state": "PartialState",
         "accelerator.tracking": "GeneralTracker",
         "config": "Watchdog",
         "distributed.communicator": "Communicator",

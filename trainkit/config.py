@@ -234,7 +234,8 @@ def _problem(name: str, value: object, parameter: inspect.Parameter) -> str | No
 
 
 def _wrong(name: str, value: object, annotation: Any) -> str | None:
-    kinds = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
+    alone = NoneType if annotation is None else annotation
+    kinds = get_args(annotation) if isinstance(annotation, UnionType) else (alone,)
     if not all(isinstance(kind, type) and kind is not Any for kind in kinds):
         return None
     if any(_is_of(value, kind) for kind in kinds):

@@ -387,7 +387,7 @@ def _sharded(rank: int, folder: Path) -> Any:
     again = step()
     state = accelerator.get_state_dict(model)
     accelerator.save_model(model, folder / "model")
-    kind = str(accelerator.distributed_type)
+    kind = accelerator.distributed_type.value
     return norm == again, kind, {name: list(value.shape) for name, value in state.items()}
 
 

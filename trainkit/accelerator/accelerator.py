@@ -2,9 +2,10 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,12 @@ from typing_extensions import override
 from trainkit.accelerator.accelerator_config import AcceleratorConfig
 from trainkit.accelerator.autocasting import autocast
 from trainkit.accelerator.composition import OwnLoop
-from trainkit.accelerator.settings import DistributedType, ProjectConfiguration
+from trainkit.accelerator.settings import (
+    DataLoaderConfiguration,
+    DistributedType,
+    ProjectConfiguration,
+)
+from trainkit.accelerator.state import AcceleratorState
 from trainkit.accelerator.tracking import GeneralTracker
 from trainkit.config import checked
 from trainkit.distributed import run_on_all_or_main
@@ -57,6 +63,9 @@ class Accelerator(Communicator):
         step_scheduler_with_optimizer: Whether prepared schedulers follow the optimizers.
         kwargs_handlers: `GradScalerKwargs`, `DistributedDataParallelKwargs` and the like.
         dynamo_backend: Run models through `torch.compile` with this backend.
+        deepspeed_plugin: None, as `megatron_lm_plugin` and `parallelism_config`.
+        megatron_lm_plugin: None; see `strategy`.
+        parallelism_config: None; see `strategy`.
         strategy: A strategy of `trainkit.strategies`, such as `FSDP()`; by default what the
             launcher says, else the single device, or DDP on several processes.
         device: The device of this process; its own accelerator by default, else the CPU.
@@ -84,6 +93,9 @@ class Accelerator(Communicator):
         step_scheduler_with_optimizer: bool = True,
         kwargs_handlers: Sequence[Any] | None = None,
         dynamo_backend: str | Enum | None = None,
+        deepspeed_plugin: None = None,
+        megatron_lm_plugin: None = None,
+        parallelism_config: None = None,
         strategy: Any = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -106,15 +118,24 @@ class Accelerator(Communicator):
             strategy=strategy,
         )
         super().__init__(device=config.start(device))
-        self._own = OwnLoop(config, self.processes, self.device, self.loaders)
+        self._own = own = OwnLoop(config, self.processes, self.device, self.loaders)
         self._has_trigger = False
+        sharded = isinstance(own.strategy, FSDP)
+        self.state = AcceleratorState.of(self, config, own.accumulation, sharded=sharded)
+        """The place of this process; `logger.info(accelerator.state)` writes it as text."""
+
+    @override
+    def __reduce__(self) -> Any:
+        """Let workers of `datasets` and the like have the state, without what was prepared."""
+        return self.state.__reduce__()
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        """Return this object: what refers to it belongs to this process."""
+        return self
 
     # What the loop is like.
 
-    @property
-    def state(self) -> "Accelerator":
-        """This object: what Accelerate keeps apart can be read here."""
-        return self
+    deepspeed_plugin = parallelism_config = torch_device_mesh = fp8_recipe_handler = None
 
     @property
     def gradient_state(self) -> "Accumulation":
@@ -138,12 +159,7 @@ class Accelerator(Communicator):
     @property
     def distributed_type(self) -> DistributedType:
         """How the job shares its work."""
-        if isinstance(self._own.strategy, FSDP):
-            return DistributedType.FSDP
-        if self._own.processes.size == 1:
-            return DistributedType.NO
-        on_cpu = self._own.device.type == "cpu"
-        return DistributedType.MULTI_CPU if on_cpu else DistributedType.MULTI_GPU
+        return self.state.distributed_type
 
     @property
     def use_distributed(self) -> bool:
@@ -154,6 +170,16 @@ class Accelerator(Communicator):
     def mixed_precision(self) -> str:
         """ "no", "fp16" or "bf16"."""
         return self._own.config.precision
+
+    @property
+    def native_amp(self) -> bool:
+        """Whether models that are prepared from now on run under autocast; may be set to False."""
+        return self.mixed_precision != "no" and self._own.config.autocast.enabled
+
+    @native_amp.setter
+    def native_amp(self, value: bool) -> None:
+        config = self._own.config
+        config.autocast = replace(config.autocast, enabled=value)
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
@@ -189,6 +215,11 @@ class Accelerator(Communicator):
     def trackers(self) -> list[GeneralTracker]:
         """The trackers that are at work."""
         return self._own.trackers.at_work
+
+    @property
+    def dataloader_config(self) -> DataLoaderConfiguration:
+        """How loaders are shared out."""
+        return self._own.config.data
 
     @property
     def split_batches(self) -> bool:

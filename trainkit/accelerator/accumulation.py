@@ -1,8 +1,10 @@
 """When gradients are synchronised in a loop of the user's own, and by what a loss is divided."""
 
 from collections import OrderedDict
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
+
+from typing_extensions import override
 
 from trainkit.accelerator.settings import GradientAccumulationPlugin
 
@@ -57,6 +59,23 @@ class Accumulation:
     def num_steps(self) -> int:
         """Micro-batches of a full window."""
         return self.plugin.num_steps
+
+    @property
+    def plugin_kwargs(self) -> dict[str, Any]:
+        """The settings that are not the defaults, and `num_steps`."""
+        default = GradientAccumulationPlugin()
+        given = asdict(self.plugin).items()
+        return {name: v for name, v in given if name == "num_steps" or v != getattr(default, name)}
+
+    @property
+    def adjust_scheduler(self) -> bool:
+        """Accepted; see `GradientAccumulationPlugin`."""
+        return self.plugin.adjust_scheduler
+
+    @property
+    def sync_with_dataloader(self) -> bool:
+        """Whether the end of a loader ends a window."""
+        return self.plugin.sync_with_dataloader
 
     @property
     def divisor(self) -> int:
@@ -140,6 +159,15 @@ class Accumulation:
         self._positions.clear()
         self.count = self._in_window = 0
         self.sync_gradients, self.correction = True, 1.0
+
+    @override
+    def __repr__(self) -> str:
+        return (
+            f"Sync Gradients: {self.sync_gradients}\n"
+            f"At end of current dataloader: {self.end_of_dataloader}\n"
+            f"Extra samples added: {self.remainder}\n"
+            f"Gradient accumulation plugin: {self.plugin_kwargs}\n"
+        )
 
     def _current(self) -> _LoaderPosition:
         return self._positions[next(reversed(self._positions))]

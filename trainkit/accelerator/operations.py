@@ -11,7 +11,6 @@ from trainkit.distributed import Processes, concatenate as join_entries
 from trainkit.distributed.communicator import Communicator
 
 __all__ = [
-    "PartialState",
     "broadcast",
     "broadcast_object_list",
     "concatenate",
@@ -23,17 +22,6 @@ __all__ = [
     "send_to_device",
     "wait_for_everyone",
 ]
-
-
-class PartialState(Communicator):
-    """The processes of a job and the verbs between them, without anything of training.
-
-    Args:
-        cpu: Use the CPU also where there is a GPU.
-    """
-
-    def __init__(self, cpu: bool = False) -> None:
-        super().__init__(device="cpu" if cpu else None)
 
 
 def gather(tensor: Any, differentiable: bool = False) -> Any:

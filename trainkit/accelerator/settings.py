@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 from datetime import timedelta
-from enum import StrEnum
+from enum import Enum
 from pathlib import Path
+from typing import Any
 
 from trainkit.config import checked
 from trainkit.errors import ConfigError
@@ -22,13 +23,23 @@ __all__ = [
 ]
 
 
-class DistributedType(StrEnum):
-    """How a job shares its work."""
+class DistributedType(str, Enum):  # noqa: UP042  # `str` of a member is Accelerate's
+    """How a job shares its work; those that trainkit does not drive are there to compare with."""
 
     NO = "NO"
     MULTI_CPU = "MULTI_CPU"
     MULTI_GPU = "MULTI_GPU"
+    MULTI_NPU = "MULTI_NPU"
+    MULTI_MLU = "MULTI_MLU"
+    MULTI_SDAA = "MULTI_SDAA"
+    MULTI_MUSA = "MULTI_MUSA"
+    MULTI_XPU = "MULTI_XPU"
+    DEEPSPEED = "DEEPSPEED"
     FSDP = "FSDP"
+    XLA = "XLA"
+    MEGATRON_LM = "MEGATRON_LM"
+    MULTI_HPU = "MULTI_HPU"
+    MULTI_NEURON = "MULTI_NEURON"
 
 
 @checked
@@ -135,6 +146,12 @@ def _absolute(path: str | Path | None, name: str) -> str | Path | None:
 
 class KwargsHandler:
     """Settings that are passed to `Accelerator` in the list `kwargs_handlers`."""
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """Return the settings that are not the defaults."""
+        default = type(self)()
+        values = {name: getattr(self, name) for name in vars(self)}
+        return {name: v for name, v in values.items() if v != getattr(default, name)}
 
 
 @checked

@@ -13,7 +13,7 @@ from trainkit.cli.resolving import add_options, gathered
 from trainkit.cli.settings import SETTINGS, JobSettings
 from trainkit.errors import ConfigError
 
-__all__ = ["add_to"]
+__all__ = ["add_to", "write_basic_config"]
 
 _DESCRIPTION = """Write a YAML file that `trainkit launch` reads.
 
@@ -60,6 +60,24 @@ def _run(options: argparse.Namespace) -> int:
     config_file.write(path, {k: v for k, v in written.items() if v is not None})
     print(f"wrote {path}")
     return 0
+
+
+def write_basic_config(
+    mixed_precision: str = "no", save_location: str | Path | None = None
+) -> Path | bool:
+    """Write the file that fits this machine; return it, or False where there is one.
+
+    Args:
+        mixed_precision: "no", "fp16" or "bf16".
+        save_location: The file; by default the one where `trainkit launch` looks.
+    """
+    path = config_file.default_path() if save_location is None else Path(save_location)
+    precision = SETTINGS["mixed_precision"].checked(mixed_precision, "(`write_basic_config`)")
+    if path.exists():
+        print(f"`{path}` exists and stays as it is.")
+        return False
+    config_file.write(path, {**_CONSTANT, **_defaults({}), "mixed_precision": precision})
+    return path
 
 
 def _may_overwrite(path: Path) -> bool:

@@ -99,7 +99,7 @@ class Processes:
             device: The device of this process; its own accelerator by default, else the CPU.
         """
         live = cls._live
-        if live is not None and live._is_usable() and device in (None, live.device):
+        if live is not None and live.is_usable() and device in (None, live.device):
             return live
         if live is not None and live.watch is not None:
             live.watch.close()
@@ -119,8 +119,9 @@ class Processes:
         group = self._membership.control
         if group is None and self.size > 1:
             raise DistributedError(
-                "This process has left its process group by `close`. Make a new `Trainer`, "
-                "`Accelerator` or `Processes` on all processes."
+                "This process is not in the process group of the job: it has left by `close`, or "
+                "it has a copy of what another process made. Make a new `Trainer`, `Accelerator` "
+                "or `Processes` on all processes."
             )
         return group
 
@@ -275,7 +276,7 @@ class Processes:
                 self.watch.close("ended without an error")  # its exit code is not known here
             self.close()
 
-    def _is_usable(self) -> bool:
+    def is_usable(self) -> bool:
         """Return whether the group lives, and in this process: a fork has none."""
         return not self._closed and self._pid == os.getpid() and self._membership.lives()
 

@@ -1,0 +1,75 @@
+"""One table of what differs from Accelerate: the page is written from it, tests show each row."""
+
+import ast
+import runpy
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from tests.accelerator import test_against_accelerate
+from tests.accelerator.toys import numbers, prepared
+from trainkit import Accelerator
+from trainkit.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = runpy.run_path(str(ROOT / "docs" / "differences.py"))
+DIFFERENCES = PAGE["differences"]()
+OF_BEHAVIOURS = [name for name, *_ in test_against_accelerate.DIFFERENCES]
+
+
+@cache
+def _tests(file: str) -> set[str]:
+    tree = ast.parse((ROOT / "tests" / f"{file}.py").read_text("utf-8"))
+    return {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+def test_the_page_is_written_from_the_table() -> None:
+    assert PAGE["PAGE"].read_text("utf-8") == PAGE["written"](), (
+        "The table has changed: run `python docs/differences.py`."
+    )
+
+
+def test_each_difference_is_shown_by_a_test() -> None:
+    for row in DIFFERENCES:
+        assert row.keys() <= {"id", "where", "theirs", "ours", "write", "shown"}, row["id"]
+        assert ("theirs" in row) == (row["where"] == "bugs"), row["id"]
+        assert row["shown"], row["id"]
+        for place in row["shown"]:
+            file, _, test = place.partition("::")
+            known = _tests(file) if test else OF_BEHAVIOURS
+            assert any(name == test if test else name.startswith(place) for name in known), place
+    ids = [row["id"] for row in DIFFERENCES]
+    assert len(set(ids)) == len(ids)
+
+
+def test_each_difference_that_a_comparison_finds_is_on_the_page() -> None:
+    shown = tuple(place for row in DIFFERENCES for place in row["shown"] if "::" not in place)
+    assert not [name for name in OF_BEHAVIOURS if not name.startswith(shown)]
+
+
+def test_a_prepared_loader_has_the_attributes_of_its_source() -> None:
+    data = numbers(6)
+    loader = Accelerator(cpu=True).prepare(DataLoader(data, 2))
+    assert not isinstance(loader, DataLoader)
+    assert (loader.dataset, loader.batch_size, loader.num_workers) == (data, 2, 0)
+
+
+def test_states_hold_no_pickle(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    prepared(accelerator)
+    with pytest.raises(ConfigError, match="Leave `safe_serialization=False` out"):
+        accelerator.save_state(tmp_path / "state", safe_serialization=False)
+
+
+def test_a_state_in_the_same_folder_replaces_the_earlier_one(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    model, *_ = prepared(accelerator)
+    accelerator.save_state(tmp_path / "state")
+    torch.nn.init.ones_(model[0].weight)
+    accelerator.save_state(tmp_path / "state")
+    torch.nn.init.zeros_(model[0].weight)
+    accelerator.load_state(tmp_path / "state")
+    assert model[0].weight.eq(1).all()

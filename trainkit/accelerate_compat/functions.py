@@ -1,0 +1,134 @@
+"""Small things that scripts import from `accelerate.utils`."""
+
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainkit.accelerate_compat.availability import is_available
+from trainkit.accelerator.unwrapping import unwrap
+from trainkit.device import generator_kinds, get_rng_state, set_rng_state
+from trainkit.distributed import Processes
+from trainkit.distributed.world import World
+from trainkit.errors import ConfigError
+
+
+class DummyOptim:
+    """Stands for an optimizer that DeepSpeed would make; `prepare` refuses it."""
+
+    def __init__(
+        self, params: Any, lr: float = 0.001, weight_decay: float = 0, **kwargs: Any
+    ) -> None:
+        self.params, self.lr, self.weight_decay, self.kwargs = params, lr, weight_decay, kwargs
+
+
+class DummyScheduler:
+    """Stands for a scheduler that DeepSpeed would make; `prepare` refuses it."""
+
+    def __init__(
+        self,
+        optimizer: Any,
+        total_num_steps: int | None = None,
+        warmup_num_steps: int = 0,
+        lr_scheduler_callable: Callable[..., Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.optimizer, self.kwargs = optimizer, kwargs
+        self.total_num_steps, self.warmup_num_steps = total_num_steps, warmup_num_steps
+        self.lr_scheduler_callable = lr_scheduler_callable
+
+
+def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
+    """Return a progress bar of `tqdm`, which only the main process of each machine shows."""
+    from tqdm.auto import tqdm as bar
+
+    if args and isinstance(args[0], bool):
+        raise ConfigError(
+            f"`tqdm` takes what is to be counted first, but got {args[0]}. Pass "
+            f"`main_process_only={args[0]}` by name."
+        )
+    hidden = main_process_only and not World.current().is_local_main
+    return bar(*args, **{**kwargs, "disable": kwargs.get("disable", False) or hidden})
+
+
+def is_peft_model(model: nn.Module) -> bool:
+    """Return whether a model, prepared or not, is one of `peft`."""
+    if not is_available("peft"):
+        return False
+    return isinstance(unwrap(model), import_module("peft").PeftModel)
+
+
+def synchronize_rng_state(rng_type: Any = None, generator: torch.Generator | None = None) -> None:
+    """Give a random generator of this process the state of that of process 0; all call it.
+
+    Args:
+        rng_type: "torch", the type of a device such as "cuda", or "generator".
+        generator: The one that is meant by "generator".
+    """
+    kind, broadcast = str(getattr(rng_type, "value", rng_type)), Processes.start().broadcast
+    if kind == "generator" and generator is not None:
+        generator.set_state(broadcast(generator.get_state()))
+    elif kind == "torch":
+        torch.set_rng_state(broadcast(torch.get_rng_state()))
+    elif kind in generator_kinds():
+        device = torch.device(kind)
+        set_rng_state(broadcast(get_rng_state(device)), device)
+    else:
+        known = ", ".join(("torch", *generator_kinds()))
+        raise ConfigError(
+            f'`rng_type` must be one of {known}, or "generator" with a `generator`, but is '
+            f"{kind!r}."
+        )
+
+
+def synchronize_rng_states(
+    rng_types: Sequence[Any], generator: torch.Generator | None = None
+) -> None:
+    """Call `synchronize_rng_state` for each type."""
+    for kind in rng_types:
+        synchronize_rng_state(kind, generator)
+
+
+def set_module_tensor_to_device(
+    module: nn.Module,
+    tensor_name: str,
+    device: Any,
+    value: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    **others: Any,
+) -> None:
+    """Move a parameter or buffer such as "layer.0.weight" to a device, and give it a value.
+
+    Args:
+        module: The model.
+        tensor_name: Its name there.
+        device: Where it goes.
+        value: Of the same shape; needed where the old one is on the meta device.
+        dtype: Of `value` from then on, but for whole numbers; None: that of the old one.
+        **others: Names that Accelerate has, which make no difference to the values.
+    """
+    path, _, name = tensor_name.rpartition(".")
+    owner = module.get_submodule(path)
+    old = owner._parameters.get(name, owner._buffers.get(name))
+    if old is None:
+        raise ConfigError(f"`{type(module).__name__}` has no parameter or buffer `{tensor_name}`.")
+    if value is None and old.is_meta and torch.device(device).type != "meta":
+        raise ConfigError(f"`{tensor_name}` is on the meta device. Pass its `value`.")
+    if value is not None and value.shape != old.shape:
+        raise ConfigError(
+            f"`value` has the shape {tuple(value.shape)}, but `{tensor_name}` has "
+            f"{tuple(old.shape)}."
+        )
+    if value is None:
+        new = old.detach().to(device)
+        if new.device == old.device:
+            return  # an optimizer may hold it
+    else:
+        cast = dtype is None or value.is_floating_point()
+        new = value.detach().to(device, (dtype or old.dtype) if cast else value.dtype)
+    if isinstance(old, nn.Parameter):
+        owner._parameters[name] = nn.Parameter(new, requires_grad=old.requires_grad)
+    else:
+        owner._buffers[name] = new

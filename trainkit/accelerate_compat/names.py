@@ -1,0 +1,193 @@
+"""Where each name of Accelerate is found in trainkit, and what to write instead of the others."""
+
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+from typing_extensions import override
+
+from trainkit.errors import ConfigError
+from trainkit.parsing import nearest
+
+__all__ = ["MODULES", "PUBLIC", "REFUSED", "VERSION", "find", "known", "missing", "refusal"]
+
+_FACE = import_module("trainkit")
+PUBLIC: list[str] = _FACE.__all__
+"""The public names of trainkit, which are Accelerate's where that has such a thing."""
+
+VERSION = "1.15.0"
+"""The Accelerate that trainkit is compared with."""
+
+_MODULES = """
+    accelerator big_modeling checkpointing commands commands.config commands.launch data_loader
+    hooks inference launchers local_sgd logging memory_utils optimizer parallelism_config scheduler
+    state test_utils test_utils.testing test_utils.training tracking utils utils.ao utils.bnb
+    utils.constants utils.dataclasses utils.deepspeed utils.environment utils.fsdp_utils
+    utils.imports utils.launch utils.megatron_lm utils.memory utils.modeling utils.offload
+    utils.operations utils.other utils.random utils.rich utils.torch_xla utils.tqdm
+    utils.transformer_engine utils.versions
+"""
+MODULES = frozenset(_MODULES.split())
+"""The modules of Accelerate."""
+
+_AVAILABLE = """
+    4bit_bnb 8bit_bnb aim amdsmi bf16 bitsandbytes_multi_backend bnb boto3 clearml comet_ml cuda
+    datasets deepspeed dvclive fp16 fp8 hpu import_timer lomo matplotlib megatron_lm mlflow mlu mps
+    msamp musa neuron npu pandas peft pippy pynvml pytest rich rocm sagemaker schedulefree sdaa
+    swanlab tensorboard timm torch_xla torchao torchdata torchdata_stateful_dataloader torchvision
+    tqdm trackio transformer_engine transformer_engine_mxfp8 transformers triton wandb weights_only
+    xccl xpu
+"""
+
+# Besides the public names of trainkit; `theirs=ours` where it is called otherwise.
+_HOMES = {
+    "accelerate_compat.availability": "compare_versions is_torch_version "
+    + " ".join(f"is_{what}_available" for what in _AVAILABLE.split()),
+    "accelerate_compat.for_tests": """
+        RegressionDataset RegressionModel are_the_same_tensors device_count get_backend
+        memory_allocated_func mocked_dataloaders mocked_dataloaders_for_autoregressive_models
+        torch_device
+    """,
+    "accelerate_compat.functions": """
+        DummyOptim DummyScheduler is_peft_model set_module_tensor_to_device synchronize_rng_state
+        synchronize_rng_states tqdm
+    """,
+    "accelerator.loader": "DataLoaderShard=SharedLoader",
+    "accelerator.logging": "MultiProcessAdapter=ProcessLogger",
+    "accelerator.optimizer": "AcceleratedOptimizer=PreparedOptimizer",
+    "accelerator.scheduler": "AcceleratedScheduler=PreparedScheduler",
+    "accelerator.settings": "KwargsHandler",
+    "accelerator.state": "AcceleratorState GradientState is_initialized",
+    "accelerator.tracking": "TensorBoardTracker",
+    "cli.config": "write_basic_config",
+}
+
+REFUSED = {
+    "DeepSpeed is not driven: `Accelerator(strategy=trainkit.strategies.FSDP())` shards what ZeRO "
+    "does": """
+        DeepSpeedEngineWrapper DeepSpeedOptimizerWrapper DeepSpeedPlugin DeepSpeedSchedulerWrapper
+        DeepSpeedSequenceParallelConfig HfDeepSpeedConfig get_active_deepspeed_plugin
+        map_pytorch_optim_to_deepspeed
+    """,
+    "Megatron-LM is not driven: write the loop without it, and shard with "
+    "`Accelerator(strategy=trainkit.strategies.FSDP())`": """
+        AbstractTrainStep BertTrainStep GPTTrainStep MegatronEngine MegatronLMDummyDataLoader
+        MegatronLMDummyScheduler MegatronLMPlugin T5TrainStep
+    """,
+    'FP8 is not there: use `mixed_precision="bf16"`': """
+        AORecipeKwargs FP8RecipeKwargs MSAMPRecipeKwargs TERecipeKwargs apply_fp8_autowrap
+        contextual_fp8_autocast convert_model convert_model_to_fp8_ao
+        filter_first_and_last_linear_layers has_ao_layers has_transformer_engine_layers
+    """,
+    "a model is not cut into parallel parts: leave it out, and shard with "
+    "`Accelerator(strategy=trainkit.strategies.FSDP())`": """
+        ParallelismConfig TorchContextParallelConfig TorchTensorParallelConfig
+        TorchTensorParallelPlugin prepare_pippy
+    """,
+    "a model stays whole on one device: load it by `load_checkpoint_and_dispatch(model, "
+    "checkpoint)`, or shard it with `Accelerator(strategy=trainkit.strategies.FSDP())`": """
+        AlignDevicesHook CpuOffload LayerwiseCastingHook ModelHook SequentialHook UserCpuOffloadHook
+        add_hook_to_module attach_layerwise_casting_hooks cpu_offload cpu_offload_with_hook
+        disk_offload dispatch_model get_balanced_memory infer_auto_device_map
+        remove_hook_from_module remove_hook_from_submodules
+    """,
+    "use torch's own: `with torch.device(device):`": "init_on_device",
+    "use torch's own: `torch.amp.GradScaler(device)`": "get_grad_scaler",
+    "write `outputs.float()`": "convert_outputs_to_fp32 convert_to_fp32",
+    "add up `parameter.nbytes` of `model.named_parameters()`": "compute_module_sizes",
+    "set the variables in `os.environ`": "clear_environment patch_environment",
+    "write the values themselves as texts": "DynamoBackend LoggerType PrecisionType RNGType",
+    "use torch's own: `torch.compile(model)`, or `Accelerator(dynamo_backend=...)`": """
+        compile_regions compile_regions_deepspeed compile_regions_fsdp2
+    """,
+    "quantized training is not there: load the model by `transformers`": """
+        BnbQuantizationConfig load_and_quantize_model
+    """,
+    "start processes by `trainkit launch`, or by `notebook_launcher`": """
+        PrepareForLaunch debug_launcher launch_command launch_command_parser
+    """,
+    "use the method of `Accelerator`: `prepare_data_loader`, `save_state`, `load_state` or "
+    "`get_state_dict`": """
+        load_accelerator_state load_fsdp_model load_fsdp_optimizer prepare_data_loader
+        save_accelerator_state save_fsdp_model save_fsdp_optimizer
+    """,
+    "write it with torch: `FSDP(...)` of `trainkit.strategies` has the arguments": """
+        FullyShardedDataParallelPlugin
+    """,
+    'pass `Accelerator(dynamo_backend="inductor")`': "TorchDynamoPlugin",
+    "use `torch.profiler.profile(...)` around the loop": "ProfileKwargs",
+    "raise `gradient_accumulation_steps`, which averages as seldom": "LocalSGD",
+    "register it on the model that `prepare` returned: `model.register_comm_hook(...)`": (
+        "DDPCommunicationHookType"
+    ),
+    "pass an object of your own class over `GeneralTracker`, which writes there": """
+        AimTracker ClearMLTracker CometMLTracker DVCLiveTracker MLflowTracker SwanLabTracker
+        TrackioTracker WandBTracker
+    """,
+}
+"""What to do instead, and the names that can be imported and raise that when they are used."""
+
+
+class _Refused(type):
+    """The type of classes that stand for what trainkit has not; they can be compared with."""
+
+    sentence: str
+
+    @override
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Raise what to do instead.
+
+        Raises:
+            ConfigError: Always.
+        """
+        raise ConfigError(cls.sentence)
+
+    def __getattr__(cls, name: str) -> Any:
+        """Raise the same for a member, such as one of an enumeration."""
+        raise AttributeError(name if name.startswith("__") else cls.sentence)
+
+
+@cache
+def known() -> frozenset[str]:
+    """Return all names that can be imported."""
+    return frozenset({*_ours(), *PUBLIC, *_refused()})
+
+
+@cache
+def find(name: str) -> Any:
+    """Return what a name of Accelerate stands for."""
+    if name in _ours():
+        home, ours = _ours()[name]
+        return getattr(import_module(f"trainkit.{home}"), ours)
+    if name in PUBLIC:
+        return getattr(_FACE, name)
+    sentence = refusal(name)
+    return _Refused(name, (), {"__doc__": sentence, "sentence": sentence})
+
+
+def refusal(name: str) -> str | None:
+    """Return why a name cannot be used, and what to do instead; None where it can be."""
+    if name in _ours() or name in PUBLIC or name not in _refused():
+        return None
+    return f"`{name}` cannot be used: {_refused()[name]}."
+
+
+def missing(path: str) -> str:
+    """Return what to say of a name that is not there, such as "utils.set_sed"."""
+    name = path.rpartition(".")[2]
+    return (
+        f"`accelerate.{path}` is not there in trainkit.{nearest(name, known())} What differs from "
+        "Accelerate stands in docs/migrating-from-accelerate.md."
+    )
+
+
+@cache
+def _ours() -> dict[str, tuple[str, str]]:
+    """Return the module and our name of each name in `_HOMES`."""
+    pairs = ((home, *each.partition("=")) for home, text in _HOMES.items() for each in text.split())
+    return {theirs: (home, ours or theirs) for home, theirs, _, ours in pairs}
+
+
+@cache
+def _refused() -> dict[str, str]:
+    return {name: sentence for sentence, text in REFUSED.items() for name in text.split()}
