@@ -229,7 +229,7 @@ def test_unwrap_model_returns_the_module_inside() -> None:
 def test_bad_arguments_are_named() -> None:
     accelerator = Accelerator()
     with pytest.raises(ConfigError, match="`reduction` must be"):
-        accelerator.reduce(torch.ones(1), reduction="max")  # type: ignore[arg-type]
+        accelerator.reduce(torch.ones(1), reduction="median")  # type: ignore[arg-type]
     with pytest.raises(DataError, match="`object` must be a list or tuple, but is a dict"):
         accelerator.gather_object({"a": 1})
     with pytest.raises(ConfigError, match="`process_index` must be the number of a process"):

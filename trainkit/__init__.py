@@ -7,8 +7,12 @@ from trainkit.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from trainkit.accelerator.accelerator import Accelerator as Accelerator
+    from trainkit.accelerator.communication import (
+        DDPCommunicationHookType as DDPCommunicationHookType,
+    )
     from trainkit.accelerator.launcher import notebook_launcher as notebook_launcher
     from trainkit.accelerator.loader import skip_first_batches as skip_first_batches
+    from trainkit.accelerator.local_sgd import LocalSGD as LocalSGD
     from trainkit.accelerator.logging import get_logger as get_logger
     from trainkit.accelerator.memory import (
         find_executable_batch_size as find_executable_batch_size,
@@ -26,6 +30,11 @@ if TYPE_CHECKING:
         send_to_device as send_to_device,
         wait_for_everyone as wait_for_everyone,
     )
+    from trainkit.accelerator.plugins import (
+        FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin,
+        TorchDynamoPlugin as TorchDynamoPlugin,
+    )
+    from trainkit.accelerator.profiling import ProfileKwargs as ProfileKwargs
     from trainkit.accelerator.seeds import set_seed as set_seed
     from trainkit.accelerator.settings import (
         AutocastKwargs as AutocastKwargs,
@@ -67,14 +76,18 @@ __all__, __getattr__, __dir__ = lazy_exports(
     __name__,
     {
         "accelerator.accelerator": "Accelerator",
+        "accelerator.communication": "DDPCommunicationHookType",
         "accelerator.launcher": "notebook_launcher",
         "accelerator.loader": "skip_first_batches",
+        "accelerator.local_sgd": "LocalSGD",
         "accelerator.logging": "get_logger",
         "accelerator.memory": "find_executable_batch_size release_memory",
         "accelerator.operations": (
             "broadcast broadcast_object_list concatenate extract_model_from_parallel gather "
             "gather_object pad_across_processes reduce send_to_device wait_for_everyone"
         ),
+        "accelerator.plugins": "FullyShardedDataParallelPlugin TorchDynamoPlugin",
+        "accelerator.profiling": "ProfileKwargs",
         "accelerator.seeds": "set_seed",
         "accelerator.settings": (
             "AutocastKwargs DataLoaderConfiguration DistributedDataParallelKwargs "

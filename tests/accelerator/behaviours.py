@@ -22,6 +22,11 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSample
 
 NAMES = (
     "Accelerator",
+    "DDPCommunicationHookType",
+    "DistributedDataParallelKwargs",
+    "LocalSGD",
+    "ProfileKwargs",
+    "TorchDynamoPlugin",
     "DataLoaderConfiguration",
     "GradScalerKwargs",
     "GradientAccumulationPlugin",
@@ -38,7 +43,7 @@ BEHAVIOURS: dict[str, Behaviour] = {}
 
 def names_of(side: str) -> SimpleNamespace:
     """Return what a script would import."""
-    places = [side] if side == "trainkit" else [side, f"{side}.utils"]
+    places = [side] if side == "trainkit" else [side, f"{side}.utils", f"{side}.local_sgd"]
     modules = [importlib.import_module(place) for place in places]
     found = {n: getattr(m, n) for n in NAMES for m in reversed(modules) if hasattr(m, n)}
     return SimpleNamespace(side=side, **found)
@@ -54,9 +59,8 @@ def forget(side: str) -> None:
         PartialState._reset_state()
 
 
-def run_all(rank: int, side: str, names: list[str]) -> dict[str, Any]:
-    """Return what each behaviour does on this process; an error counts by its kind."""
-    warnings.simplefilter("ignore")
+def start_apart(rank: int) -> None:
+    """Join the other processes, by one group for both sides; alone, forget that there are any."""
     os.environ["ACCELERATE_USE_CPU"] = "true"
     size = int(os.environ["WORLD_SIZE"])
     if size > 1:
@@ -65,6 +69,12 @@ def run_all(rank: int, side: str, names: list[str]) -> dict[str, Any]:
     else:
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
             del os.environ[name]  # Accelerate would look for others
+
+
+def run_all(rank: int, side: str, names: list[str]) -> dict[str, Any]:
+    """Return what each behaviour does on this process; an error counts by its kind."""
+    warnings.simplefilter("ignore")
+    start_apart(rank)
     results = {}
     api = names_of(side)
     for name in names:

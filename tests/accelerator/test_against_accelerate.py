@@ -10,16 +10,23 @@ from typing import Any
 
 import pytest
 
+import tests.accelerator.further_behaviours
 from tests.accelerator.behaviours import BEHAVIOURS, SIDES, run_all
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiers import with_few
 
 pytest.importorskip("accelerate.utils")
+assert tests.accelerator.further_behaviours.__doc__  # which adds its rows to `BEHAVIOURS`
 
 Results = dict[str, list[Any]]  # by the name of a behaviour, what each process returned
 Expected = Callable[[Results, int], bool]
 
-ON_THREE = ("order(", "gathered_for_metrics(", "random_loop(", "verbs(")  # the rest needs only two
+ON_THREE = (
+    "order(",
+    "gathered_for_metrics(",
+    "random_loop(",
+    "verbs(",
+)  # the rest needs only two
 SIZES = (1, 2, 3)
 
 
@@ -74,6 +81,10 @@ def _whole_first_round(name: str) -> Expected:
     )
 
 
+def _nothing(name: str) -> Expected:
+    return lambda results, size: all(found == [] for found, _ in results[name])
+
+
 # Names begin so; on which numbers of processes; why; and what trainkit does.
 DIFFERENCES: list[tuple[str, tuple[int, ...], str, Callable[[str], Expected]]] = [
     (
@@ -125,6 +136,12 @@ DIFFERENCES: list[tuple[str, tuple[int, ...], str, Callable[[str], Expected]]] =
         _whole_first_round,
     ),
     ("gathered_scalar(", (1,), "one process gathers what several would", _is([3])),
+    ("dispatched(length=0, ", (1, 2), "no batch at all is no error", _nothing),
+    ("dispatched(length=1, split=False, drop_last=True", (1, 2), "", _nothing),
+    ("dispatched(length=1, split=True, drop_last=True", (1, 2), "", _nothing),
+    ("dispatched(length=2, split=False, drop_last=True", (2,), "", _nothing),
+    ("dispatched(length=2, split=True, drop_last=True", (1, 2), "", _nothing),
+    ("dispatched(length=5, split=True, drop_last=True", (1, 2), "", _nothing),
     ("scaled_mean(", (1, 2), "`scale` acts, and not on TPUs alone", _is([2.0])),
 ]
 

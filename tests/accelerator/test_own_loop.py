@@ -35,6 +35,7 @@ from trainkit import (
     InitProcessGroupKwargs,
     NonFiniteError,
     PartialState,
+    TorchDynamoPlugin,
     Trainer,
     broadcast_object_list,
     extract_model_from_parallel,
@@ -75,8 +76,8 @@ def test_settings_that_cannot_work_are_said_at_once() -> None:
         ({"gradient_accumulation_steps": 0}, "must be a whole number from 1 on, but is 0"),
         ({"rng_types": ["xla"]}, "`rng_types` must be one of generator, torch, cuda"),
         ({"kwargs_handlers": [object()]}, "has a `object`"),
-        ({"fsdp_plugin": object()}, r"Pass `strategy=trainkit\.strategies\.FSDP"),
-        ({"split_batches": True, "dataloader_config": DataLoaderConfiguration()}, "both given"),
+        ({"fsdp_plugin": object()}, r"pass `strategy=trainkit\.strategies\.FSDP"),
+        ({"dynamo_backend": "eager", "dynamo_plugin": TorchDynamoPlugin()}, "not both"),
         (
             {
                 "gradient_accumulation_steps": 2,
@@ -88,8 +89,6 @@ def test_settings_that_cannot_work_are_said_at_once() -> None:
     for settings, message in cases:
         with pytest.raises(ConfigError, match=message):
             Accelerator(cpu=True, **settings)
-    with pytest.raises(ConfigError, match="Leave `dispatch_batches` out"):
-        DataLoaderConfiguration(dispatch_batches=True)
 
 
 def test_the_environment_fills_in_what_is_not_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -437,8 +436,8 @@ def test_figures_reach_every_tracker(tmp_path: Path) -> None:
 
 
 def test_unknown_trackers_and_folders_are_named() -> None:
-    with pytest.raises(ConfigError, match="must be one of jsonl, tensorboard, all"):
-        Accelerator(cpu=True, log_with="wandb").init_trackers("run")
+    with pytest.raises(ConfigError, match="must be one of jsonl, tensorboard, wandb, all, or a"):
+        Accelerator(cpu=True, log_with=["jsonl", "mlflow"])
     with pytest.raises(ConfigError, match="'tensorboard' writes files"):
         Accelerator(cpu=True, log_with="all").init_trackers("run")
     Accelerator(cpu=True).init_trackers("run")  # none asked for
@@ -475,8 +474,10 @@ def test_a_batch_size_that_never_fits_is_an_error() -> None:
 
     with pytest.raises(RuntimeError, match="not even with a batch of one"):
         find_executable_batch_size(never, starting_batch_size=4)()
-    with pytest.raises(ConfigError, match="must be `batch_size`"):
-        find_executable_batch_size(lambda model: None)
+    with pytest.raises(ConfigError, match="has no first parameter"):
+        find_executable_batch_size(lambda: None)
+    with pytest.raises(ConfigError, match="gets its `rows` from"):
+        find_executable_batch_size(lambda rows: None)(rows=3)
     with pytest.raises(ConfigError, match="Call it without"):
         find_executable_batch_size(never)(8)
     with pytest.raises(ZeroDivisionError):

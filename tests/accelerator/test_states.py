@@ -308,6 +308,68 @@ def test_the_number_of_processes_may_change(tmp_path: Path) -> None:
     assert run_ranks(2, _one_of_two, tmp_path / "state") == [5.0, 5.0]
 
 
+def _numbered(rank: int, folder: Path, batch_size: int, data: str, stop: int | None) -> list[float]:
+    """Return the samples of a pass up to `stop`, or of what is left of it, and of the next one."""
+    set_seed(3)
+    config = DataLoaderConfiguration(
+        dispatch_batches=data.startswith("dispatched"), use_stateful_dataloader=stop is None
+    )
+    accelerator = Accelerator(cpu=True, dataloader_config=config)
+    source: Any = Stream(22) if data.endswith("stream") else numbers(22)
+    options: Any = {"shuffle": True} if data.endswith("shuffled") else {}
+    if data == "generator":
+        options = {"shuffle": True, "generator": torch.Generator().manual_seed(5)}
+    loader = accelerator.prepare(DataLoader(source, batch_size, **options))
+    if stop is None:
+        accelerator.load_state(folder)
+    seen = []
+    for count, batch in enumerate(loader, 1):
+        values = batch[0] if isinstance(batch, list) else batch
+        seen += accelerator.gather_for_metrics(values).flatten().tolist()
+        if count == stop:
+            accelerator.save_state(folder)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("data", "before", "after"),
+    with_few(
+        [("shuffled", 1, 2)],
+        [
+            ("plain", 2, 1),
+            ("shuffled", 1, 2),
+            ("shuffled", 2, 1),
+            ("shuffled", 2, 3),
+            ("generator", 3, 1),
+            ("stream", 1, 2),
+            ("stream", 3, 2),
+            ("dispatched-shuffled", 2, 1),
+            ("dispatched-shuffled", 3, 2),
+            ("dispatched-stream", 2, 3),
+        ],
+    ),
+)
+def test_another_number_of_processes_goes_on_with_what_is_left(
+    data: str, before: int, after: int, tmp_path: Path
+) -> None:
+    """The same global batch: 6 samples."""
+    folder = tmp_path / "state"
+    whole = run_ranks(before, _numbered, folder, 6 // before, data, 2)[0]
+    assert sorted(whole) == [float(number) for number in range(22)]
+    rest = run_ranks(after, _numbered, folder, 6 // after, data, None)
+    assert rest == [whole[12:]] * after
+
+
+def test_a_pass_that_cannot_go_on_elsewhere_begins_anew_and_says_so(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run_ranks(1, _numbered, tmp_path, 6, "shuffled", 2)
+    first = run_ranks(2, _numbered, tmp_path, 6, "shuffled", None)[0]
+    assert sorted(first) == [float(number) for number in range(22)]
+    said = capfd.readouterr().out
+    assert "the loader 0 begins a new pass: samples of a global batch: 6 in the checkpoint" in said
+
+
 SAVING = """
     import sys
     import torch

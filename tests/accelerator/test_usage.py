@@ -363,6 +363,12 @@ WORKS: dict[str, Demo] = {
         _handled
     ),
     "DistributedType": _types,
+    "FullyShardedDataParallelPlugin FullyShardedDataParallelPlugin(fsdp_version=) "
+    "FullyShardedDataParallelPlugin(auto_wrap_policy=) "
+    "FullyShardedDataParallelPlugin(transformer_cls_names_to_wrap=)": lambda job: bool(
+        job.lib.FullyShardedDataParallelPlugin(
+            fsdp_version=2, auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=["Layer"])),
     "PartialState": _partial,
     "__version__": lambda job: (job.lib.__version__.split(".")[0], job.lib.__version__ >= "0.16.0"),
     "init_empty_weights init_empty_weights(include_buffers=) load_checkpoint_and_dispatch "
@@ -447,12 +453,6 @@ REFUSES: dict[str, tuple[str, Demo]] = {
         "fp16, bf16", lambda job: job.accelerator(mixed_precision="fp8")),
     "DeepSpeedPlugin DeepSpeedPlugin(zero_stage=)": (
         "strategies.FSDP", lambda job: job.lib.DeepSpeedPlugin(zero_stage=2)),
-    "FullyShardedDataParallelPlugin FullyShardedDataParallelPlugin(fsdp_version=) "
-    "FullyShardedDataParallelPlugin(auto_wrap_policy=) "
-    "FullyShardedDataParallelPlugin(transformer_cls_names_to_wrap=)": (
-        "FSDP", lambda job: job.lib.FullyShardedDataParallelPlugin(
-            fsdp_version=2, auto_wrap_policy="transformer_based_wrap",
-            transformer_cls_names_to_wrap=["Layer"])),
     "prepare_pippy": ("strategies.FSDP", lambda job: job.lib.prepare_pippy(nn.Linear(1, 1))),
     "utils.AORecipeKwargs": ("bf16", lambda job: job.utils.AORecipeKwargs()),
     "utils.FP8RecipeKwargs": ("bf16", lambda job: job.utils.FP8RecipeKwargs(backend="te")),

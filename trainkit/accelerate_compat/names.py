@@ -58,7 +58,7 @@ _HOMES = {
     "accelerator.scheduler": "AcceleratedScheduler=PreparedScheduler",
     "accelerator.settings": "KwargsHandler",
     "accelerator.state": "AcceleratorState GradientState is_initialized",
-    "accelerator.tracking": "TensorBoardTracker",
+    "accelerator.tracking": "TensorBoardTracker WandBTracker",
     "cli.config": "write_basic_config",
 }
 
@@ -111,18 +111,9 @@ REFUSED = {
         load_accelerator_state load_fsdp_model load_fsdp_optimizer prepare_data_loader
         save_accelerator_state save_fsdp_model save_fsdp_optimizer
     """,
-    "write it with torch: `FSDP(...)` of `trainkit.strategies` has the arguments": """
-        FullyShardedDataParallelPlugin
-    """,
-    'pass `Accelerator(dynamo_backend="inductor")`': "TorchDynamoPlugin",
-    "use `torch.profiler.profile(...)` around the loop": "ProfileKwargs",
-    "raise `gradient_accumulation_steps`, which averages as seldom": "LocalSGD",
-    "register it on the model that `prepare` returned: `model.register_comm_hook(...)`": (
-        "DDPCommunicationHookType"
-    ),
     "pass an object of your own class over `GeneralTracker`, which writes there": """
         AimTracker ClearMLTracker CometMLTracker DVCLiveTracker MLflowTracker SwanLabTracker
-        TrackioTracker WandBTracker
+        TrackioTracker
     """,
 }
 """What to do instead, and the names that can be imported and raise that when they are used."""

@@ -1,5 +1,6 @@
 """Accelerator: the face for people who keep their own loop."""
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -15,12 +16,14 @@ from typing_extensions import override
 from trainkit.accelerator.accelerator_config import AcceleratorConfig
 from trainkit.accelerator.autocasting import autocast
 from trainkit.accelerator.composition import OwnLoop
+from trainkit.accelerator.profiling import ProfileKwargs, profiled
 from trainkit.accelerator.settings import (
     DataLoaderConfiguration,
     DistributedType,
     ProjectConfiguration,
 )
 from trainkit.accelerator.state import AcceleratorState
+from trainkit.accelerator.state_saver import warn_of_options
 from trainkit.accelerator.tracking import GeneralTracker
 from trainkit.config import checked
 from trainkit.distributed import run_on_all_or_main
@@ -29,6 +32,7 @@ from trainkit.errors import ConfigError, DataError
 from trainkit.strategies import FSDP
 
 if TYPE_CHECKING:
+    from torch.profiler import profile
     from torch.utils.hooks import RemovableHandle
 
     from trainkit.accelerator.accumulation import Accumulation
@@ -48,21 +52,24 @@ class Accelerator(Communicator):
 
     Args:
         device_placement: Whether models and batches move to the device.
-        split_batches: Whether a loader's batch size is that of all processes together.
+        split_batches: Without effect, as in Accelerate 1.15, and with a warning: it is said by
+            `DataLoaderConfiguration(split_batches=True)`.
         mixed_precision: "no", "fp16" or "bf16"; None: what the launcher says.
         gradient_accumulation_steps: Micro-batches of one process for each update.
         cpu: Use the CPU also where there is a GPU.
         dataloader_config: How loaders are shared out.
-        fsdp_plugin: The same as `strategy`.
+        fsdp_plugin: A `FullyShardedDataParallelPlugin`, or the same as `strategy`.
         rng_types: Generators that a pass takes from process 0: "generator", "torch", or
             the type of a device such as "cuda".
-        log_with: "tensorboard", "jsonl", "all", a `GeneralTracker`, or a list of these.
+        log_with: "tensorboard", "jsonl", "wandb", "all" (the first two), a `GeneralTracker`, or a
+            list of these.
         project_dir: Folder of checkpoints and logs.
         project_config: The same, with `automatic_checkpoint_naming` and `total_limit`.
         gradient_accumulation_plugin: Instead of `gradient_accumulation_steps`.
         step_scheduler_with_optimizer: Whether prepared schedulers follow the optimizers.
         kwargs_handlers: `GradScalerKwargs`, `DistributedDataParallelKwargs` and the like.
         dynamo_backend: Run models through `torch.compile` with this backend.
+        dynamo_plugin: The same, with its other arguments.
         deepspeed_plugin: None, as `megatron_lm_plugin` and `parallelism_config`.
         megatron_lm_plugin: None; see `strategy`.
         parallelism_config: None; see `strategy`.
@@ -93,6 +100,7 @@ class Accelerator(Communicator):
         step_scheduler_with_optimizer: bool = True,
         kwargs_handlers: Sequence[Any] | None = None,
         dynamo_backend: str | Enum | None = None,
+        dynamo_plugin: Any = None,
         deepspeed_plugin: None = None,
         megatron_lm_plugin: None = None,
         parallelism_config: None = None,
@@ -115,6 +123,7 @@ class Accelerator(Communicator):
             step_scheduler_with_optimizer=step_scheduler_with_optimizer,
             kwargs_handlers=kwargs_handlers,
             dynamo_backend=dynamo_backend,
+            dynamo_plugin=dynamo_plugin,
             strategy=strategy,
         )
         super().__init__(device=config.start(device))
@@ -315,6 +324,15 @@ class Accelerator(Communicator):
         """Return a context in which backward accumulates without reducing over processes."""
         return self._own.strategy.no_sync(model)
 
+    def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[object]:
+        """Return a context in which backward reduces, also of forwards under `no_sync`."""
+        return self._own.strategy.sync_in_backward(model)
+
+    def profile(self, profile_handler: Any = None) -> AbstractContextManager["profile"]:
+        """Return a context whose code is recorded; see `ProfileKwargs`."""
+        settings = profile_handler or self._own.config.handler(ProfileKwargs)
+        return profiled(settings, self.processes)
+
     def autocast(self, autocast_handler: Any = None) -> AbstractContextManager[object]:
         """Return a context in which code outside of a model runs in the mixed precision."""
         dtype = self._own.precision.dtype
@@ -361,6 +379,12 @@ class Accelerator(Communicator):
         loaders = self._own.registry.loaders
         before = [loader.even_batches for loader in loaders]
         if even_batches is not None:
+            if not all(loader.fills_up for loader in loaders):
+                warnings.warn(
+                    "`even_batches` is only supported for map-style datasets; loaders of others "
+                    "are left as they are.",
+                    stacklevel=3,
+                )
             for loader in loaders:
                 loader.even_batches = even_batches
         alone = self.num_processes == 1 or self._own.strategy.sharded
@@ -373,14 +397,19 @@ class Accelerator(Communicator):
 
     @override
     def gather_for_metrics(
-        self, input_data: Any, use_gather_object: bool = False, **options: Any
+        self,
+        input_data: Any,
+        use_gather_object: bool = False,
+        *,
+        strict: bool = False,
+        **options: Any,
     ) -> Any:
         if self._own.accumulation.is_unpaired:
             raise DataError(
                 "Not every process has a batch in this global batch, so not every process gathers. "
                 "Leave `even_batches=False` out: what fills batches up is never gathered."
             )
-        return super().gather_for_metrics(input_data, use_gather_object, **options)
+        return super().gather_for_metrics(input_data, use_gather_object, strict=strict, **options)
 
     def set_trigger(self) -> None:
         """Ask, on this process, that `check_trigger` tells all."""
@@ -429,6 +458,7 @@ class Accelerator(Communicator):
         safe_serialization: bool = True,
         *,
         check_replicas: bool = True,
+        **options: Any,
     ) -> str:
         """Save models, optimizers, schedulers, scale, loaders, random states and objects.
 
@@ -442,6 +472,7 @@ class Accelerator(Communicator):
             safe_serialization: True; there is no other form.
             check_replicas: Save nothing where processes that call it do not hold the same
                 parameters and optimizer states to the bit. False: those of process 0 are saved.
+            **options: For DeepSpeed, in Accelerate; without effect, and with a warning.
 
         Raises:
             ConfigError: There is no folder; or process 0 is alone, inside a window.
@@ -450,19 +481,35 @@ class Accelerator(Communicator):
         """
         if not safe_serialization:
             raise ConfigError("States hold no pickle. Leave `safe_serialization=False` out.")
+        if options:
+            warn_of_options("save_state", options)
         return str(self._own.states.save(output_dir, check_replicas))
 
-    def load_state(self, input_dir: str | Path | None = None) -> None:
+    def load_state(
+        self,
+        input_dir: str | Path | None = None,
+        load_kwargs: Mapping[str, Any] | None = None,
+        *,
+        strict: bool = True,
+        **options: Any,
+    ) -> None:
         """Load what `save_state` saved, into what is prepared. Every process must call it.
 
         Args:
             input_dir: The folder; with `automatic_checkpoint_naming` by default the newest that
                 verifies.
+            load_kwargs: Of `torch.load`, in Accelerate; a state holds no pickle, so without effect.
+            strict: False: entries that a model lacks are left out, and those that the state lacks
+                keep their values; which they are is printed.
+            **options: For DeepSpeed, in Accelerate; without effect, and with a warning.
 
         Raises:
             CheckpointError: There is none, or it is broken, or does not fit.
         """
-        self._own.states.load(input_dir, self.print)
+        options.pop("map_location", None)  # tensors go to where those of the models are
+        if options:
+            warn_of_options("load_state", options)
+        self._own.states.load(input_dir, self.print, strict)
 
     def register_save_state_pre_hook(self, hook: Callable[..., None]) -> "RemovableHandle":
         """Call `hook(models, weights, output_dir)` before each save, wherever it is called."""

@@ -1,6 +1,7 @@
 """What the user asks of an `Accelerator`, checked, and completed from the environment."""
 
 import os
+import warnings
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +11,8 @@ import torch
 import torch.distributed
 
 from trainkit import strategies
+from trainkit.accelerator.plugins import FullyShardedDataParallelPlugin, TorchDynamoPlugin
+from trainkit.accelerator.profiling import ProfileKwargs
 from trainkit.accelerator.settings import (
     AutocastKwargs,
     DataLoaderConfiguration,
@@ -31,7 +34,13 @@ from trainkit.strategies import Strategy
 
 __all__ = ["AcceleratorConfig"]
 
-HANDLERS = (AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs, InitProcessGroupKwargs)
+HANDLERS = (
+    AutocastKwargs,
+    DistributedDataParallelKwargs,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    ProfileKwargs,
+)
 
 
 @dataclass(kw_only=True)
@@ -57,6 +66,7 @@ class AcceleratorConfig:
     step_scheduler_with_optimizer: bool = True
     kwargs_handlers: Sequence[Any] | None = None
     dynamo_backend: Any = None
+    dynamo_plugin: TorchDynamoPlugin | None = None
     strategy: Strategy | None = None
 
     precision: str = field(init=False)
@@ -65,7 +75,8 @@ class AcceleratorConfig:
     accumulation: GradientAccumulationPlugin = field(init=False)
     project: ProjectConfiguration = field(init=False)
     generators: tuple[str, ...] = field(init=False)
-    compile_backend: str | None = field(init=False)
+    compilation: dict[str, Any] | None = field(init=False)
+    """Arguments of `torch.compile`."""
 
     def __post_init__(self) -> None:
         asked = self.mixed_precision or mixed_precision()
@@ -78,8 +89,7 @@ class AcceleratorConfig:
         self.project = self.project_config or ProjectConfiguration()
         if self.project_dir is not None and self.project.project_dir is None:
             self.project.set_directories(self.project_dir)
-        backend = _text(self.dynamo_backend or read("DYNAMO_BACKEND", text, "no")).lower()
-        self.compile_backend = None if backend == "no" else backend
+        self.compilation = self._dynamo().arguments()
         self.cpu = self.cpu or uses_cpu()
         self._check_handlers()
         self.strategy = self._strategy()
@@ -104,14 +114,24 @@ class AcceleratorConfig:
         return device
 
     def _data(self) -> DataLoaderConfiguration:
-        if self.dataloader_config is None:
-            return DataLoaderConfiguration(split_batches=self.split_batches)
-        if self.split_batches:
-            raise ConfigError(
-                "`split_batches` and `dataloader_config` were both given. Pass "
-                "`DataLoaderConfiguration(split_batches=True)`."
+        data = self.dataloader_config or DataLoaderConfiguration()
+        if self.split_batches and not data.split_batches and World.from_env().size > 1:
+            warnings.warn(
+                "`Accelerator(split_batches=True)` has no effect, as in Accelerate since 1.0: the "
+                "batch size of a loader is that of one process. To divide it by the number of "
+                "processes pass `dataloader_config=DataLoaderConfiguration(split_batches=True)`; "
+                "to keep it leave `split_batches` out.",
+                stacklevel=6,
             )
-        return self.dataloader_config
+        return data
+
+    def _dynamo(self) -> TorchDynamoPlugin:
+        if self.dynamo_plugin is None:
+            backend = self.dynamo_backend or read("DYNAMO_BACKEND", text, "no")
+            return TorchDynamoPlugin(backend=backend)
+        if self.dynamo_backend is not None:
+            raise ConfigError("Pass `dynamo_backend` or `dynamo_plugin`, not both.")
+        return self.dynamo_plugin
 
     def _accumulation(self) -> GradientAccumulationPlugin:
         steps, plugin = self.gradient_accumulation_steps, self.gradient_accumulation_plugin
@@ -136,16 +156,26 @@ class AcceleratorConfig:
 
     def _strategy(self) -> Strategy | None:
         """Return the strategy that the user or the launcher asks for."""
-        given = self.strategy or self.fsdp_plugin
+        given: Any = self.strategy or self.fsdp_plugin
+        if isinstance(given, FullyShardedDataParallelPlugin):
+            given = given.strategy("cpu" if self.cpu else None)
         if given is not None and not isinstance(given, Strategy):
             raise ConfigError(
-                f"`fsdp_plugin` is a `{type(given).__name__}`, but sharding is asked for by a "
-                "strategy. Pass `strategy=trainkit.strategies.FSDP(...)`."
+                f"`fsdp_plugin` is a `{type(given).__name__}`, but must be a "
+                "`FullyShardedDataParallelPlugin`. Take it from trainkit, or pass "
+                "`strategy=trainkit.strategies.FSDP(...)`."
             )
         asked = None if given is not None else sharding()
-        if asked is None:
-            return given
-        return strategies.FSDP(device="cpu" if self.cpu else None, **asked)
+        if asked is not None:
+            given = strategies.FSDP(device="cpu" if self.cpu else None, **asked)
+        chosen: Strategy | None = given
+        hook = self.handler(DistributedDataParallelKwargs).comm_hook
+        if chosen is not None and hook != "no":
+            raise ConfigError(
+                f"`comm_hook={str(hook)!r}` is for the DDP that `Accelerator` makes, but the "
+                f"strategy is `{chosen.name}`. Leave one of the two out."
+            )
+        return chosen
 
 
 def _one_of(name: str, value: Any, known: Collection[str]) -> str:

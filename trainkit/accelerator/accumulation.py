@@ -21,12 +21,14 @@ class _LoaderPosition:
         remainder: Real samples of the present batch over all processes where it was filled up,
             else -1.
         is_unpaired: Whether other processes have no batch beside the present one.
+        loader: The loader.
     """
 
     left: int | None = None
     is_last: bool = False
     remainder: int = -1
     is_unpaired: bool = False
+    loader: Any = None
 
 
 class Accumulation:
@@ -107,15 +109,27 @@ class Accumulation:
         """Whether other processes have no batch beside the present one."""
         return bool(self._positions) and self._current().is_unpaired
 
-    def began(self, key: Any) -> None:
-        """Note that a pass begins, which `key` stands for while it is under way."""
-        self._positions[id(key)] = _LoaderPosition()
+    @property
+    def active_dataloader(self) -> Any:
+        """The prepared loader that yielded last, of those under way; None where there is none."""
+        return self._current().loader if self._positions else None
+
+    def began(self, key: Any, loader: Any) -> None:
+        """Note that a pass over a loader begins, which `key` stands for while it is under way."""
+        self._positions[id(key)] = _LoaderPosition(loader=loader)
 
     def yielded(
-        self, key: Any, *, left: int | None, is_last: bool, remainder: int, is_unpaired: bool
+        self,
+        key: Any,
+        loader: Any,
+        *,
+        left: int | None,
+        is_last: bool,
+        remainder: int,
+        is_unpaired: bool,
     ) -> None:
         """Note that a pass hands out a batch."""
-        self._positions[id(key)] = _LoaderPosition(left, is_last, remainder, is_unpaired)
+        self._positions[id(key)] = _LoaderPosition(left, is_last, remainder, is_unpaired, loader)
         self._positions.move_to_end(id(key))
 
     def ended(self, key: Any) -> None:

@@ -73,8 +73,12 @@ class SharedLoader(ABC):
         sharing: How it is shared out.
     """
 
-    def __init__(self, inner: PreparedLoader, sharing: Sharing) -> None:
-        self.source = inner.source
+    fills_up = False  # whether `even_batches` says anything
+
+    def __init__(self, inner: "PreparedLoader | SharedLoader", sharing: Sharing) -> None:
+        self.source: Any = inner.source
+        self.full_size: int | None = None
+        """Samples of a full batch of this process; None: it varies."""
         self.even_batches = sharing.configuration.even_batches
         """Whether short last batches are filled up."""
         self.epoch = 0
@@ -121,7 +125,7 @@ class SharedLoader(ABC):
         self._position = skip
         self._pass = this = object()
         active.began(this, self, since)
-        accumulation.began(this)
+        accumulation.began(this, self)
         batches = self._batches(skip, resumption)
         try:
             for batch in batches:
@@ -129,9 +133,10 @@ class SharedLoader(ABC):
                 self._has_ended = batch.last
                 left = None if self._length is None else self._length - self._position
                 is_full = batch.total == batch.size * len(batch.counts)
-                active.yielded(this, batch.counts, batch.size)
+                active.yielded(this, batch.counts, batch.size, self.full_size)
                 accumulation.yielded(
                     this,
+                    self,
                     left=0 if batch.last else left,
                     is_last=batch.last,
                     remainder=-1 if is_full else batch.total,
@@ -212,6 +217,14 @@ class SharedLoader(ABC):
         if not state_dict["batches"] or state_dict["has_ended"] or "facts" not in state_dict:
             return []
         return changed_facts(state_dict["facts"], self.order_facts())
+
+    @abstractmethod
+    def loses_place(self, state_dict: dict[str, Any]) -> str:
+        """Return why the pass of a saved state cannot go on here, in words; else nothing.
+
+        Args:
+            state_dict: What another number of processes saved inside a pass.
+        """
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Let the next pass be the one that was under way, if there was one."""

@@ -1,7 +1,7 @@
 """Map-style data of a loop of the user's own: the sampler runs as under Accelerate."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -15,7 +15,7 @@ from trainkit.accelerator.loader import Resumption, SharedLoader, Sharing
 from trainkit.data import MicroBatch
 from trainkit.data.mapped import MappedLoader
 from trainkit.data.order import divide, set_epoch_on
-from trainkit.data.order_facts import OWN, digest_of, run_to
+from trainkit.data.order_facts import OWN, changed_facts, digest_of, run_to
 from trainkit.data.plan import BatchPlan, FlatPlan, Plan
 from trainkit.data.workers import datasets_of
 from trainkit.device import get_rng_state, set_rng_state
@@ -37,6 +37,8 @@ class MappedShare(SharedLoader):
         seed: What set the order apart from others, equal on all processes.
     """
 
+    fills_up = True
+
     def __init__(self, inner: MappedLoader, sharing: Sharing, seed: int) -> None:
         super().__init__(inner, sharing)
         self._seed = seed
@@ -49,6 +51,7 @@ class MappedShare(SharedLoader):
         self._drop_last = bool(getattr(batch_sampler, "drop_last", False))
         if sharing.configuration.split_batches and self._batch_size is not None:
             self._batch_size = divide(self._batch_size, self._size)
+        self.full_size = self._batch_size
         self._seedable: RandomSampler | None = None
         wanted = sharing.configuration.use_seedable_sampler and self._is_flat
         if wanted and type(self._sampler) is RandomSampler:
@@ -91,6 +94,18 @@ class MappedShare(SharedLoader):
         with suppress(Exception):  # one that is not ready raises again later
             why = run_to(digest, order["runs"], partial(self._draw_again, order))
         return why if why == OWN else ""  # another order is allowed between two passes
+
+    @override
+    def loses_place(self, state_dict: dict[str, Any]) -> str:
+        order, digest = state_dict["order"], state_dict.get("digest")
+        if not self._is_flat or order is None or digest is None:
+            return "its place in the data is not known"
+        changed = "; ".join(changed_facts(state_dict["facts"], self.order_facts()))
+        more = len(order["generators"]) - len(self._generators())
+        shuffles = type(self._sampler) is RandomSampler and self._seedable is None
+        if changed or (more and not (shuffles and abs(more) == 1)):
+            return changed or "its generators are others"
+        return run_to(digest, order.get("runs", 1), partial(self._draw_again, order))
 
     @override
     def __len__(self) -> int:
@@ -173,7 +188,7 @@ class MappedShare(SharedLoader):
     def _run_sampler(self, resumption: Resumption | None) -> None:
         """Draw all that the sampler yields in this pass; notes what the order is made from."""
         if resumption is None or resumption.order is None:
-            self._synchronize()
+            _take_from_process_0(self._sharing, self._generators())
             self._order = self._order_state()
             self._drawn, self._digest = self._draw(), None
             return
@@ -198,15 +213,17 @@ class MappedShare(SharedLoader):
             self.epoch, self._order = order.get("epoch", epoch), order
             self._set_epoch_on_parts()
             rng.restore_host((python, numpy, cpu))
-            self._set_generators(order["generators"])
-            self._drawn, self._digest = self._draw(), None
+            more = len(order["generators"]) - len(self._generators())
+            with _generators_as_saved(self._sampler, more):
+                self._set_generators(order["generators"])
+                self._drawn, self._digest = self._draw(alone=more < 0), None
             return self._order_digest()
         finally:
             self._set_generators(states)
             rng.restore_host(host)
             self.epoch = epoch
 
-    def _draw(self) -> list[Any]:
+    def _draw(self, *, alone: bool = False) -> list[Any]:
         # What torch's own loader draws for its workers: what comes after it stays the same.
         torch.empty((), dtype=torch.int64).random_(generator=self.source.generator)
         if self._seedable is not None:
@@ -216,7 +233,7 @@ class MappedShare(SharedLoader):
             self._seedable.generator.manual_seed(seed + self.epoch)
             return list(self._seedable)
         own = bool(_generators_of(self._samplers))
-        if self._size == 1 or own or type(self._sampler) is SequentialSampler:
+        if self._size == 1 or alone or own or type(self._sampler) is SequentialSampler:
             reading = iter(self._sampler)
             order = list(islice(reading, 1))
             self._order["generators_inside"] = self._generator_states()
@@ -232,9 +249,7 @@ class MappedShare(SharedLoader):
         states = self._generator_states()
         return {
             "host": rng.save_host(),
-            "generators": states,
-            "generators_inside": states,
-            "generators_after": states,
+            **dict.fromkeys(("generators", "generators_inside", "generators_after"), states),
             "epoch": self.epoch,
             "runs": (self._order or {}).get("runs", 0) + 1,
         }
@@ -247,22 +262,45 @@ class MappedShare(SharedLoader):
         return _generators_of([*self._samplers, self.source])
 
     def _set_generators(self, states: list[Any]) -> None:
-        for generator, state in zip(self._generators(), states, strict=True):
+        generators = self._generators()
+        fits = len(states) == len(generators)  # else the next pass comes from these
+        for generator, state in zip(generators, states, strict=True) if fits else ():
             generator.set_state(state)
 
-    def _synchronize(self) -> None:
-        """Take the states of the generators of process 0."""
-        if self._size == 1:
-            return
-        broadcast, wanted = self._sharing.processes.broadcast, self._sharing.rng_types
-        if "generator" in wanted:
-            for generator in self._generators():
-                generator.set_state(broadcast(generator.get_state()))
-        if "torch" in wanted:
-            torch.set_rng_state(broadcast(torch.get_rng_state()))
-        device = self._sharing.device
-        if device.type in wanted:
-            set_rng_state(broadcast(get_rng_state(device)), device)
+
+def _take_from_process_0(sharing: Sharing, generators: list[torch.Generator]) -> None:
+    """Take the states of the generators of process 0."""
+    if sharing.processes.size == 1:
+        return
+    broadcast, wanted = sharing.processes.broadcast, sharing.rng_types
+    if "generator" in wanted:
+        for generator in generators:
+            generator.set_state(broadcast(generator.get_state()))
+    if "torch" in wanted:
+        torch.set_rng_state(broadcast(torch.get_rng_state()))
+    device = sharing.device
+    if device.type in wanted:
+        set_rng_state(broadcast(get_rng_state(device)), device)
+
+
+@contextmanager
+def _generators_as_saved(sampler: Any, more: int) -> Iterator[None]:
+    """Give a shuffling sampler a generator, or take its own, while it draws an order again.
+
+    One process shuffles by the global one, several by one of the sampler's.
+
+    Args:
+        sampler: What draws.
+        more: How many more generators there were when the order was drawn.
+    """
+    own = getattr(sampler, "generator", None)
+    if more:
+        sampler.generator = torch.Generator() if more > 0 else None
+    try:
+        yield
+    finally:
+        if more:
+            sampler.generator = own
 
 
 def _generators_of(parts: Sequence[Any]) -> list[torch.Generator]:

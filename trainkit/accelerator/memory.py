@@ -3,6 +3,7 @@
 import functools
 import gc
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ _WORDS = (
     "CUDNN_STATUS_NOT_SUPPORTED",
 )
 _FACTOR = 0.9
+_BY_PLACE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 def find_executable_batch_size(
@@ -29,8 +31,9 @@ def find_executable_batch_size(
 ) -> Any:
     """Run a function again with smaller batches until it fits into the memory.
 
-    The function's first parameter must be `batch_size`; the caller leaves it out. On several
-    processes all must run out of memory together, as each decides for itself.
+    The function's first parameter gets the size; the caller leaves it out. A later call begins
+    with the size that was found. On several processes all must run out of memory together, as
+    each decides for itself.
 
     Args:
         function: What to run; None where this is used as `@find_executable_batch_size(...)`.
@@ -38,7 +41,7 @@ def find_executable_batch_size(
         reduce_batch_size_fn: Returns the next size; by default nine tenths of the last one.
 
     Raises:
-        ConfigError: The parameter is missing, or was passed.
+        ConfigError: There is no such parameter, or it was passed.
         RuntimeError: Not even a batch of one fits.
     """
     if function is None:
@@ -47,21 +50,16 @@ def find_executable_batch_size(
             starting_batch_size=starting_batch_size,
             reduce_batch_size_fn=reduce_batch_size_fn,
         )
-    names = list(inspect.signature(function).parameters)
-    if not names or names[0] != "batch_size":
-        raise ConfigError(
-            f"The first parameter of `{function.__name__}` must be `batch_size`, but its "
-            f"parameters are {names}."
-        )
+    name, (first, most) = function.__name__, _places(function)
+    size = starting_batch_size
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if len(args) >= len(names) or "batch_size" in kwargs:
+        nonlocal size
+        if len(args) >= most or first in kwargs:
             raise ConfigError(
-                f"`{function.__name__}` gets its `batch_size` from `find_executable_batch_size`. "
-                "Call it without."
+                f"`{name}` gets its `{first}` from `find_executable_batch_size`. Call it without."
             )
-        size = starting_batch_size
         while size > 0:
             _empty()
             try:
@@ -73,11 +71,23 @@ def find_executable_batch_size(
                 int(size * _FACTOR) if reduce_batch_size_fn is None else reduce_batch_size_fn()
             )
             size = min(smaller, size - 1)
-        raise RuntimeError(
-            f"`{function.__name__}` does not fit into the memory, not even with a batch of one."
-        )
+        raise RuntimeError(f"`{name}` does not fit into the memory, not even with a batch of one.")
 
     return run
+
+
+def _places(function: Callable[..., Any]) -> tuple[str, float]:
+    """Return the name of the first parameter, and how many arguments fit in by place."""
+    parameters = inspect.signature(function).parameters
+    kinds = [parameter.kind for parameter in parameters.values()]
+    most = sum(kind in _BY_PLACE for kind in kinds)
+    takes_all = inspect.Parameter.VAR_POSITIONAL in kinds
+    if not most and not takes_all:
+        raise ConfigError(
+            f"`{function.__name__}` has no first parameter that could take the batch size. Give "
+            "it one."
+        )
+    return next(iter(parameters)), math.inf if takes_all else most
 
 
 def release_memory(*objects: Any) -> list[None]:

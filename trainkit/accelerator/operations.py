@@ -9,6 +9,7 @@ from trainkit.accelerator.unwrapping import unwrap
 from trainkit.containers.tree import map_leaves
 from trainkit.distributed import Processes, concatenate as join_entries
 from trainkit.distributed.communicator import Communicator
+from trainkit.distributed.processes import Reduction
 
 __all__ = [
     "broadcast",
@@ -34,10 +35,8 @@ def gather_object(object: Any) -> Any:
     return Communicator().gather_object(object)
 
 
-def reduce(
-    tensor: Any, reduction: Literal["sum", "mean", "none"] = "mean", scale: float = 1.0
-) -> Any:
-    """Return the mean or sum of a tensor, or of each in a nesting, over all processes."""
+def reduce(tensor: Any, reduction: Reduction | Literal["none"] = "mean", scale: float = 1.0) -> Any:
+    """Return the mean or the like of a tensor, or of each in a nesting, over all processes."""
     return Communicator().reduce(tensor, reduction, scale)
 
 

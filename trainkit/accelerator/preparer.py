@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader, IterableDataset
@@ -15,6 +16,7 @@ from trainkit import rng
 from trainkit.accelerator.accelerator_config import AcceleratorConfig
 from trainkit.accelerator.accumulation import Accumulation
 from trainkit.accelerator.autocasting import run_in_autocast
+from trainkit.accelerator.communication import register
 from trainkit.accelerator.gradients import Gradients
 from trainkit.accelerator.loader import SharedLoader, Sharing, SkippedLoader
 from trainkit.accelerator.optimizer import PreparedOptimizer
@@ -73,6 +75,14 @@ class ConfiguredDDP(DDP):
             bucket_cap_mb=settings.bucket_cap_mb,
         )
         self._settings = settings
+
+    @override
+    def wrap(self, model: nn.Module, precision: Precision, seed: int = 0) -> nn.Module:
+        wrapped = super().wrap(model, precision, seed)
+        given = self._settings
+        if isinstance(wrapped, DistributedDataParallel) and given.comm_hook != "no":
+            register(wrapped, given.comm_hook, given.comm_wrapper, given.comm_state_option)
+        return wrapped
 
     @override
     def _options(self) -> dict[str, Any]:
@@ -160,7 +170,7 @@ class Preparer:
         yield from settings("strategy", self.strategy, whole=False)
         yield from settings("precision", self.precision, whole=False)
         yield from settings("autocast", self.config.autocast, whole=False)
-        yield from settings("compile_backend", self.config.compile_backend, whole=False)
+        yield from settings("compilation", self.config.compilation, whole=False)
         yield from settings("gradient_accumulation", self.accumulation.plugin)
         yield from settings("dataloader_config", self.sharing.configuration)
         for index, thing in enumerate(objects):
@@ -192,8 +202,8 @@ class Preparer:
         dtype = self.precision.dtype
         if dtype is not None and not isinstance(self.precision, FP32):
             run_in_autocast(model, self.sharing.device.type, dtype, self.config.autocast)
-        if self.config.compile_backend is not None:
-            model.compile(backend=self.config.compile_backend)
+        if self.config.compilation is not None:
+            model.compile(**self.config.compilation)
         if self._moves(moved):
             move_module(model, self.sharing.device)
         wrapped = model
@@ -221,14 +231,32 @@ class Preparer:
 
     def loader(self, loader: Any, moved: bool | None = None) -> SharedLoader:
         """Return a loader whose batches are shared out over the processes."""
-        from trainkit.accelerator.mapped import MappedShare
-        from trainkit.accelerator.streamed import StreamedShare
-        from trainkit.data.mapped import MappedLoader
-
         sharing = self.sharing
         if not self._moves(moved):
             sharing = replace(sharing, device=torch.device("cpu"))
         seed = int(sharing.processes.broadcast_object(torch.initial_seed()))
+        prepared: SharedLoader
+        if sharing.configuration.dispatch_batches and sharing.processes.size > 1:
+            from trainkit.accelerator.dispatched import DispatchedShare, for_process_0
+
+            if isinstance(loader, Presharded):
+                raise ConfigError(
+                    "The loader is `presharded`: each process reads its own share, and with "
+                    "`dispatch_batches=True` process 0 would read for all. Use one of the two."
+                )
+            reader = self._share(loader, for_process_0(sharing), seed)
+            prepared = DispatchedShare(reader, sharing)
+        else:
+            prepared = self._share(loader, sharing, seed)
+        self.registry.loaders.append(prepared)
+        return prepared
+
+    def _share(self, loader: Any, sharing: Sharing, seed: int) -> SharedLoader:
+        """Return a loader of which every process of `sharing` reads its own batches."""
+        from trainkit.accelerator.mapped import MappedShare
+        from trainkit.accelerator.streamed import StreamedShare
+        from trainkit.data.mapped import MappedLoader
+
         inner = training_loader(
             loader,
             processes=sharing.processes,
@@ -237,13 +265,9 @@ class Preparer:
             split_batches=sharing.configuration.split_batches,
             may_be_empty=True,
         )
-        prepared: SharedLoader
         if isinstance(inner, MappedLoader):
-            prepared = MappedShare(inner, sharing, seed)
-        else:
-            prepared = StreamedShare(inner, sharing)
-        self.registry.loaders.append(prepared)
-        return prepared
+            return MappedShare(inner, sharing, seed)
+        return StreamedShare(inner, sharing)
 
     def scheduler(self, scheduler: Any, moved: bool | None = None) -> PreparedScheduler:
         """Return a scheduler that follows its optimizer, or all of them."""

@@ -1,11 +1,12 @@
 """The settings of `Accelerator`, under the names of Hugging Face Accelerate."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from trainkit.accelerator.communication import DDPCommunicationHookType, checked_hooks
 from trainkit.config import checked
 from trainkit.errors import ConfigError
 from trainkit.outputs import absolute
@@ -76,7 +77,8 @@ class DataLoaderConfiguration:
 
     Args:
         split_batches: A loader's batch size is that of all processes together.
-        dispatch_batches: True, which would let process 0 read for all, is refused.
+        dispatch_batches: Process 0 reads the data and sends it to the others, for data that only
+            one process can read; None: every process reads its own.
         even_batches: Fill up the last batches with samples from the start of the epoch, so that
             all processes have equally many and equally large ones.
         use_seedable_sampler: Shuffle by `epoch + data_seed` alone.
@@ -93,13 +95,6 @@ class DataLoaderConfiguration:
     data_seed: int | None = None
     non_blocking: bool = False
     use_stateful_dataloader: bool = False
-
-    def __post_init__(self) -> None:
-        if self.dispatch_batches:
-            raise ConfigError(
-                "`dispatch_batches=True` lets process 0 read the data of all. trainkit reads on "
-                "every process, and each sample has the same place. Leave `dispatch_batches` out."
-            )
 
 
 @checked
@@ -183,9 +178,14 @@ class AutocastKwargs(KwargsHandler):
 @checked
 @dataclass
 class DistributedDataParallelKwargs(KwargsHandler):
-    """The arguments of `torch.nn.parallel.DistributedDataParallel`.
+    """The arguments of `torch.nn.parallel.DistributedDataParallel`, and its communication hook.
 
     `dim`, `check_reduction` and `gradient_as_bucket_view` are accepted and change no result.
+
+    Args:
+        comm_hook: What torch's DDP sends in the place of the gradients.
+        comm_wrapper: FP16 or BF16: what the hook sends is made smaller.
+        comm_state_option: Of `PowerSGDState`, for the two hooks that have it.
     """
 
     dim: int = 0
@@ -195,6 +195,13 @@ class DistributedDataParallelKwargs(KwargsHandler):
     check_reduction: bool = False
     gradient_as_bucket_view: bool = False
     static_graph: bool = False
+    comm_hook: DDPCommunicationHookType | str = DDPCommunicationHookType.NO
+    comm_wrapper: DDPCommunicationHookType | str = DDPCommunicationHookType.NO
+    comm_state_option: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        given = self.comm_hook, self.comm_wrapper, self.comm_state_option
+        self.comm_hook, self.comm_wrapper = checked_hooks(*given)
 
 
 @checked

@@ -51,8 +51,9 @@ _LOADER = record(
         "facts": each(anything),
         "digest": maybe(text),
         "stream": STREAM,
+        "generators": listed(torch_state),
     },
-    optional={"facts", "digest", "stream"},  # older states have none
+    optional={"facts", "digest", "stream", "generators"},  # not all have them
 )
 _WINDOWS = record({"count": whole, "in_window": whole, "divisor": whole})
 _LOOP = record(
@@ -141,7 +142,10 @@ def _check_generators(states: Sequence[Any], registry: Registry) -> None:
         if "generators" not in present:
             continue
         generators = row(*[torch_state] * len(present["generators"]))
-        of_order = record(dict.fromkeys(_GENERATORS, generators))
+        order = state["order"] or {}
+        # A pass that other processes began has as many as there.
+        began = row(*[torch_state] * len(order.get("generators", ())))
+        of_order = record(dict.fromkeys(_GENERATORS, began))
         check = record({"generators": generators, "order": maybe(of_order)})
         try:
             check(state)

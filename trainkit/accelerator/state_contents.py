@@ -1,6 +1,6 @@
 """What a state holds of all that was prepared and registered, and how it is put back (rule 22)."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from trainkit.checkpoint.training_state import (
     read_rank_parts,
 )
 from trainkit.distributed import Processes, collective_guard
-from trainkit.errors import CheckpointError, ConfigError
+from trainkit.errors import CheckpointError, ConfigError, quoted
 from trainkit.strategies import Strategy
 from trainkit.training.replicas import check_replicas
 
@@ -49,6 +49,7 @@ class LoadedState:
     parts: Mapping[str, Any]
     objects: Mapping[str, Any]  # of what is registered
     own: Mapping[str, Any] | None  # of this process; None where another number of them trained
+    anew: frozenset[int]  # the loaders whose pass cannot go on
     news: list[str]  # what to say of it
 
 
@@ -109,8 +110,14 @@ class StateContents:
             parts = take_models() | {process_part(0): self._own()} | self._common()
             return parts | {name: thing.state_dict() for name, thing in self._objects().items()}
 
-    def read(self, path: Path, models: Mapping[str, nn.Module]) -> LoadedState:
+    def read(self, path: Path, models: Mapping[str, nn.Module], strict: bool = True) -> LoadedState:
         """Return a state, of the models only those in `models`.
+
+        Args:
+            path: The checkpoint.
+            models: The models by their parts.
+            strict: False: entries that a model lacks are left out, and those that the state lacks
+                keep their values.
 
         Raises:
             CheckpointError: It is broken, or does not fit.
@@ -127,6 +134,7 @@ class StateContents:
         likes: dict[str, Any] = {name: model.state_dict() for name, model in models.items()}
         likes |= dict.fromkeys(optimizers, like) | dict.fromkeys(sorted(objects)) | {"loop": None}
         parts = {name: checkpoint.read(name, like) for name, like in likes.items()}
+        news = [] if strict else [_fitted(parts, name, likes[name]) for name in models]
         check_rank_parts(checkpoint)
         trained = _trained(checkpoint)
         ranks = read_rank_parts(checkpoint, self.processes, trained)
@@ -138,7 +146,7 @@ class StateContents:
         )
         own = self._own_parts(checkpoint, ranks, trained)
         rank = self.processes.rank
-        news = [put_own(parts[name], name, own, same_size=same_size) for name in models]
+        news += [put_own(parts[name], name, own, same_size=same_size) for name in models]
         if same_size and checkpoint.manifest.world_size < trained:
             news.append(_LACKING)
         saved = {"objects": {name: parts[name] for name in objects}}
@@ -147,7 +155,19 @@ class StateContents:
         )
         streams = own[0] if same_size else None
         refuse(path, unfit or problems(parts, registry, models, parameters, streams))
-        return LoadedState(path, parts, found["objects"], streams, list(filter(None, news)))
+        lost = {} if same_size else self._lost(parts["loop"]["loaders"])
+        news += [f"the loader {index} begins a new pass: {why}." for index, why in lost.items()]
+        anew = frozenset(lost)
+        return LoadedState(path, parts, found["objects"], streams, anew, list(filter(None, news)))
+
+    def _lost(self, states: Sequence[Mapping[str, Any]]) -> dict[int, str]:
+        """Return why passes under way cannot go on, by the number of the loader."""
+        found = {}
+        for index, (loader, state) in enumerate(zip(self.registry.loaders, states, strict=True)):
+            inside = state["batches"] and not state["has_ended"]
+            if inside and (why := loader.loses_place(dict(state))):
+                found[index] = why
+        return found
 
     def apply(self, loaded: LoadedState, models: Mapping[str, nn.Module]) -> None:
         """Put back what `read` returned for the same `models`."""
@@ -173,15 +193,18 @@ class StateContents:
         if self.gradients.scaler is not None and loop["scaler"]:
             self.gradients.scaler.load_state_dict(loop["scaler"])
         self.gradients.forget()
-        self._restore_position(loop, own)
+        self._restore_position(loop, own, loaded.anew)
 
-    def _restore_position(self, loop: Mapping[str, Any], own: Mapping[str, Any] | None) -> None:
+    def _restore_position(
+        self, loop: Mapping[str, Any], own: Mapping[str, Any] | None, anew: frozenset[int]
+    ) -> None:
         """Put back where passes and windows were, and what this process has for itself."""
         position = {**loop, **(own or {})}  # older states have it in `loop` alone
         self.accumulation.load_state_dict(position["accumulation"])
-        for loader, state in zip(self.registry.loaders, position["loaders"], strict=True):
-            if own is None:  # the batches of other processes are others
-                loader.set_epoch(state["epoch"] + state["has_ended"])
+        pairs = zip(self.registry.loaders, position["loaders"], strict=True)
+        for index, (loader, state) in enumerate(pairs):
+            if index in anew:
+                loader.set_epoch(state["epoch"])
             else:
                 loader.load_state_dict(state)
         if own is not None:
@@ -272,6 +295,16 @@ def _trained(checkpoint: Checkpoint) -> int:
     manifest = checkpoint.manifest
     trained = manifest.metadata.get("processes")
     return trained if type(trained) is int else manifest.world_size
+
+
+def _fitted(parts: dict[str, Any], name: str, present: Mapping[str, Any]) -> str:
+    """Make the state of a model that of its present entries; return what there is to say of it."""
+    saved = parts[name]
+    left, kept = sorted(set(saved) - set(present)), sorted(set(present) - set(saved))
+    parts[name] = {key: saved.get(key, value) for key, value in present.items()}
+    words = [f"{len(left)} entries are left out ({quoted(left)})"] if left else []
+    words += [f"{len(kept)} keep their values ({quoted(kept)})"] if kept else []
+    return f"`strict=False`: of the {name} {', and '.join(words)}." if words else ""
 
 
 def _is_state(part: str) -> bool:

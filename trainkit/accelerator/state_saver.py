@@ -24,7 +24,7 @@ from trainkit.distributed import (
 from trainkit.errors import ConfigError
 from trainkit.types import Stateful
 
-__all__ = ["StateSaver"]
+__all__ = ["StateSaver", "warn_of_options"]
 
 Hook = Callable[..., Any]
 
@@ -89,7 +89,7 @@ class StateSaver:
         self._directory.saved(Path(folder))
         return Path(folder)
 
-    def load(self, input_dir: Any, report: Callable[[str], None]) -> None:
+    def load(self, input_dir: Any, report: Callable[[str], None], strict: bool = True) -> None:
         """Load a state. Every process must call it.
 
         Nothing changes before all of it is known to be good and to fit. Without `input_dir` the
@@ -105,10 +105,10 @@ class StateSaver:
         if self._before_load:  # a hook may load what it finds
             folder, path, _ = directory.load(input_dir, self._verify, report)
             models = self._left_by_hooks(models, folder)
-            loaded = run_on_all(self._processes, lambda: contents.read(path, models))
+            loaded = run_on_all(self._processes, lambda: contents.read(path, models, strict))
         else:
             folder, path, loaded = directory.load(
-                input_dir, lambda path: contents.read(path, models), report
+                input_dir, lambda path: contents.read(path, models, strict), report
             )
         contents.apply(loaded, models)
         for line in loaded.news:
@@ -170,6 +170,15 @@ class StateSaver:
         for hook in self._before_save.values():
             hook(models, weights, str(folder))
         return {part_name("model", index): state for index, state in enumerate(weights)}
+
+
+def warn_of_options(name: str, options: Mapping[str, Any]) -> None:
+    """Say that arguments which Accelerate gives to DeepSpeed do nothing."""
+    warnings.warn(
+        f"`{name}({'=..., '.join(options)}=...)` has no effect: Accelerate gives such arguments to "
+        "DeepSpeed. Leave them out.",
+        stacklevel=3,
+    )
 
 
 def _register(hooks: "OrderedDict[int, Hook]", hook: Hook) -> RemovableHandle:

@@ -6,8 +6,8 @@ from typing import Any
 
 from typing_extensions import override
 
-from trainkit.accelerator.loader import Resumption, SharedLoader
-from trainkit.data import MicroBatch
+from trainkit.accelerator.loader import Resumption, SharedLoader, Sharing
+from trainkit.data import MicroBatch, PreparedLoader
 
 __all__ = ["StreamedShare"]
 
@@ -20,6 +20,10 @@ class StreamedShare(SharedLoader):
     batch, none of whose samples counts as real.
     """
 
+    def __init__(self, inner: PreparedLoader, sharing: Sharing) -> None:
+        super().__init__(inner, sharing)
+        self.full_size = inner.batch_size
+
     @override
     def __len__(self) -> int:
         return len(self._inner)
@@ -29,7 +33,22 @@ class StreamedShare(SharedLoader):
         stream = self._inner.stream
         if stream is not None and self._has_ended:
             stream.ended()  # it has been read to its end
-        return super().state_dict() | ({} if stream is None else {"stream": stream.state_dict()})
+        state = super().state_dict() | {"global": self._global_size()}
+        return state | ({} if stream is None else {"stream": stream.state_dict()})
+
+    def _global_size(self) -> int | None:
+        """Return the samples of a global batch, where a place in the data is known by them."""
+        share, stream = self._inner.batch_size, self._inner.stream
+        if share is None or stream is None or stream.is_sharded:
+            return None
+        return int(share) * self._sharing.processes.size
+
+    @override
+    def loses_place(self, state_dict: dict[str, Any]) -> str:
+        was, now = state_dict.get("global"), self._global_size()
+        if now is None or was is None:
+            return "its place in the data is not known"
+        return "" if was == now else f"samples of a global batch: {was} then, {now} now"
 
     @override
     def unfit(self, state_dict: dict[str, Any]) -> list[str]:

@@ -1,9 +1,10 @@
 """Trackers: where the values of a loop of the user's own go."""
 
+import importlib.util
 import json
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from trainkit.errors import ConfigError
 from trainkit.formatting import json_value
 from trainkit.outputs import Lines, absolute, check_folder
 
-__all__ = ["GeneralTracker", "JSONLTracker", "TensorBoardTracker", "Trackers"]
+__all__ = ["GeneralTracker", "JSONLTracker", "TensorBoardTracker", "Trackers", "WandBTracker"]
 
 
 class GeneralTracker:
@@ -104,6 +105,12 @@ class TensorBoardTracker(GeneralTracker):
                     self.writer.add_scalar(name, value, global_step=step, **kwargs)
             self.writer.flush()
 
+    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Note batches of images, by name; arguments are those of `SummaryWriter.add_images`."""
+        with self._lasting():
+            for name, images in values.items():
+                self.writer.add_images(name, images, global_step=step, **kwargs)
+
     @override
     def finish(self) -> None:
         with self._lasting():
@@ -122,6 +129,68 @@ class TensorBoardTracker(GeneralTracker):
                     "nothing more is written there.",
                     stacklevel=4,
                 )
+
+
+class WandBTracker(GeneralTracker):
+    """Writes to Weights & Biases, on the main process.
+
+    Args:
+        run_name: Name of the W&B project.
+        **kwargs: Of `wandb.init`.
+    """
+
+    name = "wandb"
+
+    def __init__(self, run_name: str, **kwargs: Any) -> None:
+        super().__init__()
+        self.run_name = run_name
+        self._options = kwargs
+        self.run: Any = None
+
+    @property
+    @override
+    def tracker(self) -> Any:
+        return self.run
+
+    @override
+    def start(self) -> None:
+        import wandb  # takes seconds
+
+        self.run = wandb.init(project=self.run_name, **self._options)
+
+    @override
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self.run.config.update(values, allow_val_change=True)
+
+    @override
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        self.run.log(values, step=step, **kwargs)
+
+    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Note lists of images, by name."""
+        import wandb
+
+        images = {name: [wandb.Image(each) for each in list_] for name, list_ in values.items()}
+        self.log(images, step=step, **kwargs)
+
+    def log_table(
+        self,
+        table_name: str,
+        columns: list[Any] | None = None,
+        data: list[list[Any]] | None = None,
+        dataframe: Any = None,
+        step: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Note a table, from its columns and rows or from a data frame."""
+        import wandb
+
+        table = wandb.Table(columns=columns, data=data, dataframe=dataframe)
+        self.log({table_name: table}, step=step, **kwargs)
+
+    @override
+    def finish(self) -> None:
+        self.run.finish()
 
 
 class JSONLTracker(GeneralTracker):
@@ -173,10 +242,11 @@ class JSONLTracker(GeneralTracker):
             self._file = None
 
 
-TRACKERS: dict[str, type[TensorBoardTracker] | type[JSONLTracker]] = {
+WRITERS: dict[str, type[TensorBoardTracker] | type[JSONLTracker]] = {
     "tensorboard": TensorBoardTracker,
     "jsonl": JSONLTracker,
 }
+"""Trackers that write files: those that "all" means."""
 
 
 class Trackers:
@@ -186,12 +256,15 @@ class Trackers:
         wanted: What `log_with` names: a name, "all", a tracker, or a list of these.
         project: Where logs go.
         processes: The processes of the job; most trackers are at work on the main one only.
+
+    Raises:
+        ConfigError: A name is not known, or its library is not there.
     """
 
     def __init__(self, wanted: Any, project: ProjectConfiguration, processes: Processes) -> None:
         self.at_work: list[GeneralTracker] = []
         """Those that have started, on this process."""
-        self._wanted = wanted
+        self._wanted = _checked(wanted)
         self._project = project
         self._processes = processes
         if project.project_dir is not None:
@@ -211,7 +284,7 @@ class Trackers:
             options: Arguments of trackers by their names.
 
         Raises:
-            ConfigError: A name is not known, or a tracker lacks its folder; on all processes.
+            ConfigError: A tracker lacks its folder; on all processes.
         """
         place = self._project.logging_dir
         made = _make_trackers(self._wanted, run_name, place, options)
@@ -249,32 +322,46 @@ class Trackers:
 
 
 def _make_trackers(
-    wanted: Any,
+    wanted: Sequence[Any],
     run_name: str,
     logging_dir: str | Path | None,
     options: Mapping[str, Mapping[str, Any]],
 ) -> list[GeneralTracker]:
     """Return the trackers that `log_with` names; they have not started."""
-    entries = wanted if isinstance(wanted, list | tuple) else [wanted]
-    names = [getattr(entry, "value", entry) for entry in entries if entry is not None]
-    if "all" in names:
-        names = [*TRACKERS, *(name for name in names if isinstance(name, GeneralTracker))]
     made: list[GeneralTracker] = []
-    for entry in names:
+    for entry in wanted:
         if isinstance(entry, GeneralTracker):
             made.append(entry)
-            continue
-        if entry not in TRACKERS:
-            raise ConfigError(
-                f"`log_with` must be one of {', '.join(sorted(TRACKERS))}, all, or a "
-                f"`GeneralTracker`, but is {entry!r}. Write a `GeneralTracker` around the library."
-            )
-        if logging_dir is None:
+        elif entry == WandBTracker.name:
+            made.append(WandBTracker(run_name, **options.get(entry, {})))
+        elif logging_dir is None:
             raise ConfigError(
                 f"The tracker {entry!r} writes files. Pass `Accelerator(project_dir=...)`."
             )
-        made.append(TRACKERS[entry](run_name, logging_dir, **options.get(entry, {})))
+        else:
+            made.append(WRITERS[entry](run_name, logging_dir, **options.get(entry, {})))
     return made
+
+
+def _checked(wanted: Any) -> list[Any]:
+    """Return what `log_with` names, each once: names of trackers, and trackers."""
+    entries = wanted if isinstance(wanted, list | tuple) else [wanted]
+    names = [getattr(entry, "value", entry) for entry in entries if entry is not None]
+    if "all" in names:
+        names = [*WRITERS, *(name for name in names if isinstance(name, GeneralTracker))]
+    known = (*WRITERS, WandBTracker.name)
+    for name in names:
+        if not isinstance(name, GeneralTracker) and name not in known:
+            raise ConfigError(
+                f"`log_with` must be one of {', '.join(sorted(known))}, all, or a "
+                f"`GeneralTracker`, but is {name!r}. Write a `GeneralTracker` around the library."
+            )
+    if WandBTracker.name in names and importlib.util.find_spec("wandb") is None:
+        raise ConfigError(
+            '`log_with="wandb"` needs the package `wandb`, which is not installed. Run `pip '
+            "install wandb`, or log with tensorboard or jsonl."
+        )
+    return [name for place, name in enumerate(names) if name not in names[:place]]
 
 
 def _write_settings(folder: Path, values: Mapping[str, Any]) -> None:

@@ -210,14 +210,15 @@ def _description(value: Any) -> str:
     return f"the {name} {value!r}" if isinstance(value, int | float) else f"a {name}"
 
 
-def cut(node: Node, count: int) -> Node:
-    """Return the first `count` entries of `node`."""
+def cut(node: Node, stop: int, start: int = 0) -> Node:
+    """Return the entries of `node` from `start` up to `stop`."""
     if isinstance(node, Rows):
-        return node if node.values.shape[0] == count else Rows(node.values[:count])
+        whole = start == 0 and node.values.shape[0] == stop
+        return node if whole else Rows(node.values[start:stop])
     if isinstance(node, Samples):
-        return Samples(node.items[:count], node.is_tuple)
+        return Samples(node.items[start:stop], node.is_tuple)
     if isinstance(node, Container):
-        children = [cut(child, count) for child in node.children]
+        children = [cut(child, stop, start) for child in node.children]
         return Container(node.class_name, node.keys, children)
     return node
 

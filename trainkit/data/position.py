@@ -47,6 +47,11 @@ class StreamPosition:
         self.inside, self.state = False, self.end
 
     @property
+    def is_sharded(self) -> bool:
+        """Whether each process reads a part of its own."""
+        return self._shards > 1
+
+    @property
     def per_process(self) -> bool | None:
         """Whether each process reads data of its own; None: their states are compared."""
         return True if self.inside and self._shards > 1 else None

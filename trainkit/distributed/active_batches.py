@@ -18,10 +18,12 @@ class BatchInfo:
         counts: Real samples of each process, by rank.
         local_size: Samples in this process's batch: its count, or the size of the zero-weight
             repeat where that is 0.
+        full_size: Samples of a full batch of one process; None where that is not known.
     """
 
     counts: tuple[int, ...]
     local_size: int
+    full_size: int | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -74,13 +76,15 @@ class ActiveLoaders:
             since = last.latest
         self._passes.append(_Pass(key, loader, self._changes if since is None else since))
 
-    def yielded(self, key: Any, counts: tuple[int, ...], local_size: int) -> None:
-        """Note that a pass hands out a batch with `counts` real samples on the processes."""
+    def yielded(
+        self, key: Any, counts: tuple[int, ...], local_size: int, full_size: int | None = None
+    ) -> None:
+        """Note that a pass hands out a batch; see `BatchInfo`."""
         found = self._find(key)
         if found is None:
             return  # it has read to its end before its batches are used
         self._changes += 1
-        found.batch = BatchInfo(counts, local_size)
+        found.batch = BatchInfo(counts, local_size, full_size)
         found.earlier, found.latest = found.latest, self._changes
 
     def ended(self, key: Any) -> None:

@@ -1,9 +1,10 @@
 """The verbs of distributed work: who am I, gather, reduce, wait, run on some processes."""
 
 import functools
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Literal, ParamSpec, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar, get_args
 
 import torch
 
@@ -17,7 +18,8 @@ from trainkit.distributed import (
     gather_samples,
     gather_tensors,
 )
-from trainkit.distributed.active_batches import ActiveLoaders
+from trainkit.distributed.active_batches import ActiveLoaders, BatchInfo
+from trainkit.distributed.processes import Reduction
 from trainkit.errors import ConfigError, DataError
 
 __all__ = ["Communicator"]
@@ -119,6 +121,7 @@ class Communicator:
         *,
         loader: Any = None,
         pad_value: float | None = None,
+        strict: bool = True,
     ) -> Any:
         """Return the entry of each real sample of the last batch once, on every process.
 
@@ -136,6 +139,8 @@ class Communicator:
             pad_value: Fills up, at the end, tensors that differ in later dimensions. By default
                 -100 for signed integers and NaN for floating and complex numbers; other types
                 are refused.
+            strict: False: a tensor may have the rows of a full batch where the last one is short,
+                as `loss.repeat(batch_size)` has: with a warning, and the first of them count.
 
         Raises:
             DataError: On all processes, if something has not one entry per sample, or two loaders
@@ -151,7 +156,7 @@ class Communicator:
             self.processes,
             [Refusal(doubt) if doubt else input_data],
             [info.counts],
-            [info.local_size],
+            [info.local_size if strict else _rows_of(input_data, info)],
             pad_value=pad_value,
             name="input_data",
             use_gather_object=use_gather_object,
@@ -175,17 +180,19 @@ class Communicator:
         return object if len(lists) == 1 else [item for items in lists for item in items]
 
     def reduce(
-        self, tensor: Any, reduction: Literal["sum", "mean", "none"] = "sum", scale: float = 1.0
+        self, tensor: Any, reduction: Reduction | Literal["none"] = "sum", scale: float = 1.0
     ) -> Any:
-        """Return the sum or mean of a tensor, or of each in a nesting, over all processes.
+        """Return the sum or the like of a tensor, or of each in a nesting, over all processes.
 
         Args:
             tensor: Equal in structure, shapes and dtypes on all processes; it is not changed.
-            reduction: `"none"` returns this process's own values.
+            reduction: "sum", "mean", "max", "min", "prod", element by element; "none" returns
+                this process's own values.
             scale: Factor on the result.
         """
-        if reduction not in ("sum", "mean", "none"):
-            raise ConfigError(f'`reduction` must be "sum", "mean" or "none", but is {reduction!r}.')
+        if reduction not in (*get_args(Reduction), "none"):
+            known = ", ".join(get_args(Reduction))
+            raise ConfigError(f"`reduction` must be one of {known}, none, but is {reduction!r}.")
         collective_guard.check("reduce")
 
         def reduced(leaf: torch.Tensor) -> torch.Tensor:
@@ -304,9 +311,27 @@ class Communicator:
         """Give this process its part of `inputs`: consecutive slices, the longer ones first.
 
         Args:
-            inputs: A list, tuple or tensor, or a dict of such of equal lengths. With fewer
-                entries than processes the last processes get empty ones.
+            inputs: A list, tuple, tensor or `datasets.Dataset`, or a dict of such of equal
+                lengths. With fewer entries than processes the last processes get empty ones.
             apply_padding: Whether shorter parts are filled up with the last entry of `inputs`,
                 so that all are equally long.
         """
         yield equal_length.split(inputs, self.process_index, self.num_processes, apply_padding)
+
+
+def _rows_of(value: Any, info: BatchInfo) -> int:
+    """Return how many rows a value may have: those of its batch, or as a repeat of a full one."""
+    full = info.full_size or 0
+    is_repeat = isinstance(value, torch.Tensor) and value.ndim > 0 and len(value) == full
+    if not is_repeat or full <= info.local_size:
+        return info.local_size
+    warnings.warn(
+        f"`gather_for_metrics` was given {full} rows for a batch of {info.local_size} samples, as "
+        "`loss.repeat(batch_size)` gives. As many as there are real samples count, as under "
+        "Accelerate; but each is a mean over the batch, so the mean over all of them is biased "
+        "where samples do not weigh the same (tokens, padding), or where the batch was filled up. "
+        "Gather the values of the samples, or sums and counts by `reduce`; `strict=True` makes "
+        "this an error.",
+        stacklevel=4,
+    )
+    return full

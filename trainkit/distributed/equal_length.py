@@ -53,7 +53,9 @@ def _padded(tensor: Tensor, dim: int, size: int, pad_index: float, pad_first: bo
 
 
 def split(inputs: Any, index: int, parts: int, apply_padding: bool) -> Any:
-    """Return part `index` of `parts` of a list, tuple or tensor, or of each value of a dict.
+    """Return part `index` of `parts` of a list, tuple, tensor or `datasets.Dataset`.
+
+    Of a dict, that of each value.
 
     Args:
         inputs: What is split into consecutive slices whose lengths differ by at most one.
@@ -68,18 +70,24 @@ def split(inputs: Any, index: int, parts: int, apply_padding: bool) -> Any:
                 f"The values of `inputs` must be equally long, but their lengths are {lengths}."
             )
         return {key: split(value, index, parts, apply_padding) for key, value in inputs.items()}
-    if not isinstance(inputs, list | tuple | Tensor):
+    select = getattr(inputs, "select", None)  # that of a `datasets.Dataset`
+    is_plain = isinstance(inputs, list | tuple | Tensor)
+    if not is_plain and not (callable(select) and hasattr(inputs, "__len__")):
         raise DataError(
-            "`inputs` must be a list, tuple or tensor, or a dict of such, but is a "
-            f"{type(inputs).__name__}."
+            "`inputs` must be a list, tuple, tensor or `datasets.Dataset`, or a dict of such, but "
+            f"is a {type(inputs).__name__}. Write `list(inputs)`."
         )
     each, extra = divmod(len(inputs), parts)
     start = index * each + min(index, extra)
-    mine = inputs[start : start + each + (index < extra)]
-    missing = each + (extra > 0) - len(mine)
-    if apply_padding and missing and len(inputs):
-        return _filled_up(mine, inputs[-1:], missing)
-    return mine
+    stop = start + each + (index < extra)
+    missing = each + (extra > 0) - (stop - start)
+    if not apply_padding or not len(inputs):
+        missing = 0
+    if not is_plain:
+        assert callable(select)
+        return select([*range(start, stop), *[len(inputs) - 1] * missing])
+    mine = inputs[start:stop]
+    return _filled_up(mine, inputs[-1:], missing) if missing else mine
 
 
 def _filled_up(part: Any, last: Any, missing: int) -> Sequence[Any] | Tensor:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Pending", "Processes", "Reduction", "pack", "unpack"]
 
-Reduction = Literal["sum", "mean", "max", "min"]
+Reduction = Literal["sum", "mean", "max", "min", "prod"]
 
 _HEADER = 8  # bytes of a payload's length in front of it
 _SMALLEST_CAPACITY = 512
@@ -331,6 +331,7 @@ _OPS: dict[str, Any] = {
     "mean": ReduceOp.SUM,  # and divided afterwards: not every backend and dtype can average
     "max": ReduceOp.MAX,
     "min": ReduceOp.MIN,
+    "prod": ReduceOp.PRODUCT,
 }
 
 

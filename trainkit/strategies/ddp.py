@@ -1,7 +1,8 @@
 """Data parallelism by torch's DistributedDataParallel."""
 
 import math
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -96,6 +97,21 @@ class DDP(Strategy):
         if isinstance(model, DistributedDataParallel):
             return model.no_sync()
         return super().no_sync(model)
+
+    @override
+    @contextmanager
+    def sync_in_backward(self, model: nn.Module) -> Iterator[None]:
+        if not isinstance(model, DistributedDataParallel):
+            yield
+            return
+        before = model.require_backward_grad_sync, model.require_forward_param_sync
+        model.require_backward_grad_sync = model.require_forward_param_sync = True
+        # A forward under `no_sync` has not told the reducer that a backward comes.
+        model.reducer.prepare_for_backward([])
+        try:
+            yield
+        finally:
+            model.require_backward_grad_sync, model.require_forward_param_sync = before
 
 
 class _FixedLayout(DistributedDataParallel):

@@ -131,6 +131,10 @@ class Strategy(ABC):
         """Return a context in which backward accumulates without reducing over processes."""
         return _NOTHING
 
+    def sync_in_backward(self, model: nn.Module) -> AbstractContextManager[object]:
+        """Return a context in which backward reduces, also of forwards under `no_sync`."""
+        return _NOTHING
+
     @contextmanager
     def zero_gradients(self, module: nn.Module) -> Iterator[None]:
         """Let a backward inside make its collectives, but add exact zeros to the gradients.

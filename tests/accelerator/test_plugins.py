@@ -1,0 +1,263 @@
+"""What Accelerate's plugins and less common arguments come to, and what of them is refused."""
+
+import functools
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, ShardingStrategy
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+from torch.utils.data import DataLoader
+
+from tests.accelerator.toys import numbers
+from tests.helpers.ranks import run_ranks
+from trainkit import (
+    Accelerator,
+    ConfigError,
+    DataError,
+    DataLoaderConfiguration,
+    DDPCommunicationHookType,
+    DistributedDataParallelKwargs,
+    DistributedError,
+    FullyShardedDataParallelPlugin,
+    LocalSGD,
+    ProfileKwargs,
+    TorchDynamoPlugin,
+)
+from trainkit.strategies import FSDP
+
+LAYER = nn.TransformerEncoderLayer
+
+
+def test_a_plugin_of_accelerate_is_a_strategy() -> None:
+    plain = FullyShardedDataParallelPlugin(fsdp_version=2).strategy("cpu")
+    assert (plain.reshard_after_forward, plain.cpu_offload, plain.wrap_policy) == (
+        True,
+        False,
+        None,
+    )
+    chosen = FullyShardedDataParallelPlugin(
+        sharding_strategy=ShardingStrategy.SHARD_GRAD_OP,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["TransformerEncoderLayer"],
+        cpu_offload=CPUOffloadPolicy(),
+        activation_checkpointing=True,
+        use_orig_params=True,
+        state_dict_type="SHARDED_STATE_DICT",
+    ).strategy("cpu")
+    assert not chosen.reshard_after_forward
+    assert chosen.cpu_offload
+    assert chosen.activation_checkpointing
+    policy: Any = chosen.wrap_policy
+    assert policy("layers.0", LAYER(4, 1))
+    assert not policy("head", nn.Linear(4, 1))
+    by_class = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={LAYER})
+    given = FullyShardedDataParallelPlugin(auto_wrap_policy=by_class)
+    assert given.strategy("cpu").wrap_policy == {LAYER}
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"reshard_after_forward": "HYBRID_SHARD"}, r"FSDP\(replicas=\.\.\.\)"),
+        ({"auto_wrap_policy": "size_based_wrap"}, "must be transformer_based_wrap or no_wrap"),
+        ({"auto_wrap_policy": lambda *_: True}, r"FSDP\(wrap_policy="),
+        ({"mixed_precision_policy": "bf16"}, r"Say `Accelerator\(mixed_precision=\.\.\.\)`"),
+        ({"ignored_modules": "head.*"}, "`FullyShardedDataParallelPlugin.ignored_modules="),
+    ],
+)
+def test_what_would_change_the_sharding_is_refused(settings: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        FullyShardedDataParallelPlugin(**settings)
+
+
+def test_settings_without_effect_are_refused() -> None:
+    cases: list[tuple[Any, dict[str, Any], str]] = [
+        (TorchDynamoPlugin, {"use_regional_compilation": True}, "Compile the blocks"),
+        (DistributedDataParallelKwargs, {"comm_hook": "fp8"}, "must be one of no, fp16, bf16"),
+        (DistributedDataParallelKwargs, {"comm_wrapper": "power_sgd"}, "one of no, fp16, bf16"),
+        (DistributedDataParallelKwargs, {"comm_wrapper": "fp16"}, "but there is none"),
+        (
+            DistributedDataParallelKwargs,
+            {"comm_hook": "fp16", "comm_state_option": {"a": 1}},
+            "is for PowerSGD",
+        ),
+    ]
+    for make, settings, words in cases:
+        with pytest.raises(ConfigError, match=words):
+            make(**settings)
+    hook = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.BF16)
+    with pytest.raises(ConfigError, match="but the strategy is `fsdp`"):
+        Accelerator(cpu=True, strategy=FSDP(device="cpu"), kwargs_handlers=[hook])
+    with (
+        pytest.raises(ConfigError, match="must be of cpu, cuda"),
+        Accelerator(cpu=True).profile(ProfileKwargs(activities=["gpu"])),
+    ):
+        pass
+    with pytest.raises(ConfigError, match="`local_sgd_steps` must be a whole number from 1 on"):
+        LocalSGD(Accelerator(cpu=True), nn.Linear(1, 1), 0)
+
+
+def test_a_repeated_mean_is_cut_with_a_warning() -> None:
+    accelerator = Accelerator(cpu=True)
+    for (batch,) in accelerator.prepare(DataLoader(numbers(6), 4)):
+        if len(batch) == 4:
+            accelerator.gather_for_metrics(batch.mean().repeat(4))
+            continue
+        with pytest.warns(UserWarning, match="4 rows for a batch of 2 samples.* is biased"):
+            assert accelerator.gather_for_metrics(batch.mean().repeat(4)).tolist() == [4.5, 4.5]
+        with pytest.raises(DataError, match=r"shape \(4,\), but the batch has 2 samples"):
+            accelerator.gather_for_metrics(batch.mean().repeat(4), strict=True)
+        with pytest.raises(DataError, match=r"shape \(3,\), but the batch has 2 samples"):
+            accelerator.gather_for_metrics(batch.mean().repeat(3))
+
+
+def test_options_of_deepspeed_are_named(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(nn.Linear(1, 1))
+    with pytest.warns(
+        UserWarning, match=r"`save_state\(exclude_frozen_parameters=\.\.\.\)` has no"
+    ):
+        accelerator.save_state(tmp_path, exclude_frozen_parameters=True)
+    with pytest.warns(UserWarning, match=r"`load_state\(load_module_strict=\.\.\.\)` has no"):
+        accelerator.load_state(tmp_path, load_module_strict=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        accelerator.load_state(tmp_path, {"weights_only": True}, map_location="cpu")
+
+
+def test_what_was_left_out_and_kept_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(nn.Linear(2, 1))
+    accelerator.save_state(tmp_path)
+    other = Accelerator(cpu=True)
+    model = nn.Sequential(nn.Linear(2, 1))
+    model.bias = nn.Parameter(torch.zeros(1))
+    other.prepare(model)
+    other.load_state(tmp_path, strict=False)
+    said = capsys.readouterr().out
+    assert "of the model 1 entries are left out (`weight`), and 2 keep their values" in said
+
+
+def _reduced(rank: int) -> list[float]:
+    accelerator, own = Accelerator(cpu=True), torch.tensor(2.0 + rank)
+    return [accelerator.reduce(own, kind).item() for kind in ("max", "min", "prod", "none")]
+
+
+def test_reductions_do_what_they_are_called() -> None:
+    assert run_ranks(2, _reduced) == [[3.0, 2.0, 6.0, 2.0], [3.0, 2.0, 6.0, 3.0]]
+
+
+def _two(rank: int, folder: Path) -> list[str]:
+    """Return what two processes are told."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        accelerator = Accelerator(cpu=True, split_batches=True)
+    said = [str(each.message) for each in seen]
+    model = accelerator.prepare(nn.Linear(1, 1))
+    inner: Any = accelerator.unwrap_model(model)
+    with LocalSGD(accelerator, model, 1):  # alike at each step
+        accelerator.save_state(folder)
+    with LocalSGD(accelerator, model, 3):
+        with torch.no_grad():
+            inner.weight.fill_(rank)
+        try:
+            accelerator.save_state(folder)
+        except DistributedError as error:
+            said.append(str(error))
+        accelerator.save_state(folder, check_replicas=False)
+    return [*said, str(inner.weight.item())]
+
+
+def test_what_differs_between_processes_is_said(tmp_path: Path) -> None:
+    for told in run_ranks(2, _two, tmp_path):
+        divided, unlike, weight = told
+        assert "has no effect, as in Accelerate since 1.0" in divided
+        assert "The processes hold different models in `save_state`" in unlike
+        assert weight == "0.5"
+
+
+class _Broken(torch.utils.data.IterableDataset[Any]):
+    """Fails at its sixth sample."""
+
+    def __iter__(self) -> Any:
+        for number in range(9):
+            if number == 5:
+                raise ValueError("the tape is torn")
+            yield {"x": torch.tensor([float(number)]), "name": str(number), "none": None}
+
+
+def _dispatch(rank: int) -> list[Any]:
+    config = DataLoaderConfiguration(dispatch_batches=True)
+    accelerator = Accelerator(cpu=True, dataloader_config=config)
+    found: list[Any] = []
+    loader = DataLoader(_Broken(), 1, collate_fn=_as_lists)
+    try:
+        for batch in accelerator.prepare(loader):
+            row = batch["x"].flatten().tolist(), batch["name"], batch["none"]
+            found.append(row)
+    except (DataError, ValueError) as error:
+        found.append(str(error))
+    return found
+
+
+def _as_lists(samples: list[Any]) -> Any:
+    rows = torch.stack([sample["x"] for sample in samples])
+    return {"x": rows, "name": [sample["name"] for sample in samples], "none": None}
+
+
+def test_what_process_0_cannot_read_ends_all() -> None:
+    first, second = run_ranks(2, _dispatch)
+    assert first[0] == ([0.0], ["0"], None)
+    assert second[0] == ([1.0], ["1"], None)
+    assert "the tape is torn" in first[-1]
+    assert second[-1].startswith("Process 0 could not read its next batch")
+
+
+def _resumed(rank: int, folder: Path) -> tuple[Any, Any]:
+    """Return the rest of a dispatched pass as it was, and as it is after a resume."""
+    found = []
+    for stop in (2, None):
+        torch.manual_seed(0)
+        config = DataLoaderConfiguration(dispatch_batches=True)
+        accelerator = Accelerator(cpu=True, dataloader_config=config)
+        loader = accelerator.prepare(DataLoader(numbers(17), 2, shuffle=True))
+        if stop is None:
+            accelerator.load_state(folder)
+        seen = []
+        for count, (batch,) in enumerate(
+            accelerator.skip_first_batches(loader, 2 - (stop or 0)), 1
+        ):
+            seen.append(batch.flatten().tolist())
+            if count == stop:
+                accelerator.save_state(folder)
+        for (batch,) in loader:
+            seen.append(batch.flatten().tolist())
+            break  # process 0 has read on
+        found.append(seen)
+    return found[0][2:], found[1]
+
+
+def test_a_dispatched_pass_goes_on_where_it_was(tmp_path: Path) -> None:
+    for before, after in run_ranks(2, _resumed, tmp_path):
+        assert len(before) == 4  # three of the pass, and one of the next
+        assert after == before
+
+
+def test_weights_and_biases_is_a_tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    accelerator = Accelerator(cpu=True, log_with="wandb")
+    options = {"wandb": {"dir": str(tmp_path), "name": "first"}}
+    accelerator.init_trackers("project", config={"lr": 0.1}, init_kwargs=options)
+    accelerator.log({"loss": 1.0}, step=1)
+    (tracker,) = accelerator.trackers
+    assert tracker.name == "wandb"
+    assert accelerator.get_tracker("wandb", unwrap=True) is tracker.tracker
+    assert tracker.tracker.config["lr"] == 0.1
+    accelerator.end_training()
