@@ -117,6 +117,7 @@ class Member:
             "t": "a debugger holds it",
             "D": "it waits for a disk or a file system",
             "Z": "it has ended",
+            "R": "it holds the interpreter lock, or the machine is too busy to run it",
         }.get("".join(_stat(self.pid)[:1]), "it holds the interpreter lock, and lets nobody in")
 
     def is_stopped(self, state: str = "T") -> bool:
