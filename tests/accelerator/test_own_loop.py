@@ -76,6 +76,7 @@ def test_settings_that_cannot_work_are_said_at_once() -> None:
         ({"rng_types": ["xla"]}, "`rng_types` must be one of generator, torch, cuda"),
         ({"kwargs_handlers": [object()]}, "has a `object`"),
         ({"fsdp_plugin": object()}, r"Pass `strategy=trainkit\.strategies\.FSDP"),
+        ({"strategy": "auto"}, "`strategy` is a `str`"),
         ({"split_batches": True, "dataloader_config": DataLoaderConfiguration()}, "both given"),
         (
             {

@@ -139,7 +139,8 @@ class AcceleratorConfig:
         given = self.strategy or self.fsdp_plugin
         if given is not None and not isinstance(given, Strategy):
             raise ConfigError(
-                f"`fsdp_plugin` is a `{type(given).__name__}`, but sharding is asked for by a "
+                f"`{'strategy' if self.strategy else 'fsdp_plugin'}` is a "
+                f"`{type(given).__name__}`, but sharding is asked for by a "
                 "strategy. Pass `strategy=trainkit.strategies.FSDP(...)`."
             )
         asked = None if given is not None else sharding()
