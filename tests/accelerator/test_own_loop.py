@@ -77,6 +77,7 @@ def test_settings_that_cannot_work_are_said_at_once() -> None:
         ({"rng_types": ["xla"]}, "`rng_types` must be one of generator, torch, cuda"),
         ({"kwargs_handlers": [object()]}, "has a `object`"),
         ({"fsdp_plugin": object()}, r"pass `strategy=trainkit\.strategies\.FSDP"),
+        ({"strategy": "auto"}, "`strategy` is a `str`"),
         ({"dynamo_backend": "eager", "dynamo_plugin": TorchDynamoPlugin()}, "not both"),
         (
             {

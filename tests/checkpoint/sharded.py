@@ -77,7 +77,7 @@ def mesh_of(shape: tuple[int, ...]) -> Any:
 
 def save_sharded(rank: int, directory: Path, shape: tuple[int, ...], placements: list[Any]) -> Path:
     """Save the state, as one of the processes of a mesh."""
-    processes = Processes.start()
+    processes = Processes.start(device=torch.device("cpu"))
     parts, _ = split(sharded_parts(mesh_of(shape), placements), rank)
     return CheckpointStore(directory).save(
         120,

@@ -62,7 +62,7 @@ def test_each_process_writes_what_it_holds_once(
 
 
 def load_sharded(rank: int, path: Path, shape: tuple[int, ...], placements: list[Any]) -> list[int]:
-    Processes.start()
+    Processes.start(device=torch.device("cpu"))
     like = sharded_parts(mesh_of(shape), placements)
     like["optimizer"] = {"state": {"embed": like["model"]["embed"]}}
     read: list[int] = []
@@ -113,7 +113,7 @@ def test_any_mesh_reads_what_others_wrote(
 def load_large(rank: int, path: Path) -> tuple[int, int, Tensor]:
     from torch.distributed.tensor import zeros
 
-    Processes.start()
+    Processes.start(device=torch.device("cpu"))
     like = {"weight": zeros((400, 10), device_mesh=mesh_of((2,)), placements=[Shard(1)])}
     largest, allocated = [0], [0]
     original, plain = HashedFile.read_into, torch.empty
@@ -147,7 +147,7 @@ def test_a_process_keeps_no_more_than_its_slices(tmp_path: Path) -> None:
 def read_view(rank: int, path: Path) -> None:
     from torch.distributed.tensor import zeros
 
-    Processes.start()
+    Processes.start(device=torch.device("cpu"))
     like = {"rows": zeros((5, 3), device_mesh=mesh_of((2,)), placements=[Shard(0)])}
     rows = CheckpointStore(path.parent).open(path).read("model", like)["rows"]
     assert isinstance(rows, DTensor)
@@ -397,7 +397,7 @@ def test_boxes_of_a_grid_are_checked_in_all_dimensions() -> None:
 
 
 def take_apart(rank: int) -> tuple[list[int], str, str]:
-    Processes.start()
+    Processes.start(device=torch.device("cpu"))
     parts = sharded_parts(mesh_of((2,)), [Shard(0)])
     mine, digest = split(parts, rank)
     assert ("model" in mine) == (rank == 0)
@@ -424,7 +424,7 @@ def test_a_snapshot_copies_local_shards_into_buffers_that_stay() -> None:
 def place_oddly(rank: int, kind: str) -> None:
     from torch.distributed.tensor import Partial
 
-    Processes.start()
+    Processes.start(device=torch.device("cpu"))
     placement = Partial() if kind == "placement" else Shard(0)
     dtype = torch.complex128 if kind == "dtype" else torch.float32
     local = torch.ones(2, dtype=dtype)

@@ -577,6 +577,7 @@ BATCH_NORM = "Expected more than 1 value per channel when training, got input si
         ("ValueError", BATCH_NORM, "`DataLoader(drop_last=True)`"),
         ("OSError", "[Errno 28] No space left on device", "disk is full"),
         ("RuntimeError", "Expected all tensors to be on the same device, but", "as buffers"),
+        ("RuntimeError", "aten.add got mixed torch.Tensor and DTensor, need", "model's forward"),
         ("ValueError", "plain", ""),
     ],
 )

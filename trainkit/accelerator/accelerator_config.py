@@ -161,8 +161,9 @@ class AcceleratorConfig:
             given = given.strategy("cpu" if self.cpu else None)
         if given is not None and not isinstance(given, Strategy):
             raise ConfigError(
-                f"`fsdp_plugin` is a `{type(given).__name__}`, but must be a "
-                "`FullyShardedDataParallelPlugin`. Take it from trainkit, or pass "
+                f"`{'strategy' if self.strategy else 'fsdp_plugin'}` is a "
+                f"`{type(given).__name__}`, but must be a strategy, or a "
+                "`FullyShardedDataParallelPlugin` of trainkit. For sharding pass "
                 "`strategy=trainkit.strategies.FSDP(...)`."
             )
         asked = None if given is not None else sharding()

@@ -196,6 +196,8 @@ _HINTS = (
      "Python starts: what this device lacks then runs on the CPU, slowly."),
     (r"[Ee]xpected all tensors to be on the same device", "Batch, model and `loss_fn` come to the "
      "device: make others there (`device=inputs.device`), and those of modules as buffers."),
+    (r"mixed torch.Tensor and DTensor", "Sharded parameters are whole only in the model's forward: "
+     "a penalty on weights belongs there, or into the optimizer."),
     (r"(MPS|device).*float64", "This device has no float64: make the model and its inputs "
      "float32 (`.float()`), or train with `device=\"cpu\"`."),
 )  # fmt: skip
