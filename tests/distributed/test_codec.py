@@ -1,6 +1,7 @@
 """Tests of the codec: what goes in comes out, in value and type, and nothing is unpickled."""
 
 import enum
+import json
 import math
 import pickle
 import struct
@@ -230,13 +231,25 @@ def test_no_class_is_built_that_is_not_a_container() -> None:
     data = encode(Frozen("a"))
     with pytest.raises(DistributedError):
         decode(data.replace(b"Frozen", b"Color\0"))
-    evil = data.replace(
-        struct.pack("<Q", len(f"{Frozen.__module__}:Frozen"))
-        + f"{Frozen.__module__}:Frozen".encode(),
-        struct.pack("<Q", len("subprocess:Popen")) + b"subprocess:Popen",
-    )
-    with pytest.raises(DistributedError, match=r"not a container|no module imported"):
-        decode(evil)
+    name, one = b"subprocess:Popen", struct.pack("<Q", 1)
+    head = json.dumps([name.decode(), "args"]).encode()
+    for evil in (
+        b"C" + struct.pack("<Q", len(head)) + head + encode("true"),
+        b"c" + struct.pack("<Q", len(name)) + name + one + encode("args") + encode("true"),
+    ):
+        with pytest.raises(DistributedError, match=r"not a container|no module imported"):
+            decode(evil)
+    for head in (b"", b"{}", b"[]", b"[1]", b'["a"', b"[" * 60_000):
+        with pytest.raises(DistributedError, match="begins with no name"):
+            decode(b"C" + struct.pack("<Q", len(head)) + head)
+
+
+def test_containers_of_other_and_of_many_keys_come_back() -> None:
+    for keys in ((1, True, "a"), range(50), map(str, range(50))):
+        value = OrderedDict((key, str(key)) for key in keys)
+        found = decode(encode(value))
+        assert type(found) is OrderedDict
+        assert [*map(repr, found.items())] == [*map(repr, value.items())]
 
 
 @given(st.data())

@@ -6,11 +6,13 @@ transformers, torch tensors and NumPy arrays and scalars. Types are kept; classe
 among the modules already imported, never imported. Two references to one object become two.
 """
 
+import json
 import math
 import struct
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from trainkit.errors import DistributedError
 
 __all__ = ["Unencodable", "decode", "encode"]
 
+_FEW_KEYS = 32  # of an object whose names are remembered
 _DEEPEST = 100  # levels of nesting; a value that contains itself is deeper than any
 
 _COUNT = struct.Struct("<Q")
@@ -82,6 +85,24 @@ def decode(data: bytes, *, device: torch.device | None = None, allow_pickle: boo
     return value
 
 
+@lru_cache(256)
+def _head(*words: str) -> bytes:
+    """Return the name of a class and of its parts as bytes; objects of few kinds are sent often."""
+    return json.dumps(words).encode()
+
+
+@lru_cache(256)
+def _words(head: bytes) -> tuple[str, ...]:
+    """Return what `_head` made bytes of."""
+    try:
+        words = json.loads(head)
+    except (ValueError, RecursionError):
+        words = None
+    if not isinstance(words, list) or not words or not all(type(word) is str for word in words):
+        raise _damaged("an object begins with no name")
+    return tuple(words)
+
+
 class _Encoder:
     """Appends the form of each value to `chunks`: a tag of one byte, then its content."""
 
@@ -117,16 +138,19 @@ class _Encoder:
         """Append a tag and bytes after their number."""
         self.chunks += (tag + _COUNT.pack(len(data)), data)
 
-    def put_object(self, tag: bytes, value: Any) -> None:
+    def put_object(self, value: Any) -> None:
         """Append an object that `tree` takes apart."""
         name = tree.name_of(type(value)) if tree.is_named(type(value)) else None
         if name is None or tree.has_more_state(value):
             self.put_foreign(value)
             return
         keys, values = tree.parts(value)
-        self.put_bytes(tag, name.encode())
-        self.chunks.append(_COUNT.pack(len(keys)))
-        self.put_items(keys, keys)
+        if len(keys) <= _FEW_KEYS and all(type(key) is str for key in keys):
+            self.put_bytes(b"C", _head(name, *keys))
+        else:
+            self.put_bytes(b"c", name.encode())
+            self.chunks.append(_COUNT.pack(len(keys)))
+            self.put_items(keys, keys)
         self.put_items(keys, values)
 
     def _put_instance(self, value: Any) -> None:
@@ -139,7 +163,7 @@ class _Encoder:
         elif numpy is not None and type(value) is numpy.ndarray:
             _put_array(self, b"a", value)
         else:
-            self.put_object(b"c", value)
+            self.put_object(value)
 
     def put_foreign(self, value: Any) -> None:
         """Append an object that has no form here, if it may be pickled."""
@@ -328,9 +352,17 @@ def _get_defaultdict(decoder: _Decoder) -> defaultdict[Any, Any]:
 
 
 def _get_object(decoder: _Decoder) -> Any:
-    cls = _class(bytes(decoder.take_counted()).decode())
-    keys = decoder.items()
-    values = decoder.items(len(keys))
+    name, *keys = _words(bytes(decoder.take_counted()))
+    return _built(decoder, name, keys)
+
+
+def _get_object_of_any_keys(decoder: _Decoder) -> Any:
+    name = bytes(decoder.take_counted()).decode()
+    return _built(decoder, name, decoder.items())
+
+
+def _built(decoder: _Decoder, name: str, keys: list[Any]) -> Any:
+    cls, values = _class(name), decoder.items(len(keys))
     if not tree.is_named(cls):
         raise _damaged(f"`{cls.__qualname__}` is not a container")
     return tree.build(cls, keys, values)
@@ -410,7 +442,8 @@ _READERS: dict[bytes, Callable[[_Decoder], Any]] = {
     b"z": lambda decoder: frozenset(decoder.items()),
     b"d": _get_dict,
     b"D": _get_defaultdict,
-    b"c": _get_object,
+    b"C": _get_object,
+    b"c": _get_object_of_any_keys,
     b"x": lambda decoder: _get_tensor(decoder, remote=False),
     b"X": lambda decoder: _get_tensor(decoder, remote=True),
     b"a": _get_array,
