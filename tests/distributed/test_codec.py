@@ -1,7 +1,6 @@
 """Tests of the codec: what goes in comes out, in value and type, and nothing is unpickled."""
 
 import enum
-import json
 import math
 import pickle
 import struct
@@ -231,17 +230,12 @@ def test_no_class_is_built_that_is_not_a_container() -> None:
     data = encode(Frozen("a"))
     with pytest.raises(DistributedError):
         decode(data.replace(b"Frozen", b"Color\0"))
-    name, one = b"subprocess:Popen", struct.pack("<Q", 1)
-    head = json.dumps([name.decode(), "args"]).encode()
-    for evil in (
-        b"C" + struct.pack("<Q", len(head)) + head + encode("true"),
-        b"c" + struct.pack("<Q", len(name)) + name + one + encode("args") + encode("true"),
-    ):
+    for head in (encode(["subprocess:Popen", "args"]), encode(["subprocess:Popen"] + ["a"] * 500)):
         with pytest.raises(DistributedError, match=r"not a container|no module imported"):
-            decode(evil)
-    for head in (b"", b"{}", b"[]", b"[1]", b'["a"', b"[" * 60_000):
-        with pytest.raises(DistributedError, match="begins with no name"):
-            decode(b"C" + struct.pack("<Q", len(head)) + head)
+            decode(b"c" + struct.pack("<Q", len(head)) + head + encode("true") * 500)
+    for head in (b"", encode({}), encode([]), encode([1]), encode([1] * 500), encode("a")[:-1]):
+        with pytest.raises(DistributedError, match="damaged"):
+            decode(b"c" + struct.pack("<Q", len(head)) + head)
 
 
 def test_containers_of_other_and_of_many_keys_come_back() -> None:

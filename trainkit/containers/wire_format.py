@@ -6,7 +6,6 @@ transformers, torch tensors and NumPy arrays and scalars. Types are kept; classe
 among the modules already imported, never imported. Two references to one object become two.
 """
 
-import json
 import math
 import struct
 import sys
@@ -24,7 +23,6 @@ from trainkit.errors import DistributedError
 
 __all__ = ["Unencodable", "decode", "encode"]
 
-_FEW_KEYS = 32  # of an object whose names are remembered
 _DEEPEST = 100  # levels of nesting; a value that contains itself is deeper than any
 
 _COUNT = struct.Struct("<Q")
@@ -85,24 +83,6 @@ def decode(data: bytes, *, device: torch.device | None = None, allow_pickle: boo
     return value
 
 
-@lru_cache(256)
-def _head(*words: str) -> bytes:
-    """Return the name of a class and of its parts as bytes; objects of few kinds are sent often."""
-    return json.dumps(words).encode()
-
-
-@lru_cache(256)
-def _words(head: bytes) -> tuple[str, ...]:
-    """Return what `_head` made bytes of."""
-    try:
-        words = json.loads(head)
-    except (ValueError, RecursionError):
-        words = None
-    if not isinstance(words, list) or not words or not all(type(word) is str for word in words):
-        raise _damaged("an object begins with no name")
-    return tuple(words)
-
-
 class _Encoder:
     """Appends the form of each value to `chunks`: a tag of one byte, then its content."""
 
@@ -145,12 +125,7 @@ class _Encoder:
             self.put_foreign(value)
             return
         keys, values = tree.parts(value)
-        if len(keys) <= _FEW_KEYS and all(type(key) is str for key in keys):
-            self.put_bytes(b"C", _head(name, *keys))
-        else:
-            self.put_bytes(b"c", name.encode())
-            self.chunks.append(_COUNT.pack(len(keys)))
-            self.put_items(keys, keys)
+        self.put_bytes(b"c", encode([name, *keys], allow_pickle=self._allow_pickle))
         self.put_items(keys, values)
 
     def _put_instance(self, value: Any) -> None:
@@ -351,21 +326,18 @@ def _get_defaultdict(decoder: _Decoder) -> defaultdict[Any, Any]:
     return defaultdict(factory, _get_dict(decoder))
 
 
+_decode_names = lru_cache(32)(decode)
+"""Reads the names in front of an object; those of few kinds come often."""
+
+
 def _get_object(decoder: _Decoder) -> Any:
-    name, *keys = _words(bytes(decoder.take_counted()))
-    return _built(decoder, name, keys)
-
-
-def _get_object_of_any_keys(decoder: _Decoder) -> Any:
-    name = bytes(decoder.take_counted()).decode()
-    return _built(decoder, name, decoder.items())
-
-
-def _built(decoder: _Decoder, name: str, keys: list[Any]) -> Any:
-    cls, values = _class(name), decoder.items(len(keys))
+    names = _decode_names(bytes(decoder.take_counted()), allow_pickle=decoder.allow_pickle)
+    if type(names) is not list or not names or type(names[0]) is not str:
+        raise _damaged("an object begins with no name")
+    cls, values = _class(names[0]), decoder.items(len(names) - 1)
     if not tree.is_named(cls):
         raise _damaged(f"`{cls.__qualname__}` is not a container")
-    return tree.build(cls, keys, values)
+    return tree.build(cls, names[1:], values)
 
 
 def _class(name: str) -> type:
@@ -409,10 +381,8 @@ def _get_object_array(decoder: _Decoder) -> Any:
     import numpy
 
     shape = decoder.shape()
-    array = numpy.empty(math.prod(shape), dtype=object)
-    for index, item in enumerate(decoder.items(math.prod(shape))):
-        array[index] = item
-    return array.reshape(shape)
+    items = decoder.items(math.prod(shape))
+    return numpy.fromiter(items, object, len(items)).reshape(shape)
 
 
 def _get_pickle(decoder: _Decoder) -> Any:
@@ -442,8 +412,7 @@ _READERS: dict[bytes, Callable[[_Decoder], Any]] = {
     b"z": lambda decoder: frozenset(decoder.items()),
     b"d": _get_dict,
     b"D": _get_defaultdict,
-    b"C": _get_object,
-    b"c": _get_object_of_any_keys,
+    b"c": _get_object,
     b"x": lambda decoder: _get_tensor(decoder, remote=False),
     b"X": lambda decoder: _get_tensor(decoder, remote=True),
     b"a": _get_array,
