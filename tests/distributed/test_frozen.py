@@ -314,6 +314,7 @@ def _vanish(rank: int) -> None:
 
 
 @LINUX
+@pytest.mark.e2e
 def test_a_machine_that_is_gone_is_not_called_killed(tmp_path: Path) -> None:
     job = _run(2, tmp_path, _vanish)
     assert job.codes == {0: EXIT_OTHER_FAILED, 1: EXIT_OTHER_FAILED}, job.log()
