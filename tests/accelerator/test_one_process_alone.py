@@ -111,6 +111,7 @@ def _contents(folder: Path) -> dict[str, bytes]:
     return {name: files[name] for name in entry.manifest.files}
 
 
+@pytest.mark.e2e
 def test_samples_and_streams_come_back_where_process_0_saved_alone(tmp_path: Path) -> None:
     run_ranks(2, _loop, tmp_path, {2: [0]})
     first = run_ranks(2, _draw, tmp_path / "2")
@@ -328,6 +329,7 @@ def _elsewhere(rank: int, folder: Path) -> None:
             time.sleep(0.01)
 
 
+@pytest.mark.e2e
 def test_what_cannot_be_told_is_an_error_after_the_time_out(tmp_path: Path) -> None:
     run_ranks(2, _elsewhere, tmp_path)
 
