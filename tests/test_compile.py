@@ -140,6 +140,9 @@ def test_a_model_wrapped_by_torch_compile_is_refused() -> None:
 
 
 @pytest.mark.slow
-def test_inductor() -> None:
+def test_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch._inductor.config  # takes a second
+
+    monkeypatch.setattr(torch._inductor.config, "compile_threads", 1)  # no pool that stays
     assert json.dumps(sorted(train(Network(), True))) == json.dumps(sorted(train(Network(), False)))
     assert equal(train(Network(), True), train(Network(), False))

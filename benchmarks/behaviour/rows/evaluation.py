@@ -37,7 +37,7 @@ def _flat(value: Any) -> list[Any]:
         value = value.tolist()
     if isinstance(value, list | tuple):
         if value and all(isinstance(number, int | float) for number in value):
-            return [[number for number in value if number not in (0, -100)]]
+            return [[x for x in value if not math.isnan(x) and x not in (0, -100)]]  # no filling
         return [row for part in value for row in _flat(part)]
     return [value]
 
