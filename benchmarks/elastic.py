@@ -72,6 +72,8 @@ class Mine(Trainer):
     def training_step(self, model, batch):
         inputs, targets, numbers = batch
         time.sleep(PAUSE)
+        while self.run.processes.num_processes == 1 and os.path.exists("wait-for-others"):
+            time.sleep(0.05)
         if not self.run.zero_weight:
             state = self.run.state
             place = dict(step=state.step, epoch=state.epoch)

@@ -1,5 +1,6 @@
 """Checks around every test, and the imports that forked processes would pay for one by one."""
 
+import gc
 import os
 import shutil
 import tempfile
@@ -21,6 +22,10 @@ _ENOUGH = 4 << 30  # bytes
 if "TMPDIR" not in os.environ and _MEMORY.is_dir() and shutil.disk_usage(_MEMORY).free > _ENOUGH:
     # A checkpoint waits for the disk ten times; on a busy machine that is most of a test's time.
     os.environ["TMPDIR"] = tempfile.tempdir = str(_MEMORY)
+
+# What a test left to the garbage collector, such as a process group with threads, is not for a
+# child of a later test to end: it would wait for threads that it does not have.
+os.register_at_fork(after_in_child=gc.freeze)
 
 _AUDIT = Audit()  # before trainkit is imported
 

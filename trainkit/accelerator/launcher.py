@@ -1,6 +1,7 @@
 """Start processes from a notebook."""
 
 import codecs
+import gc
 import multiprocessing
 import os
 import secrets
@@ -198,6 +199,7 @@ def _be_child(
     writers: Sequence[int],
 ) -> None:
     """Run `function` as one of the processes, and leave the last words."""
+    gc.freeze()  # an old process group of the notebook could wait here for threads it had there
     os.environ.update(environment)
     for number, writer in enumerate(writers[:2], 1):
         os.dup2(writer, number)

@@ -325,6 +325,7 @@ def _start_worker(worker: int) -> None:
     for signum in CAUGHT:
         signal.signal(signum, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, CAUGHT)
+    gc.freeze()  # a process group among what is inherited could wait here for threads it had there
     gc.enable()  # it may be off in the process that starts this one
     info = get_worker_info()
     assert info is not None
