@@ -13,7 +13,29 @@ LEFT_OUT: dict[str, tuple[str, ...]] = {
         "tests/test_parity.py::test_weights_equal_those_of_a_plain_loop[bf16",
         "tests/test_parity.py::test_weights_equal_those_of_a_plain_loop[fp16",
     ),
-    "expects the name of the CPU": ("tests/test_explain.py::test_it_says_what_is_trained",),
+    "expects the name of the CPU, or that there is no accelerator": (
+        "tests/test_explain.py::test_it_says_what_is_trained",
+        "tests/cli/test_launch_processes.py::test_a_file_for_gpus_is_refused_where_there_are_none",
+        "tests/cli/test_selftest.py::test_a_wrong_collective_is_named",
+    ),
+    "gives a model on the device, or its process group, tensors on the CPU": (
+        "tests/metrics/test_logits.py::test_words_that_a_token_classifier_ignores_are_ignored",
+        "tests/export/test_loading.py::test_auto_dispatch",
+        "tests/distributed/test_watch.py::test_debugging_names_who_had_which_tensor",
+        "tests/export/test_saving.py::test_a_replicated_model_is_written_by_process_0",
+    ),
+    "calls torch's `fully_shard` on a model on the CPU, which moves no parameter to such a device": (
+        "tests/export/test_loading.py::test_a_sharded_model_is_filled",
+        "tests/export/test_saving.py::test_a_sharded_model_of_transformers_loads_with_equal_logits",
+        "tests/export/test_saving.py::test_a_sharded_model_is_written_as_an_unsharded_one",
+        "tests/export/test_saving.py::test_all_processes_learn_of_a_full_disk",
+    ),
+    "compares bits of the device with bits of the CPU": (
+        "tests/export/test_fsdp.py::test_a_model_from_fsdp",
+    ),
+    "its backend of collectives has no time-out that can be changed": (
+        "tests/distributed/test_timeouts.py::test_a_collective_raises_after_the_time_out",
+    ),
     "needs sparse tensors, which this device has not": (
         "tests/test_rules_under_stress.py::test_sparse_gradients_train_on_several_processes",
         "tests/test_random_resumes.py::test_a_resumed_run_is_the_same_run[6]",
