@@ -50,7 +50,7 @@ def test_lost_work_and_the_time_between_sessions_are_told(tmp_path: Path) -> Non
         **{"step": 15.0, "data_wait": 10.0, "evaluate": 0.0, "save": 0.0},
         **{"again": 10.0, "setup": 4.0, "end": 0.0, "down": 10.0},
     }
-    assert split.share_of_clock == pytest.approx(15 / 49)
+    assert split.running == 39.0
 
 
 def test_a_session_whose_work_was_all_given_up_counts_as_lost(tmp_path: Path) -> None:

@@ -46,8 +46,15 @@ def test_the_page_of_a_real_run(tmp_path: Path) -> None:
         *("loss", "learning rate", "gradient norm", "samples per second")
     ]
     assert [series["label"] for series in data["charts"][0]["series"]] == ["loss", "eval/loss"]
-    assert data["runs"][0] == {"name": "first", "resumes": [], "skips": [2]}
-    for text in ("Where the time went", "checkpoints", "1 windows were skipped", "max_<wbr>epochs"):
+    run = data["runs"][0]
+    assert (run["name"], run["resumes"], run["skips"]) == ("first", [], [2])
+    assert run["axes"]["epoch"][-1] == [*run["axes"]["samples"][-1][:1], 1.0]
+    for text in (
+        "Where the time went",
+        "checkpoints",
+        "1 windows were skipped",
+        '"ended":"max_epochs"',
+    ):
         assert text in page
 
 
@@ -64,8 +71,10 @@ def test_two_runs_are_compared(tmp_path: Path) -> None:
     differences = page.split("Differences in configuration")[1].split("Equal in all runs")[0]
     assert "<th>seed</th><td>0</td><td>1</td>" in differences
     assert "max_grad_norm" not in differences
-    loss = _data(page)["charts"][0]["series"]
-    assert [series["run"] for series in loss] == [0, 0, 1, 1]
+    charts = _data(page)["charts"]
+    assert [chart["title"] for chart in charts][:3] == ["loss", "eval/loss", "lr"]
+    assert [series["run"] for series in charts[0]["series"]] == [0, 1]
+    assert "pid" not in differences
 
 
 def test_names_cannot_put_anything_into_the_page(tmp_path: Path) -> None:

@@ -30,10 +30,20 @@ def test_a_run_without_a_log_is_told_what_to_do(tmp_path: Path) -> None:
         read_run(tmp_path / "nowhere")
 
 
-def test_a_folder_of_runs_names_them(tmp_path: Path) -> None:
+def test_a_folder_of_runs_stands_for_those_in_it(tmp_path: Path) -> None:
+    for name in ("b", "a", "sweep/c"):
+        write_run(tmp_path / name, [line(1, loss=1.0)])
+    assert [run.name for run in read_runs([tmp_path])] == ["a", "b", "c"]
+    with pytest.raises(ConfigError, match="given twice"):
+        read_runs([tmp_path, tmp_path / "a"])
+
+
+def test_a_run_that_wrote_nothing_yet_does_not_spoil_the_report_of_others(tmp_path: Path) -> None:
     write_run(tmp_path / "a", [line(1, loss=1.0)])
-    with pytest.raises(ConfigError, match=r"holds some. Pass them one by one: .*/a"):
-        read_run(tmp_path)
+    write_run(tmp_path / "b")
+    assert [len(run.lines) for run in read_runs([tmp_path])] == [1, 0]
+    with pytest.raises(ConfigError, match="holds no line"):
+        read_runs([tmp_path / "b"])
 
 
 @pytest.mark.parametrize("text", ["", "\n\n", "dear diary\n[1]\n"])

@@ -1,5 +1,6 @@
 """Which metrics share a chart, and how a long curve becomes a short one."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -10,6 +11,8 @@ from trainkit.run_report.records import Point, RunLog
 __all__ = ["MOST_CHARTS", "Chart", "Series", "charts_of", "thin"]
 
 MOST_POINTS = 1200  # of a curve on the page
+ALL_POINTS = 150_000  # of all curves: two megabytes
+LEAST_POINTS = 50  # of each, however many there are
 MOST_MARKS = 200
 DRAWABLE = 1e100  # no axis reaches further
 MOST_CHARTS = 24  # that are shown at once
@@ -58,15 +61,19 @@ _EVALUATION = _ORDER.index("gradient norm") + 0.5  # comes after it
 
 
 def charts_of(runs: Sequence[RunLog]) -> list[Chart]:
-    """Return the charts of some runs, the most asked for first."""
+    """Return the charts of some runs, the most asked for first.
+
+    The metrics of one run may share a chart; of several, each has its own, which compares runs.
+    """
     grouped: dict[str, list[Series]] = {}
-    for number, run in enumerate(runs):
-        for name, points in _curves(run):
-            title, label = _chart_and_label(name)
-            good = [(step, _short(value)) for step, value in thin(_drawable(points))]
-            marks = [(s, str(json_value(_short(v)))) for s, v in points if not abs(v) < DRAWABLE]
-            series = Series(run=number, label=label, points=good, marks=marks[:MOST_MARKS])
-            grouped.setdefault(title, []).append(series)
+    curves = [(run, *curve) for run, log in enumerate(runs) for curve in _curves(log)]
+    most = min(MOST_POINTS, max(LEAST_POINTS, ALL_POINTS // max(1, len(curves))))
+    for run, name, points in curves:
+        title, label = _chart_and_label(name) if len(runs) == 1 else (name, name)
+        good = _short(thin(_drawable(points), most))
+        marks = [(s, str(json_value(v))) for s, v in points if not abs(v) < DRAWABLE]
+        series = Series(run=run, label=label, points=good, marks=marks[:MOST_MARKS])
+        grouped.setdefault(title, []).append(series)
     return [Chart(title, grouped[title]) for title in sorted(grouped, key=_rank)]
 
 
@@ -90,8 +97,11 @@ def _chart_and_label(name: str) -> tuple[str, str]:
 
 def _rank(title: str) -> float:
     """Return the place of a chart: loss and rates, evaluation, speed, what users log themselves."""
+    title = _TITLES.get(title, title)
     if title in _ORDER:
         return _ORDER.index(title)
+    if title.startswith("eval/"):
+        return 0.5
     return _EVALUATION if title.startswith("evaluation: ") else len(_ORDER)
 
 
@@ -99,8 +109,12 @@ def _drawable(points: Sequence[Point]) -> list[Point]:
     return [point for point in points if abs(point[1]) < DRAWABLE]
 
 
-def _short(value: float) -> float:
-    return float(f"{value:.6g}")
+def _short(points: Sequence[Point]) -> list[Point]:
+    """Return points with the digits that can be seen: 6, or more of values close to each other."""
+    values = [value for _, value in points] or [0.0]
+    size, span = max(map(abs, values)), max(values) - min(values)
+    digits = min(15, max(6, 4 + math.ceil(math.log10(size / span)))) if span > size / 1e15 else 6
+    return [(step, float(f"{value:.{digits}g}")) for step, value in points]
 
 
 def thin(points: list[Point], most: int = MOST_POINTS) -> list[Point]:

@@ -4,9 +4,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from trainkit.run_report.records import Event, RunLog, Session
+from trainkit.run_report.records import SECONDS, Event, RunLog, Session, as_number
 
-__all__ = ["PARTS", "Goodput", "Lost", "goodput", "throughput"]
+__all__ = ["PARTS", "Goodput", "Lost", "goodput", "progress", "throughput", "together"]
 
 PARTS = {
     "step": "steps that count",
@@ -48,18 +48,17 @@ class Goodput:
     @property
     def running(self) -> float:
         """Seconds in which the run existed, without the time between sessions."""
-        return sum(self.seconds.values()) - self.seconds["down"]
+        return sum(self.parts.values())
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """The seconds of the running time: all but what lies between two sessions."""
+        return {part: spent for part, spent in self.seconds.items() if part != "down"}
 
     @property
     def share(self) -> float:
         """Share of `running` that went into steps that count."""
         return self.seconds["step"] / self.running if self.running > 0 else 0.0
-
-    @property
-    def share_of_clock(self) -> float:
-        """Share of all time since the first start that went into steps that count."""
-        total = sum(self.seconds.values())
-        return self.seconds["step"] / total if total > 0 else 0.0
 
 
 def goodput(run: RunLog) -> Goodput | None:
@@ -90,6 +89,12 @@ def goodput(run: RunLog) -> Goodput | None:
     down = [0.0, *(max(0.0, b.time[0] - a.time[1]) for a, b in pairwise(sessions))]
     seconds["down"] = sum(down)
     return Goodput(seconds=seconds, divided=divided, lost=lost, down=down)
+
+
+def together(splits: Sequence[Goodput]) -> Goodput:
+    """Return the time of several runs."""
+    seconds = {part: sum(split.seconds[part] for split in splits) for part in PARTS}
+    return Goodput(seconds=seconds, divided=all(split.divided for split in splits))
 
 
 def _kept_windows(sessions: Sequence[Session]) -> list[int]:
@@ -128,6 +133,27 @@ def _waits(session: Session) -> Iterator[tuple[float, float, float]]:
         if isinstance(share, int | float):
             yield start, end, min(1.0, max(0.0, share))
         start = end
+
+
+def progress(run: RunLog) -> list[tuple[int, float, float]]:
+    """Return steps in their order, each with the samples and seconds of running time until then.
+
+    Lost work is left out, but not the time that it took. Without events the clock of the metrics
+    tells, which begins anew at each resume.
+    """
+    found: dict[int, tuple[float, float]] = {}
+    before = latest = 0.0
+    for session, kept in zip(run.sessions, _kept_windows(run.sessions), strict=True):
+        for event in session.events:
+            if event.attempts <= kept:
+                found.setdefault(event.step, (event.samples, before + event.total))
+        before += session.last.total
+    for line in run.lines if not found else ():
+        now = as_number(line.get(SECONDS))
+        before += latest if now < latest else 0.0
+        latest = now
+        found.setdefault(line["step"], (as_number(line.get("samples")), before + now))
+    return [(step, *found[step]) for step in sorted(found)]
 
 
 def _logs(session: Session) -> Iterator[Event]:

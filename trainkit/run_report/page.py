@@ -4,20 +4,23 @@ import json
 import re
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
 from html import escape
 from importlib.resources import files
+from typing import Any
 
 from trainkit.formatting import duration
-from trainkit.run_report.curves import MOST_CHARTS, Chart, charts_of
-from trainkit.run_report.goodput import PARTS, Goodput, goodput
+from trainkit.run_report.curves import MOST_CHARTS, MOST_POINTS, Chart, Series, charts_of
+from trainkit.run_report.goodput import PARTS, Goodput, goodput, together
 from trainkit.run_report.records import RunLog
-from trainkit.run_report.tables import Row, configuration, last_values, sessions, summary
+from trainkit.run_report.sweep import axes, metrics, varied
+from trainkit.run_report.tables import Row, configuration, sessions
 
 __all__ = ["make_page"]
 
 MOST_SKIPS = 60  # that are listed by step
 LEAST_SHARE = 0.0005  # of the time that is told in words
+FEW_RUNS = 6  # that are shown beside each other; more are shown below each other
+ALL_KNOTS = 20_000  # of the axes of all runs
 _SESSIONS = [
     "started",
     "from step",
@@ -33,14 +36,16 @@ def make_page(runs: Sequence[RunLog]) -> str:
     """Return the page for some runs as text."""
     splits = [goodput(run) for run in runs]
     charts = charts_of(runs)
-    title = ", ".join(run.name for run in runs)
+    is_few = len(runs) <= FEW_RUNS
+    title = ", ".join(run.name for run in runs) if is_few else f"{len(runs)} runs"
     body = [
         _header(runs),
-        _overview(runs, splits),
+        '<dl id="tiles"></dl>' if len(runs) == 1 else _card("Runs", '<div id="runs"></div>'),
+        "" if is_few else _card("Parameters", '<div id="parameters"></div>'),
         _goodput(runs, splits),
-        _curves(charts),
+        _curves(charts, several=len(runs) > 1),
         _events(runs, splits),
-        _last_values(runs),
+        _card("Last values", '<div id="values"></div>'),
         _configuration(runs),
         _notes(runs),
     ]
@@ -52,8 +57,8 @@ def make_page(runs: Sequence[RunLog]) -> str:
             f"<title>{escape(title)} - trainkit report</title>",
             f"<style>{_asset('page.css')}</style></head><body><main>",
             *(part for part in body if part),
-            f'</main><script type="application/json" id="data">{_data(runs, charts)}</script>',
-            f"<script>{_asset('page.js')}</script></body></html>\n",
+            f'</main><script type="application/json" id="data">{_data(runs, splits, charts)}',
+            f"</script><script>{_asset('page.js')}{_asset('sweep.js')}</script></body></html>\n",
         ]
     )
 
@@ -62,57 +67,52 @@ def _asset(name: str) -> str:
     return (files("trainkit.run_report") / name).read_text(encoding="utf-8")
 
 
-def _data(runs: Sequence[RunLog], charts: Sequence[Chart]) -> str:
-    """Return the curves as JSON that cannot end the element that it stands in."""
+def _data(runs: Sequence[RunLog], splits: Sequence[Goodput | None], charts: Sequence[Chart]) -> str:
+    """Return the curves and the table of runs as JSON that cannot end its element."""
+    most = max(20, min(MOST_POINTS, ALL_KNOTS // len(runs)))
     data = {
-        "runs": [{"name": run.name, "resumes": run.resumes, "skips": run.skips} for run in runs],
-        "charts": [asdict(chart) for chart in charts],
+        "runs": [
+            {
+                **{"name": run.name, "resumes": run.resumes, "skips": run.skips},
+                **{"axes": axes(run, most), "counters": run.counters},
+                "seconds": split and split.running,
+                "goodput": split.share if split and split.divided else None,
+                "ended": run.sessions[-1].ending if run.sessions else None,
+            }
+            for run, split in zip(runs, splits, strict=True)
+        ],
+        "charts": charts,
+        "metrics": metrics(runs),
+        "varied": [{"name": row.name, "values": row.values} for row in varied(runs)],
     }
-    return json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    text = json.dumps(data, default=_fields, allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c")
+
+
+def _fields(part: Chart | Series) -> dict[str, Any]:
+    return {name: getattr(part, name) for name in part.__slots__}
 
 
 def _header(runs: Sequence[RunLog]) -> str:
-    names = "".join(
-        f'<li><button class="run" data-run="{index}" style="--c:var(--s{index % 8})">'
-        f"{escape(run.name)}</button></li>"
-        for index, run in enumerate(runs)
-    )
     heading = escape(runs[0].name) if len(runs) == 1 else f"{len(runs)} runs"
-    listed = "" if len(runs) == 1 else f'<ul class="runs">{names}</ul>'
     made = time.strftime("%Y-%m-%d %H:%M")
     return (
         f'<header><div><p class="kicker">trainkit report, {made}</p><h1>{heading}</h1></div>'
-        f'<button id="theme" title="light or dark">light / dark</button></header>{listed}'
+        f'<button id="theme" title="light or dark">light / dark</button></header>'
     )
 
 
-def _overview(runs: Sequence[RunLog], splits: Sequence[Goodput | None]) -> str:
-    rows = [dict(summary(run, split)) for run, split in zip(runs, splits, strict=True)]
-    if len(runs) == 1:
-        tiles = "".join(
-            f"<div><dt>{_breakable(name)}</dt><dd>{_breakable(value)}</dd></div>"
-            for name, value in rows[0].items()
-        )
-        return f'<dl class="tiles">{tiles}</dl>'
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    cells = [
-        [run.name, *(row.get(name, "") for name in names)]
-        for run, row in zip(runs, rows, strict=True)
-    ]
-    return _card("Runs", _table(["run", *names], cells))
-
-
 def _goodput(runs: Sequence[RunLog], splits: Sequence[Goodput | None]) -> str:
-    bars = [
-        _bar(run.name if len(runs) > 1 else "", split)
-        for run, split in zip(runs, splits, strict=True)
-        if split is not None
-    ]
-    if not bars:
+    names = [run.name if len(runs) > 1 else "" for run in runs]
+    known = [(name, split) for name, split in zip(names, splits, strict=True) if split is not None]
+    if len(known) > FEW_RUNS:
+        known = [(f"{len(known)} runs together", together([split for _, split in known]))]
+    if not known:
         return _card("Where the time went", f'<p class="hint">{_NO_EVENTS}</p>')
-    undivided = any(split is not None and not split.divided for split in splits)
+    undivided = any(not split.divided for _, split in known)
     hint = f'<p class="hint">{_UNDIVIDED}</p>' if undivided else ""
-    return _card("Where the time went", "".join(bars) + hint)
+    bars = "".join(_bar(name, split) for name, split in known)
+    return _card("Where the time went", bars + hint)
 
 
 _NO_EVENTS = (
@@ -127,8 +127,8 @@ _UNDIVIDED = (
 
 def _bar(name: str, split: Goodput) -> str:
     """Return a bar of the parts of a run's time, and the parts in words."""
-    total = sum(split.seconds.values()) or 1.0
-    parts = [(part, spent) for part, spent in split.seconds.items() if spent > 0]
+    total = split.running or 1.0
+    parts = [(part, spent) for part, spent in split.parts.items() if spent > 0]
     words = PARTS | ({} if split.divided else {"step": "training, undivided"})
     blocks = "".join(
         f'<i class="{part}" style="flex:{spent / total:.6f}" '
@@ -141,10 +141,12 @@ def _bar(name: str, split: Goodput) -> str:
         for part, spent in parts
         if spent > LEAST_SHARE * total
     )
-    label = f"{100 * split.share:.1f} %" if split.divided else f"{duration(split.running)}"
-    says = "of the running time went into steps that count" if split.divided else "running time"
-    if split.divided and split.seconds["down"] > 0:
-        says += f"; {100 * split.share_of_clock:.1f} % counting the time between the sessions"
+    label = f"{100 * split.share:.1f} %" if split.divided else duration(split.running)
+    says = "running time"
+    if split.divided:
+        says = f"of {duration(split.running)} running time went into steps that count"
+    if (down := split.seconds["down"]) > 0:
+        says += f"; {duration(down)} more lay between the sessions"
     heading = f"<h3>{escape(name)}</h3>" if name else ""
     return (
         f'{heading}<p class="goodput"><b>{label}</b> {says}</p><div class="bar">{blocks}</div>'
@@ -152,7 +154,7 @@ def _bar(name: str, split: Goodput) -> str:
     )
 
 
-def _curves(charts: Sequence[Chart]) -> str:
+def _curves(charts: Sequence[Chart], *, several: bool) -> str:
     if not charts:
         return _card("Curves", '<p class="hint">Nothing was logged yet.</p>')
     places = [
@@ -161,9 +163,9 @@ def _curves(charts: Sequence[Chart]) -> str:
     shown, rest = "".join(places[:MOST_CHARTS]), "".join(places[MOST_CHARTS:])
     more = f'<details><summary>More metrics</summary><div class="charts">{rest}</div></details>'
     tools = (
-        '<p class="hint">Drag over a chart to look closer, double-click to see all. Click a name '
-        'to hide its curve. <label><input type="range" id="smooth" min="0" max="0.98" step="0.02" '
-        'value="0"> smoothing</label><span id="key"></span></p>'
+        f'<p class="hint">Drag over a chart to look closer, double-click to see all. Click a '
+        f"{'curve to highlight its run' if several else 'name to hide its curve'}. "
+        '<span id="key"></span></p><div id="tools" class="tools"></div>'
         "<noscript>The curves are drawn by the script of this page.</noscript>"
     )
     section = f'{tools}<div class="charts">{shown}</div>{more if rest else ""}'
@@ -181,7 +183,8 @@ def _events(runs: Sequence[RunLog], splits: Sequence[Goodput | None]) -> str:
         if content:
             heading = f"<h3>{escape(run.name)}</h3>" if len(runs) > 1 else ""
             parts.append(heading + content)
-    return _card("Resumes and skipped steps", "".join(parts)) if parts else ""
+    told = f'<div class="tall">{"".join(parts)}</div>' if parts else ""
+    return _card("Resumes and skipped steps", told)
 
 
 def _skips(run: RunLog) -> str:
@@ -193,38 +196,22 @@ def _skips(run: RunLog) -> str:
     )
 
 
-def _last_values(runs: Sequence[RunLog]) -> str:
-    rows = [[name, *(_triple(cell) for cell in cells)] for name, cells in last_values(runs)]
-    head = (
-        ["metric", *(run.name for run in runs)]
-        if len(runs) > 1
-        else ["metric", "last, and lowest to highest"]
-    )
-    return _card("Last values", _table(head, rows, raw=True)) if rows else ""
-
-
-def _triple(cell: tuple[str, str, str]) -> str:
-    last, lowest, highest = cell
-    return f"<b>{last}</b> <small>{lowest} to {highest}</small>" if last else ""
-
-
 def _configuration(runs: Sequence[RunLog]) -> str:
     groups = configuration(runs)
-    head = ["", *(run.name for run in runs)] if len(runs) > 1 else []
     if len(runs) == 1:
-        content = "".join(_group(name, rows, head) for name, rows in groups.items())
+        content = "".join(_group(name, rows) for name, rows in groups.items())
         return _card("Configuration", f'<div class="groups">{content}</div>') if content else ""
     differing = [row for rows in groups.values() for row in rows if row.differs]
     equal = {name: [row for row in rows if not row.differs] for name, rows in groups.items()}
-    same = "".join(_group(name, rows, []) for name, rows in equal.items() if rows)
+    same = "".join(_group(name, rows) for name, rows in equal.items() if rows)
     cells = [[row.name, *row.cells] for row in differing]
-    found = _table(head, cells) if cells else '<p class="hint">None.</p>'
+    found = _compared(runs, cells) or '<p class="hint">None.</p>'
     return _card("Differences in configuration", found) + _card(
         "Equal in all runs", f'<div class="groups">{same}</div>' if same else ""
     )
 
 
-def _group(name: str, rows: Sequence[Row], head: Sequence[str]) -> str:
+def _group(name: str, rows: Sequence[Row]) -> str:
     body = "".join(
         f"<tr{' class=default' if row.is_default else ''}><th>{_breakable(row.name)}</th>"
         f"<td>{_breakable(row.cells[0])}</td></tr>"
@@ -251,13 +238,21 @@ def _card(title: str, content: str) -> str:
     return f"<section><h2>{escape(title)}</h2>{content}</section>" if content else ""
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]], *, raw: bool = False) -> str:
-    """Return a table whose first column names the rows; `raw`: the other cells are HTML."""
+def _compared(runs: Sequence[RunLog], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table with a column for each run, and where they are many with a row for each."""
+    table: list[Sequence[str]] = [["run", *(run.name for run in runs)], *rows]
+    if len(runs) > FEW_RUNS:
+        table = list(zip(*table, strict=True))
+    return _table(table[0], table[1:]) if rows else ""
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table whose first column names the rows."""
     top = "".join(f"<th>{escape(cell)}</th>" for cell in head)
     body = "".join(
         f"<tr><th>{escape(first)}</th>"
-        + "".join(f"<td>{cell if raw else escape(cell)}</td>" for cell in rest)
+        + "".join(f"<td>{escape(cell)}</td>" for cell in rest)
         + "</tr>"
         for first, *rest in rows
     )
-    return f'<div class="wide"><table><thead><tr>{top}</tr></thead>{body}</table></div>'
+    return f'<div class="wide tall"><table><thead><tr>{top}</tr></thead>{body}</table></div>'

@@ -10,11 +10,11 @@ from typing import Any, TypeAlias
 
 from trainkit.errors import ConfigError
 
-__all__ = ["Event", "Point", "RunLog", "Session", "read_run", "read_runs"]
+__all__ = ["Event", "Point", "RunLog", "Session", "as_number", "read_run", "read_runs"]
 
 METRICS = "metrics.jsonl"
-NOT_CURVES = {"step", "epoch", "samples", "kind", "skipped_steps", "time/seconds"}
-SHOWN_PLACES = 5
+SECONDS = "time/seconds"
+NOT_CURVES = {"step", "epoch", "samples", "kind", "skipped_steps", SECONDS}
 
 Point: TypeAlias = tuple[int, float]
 """A step and a value."""
@@ -56,7 +56,7 @@ class Session:
     @property
     def time(self) -> tuple[float, float]:
         """When it began and was last heard of, in seconds since 1970."""
-        begin = _number(self.start.values.get("time")) - self.start.total
+        begin = as_number(self.start.values.get("time")) - self.start.total
         return begin, begin + self.last.total
 
     @property
@@ -97,7 +97,7 @@ class RunLog:
         found: dict[str, list[Point]] = {}
         for line in self.lines:
             for name, value in line.items():
-                if name not in NOT_CURVES and (number := _number(value, None)) is not None:
+                if name not in NOT_CURVES and (number := as_number(value, None)) is not None:
                     found.setdefault(name, []).append((line["step"], number))
         return found
 
@@ -116,21 +116,39 @@ class RunLog:
         """What the run was made of when it was last started; empty where nobody wrote it."""
         return self.sessions[-1].start.values if self.sessions else {}
 
+    @cached_property
+    def hparams(self) -> Mapping[str, Any]:
+        """The hyperparameters; those of a loop of one's own stand in a file beside the metrics."""
+        said = self.facts.get("hparams")
+        if said is None:
+            file = self.path.with_name(f"{self.path.stem}.hparams.json")
+            try:
+                said = json.loads(file.read_bytes())
+            except (OSError, ValueError):
+                said = None
+        return said if isinstance(said, Mapping) else {}
+
     @property
     def counters(self) -> dict[str, int]:
-        """`step`, `epoch`, `samples` as they were last written."""
+        """Those of `step`, `epoch`, `samples` that are known, as they were last written."""
         ends = [self.sessions[-1].last.values] if self.sessions else []
         source = [*self.lines[-1:], *ends][-1] if self.lines or ends else {}
-        return {name: int(_number(source.get(name))) for name in ("step", "epoch", "samples")}
+        names = [name for name in ("step", "epoch", "samples") if name in source]
+        return {name: int(as_number(source[name])) for name in names}
 
 
 def read_runs(paths: Iterable[Path]) -> list[RunLog]:
     """Read several runs, and call each by the shortest end of its path that no other has.
 
+    A folder of runs stands for those in it, up to two levels deep. A run that has written nothing
+    yet is empty.
+
     Raises:
-        ConfigError: One of them has no log, or was named twice.
+        ConfigError: One of them has no log, none has a line, or one was named twice.
     """
-    runs = [read_run(path) for path in paths]
+    runs = [_read(run) for path in paths for run in _places(path)]
+    if not any(run.lines or run.sessions for run in runs):
+        raise ConfigError(_nothing(runs[0]))
     places = [run.path.resolve() for run in runs]
     twice = [run.path for run, place in zip(runs, places, strict=True) if places.count(place) > 1]
     if twice:
@@ -157,6 +175,28 @@ def read_run(path: Path) -> RunLog:
     Raises:
         ConfigError: There is no log, or nothing in it can be read.
     """
+    run = _read(path)
+    if not (run.lines or run.sessions):
+        raise ConfigError(_nothing(run))
+    return run
+
+
+def _places(path: Path) -> list[Path]:
+    """Return the runs that a path stands for: itself, or those below it."""
+    if (path / METRICS).is_file():
+        return [path]
+    below = [*path.glob(f"*/{METRICS}"), *path.glob(f"*/*/{METRICS}")]
+    return sorted(found.parent for found in below) or [path]
+
+
+def _nothing(run: RunLog) -> str:
+    return (
+        f"`{run.path}` holds no line that `JSONLLogger` wrote ({run.unreadable} lines in all). "
+        "Wait for the first log of the run, or pass another run."
+    )
+
+
+def _read(path: Path) -> RunLog:
     file = path if path.is_file() else path / METRICS
     if not file.is_file():
         raise ConfigError(_no_log(path))
@@ -165,11 +205,6 @@ def read_run(path: Path) -> RunLog:
     written = list(_entries(events)) if events.is_file() else []
     good = [line for line in lines if line is not None and isinstance(line["step"], int)]
     known = [event for entry in written if entry and (event := _event(entry)) is not None]
-    if not good and not known:
-        raise ConfigError(
-            f"`{file}` holds no line that `JSONLLogger` wrote ({len(lines)} lines in all). Wait "
-            "for the first log of the run, or pass another run."
-        )
     bad = len(lines) - len(good) + len(written) - len(known)
     name = path.resolve().name
     return RunLog(name=name, path=file, lines=good, sessions=_sessions(known), unreadable=bad)
@@ -178,13 +213,6 @@ def read_run(path: Path) -> RunLog:
 def _no_log(path: Path) -> str:
     if not path.exists():
         return f"`{path}` does not exist. Pass the `output_dir` of a run."
-    below = sorted(str(found.parent) for found in path.glob(f"*/{METRICS}"))
-    if below:
-        more = ", ..." if len(below) > SHOWN_PLACES else ""
-        return (
-            f"`{path}` is not a run, but holds some. Pass them one by one: "
-            f"{', '.join(below[:SHOWN_PLACES])}{more}."
-        )
     return (
         f"`{path}` holds no `{METRICS}`, so there is nothing to report. Train with "
         '`callbacks=[..., JSONLLogger()]` and `Trainer(output_dir="...")`.'
@@ -223,7 +251,7 @@ def _sessions(events: Sequence[Event]) -> list[Session]:
     return [Session(events[start:end]) for start, end in zip(starts, ends, strict=True)]
 
 
-def _number(value: Any, default: Any = 0.0) -> Any:
+def as_number(value: Any, default: Any = 0.0) -> Any:
     """Return a number as it was logged, "NaN" and "Infinity" included; else the default."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         return float(value)

@@ -11,31 +11,35 @@ from trainkit.formatting import duration
 from trainkit.run_report.goodput import Goodput
 from trainkit.run_report.records import RunLog
 
-__all__ = ["Row", "configuration", "last_values", "number", "sessions", "summary"]
+__all__ = ["Row", "configuration", "mapping", "number", "sessions"]
 
-MOST_VALUES = 4  # of the evaluation, in the summary
-_GROUPS = ("config", "run", "optimizer", "versions", "started")
-_COUNTERS = {"step": "steps", "epoch": "epochs", "samples": "samples"}
+_GROUPS = ("hparams", "config", "run", "optimizer", "versions", "started")
+_PID = ("started", "pid")
 _DEFAULTS = {field.name: field.default for field in fields(TrainConfig)}
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A name and a cell for each run.
+    """A setting, and its value in each run.
 
     Attributes:
-        differs: Whether the cells are not all alike.
-        is_default: Whether all cells are what trainkit takes unless told otherwise.
+        values: Numbers, and all else as text; None where a run does not have it.
+        is_default: Whether all values are what trainkit takes unless told otherwise.
     """
 
     name: str
-    cells: Sequence[str]
+    values: Sequence[float | str | None]
     is_default: bool = False
 
     @property
+    def cells(self) -> list[str]:
+        """The values as text."""
+        return [_cell(self.name, value) for value in self.values]
+
+    @property
     def differs(self) -> bool:
-        """Whether the cells are not all alike."""
-        return len(set(self.cells)) > 1
+        """Whether the values are not all alike."""
+        return len(set(self.values)) > 1
 
 
 def number(value: float) -> str:
@@ -45,67 +49,51 @@ def number(value: float) -> str:
     return f"{value:.4g}"
 
 
-def summary(run: RunLog, split: Goodput | None) -> list[tuple[str, str]]:
-    """Return what a run came to, in a few names and values; its evaluation first."""
-    rows = [
-        (name, number(points[-1][1]))
-        for name, points in run.curves.items()
-        if name.startswith("eval/")
-    ][:MOST_VALUES]
-    rows += [(_COUNTERS[name], number(value)) for name, value in run.counters.items()]
-    if split is not None:
-        rows += [
-            ("ended by", run.sessions[-1].ending),
-            ("running time", duration(split.running)),
-            ("goodput", f"{100 * split.share:.1f} %" if split.divided else "not known"),
-            ("resumes", number(len(run.resumes))),
-        ]
-    return [*rows, ("skipped steps", number(len(run.skips)))]
-
-
-def last_values(runs: Sequence[RunLog]) -> list[tuple[str, list[tuple[str, str, str]]]]:
-    """Return for each metric and run its last, lowest and highest value; times are left out."""
-    names = dict.fromkeys(name for run in runs for name in run.curves)
-    order = sorted(names, key=lambda name: not name.startswith("eval/"))
-    return [
-        (name, [_extremes([value for _, value in run.curves.get(name, [])]) for run in runs])
-        for name in order
-        if not name.startswith("time/")
-    ]
-
-
-def _extremes(values: Sequence[float]) -> tuple[str, str, str]:
-    if not values:
-        return "", "", ""
-    finite = [value for value in values if math.isfinite(value)] or [math.nan]
-    return number(values[-1]), number(min(finite)), number(max(finite))
-
-
 def configuration(runs: Sequence[RunLog]) -> dict[str, list[Row]]:
-    """Return the settings of the runs in groups, with a cell for each run."""
+    """Return the settings of the runs in groups; names inside of others are joined by dots."""
     return {
         group: [
-            Row(name, [_cell(part, name) for part in parts], _is_default(group, name, parts))
+            Row(name, [_plain(part, name) for part in parts], _is_default(group, name, parts))
             for name in dict.fromkeys(name for part in parts for name in part)
+            if (group, name) != _PID or len(runs) == 1  # no two runs could agree on it
         ]
         for group in _GROUPS
-        if any(parts := [_mapping(run.facts.get(group)) for run in runs])
+        if any(parts := [_flat(_facts(run, group)) for run in runs])
     }
 
 
-def _mapping(value: object) -> Mapping[str, Any]:
+def _facts(run: RunLog, group: str) -> Mapping[str, Any]:
+    return run.hparams if group == "hparams" else mapping(run.facts.get(group))
+
+
+def mapping(value: object) -> Mapping[str, Any]:
+    """Return what is no mapping as an empty one."""
     return value if isinstance(value, Mapping) else {}
 
 
-def _cell(values: Mapping[str, Any], name: str) -> str:
+def _flat(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        inner = _flat(value, f"{before}{name}.") if isinstance(value, Mapping) else {}
+        found |= inner or {f"{before}{name}": value}
+    return found
+
+
+def _plain(values: Mapping[str, Any], name: str) -> float | str | None:
     if name not in values:
-        return ""
+        return None
     value = values[name]
-    if value is None:
-        return "none"
     if isinstance(value, bool):
         return "yes" if value else "no"
-    return number(value) if isinstance(value, int | float) and name != "pid" else str(value)
+    if isinstance(value, int | float) and math.isfinite(value):
+        return value
+    return "none" if value is None else str(value)
+
+
+def _cell(name: str, value: float | str | None) -> str:
+    if isinstance(value, float) and value != int(value):
+        return f"{value:.6g}"
+    return number(value) if isinstance(value, int | float) and name != "pid" else str(value or "")
 
 
 def _is_default(group: str, name: str, parts: Iterable[Mapping[str, Any]]) -> bool:
