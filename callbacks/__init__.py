@@ -7,6 +7,7 @@ from pathlib import Path
 
 from trainkit.callbacks.batch_size_finder import BatchSizeFinder
 from trainkit.callbacks.checkpoint import Checkpoint
+from trainkit.callbacks.csv_logger import CSVLogger
 from trainkit.callbacks.device_monitor import DeviceMonitor
 from trainkit.callbacks.early_stopping import EarlyStopping
 from trainkit.callbacks.ema import EMA
@@ -15,8 +16,10 @@ from trainkit.callbacks.freeze_until import FreezeUntil
 from trainkit.callbacks.garbage_collection import GarbageCollection
 from trainkit.callbacks.gradient_monitor import GradientMonitor
 from trainkit.callbacks.jsonl_logger import JSONLLogger
+from trainkit.callbacks.logger import Logger
 from trainkit.callbacks.lr_monitor import LRMonitor
 from trainkit.callbacks.main_process import MainProcess, main_process_only
+from trainkit.callbacks.mlflow_logger import MLflowLogger
 from trainkit.callbacks.model_summary import ModelSummary
 from trainkit.callbacks.nan_guard import NaNGuard
 from trainkit.callbacks.predictions import Predictions
@@ -34,6 +37,7 @@ from trainkit.training.callback import Callback
 __all__ = [
     "EMA",
     "BatchSizeFinder",
+    "CSVLogger",
     "Checkpoint",
     "DeviceMonitor",
     "EarlyStopping",
@@ -43,6 +47,8 @@ __all__ = [
     "GradientMonitor",
     "JSONLLogger",
     "LRMonitor",
+    "Logger",
+    "MLflowLogger",
     "MainProcess",
     "ModelSummary",
     "NaNGuard",

@@ -12,13 +12,13 @@ from typing import IO, Any
 
 from typing_extensions import override
 
-from trainkit.callbacks._support.log_paths import giving_up, log_place
+from trainkit.callbacks._support.log_paths import log_place
 from trainkit.checkpoint.format.value_checks import record, whole
 from trainkit.config import check_whole, checked
 from trainkit.errors import ConfigError, DataError
 from trainkit.formatting import json_value
 from trainkit.metrics.metric import Metric
-from trainkit.outputs import absolute, check_file, check_folder
+from trainkit.outputs import absolute, check_file, check_folder, giving_up
 from trainkit.training.callback import Callback
 from trainkit.training.run import Run
 from trainkit.types import Scalars
@@ -221,7 +221,7 @@ class _Recorder(Metric):
 
     def _writing(self) -> AbstractContextManager[None]:
         lost = "the predictions of this evaluation are lost"
-        return giving_up("Predictions", self._give_up, lost)
+        return giving_up("`Predictions`", self._give_up, lost)
 
 
 class _Table:

@@ -8,10 +8,10 @@ from typing import Any
 from torch.profiler import profile, schedule
 from typing_extensions import override
 
-from trainkit.callbacks._support.log_paths import giving_up, log_place
+from trainkit.callbacks._support.log_paths import log_place
 from trainkit.config import check_argument, check_whole
 from trainkit.errors import ConfigError
-from trainkit.outputs import absolute, check_folder
+from trainkit.outputs import absolute, check_folder, giving_up
 from trainkit.training.callback import Callback
 from trainkit.training.run import Run
 from trainkit.types import StepResult
@@ -140,7 +140,7 @@ class Profiler(Callback):
 
     def _write(self, run: Run, recorded: profile) -> None:
         self._written += 1
-        with giving_up(self.name, self._give_up):
+        with giving_up(f"`{self.name}`", self._give_up):
             self._write_files(run, recorded)
 
     def _give_up(self) -> None:

@@ -26,6 +26,7 @@ if "TMPDIR" not in os.environ and _MEMORY.is_dir() and shutil.disk_usage(_MEMORY
 # What a test left to the garbage collector, such as a process group with threads, is not for a
 # child of a later test to end: it would wait for threads that it does not have.
 os.register_at_fork(after_in_child=gc.freeze)
+os.environ["DO_NOT_TRACK"] = "true"  # else mlflow tells its makers what it is used for
 
 _AUDIT = Audit()  # before trainkit is imported
 

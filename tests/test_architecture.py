@@ -15,10 +15,10 @@ ROOT = Path(__file__).resolve().parent.parent
 # own, and itself; inside of it, files may see each other without a circle.
 LAYERS = (
     ("console", "errors", "formatting", "lazy", "parsing", "signals", "types", "version"),
-    ("device",),
+    ("device", "hparams", "packages"),
     ("containers", "launch_environment", "outputs", "rng", "starters"),
     ("config",),
-    ("metrics", "precision", "run_report", "watchdog"),
+    ("metrics", "precision", "run_report", "trackers", "watchdog"),
     ("distributed",),
     ("checkpoint", "data"),
     ("export",),

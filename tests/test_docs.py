@@ -21,7 +21,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 import pytest
 
@@ -77,7 +77,10 @@ def _run_page(page: Path, folder: Path, result: Connection) -> None:
     tempfile.tempdir = str(folder)  # for pages that ask for a folder
     for old in (DeprecationWarning, SyntaxWarning):  # of packages that a page is first to import
         warnings.simplefilter("ignore", old)
-    names: dict[str, Any] = {"__name__": "page"}
+    # Packages that look for the source of a class must find a module, and in it none.
+    module = sys.modules["page"] = ModuleType("page")
+    module.__file__ = "page"
+    names = vars(module)
     try:
         for block in _runs(page):
             if block.title is not None and block.title.endswith(".py"):

@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from tests.helpers.ranks import run_ranks
 from trainkit import Accelerator, Run, Trainer
 from trainkit.accelerator.settings import ProjectConfiguration
-from trainkit.accelerator.tracking import JSONLTracker
 from trainkit.callbacks import (
     Checkpoint,
     JSONLLogger,
@@ -29,6 +28,7 @@ from trainkit.callbacks import (
 from trainkit.checkpoint import CheckpointStore
 from trainkit.errors import CheckpointError, ConfigError, TrainkitError
 from trainkit.outputs import Lines, absolute, check_file, check_folder
+from trainkit.trackers.files import JSONLTracker
 from trainkit.training.callback import Callback
 from trainkit.types import StepResult
 
@@ -211,7 +211,7 @@ class _FillsUp(Callback):
         self._logger = logger
 
     def on_step_end(self, run: Run, result: StepResult) -> None:
-        for lines in (self._logger._file, self._logger._events._file):  # type: ignore[union-attr]
+        for lines in (self._logger._tracker._file, self._logger._events._file):  # type: ignore[union-attr]
             assert lines is not None
             os.dup2(os.open("/dev/full", os.O_WRONLY), lines._file.fileno())
 

@@ -68,6 +68,7 @@ PUBLIC = [
 ]
 CALLBACKS = [
     "BatchSizeFinder",
+    "CSVLogger",
     "Checkpoint",
     "DeviceMonitor",
     "EMA",
@@ -78,6 +79,8 @@ CALLBACKS = [
     "GradientMonitor",
     "JSONLLogger",
     "LRMonitor",
+    "Logger",
+    "MLflowLogger",
     "MainProcess",
     "ModelSummary",
     "NaNGuard",
@@ -106,6 +109,7 @@ print(json.dumps(sorted(set(sys.modules) - before)))
 HEAVY = {
     "datasets",
     "evaluate",
+    "mlflow",
     "pandas",
     "scipy",
     "sklearn",

@@ -47,7 +47,6 @@ if TYPE_CHECKING:
         ProjectConfiguration as ProjectConfiguration,
     )
     from trainkit.accelerator.state import PartialState as PartialState
-    from trainkit.accelerator.tracking import GeneralTracker as GeneralTracker
     from trainkit.config import Watchdog as Watchdog
     from trainkit.distributed.communicator import Communicator as Communicator
     from trainkit.errors import (
@@ -65,6 +64,7 @@ if TYPE_CHECKING:
         load_checkpoint_in_model as load_checkpoint_in_model,
     )
     from trainkit.signals import Interrupted as Interrupted
+    from trainkit.trackers.tracker import GeneralTracker as GeneralTracker
     from trainkit.trainer import Trainer as Trainer
     from trainkit.training.callback import Callback as Callback
     from trainkit.training.lr_schedule import LRSchedule as LRSchedule
@@ -95,7 +95,6 @@ __all__, __getattr__, __dir__ = lazy_exports(
             "InitProcessGroupKwargs ProjectConfiguration"
         ),
         "accelerator.state": "PartialState",
-        "accelerator.tracking": "GeneralTracker",
         "config": "Watchdog",
         "distributed.communicator": "Communicator",
         "errors": (
@@ -104,6 +103,7 @@ __all__, __getattr__, __dir__ = lazy_exports(
         ),
         "export": "init_empty_weights load_checkpoint_and_dispatch load_checkpoint_in_model",
         "signals": "Interrupted",
+        "trackers.tracker": "GeneralTracker",
         "trainer": "Trainer",
         "training.callback": "Callback",
         "training.lr_schedule": "LRSchedule",

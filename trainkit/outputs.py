@@ -3,12 +3,22 @@
 import os
 import warnings
 from collections import deque
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from trainkit.errors import ConfigError
 
-__all__ = ["Lines", "absolute", "check_file", "check_folder", "replace_file", "why"]
+__all__ = [
+    "Lines",
+    "absolute",
+    "check_file",
+    "check_folder",
+    "claim",
+    "giving_up",
+    "replace_file",
+    "why",
+]
 
 _MOST_WAITING = 10_000  # lines that are kept for a disk that takes none
 
@@ -73,6 +83,33 @@ def check_file(path: Path, owner: str) -> None:
             path.open("ab").close()
     except OSError as error:
         raise _refusal(path, owner, error) from error
+
+
+def claim(taken: dict[Path, str], path: Path, owner: str) -> None:
+    """Note in `taken` who writes a file or folder; raise ConfigError where another does already."""
+    other = taken.setdefault(path.resolve(), owner)
+    if other != owner:
+        raise ConfigError(
+            f"{other} and {owner} would both write to `{path}`. Leave one of them out, or give it "
+            "a place of its own."
+        )
+
+
+@contextmanager
+def giving_up(
+    owner: str,
+    give_up: Callable[[], None],
+    outcome: str = "nothing more is written there",
+    errors: tuple[type[Exception], ...] = (OSError,),
+) -> Iterator[None]:
+    """Warn, and call `give_up`, where nothing can be written inside: training is worth more."""
+    try:
+        yield
+    except errors as error:
+        give_up()
+        warnings.warn(
+            f"{owner} cannot write: {error}. Training goes on, and {outcome}.", stacklevel=4
+        )
 
 
 def why(path: Path, error: OSError) -> str:

@@ -59,6 +59,8 @@ class Trainer:
         max_grad_value: Absolute value to which each gradient element is clipped; None: not.
         callbacks: In the order in which they run. None: a progress bar and a summary, and with
             `output_dir` a `JSONLLogger`. []: none.
+        hparams: Hyperparameters, to be recorded: a mapping, a dataclass or a namespace, nested as
+            one likes. They go into checkpoints and to all loggers, and change nothing.
         output_dir: Where loggers write; on storage that all machines share. A relative path is
             that of the working directory now, wherever the program goes later.
         seed: The one seed of the run: order of the data, augmentation, dropout.
@@ -103,6 +105,7 @@ class Trainer:
         max_grad_norm: float | None = None,
         max_grad_value: float | None = None,
         callbacks: Iterable[Callback] | None = None,
+        hparams: Any = None,
         output_dir: str | Path | None = None,
         seed: int = 0,
         deterministic: bool = False,
@@ -131,6 +134,7 @@ class Trainer:
         )
         self._objects, self._calls = dict[str, Stateful](), Calls()
         check_argument("watchdog", watchdog, Watchdog | None)
+        self.hparams = arguments.read_hparams(hparams)
         self.output_dir = as_path("output_dir", output_dir)
         self.callbacks = _list_callbacks(callbacks, self.output_dir)
         self._compile = arguments.check_compile(compile)
@@ -431,6 +435,7 @@ class Trainer:
             logging=log,
             evaluation=self._plan_evaluation(evaluations, log),
             output_dir=self.output_dir,
+            hparams=self.hparams,
             objects=self._objects,
         )
 

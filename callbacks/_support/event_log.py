@@ -32,9 +32,9 @@ class EventLog:
         self._file = Lines(path, "`JSONLLogger`")
         if is_torn:
             self._file.write("")  # the process before was killed while it wrote
-        self.write(
-            "start", time=time.time(), resumed_from=run.checkpoints.resumed_from, **run_facts(run)
-        )
+        came_from = run.checkpoints.resumed_from
+        facts = {"hparams": run.hparams, **run_facts(run)}
+        self.write("start", time=time.time(), resumed_from=came_from, **facts)
 
     def write(self, kind: str, **values: Any) -> None:
         """Add a line."""

@@ -1,15 +1,12 @@
 """Where loggers write."""
 
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from trainkit.errors import ConfigError
 from trainkit.outputs import absolute
 from trainkit.training.run import Run
 
-__all__ = ["giving_up", "log_place"]
+__all__ = ["log_place", "move_away"]
 
 
 def log_place(run: Run, given: str | Path | None, name: str, *, owner: str, argument: str) -> Path:
@@ -36,15 +33,18 @@ def log_place(run: Run, given: str | Path | None, name: str, *, owner: str, argu
     return run.output_dir / name
 
 
-@contextmanager
-def giving_up(
-    owner: str, give_up: Callable[[], None], outcome: str = "nothing more is written there"
-) -> Iterator[None]:
-    """Warn, and call `give_up`, where nothing can be written inside: training is worth more."""
-    try:
-        yield
-    except OSError as error:
-        give_up()
-        warnings.warn(
-            f"`{owner}` cannot write: {error}. Training goes on, and {outcome}.", stacklevel=4
-        )
+def move_away(*paths: Path) -> None:
+    """Rename the files of an older run, all by the same number; empty ones may be written on."""
+    if any(path.is_file() and path.stat().st_size > 0 for path in paths):
+        number = free_number(*paths)
+        for path in paths:
+            if path.exists():
+                path.rename(path.with_name(f"{path.name}.{number}"))
+
+
+def free_number(*paths: Path) -> int:
+    """Return the first number from 1 on that is behind no path, as in `metrics.jsonl.1`."""
+    number = 1
+    while any(path.with_name(f"{path.name}.{number}").exists() for path in paths):
+        number += 1
+    return number

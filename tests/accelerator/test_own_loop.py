@@ -433,12 +433,14 @@ def test_figures_reach_every_tracker(tmp_path: Path) -> None:
     first, second = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert json.loads(first)["bad"] == "NaN"
     assert json.loads(second)["step"] == 4
-    assert json.loads((tmp_path / "run" / "hparams.json").read_text()) == {"lr": 0.1}
+    assert json.loads((tmp_path / "run" / "metrics.hparams.json").read_text()) == {"lr": 0.1}
 
 
 def test_unknown_trackers_and_folders_are_named() -> None:
-    with pytest.raises(ConfigError, match="must be one of jsonl, tensorboard, wandb, all, or a"):
-        Accelerator(cpu=True, log_with=["jsonl", "mlflow"])
+    with pytest.raises(
+        ConfigError, match="be one of csv, jsonl, mlflow, tensorboard, wandb, all, "
+    ):
+        Accelerator(cpu=True, log_with=["jsonl", "aim"])
     with pytest.raises(ConfigError, match="'tensorboard' writes files"):
         Accelerator(cpu=True, log_with="all").init_trackers("run")
     Accelerator(cpu=True).init_trackers("run")  # none asked for

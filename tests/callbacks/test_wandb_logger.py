@@ -83,7 +83,8 @@ class _Read:
                 self.id = record.run.run_id
                 self.project = record.run.project
                 self.name = record.run.display_name
-                self.config = {u.key: json.loads(u.value_json) for u in record.run.config.update}
+            elif kind == "config":
+                self.config |= {u.key: json.loads(u.value_json) for u in record.config.update}
             elif kind == "metric" and record.metric.step_metric:
                 axis = record.metric.glob_name or record.metric.name
                 self.axes[axis] = record.metric.step_metric
@@ -92,7 +93,8 @@ class _Read:
             elif kind == "history":
                 items = {i.key or ":".join(i.nested_key): i for i in record.history.item}
                 own = {k: i for k, i in items.items() if not k.startswith("_")}
-                self.rows.append({k: json.loads(i.value_json) for k, i in own.items()})
+                row = {k: json.loads(i.value_json) for k, i in own.items()}
+                self.rows.append({"step": record.history.step.num} | row)
 
 
 def _read(folder: Path) -> list[_Read]:
@@ -112,8 +114,9 @@ def test_figures_stand_over_the_step_with_what_the_run_is_made_of(tmp_path: Path
     (read,) = _read(tmp_path)
     assert (read.project, read.name, read.exit_code) == ("tiny", "first", 0)
     assert read.axes == {"*": "step"}
-    assert read.config["config"]["max_epochs"] == 2
-    assert read.config["run"]["model"] == "Sequential"
+    facts = read.config["trainkit"]
+    assert facts["config"]["max_epochs"] == 2
+    assert facts["run"]["model"] == "Sequential"
     steps = {
         kind: [row["step"] for row in read.rows if kind in row]
         for kind in ("train/loss", "train/time/samples_per_second", "eval/loss")
@@ -123,6 +126,16 @@ def test_figures_stand_over_the_step_with_what_the_run_is_made_of(tmp_path: Path
         "train/time/samples_per_second": [4, 8, 12, 16],
         "eval/loss": [8, 16],
     }
+
+
+def test_a_configuration_is_taken_with_the_hyperparameters(tmp_path: Path) -> None:
+    logger = WandbLogger(mode="offline", config={"lr": 0.2, "own": {"a": [1, None]}})
+    fit(make_trainer(callbacks=[logger], output_dir=tmp_path, hparams={"lr": 0.1, "b": True}))
+    (read,) = _read(tmp_path)
+    assert read.config.keys() - {"_wandb"} == {"lr", "b", "own", "trainkit"}
+    assert [read.config[name] for name in ("lr", "b", "own")] == [0.2, True, {"a": [1, None]}]
+    with pytest.raises(ConfigError, match=r"`config\.loss` is of the type `function`"):
+        WandbLogger(config={"loss": lambda: 0})
 
 
 def test_a_resumed_fit_goes_on_in_the_same_run_and_an_exception_is_a_failure(

@@ -1,6 +1,7 @@
 """Every callback of trainkit keeps the contract, and broken ones are told what they break."""
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,11 +9,12 @@ import torch
 
 import trainkit.callbacks
 from tests.helpers.tiers import with_few
-from trainkit import Callback, Run, StepResult
+from trainkit import Callback, GeneralTracker, Run, StepResult
 from trainkit.callbacks import (
     EMA,
     BatchSizeFinder,
     Checkpoint,
+    CSVLogger,
     DeviceMonitor,
     EarlyStopping,
     Evaluation,
@@ -20,8 +22,10 @@ from trainkit.callbacks import (
     GarbageCollection,
     GradientMonitor,
     JSONLLogger,
+    Logger,
     LRMonitor,
     MainProcess,
+    MLflowLogger,
     ModelSummary,
     NaNGuard,
     Predictions,
@@ -40,12 +44,15 @@ from trainkit.testing import check_callback
 MAKE: dict[str, Callable[[], Callback]] = {
     "BatchSizeFinder": BatchSizeFinder,
     "Checkpoint": lambda: Checkpoint(every_n_steps=3, keep_last=None),
+    "CSVLogger": CSVLogger,
     "EarlyStopping": lambda: EarlyStopping("eval/loss", patience=100, mode="min"),
     "EMA": lambda: EMA(0.9),
     "Evaluation": lambda: Evaluation(["accuracy"], every_n_steps=3),
     "FreezeUntil": lambda: FreezeUntil(step={"*first": 4}, epoch={"*blocks.*": 1}),
     "JSONLLogger": JSONLLogger,
     "LRMonitor": LRMonitor,
+    "Logger": lambda: Logger(GeneralTracker()),
+    "MLflowLogger": MLflowLogger,
     "MainProcess": lambda: MainProcess(JSONLLogger()),
     "NaNGuard": NaNGuard,
     "Predictions": lambda: Predictions(every=2),
@@ -73,7 +80,9 @@ def test_every_callback_is_under_contract() -> None:
 
 
 @pytest.mark.parametrize("name", with_few(["FreezeUntil"], sorted(MAKE)))
-def test_callbacks(name: str) -> None:
+def test_callbacks(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file://{tmp_path}/mlruns")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # a database takes seconds to make
     check_callback(MAKE[name], changes_training=name in CHANGES)
 
 

@@ -58,8 +58,10 @@ _HOMES = {
     "accelerator.scheduler": "AcceleratedScheduler=PreparedScheduler",
     "accelerator.settings": "KwargsHandler",
     "accelerator.state": "AcceleratorState GradientState is_initialized",
-    "accelerator.tracking": "TensorBoardTracker WandBTracker",
     "cli.config": "write_basic_config",
+    "trackers.mlflow": "MLflowTracker",
+    "trackers.tensorboard": "TensorBoardTracker",
+    "trackers.wandb": "WandBTracker",
 }
 
 REFUSED = {
@@ -112,8 +114,7 @@ REFUSED = {
         save_accelerator_state save_fsdp_model save_fsdp_optimizer
     """,
     "pass an object of your own class over `GeneralTracker`, which writes there": """
-        AimTracker ClearMLTracker CometMLTracker DVCLiveTracker MLflowTracker SwanLabTracker
-        TrackioTracker
+        AimTracker ClearMLTracker CometMLTracker DVCLiveTracker SwanLabTracker TrackioTracker
     """,
 }
 """What to do instead, and the names that can be imported and raise that when they are used."""

@@ -24,12 +24,12 @@ from trainkit.accelerator.settings import (
 )
 from trainkit.accelerator.state import AcceleratorState
 from trainkit.accelerator.state_saver import warn_of_options
-from trainkit.accelerator.tracking import GeneralTracker
 from trainkit.config import checked
 from trainkit.distributed import run_on_all_or_main
 from trainkit.distributed.communicator import Communicator
 from trainkit.errors import ConfigError, DataError
 from trainkit.strategies import FSDP
+from trainkit.trackers.tracker import GeneralTracker
 
 if TYPE_CHECKING:
     from torch.profiler import profile
@@ -61,8 +61,8 @@ class Accelerator(Communicator):
         fsdp_plugin: A `FullyShardedDataParallelPlugin`, or the same as `strategy`.
         rng_types: Generators that a pass takes from process 0: "generator", "torch", or
             the type of a device such as "cuda".
-        log_with: "tensorboard", "jsonl", "wandb", "all" (the first two), a `GeneralTracker`, or a
-            list of these.
+        log_with: "tensorboard", "jsonl", "csv", "wandb", "mlflow", "all" (those that write files),
+            a `GeneralTracker`, or a list of these.
         project_dir: Folder of checkpoints and logs.
         project_config: The same, with `automatic_checkpoint_naming` and `total_limit`.
         gradient_accumulation_plugin: Instead of `gradient_accumulation_steps`.

@@ -36,6 +36,7 @@ __all__ = [
     "make_strategy",
     "name_loaders",
     "planned_steps",
+    "read_hparams",
     "set_up",
     "split_loaders",
 ]
@@ -229,6 +230,15 @@ def check_resume(resume: object, schedule: object) -> str | Path | None:
     if hint and not Path(str(resume)).exists():
         raise ConfigError(f"`resume={str(resume)!r}` is no folder of a checkpoint.{hint}")
     return absolute(resume, "resume")
+
+
+def read_hparams(given: Any) -> dict[str, Any]:
+    """Return hyperparameters in plain values; raise where some cannot be written."""
+    if given is None:
+        return {}
+    from trainkit.hparams import plain  # many runs have none
+
+    return plain(given)
 
 
 def check_stateful(name: str, part: object, known: Mapping[str, object]) -> None:

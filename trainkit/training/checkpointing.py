@@ -113,6 +113,7 @@ def describe(run: Run) -> dict[str, Any]:
         "epoch": run.state.epoch,
         "metrics": dict(run.metrics) if run.is_evaluated else {},
         "config": asdict(run.config),
+        "hparams": dict(run.hparams),
         "planned_steps": run.scheduled_steps,
         "strategy": run.strategy.name,
         "versions": versions(),
@@ -193,7 +194,7 @@ def restore(
         run.lr_schedule = remake(run.optimizer, planned)  # it must end where it would have ended
         run.scheduled_steps = planned
     run_on_all(processes, lambda: _apply(run, callbacks, loaded, schedule))
-    say_changes(metadata.get("order"), metadata["config"], run)
+    say_changes(metadata, run)
     run.checkpoint = Path(folder)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from trainkit.data.order_facts import OWN, changed_facts, run_to
 from trainkit.errors import CheckpointError
+from trainkit.hparams import changed
 from trainkit.training.run import Run
 
 __all__ = ["order_of", "order_problems", "say_changes"]
@@ -100,17 +101,17 @@ def _is_registered_in(run: Run) -> bool:
     return any(part is sampler for part in run.objects.values() for sampler in samplers)
 
 
-def say_changes(saved: Mapping[str, Any] | None, config: Mapping[str, Any], run: Run) -> None:
+def say_changes(metadata: Mapping[str, Any], run: Run) -> None:
     """Print what a resume changes, and may: the order of later epochs, and some settings.
 
     Args:
-        saved: What `order_of` returned; None of older checkpoints.
-        config: The settings of the run that was saved.
+        metadata: What the manifest says of the run that was saved.
         run: The run that resumes.
     """
-    changed = changed_facts(saved["facts"], run.train_loader.order_facts()) if saved else []
-    if changed:
-        run.print(f"trainkit: other epochs have another order now: {'; '.join(changed)}.")
+    saved, config = metadata.get("order"), metadata["config"]  # older checkpoints have no order
+    order = changed_facts(saved["facts"], run.train_loader.order_facts()) if saved else []
+    if order:
+        run.print(f"trainkit: other epochs have another order now: {'; '.join(order)}.")
     settings = [
         f"`{name}` was {config[name]!r} and is {getattr(run.config, name)!r}"
         for name in _SETTINGS
@@ -118,3 +119,5 @@ def say_changes(saved: Mapping[str, Any] | None, config: Mapping[str, Any], run:
     ]
     if settings:
         run.print(f"trainkit: the run goes on with other settings: {', '.join(settings)}.")
+    if hparams := changed(metadata.get("hparams", run.hparams), run.hparams):
+        run.print(f"trainkit: other hyperparameters are recorded now: {', '.join(hparams)}.")

@@ -78,8 +78,9 @@ _METADATA = record(
         ),
         "versions": each(text),
         "order": record({"facts": each(anything), "digest": maybe(text)}),
+        "hparams": each(anything),
     },
-    optional={"order", "versions"},
+    optional={"hparams", "order", "versions"},
 )
 _DATA = each(STREAM)
 _TRAINER = record(

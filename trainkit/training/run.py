@@ -147,6 +147,10 @@ class Run(RunServices):
     evaluation: RunEvaluation
     checkpoints: RunCheckpoints = field(default_factory=RunCheckpoints)
     output_dir: Path | None = None
+    hparams: Mapping[str, Any] = field(default_factory=dict)
+    """What the user says of the run, in plain values."""
+    outputs: dict[Path, str] = field(default_factory=dict)
+    """Which logger writes which file or folder, on the main process."""
     state: TrainState = field(default_factory=TrainState)
     metrics: Scalars = field(default_factory=dict)
     """Metrics of the latest evaluation."""

@@ -1,0 +1,22 @@
+"""Packages that only some parts of trainkit need; all others work without them."""
+
+from importlib.util import find_spec
+
+from trainkit.errors import ConfigError
+
+__all__ = ["require"]
+
+
+def require(package: str, user: str, instead: str = "") -> None:
+    """Raise ConfigError where a package is not installed; nothing is imported.
+
+    Args:
+        package: As pip calls it, and Python in small letters without "py" in front.
+        user: What needs it; the sentence begins with it.
+        instead: What else may be done, such as ", or leave out `--png`".
+    """
+    if find_spec(package.removeprefix("py")) is None:
+        raise ConfigError(
+            f"{user} needs the package `{package}`, which is not installed. Run `pip install "
+            f"{package}`{instead}."
+        )

@@ -1,0 +1,160 @@
+"""Values in a run of MLflow."""
+
+import os
+import posixpath
+import re
+import time
+import warnings
+from collections.abc import Mapping
+from contextlib import suppress
+from numbers import Real
+from typing import Any
+
+from typing_extensions import override
+
+from trainkit import rng
+from trainkit.errors import ConfigError
+from trainkit.hparams import flat
+from trainkit.trackers.tracker import GeneralTracker
+
+__all__ = ["SMALLER", "MLflowTracker"]
+
+SMALLER = ", or the smaller `pip install mlflow-skinny sqlalchemy alembic`"
+MOST, MOST_METRICS = 100, 1000  # parameters or tags, and metrics, that MLflow takes at once
+LONGEST, LONGEST_NAME = 5000, 250  # characters of a text, and of a name
+PATIENCE_SECONDS = 300.0  # between two trials; `mlflow` itself tries for minutes each time
+
+
+class MLflowTracker(GeneralTracker):
+    """Writes to MLflow, on the main process; which run `mlflow` calls active does not matter.
+
+    What MLflow allows in no name becomes `_`. Values that are not numbers are left out, with a
+    warning. What a server that is away does not take is written when it is back.
+
+    Args:
+        experiment_name: Name of the experiment, and the rest as for `callbacks.MLflowLogger`.
+        run_id: A run to go on with; where it is not there any more a new one, with a warning.
+    """
+
+    name = "mlflow"
+
+    def __init__(
+        self,
+        experiment_name: str | None = None,
+        *,
+        tracking_uri: str | None = None,
+        run_id: str | None = None,
+        run_name: str | None = None,
+        tags: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        name = experiment_name or os.environ.get("MLFLOW_EXPERIMENT_NAME")
+        self.experiment_name = name or "Default"
+        self.tracking_uri = tracking_uri
+        self.run_id = run_id
+        self.run_name = run_name
+        self.tags = dict(tags or {})
+        self.client: Any = None
+        self._errors: tuple[type[Exception], ...] = (OSError,)
+        self._waiting: list[Any] = []
+        self._try_again = 0.0  # on the clock of time.monotonic
+
+    @property
+    @override
+    def tracker(self) -> Any:
+        return self.client.get_run(self.run_id)
+
+    @override
+    def start(self) -> None:
+        from mlflow import MlflowClient  # takes seconds
+        from mlflow.entities import RunTag
+        from mlflow.exceptions import MlflowException
+
+        self._errors = (OSError, MlflowException)
+        try:
+            self.client = MlflowClient(self.tracking_uri)
+            if self.run_id is None or not self._goes_on():
+                with rng.preserved():  # it draws a name
+                    run = self.client.create_run(self._experiment(), run_name=self.run_name)
+                self.run_id = run.info.run_id
+            self._note(tags=[RunTag(*tag) for tag in _texts(self.tags).items()])
+        except (*self._errors, ImportError) as error:
+            raise ConfigError(
+                f"{self._called} cannot use MLflow at `{self.tracking_uri or 'its default place'}`:"
+                f" {error} Start its server, or pass another `tracking_uri`; for a database run "
+                "`pip install sqlalchemy alembic`."
+            ) from error
+
+    @override
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        from mlflow.entities import Param
+
+        kept, given = self.tracker.data.params, _texts(values)
+        if changed := [f"`{name}`" for name in given if kept.get(name, given[name]) != given[name]]:
+            self._warn(f"keeps the first value of {', '.join(changed)}, which MLflow never changes")
+        self._note(params=[Param(*each) for each in given.items() if each[0] not in kept])
+
+    @override
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        for name, value in values.items():
+            number = value.item() if hasattr(value, "item") else value
+            if isinstance(number, Real):
+                self._waiting.append(Metric(_name(name), float(number), now, step or 0))
+            else:
+                self._warn(f"leaves out `{name}`, as MLflow takes only numbers")
+        if time.monotonic() >= self._try_again:
+            self._send()
+
+    @override
+    def finish(self) -> None:
+        self._send({0: "FINISHED", 1: "FAILED"}.get(self.exit_code, "KILLED"))
+        if self._waiting:
+            self._warn(f"has lost the last {len(self._waiting)} values")
+
+    def _goes_on(self) -> bool:
+        """Take up the run again; returns whether it is there."""
+        try:
+            self.client.update_run(self.run_id, status="RUNNING")
+        except self._errors as error:
+            self._warn(f"finds no run {self.run_id} to go on with, and begins a new one: {error}")
+            return False
+        return True
+
+    def _experiment(self) -> str:
+        if (found := self.client.get_experiment_by_name(self.experiment_name)) is None:
+            with suppress(*self._errors):  # another process may just have made it
+                self.client.create_experiment(self.experiment_name)
+            found = self.client.get_experiment_by_name(self.experiment_name)
+        return str(found.experiment_id)
+
+    def _note(self, **values: list[Any]) -> None:
+        for kind, items in values.items():
+            for at in range(0, len(items), MOST):
+                self.client.log_batch(self.run_id, **{kind: items[at : at + MOST]})
+
+    def _send(self, status: str | None = None) -> None:
+        """Write what waits, and an end; a server that is away is not asked again for a while."""
+        try:
+            while self._waiting:
+                self.client.log_batch(self.run_id, metrics=self._waiting[:MOST_METRICS])
+                del self._waiting[:MOST_METRICS]
+            if status is not None:
+                self.client.set_terminated(self.run_id, status)
+        except self._errors as error:
+            self._try_again = time.monotonic() + PATIENCE_SECONDS
+            self._warn(f"cannot write to MLflow, and keeps its values until that works: {error}")
+
+    def _warn(self, what: str) -> None:
+        warnings.warn(f"{self._called} {what}. Training goes on.", stacklevel=4)
+
+
+def _texts(values: Mapping[str, Any]) -> dict[str, str]:
+    return {_name(name): str(value)[:LONGEST] for name, value in flat(values).items()}
+
+
+def _name(name: str) -> str:
+    """Return a name as MLflow takes it: of few characters, and in the form of a path."""
+    return posixpath.normpath(re.sub(r"[^\w./ :-]", "_", name)).lstrip("./")[:LONGEST_NAME] or "_"

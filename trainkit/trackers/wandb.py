@@ -1,0 +1,72 @@
+"""Values in a run of Weights & Biases."""
+
+from typing import Any
+
+from typing_extensions import override
+
+from trainkit.trackers.tracker import GeneralTracker
+
+__all__ = ["WandBTracker"]
+
+
+class WandBTracker(GeneralTracker):
+    """Writes to Weights & Biases, on the main process.
+
+    Args:
+        run_name: Name of the W&B project; None: what `wandb` chooses.
+        **kwargs: Of `wandb.init`.
+    """
+
+    name = "wandb"
+
+    def __init__(self, run_name: str | None, **kwargs: Any) -> None:
+        super().__init__()
+        self.run_name = run_name
+        self._options = kwargs
+        self.run: Any = None
+
+    @property
+    @override
+    def tracker(self) -> Any:
+        return self.run
+
+    @override
+    def start(self) -> None:
+        import wandb  # takes seconds
+
+        self.run = wandb.init(project=self.run_name, **self._options)
+        self.run_id = self.run.id  # by which another start goes on with the run
+
+    @override
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self.run.config.update(values, allow_val_change=True)
+
+    @override
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        self.run.log(values, step=step, **kwargs)
+
+    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Note lists of images, by name."""
+        import wandb
+
+        images = {name: [wandb.Image(each) for each in list_] for name, list_ in values.items()}
+        self.log(images, step=step, **kwargs)
+
+    def log_table(
+        self,
+        table_name: str,
+        columns: list[Any] | None = None,
+        data: list[list[Any]] | None = None,
+        dataframe: Any = None,
+        step: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Note a table, from its columns and rows or from a data frame."""
+        import wandb
+
+        table = wandb.Table(columns=columns, data=data, dataframe=dataframe)
+        self.log({table_name: table}, step=step, **kwargs)
+
+    @override
+    def finish(self) -> None:
+        self.run.finish(exit_code=self.exit_code)
