@@ -43,7 +43,13 @@ _COUNTS = (
     "log_every_n_steps",
     "max_consecutive_skips",
 )
-_SWITCHES = ("deterministic", "drop_last_window", "split_batches", "sample_seeding")
+_SWITCHES = (
+    "deterministic",
+    "drop_last_window",
+    "split_batches",
+    "sample_seeding",
+    "gradient_checkpointing",
+)
 _RULES: tuple[tuple[tuple[str, ...], str, Callable[[Any], bool]], ...] = (
     (_COUNTS, "a whole number of at least 1", lambda value: _is_int(value) and value >= 1),
     (("seed",), "a whole number of at least 0", lambda value: _is_int(value) and value >= 0),
@@ -74,6 +80,7 @@ class TrainConfig:
         drop_last_window: Drop the smaller last window of an epoch instead of applying it.
         split_batches: The loader's batch size is that of all processes together.
         sample_seeding: Seed the global generators while samples are fetched (rule 13).
+        gradient_checkpointing: Compute activations again in backward instead of keeping them.
     """
 
     max_epochs: int | None = None
@@ -88,6 +95,7 @@ class TrainConfig:
     drop_last_window: bool = False
     split_batches: bool = False
     sample_seeding: bool = True
+    gradient_checkpointing: bool = False
 
     def __post_init__(self) -> None:
         problems = self._duration_problems()

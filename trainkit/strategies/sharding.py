@@ -1,8 +1,7 @@
 """Shards a model in place by torch's fully_shard."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -13,10 +12,10 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.utils.checkpoint import checkpoint
 
 from trainkit.device import can_pin
 from trainkit.errors import ConfigError, quoted
+from trainkit.strategies.activation_checkpointing import checkpoint_activations
 
 __all__ = ["shard"]
 
@@ -49,7 +48,7 @@ def shard(
     _check_rows(model)
     frozen_scalars = _scalars(model)
     if activation_checkpointing:
-        _checkpoint_activations(model, blocks.values())
+        checkpoint_activations(model, blocks.values())
     pin = cpu_offload and can_pin(torch.device(mesh.device_type))
     apply = partial(
         fully_shard,
@@ -88,20 +87,3 @@ def _check_rows(model: nn.Module) -> None:
             "`memory_format=torch.channels_last`, write `p.data = p.data.contiguous()` for each, "
             'or use `strategy="ddp"`.'
         )
-
-
-def _checkpoint_activations(model: nn.Module, blocks: Collection[nn.Module]) -> None:
-    """Make blocks compute their activations again in backward; no name changes."""
-    if not blocks:
-        raise ConfigError(
-            f"`activation_checkpointing=True` was given, but `{type(model).__name__}` has no "
-            "blocks that could be computed again one by one. Name them by `wrap_policy`."
-        )
-    if getattr(model, "supports_gradient_checkpointing", False):
-        # Models of transformers also leave out their caches, which a second forward would fill.
-        earlier = getattr(model, "gradient_checkpointing_enable", None)  # its older name
-        enable: Any = getattr(model, "activation_checkpointing_enable", earlier)
-        enable({"use_reentrant": False})
-        return
-    for block in blocks:
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False)

@@ -104,6 +104,7 @@ _MEANINGS: dict[str, Any] = {
         if seeds
         else "Augmentation depends on workers, and differs after a resume (rule 13)."
     ),
+    "gradient_checkpointing": "Computes activations again in backward; gradients are the same.",
     "max_consecutive_skips": "Skipped steps in a row after which the run gives up (rule 2).",
     "log_every_n_steps": "Logged values are weighted means over so many steps (rule 35).",
 }

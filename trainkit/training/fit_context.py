@@ -1,7 +1,7 @@
 """What surrounds a fit: which call is inside which, the watch, the model's mode and compilation."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -78,7 +78,17 @@ def conditions(
     model: nn.Module, config: TrainConfig, options: Mapping[str, Any] | None
 ) -> Iterator[None]:
     """Hold what is to hold while a model is trained, and put it back afterwards."""
-    with compiling(model, options), rng.determinism(config.deterministic), _training_mode(model):
+    with (
+        compiling(model, options),
+        rng.determinism(config.deterministic),
+        _training_mode(model),
+        ExitStack() as stack,
+    ):
+        if config.gradient_checkpointing:
+            from trainkit.strategies.activation_checkpointing import checkpoint_activations
+            from trainkit.strategies.blocks import find_blocks  # most runs need neither
+
+            stack.callback(checkpoint_activations(model, find_blocks(model).values()))
         yield
 
 
