@@ -12,6 +12,7 @@ from trainkit.callbacks._support.flops import FlopCounter
 from trainkit.callbacks._support.log_schedule import log_follows
 from trainkit.callbacks._support.step_timer import StepTimer
 from trainkit.config import checked
+from trainkit.data.packing import PackedDataset
 from trainkit.errors import ConfigError
 from trainkit.training.callback import Callback
 from trainkit.training.run import Run
@@ -35,6 +36,9 @@ class Throughput(Callback):
       host, which runs ahead; their sum is right.
     - `time/data_wait`: share of the time in which a process waited for its next batch, mean over
       the processes.
+    - `data/padding`: share of the places for tokens that hold none, by `attention_mask`; of rows
+      that `trainkit.data.pack` made, their share in the data set, which `tokens_per_second` then
+      leaves out.
     - `time/mfu`: model FLOPs utilisation (Chowdhery et al., "PaLM: Scaling Language Modeling with
       Pathways", 2022, appendix B): operations that the model needs, over those that the devices
       could have done. Where `flops` and `peak_flops` are given.
@@ -83,6 +87,9 @@ class Throughput(Callback):
         self._timer = StepTimer(run.strategy.device)
         self._samples = run.state.samples_seen
         self._tokens: Tensor | int | None = None
+        self._places = 0  # for tokens, where it is known which of them hold none
+        dataset = getattr(run.train_loader.source, "dataset", None)
+        self._packed = dataset.padding if isinstance(dataset, PackedDataset) else None
         if isinstance(self.flops, int | float):
             shares = run.processes.num_processes if self.flops_per == "sample" else 1
             self._flops = self.flops / shares
@@ -110,6 +117,8 @@ class Throughput(Callback):
             self._refuse_unknown_tokens(batch)
         else:
             self._tokens = count if self._tokens is None else self._tokens + count
+            if self.tokens is None and isinstance(count, Tensor) and "input_ids" in batch:
+                self._places += batch["input_ids"].numel()
         self._timer.begin_wait()
 
     @override
@@ -162,7 +171,13 @@ class Throughput(Callback):
         }
         run.log(values)
         run.log({"time/step_seconds_max": max(steps)}, reduce="max")
-        tokens, self._tokens = self._tokens, None
+        tokens: Tensor | float | None = self._tokens
+        self._tokens = None
+        places, self._places = self._places, 0
+        if tokens is not None and self._packed is not None and self.tokens is None:
+            places, tokens = int(tokens), tokens * (1 - self._packed)
+        if tokens is not None and places:
+            run.log({"data/padding": 1 - tokens / places}, weight=places)
         if tokens is not None:
             run.log({"time/tokens_per_second": tokens / seconds}, reduce="sum")
         if self.peak_flops is not None:

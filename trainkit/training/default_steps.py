@@ -1,6 +1,7 @@
 """What a training step and an evaluation step do unless they are overridden."""
 
 import inspect
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
@@ -44,7 +45,7 @@ def training_step(
             "`loss_fn=` to `fit` for batches `(inputs, targets)`, yield mappings for models that "
             "compute their own loss, or override `training_step`."
         )
-    loss = _get(model(**batch), "loss")
+    loss = _get(_outputs(model, module, batch), "loss")
     if loss is None:
         raise ConfigError(
             f"`{class_name(module)}` returned no `loss` for a batch with the keys "
@@ -63,7 +64,7 @@ def evaluation_step(
     each position with the next label, `references` are the next labels, and none for the last.
     """
     if isinstance(batch, Mapping):
-        outputs = model(**batch)
+        outputs = _outputs(model, module, batch)
         loss, logits = _get(outputs, "loss"), _get(outputs, "logits")
         references = batch.get("labels")
         result = {"loss": loss, "weight": _label_count(module, batch) if loss is not None else None}
@@ -130,6 +131,17 @@ def _refuse_reduction(name: str, reduction: object) -> None:
         )
 
 
+def _outputs(model: nn.Module, module: nn.Module, batch: Mapping[str, Any]) -> Any:
+    """Return what a model returns for a batch of keyword arguments.
+
+    By positions alone a causal model of transformers keeps the documents of a row apart only where
+    it makes no cache, and silently mixes them where it does.
+    """
+    if "position_ids" in batch and "attention_mask" not in batch and _shifts_labels(module):
+        batch = {"use_cache": False, **batch}
+    return model(**batch)
+
+
 def _get(outputs: Any, name: str) -> Any:
     if isinstance(outputs, Mapping):
         return outputs.get(name)
@@ -144,6 +156,7 @@ def _label_count(module: nn.Module, batch: Mapping[str, Any]) -> Tensor | None:
     labels = batch.get("labels")
     if not isinstance(labels, Tensor) or labels.is_floating_point():
         return None
+    module = _adapted(module)
     if not hasattr(module, "loss_function"):  # not a model of transformers
         return None
     config: Any = getattr(module, "config", None)
@@ -157,7 +170,22 @@ def _label_count(module: nn.Module, batch: Mapping[str, Any]) -> Tensor | None:
     return (labels != ignored).sum()
 
 
+def _adapted(module: nn.Module) -> nn.Module:
+    """Return the model of transformers that one of peft adapts; others as they are.
+
+    One that puts virtual tokens before the labels is left: it predicts the first label too.
+    """
+    peft = sys.modules.get("peft")
+    if peft is None or not isinstance(module, peft.PeftModel):
+        return module
+    config: Any = module.active_peft_config
+    is_kept = config.is_prompt_learning and config.peft_type != "PREFIX_TUNING"
+    base: nn.Module = module if is_kept else module.get_base_model()
+    return base
+
+
 def _shifts_labels(module: nn.Module) -> bool:
+    module = _adapted(module)
     return hasattr(module, "loss_function") and _shifts(
         type(module).forward, getattr(module, "loss_type", None)
     )
