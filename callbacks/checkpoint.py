@@ -35,6 +35,9 @@ class Checkpoint(Callback):
             "mark": it is saved and marked, never counts as the best, and the newest one without
             the mark stays too, from which a fit resumes. "raise": nothing is saved, and the run
             ends. "allow": it is like any other, and may replace the last good one.
+        frozen: What becomes of parameters that neither train nor are held by the optimizer, such
+            as the base of an adapter. "save": they are saved. "reference": they are left out; the
+            checkpoint has their digests, and where they came from, and a resume needs the same.
     """
 
     @checked
@@ -49,6 +52,7 @@ class Checkpoint(Callback):
         keep_every: int | None = None,
         background: bool = False,
         non_finite: NonFinite = "mark",
+        frozen: Literal["save", "reference"] = "save",
     ) -> None:
         for name, value in (("every_n_steps", every_n_steps), ("every_n_epochs", every_n_epochs)):
             if value is not None:
@@ -64,6 +68,8 @@ class Checkpoint(Callback):
             raise ConfigError(
                 f"`non_finite` must be one of {get_args(NonFinite)}, but is {non_finite!r}."
             )
+        if frozen not in ("save", "reference"):
+            raise ConfigError(f'`frozen` must be "save" or "reference", but is {frozen!r}.')
         if every_n_steps is None and every_n_epochs is None and every_minutes is None:
             every_n_epochs = 1
         self.every_n_steps = every_n_steps
@@ -76,6 +82,7 @@ class Checkpoint(Callback):
         )
         self.background = background
         self.non_finite: NonFinite = non_finite
+        self.frozen = frozen
         self._due = 0.0  # on the clock of time.monotonic
 
     @override
@@ -96,7 +103,8 @@ class Checkpoint(Callback):
             kept.append(f"steps that are multiples of {policy.keep_every:,}")
         waits = "training goes on meanwhile" if self.background else "training waits meanwhile"
         saves = f"{', '.join(times[:-1])} and {times[-1]}"
-        return f"Saves {saves}; keeps {', '.join(kept)}; {waits}."
+        frozen = "" if self.frozen == "save" else "; what is frozen is referred to, not saved"
+        return f"Saves {saves}; keeps {', '.join(kept)}; {waits}{frozen}."
 
     @override
     def check_output(self, run: Run) -> None:
@@ -110,6 +118,11 @@ class Checkpoint(Callback):
 
     @override
     def on_fit_start(self, run: Run) -> None:
+        run.checkpoints.base = None
+        if self.frozen == "reference":
+            from trainkit.training.reference import base_of  # most runs need none of it
+
+            run.checkpoints.base = base_of(run)
         run.save_checkpoints(self.policy, background=self.background, non_finite=self.non_finite)
         self._wait_again()
 

@@ -224,13 +224,16 @@ class EMA(Callback):
         """Put the average of a checkpoint into a model.
 
         Args:
-            model: On one process, not sharded; all its values are replaced.
+            model: On one process, not sharded; all its values are replaced, but for those of a base
+                that the checkpoint refers to.
             checkpoint: The folder of one checkpoint, such as `FitResult.checkpoint`.
             name: What the callback was called.
 
         Raises:
             CheckpointError: The checkpoint is broken, or has no such average.
         """
+        from trainkit.training.reference import check_base, read_model, refers  # on demand
+
         path = Path(checkpoint)
         opened = CheckpointStore(path.parent).open(path)
         states = opened.read("trainer")["callbacks"]
@@ -240,7 +243,9 @@ class EMA(Callback):
                 f"{sorted(states)}. Use the checkpoint of a run with `EMA`, and its name.",
                 path=path,
             )
-        model.load_state_dict(opened.read("model"))
+        if refers(opened):
+            check_base(opened, model)
+        model.load_state_dict(read_model(opened, model))
         targets = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         with torch.no_grad():
             for key, tensor in states[name]["average"].items():

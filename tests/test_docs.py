@@ -77,6 +77,8 @@ def _run_page(page: Path, folder: Path, result: Connection) -> None:
     tempfile.tempdir = str(folder)  # for pages that ask for a folder
     for old in (DeprecationWarning, SyntaxWarning):  # of packages that a page is first to import
         warnings.simplefilter("ignore", old)
+    # Of peft, which asks transformers by an older name.
+    warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")
     # Packages that look for the source of a class must find a module, and in it none.
     module = sys.modules["page"] = ModuleType("page")
     module.__file__ = "page"

@@ -72,6 +72,9 @@ class Trainer:
         max_consecutive_skips: Skipped updates in a row after which training gives up.
         compile: Run the model through `torch.compile`, with every strategy: True, or a mapping of
             its options. In place, and undone after each call: no saved key changes.
+        gradient_checkpointing: Compute activations again in backward instead of keeping them, with
+            every strategy: less memory for a second forward, and the same gradients. Models of
+            transformers do it by their own method, others block by block.
         watchdog: How long several processes may stand still before the job is ended.
         process_group_timeout: How long a collective may wait before it raises, in every process
             group: a `timedelta` or seconds. None: torch's default, half an hour on the CPU.
@@ -115,6 +118,7 @@ class Trainer:
         sample_seeding: bool = True,
         max_consecutive_skips: int = 64,
         compile: bool | Mapping[str, Any] = False,
+        gradient_checkpointing: bool = False,
         watchdog: Watchdog | None = None,
         process_group_timeout: timedelta | float | None = None,
     ) -> None:
@@ -131,6 +135,7 @@ class Trainer:
             split_batches=split_batches,
             sample_seeding=sample_seeding,
             max_consecutive_skips=max_consecutive_skips,
+            gradient_checkpointing=gradient_checkpointing,
         )
         self._objects, self._calls = dict[str, Stateful](), Calls()
         check_argument("watchdog", watchdog, Watchdog | None)
@@ -367,15 +372,24 @@ class Trainer:
         return checkpointing.save_now(self.run, self.callbacks)
 
     def save_model(
-        self, directory: str | Path, max_shard_size: Size = "5GB", safe_serialization: bool = True
+        self,
+        directory: str | Path,
+        max_shard_size: Size = "5GB",
+        safe_serialization: bool = True,
+        *,
+        tokenizer: Any = None,
+        merge: bool = False,
     ) -> None:
         """Write the model of the latest `fit` for other programs; every process calls it.
 
         Args:
             directory: Where `model.safetensors` goes, or several files with an index; for models
-                of transformers also `config.json`, so that `from_pretrained` reads it.
+                of transformers also `config.json`, so that `from_pretrained` reads it. Of a
+                `PeftModel` its adapter, which `PeftModel.from_pretrained` reads.
             max_shard_size: Largest size of a file, such as "5GB".
             safe_serialization: False writes pickles (`pytorch_model.bin`) for old readers.
+            tokenizer: A tokenizer or processor with `save_pretrained`; its files go beside.
+            merge: Of a `PeftModel`, write the whole model with its adapter merged into it.
 
         Raises:
             ConfigError: There was no `fit`, or the model cannot be written.
@@ -389,7 +403,14 @@ class Trainer:
                 "model, call `trainkit.export.save_model(model, directory)`."
             )
         with self.run.evaluation_weights():
-            save_model(self.run.module, directory, max_shard_size, safe_serialization)
+            save_model(
+                self.run.module,
+                directory,
+                max_shard_size,
+                safe_serialization,
+                tokenizer=tokenizer,
+                merge=merge,
+            )
 
     def close(self) -> None:
         """Leave the process group, if this trainer made it."""

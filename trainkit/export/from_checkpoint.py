@@ -10,6 +10,7 @@ from trainkit.checkpoint.format.tensor_file import Piece
 from trainkit.checkpoint.format.tensor_location import StoredTensor
 from trainkit.checkpoint.format.tensors import tensor_piece
 from trainkit.checkpoint.io import files
+from trainkit.errors import CheckpointError
 from trainkit.export.layout import Layout, lay_out, write_weights
 from trainkit.export.publication import Publication
 from trainkit.export.sizes import parse_size
@@ -39,6 +40,13 @@ def export_checkpoint(
     """
     limit = parse_size(max_shard_size, "max_shard_size")
     opened = CheckpointStore(checkpoint.parent).open(checkpoint)
+    if part == "model" and "reference" in opened.manifest.metadata:
+        raise CheckpointError(
+            f"The checkpoint `{checkpoint}` holds what was trained, and refers to its base for the "
+            "rest, so it cannot be exported by itself. Resume from it by `fit`, or load it into "
+            "the base by `load_checkpoint_in_model`, and call `save_model`.",
+            path=checkpoint,
+        )
     names: dict[StoredTensor, str] = {}
     others: list[str] = []
     for name, stored in opened.layout(part, others).items():

@@ -14,15 +14,17 @@ from trainkit.checkpoint.format.tensors import tensor_piece
 from trainkit.checkpoint.io import files
 from trainkit.errors import ConfigError
 
-__all__ = ["Layout", "is_weights", "lay_out", "weight_piece", "write_weights"]
+__all__ = ["ADAPTER", "MODEL", "Layout", "is_weights", "lay_out", "weight_piece", "write_weights"]
 
 _METADATA = {"format": "pt"}  # which readers of transformers ask for
 
-_STEMS = {True: "model", False: "pytorch_model"}
+MODEL, ADAPTER = ("model", "pytorch_model"), ("adapter_model", "adapter_model")
+"""Names of files without what follows: as safetensors, and as pickles."""
 _SUFFIXES = {True: ".safetensors", False: ".bin"}
 _WEIGHTS = re.compile(
     r"model(-\d{5,}-of-\d{5,})?\.safetensors|model\.safetensors\.index\.json"
     r"|pytorch_model(-\d{5,}-of-\d{5,})?\.bin|pytorch_model\.bin\.index\.json"
+    r"|adapter_model\.(safetensors|bin)|adapter_config\.json"
 )
 _PER_PICKLED_TENSOR = 1024  # bytes that a `.bin` file spends on names, places and alignment
 
@@ -53,7 +55,9 @@ class Layout:
         return strict_json.dump(body, indent=2) + b"\n"
 
 
-def lay_out(pieces: Mapping[str, Piece], limit: int, *, safe: bool) -> Layout:
+def lay_out(
+    pieces: Mapping[str, Piece], limit: int, *, safe: bool, stems: tuple[str, str] = MODEL
+) -> Layout:
     """Share tensors out over files, in their order.
 
     A tensor that alone is above the limit gets a file of its own, with a warning.
@@ -61,6 +65,7 @@ def lay_out(pieces: Mapping[str, Piece], limit: int, *, safe: bool) -> Layout:
     Args:
         limit: Largest size of a file in bytes, its header included.
         safe: Safetensors, not torch's own files.
+        stems: What the files are called.
     """
     base = (
         8 + len(strict_json.dump({"__metadata__": _METADATA})) + 8 if safe else _PER_PICKLED_TENSOR
@@ -84,7 +89,7 @@ def lay_out(pieces: Mapping[str, Piece], limit: int, *, safe: bool) -> Layout:
     for group in groups:  # in the order in which the bytes will stand
         group.sort(key=lambda name: -SIZES[pieces[name].dtype])
     size = sum(piece.size for piece in pieces.values())
-    stem, suffix = _STEMS[safe], _SUFFIXES[safe]
+    stem, suffix = stems[not safe], _SUFFIXES[safe]
     if len(groups) == 1:
         return Layout({f"{stem}{suffix}": groups[0]}, size, None)
     files = {

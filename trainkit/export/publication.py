@@ -9,7 +9,7 @@ from pathlib import Path
 from trainkit.checkpoint.format.names import MANIFEST
 from trainkit.checkpoint.io import files
 from trainkit.errors import CheckpointError, ConfigError
-from trainkit.export.layout import is_weights
+from trainkit.export.layout import ADAPTER, is_weights
 
 __all__ = ["Publication"]
 
@@ -57,6 +57,8 @@ class Publication:
             self._sync(name)  # also what a library wrote
         self._sync(entry)
         old = {name for name in os.listdir(self.directory) if is_weights(name)}
+        if entry.startswith(ADAPTER):  # what it adapts may lie in the same folder
+            old = {name for name in old if name.startswith("adapter_")}
         if any(self._changes(name) for name in others):
             # A reader must not follow the old entry to the new files.
             self._remove(sorted(name for name in old if "-of-" not in name))

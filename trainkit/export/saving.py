@@ -1,8 +1,11 @@
 """Write the weights of a model for other programs, from any strategy."""
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -15,12 +18,13 @@ from trainkit.distributed import (
     run_on_all_or_main,
     run_on_main,
 )
-from trainkit.export import pickled, pretrained
-from trainkit.export.layout import Layout, lay_out, weight_piece, write_weights
+from trainkit.errors import ConfigError
+from trainkit.export import adapters, pickled, pretrained
+from trainkit.export.layout import ADAPTER, MODEL, Layout, lay_out, weight_piece, write_weights
 from trainkit.export.publication import Publication
 from trainkit.export.sizes import parse_size
 from trainkit.export.state import tensors_of, unwrapped, whole
-from trainkit.types import Size
+from trainkit.types import Size, class_name
 
 __all__ = ["save_model"]
 
@@ -31,6 +35,8 @@ def save_model(
     max_shard_size: Size = "5GB",
     safe_serialization: bool = True,
     *,
+    tokenizer: Any = None,
+    merge: bool = False,
     processes: Processes | None = None,
 ) -> None:
     """Write a model so that `from_pretrained` and `load_checkpoint_in_model` can read it.
@@ -38,15 +44,20 @@ def save_model(
     Process 0 writes. It may be alone in calling it, but not for a sharded model, whose tensors are
     gathered one at a time. The files are `model.safetensors`, or
     `model-00001-of-0000N.safetensors` and so on with `model.safetensors.index.json`; for models
-    of transformers also their configuration. They appear when all are complete. An earlier export
-    in the same folder is replaced.
+    of transformers also their configuration. Of a `PeftModel` they are those of its adapter,
+    `adapter_model.safetensors` and `adapter_config.json`, for `PeftModel.from_pretrained`; of
+    several adapters each but the one called "default" has a folder of its own. They appear when
+    all are complete. An earlier export in the same folder is replaced.
 
     Args:
         model: Any module, as it is or as a strategy has wrapped it.
         directory: The folder; made where it is missing, and other files in it are kept.
         max_shard_size: Largest size of a file, such as "5GB", or bytes; only a single tensor
-            that is larger makes a larger file.
+            that is larger makes a larger file. An adapter is one file.
         safe_serialization: False writes `pytorch_model.bin`, a pickle, for old readers.
+        tokenizer: A tokenizer or processor with `save_pretrained`; its files go beside.
+        merge: Of a `PeftModel`, write the whole model with the active adapter merged into it,
+            under the names of its base. The model stays as it is, to the last bit.
         processes: The processes of the job; those of this program by default.
 
     Raises:
@@ -55,16 +66,25 @@ def save_model(
         DistributedError: Processes that must call it do not.
     """
     limit = parse_size(max_shard_size, "max_shard_size")
+    if tokenizer is not None and not callable(getattr(tokenizer, "save_pretrained", None)):
+        raise ConfigError(
+            "`tokenizer` must be a tokenizer or processor with `save_pretrained`, but is a "
+            f"`{type(tokenizer).__name__}`."
+        )
     processes = Processes.start() if processes is None else processes
     module, folder = unwrapped(model), Path(directory)
 
     def export(processes: Processes) -> None:
-        export = _Export(module, folder, limit, safe_serialization, processes)
-        try:
-            export.run()
-        finally:
-            if processes.is_main:
-                export.publication.discard()
+        contents = run_on_all(processes, lambda: _contents(module, folder, merge))
+        for place, content in contents.items():
+            if place == folder and tokenizer is not None:
+                content.beside.append(tokenizer.save_pretrained)
+            export = _Export(content, place, limit, safe_serialization, processes)
+            try:
+                export.run()
+            finally:
+                if processes.is_main:
+                    export.publication.discard()
 
     sharded = any(map(is_sharded, module.state_dict(keep_vars=True).values()))
     run_on_all_or_main(
@@ -76,39 +96,68 @@ def save_model(
     )
 
 
+@dataclass(slots=True)
+class _Content:
+    """What goes into one folder."""
+
+    tensors: dict[str, Tensor]  # by name, with the shapes and dtypes that are written
+    beside: list[Callable[[Path], object]]  # write the other files into a folder
+    read: Callable[[str], Tensor] | None = None  # of a tensor that is written otherwise than it is
+    stems: tuple[str, str] = MODEL
+
+
+def _contents(model: Any, directory: Path, merge: bool) -> dict[Path, _Content]:
+    """Return what is written of a model, by folders."""
+    adapted = adapters.is_adapted(model)
+    if merge and not adapted:
+        raise ConfigError(
+            "`merge=True` merges the adapter of a `PeftModel` into its base, but the model is a "
+            f"`{class_name(model)}`. Leave `merge` out."
+        )
+    if not adapted or merge:
+        tensors, read = adapters.merged(model) if merge else (tensors_of(model), None)
+        base = model.get_base_model() if merge else model
+        return {directory: _Content(tensors, [partial(pretrained.write_configuration, base)], read)}
+    return {
+        folder: _Content(
+            adapters.adapter_tensors(model, name),
+            [partial(adapters.write_adapter_config, model, name)],
+            stems=ADAPTER,
+        )
+        for name, folder in adapters.adapter_folders(model, directory).items()
+    }
+
+
 class _Export:
     def __init__(
-        self, model: nn.Module, directory: Path, limit: int, safe: bool, processes: Processes
+        self, content: _Content, directory: Path, limit: int, safe: bool, processes: Processes
     ) -> None:
         self.publication = Publication(directory)
-        self._model = model
-        self._limit = limit
+        self._content = content
+        self._tensors = content.tensors
+        self._read = content.read or (lambda name: whole(content.tensors[name]))
+        self._limit = sys.maxsize if content.stems == ADAPTER else limit
         self._safe = safe
         self._processes = processes
-        self._tensors: dict[str, Tensor] = {}
         self._layout = Layout({}, 0, None)
 
     def run(self) -> None:
         """Write and publish all files."""
-        run_on_all(self._processes, self._collect)
         run_on_main(self._processes, self._guarded(self._begin))
         # All gather in the order of process 0.
         layout: dict[str, list[str]] = self._processes.broadcast_object(self._layout.files)
         run_on_all(self._processes, self._guarded(lambda: self._write(layout)))
         run_on_main(self._processes, self._guarded(self._finish))
 
-    def _collect(self) -> None:
-        self._tensors = tensors_of(self._model)
-
     def _begin(self) -> None:
         pieces = {name: weight_piece(name, tensor) for name, tensor in self._tensors.items()}
-        self._layout = lay_out(pieces, self._limit, safe=self._safe)
+        self._layout = lay_out(pieces, self._limit, safe=self._safe, stems=self._content.stems)
         self.publication.begin()
 
     def _write(self, layout: Mapping[str, list[str]]) -> None:
         failure: Exception | None = None
         for file, names in layout.items():
-            gathered = (whole(self._tensors[name]) for name in names)
+            gathered = map(self._read, names)
             try:
                 if self._processes.is_main and failure is None:
                     self._write_file(self.publication.folder / file, names, gathered)
@@ -133,7 +182,8 @@ class _Export:
         if self._layout.index is not None:
             content = self._layout.encode_index()
             files.write_file(self.publication.folder / self._layout.index, [content])
-        pretrained.write_configuration(self._model, self.publication.folder)
+        for write in self._content.beside:
+            write(self.publication.folder)
         self.publication.commit(self._layout.entry)
 
     def _guarded(self, action: Callable[[], None]) -> Callable[[], None]:

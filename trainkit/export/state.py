@@ -75,17 +75,22 @@ def _shape(value: Any) -> list[int] | str:
     return list(value.shape) if isinstance(value, Tensor) else "no tensor"
 
 
-def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+def tensors_of(model: nn.Module, state: Mapping[str, Any] | None = None) -> dict[str, Tensor]:
     """Return what a file of the model must hold: every tensor once, by its plain name.
 
     Of tied tensors the first counts, but not one that transformers fills from another. What is no
     tensor is left out with a warning.
 
+    Args:
+        model: Any module.
+        state: What is written of it; None: its state.
+
     Raises:
         ConfigError: Something has no values.
     """
     module = unwrapped(model)
-    found = {plain_name(name): t for name, t in module.state_dict(keep_vars=True).items()}
+    state = module.state_dict(keep_vars=True) if state is None else state
+    found = {plain_name(name): t for name, t in state.items()}
     ignored = set(getattr(module, "_keys_to_ignore_on_save", None) or ())
     others = [name for name, value in found.items() if not isinstance(value, Tensor)]
     warn_of_others([name for name in others if name not in ignored])

@@ -35,6 +35,7 @@ from trainkit.training.fingerprint import (
 )
 from trainkit.training.finite import finiteness
 from trainkit.training.lr_schedule import LRSchedule
+from trainkit.training.reference import check_base, describe_base, left_out, read_model, refers
 from trainkit.training.resume_check import check_metadata, check_parts, check_states
 from trainkit.training.run import Run
 
@@ -79,8 +80,10 @@ def collect(run: Run, callbacks: CallbackList) -> dict[str, Any]:
 def _common(run: Run) -> dict[str, Any]:
     """Return what all processes have alike, or hold together."""
 
+    model = run.module.state_dict()  # first: it shards what an evaluation has gathered
+    referred = set(left_out(run))
     return {
-        "model": run.module.state_dict(),  # first: it shards what an evaluation has gathered
+        "model": {name: value for name, value in model.items() if name not in referred},
         "optimizer": named_optimizer_state(run.optimizer, dict(run.module.named_parameters()))
         | run.weights.state_dict(run.module),
         "trainer": {
@@ -120,6 +123,7 @@ def describe(run: Run) -> dict[str, Any]:
         "fingerprint": fingerprint(run),
         "order": order_of(run),
         **finiteness(run),
+        **describe_base(run),
     }
 
 
@@ -189,6 +193,8 @@ def restore(
     if resume in ("auto", "must"):
         run.print(f"trainkit: resuming from `{folder}` (step {loaded.checkpoint.step}).")
     metadata = loaded.checkpoint.manifest.metadata
+    if refers(loaded.checkpoint):
+        run_on_all(processes, lambda: check_base(loaded.checkpoint, run.module))
     planned = metadata["planned_steps"]
     if schedule == "keep" and planned != run.planned_steps:
         run.lr_schedule = remake(run.optimizer, planned)  # it must end where it would have ended
@@ -244,9 +250,8 @@ def _load(
     # What does not fit is not broken: "auto" must not go back, and begin afresh in the end.
     told = differences(manifest.metadata["fingerprint"], fingerprint(run))
     refuse(path, told + horizon_problems(manifest.metadata["config"], run, schedule))
-    model, optimizer, trainer = (
-        checkpoint.read(part, present.get(part)) for part in ("model", "optimizer", "trainer")
-    )
+    model = read_model(checkpoint, run.module, present.get("model"))
+    optimizer, trainer = (checkpoint.read(p, present.get(p)) for p in ("optimizer", "trainer"))
     ranks = read_rank_parts(checkpoint, processes, manifest.world_size)
     checkpoint.verify_rest()
     check_parts(run, checkpoint, model, optimizer, trainer, ranks)

@@ -15,7 +15,7 @@ from trainkit.errors import DistributedError, named
 from trainkit.strategies import Strategy
 from trainkit.training.settings import group_settings
 
-__all__ = ["check_replicas"]
+__all__ = ["check_replicas", "digests_of"]
 
 _CHUNK = 2**22  # elements that a device works on at once: 32 MB in between
 
@@ -45,7 +45,7 @@ def check_replicas(
     part, parts = strategy.held_part
     if parts == processes.size:
         return
-    digests = _digests(dict(_entries(parameters, optimizers)))
+    digests = digests_of(dict(_entries(parameters, optimizers)))
     if are_alike(processes, int(_hex(digests), 16) >> 2, part, parts):
         return
     complain(processes, (part, digests), lambda found: _error(_differences(found), when))
@@ -92,8 +92,11 @@ def _differences(found: Sequence[tuple[int, Mapping[str, str]]]) -> list[str]:
     return words
 
 
-def _digests(entries: Mapping[str, Any]) -> dict[str, str]:
-    """Return a digest of the bits of each entry."""
+def digests_of(entries: Mapping[str, Any]) -> dict[str, str]:
+    """Return a digest of the bits of each entry; of sharded tensors, of what lies here.
+
+    Devices of different types give different digests.
+    """
     sums: list[Tensor] = []  # of what lies on a device, not yet read
     pieces = {label: [_piece(leaf, sums) for leaf in _leaves(v)] for label, v in entries.items()}
     read = torch.stack([each.to(sums[0].device) for each in sums]).tolist() if sums else []

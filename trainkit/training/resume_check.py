@@ -79,8 +79,9 @@ _METADATA = record(
         "versions": each(text),
         "order": record({"facts": each(anything), "digest": maybe(text)}),
         "hparams": each(anything),
+        "reference": record({"source": text, "digests": each(text)}),
     },
-    optional={"hparams", "order", "versions"},
+    optional={"hparams", "order", "reference", "versions"},
 )
 _DATA = each(STREAM)
 _TRAINER = record(

@@ -118,6 +118,14 @@ class PhaseClock:
         return self._spent | {self.phase: self._spent.get(self.phase, 0.0) + spent}
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Base:
+    """What a model was before its training, as far as that does not change it, by digests."""
+
+    whole: Mapping[str, str]  # of each frozen parameter, alike for every strategy and device
+    local: Mapping[str, str]  # of what lies on this process
+
+
 @dataclass(kw_only=True, slots=True)
 class RunCheckpoints:
     """What a run saves, and what it went on from."""
@@ -127,6 +135,7 @@ class RunCheckpoints:
     resumed_from: int | None = None
     """The step of the checkpoint that this fit went on from."""
     last_attempt: int = -1  # `TrainState.attempts` when the run was saved last
+    base: Base | None = None  # what checkpoints refer to, instead of holding it
 
 
 @dataclass(kw_only=True, slots=True)

@@ -1,0 +1,135 @@
+"""The frozen part of a model in a checkpoint: by digest and source, instead of by its values."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from trainkit.checkpoint import Checkpoint
+from trainkit.checkpoint.forms import refuse
+from trainkit.distributed import run_on_all
+from trainkit.errors import CheckpointError, ConfigError, quoted
+from trainkit.export.state import whole
+from trainkit.training.replicas import digests_of
+from trainkit.training.run import Base, Run
+
+__all__ = ["base_of", "check_base", "describe_base", "left_out", "read_model", "refers"]
+
+KEY = "reference"
+"""In the manifest of a checkpoint that refers to its base."""
+
+
+def left_out(run: Run) -> list[str]:
+    """Return which entries of the model's state are not saved; tied ones by all names."""
+    base = run.checkpoints.base
+    return [] if base is None else [name for name in _frozen(run) if name in base.whole]
+
+
+def _named(module: nn.Module) -> dict[str, nn.Parameter]:
+    return dict(module.named_parameters(remove_duplicate=False))
+
+
+def _frozen(run: Run) -> dict[str, nn.Parameter]:
+    held, named = set(map(id, run.parameters)), _named(run.module).items()
+    return {name: p for name, p in named if not p.requires_grad and id(p) not in held}
+
+
+def base_of(run: Run) -> Base:
+    """Return the frozen part of a model, which the checkpoints of a run are to refer to.
+
+    Every process must call it before the first step. It reads all frozen parameters.
+
+    Raises:
+        ConfigError: The model has none.
+    """
+    frozen = _frozen(run)
+    if not frozen:
+        raise ConfigError(
+            '`Checkpoint(frozen="reference")` leaves out what is frozen, but every parameter of '
+            "the model is trained, or held by the optimizer. Set `requires_grad` to False on the "
+            "base before `fit`, or leave `frozen` out."
+        )
+    return Base(whole=_digests(frozen), local=digests_of(frozen))
+
+
+def describe_base(run: Run) -> dict[str, Any]:
+    """Return what the manifest says of the base; nothing where checkpoints hold all.
+
+    Every process must call it.
+
+    Raises:
+        CheckpointError: Frozen parameters are not what they were; on all processes.
+    """
+    base, names = run.checkpoints.base, left_out(run)
+    if base is None:
+        return {}
+
+    def check() -> None:
+        local = digests_of(_frozen(run))
+        changed = [name for name in names if local[name] != base.local[name]]
+        if changed:
+            raise CheckpointError(
+                f"{len(changed)} frozen parameters have changed since `fit` began: "
+                f"{quoted(changed)}. No checkpoint can refer to them: pass "
+                '`Checkpoint(frozen="save")`.'
+            )
+
+    run_on_all(run.strategy.processes, check)
+    digests = {name: base.whole[name] for name in names}
+    return {KEY: {"source": _source(run.module), "digests": digests}}
+
+
+def check_base(checkpoint: Checkpoint, module: nn.Module) -> None:
+    """Compare a model with the base that a checkpoint refers to.
+
+    Every process must call it where the model is sharded.
+
+    Raises:
+        CheckpointError: It is another one.
+    """
+    told = checkpoint.manifest.metadata[KEY]
+    saved = told["digests"]
+    present = _digests({name: p for name, p in _named(module).items() if name in saved})
+    if other := [name for name in saved if present.get(name) != saved[name]]:
+        source = f" `{told['source']}`" if told["source"] else ""
+        why = (
+            f"it holds what was trained, and refers to its base{source} for the rest, but "
+            f"{len(other)} of {len(saved)} frozen parameters have other values now: "
+            f"{quoted(other)}. Load the same base, in the same dtype"
+        )
+        refuse(checkpoint.path, [why])
+
+
+def refers(checkpoint: Checkpoint) -> bool:
+    """Return whether a checkpoint has not all of its model, but refers to its base."""
+    return KEY in checkpoint.manifest.metadata
+
+
+def read_model(checkpoint: Checkpoint, module: nn.Module, like: Any = None) -> dict[str, Any]:
+    """Return the state of the model in a checkpoint, with the base that it refers to.
+
+    Args:
+        checkpoint: Has it.
+        module: Has the base of what was saved, as `check_base` says.
+        like: As for `Checkpoint.read`.
+    """
+    state: dict[str, Any] = checkpoint.read("model", like)
+    if refers(checkpoint):
+        present, told = module.state_dict(), checkpoint.manifest.metadata[KEY]
+        state |= {name: present[name] for name in told["digests"] if name in present}
+    return state
+
+
+def _digests(parameters: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return digests of whole parameters, which lie on the CPU one after the other."""
+    known: dict[int, str] = {}
+    for parameter in parameters.values():
+        if id(parameter) not in known:
+            known[id(parameter)] = digests_of({"": whole(parameter).cpu()})[""]
+    return {name: known[id(parameter)] for name, parameter in parameters.items()}
+
+
+def _source(module: nn.Module) -> str:
+    """Return where a model of transformers came from, as it says itself."""
+    name = getattr(module, "name_or_path", "")
+    return name if isinstance(name, str) else ""
