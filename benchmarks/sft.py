@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.sft
 
-Each row is a process of its own. All train the model of `examples/chat_sft.py` on the same
+It needs peft and the package `chatterbot-corpus`. Each row is a process of its own. All train the model of `examples/chat_sft.py` on the same
 dialogues, with the same AdamW at a constant rate, for the same passes over them. "packed" are the
 rows of `trainkit.data.pack`; "grouped" are batches of items of similar length, filled up by
 `group_by_length` of each library. Speed counts tokens of dialogues, without what fills rows up, in
