@@ -2,12 +2,13 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.sft
 
-It needs peft and the package `chatterbot-corpus`. Each row is a process of its own. All train the model of `examples/chat_sft.py` on the same
-dialogues, with the same AdamW at a constant rate, for the same passes over them. "packed" are the
-rows of `trainkit.data.pack`; "grouped" are batches of items of similar length, filled up by
-`group_by_length` of each library. Speed counts tokens of dialogues, without what fills rows up, in
-the second half of the steps. Memory is the peak of the resident set above what the process has
-before it builds the model. The loss is that of all answers, in evaluation mode, after training.
+It needs peft and the package `chatterbot-corpus`. Each row is a process of its own. All train the
+model of `examples/chat_sft.py` on the same dialogues, with the same AdamW at a constant rate, for
+the same passes over them. "packed" are the rows of `trainkit.data.pack`; "grouped" are batches of
+items of similar length, by `group_by_length` of each library. Speed counts tokens of dialogues,
+without what fills rows up, in the second half of the steps. Memory is the peak of the resident set
+above what the process has before it builds the model. The loss is that of all answers, in
+evaluation mode, after training.
 """
 
 import argparse
