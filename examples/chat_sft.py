@@ -190,7 +190,7 @@ def add_adapter(base: nn.Module, rank: int, *, dora: bool = False) -> nn.Module:
         use_dora=dora,
         task_type="CAUSAL_LM",
     )
-    return get_peft_model(base, config)  # type: ignore[arg-type]
+    return get_peft_model(base, config)
 
 
 def make_trainer(arguments: argparse.Namespace) -> Trainer:
