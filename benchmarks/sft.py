@@ -106,6 +106,7 @@ def main() -> None:
     for _ in range(options.rounds):
         for row in ROWS:
             found[row].append(_run(options, row))
+            print(f"{row}: {found[row][-1]}", file=sys.stderr, flush=True)
     table = {
         row: {c: sorted(one[c] for one in of_row)[len(of_row) // 2] for c in COLUMNS}
         for row, of_row in found.items()
