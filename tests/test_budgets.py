@@ -15,11 +15,11 @@ FUNCTION_LINES = 40
 FUNCTION_LIMITS = {
     ("callbacks/checkpoint.py", "__init__"): 43,
     ("trainkit/accelerator/accelerator.py", "__init__"): 56,
-    ("trainkit/trainer.py", "__init__"): 51,
+    ("trainkit/trainer.py", "__init__"): 53,
 }
 FILE_LIMITS = {
     "trainkit/accelerator/accelerator.py": 360,  # a face: it says what it does
-    "trainkit/trainer.py": 360,  # another; no function outside of it takes it apart
+    "trainkit/trainer.py": 370,  # another; no function outside of it takes it apart
     "trainkit/training/loop.py": 120,  # the algorithm is readable in one screen
 }
 # Faces: to cut them in two would only hide from a reader what belongs together.
