@@ -10,6 +10,7 @@ from trainkit.checkpoint import CheckpointStore, KeepPolicy
 from trainkit.checkpoint.saver import NonFinite
 from trainkit.config import check_whole, checked
 from trainkit.errors import ConfigError
+from trainkit.packages import require
 from trainkit.training.callback import Callback
 from trainkit.training.run import Run
 from trainkit.types import Scalars, StepResult
@@ -50,6 +51,7 @@ class Checkpoint(Callback):
         background: bool = False,
         non_finite: NonFinite = "mark",
     ) -> None:
+        require("xxhash", "`Checkpoint`")
         for name, value in (("every_n_steps", every_n_steps), ("every_n_epochs", every_n_epochs)):
             if value is not None:
                 check_whole(name, value)

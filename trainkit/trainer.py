@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainkit import rng
-from trainkit.config import TrainConfig, Watchdog, as_path, check_argument
+from trainkit.config import TrainConfig, Watchdog, as_path, check_argument, names_checked
 from trainkit.data import PreparedLoader, evaluation_loader, training_loader
 from trainkit.distributed import check_called_by_all
 from trainkit.distributed.collectives import first_with
@@ -94,6 +94,7 @@ class Trainer:
     `resume` with `schedule="keep"` those of the run before. `run.planned_steps` follows the data.
     """
 
+    @names_checked
     def __init__(
         self,
         *,
@@ -190,6 +191,7 @@ class Trainer:
 
     # What people call.
 
+    @names_checked
     def fit(
         self,
         model: nn.Module,
@@ -260,6 +262,7 @@ class Trainer:
             raise run.interruption()
         return run.result()
 
+    @names_checked
     def evaluate(
         self,
         model: nn.Module,
@@ -290,6 +293,7 @@ class Trainer:
                     )
         return values
 
+    @names_checked
     def predict(
         self, model: nn.Module, loader: Any, *, outputs: str = "raw", loss_fn: LossFn | None = None
     ) -> Any:
