@@ -24,7 +24,7 @@ from trainkit.strategies import Strategy
 from trainkit.training import arguments, default_steps, loop
 from trainkit.training.callback import Callback, CallbackList
 from trainkit.training.evaluation import Evaluator, RunEvaluation
-from trainkit.training.fit_context import Calls, check_outputs, compiling, conditions, watched
+from trainkit.training.fit_context import Calls, check_outputs, compiling, conditions, end, watched
 from trainkit.training.logging import Log, NoRun
 from trainkit.training.lr_schedule import LRSchedule, by_name, make_lr_schedule
 from trainkit.training.run import FitResult, Run
@@ -203,6 +203,7 @@ class Trainer:
         loss_fn: LossFn | None = None,
         resume: str | Path | None = None,
         schedule: Literal["keep", "rescale"] | None = None,
+        restore_best: bool = False,
     ) -> FitResult:
         """Train `model` in place; a second call is a new training.
 
@@ -227,16 +228,19 @@ class Trainer:
                 path: from the checkpoint in this folder.
             schedule: Needed where a resume changes `max_epochs` or `max_steps`. "keep": the
                 learning-rate schedule goes on as it was. "rescale": it is that of the new horizon.
+            restore_best: Leave the best weights in the model at the end, by what
+                `Checkpoint(keep_best=...)` says is best, instead of the last.
 
         Raises:
             ConfigError: Where an argument cannot work, before the first step.
-            CheckpointError: Where the run cannot be resumed, or a save failed.
+            CheckpointError: Where the run cannot be resumed, a save failed, or nothing is best.
             Interrupted: After SIGTERM, SIGINT, SIGUSR1 or the time limit, when all is saved;
                 leaves the program with the code 143, 130 or 75.
         """
         from trainkit import console  # only where something runs
 
         resume = arguments.check_resume(resume, schedule)
+        check_argument("restore_best", restore_best, bool)
         with ExitStack() as stack:
             stack.enter_context(self._calls.enter("fit"))
             self._take_loss_fn(type(self).loss_fn if loss_fn is None else loss_fn)
@@ -246,6 +250,7 @@ class Trainer:
             self.run = run = self._make_run(
                 arguments.check_model(model), *prepared, optimizer, schedule_for
             )
+            run.checkpoints.restore_best = restore_best
             stack.enter_context(watched(run, self._watchdog))
             check_outputs(run, self.callbacks)
             rng.seed_all(rng.device_seed(self.config.seed, self.processes.process_index))
@@ -258,9 +263,7 @@ class Trainer:
             stack.callback(run.close)
             run.weights.train()
             loop.fit(run, self.callbacks)
-        if run.requests.signal:
-            raise run.interruption()
-        return run.result()
+        return end(run)
 
     @names_checked
     def evaluate(
@@ -270,6 +273,7 @@ class Trainer:
         *,
         metrics: Iterable[Any] | None = None,
         loss_fn: LossFn | None = None,
+        checkpoint: str | Path | None = None,
     ) -> Scalars:
         """Return the metrics of `model` on `loader`, equal on all processes.
 
@@ -282,10 +286,13 @@ class Trainer:
             metrics: Names, functions `(predictions, references) -> float | dict`, metrics of
                 `evaluate` or of torchmetrics. The mean loss is always there, if there is one.
             loss_fn: As for `fit`; what the latest `fit` was given, if left out.
+            checkpoint: Whose weights the model holds meanwhile, those that were evaluated: "best"
+                or "last" of `output_dir`, or what `load_checkpoint_in_model` reads. Not inside
+                `fit`. The model's own are then put back.
         """
         chosen = arguments.make_metrics(metrics)
         values: Scalars = {}
-        with self._evaluation("evaluate", model, loss_fn) as evaluator:
+        with self._evaluation("evaluate", model, loss_fn, checkpoint) as evaluator:
             for name, data in arguments.name_loaders(loader).items():
                 with self._to_evaluate(data, chosen) as prepared:
                     values |= evaluator.evaluate(
@@ -293,9 +300,20 @@ class Trainer:
                     )
         return values
 
+    def test(self, model: nn.Module, loader: Any, **options: Any) -> Scalars:
+        """Return what `evaluate` does with these options, under names that begin with `test/`."""
+        values = self.evaluate(model, loader, **options)
+        return {f"test{name.removeprefix('eval')}": value for name, value in values.items()}
+
     @names_checked
     def predict(
-        self, model: nn.Module, loader: Any, *, outputs: str = "raw", loss_fn: LossFn | None = None
+        self,
+        model: nn.Module,
+        loader: Any,
+        *,
+        outputs: str = "raw",
+        loss_fn: LossFn | None = None,
+        checkpoint: str | Path | None = None,
     ) -> Any:
         """Return what the model says of every sample, once, in the loader's order, on the CPU.
 
@@ -307,13 +325,14 @@ class Trainer:
             outputs: "raw": what the model returns; of a mapping, its `logits`. "classes" and
                 "probabilities" are read from that by the convention of the loss.
             loss_fn: As for `fit`; what the latest `fit` was given, if left out.
+            checkpoint: As for `evaluate`.
 
         Raises:
             ConfigError: `outputs` is none of these.
             DataError: It cannot be told which classes the outputs stand for.
         """
         with (
-            self._evaluation("predict", model, loss_fn) as evaluator,
+            self._evaluation("predict", model, loss_fn, checkpoint) as evaluator,
             self._to_evaluate(arguments.check_one_loader(loader)) as prepared,
         ):
             return evaluator.predict(self.strategy.to_device(model), prepared, outputs)
@@ -371,7 +390,12 @@ class Trainer:
         return checkpointing.save_now(self.run, self.callbacks)
 
     def save_model(
-        self, directory: str | Path, max_shard_size: Size = "5GB", safe_serialization: bool = True
+        self,
+        directory: str | Path,
+        max_shard_size: Size = "5GB",
+        safe_serialization: bool = True,
+        *,
+        checkpoint: str | Path | None = None,
     ) -> None:
         """Write the model of the latest `fit` for other programs; every process calls it.
 
@@ -380,6 +404,7 @@ class Trainer:
                 of transformers also `config.json`, so that `from_pretrained` reads it.
             max_shard_size: Largest size of a file, such as "5GB".
             safe_serialization: False writes pickles (`pytorch_model.bin`) for old readers.
+            checkpoint: Whose weights are written, as for `evaluate`; None: those of the model.
 
         Raises:
             ConfigError: There was no `fit`, or the model cannot be written.
@@ -392,8 +417,11 @@ class Trainer:
                 "`save_model` writes the model of the latest `fit`, but there was none. For any "
                 "model, call `trainkit.export.save_model(model, directory)`."
             )
-        with self.run.evaluation_weights():
-            save_model(self.run.module, directory, max_shard_size, safe_serialization)
+        if checkpoint is not None:
+            check_called_by_all(self.strategy.processes, "save_model")
+        module = self.run.module
+        with self._weights(module, checkpoint), self.run.evaluation_weights():
+            save_model(module, directory, max_shard_size, safe_serialization)
 
     def close(self) -> None:
         """Leave the process group, if this trainer made it."""
@@ -514,8 +542,21 @@ class Trainer:
         }
 
     @contextmanager
+    def _weights(self, model: nn.Module, checkpoint: str | Path | None) -> Iterator[None]:
+        """Let a model hold the weights of a checkpoint inside, if one is given."""
+        if checkpoint is None:
+            yield
+            return
+        from trainkit.training.saved_weights import held  # on demand
+
+        place, in_fit = self.output_dir, "fit" in self._calls.names
+        model = self.strategy.to_device(model)
+        with held(model, checkpoint, place, self.strategy.processes, in_fit=in_fit):
+            yield
+
+    @contextmanager
     def _evaluation(
-        self, call: str, model: nn.Module, loss_fn: LossFn | None
+        self, call: str, model: nn.Module, loss_fn: LossFn | None, checkpoint: str | Path | None
     ) -> Iterator[Evaluator]:
         """Hold what is to hold while a model is evaluated, perhaps that of a fit under way."""
         run, given = self.run, self.loss_fn
@@ -527,7 +568,8 @@ class Trainer:
                 self.run = present
                 if loss_fn is not None:
                     self._take_loss_fn(loss_fn)
-                with present.evaluation_weights() if is_trained else nullcontext():
+                own = present.evaluation_weights() if is_trained else nullcontext()
+                with self._weights(model, checkpoint), own:
                     if is_trained and present.phase != "done":  # as in the evaluations of the fit
                         self.strategy.share_buffers(present.module)
                     yield self._evaluator(present.logging)

@@ -61,6 +61,10 @@ class Callback:
     process 0 speaks for all, and nothing is compared.
     """
 
+    evaluated_weights: str | None = None
+    """In a callback that puts other weights into the model for an evaluation: the key of its
+    state under which they are, tensors by name. Whoever loads the best weights takes these."""
+
     _name: str | None = None
 
     @override

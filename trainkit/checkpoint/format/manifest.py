@@ -80,6 +80,18 @@ class Manifest:
         return self.metadata.get("finite") is not False
 
     @property
+    def is_resumable(self) -> bool:
+        """Return False where it holds the weights of a model alone."""
+        return self.metadata.get("weights_only") is not True
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Return what its evaluation gave, as far as that is numbers."""
+        found = self.metadata.get("metrics")
+        values = found if isinstance(found, dict) else {}
+        return {name: value for name, value in values.items() if type(value) in (int, float)}
+
+    @property
     def size(self) -> int:
         """Return the bytes of all files together."""
         return sum(info.bytes for info in self.files.values())
