@@ -1,16 +1,22 @@
 """Save checkpoints: when, and what stays."""
 
 import time
-from typing import Literal, get_args
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any, Literal, get_args
 
 from typing_extensions import override
 
 from trainkit.callbacks._support.formatting import every
 from trainkit.checkpoint import CheckpointStore, KeepPolicy
+from trainkit.checkpoint.format.names import CHECKPOINTS
+from trainkit.checkpoint.retention import Best
 from trainkit.checkpoint.saver import NonFinite
 from trainkit.config import check_whole, checked
 from trainkit.errors import ConfigError
+from trainkit.packages import require
 from trainkit.training.callback import Callback
+from trainkit.training.evaluation import check_metric
 from trainkit.training.run import Run
 from trainkit.types import Scalars, StepResult
 
@@ -27,8 +33,11 @@ class Checkpoint(Callback):
         every_n_epochs: Epochs between two saves.
         every_minutes: Minutes between two saves, on the clock of process 0.
         keep_last: How many of the newest stay; None: all.
-        keep_best: A metric of the evaluation and "min" or "max": its best checkpoint stays too.
-            Each evaluation is then followed by a save.
+        keep_best: A metric of the evaluation, "min" or "max", and how many, 1 if left out: the
+            checkpoints with the best values of it stay too. Each evaluation is then followed by a
+            save. NaN is never best; of equals the older stays.
+        weights_only: Of the best the weights alone are kept, in `<output_dir>/weights`; nothing is
+            resumed from them. All else is saved as often as `every_...` says.
         keep_every: Checkpoints of steps that are multiples of this stay too.
         background: Write while training goes on; training waits for a copy in memory only.
         non_finite: What is done where parameters, or the loss of the last step, are not finite.
@@ -48,21 +57,26 @@ class Checkpoint(Callback):
         every_n_epochs: int | None = None,
         every_minutes: float | None = None,
         keep_last: int | None = 1,
-        keep_best: tuple[str, Literal["min", "max"]] | None = None,
+        keep_best: tuple[str, Literal["min", "max"]] | Best | None = None,
+        weights_only: bool = False,
         keep_every: int | None = None,
         background: bool = False,
         non_finite: NonFinite = "mark",
         frozen: Literal["save", "reference"] = "save",
     ) -> None:
+        require("xxhash", "`Checkpoint`")
         for name, value in (("every_n_steps", every_n_steps), ("every_n_epochs", every_n_epochs)):
             if value is not None:
                 check_whole(name, value)
         if every_minutes is not None and not every_minutes > 0:
             raise ConfigError(f"`every_minutes` must be positive, but is {every_minutes!r}.")
-        if keep_best is not None and (type(keep_best) is not tuple or len(keep_best) != 2):
+        best: Any = keep_best
+        if type(best) is tuple and len(best) == 2:
+            best = (*best, 1)
+        if weights_only and best is None:
             raise ConfigError(
-                '`keep_best` must be a metric and its good end, such as `("eval/loss", "min")`, '
-                f"but is {keep_best!r}."
+                "`weights_only=True` keeps the weights of the best alone, but nothing says which "
+                'those are. Pass `keep_best=("eval/loss", "min")` too.'
             )
         if non_finite not in get_args(NonFinite):
             raise ConfigError(
@@ -75,11 +89,8 @@ class Checkpoint(Callback):
         self.every_n_steps = every_n_steps
         self.every_n_epochs = every_n_epochs
         self.every_minutes = every_minutes
-        self.policy = KeepPolicy(
-            keep_last=keep_last,
-            keep_best=None if keep_best is None else (*keep_best, 1),
-            keep_every=keep_every,
-        )
+        self.policy = KeepPolicy(keep_last=keep_last, keep_best=best, keep_every=keep_every)
+        self.weights_only = weights_only
         self.background = background
         self.non_finite: NonFinite = non_finite
         self.frozen = frozen
@@ -87,18 +98,20 @@ class Checkpoint(Callback):
 
     @override
     def explain(self) -> str:
-        steps, epochs = self.every_n_steps, self.every_n_epochs
+        steps, epochs, best = self.every_n_steps, self.every_n_epochs, self.policy.keep_best
         times = [
             *([every(steps, "step")] if steps else []),
             *([every(epochs, "epoch")] if epochs else []),
             *([f"every {self.every_minutes:g} minutes"] if self.every_minutes else []),
-            *(["after each evaluation"] if self.policy.keep_best is not None else []),
+            *(["after each evaluation"] if best is not None and not self.weights_only else []),
             "at the last step",
         ]
         policy, count = self.policy, self.policy.keep_last
         kept = ["all" if count is None else "the newest" if count == 1 else f"the newest {count}"]
-        if policy.keep_best is not None:
-            kept.append(f"the best by {policy.keep_best[0]} ({policy.keep_best[1]})")
+        if best is not None:
+            number = f" {best[2]}" if best[2] > 1 else ""
+            alone = ", weights alone" if self.weights_only else ""
+            kept.append(f"the best{number} by {best[0]} ({best[1]}{alone})")
         if policy.keep_every is not None:
             kept.append(f"steps that are multiples of {policy.keep_every:,}")
         waits = "training goes on meanwhile" if self.background else "training waits meanwhile"
@@ -114,7 +127,7 @@ class Checkpoint(Callback):
                 "`Trainer(output_dir=...)`."
             )
         if run.processes.is_local_main_process:  # every machine writes its part
-            CheckpointStore(run.output_dir / "checkpoints").probe()
+            CheckpointStore(run.output_dir / CHECKPOINTS).probe()
 
     @override
     def on_fit_start(self, run: Run) -> None:
@@ -123,22 +136,18 @@ class Checkpoint(Callback):
             from trainkit.training.reference import base_of  # most runs need none of it
 
             run.checkpoints.base = base_of(run)
-        run.save_checkpoints(self.policy, background=self.background, non_finite=self.non_finite)
+        run.save_checkpoints(
+            replace(self.policy, keep_best=None) if self.weights_only else self.policy,
+            background=self.background,
+            non_finite=self.non_finite,
+            keep_best=self.policy.keep_best,
+            weights_only=self.weights_only,
+        )
         self._wait_again()
 
     @override
     def on_epoch_start(self, run: Run) -> None:
-        best = self.policy.keep_best
-        known = run.evaluation.expected
-        if best is not None and known is not None and best[0] not in known:
-            raise ConfigError(
-                f"`Checkpoint` keeps the best by {best[0]!r}, but "
-                + (
-                    f"the evaluation gives only {sorted(known)}. Use one of these."
-                    if known
-                    else "there is no evaluation. Pass loaders as (train, eval)."
-                )
-            )
+        self._check_metric(run.evaluation.expected)
 
     @override
     def on_step_end(self, run: Run, result: StepResult) -> None:
@@ -151,13 +160,19 @@ class Checkpoint(Callback):
 
     @override
     def on_evaluation_end(self, run: Run, metrics: Scalars) -> None:
-        if self.policy.keep_best is not None:  # only a save of this step can be the best
+        self._check_metric(metrics)
+        if self.policy.keep_best is not None and not self.weights_only:
+            # Only a save of this step can be the best.
             run.request_checkpoint(agreed=True)
 
     @override
     def on_epoch_end(self, run: Run) -> None:
         if self.every_n_epochs is not None and run.state.epoch % self.every_n_epochs == 0:
             run.request_checkpoint(agreed=True)
+
+    def _check_metric(self, names: Iterable[str] | None) -> None:
+        if self.policy.keep_best is not None:
+            check_metric("`Checkpoint` keeps the best by", self.policy.keep_best[0], names)
 
     def _wait_again(self) -> None:
         if self.every_minutes is not None:

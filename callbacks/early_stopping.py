@@ -1,8 +1,7 @@
 """Stop when a metric no longer improves."""
 
 import math
-from collections.abc import Iterable, Mapping
-from difflib import get_close_matches
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from typing_extensions import override
@@ -11,12 +10,13 @@ from trainkit.checkpoint.format.value_checks import number, record, whole
 from trainkit.config import check_whole, checked
 from trainkit.errors import ConfigError
 from trainkit.training.callback import Callback
+from trainkit.training.evaluation import check_metric
 from trainkit.training.run import Run
 from trainkit.types import Scalars
 
 __all__ = ["EarlyStopping"]
 
-SHOWN_NAMES = 20
+_WATCHER = "`EarlyStopping` watches"
 
 
 class EarlyStopping(Callback):
@@ -61,23 +61,18 @@ class EarlyStopping(Callback):
 
     @override
     def on_fit_start(self, run: Run) -> None:
-        if not run.evaluation.loaders:
-            raise ConfigError(
-                f"`EarlyStopping` watches {self.metric!r}, but `fit` was given no evaluation "
-                "loader. Call `fit(model, (train, eval), ...)`, or leave the callback out."
-            )
+        check_metric(_WATCHER, self.metric, None if run.evaluation.loaders else ())
         if run.state.attempts == 0:  # else the state was loaded before
             self._reset()
         self._stop_if_due(run)  # where a run is resumed that had ended
 
     @override
     def on_epoch_start(self, run: Run) -> None:
-        if run.evaluation.expected is not None:
-            self._check_metric(run.evaluation.expected)
+        check_metric(_WATCHER, self.metric, run.evaluation.expected)
 
     @override
     def on_evaluation_end(self, run: Run, metrics: Scalars) -> None:
-        self._check_metric(metrics)
+        check_metric(_WATCHER, self.metric, metrics)
         if not run.evaluation.is_planned:
             return
         value = metrics[self.metric]
@@ -109,13 +104,4 @@ class EarlyStopping(Callback):
         if self._bad_evaluations >= self.patience:
             run.request_stop(
                 f"{self.metric} has not improved for {self.patience} evaluations", agreed=True
-            )
-
-    def _check_metric(self, names: Iterable[str]) -> None:
-        names = sorted(names)
-        if self.metric not in names:
-            shown = get_close_matches(self.metric, names, n=SHOWN_NAMES, cutoff=0.0)
-            raise ConfigError(
-                f"`EarlyStopping` watches {self.metric!r}, but the evaluation gives only {shown}. "
-                "Use one of these, or add the metric to `Evaluation(metrics=[...])`."
             )

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from trainkit.checkpoint import CheckpointStore
 from trainkit.checkpoint.exact import as_parameter
 from trainkit.checkpoint.format.value_checks import record, tensor_like, whole
 from trainkit.config import check_whole, checked
@@ -61,6 +60,7 @@ class EMA(Callback):
         ConfigError: An argument makes no sense.
     """
 
+    evaluated_weights = "average"
     per_process = False  # alike, and too large to be compared; buffers are those of process 0
 
     @checked
@@ -224,32 +224,17 @@ class EMA(Callback):
         """Put the average of a checkpoint into a model.
 
         Args:
-            model: On one process, not sharded; all its values are replaced, but for those of a base
-                that the checkpoint refers to.
+            model: All its values are replaced, but for those of a base that the checkpoint refers
+                to; each process of a sharded one calls this.
             checkpoint: The folder of one checkpoint, such as `FitResult.checkpoint`.
             name: What the callback was called.
 
         Raises:
             CheckpointError: The checkpoint is broken, or has no such average.
         """
-        from trainkit.training.reference import check_base, read_model, refers  # on demand
+        from trainkit.training.reference import load_onto_base  # on demand
 
-        path = Path(checkpoint)
-        opened = CheckpointStore(path.parent).open(path)
-        states = opened.read("trainer")["callbacks"]
-        if "average" not in states.get(name, {}):
-            raise CheckpointError(
-                f"The checkpoint `{path}` has no average of a callback `{name}`, only states of "
-                f"{sorted(states)}. Use the checkpoint of a run with `EMA`, and its name.",
-                path=path,
-            )
-        if refers(opened):
-            check_base(opened, model)
-        model.load_state_dict(read_model(opened, model))
-        targets = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        with torch.no_grad():
-            for key, tensor in states[name]["average"].items():
-                targets[key].copy_(tensor)
+        load_onto_base(model, Path(checkpoint), (name, "average"))
 
     def _tensors(self) -> list[Tensor]:
         """Return what lies here of all that is averaged, sharing its memory."""

@@ -231,6 +231,7 @@ def main() -> None:
         optimizer=partial(AdamW, lr=arguments.learning_rate, weight_decay=0.01),
         lr_scheduler=partial(warm_up_then_fall, trainer),
         resume=arguments.resume,
+        restore_best=True,
     )
     metrics = trainer.evaluate(model, loaders[1], metrics=METRICS)
     trainer.save_model(arguments.output_dir / "model")  # all processes: each may hold a part

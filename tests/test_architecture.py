@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LAYERS = (
     ("console", "errors", "formatting", "lazy", "parsing", "signals", "types", "version"),
     ("device", "hparams", "packages"),
-    ("containers", "launch_environment", "outputs", "rng", "starters"),
+    ("argument_names", "containers", "launch_environment", "outputs", "rng", "starters"),
     ("config",),
     ("metrics", "precision", "run_report", "trackers", "watchdog"),
     ("distributed",),
@@ -56,6 +56,7 @@ TORCH_FILES = "trainkit/export/pickled.py"
 KINDS_OF_DEVICES = {"cuda", "hip", "nccl", "npu", "xccl", "xpu"}
 """Words of one kind of accelerator: everything else goes by what `torch.accelerator` can do."""
 NAMES_DEVICES = {
+    "trainkit/argument_names.py": "other libraries' names of arguments",
     "trainkit/device.py": "asks torch, and is asked by all others",
     "trainkit/cli/machine.py": "looks for drivers where torch is not imported",
     "trainkit/cli/accelerate_keys.py": "knows the keys of another program's file",

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from tests.helpers.toys import fit, toy_model
+from tests.helpers.toys import fit, toy_loaders, toy_model
 from trainkit import CheckpointError, ConfigError, Run, StepResult, Trainer
 from trainkit.callbacks import EMA, Checkpoint, FreezeUntil
 from trainkit.checkpoint import CheckpointStore
@@ -71,3 +71,15 @@ def test_an_average_is_read_onto_the_same_base_alone(tmp_path: Path) -> None:
 def test_frozen_is_one_of_two_words() -> None:
     with pytest.raises(ConfigError, match='`frozen` must be "save" or "reference"'):
         Checkpoint(frozen="skip")  # type: ignore[arg-type]
+
+
+def test_the_best_weights_are_loaded_onto_their_base(tmp_path: Path) -> None:
+    model, keeps = frozen_toy(), ("eval/loss", "min", 1)
+    saves = Checkpoint(keep_best=keeps, frozen="reference")
+    trainer = Trainer(max_epochs=2, callbacks=[saves], output_dir=tmp_path)
+    fit(trainer, model=model, restore_best=True)
+    loader, loss = toy_loaders()[1], nn.CrossEntropyLoss()
+    best = trainer.evaluate(model, loader, loss_fn=loss)
+    assert trainer.evaluate(frozen_toy(), loader, loss_fn=loss, checkpoint="best") == best
+    with pytest.raises(CheckpointError, match="refers to its base"):
+        trainer.evaluate(toy_model(seed=3), loader, loss_fn=loss, checkpoint="best")

@@ -1,5 +1,6 @@
 """The order in which tensors lie in memory is part of what a checkpoint keeps (rule 30)."""
 
+import gc
 import shutil
 from copy import deepcopy
 from functools import partial
@@ -17,6 +18,7 @@ from trainkit.callbacks import EMA, Checkpoint
 from trainkit.checkpoint import CheckpointStore
 from trainkit.checkpoint.exact import load_optimizer
 from trainkit.containers.tree import map_leaves
+from trainkit.device import memory_of
 
 FUSED: dict[str, Any] = {
     "Adam": partial(Adam, lr=0.01, fused=True, amsgrad=True),
@@ -242,3 +244,22 @@ def test_state_follows_a_parameter_that_lies_otherwise_or_has_another_dtype() ->
     average = again.state[other]["exp_avg"]
     assert (average.dtype, average.stride()) == (torch.float64, other.stride())
     assert torch.equal(average.float(), optimizer.state[weight]["exp_avg"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 1, 5)])
+def test_the_memory_of_a_tensor_outlives_it(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    tensor = (torch.rand(shape) * 9).to(dtype)
+    expected = tensor.reshape(-1).view(torch.uint8).tolist()
+    memory = memory_of(tensor)
+    assert (memory.format, memory.ndim, len(memory)) == ("B", 1, tensor.nbytes)
+    del tensor
+    gc.collect()
+    torch.full((64,), 7.0)  # would take its place
+    assert memory.tolist() == expected
+
+
+def test_the_memory_of_a_tensor_is_its_own() -> None:
+    tensor = torch.zeros(4)
+    memory_of(tensor)[:] = memory_of(torch.ones(4))
+    assert tensor.tolist() == [1.0] * 4

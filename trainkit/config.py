@@ -13,7 +13,15 @@ from typing import Any, TypeVar, cast, get_args
 
 from trainkit.errors import ConfigError
 
-__all__ = ["TrainConfig", "Watchdog", "as_path", "check_argument", "check_whole", "checked"]
+__all__ = [
+    "TrainConfig",
+    "Watchdog",
+    "as_path",
+    "check_argument",
+    "check_whole",
+    "checked",
+    "names_checked",
+]
 
 T = TypeVar("T", bound=Callable[..., Any])
 
@@ -174,7 +182,7 @@ def checked(target: T) -> T:
     looked at.
 
     Raises:
-        ConfigError: When it is called: names all arguments that are wrong.
+        ConfigError: When it is called: names all arguments that are wrong or unknown.
     """
     if isinstance(target, type):
         made: Any = target
@@ -187,6 +195,9 @@ def checked(target: T) -> T:
         try:
             given = signature.bind(*args, **kwargs).arguments
         except TypeError:
+            from trainkit.argument_names import refuse_unknown  # only errors need it
+
+            refuse_unknown(target, kwargs)
             given = {}  # Python says better what is missing or too many
         parameters = signature.parameters
         found = [_problem(name, value, parameters[name]) for name, value in given.items()]
@@ -194,6 +205,26 @@ def checked(target: T) -> T:
         if problems:
             raise ConfigError(" ".join(problems))
         return target(*args, **kwargs)
+
+    return cast(T, call)
+
+
+def names_checked(target: T) -> T:
+    """Make a function say what it calls an argument that it does not have, or where that goes.
+
+    Raises:
+        ConfigError: When it is called with an unknown name.
+    """
+
+    @wraps(target)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return target(*args, **kwargs)
+        except TypeError:
+            from trainkit.argument_names import refuse_unknown  # only errors need it
+
+            refuse_unknown(target, kwargs)
+            raise
 
     return cast(T, call)
 

@@ -4,6 +4,7 @@ An accelerator is whatever torch can use as one: CUDA, ROCm (which torch calls C
 those that a package adds, such as Ascend's `npu`. Everything else in trainkit asks here.
 """
 
+import ctypes
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -31,6 +32,7 @@ __all__ = [
     "is_accelerator",
     "lacks_bf16",
     "memory_figures",
+    "memory_of",
     "move_module",
     "moves_in_place",
     "set_rng_state",
@@ -233,3 +235,10 @@ def _module(device: torch.device) -> Any:
 
 def _place(device: torch.device) -> tuple[torch.device, ...]:
     return () if device.type == _SHARED else (device,)
+
+
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a contiguous tensor on the CPU, which it keeps alive; needs no NumPy."""
+    memory: Any = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
+    memory.owner = tensor
+    return memoryview(memory).cast("B")

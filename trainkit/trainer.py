@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainkit import rng
-from trainkit.config import TrainConfig, Watchdog, as_path, check_argument
+from trainkit.config import TrainConfig, Watchdog, as_path, check_argument, names_checked
 from trainkit.data import PreparedLoader, evaluation_loader, training_loader
 from trainkit.distributed import check_called_by_all
 from trainkit.distributed.collectives import first_with
@@ -24,7 +24,7 @@ from trainkit.strategies import Strategy
 from trainkit.training import arguments, default_steps, loop
 from trainkit.training.callback import Callback, CallbackList
 from trainkit.training.evaluation import Evaluator, RunEvaluation
-from trainkit.training.fit_context import Calls, check_outputs, compiling, conditions, watched
+from trainkit.training.fit_context import Calls, check_outputs, compiling, conditions, end, watched
 from trainkit.training.logging import Log, NoRun
 from trainkit.training.lr_schedule import LRSchedule, by_name, make_lr_schedule
 from trainkit.training.run import FitResult, Run
@@ -97,6 +97,7 @@ class Trainer:
     `resume` with `schedule="keep"` those of the run before. `run.planned_steps` follows the data.
     """
 
+    @names_checked
     def __init__(
         self,
         *,
@@ -195,6 +196,7 @@ class Trainer:
 
     # What people call.
 
+    @names_checked
     def fit(
         self,
         model: nn.Module,
@@ -206,6 +208,7 @@ class Trainer:
         loss_fn: LossFn | None = None,
         resume: str | Path | None = None,
         schedule: Literal["keep", "rescale"] | None = None,
+        restore_best: bool = False,
     ) -> FitResult:
         """Train `model` in place; a second call is a new training.
 
@@ -230,16 +233,19 @@ class Trainer:
                 path: from the checkpoint in this folder.
             schedule: Needed where a resume changes `max_epochs` or `max_steps`. "keep": the
                 learning-rate schedule goes on as it was. "rescale": it is that of the new horizon.
+            restore_best: Leave the best weights in the model at the end, by what
+                `Checkpoint(keep_best=...)` says is best, instead of the last.
 
         Raises:
             ConfigError: Where an argument cannot work, before the first step.
-            CheckpointError: Where the run cannot be resumed, or a save failed.
+            CheckpointError: Where the run cannot be resumed, a save failed, or nothing is best.
             Interrupted: After SIGTERM, SIGINT, SIGUSR1 or the time limit, when all is saved;
                 leaves the program with the code 143, 130 or 75.
         """
         from trainkit import console  # only where something runs
 
         resume = arguments.check_resume(resume, schedule)
+        check_argument("restore_best", restore_best, bool)
         with ExitStack() as stack:
             stack.enter_context(self._calls.enter("fit"))
             self._take_loss_fn(type(self).loss_fn if loss_fn is None else loss_fn)
@@ -249,6 +255,7 @@ class Trainer:
             self.run = run = self._make_run(
                 arguments.check_model(model), *prepared, optimizer, schedule_for
             )
+            run.checkpoints.restore_best = restore_best
             stack.enter_context(watched(run, self._watchdog))
             check_outputs(run, self.callbacks)
             rng.seed_all(rng.device_seed(self.config.seed, self.processes.process_index))
@@ -261,10 +268,9 @@ class Trainer:
             stack.callback(run.close)
             run.weights.train()
             loop.fit(run, self.callbacks)
-        if run.requests.signal:
-            raise run.interruption()
-        return run.result()
+        return end(run)
 
+    @names_checked
     def evaluate(
         self,
         model: nn.Module,
@@ -272,6 +278,7 @@ class Trainer:
         *,
         metrics: Iterable[Any] | None = None,
         loss_fn: LossFn | None = None,
+        checkpoint: str | Path | None = None,
     ) -> Scalars:
         """Return the metrics of `model` on `loader`, equal on all processes.
 
@@ -284,10 +291,13 @@ class Trainer:
             metrics: Names, functions `(predictions, references) -> float | dict`, metrics of
                 `evaluate` or of torchmetrics. The mean loss is always there, if there is one.
             loss_fn: As for `fit`; what the latest `fit` was given, if left out.
+            checkpoint: Whose weights the model holds meanwhile, those that were evaluated: "best"
+                or "last" of `output_dir`, or what `load_checkpoint_in_model` reads. Not inside
+                `fit`. The model's own are then put back.
         """
         chosen = arguments.make_metrics(metrics)
         values: Scalars = {}
-        with self._evaluation("evaluate", model, loss_fn) as evaluator:
+        with self._evaluation("evaluate", model, loss_fn, checkpoint) as evaluator:
             for name, data in arguments.name_loaders(loader).items():
                 with self._to_evaluate(data, chosen) as prepared:
                     values |= evaluator.evaluate(
@@ -295,8 +305,20 @@ class Trainer:
                     )
         return values
 
+    def test(self, model: nn.Module, loader: Any, **options: Any) -> Scalars:
+        """Return what `evaluate` does with these options, under names that begin with `test/`."""
+        values = self.evaluate(model, loader, **options)
+        return {f"test{name.removeprefix('eval')}": value for name, value in values.items()}
+
+    @names_checked
     def predict(
-        self, model: nn.Module, loader: Any, *, outputs: str = "raw", loss_fn: LossFn | None = None
+        self,
+        model: nn.Module,
+        loader: Any,
+        *,
+        outputs: str = "raw",
+        loss_fn: LossFn | None = None,
+        checkpoint: str | Path | None = None,
     ) -> Any:
         """Return what the model says of every sample, once, in the loader's order, on the CPU.
 
@@ -308,13 +330,14 @@ class Trainer:
             outputs: "raw": what the model returns; of a mapping, its `logits`. "classes" and
                 "probabilities" are read from that by the convention of the loss.
             loss_fn: As for `fit`; what the latest `fit` was given, if left out.
+            checkpoint: As for `evaluate`.
 
         Raises:
             ConfigError: `outputs` is none of these.
             DataError: It cannot be told which classes the outputs stand for.
         """
         with (
-            self._evaluation("predict", model, loss_fn) as evaluator,
+            self._evaluation("predict", model, loss_fn, checkpoint) as evaluator,
             self._to_evaluate(arguments.check_one_loader(loader)) as prepared,
         ):
             return evaluator.predict(self.strategy.to_device(model), prepared, outputs)
@@ -377,6 +400,7 @@ class Trainer:
         max_shard_size: Size = "5GB",
         safe_serialization: bool = True,
         *,
+        checkpoint: str | Path | None = None,
         tokenizer: Any = None,
         merge: bool = False,
     ) -> None:
@@ -390,6 +414,7 @@ class Trainer:
             safe_serialization: False writes pickles (`pytorch_model.bin`) for old readers.
             tokenizer: A tokenizer or processor with `save_pretrained`; its files go beside.
             merge: Of a `PeftModel`, write the whole model with its adapter merged into it.
+            checkpoint: Whose weights are written, as for `evaluate`; None: those of the model.
 
         Raises:
             ConfigError: There was no `fit`, or the model cannot be written.
@@ -402,9 +427,12 @@ class Trainer:
                 "`save_model` writes the model of the latest `fit`, but there was none. For any "
                 "model, call `trainkit.export.save_model(model, directory)`."
             )
-        with self.run.evaluation_weights():
+        if checkpoint is not None:
+            check_called_by_all(self.strategy.processes, "save_model")
+        module = self.run.module
+        with self._weights(module, checkpoint), self.run.evaluation_weights():
             save_model(
-                self.run.module,
+                module,
                 directory,
                 max_shard_size,
                 safe_serialization,
@@ -531,8 +559,21 @@ class Trainer:
         }
 
     @contextmanager
+    def _weights(self, model: nn.Module, checkpoint: str | Path | None) -> Iterator[None]:
+        """Let a model hold the weights of a checkpoint inside, if one is given."""
+        if checkpoint is None:
+            yield
+            return
+        from trainkit.training.saved_weights import held  # on demand
+
+        place, in_fit = self.output_dir, "fit" in self._calls.names
+        model = self.strategy.to_device(model)
+        with held(model, checkpoint, place, self.strategy.processes, in_fit=in_fit):
+            yield
+
+    @contextmanager
     def _evaluation(
-        self, call: str, model: nn.Module, loss_fn: LossFn | None
+        self, call: str, model: nn.Module, loss_fn: LossFn | None, checkpoint: str | Path | None
     ) -> Iterator[Evaluator]:
         """Hold what is to hold while a model is evaluated, perhaps that of a fit under way."""
         run, given = self.run, self.loss_fn
@@ -544,7 +585,8 @@ class Trainer:
                 self.run = present
                 if loss_fn is not None:
                     self._take_loss_fn(loss_fn)
-                with present.evaluation_weights() if is_trained else nullcontext():
+                own = present.evaluation_weights() if is_trained else nullcontext()
+                with self._weights(model, checkpoint), own:
                     if is_trained and present.phase != "done":  # as in the evaluations of the fit
                         self.strategy.share_buffers(present.module)
                     yield self._evaluator(present.logging)

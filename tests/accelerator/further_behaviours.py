@@ -89,6 +89,44 @@ def split_of_a_dataset(api: Any, padding: bool) -> Any:
         return list(part["number"])
 
 
+@behaviour({"within": False}, {"within": True})
+def backward_after_a_short_window(api: Any, within: bool) -> Any:
+    """What a loss counts in a loop without `accumulate`, after one whose last window was short."""
+    accelerator = api.Accelerator(cpu=True, gradient_accumulation_steps=4)
+    model = accelerator.prepare(nn.Linear(1, 1, bias=False))
+    loader = accelerator.prepare(DataLoader(numbers(accelerator.num_processes * 5), 1))
+    for (batch,) in loader if within else ():
+        with accelerator.accumulate(model):
+            accelerator.backward(model(batch.unsqueeze(1)).mean())
+    model.zero_grad()
+    accelerator.backward(model(torch.ones(1, 1)).mean())
+    return next(model.parameters()).grad.item()
+
+
+@behaviour()
+def helpers_with_accelerators_of_their_own(api: Any) -> Any:
+    """A loader and a metric of functions that make an `Accelerator` each, inside of a loop."""
+
+    def prepared(samples: int) -> Any:
+        return api.Accelerator(cpu=True).prepare(DataLoader(numbers(samples), 4))
+
+    def gathered(value: Any) -> Any:
+        return api.Accelerator(cpu=True).gather_for_metrics(value).flatten().tolist()
+
+    loader = prepared(11)
+    accelerator = api.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model, found = nn.Linear(1, 1), []
+    model = accelerator.prepare(model)
+    for (batch,) in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(batch.unsqueeze(1)).mean())
+            found.append(accelerator.sync_gradients)
+    for (batch,) in loader:
+        found += [gathered(batch), accelerator.gradient_state.end_of_dataloader]
+        found.append([own.tolist() for (own,) in prepared(3)])
+    return found
+
+
 # Steps
 
 

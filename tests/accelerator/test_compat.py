@@ -55,6 +55,12 @@ def test_every_name_is_found() -> None:
         assert isinstance(value, str | list | int) or value.__doc__, name
 
 
+@pytest.mark.parametrize("module", ["", ".utils"])
+def test_a_star_that_would_import_nothing_is_refused(module: str) -> None:
+    with pytest.raises(ImportError, match="would import nothing"):
+        exec(f"from trainkit.accelerate_compat{module} import *")
+
+
 def test_every_name_is_one_of_accelerate() -> None:
     pytest.importorskip("accelerate.utils")
     with warnings.catch_warnings():
@@ -162,6 +168,23 @@ def test_the_newest_accelerator_is_meant() -> None:
     assert state.GradientState().num_steps == 3
     state.AcceleratorState._reset_state()
     assert (first.state.mixed_precision, second.state.mixed_precision) == ("no", "bf16")
+
+
+class _Outputs(dict[str, torch.Tensor]):
+    def __getattr__(self, name: str) -> torch.Tensor:
+        return self[name]  # a KeyError for what it has not, as in many scripts
+
+
+class _Answering(nn.Linear):
+    def forward(self, x: torch.Tensor) -> Any:
+        return _Outputs(logits=super().forward(x))
+
+
+def test_outputs_whose_keys_are_attributes_come_in_fp32() -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    outputs = accelerator.prepare(_Answering(2, 2))(torch.rand(3, 2))
+    assert type(outputs) is _Outputs
+    assert outputs.logits.dtype == torch.float32
 
 
 def test_autocast_can_be_switched_off() -> None:

@@ -71,7 +71,7 @@ def test_the_newest_finite_one_stays_beside_the_newest(
     assert capsys.readouterr().out.count("parameters or the loss of step 3 are not finite") == 1
     main(["checkpoint", "ls", str(tmp_path)])
     last = capsys.readouterr().out.strip().splitlines()[-1]
-    assert last.endswith("step-00000006  NOT FINITE")
+    assert last.endswith("step-00000006  last, NOT FINITE")
 
 
 def test_a_resume_takes_the_newest_finite_one_and_says_so(

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainkit.checkpoint.format.tensors import bytes_of, empty
+from trainkit.checkpoint.format.tensors import empty
 from trainkit.checkpoint.io.large_pages import use_large_pages
+from trainkit.device import memory_of
 
 MIB = 1 << 20
 
@@ -40,5 +41,5 @@ def test_no_byte_changes(size: int) -> None:
     use_large_pages(around.data_ptr() + 5, size)
     assert torch.equal(around, before)
     target = empty("U8", (size,))
-    bytes_of(target)[:] = bytes(range(256)) * (size // 256) + bytes(size % 256)
+    memory_of(target)[:] = bytes(range(256)) * (size // 256) + bytes(size % 256)
     assert target.numel() == size

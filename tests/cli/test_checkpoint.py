@@ -56,7 +56,10 @@ def test_ls_lists_steps_and_pins(run: Path, capsys: pytest.CaptureFixture[str]) 
     for directory in (run, run / "checkpoints"):
         assert command("ls", directory) == 0
         lines = capsys.readouterr().out.splitlines()
-        assert lines[0].split() == ["STEP", "CREATED", "SIZE", "FILES", "PROCESSES", "FOLDER"]
+        titles = ["STEP", "CREATED", "SIZE", "FILES", "PROCESSES", "eval/accuracy", "FOLDER"]
+        assert lines[0].split() == titles
+        assert [line.split()[6] for line in lines[1:]] == ["0.1", "0.05", "0.0333333"]
+        assert [line.split()[8:] for line in lines[1:]] == [[], ["pinned"], ["last"]]
         assert [line.split()[0] for line in lines[1:]] == ["10", "20", "30"]
         assert [line.endswith("step-00000020  pinned") for line in lines[1:]] == [
             False,

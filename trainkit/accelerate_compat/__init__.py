@@ -70,6 +70,8 @@ def _look_up(module: str, name: str) -> Any:
         return names.find(name)
     if path in names.MODULES:
         return import_module(full)
+    if name == "__all__":
+        raise ImportError(f"`from {module} import *` would import nothing. Name what is needed.")
     raise AttributeError(name if name.startswith("__") else names.missing(path))
 
 

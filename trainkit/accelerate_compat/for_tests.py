@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
@@ -11,6 +10,7 @@ from typing_extensions import override
 
 from trainkit.accelerator.operations import gather
 from trainkit.device import accelerator_count, accelerator_kind
+from trainkit.packages import require
 
 
 class RegressionDataset(Dataset[Any]):
@@ -19,6 +19,9 @@ class RegressionDataset(Dataset[Any]):
     def __init__(
         self, a: float = 2, b: float = 3, length: int = 64, seed: int | None = None
     ) -> None:
+        require("numpy", "`RegressionDataset`")
+        import numpy as np
+
         numbers = np.random.default_rng(seed)
         self.length = length
         self.x = numbers.normal(size=(length,)).astype(np.float32)
@@ -99,6 +102,7 @@ def _texts(rows: list[Tensor]) -> Any:
 
 
 def _batch(ids: Tensor, labels: Tensor, **others: Tensor) -> Any:
+    require("transformers", "`mocked_dataloaders`")
     from transformers import BatchEncoding  # has the method `to`, which examples call
 
     mask = (ids != 0).long()

@@ -26,6 +26,7 @@ from trainkit.accelerator.state import AcceleratorState
 from trainkit.accelerator.state_saver import warn_of_options
 from trainkit.config import checked
 from trainkit.distributed import run_on_all_or_main
+from trainkit.distributed.active_batches import ActiveLoaders
 from trainkit.distributed.communicator import Communicator
 from trainkit.errors import ConfigError, DataError
 from trainkit.strategies import FSDP
@@ -41,6 +42,9 @@ if TYPE_CHECKING:
     from trainkit.accelerator.scheduler import PreparedScheduler
 
 __all__ = ["Accelerator"]
+
+# Of every `Accelerator`: a metric may be gathered by another one than prepared its loader.
+_UNDER_WAY = ActiveLoaders()
 
 
 class Accelerator(Communicator):
@@ -127,6 +131,7 @@ class Accelerator(Communicator):
             strategy=strategy,
         )
         super().__init__(device=config.start(device))
+        self.loaders = _UNDER_WAY
         self._own = own = OwnLoop(config, self.processes, self.device, self.loaders)
         self._has_trigger = False
         sharded = isinstance(own.strategy, FSDP)

@@ -2,7 +2,7 @@
 
 from collections import OrderedDict
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from typing_extensions import override
 
@@ -22,6 +22,7 @@ class _LoaderPosition:
             else -1.
         is_unpaired: Whether other processes have no batch beside the present one.
         loader: The loader.
+        owner: The windows of the `Accelerator` that prepared it.
     """
 
     left: int | None = None
@@ -29,6 +30,7 @@ class _LoaderPosition:
     remainder: int = -1
     is_unpaired: bool = False
     loader: Any = None
+    owner: "Accumulation | None" = None
 
 
 class Accumulation:
@@ -43,6 +45,9 @@ class Accumulation:
         plugin: The settings.
     """
 
+    # Of every `Accelerator`: a loop may run over a loader that a function of its own prepared.
+    _positions: ClassVar[OrderedDict[int, _LoaderPosition]] = OrderedDict()
+
     def __init__(self, plugin: GradientAccumulationPlugin) -> None:
         self.plugin = plugin
         self.sync_gradients = True
@@ -55,7 +60,6 @@ class Accumulation:
         """Number of the present window."""
         self._divisor = plugin.num_steps
         self._in_window = 0
-        self._positions: OrderedDict[int, _LoaderPosition] = OrderedDict()
 
     @property
     def num_steps(self) -> int:
@@ -116,7 +120,7 @@ class Accumulation:
 
     def began(self, key: Any, loader: Any) -> None:
         """Note that a pass over a loader begins, which `key` stands for while it is under way."""
-        self._positions[id(key)] = _LoaderPosition(loader=loader)
+        self._positions[id(key)] = _LoaderPosition(loader=loader, owner=self)
 
     def yielded(
         self,
@@ -129,12 +133,15 @@ class Accumulation:
         is_unpaired: bool,
     ) -> None:
         """Note that a pass hands out a batch."""
-        self._positions[id(key)] = _LoaderPosition(left, is_last, remainder, is_unpaired, loader)
+        position = _LoaderPosition(left, is_last, remainder, is_unpaired, loader, self)
+        self._positions[id(key)] = position
         self._positions.move_to_end(id(key))
 
     def ended(self, key: Any) -> None:
         """Note that a pass is over, or was left."""
         self._positions.pop(id(key), None)
+        if self._in_window == 0:  # the last one may have been shorter
+            self._divisor = self.num_steps
 
     def advance(self) -> bool:
         """Begin the next micro-batch; return whether it is the last of its window."""
@@ -169,8 +176,10 @@ class Accumulation:
         self._divisor = state["divisor"]
 
     def reset(self) -> None:
-        """Forget all loaders and begin a new window."""
-        self._positions.clear()
+        """Forget the loaders of this `Accelerator`, and begin a new window."""
+        for key, position in [*self._positions.items()]:
+            if position.owner is self:
+                del self._positions[key]
         self.count = self._in_window = 0
         self.sync_gradients, self.correction = True, 1.0
 

@@ -1,10 +1,14 @@
 """Seed everything at once."""
 
-import numpy  # noqa: F401  # else what imports it later would not be seeded
+from contextlib import suppress
+
 import torch
 
 from trainkit.distributed.world import World
 from trainkit.rng import seed_all
+
+with suppress(ModuleNotFoundError):
+    import numpy  # noqa: F401  # else what imports it later would not be seeded
 
 __all__ = ["set_seed"]
 

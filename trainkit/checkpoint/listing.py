@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainkit.checkpoint.format.manifest import Manifest, read_manifest
+from trainkit.checkpoint.format.names import CHECKPOINTS, WEIGHTS
 from trainkit.errors import CheckpointError
 from trainkit.outputs import why
 
-__all__ = ["Entry", "broken_folders", "committed", "folders", "unwritable"]
+__all__ = ["Entry", "broken_folders", "committed", "folders", "of_run", "unwritable"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,11 @@ def committed(directory: Path) -> list[Entry]:
             continue
         entries.append(Entry(path, manifest.step, manifest))
     return sorted(entries, key=lambda entry: (entry.step, entry.manifest.revision))
+
+
+def of_run(directory: Path) -> list[Entry]:
+    """Return the checkpoints in a run's directory: those to resume from, then those of weights."""
+    return [*committed(directory / CHECKPOINTS), *committed(directory / WEIGHTS)]
 
 
 def broken_folders(directory: Path) -> Iterator[tuple[Path, CheckpointError]]:

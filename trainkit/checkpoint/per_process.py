@@ -8,9 +8,8 @@ save (rule 22).
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-import xxhash
-
 from trainkit.checkpoint.format import codec, strict_json
+from trainkit.checkpoint.io.digests import xxh3_128
 from trainkit.checkpoint.resharding.sharding import split
 from trainkit.distributed import Processes, run_on_all
 from trainkit.distributed.collectives import are_alike, gather_on_main, number_of
@@ -96,7 +95,7 @@ def _mark(owner: Any, state: Any, path: str, processes: Processes) -> str:
         return _OWN
     pieces = encoded.pieces
     shapes = {name: [piece.dtype, *piece.shape] for name, piece in pieces.items()}
-    digest = xxhash.xxh3_128(strict_json.dump([encoded.tree, shapes]))
+    digest = xxh3_128(strict_json.dump([encoded.tree, shapes]))
     for piece in pieces.values():
         digest.update(piece.data())
     return f"sharded {shards} {digest.hexdigest()}" if encoded.is_sharded else digest.hexdigest()

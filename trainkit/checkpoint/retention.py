@@ -1,7 +1,7 @@
 """Which checkpoints stay (rule 27); the store knows how to remove the others."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -10,7 +10,7 @@ from trainkit.checkpoint.listing import Entry
 from trainkit.checkpoint.store import CheckpointStore
 from trainkit.errors import CheckpointError, ConfigError
 
-__all__ = ["Best", "KeepPolicy", "Retention", "newest_valid", "removable", "rotate"]
+__all__ = ["Best", "KeepPolicy", "Retention", "best_of", "ranked", "removable", "rotate"]
 
 Best = tuple[str, Literal["min", "max"], int]
 """A metric, which end of it is good, and how many checkpoints to keep for it."""
@@ -57,7 +57,7 @@ class KeepPolicy:
         if self.keep_every is not None:
             kept.update(step for step in steps if step % self.keep_every == 0)
         if self.keep_best is not None:
-            kept.update(best_steps(entries, self.keep_best))
+            kept.update(entry.step for entry in ranked(entries, self.keep_best))
         return kept
 
 
@@ -71,59 +71,73 @@ def _check_best(best: Any) -> None:
         raise ConfigError(f"`keep_best` must keep a number from 1 on, but keeps {best[2]!r}.")
 
 
-def best_steps(entries: Sequence[Entry], best: Best) -> list[int]:
-    """Return the steps with the best values of a metric, the best first."""
+def best_of(entries: Sequence[Entry]) -> tuple[str, list[Entry]]:
+    """Return by which metric the newest says that the best are kept, and these, the best first.
+
+    The metric is empty where none says so; what makes no sense is a ConfigError.
+    """
+    told = [entry for entry in entries if "keep_best" in entry.manifest.metadata]
+    if not told:
+        return "", []
+    newest = max(told, key=lambda entry: entry.step).manifest
+    best: Any = newest.metadata["keep_best"]
+    _check_best(best := tuple(best) if type(best) is list else best)
+    return best[0], ranked([e for e in entries if e.manifest.run_id == newest.run_id], best)
+
+
+def ranked(entries: Sequence[Entry], best: Best) -> list[Entry]:
+    """Return those with the best values of a metric, the best first, as many as are to be kept.
+
+    NaN is never best, nor what is not finite; of equals the older comes first. Of several of one
+    step the last counts.
+    """
     metric, mode, count = best
     sign = 1.0 if mode == "min" else -1.0
-    values = {entry.step: _metric(entry, metric) for entry in entries}
-    found = [(sign * value, step) for step, value in values.items() if not math.isnan(value)]
-    return [step for _, step in sorted(found)[:count]]
+    of_step = {entry.step: entry for entry in entries if entry.manifest.is_finite}
+    values = [(e.manifest.metrics.get(metric, math.nan), step) for step, e in of_step.items()]
+    found = sorted((sign * value, step) for value, step in values if not math.isnan(value))
+    return [of_step[step] for _, step in found[:count]]
 
 
-def _metric(entry: Entry, name: str) -> float:
-    """Return a metric that was saved with a checkpoint; NaN where there is none to trust."""
-    if not entry.manifest.is_finite:
-        return math.nan
-    metrics = entry.manifest.metadata.get("metrics")
-    value: Any = metrics.get(name) if isinstance(metrics, dict) else None
-    return float(value) if type(value) in (int, float) else math.nan
-
-
-def rotate(store: CheckpointStore, policy: Retention) -> list[Entry]:
+def rotate(store: CheckpointStore, policy: Retention, more: Set[int] = frozenset()) -> list[Entry]:
     """Remove what `removable` returns, and return it; call it after a commit, on process 0.
 
     Raises:
         CheckpointError: The list of pins is broken, or something cannot be removed.
     """
-    entries = removable(store, policy)
+    entries = removable(store, policy, more)
     for entry in entries:
         store.remove(entry)
     return entries
 
 
-def removable(store: CheckpointStore, policy: Retention) -> list[Entry]:
+def removable(
+    store: CheckpointStore, policy: Retention, more: Set[int] = frozenset()
+) -> list[Entry]:
     """Return the checkpoints that nobody needs.
 
-    Kept beside what `policy` keeps: what is pinned, the newest one that is valid, the newest one
-    that is finite too, the one saved last, and those of other runs.
+    Kept beside what `policy` keeps: `more` steps, what is pinned, the newest one that is valid,
+    the newest one that is finite too, the one saved last, and those of other runs. What holds
+    weights alone is not taken for the newest where a run can be resumed from another.
 
     Raises:
         CheckpointError: The list of pins is broken.
     """
     every = store.checkpoints()
-    newest = newest_valid(store, every)
+    whole = [entry for entry in every if entry.manifest.is_resumable]
+    newest = _newest_valid(store, whole or every)
     run = store.last_saved or newest
     if newest is None or run is None:
         return []  # where nothing is known to be good, nothing is given up
     entries = [entry for entry in every if entry.manifest.run_id == run.manifest.run_id]
-    kept = policy.keep(entries) | store.pinned() | {newest.step, run.step}
+    kept = policy.keep(entries) | more | store.pinned() | {newest.step, run.step}
     if not newest.manifest.is_finite:
-        good = newest_valid(store, [entry for entry in every if entry.manifest.is_finite])
+        good = _newest_valid(store, [entry for entry in whole if entry.manifest.is_finite])
         kept |= set() if good is None else {good.step}
     return [entry for entry in entries if entry.step not in kept]
 
 
-def newest_valid(store: CheckpointStore, entries: Sequence[Entry]) -> Entry | None:
+def _newest_valid(store: CheckpointStore, entries: Sequence[Entry]) -> Entry | None:
     """Return the newest of `entries` that verifies, or None.
 
     The one that was committed last through `store` is not read again.

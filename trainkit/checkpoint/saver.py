@@ -10,8 +10,11 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
+from trainkit.checkpoint.format.manifest import Manifest
+from trainkit.checkpoint.format.names import CHECKPOINTS, WEIGHTS
+from trainkit.checkpoint.listing import Entry, of_run
 from trainkit.checkpoint.lock import RunLock
-from trainkit.checkpoint.retention import Retention, rotate
+from trainkit.checkpoint.retention import Best, KeepPolicy, Retention, ranked, rotate
 from trainkit.checkpoint.snapshot import Snapshot
 from trainkit.checkpoint.store import CheckpointStore
 from trainkit.distributed import Processes, run_on_all, run_on_main, with_own_group
@@ -41,15 +44,18 @@ class Saver:
     Every process makes one and calls the same methods in the same order.
 
     Args:
-        directory: The run's directory; checkpoints go to `checkpoints/` in it.
+        directory: The run's directory; checkpoints go to `checkpoints/` in it, and weights alone
+            to `weights/`.
         processes: The processes of the run.
         retention: What stays after each commit.
         run_id: Names the run in every manifest.
         resumed_from: The step that the run was resumed from, None for a fresh one.
         background: Write while training goes on: `save` only takes a snapshot.
         non_finite: What is done about parameters or a loss that are not finite; for whoever saves.
+        keep_best: What is the best.
 
     Attributes:
+        weights_only: Whether the best are kept as weights alone; for whoever saves.
         has_warned: Whether it was said that a checkpoint is not finite.
         check_replicas: Whether the processes first compare what they hold; for whoever saves.
     """
@@ -64,12 +70,16 @@ class Saver:
         resumed_from: int | None,
         background: bool = False,
         non_finite: NonFinite = "mark",
+        keep_best: Best | None = None,
     ) -> None:
-        self.store = CheckpointStore(directory / "checkpoints")
+        self.store = CheckpointStore(directory / CHECKPOINTS)
+        self.keep_best = keep_best
+        self.weights_only = False
         self.background = background
         self.non_finite: NonFinite = non_finite
         self.has_warned = False
         self.check_replicas = True
+        self._weights = CheckpointStore(directory / WEIGHTS)
         self._processes = processes
         self._writers = with_own_group(processes) if background else processes
         self._retention = retention
@@ -83,14 +93,17 @@ class Saver:
     def save(self, step: int, parts: Mapping[str, Any], metadata: Mapping[str, Any]) -> Path | None:
         """Save a checkpoint; return its folder, None where it is still under way.
 
-        Blocks for an earlier save in the background.
+        Blocks for an earlier save in the background. One whose metadata say `weights_only` is
+        complete when this returns.
 
         Raises:
             CheckpointError: This save, or the earlier one, failed; on all processes.
         """
         metadata = {**metadata, "run_id": self._run_id}
+        if "weights_only" in metadata:
+            return self._commit(self._processes, self._weights, step, parts, metadata)
         if not self.background:
-            return self._commit(self._processes, step, parts, metadata)
+            return self._commit(self._processes, self.store, step, parts, metadata)
         self.wait()
         taken = run_on_all(self._processes, lambda: self._snapshot.take(parts))
         job = _Job(threading.Thread(target=lambda: None))
@@ -102,6 +115,24 @@ class Saver:
         # Without it the thread would work, and keep the interpreter, before `start` returns.
         job.begin.set()
         return None
+
+    def find_best(self) -> tuple[str, int, float] | None:
+        """Return folder, step and value of the best, None without one; every process calls it."""
+
+        def find() -> tuple[str, int, float] | None:
+            best = next(iter(self._ranked()), None)
+            if best is None or self.keep_best is None:
+                return None
+            return str(best.path), best.step, best.manifest.metrics[self.keep_best[0]]
+
+        return run_on_main(self._processes, find)
+
+    def is_among_best(self, step: int, metrics: Mapping[str, float]) -> bool:
+        """Return whether a checkpoint with these metrics would stay; every process must call it."""
+        about = {"metrics": metrics}
+        manifest = Manifest(step=step, run_id="", world_size=1, files={}, metadata=about)
+        new = Entry(Path(), step, manifest)
+        return run_on_main(self._processes, lambda: new in self._ranked(new))
 
     def poll(self) -> Path | None:
         """Return the folder of a save that every process knows to be committed, once.
@@ -150,20 +181,23 @@ class Saver:
     def _take_directory(self) -> None:
         self._lock.acquire()
         try:
-            self._check_directory()
-            self.store.clean()
+            for store in (self.store, self._weights):
+                self._check_directory(store)
+                store.clean()
         except BaseException:
             self._lock.release()
             raise
 
-    def _check_directory(self) -> None:
-        existing = self.store.checkpoints()
+    def _check_directory(self, store: CheckpointStore) -> None:
+        existing = store.checkpoints()
         if existing and self._resumed_from is None:
             held = f"{len(existing)} checkpoint{'s' * (len(existing) > 1)}"
+            advice = 'Pass `fit(..., resume="auto")` to go on from it, or'
+            if store is self._weights:
+                held, advice = f"the weights of {held}", "Remove this folder, or"
             raise ConfigError(
-                f"`{self.store.directory}` holds {held}, the newest of step "
-                f"{existing[-1].step}, but a new training was asked for. Pass "
-                '`fit(..., resume="auto")` to go on from it, or choose another `output_dir`.'
+                f"`{store.directory}` holds {held}, the newest of step {existing[-1].step}, but a "
+                f"new training was asked for. {advice} choose another `output_dir`."
             )
 
     def _write(
@@ -171,29 +205,38 @@ class Saver:
     ) -> None:
         job.begin.wait()
         try:
-            job.path = self._commit(self._writers, step, parts, metadata)
+            job.path = self._commit(self._writers, self.store, step, parts, metadata)
         except BaseException as error:
             job.error = error
 
     def _commit(
         self,
         processes: Processes,
+        store: CheckpointStore,
         step: int,
         parts: Mapping[str, Any],
         metadata: Mapping[str, Any],
     ) -> Path:
-        path = self.store.save(
+        path = store.save(
             step,
             parts,
             metadata=metadata,
             agree=partial(gather_on_main, processes),
         )
-        run_on_main(processes, self._rotate)
+        run_on_main(processes, partial(self._rotate, store))
         return path
 
-    def _rotate(self) -> None:
+    def _rotate(self, store: CheckpointStore) -> None:
+        more = frozenset(e.step for e in self._ranked() if e.path.parent == store.directory)
         try:
-            rotate(self.store, self._retention)
+            rotate(store, self._retention if store is self.store else KeepPolicy(), more)
         except CheckpointError as error:
             error.add_note("The new checkpoint is committed; only removing older ones failed.")
             raise
+
+    def _ranked(self, *more: Entry) -> list[Entry]:
+        """Return the best of this run and of `more`, the best first."""
+        if self.keep_best is None:
+            return []
+        own = (e for e in of_run(self.store.directory.parent) if e.manifest.run_id == self._run_id)
+        return ranked([*own, *more], self.keep_best)

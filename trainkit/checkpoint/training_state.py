@@ -46,7 +46,7 @@ def same_torch(checkpoint: Checkpoint) -> bool:
 
 
 def parts_of_rank(
-    processes: Processes, parts: Mapping[str, Any], own: Mapping[str, Any], *, sharded: bool
+    processes: Processes, parts: Mapping[str, Any], own: Mapping[str, Any] | None, *, sharded: bool
 ) -> dict[str, Any]:
     """Return the parts of a checkpoint that this process writes.
 
@@ -55,13 +55,13 @@ def parts_of_rank(
     Args:
         processes: The processes of the job.
         parts: What all have alike, or hold together; process 0 writes it, all write their shards.
-        own: What this process has for itself, which becomes a part of its own.
+        own: What this process has for itself, which becomes a part of its own; None: no part.
         sharded: Whether there are tensors of which each process holds a shard.
 
     Raises:
         CheckpointError: The sharded tensors are not the same on all processes.
     """
-    mine = {process_part(processes.rank): own}
+    mine = {} if own is None else {process_part(processes.rank): own}
     if sharded:
         return mine | split_alike(processes, parts)
     return {**mine, **parts} if processes.is_main else mine

@@ -6,8 +6,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
 from trainkit.checkpoint.format import codec, strict_json, tensor_file
 from trainkit.checkpoint.format.manifest import FileInfo
 from trainkit.checkpoint.format.names import (
@@ -18,6 +16,7 @@ from trainkit.checkpoint.format.names import (
     why_refused,
 )
 from trainkit.checkpoint.io import files
+from trainkit.checkpoint.io.digests import xxh3_128, xxh3_128_hexdigest
 from trainkit.errors import CheckpointError
 
 __all__ = ["PlannedFile", "Written", "check_unique", "pack", "plan", "sent", "write"]
@@ -111,7 +110,7 @@ def pack(contents: Mapping[str, bytes]) -> tuple[PlannedFile, dict[str, FileInfo
     infos: dict[str, FileInfo] = {}
     size = 0
     for name, content in sorted(contents.items()):
-        digest = xxhash.xxh3_128_hexdigest(content)
+        digest = xxh3_128_hexdigest(content)
         infos[name] = FileInfo(bytes=len(content), xxh3_128=digest, pack=PACK, begin=size)
         size += len(content)
     return PlannedFile(PACK, size, lambda: [contents[name] for name in infos], version=4), infos
@@ -152,7 +151,7 @@ class _Hashed:
     def __init__(self, file: PlannedFile) -> None:
         self.file = file
         self.size = 0
-        self.digest = xxhash.xxh3_128()
+        self.digest = xxh3_128()
 
     def chunks(self) -> Iterator[bytes | memoryview]:
         """Yield what is to be written, piece by piece."""

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any, cast
 
 from trainkit.checkpoint.checkpoint import check_sizes, verify
-from trainkit.checkpoint.format.names import MANIFEST
+from trainkit.checkpoint.format.names import CHECKPOINTS, MANIFEST, WEIGHTS
 from trainkit.checkpoint.listing import Entry, broken_folders
 from trainkit.checkpoint.lock import RunLock
-from trainkit.checkpoint.retention import Best, KeepPolicy, removable, rotate
+from trainkit.checkpoint.retention import Best, KeepPolicy, best_of, removable, rotate
 from trainkit.checkpoint.store import CheckpointStore
 from trainkit.cli.contents import Contents, TensorSummary, leaves, read_contents
 from trainkit.cli.tables import print_table
@@ -18,7 +18,7 @@ from trainkit.formatting import readable_size
 
 __all__ = ["add_to"]
 
-_FOLDER = "checkpoints"
+_MOST_METRICS = 5  # that `ls` prints
 _MOST_VALUES = 20  # of one part that `show` prints
 
 
@@ -81,10 +81,16 @@ def _best(text: str) -> Best:
 
 def _store(directory: Path) -> CheckpointStore:
     """Return the checkpoints in a run's directory, or in the folder itself."""
-    inside = directory / _FOLDER
+    inside = directory / CHECKPOINTS
     if not directory.is_dir():
         raise ConfigError(f"`{directory}` is no folder. Pass a run's directory.")
     return CheckpointStore(inside if inside.is_dir() else directory)
+
+
+def _stores(directory: Path) -> list[CheckpointStore]:
+    """Return the checkpoints as `_store` does, and the weights that a run kept alone."""
+    store, weights = _store(directory), CheckpointStore(directory / WEIGHTS)
+    return [store, weights] if weights.directory.is_dir() else [store]
 
 
 def _single(path: Path) -> Path:
@@ -98,23 +104,34 @@ def _single(path: Path) -> Path:
 
 
 def _list(options: argparse.Namespace) -> int:
-    store = _store(options.dir)
-    pinned = store.pinned()
-    rows = []
-    broken = [(path.name, str(error)) for path, error in broken_folders(store.directory)]
-    for entry in store.checkpoints():
-        problem = _problem(check_sizes, entry.path)
-        broken += [(entry.path.name, problem)] if problem else []
-        notes = ["pinned"] * (entry.step in pinned) + ["BROKEN"] * bool(problem)
-        manifest = entry.manifest
-        notes += ["NOT FINITE"] * (not manifest.is_finite)
-        size = readable_size(manifest.size)
-        columns = (entry.step, manifest.created, size, len(manifest.sizes()), manifest.world_size)
-        rows.append((*columns, entry.path.name, " ".join(notes)))
+    listed = [(store, store.checkpoints()) for store in _stores(options.dir)]
+    entries = [entry for _, found in listed for entry in found]
+    metric, best = best_of(entries)
+    last = [entry for entry in entries if entry.manifest.is_resumable][-1:]
+    others = {name for entry in entries for name in entry.manifest.metrics} - {metric}
+    names = [*([metric] if metric else []), *sorted(others)][:_MOST_METRICS]
+    rows: list[tuple[object, ...]] = []
+    broken: list[tuple[str, str]] = []
+    for store, found in listed:
+        prefix = "" if store is listed[0][0] else f"{WEIGHTS}/"
+        pinned = store.pinned()
+        broken += [(prefix + path.name, str(why)) for path, why in broken_folders(store.directory)]
+        for entry in found:
+            manifest, folder = entry.manifest, prefix + entry.path.name
+            problem = _problem(check_sizes, entry.path)
+            broken += [(folder, problem)] if problem else []
+            place = best.index(entry) if entry in best else -1
+            notes = [f"best {place + 1}" if place else "best"] * (place >= 0)
+            notes += ["last"] * (entry in last) + ["pinned"] * (entry.step in pinned)
+            notes += ["BROKEN"] * bool(problem) + ["NOT FINITE"] * (not manifest.is_finite)
+            size, values = readable_size(manifest.size), manifest.metrics
+            columns = (entry.step, manifest.created, size, len(manifest.sizes()))
+            shown = [f"{values[name]:.6g}" if name in values else "-" for name in names]
+            rows.append((*columns, manifest.world_size, *shown, folder, ", ".join(notes)))
     if not rows and not broken:
-        print(f"There is no checkpoint in `{store.directory}`.")
+        print(f"There is no checkpoint in `{listed[0][0].directory}`.")
         return 0
-    print_table(("STEP", "CREATED", "SIZE", "FILES", "PROCESSES", "FOLDER", ""), rows)
+    print_table(("STEP", "CREATED", "SIZE", "FILES", "PROCESSES", *names, "FOLDER", ""), rows)
     for name, problem in broken:
         print(f"BROKEN {name}: {problem}")
     return int(bool(broken))
@@ -133,16 +150,18 @@ def _verify(options: argparse.Namespace) -> int:
     if (path / MANIFEST).exists() or path.name.startswith("step-"):
         paths = [path]
     else:
-        store = _store(path)
-        paths = [broken for broken, _ in broken_folders(store.directory)]
-        paths += [entry.path for entry in store.checkpoints()]
+        paths = []
+        for store in _stores(path):
+            paths += [broken for broken, _ in broken_folders(store.directory)]
+            paths += [entry.path for entry in store.checkpoints()]
     if not paths:
         raise CheckpointError(f"There is no checkpoint in `{path}`.", path=path)
     failed = False
     for each in paths:
         problem = _problem(verify, each)
         failed = failed or bool(problem)
-        print(f"BROKEN {each.name}: {problem}" if problem else f"ok {each.name}")
+        name = f"{WEIGHTS}/{each.name}" if each.parent.name == WEIGHTS else each.name
+        print(f"BROKEN {name}: {problem}" if problem else f"ok {name}")
     return int(failed)
 
 
@@ -230,7 +249,7 @@ def _prune(options: argparse.Namespace) -> int:
     store = _store(options.dir)
     if options.dry_run:
         return _print_removed("would remove", removable(store, policy))
-    is_inside = store.directory.resolve().name == _FOLDER
+    is_inside = store.directory.resolve().name in (CHECKPOINTS, WEIGHTS)
     with RunLock(store.directory.resolve().parent if is_inside else store.directory):
         return _print_removed("removed", rotate(store, policy))
 

@@ -10,6 +10,7 @@ from trainkit.cli import accelerate_keys
 from trainkit.cli.settings import SETTINGS
 from trainkit.errors import ConfigError
 from trainkit.outputs import replace_file
+from trainkit.packages import require
 from trainkit.parsing import nearest
 
 if TYPE_CHECKING:
@@ -89,6 +90,7 @@ def read(path: Path) -> ConfigFile:
 
 def _entries(path: Path) -> Iterator[tuple[str, int, Any]]:
     """Yield each key of the file with its line and value."""
+    require("pyyaml", f"Reading `{path}`")
     import yaml
 
     text = _text(path)
@@ -144,6 +146,7 @@ def write(path: Path, values: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: It cannot be written.
     """
+    require("pyyaml", f"Writing `{path}`")
     import yaml
 
     data = yaml.safe_dump(dict(values), sort_keys=True).encode()

@@ -5,14 +5,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
 from trainkit.checkpoint.checkpoint import verify
 from trainkit.checkpoint.format import strict_json
 from trainkit.checkpoint.format.manifest import Manifest
 from trainkit.checkpoint.format.names import JSON_SUFFIX, TENSOR_SUFFIX, part_of
 from trainkit.checkpoint.format.shard_region import ShardRegion
 from trainkit.checkpoint.format.tensor_location import StoredTensor
+from trainkit.checkpoint.io.digests import xxh3_128_hexdigest
 from trainkit.checkpoint.io.reading import open_directory
 from trainkit.checkpoint.resharding.tensor_reader import TensorReader
 from trainkit.errors import CheckpointCorrupt
@@ -107,7 +106,7 @@ def _summary(reader: TensorReader, stored: StoredTensor) -> TensorSummary:
     reader.check(stored, whole)
     content = bytearray(stored.size)
     reader.read([(stored, whole, memoryview(content))], hashed=False)
-    digest = xxhash.xxh3_128_hexdigest(content)
+    digest = xxh3_128_hexdigest(content)
     return TensorSummary(stored.dtype, stored.shape, stored.size, digest)
 
 

@@ -43,7 +43,7 @@ def is_container(tree: Any) -> bool:
 
 def is_opaque(tree: Any) -> bool:
     """Return whether `tree` is an object that holds tensors and moves itself, such as a graph."""
-    return hasattr(tree, "to") and not isinstance(tree, Tensor | dict | UserDict)
+    return not isinstance(tree, Tensor | dict | UserDict) and hasattr(tree, "to")
 
 
 def is_array(value: Any) -> bool:

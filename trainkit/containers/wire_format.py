@@ -19,6 +19,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from trainkit.containers import tree
+from trainkit.device import memory_of
 from trainkit.errors import DistributedError
 
 __all__ = ["Unencodable", "decode", "encode"]
@@ -203,12 +204,11 @@ def _put_tensor(encoder: _Encoder, value: Tensor) -> None:
             "processes. Make it dense with `to_dense()` or `dequantize()`."
         )
     data = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    data = data.as_strided((data.numel(),), (1,))  # a dimension of one element has any stride
     is_remote = value.device.type != "cpu"
     dtype = str(value.dtype).removeprefix("torch.")
     encoder.put_bytes(b"X" if is_remote else b"x", dtype.encode())
     _put_shape(encoder, value.shape)
-    encoder.put_bytes(b"", data.view(torch.uint8).numpy().data)
+    encoder.put_bytes(b"", memory_of(data))
 
 
 def _put_array(encoder: _Encoder, tag: bytes, value: Any) -> None:

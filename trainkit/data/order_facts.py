@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from trainkit.containers import wire_format
+from trainkit.device import memory_of
 
 __all__ = ["CHANGED", "OWN", "changed_facts", "digest_of", "order_facts", "run_to"]
 
@@ -85,7 +86,7 @@ def digest_of(order: Tensor | Sequence[Any]) -> str | None:
     """Return a digest of the indices of an epoch; None of what is not made of plain values."""
     data = order if isinstance(order, Tensor) else _as_tensor(order)
     if data is not None:
-        content: Any = data.contiguous().numpy()
+        content: Any = memory_of(data.contiguous())
     else:
         try:
             content = wire_format.encode(order)

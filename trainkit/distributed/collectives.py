@@ -9,6 +9,7 @@ import torch
 import torch.distributed
 
 from trainkit import errors
+from trainkit.device import memory_of
 from trainkit.distributed import collective_guard
 from trainkit.distributed.group import Membership, cpu_group
 from trainkit.distributed.processes import Processes, pack, unpack
@@ -173,7 +174,7 @@ def gather_on_main(processes: Processes, value: U, action: Callable[[list[U]], T
     torch.distributed.gather(row, rows or None, group=processes.control)
 
     def act() -> T:
-        packets = [bytes(each[8:][: each[:8].view(torch.int64)].numpy()) for each in rows]
+        packets = [bytes(memory_of(each[8:][: each[:8].view(torch.int64)])) for each in rows]
         return action([unpack(each, rank) for rank, each in enumerate(packets)])
 
     return run_on_main(processes, act)

@@ -5,13 +5,13 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-import numpy
 from torch import Tensor
 
 from trainkit.checkpoint import CheckpointStore
 from trainkit.errors import CheckpointError, ConfigError
 from trainkit.export.pickled import Allowed, read_pickled
 from trainkit.export.sources import open_weights
+from trainkit.packages import require
 
 __all__ = ["import_accelerate"]
 
@@ -87,6 +87,9 @@ def _read(source: Path, name: str) -> tuple[str, Any]:
 
 def _numpy_globals() -> Allowed:
     """Return what arrays and numbers of NumPy are pickled with: they build, and run nothing."""
+    require("numpy", "Reading a state of Accelerate")
+    import numpy
+
     core: Any = numpy.empty(0).__reduce__()[0], numpy.float64(0).__reduce__()[0]
     renamed: list[Any] = [
         (function, f"numpy.{module}.multiarray.{function.__name__}")

@@ -1,7 +1,7 @@
 """Fill a model from files of weights, wherever it is to live."""
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -9,6 +9,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from trainkit.checkpoint.format.manifest import read_manifest
+from trainkit.checkpoint.format.names import MANIFEST
 from trainkit.checkpoint.resharding.sharding_spec import held_part, is_sharded
 from trainkit.errors import CheckpointError, ConfigError
 from trainkit.export.devices import (
@@ -25,7 +27,12 @@ from trainkit.export.state import unwrapped
 from trainkit.export.targets import TensorTarget, targets_of
 from trainkit.types import Size
 
-__all__ = ["LoadedKeys", "load_checkpoint_and_dispatch", "load_checkpoint_in_model"]
+__all__ = [
+    "LoadedKeys",
+    "load_checkpoint_and_dispatch",
+    "load_checkpoint_in_model",
+    "load_evaluated",
+]
 
 _MOST_LISTED = 20
 
@@ -120,7 +127,23 @@ def load_checkpoint_and_dispatch(  # noqa: PLR0913  the names that Accelerate do
     return model
 
 
+def load_evaluated(model: nn.Module, checkpoint: Path, of: Sequence[str] | None = None) -> None:
+    """Load the weights that the evaluation of a checkpoint looked at, such as the average of `EMA`.
+
+    `of` is the callback that has them, and the key of its state; else what the checkpoint tells.
+    Where it is broken, does not fit, or has no such callback, CheckpointError is raised.
+    """
+    model.state_dict()  # shards what a forward has gathered
+    is_ours = (checkpoint / MANIFEST).is_file()
+    told = read_manifest(checkpoint).metadata if is_ours else {}
+    loading = _Loading(model, None, None, None)
+    loading.may_lack = told.get("reference", {}).get("digests", {})  # the model has its base
+    loading.run(checkpoint, strict=True, of=told.get("evaluated_weights") if of is None else of)
+
+
 class _Loading:
+    may_lack: Collection[str] = ()  # what weights need not hold
+
     def __init__(
         self,
         model: nn.Module,
@@ -161,9 +184,9 @@ class _Loading:
                     "different devices, but their tensors are tied. Put them on one device."
                 )
 
-    def run(self, path: Path, strict: bool) -> LoadedKeys:
+    def run(self, path: Path, strict: bool, of: Sequence[str] | None = None) -> LoadedKeys:
         """Compare, fill, and put up the hooks."""
-        with open_weights(path) as stored:
+        with open_weights(path, of) as stored:
             keys = self._compare(path, stored, strict)
             on_disk: dict[str, tuple[TensorTarget, Stored]] = {}
             in_memory: dict[str, tuple[TensorTarget, Stored]] = {}
@@ -187,7 +210,9 @@ class _Loading:
 
     def _compare(self, path: Path, stored: Mapping[str, Stored], strict: bool) -> LoadedKeys:
         missing = [
-            n for n, target in self._unique() if not any(one in stored for one in target.names)
+            n
+            for n, target in self._unique()
+            if not any(one in stored or one in self.may_lack for one in target.names)
         ]
         unexpected = [name for name in stored if name not in self._targets]
         pairs = (

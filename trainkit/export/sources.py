@@ -1,7 +1,7 @@
 """Where a model's tensors can be read from: files of weights, folders of them, checkpoints."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -71,12 +71,13 @@ def find_weights(path: Path) -> Path:
 
 
 @contextmanager
-def open_weights(path: Path) -> Iterator[dict[str, Stored]]:
+def open_weights(path: Path, of: Sequence[str] | None = None) -> Iterator[dict[str, Stored]]:
     """Open weights; return what can be read of them, by name, until the end.
 
     Args:
         path: A safetensors file, one of `torch.save`, an index, a folder with one of them, or a
             checkpoint of trainkit's.
+        of: Whose weights are in the place of the model's: a callback, and the key of its state.
 
     Raises:
         CheckpointError: Something is missing, broken, or refused.
@@ -84,24 +85,36 @@ def open_weights(path: Path) -> Iterator[dict[str, Stored]]:
     entry = find_weights(path)
     with ExitStack() as stack:
         if entry.is_dir():
-            yield _open_checkpoint(entry)
+            yield _open_checkpoint(entry, of)
         elif entry.name.endswith(_INDEX):
             yield _open_index(entry, stack)
         else:
             yield _open_file(entry, stack)
 
 
-def _open_checkpoint(path: Path) -> dict[str, Stored]:
+def _open_checkpoint(path: Path, of: Sequence[str] | None) -> dict[str, Stored]:
     from trainkit.checkpoint import CheckpointStore  # here: most files need no checkpoint
 
     checkpoint = CheckpointStore(path.parent).open(path)
     others: list[str] = []
     layout = checkpoint.layout("model", others)
     warn_of_others(others, "not loaded")
-    return {
+    weights = {
         name: Stored(stored.shape, partial(_of_checkpoint, checkpoint, name))
         for name, stored in layout.items()
     }
+    if of is None:
+        return weights
+    name, key = of
+    states = checkpoint.read("trainer")["callbacks"]
+    if key not in states.get(name, {}):
+        raise CheckpointError(
+            f"The checkpoint `{path}` has no {key} of a callback `{name}`, only states of "
+            f"{sorted(states)}. Use the checkpoint of a run that had it, and its name.",
+            path=path,
+        )
+    held = states[name][key].items()
+    return weights | {n: Stored(tuple(t.shape), partial(_of_memory, t)) for n, t in held}
 
 
 def _of_checkpoint(checkpoint: "Checkpoint", name: str, part: Part = ()) -> Tensor:

@@ -3,6 +3,7 @@
 from typing import Any
 
 from trainkit.metrics.local_metric import LocalMetric
+from trainkit.packages import require
 
 __all__ = ["as_evaluate"]
 
@@ -12,6 +13,7 @@ def as_evaluate(metric: LocalMetric) -> Any:
 
     Its options are those of `metric`, unless `compute` is given others.
     """
+    require("evaluate", "`as_evaluate`")
     import datasets
     import evaluate
 

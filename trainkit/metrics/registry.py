@@ -13,6 +13,7 @@ from trainkit.metrics.metric import Metric
 from trainkit.metrics.perplexity import Perplexity
 from trainkit.metrics.regression import MAE, MSE
 from trainkit.metrics.torch_metric import TorchMetric
+from trainkit.packages import require
 from trainkit.parsing import nearest
 
 __all__ = ["as_metric", "load"]
@@ -78,6 +79,9 @@ def _is_from(library: str, classes: tuple[str, ...], thing: Any) -> bool:
 
 
 def _load_from_evaluate(name: str, options: dict[str, Any]) -> EvaluateMetric:
+    hint = nearest(name.lower(), _SHIPPED)
+    ours = f"There is no metric {name!r}.{hint} trainkit has {sorted(_SHIPPED)}"
+    require("evaluate", f"{ours}; for any other name it")
     try:
         import evaluate
 
@@ -85,8 +89,6 @@ def _load_from_evaluate(name: str, options: dict[str, Any]) -> EvaluateMetric:
     except ConfigError:
         raise
     except Exception as error:  # a missing network shows up as one of many classes
-        hint = nearest(name.lower(), _SHIPPED)
         raise ConfigError(
-            f"There is no metric {name!r}.{hint} trainkit has {sorted(_SHIPPED)}; for any other "
-            f"name `evaluate.load` must find it, which failed: {error}"
+            f"{ours}; for any other name `evaluate.load` must find it, which failed: {error}"
         ) from error

@@ -4,6 +4,9 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec
 
+from typing_extensions import override
+
+from trainkit.config import names_checked
 from trainkit.distributed import collective_guard
 from trainkit.errors import ConfigError
 from trainkit.training.run import Run
@@ -58,7 +61,19 @@ class Callback:
     process 0 speaks for all, and nothing is compared.
     """
 
+    evaluated_weights: str | None = None
+    """In a callback that puts other weights into the model for an evaluation: the key of its
+    state under which they are, tensors by name. Whoever loads the best weights takes these."""
+
     _name: str | None = None
+
+    @override
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Let the constructor say what it calls an argument that it does not have."""
+        super().__init_subclass__(**options)
+        made: Any = cls
+        if "__init__" in vars(cls):
+            made.__init__ = names_checked(made.__init__)
 
     @property
     def name(self) -> str:

@@ -35,11 +35,11 @@ from trainkit.training.fingerprint import (
 )
 from trainkit.training.finite import finiteness
 from trainkit.training.lr_schedule import LRSchedule
-from trainkit.training.reference import check_base, describe_base, left_out, read_model, refers
+from trainkit.training.reference import check_base, describe_base, left_out, read_model
 from trainkit.training.resume_check import check_metadata, check_parts, check_states
 from trainkit.training.run import Run
 
-__all__ = ["collect", "describe", "restore", "save_now"]
+__all__ = ["collect", "describe", "restore", "save_now", "save_weights"]
 
 
 def owners_of(run: Run, callbacks: CallbackList) -> Owners:
@@ -100,18 +100,20 @@ def _common(run: Run) -> dict[str, Any]:
     }
 
 
-def describe(run: Run) -> dict[str, Any]:
+def describe(run: Run, callbacks: CallbackList) -> dict[str, Any]:
     """Return what stands in the manifest: for people, for retention, and to compare at a resume.
 
     Every process must call it: it raises, on all of them, where nothing must be saved.
     """
 
-    assert run.checkpoints.saver is not None
-    if run.checkpoints.saver.check_replicas:
+    saver = run.checkpoints.saver
+    assert saver is not None
+    if saver.check_replicas:
         from trainkit.training.replicas import check_replicas  # one process needs none of it
 
         parameters = dict(run.module.named_parameters())
         check_replicas(run.strategy, parameters, [run.optimizer], f"after step {run.state.step}")
+    evaluated = [[c.name, c.evaluated_weights] for c in callbacks.callbacks if c.evaluated_weights]
     return {
         "epoch": run.state.epoch,
         "metrics": dict(run.metrics) if run.is_evaluated else {},
@@ -124,7 +126,30 @@ def describe(run: Run) -> dict[str, Any]:
         "order": order_of(run),
         **finiteness(run),
         **describe_base(run),
+        **({"keep_best": list(saver.keep_best)} if saver.keep_best is not None else {}),
+        **({"evaluated_weights": evaluated[0]} if evaluated else {}),
     }
+
+
+def save_weights(run: Run, callbacks: CallbackList) -> None:
+    """Save the weights of the evaluation that was just made, if they are kept alone as the best.
+
+    Call it while the model holds them. Every process must call it.
+    """
+    saver, step = run.checkpoints.saver, run.state.step
+    if saver is None or not saver.weights_only or not saver.is_among_best(step, run.metrics):
+        return
+    if run.checkpoint is None:  # nothing to resume from: what began anew would find these weights
+        run.requests.checkpoint = True
+        return
+    phase, run.phase = run.phase, "save"
+    about = describe(run, callbacks)
+    about.pop("evaluated_weights", None)  # the model holds them
+    if "finite" not in about:
+        model, strategy = {"model": run.module.state_dict()}, run.strategy
+        parts = parts_of_rank(strategy.processes, model, None, sharded=strategy.sharded)
+        saver.save(step, parts, about | {"weights_only": True})
+    run.phase = phase
 
 
 def save_now(run: Run | None, callbacks: CallbackList) -> Path:
@@ -147,7 +172,7 @@ def save_now(run: Run | None, callbacks: CallbackList) -> Path:
     run.save_checkpoints(KeepPolicy(keep_last=None))
     assert run.checkpoints.saver is not None
     try:
-        about = describe(run)
+        about = describe(run, callbacks)
         with run.evaluation_weights():
             path = run.checkpoints.saver.save(run.state.step, collect(run, callbacks), about)
     finally:
@@ -193,8 +218,7 @@ def restore(
     if resume in ("auto", "must"):
         run.print(f"trainkit: resuming from `{folder}` (step {loaded.checkpoint.step}).")
     metadata = loaded.checkpoint.manifest.metadata
-    if refers(loaded.checkpoint):
-        run_on_all(processes, lambda: check_base(loaded.checkpoint, run.module))
+    run_on_all(processes, lambda: check_base(Path(folder), metadata, run.module))
     planned = metadata["planned_steps"]
     if schedule == "keep" and planned != run.planned_steps:
         run.lr_schedule = remake(run.optimizer, planned)  # it must end where it would have ended

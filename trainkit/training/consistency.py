@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Subset
 
 from trainkit.config import TrainConfig
 from trainkit.data import PreparedLoader
+from trainkit.device import memory_of
 from trainkit.distributed import Processes
 from trainkit.distributed.collectives import require_equal
 from trainkit.errors import ConfigError, by_process
@@ -102,5 +103,5 @@ def _describe_loader(loader: PreparedLoader) -> str:
     dataset: Any = source.dataset
     if type(dataset) is Subset:
         indices = torch.as_tensor(dataset.indices)
-        words.append(f"indices with digest {digest(indices.numpy().tobytes())}")
+        words.append(f"indices with digest {digest(bytes(memory_of(indices.contiguous())))}")
     return ", ".join(words)

@@ -1,8 +1,9 @@
 """Evaluation and prediction: every sample once, whatever the number of processes."""
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +15,7 @@ from trainkit.data import BatchInfo, MicroBatch, PreparedLoader
 from trainkit.device import wide_dtype
 from trainkit.distributed import concatenate, gather_samples
 from trainkit.distributed.communicator import Communicator
-from trainkit.errors import DataError
+from trainkit.errors import ConfigError, DataError
 from trainkit.metrics.metric import Metric
 from trainkit.precision import Precision
 from trainkit.training.logging import Log, LogSums
@@ -23,7 +24,7 @@ from trainkit.types import Batch, LossFn, Scalars
 if TYPE_CHECKING:
     from trainkit.metrics.model_outputs import Reading
 
-__all__ = ["Evaluator", "RunEvaluation"]
+__all__ = ["Evaluator", "RunEvaluation", "check_metric"]
 
 EvaluationStep = Callable[[nn.Module, Batch], Mapping[str, Any]]
 
@@ -155,6 +156,21 @@ class RunEvaluation:
     last_attempt: int = -1  # `TrainState.attempts` at the latest evaluation
 
 
+def check_metric(watcher: str, metric: str, names: Iterable[str] | None) -> None:
+    """Raise where no evaluation gives a metric; `watcher` begins the error.
+
+    Of the `names` that they give the nearest come first; None where these are not known.
+    """
+    if names is None or metric in names:
+        return
+    why = "`fit` was given no evaluation loader. Call `fit(model, (train, eval), ...)`."
+    if names := get_close_matches(metric, sorted(names), n=_SHOWN_NAMES, cutoff=0.0):
+        why = f"the evaluation gives only {names}. Use one of these, or add the metric to "
+        why += "`Evaluation(metrics=[...])`."
+    raise ConfigError(f"{watcher} {metric!r}, but {why}")
+
+
+_SHOWN_NAMES = 20
 _LOSS_WEIGHT = "\0loss weight"
 _NOT_AVERAGED = ("scores", "predictions", "probabilities", "references", "weight")
 

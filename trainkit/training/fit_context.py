@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -11,12 +13,12 @@ from trainkit.config import TrainConfig
 from trainkit.distributed import collective_guard, run_on_all
 from trainkit.errors import ConfigError
 from trainkit.training.callback import CallbackList
-from trainkit.training.run import Run
+from trainkit.training.run import FitResult, Run
 
 if TYPE_CHECKING:
     from trainkit.config import Watchdog
 
-__all__ = ["Calls", "check_outputs", "compiling", "conditions", "watched"]
+__all__ = ["Calls", "check_outputs", "compiling", "conditions", "end", "watched"]
 
 MOST_EVALUATIONS = 2
 """How many evaluations that a user calls may be inside each other."""
@@ -26,7 +28,7 @@ class Calls:
     """What was called and has not returned, from the outermost on."""
 
     def __init__(self) -> None:
-        self._names: tuple[str, ...] = ()
+        self.names: tuple[str, ...] = ()
 
     @contextmanager
     def enter(self, name: str) -> Iterator[None]:
@@ -37,7 +39,7 @@ class Calls:
             DistributedError: Not all processes run the code that makes it.
         """
         collective_guard.check(name)
-        outer = self._names
+        outer = self.names
         if name == "fit" and outer:
             raise ConfigError(
                 f"`fit` was called inside `{outer[-1]}` of the same trainer, whose model, "
@@ -50,11 +52,11 @@ class Calls:
                 f"{chain}: it looks as if `evaluation_step` called this for ever. Call the model "
                 "in it instead, or use another `Trainer`."
             )
-        self._names = (*outer, name)
+        self.names = (*outer, name)
         try:
             yield
         finally:
-            self._names = outer
+            self.names = outer
 
 
 @contextmanager
@@ -134,3 +136,18 @@ def check_outputs(run: Run, callbacks: CallbackList) -> None:
         from trainkit.distributed.shared_folder import check_shared  # one process needs none of it
 
         check_shared(processes, run.output_dir, "`Trainer(output_dir=...)`")
+
+
+def end(run: Run) -> FitResult:
+    """Return what a training came to, its best weights in the model if wanted; raise a signal."""
+    if run.requests.signal:
+        raise run.interruption()
+    result, saver = run.result(), run.checkpoints.saver
+    if saver is not None and (best := saver.find_best()) is not None:
+        path, step, value = best
+        result = replace(result, best_checkpoint=Path(path), best_step=step, best_value=value)
+    if run.checkpoints.restore_best:
+        from trainkit.training.saved_weights import restore_best  # most runs need none of it
+
+        restore_best(run, result)
+    return result

@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from trainkit.config import check_argument
 from trainkit.errors import ConfigError
+from trainkit.training.evaluation import check_metric
 from trainkit.training.state import TrainState
 from trainkit.types import AnyScheduler, Scalars, SchedulerFactory
 
@@ -73,17 +74,8 @@ class LRSchedule:
         Args:
             names: Names that an evaluation gives; empty without one, None where not known.
         """
-        if self.metric is None or names is None or self.metric in names:
-            return
-        if not names:
-            raise ConfigError(
-                f"`LRSchedule` watches {self.metric!r}, but `fit` was given no evaluation loader. "
-                "Pass `(train_loader, eval_loader)`."
-            )
-        raise ConfigError(
-            f"`LRSchedule` watches {self.metric!r}, but the evaluation gives only "
-            f"{sorted(names)}. Use one of these."
-        )
+        if self.metric is not None:
+            check_metric("`LRSchedule` watches", self.metric, names)
 
     def catch_up(self, state: TrainState) -> None:
         """Bring a schedule that was made for a new horizon to where the training is."""

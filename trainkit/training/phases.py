@@ -6,7 +6,7 @@ from pathlib import Path
 
 from trainkit.data import MicroBatch, Window
 from trainkit.distributed.collectives import require_equal
-from trainkit.errors import DataError, by_process
+from trainkit.errors import ConfigError, DataError, by_process
 from trainkit.training.callback import Callback, CallbackList
 from trainkit.training.run import Run
 from trainkit.types import Scalars
@@ -22,6 +22,12 @@ def begin(run: Run, callbacks: CallbackList) -> None:
         from trainkit.training.save_check import check_savable  # on demand
 
         check_savable(run, callbacks)
+    saver = run.checkpoints.saver
+    if run.checkpoints.restore_best and (saver is None or saver.keep_best is None):
+        raise ConfigError(
+            "`restore_best=True` leaves the best weights in the model, but nothing says which "
+            'those are. Add the callback `Checkpoint(keep_best=("eval/loss", "min"))`.'
+        )
     if run.train_loader.stream is not None:
         run.train_loader.stream.check_evaluations(run.evaluation.loaders.values())
     if run.processes.num_processes > 1:
@@ -144,6 +150,9 @@ def finish(run: Run, callbacks: CallbackList) -> None:
 
 def _evaluate(run: Run, callbacks: CallbackList) -> None:
     """Evaluate the model on all loaders, between the evaluation hooks."""
+    saver = run.checkpoints.saver
+    if saver is not None and saver.weights_only:  # what its weights are compared with must be there
+        _note_saved(run, callbacks, saver.wait())
     with run.weights.held(error_is_last=True):
         phase, run.phase = run.phase, "evaluate"
         run.strategy.share_buffers(run.module)
@@ -168,6 +177,10 @@ def _evaluate(run: Run, callbacks: CallbackList) -> None:
         _keep_best(run, metrics)
         if run.lr_schedule is not None and evaluation.is_planned:
             run.lr_schedule.advance_evaluation(metrics)
+        if saver is not None:
+            from trainkit.training.checkpointing import save_weights  # as in `_save`
+
+            save_weights(run, callbacks)
         callbacks.emit(Callback.on_evaluation_end, run, metrics)
         run.phase = phase
 
@@ -227,7 +240,7 @@ def _save(run: Run, callbacks: CallbackList) -> None:
     phase, run.phase = run.phase, "save"
     callbacks.emit(Callback.on_checkpoint_start, run)
     _note_saved(run, callbacks, saver.wait())
-    about = describe(run)
+    about = describe(run, callbacks)
     with run.evaluation_weights():
         path = saver.save(run.state.step, collect(run, callbacks), about)
     run.checkpoints.last_attempt = run.state.attempts

@@ -1,19 +1,23 @@
 """The frozen part of a model in a checkpoint: by digest and source, instead of by its values."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
 from trainkit.checkpoint import Checkpoint
+from trainkit.checkpoint.format.manifest import read_manifest
+from trainkit.checkpoint.format.names import MANIFEST
 from trainkit.checkpoint.forms import refuse
 from trainkit.distributed import run_on_all
 from trainkit.errors import CheckpointError, ConfigError, quoted
+from trainkit.export.loading import load_evaluated
 from trainkit.export.state import whole
 from trainkit.training.replicas import digests_of
 from trainkit.training.run import Base, Run
 
-__all__ = ["base_of", "check_base", "describe_base", "left_out", "read_model", "refers"]
+__all__ = ["base_of", "check_base", "describe_base", "left_out", "load_onto_base", "read_model"]
 
 KEY = "reference"
 """In the manifest of a checkpoint that refers to its base."""
@@ -79,15 +83,17 @@ def describe_base(run: Run) -> dict[str, Any]:
     return {KEY: {"source": _source(run.module), "digests": digests}}
 
 
-def check_base(checkpoint: Checkpoint, module: nn.Module) -> None:
-    """Compare a model with the base that a checkpoint refers to.
+def check_base(path: Path, metadata: Mapping[str, Any], module: nn.Module) -> None:
+    """Compare a model with the base that a checkpoint refers to, if it does.
 
     Every process must call it where the model is sharded.
 
     Raises:
         CheckpointError: It is another one.
     """
-    told = checkpoint.manifest.metadata[KEY]
+    told = metadata.get(KEY)
+    if told is None:
+        return
     saved = told["digests"]
     present = _digests({name: p for name, p in _named(module).items() if name in saved})
     if other := [name for name in saved if present.get(name) != saved[name]]:
@@ -97,12 +103,15 @@ def check_base(checkpoint: Checkpoint, module: nn.Module) -> None:
             f"{len(other)} of {len(saved)} frozen parameters have other values now: "
             f"{quoted(other)}. Load the same base, in the same dtype"
         )
-        refuse(checkpoint.path, [why])
+        refuse(path, [why])
 
 
-def refers(checkpoint: Checkpoint) -> bool:
-    """Return whether a checkpoint has not all of its model, but refers to its base."""
-    return KEY in checkpoint.manifest.metadata
+def load_onto_base(module: nn.Module, path: Path, of: Sequence[str] | None = None) -> None:
+    """Do what `load_evaluated` does; a base that the checkpoint refers to is compared first."""
+    module.state_dict()  # shards what a forward has gathered
+    if (path / MANIFEST).is_file():
+        check_base(path, read_manifest(path).metadata, module)
+    load_evaluated(module, path, of)
 
 
 def read_model(checkpoint: Checkpoint, module: nn.Module, like: Any = None) -> dict[str, Any]:
@@ -114,7 +123,7 @@ def read_model(checkpoint: Checkpoint, module: nn.Module, like: Any = None) -> d
         like: As for `Checkpoint.read`.
     """
     state: dict[str, Any] = checkpoint.read("model", like)
-    if refers(checkpoint):
+    if KEY in checkpoint.manifest.metadata:
         present, told = module.state_dict(), checkpoint.manifest.metadata[KEY]
         state |= {name: present[name] for name in told["digests"] if name in present}
     return state

@@ -5,11 +5,12 @@ from numbers import Number
 from typing import Any
 
 import torch
-import xxhash
 from torch import Tensor
 from torch.optim import Optimizer
 
 from trainkit.checkpoint.exact import parameter_states
+from trainkit.checkpoint.io.digests import xxh3_64_hexdigest
+from trainkit.device import memory_of
 from trainkit.distributed.collectives import are_alike, complain
 from trainkit.errors import DistributedError, named
 from trainkit.strategies import Strategy
@@ -125,14 +126,14 @@ def _piece(leaf: Tensor | Number | str, sums: list[Tensor]) -> str | slice:
         return repr(leaf)
     data = leaf.detach().contiguous().view(-1).view(torch.uint8)
     if data.is_cpu:
-        return f"{leaf.dtype} {[*leaf.shape]} {xxhash.xxh3_64_hexdigest(data.numpy().data)}"
+        return f"{leaf.dtype} {[*leaf.shape]} {xxh3_64_hexdigest(memory_of(data))}"
     first = len(sums)
     sums += _checksums(data)
     return slice(first, len(sums))
 
 
 def _hex(value: Any) -> str:
-    return xxhash.xxh3_64_hexdigest(repr(value).encode())
+    return xxh3_64_hexdigest(repr(value).encode())
 
 
 def _checksums(data: Tensor) -> list[Tensor]:

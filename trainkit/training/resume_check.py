@@ -120,7 +120,15 @@ def check_metadata(checkpoint: Checkpoint) -> None:
 
     Raises:
         CheckpointCorrupt: It is not what a run writes; names file and key.
+        CheckpointError: It holds weights alone.
     """
+    if not checkpoint.manifest.is_resumable:
+        raise CheckpointError(
+            f"`{checkpoint.path}` holds the weights alone, without optimizer and counters: no "
+            'training can go on from it. Pass `resume="auto"` for the newest that has them, or '
+            "begin a new training, with `load_checkpoint_in_model(model, path)` before it.",
+            path=checkpoint.path,
+        )
     with blaming(checkpoint, None):
         names = checkpoint.names()
         missing = [name for name in ("model", "optimizer", "trainer") if name not in names]

@@ -31,7 +31,7 @@ from trainkit.training.weighting import Weighting
 from trainkit.types import Batch, Scalars, Stateful
 
 if TYPE_CHECKING:
-    from trainkit.checkpoint import Retention
+    from trainkit.checkpoint.retention import Best, Retention
     from trainkit.checkpoint.saver import NonFinite, Saver
 
 __all__ = ["FitResult", "Requests", "Run"]
@@ -58,7 +58,13 @@ class FitResult:
     output_dir: Path | None
     """Where the files are."""
     checkpoint: Path | None = None
-    """The last checkpoint that was committed."""
+    """The last checkpoint that was committed, from which the run can be resumed."""
+    best_checkpoint: Path | None = None
+    """The best one, by `Checkpoint(keep_best=...)`; it may hold weights alone."""
+    best_step: int | None = None
+    """The step of it."""
+    best_value: float | None = None
+    """What its evaluation gave for the metric of `keep_best`."""
 
 
 @dataclass(slots=True)
@@ -136,6 +142,7 @@ class RunCheckpoints:
     """The step of the checkpoint that this fit went on from."""
     last_attempt: int = -1  # `TrainState.attempts` when the run was saved last
     base: Base | None = None  # what checkpoints refer to, instead of holding it
+    restore_best: bool = False  # whether the fit is to leave the best weights in the model
 
 
 @dataclass(kw_only=True, slots=True)
@@ -283,6 +290,8 @@ class Run(RunServices):
         *,
         background: bool = False,
         non_finite: "NonFinite" = "mark",
+        keep_best: "Best | None" = None,
+        weights_only: bool = False,
     ) -> None:
         """Make this run one that saves checkpoints, and lock its directory.
 
@@ -306,7 +315,9 @@ class Run(RunServices):
             resumed_from=checkpoints.resumed_from,
             background=background,
             non_finite=non_finite,
+            keep_best=keep_best,
         )
+        checkpoints.saver.weights_only = weights_only
 
     def request_skip(self, reason: str) -> None:
         """Ask, inside `on_gradients`, that this window's update is not applied.

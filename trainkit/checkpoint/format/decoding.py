@@ -127,6 +127,12 @@ def _array(decoder: _Decoder, node: Any) -> Any:
     return numpy.frombuffer(content, dtype).reshape(shape)
 
 
+def _blob(decoder: _Decoder, name: Any) -> bytes:
+    from trainkit.device import memory_of  # which imports torch
+
+    return bytes(memory_of(decoder.tensors[name].contiguous()))
+
+
 def _get_sharded(_: _Decoder, node: Any) -> Any:
     raise ValueError(f"a sharded tensor {str(node)[:80]} cannot stand here")
 
@@ -179,7 +185,7 @@ def _get_device(_: _Decoder, name: Any) -> Any:
 
 _READERS: dict[str, Callable[[_Decoder, Any], Any]] = {
     "$array": _array,
-    "$blob": lambda decoder, name: bytes(decoder.tensors[name].numpy()),
+    "$blob": _blob,
     "$bytearray": lambda decoder, node: bytearray(decoder.get(node)),
     "$bytes": lambda _, text: base64.b64decode(text.encode("ascii"), validate=True),
     "$complex": _get_complex,

@@ -12,8 +12,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
 from trainkit.checkpoint.format import codec, strict_json
 from trainkit.checkpoint.format.decoding import MALFORMED
 from trainkit.checkpoint.format.names import (
@@ -23,6 +21,7 @@ from trainkit.checkpoint.format.names import (
     TENSOR_SUFFIX,
     is_allowed,
 )
+from trainkit.checkpoint.io.digests import xxh3_128_hexdigest
 from trainkit.checkpoint.io.reading import HashedFile, broken, open_directory, open_file
 from trainkit.errors import CheckpointError
 
@@ -81,6 +80,18 @@ class Manifest:
         return self.metadata.get("finite") is not False
 
     @property
+    def is_resumable(self) -> bool:
+        """Return False where it holds the weights of a model alone."""
+        return self.metadata.get("weights_only") is not True
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Return what its evaluation gave, as far as that is numbers."""
+        found = self.metadata.get("metrics")
+        values = found if isinstance(found, dict) else {}
+        return {name: value for name, value in values.items() if type(value) in (int, float)}
+
+    @property
     def size(self) -> int:
         """Return the bytes of all files together."""
         return sum(info.bytes for info in self.files.values())
@@ -109,7 +120,7 @@ class Manifest:
             "metadata": codec.encode_inline(dict(self.metadata), "metadata"),
         }
         rest = strict_json.dump(body, indent=1).removeprefix(b"{\n") + b"\n"
-        content = _HEAD + xxhash.xxh3_128_hexdigest(rest).encode() + b'",\n' + rest
+        content = _HEAD + xxh3_128_hexdigest(rest).encode() + b'",\n' + rest
         if len(content) > strict_json.LARGEST:
             raise CheckpointError(
                 f"`metadata` makes a manifest of {len(content)} bytes, but at most "
@@ -129,7 +140,7 @@ class Manifest:
             CheckpointError: A newer version of the format.
         """
         rest = content[_HEAD_SIZE:]
-        head = _HEAD + xxhash.xxh3_128_hexdigest(rest).encode() + b'",\n'
+        head = _HEAD + xxh3_128_hexdigest(rest).encode() + b'",\n'
         if content[:_HEAD_SIZE] != head:
             raise broken(
                 path, MANIFEST, ": it is cut or has been changed (its own digest is wrong)"

@@ -4,6 +4,7 @@ import re
 from collections.abc import Collection, Iterable
 
 __all__ = [
+    "CHECKPOINTS",
     "JSON_SUFFIX",
     "MANIFEST",
     "PACK",
@@ -11,6 +12,7 @@ __all__ = [
     "TEMPORARY",
     "TENSOR_SUFFIX",
     "TRASH",
+    "WEIGHTS",
     "folder_name",
     "is_allowed",
     "is_of_one_process",
@@ -21,6 +23,8 @@ __all__ = [
     "why_refused",
 ]
 
+CHECKPOINTS = "checkpoints"  # the folder in a run's directory with those to resume from
+WEIGHTS = "weights"  # that with those of the best weights alone
 MANIFEST = "manifest.json"
 PINS = "pins.json"
 PACK = "processes.bin"

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Sharing",
-    "bytes_of",
     "empty",
     "file_dtype",
     "kept_strides",
@@ -74,11 +73,9 @@ def tensor_piece(value: "Tensor", name: str) -> tuple[Piece, dict[str, Any]]:
 
 
 def _bytes_of(value: "Tensor") -> memoryview:
-    import torch
+    from trainkit.device import memory_of  # which imports torch
 
-    data = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    # `reshape` would leave any stride to a single element, which no other dtype can view.
-    return data.as_strided((data.numel(),), (1,)).view(torch.uint8).numpy().data
+    return memory_of(value.detach().resolve_conj().resolve_neg().cpu().contiguous())
 
 
 def kept_strides(value: "Tensor") -> tuple[int, ...] | None:
@@ -107,14 +104,6 @@ def empty(dtype: str, shape: tuple[int, ...]) -> "Tensor":
         raise ValueError(f"no tensor can have the shape {shape}") from error
     use_large_pages(tensor.data_ptr(), tensor.nbytes)
     return tensor
-
-
-def bytes_of(tensor: "Tensor") -> memoryview:
-    """Return the memory of a contiguous tensor, to be written to."""
-    import torch
-
-    data: memoryview = tensor.reshape(-1).view(torch.uint8).numpy().data
-    return data
 
 
 @dataclass(frozen=True, slots=True)

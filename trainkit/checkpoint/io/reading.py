@@ -10,8 +10,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Self
 
-import xxhash
-
+from trainkit.checkpoint.io.digests import xxh3_128
 from trainkit.checkpoint.io.threads import begin
 from trainkit.errors import CheckpointCorrupt
 
@@ -114,7 +113,7 @@ class HashedFile:
         self._descriptor = descriptor
         self._begin, self._within = 0, ""  # in the file that it is packed into
         self._place = 0  # of the next byte to be hashed
-        self._hash = xxhash.xxh3_128()
+        self._hash = xxh3_128()
 
     def narrow(self, name: str, begin: int, size: int) -> None:
         """Be only the file that is packed into this one from `begin` on; before all reading."""

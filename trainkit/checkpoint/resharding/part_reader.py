@@ -9,7 +9,7 @@ from trainkit.checkpoint.format.decoding import decode
 from trainkit.checkpoint.format.shard_region import ShardRegion
 from trainkit.checkpoint.format.tensor_file import Header
 from trainkit.checkpoint.format.tensor_location import StoredTensor
-from trainkit.checkpoint.format.tensors import bytes_of, empty, with_strides
+from trainkit.checkpoint.format.tensors import empty, with_strides
 from trainkit.checkpoint.resharding.sharding_spec import ShardingSpec, is_sharded
 from trainkit.checkpoint.resharding.tensor_reader import TensorReader
 
@@ -97,6 +97,8 @@ class PartReader:
             CheckpointCorrupt: A file has changed, or is not of the form that trainkit writes.
             Exception: One of `decoding.MALFORMED`: `tree` is not of that form.
         """
+        from trainkit.device import memory_of  # which imports torch
+
         resolved = self._resolve(tree, like)
         for wanted in self._wanted:
             self._reader.check(wanted.stored, wanted.region)
@@ -105,7 +107,7 @@ class PartReader:
         }
         self._reader.read(
             (
-                (wanted.stored, wanted.region, bytes_of(target))
+                (wanted.stored, wanted.region, memory_of(target))
                 for wanted, target in targets.items()
             ),
             hashed=hashed,

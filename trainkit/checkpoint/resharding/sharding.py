@@ -4,12 +4,11 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import xxhash
-
 from trainkit.checkpoint.format.codec import DEEPEST, MOST_VALUES
 from trainkit.checkpoint.format.names import tensor_name
 from trainkit.checkpoint.format.tensor_location import StoredTensor
 from trainkit.checkpoint.format.tensors import file_dtype
+from trainkit.checkpoint.io.digests import xxh3_128
 from trainkit.checkpoint.resharding.sharding_spec import ShardingSpec, is_sharded
 from trainkit.distributed import Processes, run_on_all
 from trainkit.distributed.collectives import are_alike, number_of
@@ -35,7 +34,7 @@ def split(parts: Mapping[str, Any], rank: int) -> tuple[dict[str, Any], str]:
     Raises:
         CheckpointError: A tensor is placed, or of a type, that has no form in a file.
     """
-    digest = xxhash.xxh3_128()
+    digest = xxh3_128()
     mine: dict[str, Any] = {}
     for part, state in parts.items():
         splitter = _Splitter(part, digest)

@@ -1,0 +1,104 @@
+"""The weights of a checkpoint in a model: for a while, or for good."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from trainkit.checkpoint.listing import of_run
+from trainkit.checkpoint.retention import best_of
+from trainkit.distributed import Processes, run_on_all, run_on_main
+from trainkit.errors import CheckpointError, ConfigError
+from trainkit.outputs import absolute
+from trainkit.parsing import nearest
+from trainkit.training.reference import load_onto_base
+from trainkit.training.run import FitResult, Run
+from trainkit.training.unchanged import kept_buffers
+
+__all__ = ["held", "restore_best"]
+
+_NAMES = ("best", "last")
+
+
+@contextmanager
+def held(
+    module: nn.Module,
+    which: str | Path,
+    output_dir: Path | None,
+    processes: Processes,
+    *,
+    in_fit: bool,
+) -> Iterator[None]:
+    """Let a module hold the weights of a checkpoint inside, and its own again after it.
+
+    Every process must enter it; see `Trainer.evaluate` for `which`.
+
+    Raises:
+        ConfigError: There is no such checkpoint, or a training is under way.
+        CheckpointError: It is broken, or does not fit; on all processes.
+    """
+    if in_fit:
+        raise ConfigError(
+            f"`checkpoint={str(which)!r}` would exchange weights inside `fit`. Call this when it "
+            "has returned."
+        )
+    path = Path(run_on_main(processes, lambda: str(_find(which, output_dir))))
+    module.state_dict()  # shards what a forward has gathered
+    before = [(parameter, parameter.detach().clone()) for parameter in module.parameters()]
+    with kept_buffers(module.modules()):
+        try:
+            run_on_all(processes, lambda: load_onto_base(module, path))
+            yield
+        finally:
+            module.state_dict()
+            with torch.no_grad():
+                for parameter, weights in before:
+                    parameter.copy_(weights)
+
+
+def _find(which: str | Path, output_dir: Path | None) -> Path:
+    if which not in _NAMES:
+        path = absolute(which, "checkpoint")
+        if not path.exists():
+            raise ConfigError(
+                f'`checkpoint` must be "best", "last" or a folder that is there, but is '
+                f"{str(which)!r}.{nearest(str(which), _NAMES)}"
+            )
+        return path
+    if output_dir is None:
+        raise ConfigError(
+            f'`checkpoint="{which}"` looks in the output directory, but the trainer has none. Pass '
+            "`Trainer(output_dir=...)`, or the folder of a checkpoint."
+        )
+    entries = of_run(output_dir)
+    metric, found = best_of(entries)
+    if which == "last":
+        found = [entry for entry in entries if entry.manifest.is_resumable][-1:]
+    if found:
+        return found[0].path
+    held = [entry.path.name for entry in entries]
+    why = f"no `{metric}` of {held} is a number"
+    if not metric:
+        why = f'{held} were saved without `Checkpoint(keep_best=("eval/loss", "min"))`'
+    raise CheckpointError(
+        f"`{output_dir}` holds no {which} checkpoint{f': {why}' if entries else ''}. Pass the "
+        "folder of one.",
+        path=output_dir,
+    )
+
+
+def restore_best(run: Run, result: FitResult) -> None:
+    """Leave the best weights in the model of a training that has ended, and say so, or raise."""
+    path = result.best_checkpoint
+    if path is None:
+        raise CheckpointError(
+            "`restore_best=True` finds no best weights: no evaluation gave a number for the metric "
+            f"of `keep_best`. The model holds the last ones, as does `{run.checkpoint}`."
+        )
+    run_on_all(run.strategy.processes, lambda: load_onto_base(run.module, path))
+    run.print(
+        f"trainkit: the model holds the best weights, those of step {result.best_step} of "
+        f"{result.step}, evaluated as {result.best_value:.6g}."
+    )
