@@ -22,6 +22,8 @@ from trainkit.types import Scalars, StepResult
 
 __all__ = ["Checkpoint"]
 
+_FROZEN = ("save", "reference")
+
 
 class Checkpoint(Callback):
     """Saves checkpoints under `<output_dir>/checkpoints`, and the last step in any case.
@@ -78,12 +80,10 @@ class Checkpoint(Callback):
                 "`weights_only=True` keeps the weights of the best alone, but nothing says which "
                 'those are. Pass `keep_best=("eval/loss", "min")` too.'
             )
-        if non_finite not in get_args(NonFinite):
-            raise ConfigError(
-                f"`non_finite` must be one of {get_args(NonFinite)}, but is {non_finite!r}."
-            )
-        if frozen not in ("save", "reference"):
-            raise ConfigError(f'`frozen` must be "save" or "reference", but is {frozen!r}.')
+        choices = ("non_finite", non_finite, get_args(NonFinite)), ("frozen", frozen, _FROZEN)
+        for name, choice, known in choices:
+            if choice not in known:
+                raise ConfigError(f"`{name}` must be one of {known}, but is {choice!r}.")
         if every_n_steps is None and every_n_epochs is None and every_minutes is None:
             every_n_epochs = 1
         self.every_n_steps = every_n_steps
