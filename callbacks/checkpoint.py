@@ -22,8 +22,6 @@ from trainkit.types import Scalars, StepResult
 
 __all__ = ["Checkpoint"]
 
-_FROZEN = ("save", "reference")
-
 
 class Checkpoint(Callback):
     """Saves checkpoints under `<output_dir>/checkpoints`, and the last step in any case.
@@ -80,10 +78,8 @@ class Checkpoint(Callback):
                 "`weights_only=True` keeps the weights of the best alone, but nothing says which "
                 'those are. Pass `keep_best=("eval/loss", "min")` too.'
             )
-        choices = ("non_finite", non_finite, get_args(NonFinite)), ("frozen", frozen, _FROZEN)
-        for name, choice, known in choices:
-            if choice not in known:
-                raise ConfigError(f"`{name}` must be one of {known}, but is {choice!r}.")
+        _check_choice("non_finite", non_finite, get_args(NonFinite))
+        _check_choice("frozen", frozen, ("save", "reference"))
         if every_n_steps is None and every_n_epochs is None and every_minutes is None:
             every_n_epochs = 1
         self.every_n_steps = every_n_steps
@@ -177,3 +173,8 @@ class Checkpoint(Callback):
     def _wait_again(self) -> None:
         if self.every_minutes is not None:
             self._due = time.monotonic() + 60 * self.every_minutes
+
+
+def _check_choice(name: str, choice: str, known: tuple[str, ...]) -> None:
+    if choice not in known:
+        raise ConfigError(f"`{name}` must be one of {known}, but is {choice!r}.")
