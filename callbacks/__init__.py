@@ -17,6 +17,7 @@ from trainkit.callbacks.garbage_collection import GarbageCollection
 from trainkit.callbacks.gradient_monitor import GradientMonitor
 from trainkit.callbacks.jsonl_logger import JSONLLogger
 from trainkit.callbacks.logger import Logger
+from trainkit.callbacks.lr_finder import LRFinder
 from trainkit.callbacks.lr_monitor import LRMonitor
 from trainkit.callbacks.main_process import MainProcess, main_process_only
 from trainkit.callbacks.mlflow_logger import MLflowLogger
@@ -46,6 +47,7 @@ __all__ = [
     "GarbageCollection",
     "GradientMonitor",
     "JSONLLogger",
+    "LRFinder",
     "LRMonitor",
     "Logger",
     "MLflowLogger",

@@ -78,6 +78,7 @@ CALLBACKS = [
     "GarbageCollection",
     "GradientMonitor",
     "JSONLLogger",
+    "LRFinder",
     "LRMonitor",
     "Logger",
     "MLflowLogger",

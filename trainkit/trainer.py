@@ -24,7 +24,15 @@ from trainkit.strategies import Strategy
 from trainkit.training import arguments, default_steps, loop
 from trainkit.training.callback import Callback, CallbackList
 from trainkit.training.evaluation import Evaluator, RunEvaluation
-from trainkit.training.fit_context import Calls, check_outputs, compiling, conditions, end, watched
+from trainkit.training.fit_context import (
+    Calls,
+    check_outputs,
+    compiling,
+    conditions,
+    end,
+    keep_nothing,
+    watched,
+)
 from trainkit.training.logging import Log, NoRun
 from trainkit.training.lr_schedule import LRSchedule, by_name, make_lr_schedule
 from trainkit.training.run import FitResult, Run
@@ -72,6 +80,12 @@ class Trainer:
         max_consecutive_skips: Skipped updates in a row after which training gives up.
         compile: Run the model through `torch.compile`, with every strategy: True, or a mapping of
             its options. In place, and undone after each call: no saved key changes.
+        limit_train_batches: An epoch is its first so many micro-batches of each process; a float
+            such as 0.1 is a fraction of them. All that is planned follows.
+        limit_eval_batches: The same for each evaluation of `fit`, not for `evaluate`.
+        overfit_batches: Both limits, and every epoch has the batches of the first one.
+        dry_run: A try that ends after one update, or so many, and as many batches of each
+            evaluation. All callbacks run; what anything writes is gone when the program ends.
         watchdog: How long several processes may stand still before the job is ended.
         process_group_timeout: How long a collective may wait before it raises, in every process
             group: a `timedelta` or seconds. None: torch's default, half an hour on the CPU.
@@ -116,6 +130,10 @@ class Trainer:
         sample_seeding: bool = True,
         max_consecutive_skips: int = 64,
         compile: bool | Mapping[str, Any] = False,
+        limit_train_batches: int | float | None = None,
+        limit_eval_batches: int | float | None = None,
+        overfit_batches: int | float | None = None,
+        dry_run: bool | int = False,
         watchdog: Watchdog | None = None,
         process_group_timeout: timedelta | float | None = None,
     ) -> None:
@@ -132,6 +150,10 @@ class Trainer:
             split_batches=split_batches,
             sample_seeding=sample_seeding,
             max_consecutive_skips=max_consecutive_skips,
+            limit_train_batches=limit_train_batches,
+            limit_eval_batches=limit_eval_batches,
+            overfit_batches=overfit_batches,
+            dry_run=None if dry_run is False else 1 if dry_run is True else dry_run,
         )
         self._objects, self._calls = dict[str, Stateful](), Calls()
         check_argument("watchdog", watchdog, Watchdog | None)
@@ -235,7 +257,8 @@ class Trainer:
             ConfigError: Where an argument cannot work, before the first step.
             CheckpointError: Where the run cannot be resumed, a save failed, or nothing is best.
             Interrupted: After SIGTERM, SIGINT, SIGUSR1 or the time limit, when all is saved;
-                leaves the program with the code 143, 130 or 75.
+                leaves the program with the code 143, 130 or 75. In a notebook, and wherever
+                somebody goes on typing, `fit` returns after SIGINT.
         """
         from trainkit import console  # only where something runs
 
@@ -251,6 +274,9 @@ class Trainer:
                 arguments.check_model(model), *prepared, optimizer, schedule_for
             )
             run.checkpoints.restore_best = restore_best
+            if self.config.dry_run is not None:
+                keep_nothing(run, resume)
+                resume = None
             stack.enter_context(watched(run, self._watchdog))
             check_outputs(run, self.callbacks)
             rng.seed_all(rng.device_seed(self.config.seed, self.processes.process_index))
@@ -411,6 +437,7 @@ class Trainer:
             CheckpointError: Writing failed; an earlier export is as it was.
         """
         from trainkit.export import save_model
+        from trainkit.outputs import absolute
 
         if self.run is None:
             raise ConfigError(
@@ -419,6 +446,9 @@ class Trainer:
             )
         if checkpoint is not None:
             check_called_by_all(self.strategy.processes, "save_model")
+        if self.run.scratch is not None:
+            directory = self.run.place(absolute(directory, "directory"))
+            self.processes.print(f"trainkit: dry run: the model goes to `{directory}` instead.")
         module = self.run.module
         with self._weights(module, checkpoint), self.run.evaluation_weights():
             save_model(module, directory, max_shard_size, safe_serialization)
@@ -516,7 +546,7 @@ class Trainer:
         )
 
     def _prepare(
-        self, make: Callable[..., PreparedLoader], data: Any, **options: Any
+        self, make: Callable[..., PreparedLoader], data: Any, limit: float | None, **options: Any
     ) -> closing[PreparedLoader]:
         loader = make(
             data,
@@ -527,6 +557,7 @@ class Trainer:
             active=self.processes.loaders,
             **options,
         )
+        loader.limit_to(limit)
         return closing(loader)
 
     def _prepare_all(
@@ -534,10 +565,10 @@ class Trainer:
     ) -> tuple[PreparedLoader, dict[str, PreparedLoader]]:
         """Return the training loader and the evaluation loaders, which `stack` closes."""
         train, evaluations = arguments.split_loaders(loaders)
-        split = self.config.split_batches
-        loader = stack.enter_context(self._prepare(training_loader, train, split_batches=split))
-        return loader, {
-            name: stack.enter_context(self._prepare(evaluation_loader, data))
+        split, (most, most_evaluated) = self.config.split_batches, self.config.limits
+        loader = self._prepare(training_loader, train, most, split_batches=split)
+        return stack.enter_context(loader), {
+            name: stack.enter_context(self._prepare(evaluation_loader, data, most_evaluated))
             for name, data in evaluations.items()
         }
 
@@ -579,7 +610,10 @@ class Trainer:
     @contextmanager
     def _to_evaluate(self, data: Any, metrics: Sequence[Metric] = ()) -> Iterator[PreparedLoader]:
         """Prepare a loader, and close it; on several processes they must have the same."""
-        with self._prepare(evaluation_loader, data) as loader:
+        limit = self.config.dry_run
+        if limit is not None:
+            self.processes.print(f"trainkit: dry run: the first batches of the loader, {limit}.")
+        with self._prepare(evaluation_loader, data, limit) as loader:
             if self.processes.num_processes > 1:
                 from trainkit.training.consistency import check_evaluation  # on demand
 
