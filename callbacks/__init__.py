@@ -23,6 +23,7 @@ from trainkit.callbacks.main_process import MainProcess, main_process_only
 from trainkit.callbacks.mlflow_logger import MLflowLogger
 from trainkit.callbacks.model_summary import ModelSummary
 from trainkit.callbacks.nan_guard import NaNGuard
+from trainkit.callbacks.optuna_pruning import OptunaPruning
 from trainkit.callbacks.predictions import Predictions
 from trainkit.callbacks.profiler import Profiler
 from trainkit.callbacks.progress_bar import ProgressBar
@@ -54,6 +55,7 @@ __all__ = [
     "MainProcess",
     "ModelSummary",
     "NaNGuard",
+    "OptunaPruning",
     "Predictions",
     "Profiler",
     "ProgressBar",

@@ -14,7 +14,7 @@ FUNCTION_LINES = 40
 # These constructors name every public setting, twice.
 FUNCTION_LIMITS = {
     ("trainkit/accelerator/accelerator.py", "__init__"): 56,
-    ("trainkit/trainer.py", "__init__"): 57,
+    ("trainkit/trainer.py", "__init__"): 59,
 }
 FILE_LIMITS = {
     "trainkit/accelerator/accelerator.py": 360,  # a face: it says what it does

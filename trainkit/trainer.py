@@ -31,6 +31,7 @@ from trainkit.training.fit_context import (
     conditions,
     end,
     keep_nothing,
+    take_own_folder,
     watched,
 )
 from trainkit.training.logging import Log, NoRun
@@ -71,6 +72,8 @@ class Trainer:
             one likes. They go into checkpoints and to all loggers, and change nothing.
         output_dir: Where loggers write; on storage that all machines share. A relative path is
             that of the working directory now, wherever the program goes later.
+        new_run: Give each `fit` a folder of its own in `output_dir`, such as `2026-11-22_1`;
+            `resume="auto"` goes on with the newest of them. `run.output_dir` says which it is.
         seed: The one seed of the run: order of the data, augmentation, dropout.
         deterministic: Ask torch for deterministic algorithms while `fit` runs.
         log_every_n_steps: Updates between two logs.
@@ -122,6 +125,7 @@ class Trainer:
         callbacks: Iterable[Callback] | None = None,
         hparams: Any = None,
         output_dir: str | Path | None = None,
+        new_run: bool = False,
         seed: int = 0,
         deterministic: bool = False,
         log_every_n_steps: int = 50,
@@ -159,6 +163,7 @@ class Trainer:
         check_argument("watchdog", watchdog, Watchdog | None)
         self.hparams = arguments.read_hparams(hparams)
         self.output_dir = as_path("output_dir", output_dir)
+        self.new_run = arguments.check_new_run(new_run, output_dir)
         self.callbacks = _list_callbacks(callbacks, self.output_dir)
         self._compile = arguments.check_compile(compile)
         self._watchdog = watchdog
@@ -245,9 +250,9 @@ class Trainer:
             loss_fn: `(outputs, targets) -> loss`, a mean over samples, for loaders of pairs
                 `(inputs, targets)`; a module, or the tensors of a `partial`, are moved to the
                 device. Without it the model computes its own loss.
-            resume: None: a new training. "auto": from the newest checkpoint in `output_dir` that
-                verifies, afresh without one. "must": as "auto", but an error without one. A
-                path: from the checkpoint in this folder.
+            resume: None: a new training. "auto": from the newest checkpoint in `output_dir`, with
+                `new_run` in the newest run there, that verifies, afresh without one. "must": as
+                "auto", but an error without one. A path: from the checkpoint in this folder.
             schedule: Needed where a resume changes `max_epochs` or `max_steps`. "keep": the
                 learning-rate schedule goes on as it was. "rescale": it is that of the new horizon.
             restore_best: Leave the best weights in the model at the end, by what
@@ -277,6 +282,8 @@ class Trainer:
             if self.config.dry_run is not None:
                 keep_nothing(run, resume)
                 resume = None
+            elif self.new_run:
+                take_own_folder(run, resume)
             stack.enter_context(watched(run, self._watchdog))
             check_outputs(run, self.callbacks)
             rng.seed_all(rng.device_seed(self.config.seed, self.processes.process_index))
@@ -386,7 +393,7 @@ class Trainer:
                 processes=self.processes,
                 callbacks=self.callbacks,
                 config=self.config,
-                output_dir=self.output_dir,
+                output_dir=self.output_dir and self.output_dir / ("<date>_<n>" * self.new_run),
                 precision=self.precision,
                 strategy=self.strategy,
                 model=None if model is None else arguments.check_model(model),
@@ -471,8 +478,8 @@ class Trainer:
 
         config, processes = self.config, self.strategy.processes
         arguments.check_evaluations(evaluations)
-        names = ("output_dir", "strategy", "precision", "training_step", "loss_fn", "_compile")
-        others = {name.lstrip("_"): getattr(self, name) for name in names}
+        names = ("output_dir", "new_run", "strategy", "precision", "training_step", "loss_fn")
+        others = {"compile": self._compile} | {name: getattr(self, name) for name in names}
         check_alike(processes, settings_by_name(config, module, loader, evaluations, others))
         self.planned_steps = planned_steps = arguments.planned_steps(config, loader)
         self.precision.setup(self.processes.device)  # its state is that of one training
@@ -581,6 +588,8 @@ class Trainer:
         from trainkit.training.saved_weights import held  # on demand
 
         place, in_fit = self.output_dir, "fit" in self._calls.names
+        if self.new_run and isinstance(self.run, Run):
+            place = self.run.output_dir
         model = self.strategy.to_device(model)
         with held(model, checkpoint, place, self.strategy.processes, in_fit=in_fit):
             yield

@@ -1,11 +1,13 @@
 """Every callback of trainkit keeps the contract, and broken ones are told what they break."""
 
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from optuna.trial import FixedTrial
 
 import trainkit.callbacks
 from tests.helpers.tiers import with_few
@@ -29,6 +31,7 @@ from trainkit.callbacks import (
     MLflowLogger,
     ModelSummary,
     NaNGuard,
+    OptunaPruning,
     Predictions,
     Profiler,
     ProgressBar,
@@ -41,6 +44,12 @@ from trainkit.callbacks import (
     WandbLogger,
 )
 from trainkit.testing import check_callback
+
+
+def _trial() -> Any:
+    """Return a trial that nobody prunes, on the process that has one."""
+    return FixedTrial({}) if os.environ.get("RANK", "0") == "0" else None
+
 
 MAKE: dict[str, Callable[[], Callback]] = {
     "BatchSizeFinder": BatchSizeFinder,
@@ -57,6 +66,7 @@ MAKE: dict[str, Callable[[], Callback]] = {
     "MLflowLogger": MLflowLogger,
     "MainProcess": lambda: MainProcess(JSONLLogger()),
     "NaNGuard": NaNGuard,
+    "OptunaPruning": lambda: OptunaPruning(_trial(), "eval/loss"),
     "Predictions": lambda: Predictions(every=2),
     "ProgressBar": ProgressBar,
     "ReplicaCheck": lambda: ReplicaCheck(every_n_steps=2),

@@ -13,8 +13,7 @@ from torch import nn
 
 from trainkit import rng
 from trainkit.config import TrainConfig
-from trainkit.distributed import collective_guard, run_on_all
-from trainkit.distributed.collectives import run_on_main
+from trainkit.distributed import collective_guard, run_on_all, run_on_main
 from trainkit.errors import ConfigError
 from trainkit.training.callback import CallbackList
 from trainkit.training.run import FitResult, Run
@@ -29,6 +28,7 @@ __all__ = [
     "conditions",
     "end",
     "keep_nothing",
+    "take_own_folder",
     "watched",
 ]
 
@@ -119,6 +119,15 @@ def _training_mode(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         model.eval()
+
+
+def take_own_folder(run: Run, resume: str | Path | None) -> None:
+    """Let a run write to a folder of its own in its output directory, the same on all processes."""
+    from trainkit.outputs import folder_of_run  # most runs have none
+
+    parent, processes = run.output_dir, run.strategy.processes
+    assert parent is not None
+    run.output_dir = Path(run_on_main(processes, lambda: str(folder_of_run(parent, resume))))
 
 
 def check_outputs(run: Run, callbacks: CallbackList) -> None:
