@@ -17,11 +17,13 @@ from trainkit.callbacks.garbage_collection import GarbageCollection
 from trainkit.callbacks.gradient_monitor import GradientMonitor
 from trainkit.callbacks.jsonl_logger import JSONLLogger
 from trainkit.callbacks.logger import Logger
+from trainkit.callbacks.lr_finder import LRFinder
 from trainkit.callbacks.lr_monitor import LRMonitor
 from trainkit.callbacks.main_process import MainProcess, main_process_only
 from trainkit.callbacks.mlflow_logger import MLflowLogger
 from trainkit.callbacks.model_summary import ModelSummary
 from trainkit.callbacks.nan_guard import NaNGuard
+from trainkit.callbacks.optuna_pruning import OptunaPruning
 from trainkit.callbacks.predictions import Predictions
 from trainkit.callbacks.profiler import Profiler
 from trainkit.callbacks.progress_bar import ProgressBar
@@ -46,12 +48,14 @@ __all__ = [
     "GarbageCollection",
     "GradientMonitor",
     "JSONLLogger",
+    "LRFinder",
     "LRMonitor",
     "Logger",
     "MLflowLogger",
     "MainProcess",
     "ModelSummary",
     "NaNGuard",
+    "OptunaPruning",
     "Predictions",
     "Profiler",
     "ProgressBar",

@@ -21,7 +21,8 @@ class Logger(Callback):
 
     Logged values come as `train/<name>`, evaluations under their own names, both with
     `run.state.step`. The hyperparameters come before them. All loggers of trainkit are made so;
-    with this one a tracker that was written for `Accelerator(log_with=...)` works here too.
+    with this one a tracker that was written for `Accelerator(log_with=...)` works here too. It is
+    given nothing in a dry run.
 
     Args:
         tracker: Of your own class over `trainkit.GeneralTracker`.
@@ -29,6 +30,7 @@ class Logger(Callback):
 
     _tracker: Any = None  # at work, on the main process
     _failed = False
+    _in_dry_run = False  # what a service was told nobody takes back
 
     def __init__(self, tracker: GeneralTracker) -> None:
         if not isinstance(tracker, GeneralTracker):
@@ -40,7 +42,7 @@ class Logger(Callback):
 
     @override
     def on_fit_start(self, run: Run) -> None:
-        if run.is_main_process:
+        if run.is_main_process and (run.scratch is None or self._in_dry_run):
             self._failed = False
             tracker = self._make_tracker(run)
             tracker.owner = f"`{self.name}`"

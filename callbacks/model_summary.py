@@ -1,6 +1,5 @@
 """Say what the model is made of."""
 
-import sys
 from typing import Any
 
 from torch import nn
@@ -46,7 +45,7 @@ class ModelSummary(Callback):
         if not run.is_main_process:
             return
         if is_compiled(run.module):
-            _print(model_table(run.module, self.depth, {}))
+            print(model_table(run.module, self.depth, {}))
             return
         for module in run.module.modules():
             self._watches.append(module.register_forward_hook(self._note))
@@ -67,20 +66,10 @@ class ModelSummary(Callback):
 
     def _show(self, run: Run) -> None:
         self._unwatch()
-        _print(model_table(run.module, self.depth, self._outputs))
+        print(model_table(run.module, self.depth, self._outputs))
         self._outputs = {}
 
     def _unwatch(self) -> None:
         for watch in self._watches:
             watch.remove()
         self._watches = []
-
-
-def _print(text: str) -> None:
-    """Print, above a progress bar if one is drawn."""
-    if "tqdm" in sys.modules:
-        from tqdm import tqdm
-
-        tqdm.write(text, file=sys.stdout)
-    else:
-        print(text)

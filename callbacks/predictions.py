@@ -88,7 +88,8 @@ class Predictions(Callback):
         if not run.is_main_process:
             return
         if "{" in str(self.path):  # what it stands for changes
-            check_folder(self._base / Path(str(self.path).partition("{")[0] + "_").parent, owner)
+            start = Path(str(self.path).partition("{")[0] + "_").parent
+            check_folder(run.place(self._base / start), owner)
         else:
             check_file(path, owner)
 
@@ -147,7 +148,7 @@ class Predictions(Callback):
             return log_place(run, None, "predictions.jsonl", owner="Predictions", argument="path")
         state = run.state
         name = str(self.path).format(step=state.step, epoch=state.epoch, loader=loader)
-        return self._base / name
+        return run.place(self._base / name)
 
     @staticmethod
     def write(path: str | Path, predictions: Any, references: Any = None) -> None:

@@ -2,18 +2,16 @@
 
 import math
 import sys
+import textwrap
 import time
+from collections.abc import Iterator
 
 from torch import Tensor
 from typing_extensions import override
 
-from trainkit.callbacks._support.formatting import values_by_loader
-from trainkit.callbacks._support.progress_display import (
-    Bar,
-    PlainLines,
-    Progress,
-    choose_display,
-)
+from trainkit.callbacks._support.formatting import by_loader
+from trainkit.callbacks._support.progress_display import Display, Progress, choose_display
+from trainkit.formatting import clock
 from trainkit.training.callback import Callback
 from trainkit.training.run import Run
 from trainkit.types import Scalars, StepResult
@@ -21,6 +19,7 @@ from trainkit.types import Scalars, StepResult
 __all__ = ["ProgressBar"]
 
 REFRESH_SECONDS = 0.2
+COLUMNS = 79  # of a line that is to fit everywhere
 NEWEST = 0.3  # share of the latest interval in the speed that is shown
 
 
@@ -28,7 +27,9 @@ class ProgressBar(Callback):
     """Shows epoch, loss, learning rate, samples per second and the time left, all the fit in one.
 
     The main process writes to stderr: one bar in a terminal or a notebook; elsewhere, such as in
-    a log file, a plain line every 30 seconds. The metrics of each evaluation get a line.
+    a log file, a plain line every 30 seconds. Each evaluation gets a line on stdout, so that a
+    log file has the table of them: epoch, step, time since the start, loss of the latest step of
+    training, metrics. It stands above the bar, as does whatever is printed during the fit.
 
     The loss is that of one step on the main process. On accelerators it is read at log steps only,
     because reading it more often would hold up the device. The mean over steps and processes is
@@ -36,7 +37,7 @@ class ProgressBar(Callback):
     """
 
     def __init__(self) -> None:
-        self._display: Bar | PlainLines | None = None
+        self._display: Display | None = None
         self._next_refresh = math.inf  # on the clock of time.monotonic
 
     @override
@@ -45,15 +46,15 @@ class ProgressBar(Callback):
         self._is_cpu = run.strategy.device.type == "cpu"
         # A run that is resumed after its end begins no other epoch.
         self._epoch = max(1, run.state.epoch + (run.end_reached is None))
+        self._start, self._initial = time.monotonic(), run.state.step
+        self._latest: StepResult | None = None
         self._loss: float | None = None
         self._rate: float | None = None  # as of the latest read
         self._speed: float | None = None  # samples/s
         self._evaluated = 0  # batches in the evaluation under way
         self._mark = (time.monotonic(), run.state.samples_seen)
         if run.is_main_process and sys.stderr is not None:  # it was closed from the start
-            self._display = choose_display(
-                total=run.planned_steps, initial=run.state.step, stream=sys.stderr
-            )
+            self._display = choose_display(sys.stderr)
             self._next_refresh = 0.0
 
     @override
@@ -67,10 +68,11 @@ class ProgressBar(Callback):
 
     @override
     def on_step_end(self, run: Run, result: StepResult) -> None:
-        now, is_last = time.monotonic(), run.state.step == run.planned_steps
-        is_due = is_last or now >= self._next_refresh
         if self._display is None:
             return
+        self._latest = result
+        now, is_last = time.monotonic(), run.state.step == run.planned_steps
+        is_due = is_last or now >= self._next_refresh
         if is_due if self._is_cpu else is_last or run.is_log_step:
             self._loss = result.loss.item()
             self._rate = _learning_rate(run)
@@ -99,9 +101,10 @@ class ProgressBar(Callback):
     def on_evaluation_end(self, run: Run, metrics: Scalars) -> None:
         if self._display is not None:
             self._mark = (time.monotonic(), run.state.samples_seen)
+            if self._latest is not None:
+                self._loss = self._latest.loss.item()  # the evaluation has waited for the device
             self._show(run, self._mark[0])  # first, because a note draws the bar anew
-            lines = values_by_loader(metrics, run.evaluation.loaders)
-            self._display.note("\n".join(f"step {run.state.step}: {line}" for line in lines))
+            self._display.note("\n".join(self._evaluation_lines(run, metrics)))
 
     @override
     def on_fit_end(self, run: Run) -> None:
@@ -120,15 +123,36 @@ class ProgressBar(Callback):
             None if self._speed is None else f"{self._speed:,.0f} samples/s",
             f"{run.state.skipped_steps} skipped" if run.state.skipped_steps else None,
         ]
-        epochs = run.config.max_epochs
         self._display.show(
             Progress(
-                title=f"epoch {self._epoch}" + (f"/{epochs}" if epochs is not None else ""),
+                title=self._title(run),
                 step=run.state.step,
                 details=tuple(text for text in texts if text is not None),
                 total=run.planned_steps,
+                initial=self._initial,
+                seconds=now - self._start,
             )
         )
+
+    def _title(self, run: Run) -> str:
+        epochs = run.config.max_epochs
+        most = "" if epochs is None else f"{epochs}"
+        return f"epoch {self._epoch:>{len(most)}}" + (most and f"/{most}")
+
+    def _evaluation_lines(self, run: Run, metrics: Scalars) -> Iterator[str]:
+        """Yield an evaluation as the rows of a table, as wide as a terminal."""
+        width = len(str(run.planned_steps or ""))
+        seconds = time.monotonic() - self._start
+        head = [self._title(run), f"step {run.state.step:>{width}}", clock(seconds)]
+        if self._loss is not None:
+            head.append(f"train loss {self._loss:<6.4g}")
+        for label, values in by_loader(metrics, run.evaluation.loaders).items():
+            cells = [f"{name} {value:<6.4g}" for name, value in values.items()]
+            cells = [*head, f"{label} {cells[0]}", *cells[1:]]
+            # A cell holds spaces, at which no line may break.
+            row = "  ".join(cell.replace(" ", "\xa0") for cell in cells)
+            lines = textwrap.wrap(row, COLUMNS, subsequent_indent="    ", break_on_hyphens=False)
+            yield from (line.replace("\xa0", " ").rstrip() for line in lines)
 
     def _measure(self, run: Run, now: float) -> None:
         """Bring the speed up to date; evaluations are left out of it."""

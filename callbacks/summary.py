@@ -1,5 +1,7 @@
 """Say what is about to be trained, and what came of it."""
 
+import sys
+import textwrap
 import time
 from collections.abc import Iterable
 from itertools import chain, repeat
@@ -18,6 +20,7 @@ from trainkit.types import Scalars, class_name
 __all__ = ["Summary"]
 
 SHOWN_FILES = 8
+COLUMNS = 63  # of a text in a terminal, so that a line fits into 80
 
 
 class Summary(Callback):
@@ -52,10 +55,13 @@ class Summary(Callback):
 
 
 def _block(title: str, rows: dict[str, str]) -> str:
-    lines = [title]
+    lines, in_terminal = [title], sys.stdout is not None and sys.stdout.isatty()
+    width = COLUMNS if in_terminal else sys.maxsize
     for name, text in rows.items():
         labels = chain([name], repeat(""))  # only the first line of a text has it
-        lines += (f"  {next(labels):<13} {line}" for line in text.splitlines())
+        for part in text.splitlines():
+            cut = textwrap.wrap(part, width, break_long_words=False, break_on_hyphens=False)
+            lines += (f"  {next(labels):<13} {line}" for line in cut)
     return "\n".join(lines)
 
 

@@ -32,6 +32,8 @@ class TensorBoardLogger(Logger):
         directory: Folder of the event files; by default `<output_dir>/tensorboard`.
     """
 
+    _in_dry_run = True
+
     @checked
     def __init__(self, directory: str | Path | None = None) -> None:
         require("tensorboard", f"`{type(self).__name__}`", ", or use `JSONLLogger`")

@@ -32,7 +32,8 @@ class WandbLogger(ServiceLogger):
     settings of the trainer, versions and command. A fit that is resumed from a checkpoint goes on
     in the same W&B run; steps that were trained twice are there twice, with the same values. A
     fit that raises ends the W&B run as failed; one that a signal ends, with the exit code of the
-    program. Only the main process writes.
+    program. Only the main process writes. A dry run is
+    not logged.
 
     It needs the package `wandb`, which is imported when a fit starts. Without a network:
     `mode="offline"`, or the environment variable `WANDB_MODE=offline`, and `wandb sync` later.
@@ -47,6 +48,8 @@ class WandbLogger(ServiceLogger):
     Raises:
         ConfigError: `wandb` is not installed, or `wandb.init` does not take an option.
     """
+
+    _in_dry_run = True  # as "disabled"
 
     @checked
     def __init__(
@@ -68,7 +71,7 @@ class WandbLogger(ServiceLogger):
     @override
     def check_output(self, run: Run) -> None:
         place = self.directory or run.output_dir
-        if place is not None and run.is_main_process:
+        if place is not None and run.is_main_process and run.scratch is None:
             check_folder(place / "wandb", f"`{self.name}`")
 
     @override
@@ -89,8 +92,8 @@ class WandbLogger(ServiceLogger):
 
     @override
     def _make_tracker(self, run: Run) -> WandBTracker:
-        folder = self.directory or run.output_dir
-        given = self.options
+        folder = run.output_dir if self.directory is None else run.place(self.directory)
+        given = self.options if run.scratch is None else {**self.options, "mode": "disabled"}
         return WandBTracker(self.project, id=self.run_id, resume="allow", dir=folder, **given)
 
     @override

@@ -49,6 +49,29 @@ def test_without_arguments_it_says_what_is_known(capsys: pytest.CaptureFixture[s
     assert "\n  window" not in said.split("CALLBACKS")[0]
 
 
+def test_the_optimizer_is_told_group_by_group(capsys: pytest.CaptureFixture[str]) -> None:
+    model = toy_model()
+    first, last = model[0], model[2]  # type: ignore[index]
+    groups = [{"params": first.parameters()}, {"params": [last.weight], "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=0.01, weight_decay=0.1)
+    make_trainer(max_epochs=2).explain(model, toy_loaders(), optimizer=optimizer)
+    assert _row(_said(capsys), "optimizer") == (
+        "AdamW: 40 parameters, lr 0.01, betas (0.9, 0.999), eps 1e-08, weight_decay 0.1; "
+        "AdamW: 16 parameters, lr 0.01, betas (0.9, 0.999), eps 1e-08; nobody trains `2.bias`"
+    )
+
+
+def test_limits_and_a_dry_run_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    limits = {"limit_train_batches": 3, "limit_eval_batches": 0.5}
+    make_trainer(max_epochs=2, **limits).explain(toy_model(), toy_loaders())
+    said = _said(capsys)
+    assert _row(said, "length") == "2 epochs, 6 steps; an epoch is 3 steps over 12 samples"
+    assert _row(said, "evaluated on").startswith("8 samples, each exactly once")
+    assert re.findall(r"^\* (\w+)", said, re.MULTILINE) == [*limits]
+    make_trainer(max_epochs=2, dry_run=2).explain(toy_model(), toy_loaders())
+    assert _row(_said(capsys), "length").endswith("32 samples; a dry run ends after 2 steps")
+
+
 class Recorder(Callback):
     """Notes what is called."""
 

@@ -28,6 +28,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "EvaluateMetric": {"module": None},
     "EarlyStopping": {"metric": "eval/loss", "patience": 2, "mode": "min"},
     "FunctionMetric": {"function": len},
+    "OptunaPruning": {"trial": None, "metric": "eval/loss"},
     "TimeLimit": {"minutes": 1.0},
     "TorchMetric": {"metric": nn.Identity()},
     "Trainer": {"max_epochs": 1},

@@ -6,7 +6,10 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import trainkit
+from trainkit.cli.main import main as cli
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -38,8 +41,11 @@ def test_callbacks_refuse_their_folder_s_name() -> None:
     assert "ImportError: Import `trainkit.callbacks`" in result.stderr
 
 
-def test_the_version_stands_once_more_in_the_package() -> None:
+def test_the_version_stands_once_more_in_the_package(capsys: pytest.CaptureFixture[str]) -> None:
     assert trainkit.__version__ == _project()["project"]["version"]
+    with pytest.raises(SystemExit, match="0"):
+        cli(["--version"])
+    assert capsys.readouterr().out == f"trainkit {trainkit.__version__}\n"
 
 
 def test_the_types_are_announced() -> None:

@@ -50,6 +50,7 @@ _COUNTS = (
     "gradient_accumulation_steps",
     "log_every_n_steps",
     "max_consecutive_skips",
+    "dry_run",
 )
 _SWITCHES = (
     "deterministic",
@@ -60,6 +61,11 @@ _SWITCHES = (
 )
 _RULES: tuple[tuple[tuple[str, ...], str, Callable[[Any], bool]], ...] = (
     (_COUNTS, "a whole number of at least 1", lambda value: _is_int(value) and value >= 1),
+    (
+        ("limit_train_batches", "limit_eval_batches", "overfit_batches"),
+        "a whole number of batches of at least 1, a fraction of them such as 0.1, or None",
+        lambda value: value >= 1 if _is_int(value) else _is_number(value) and 0 < value <= 1,
+    ),
     (("seed",), "a whole number of at least 0", lambda value: _is_int(value) and value >= 0),
     (
         ("max_grad_norm", "max_grad_value"),
@@ -89,6 +95,10 @@ class TrainConfig:
         split_batches: The loader's batch size is that of all processes together.
         sample_seeding: Seed the global generators while samples are fetched (rule 13).
         gradient_checkpointing: Compute activations again in backward instead of keeping them.
+        limit_train_batches: Micro-batches of one process in an epoch, or a fraction of them.
+        limit_eval_batches: The same of each evaluation during training.
+        overfit_batches: Both, with the same training batches in every epoch.
+        dry_run: Updates after which a try ends, and batches of each evaluation.
     """
 
     max_epochs: int | None = None
@@ -104,6 +114,10 @@ class TrainConfig:
     split_batches: bool = False
     sample_seeding: bool = True
     gradient_checkpointing: bool = False
+    limit_train_batches: float | None = None
+    limit_eval_batches: float | None = None
+    overfit_batches: float | None = None
+    dry_run: int | None = None
 
     def __post_init__(self) -> None:
         problems = self._duration_problems()
@@ -113,8 +127,19 @@ class TrainConfig:
                 value = getattr(self, name)
                 if not fits(value) and not (value is None and name in optional):
                     problems.append(f"`{name}` must be {expected}, but is {value!r}.")
+        if self.overfit_batches and (self.limit_train_batches or self.limit_eval_batches):
+            problems.append(
+                "`overfit_batches` limits training and evaluation: leave `limit_train_batches` and "
+                "`limit_eval_batches` out."
+            )
         if problems:
             raise ConfigError(" ".join(problems))
+
+    @property
+    def limits(self) -> tuple[float | None, float | None]:
+        """Micro-batches of one process that an epoch and an evaluation have at most."""
+        evaluated = self.dry_run or self.overfit_batches or self.limit_eval_batches
+        return self.overfit_batches or self.limit_train_batches, evaluated
 
     def _duration_problems(self) -> list[str]:
         if self.max_epochs is None and self.max_steps is None:

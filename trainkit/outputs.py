@@ -1,13 +1,15 @@
 """Where users let something be written: found once, tried before it is needed, and never fatal."""
 
 import os
+import re
+import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from trainkit.errors import ConfigError
+from trainkit.errors import CheckpointError, ConfigError
 
 __all__ = [
     "Lines",
@@ -15,12 +17,14 @@ __all__ = [
     "check_file",
     "check_folder",
     "claim",
+    "folder_of_run",
     "giving_up",
     "replace_file",
     "why",
 ]
 
 _MOST_WAITING = 10_000  # lines that are kept for a disk that takes none
+_RUN = re.compile(r"(\d{4}-\d\d-\d\d)_(\d+)", re.ASCII)  # the folder of one run of several
 
 
 def absolute(path: object, argument: str) -> Path:
@@ -130,6 +134,41 @@ def _refusal(path: Path, owner: str, error: OSError) -> ConfigError:
         f"{owner} writes to `{path}`, but cannot: {why(path, error)}. Choose another place, or "
         "make this one writable."
     )
+
+
+def folder_of_run(parent: Path, resume: str | Path | None) -> Path:
+    """Return the folder of a run among others in `parent`.
+
+    Where `resume` is "auto" or "must" it is the newest, or `parent` itself where that holds
+    checkpoints and no runs; else, or where "auto" finds none, a new one that nobody else gets, such
+    as `2026-11-22_1`.
+
+    Raises:
+        CheckpointError: "must" finds none.
+        ConfigError: A folder cannot be made; says why.
+    """
+    matches = [_RUN.fullmatch(place.name) for place in parent.glob("*_*") if place.is_dir()]
+    runs = sorted((match[1], int(match[2]), match[0]) for match in matches if match)
+    if resume in ("auto", "must"):
+        if runs or any(parent.glob("checkpoints/step-*")):
+            return parent / runs[-1][2] if runs else parent
+        if resume == "must":
+            raise CheckpointError(
+                f'`resume="must"` was given, but `{parent}` holds no run. Use `resume="auto"` to '
+                "begin one in this case.",
+                path=parent,
+            )
+    today = time.strftime("%Y-%m-%d")
+    number = 1 + max((number for day, number, _ in runs if day == today), default=0)
+    while True:
+        folder = parent / f"{today}_{number}"
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:  # another run came first
+            number += 1
+        except OSError as error:
+            raise _refusal(folder, "`Trainer(output_dir=..., new_run=True)`", error) from error
 
 
 def replace_file(path: Path, content: bytes) -> None:

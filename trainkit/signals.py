@@ -17,7 +17,9 @@ __all__ = [
     "Interrupted",
     "Interrupts",
     "exit_code",
+    "in_notebook",
     "is_failing",
+    "is_interactive",
     "kill_workers",
 ]
 
@@ -54,6 +56,8 @@ class Interrupted(SystemExit):
 class Interrupts:
     """Notes the first signal, for the loop to serve; a second one ends the process at once.
 
+    Where somebody goes on typing, as in a notebook, a second SIGINT is a KeyboardInterrupt.
+
     Handlers that were there before are called too, and put back at the end. In other threads
     than the main one, where Python allows no handlers, nothing is caught.
     """
@@ -84,6 +88,8 @@ class Interrupts:
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         if self.received:
+            if signum == signal.SIGINT and is_interactive():
+                raise KeyboardInterrupt
             try:
                 kill_workers()  # workers ignore the signal, and outlive us by seconds
             finally:
@@ -104,3 +110,21 @@ def kill_workers() -> None:
 def is_failing() -> bool:
     """Return whether the interpreter is on its way out because of an exception."""
     return hasattr(sys, "last_value")
+
+
+def in_notebook() -> bool:
+    """Return whether a notebook's kernel runs this code; imports nothing."""
+    shell = _ipython()
+    return shell is not None and "IPKernelApp" in shell.config
+
+
+def is_interactive() -> bool:
+    """Return whether somebody goes on typing once this code is done: nothing may end Python."""
+    return _ipython() is not None or hasattr(sys, "ps1")
+
+
+def _ipython() -> Any:
+    """Return the shell of IPython; None also in what a notebook has forked, which cannot use it."""
+    module = sys.modules.get("IPython")
+    alone = os.environ.get("WORLD_SIZE", "1") == "1"
+    return module.get_ipython() if module is not None and alone else None

@@ -24,7 +24,16 @@ from trainkit.strategies import Strategy
 from trainkit.training import arguments, default_steps, loop
 from trainkit.training.callback import Callback, CallbackList
 from trainkit.training.evaluation import Evaluator, RunEvaluation
-from trainkit.training.fit_context import Calls, check_outputs, compiling, conditions, end, watched
+from trainkit.training.fit_context import (
+    Calls,
+    check_outputs,
+    compiling,
+    conditions,
+    end,
+    keep_nothing,
+    take_own_folder,
+    watched,
+)
 from trainkit.training.logging import Log, NoRun
 from trainkit.training.lr_schedule import LRSchedule, by_name, make_lr_schedule
 from trainkit.training.run import FitResult, Run
@@ -63,6 +72,8 @@ class Trainer:
             one likes. They go into checkpoints and to all loggers, and change nothing.
         output_dir: Where loggers write; on storage that all machines share. A relative path is
             that of the working directory now, wherever the program goes later.
+        new_run: Give each `fit` a folder of its own in `output_dir`, such as `2026-11-22_1`;
+            `resume="auto"` goes on with the newest of them. `run.output_dir` says which it is.
         seed: The one seed of the run: order of the data, augmentation, dropout.
         deterministic: Ask torch for deterministic algorithms while `fit` runs.
         log_every_n_steps: Updates between two logs.
@@ -75,6 +86,12 @@ class Trainer:
         gradient_checkpointing: Compute activations again in backward instead of keeping them, with
             every strategy: less memory for a second forward, and the same gradients. Models of
             transformers do it by their own method, others block by block.
+        limit_train_batches: An epoch is its first so many micro-batches of each process; a float
+            such as 0.1 is a fraction of them. All that is planned follows.
+        limit_eval_batches: The same for each evaluation of `fit`, not for `evaluate`.
+        overfit_batches: Both limits, and every epoch has the batches of the first one.
+        dry_run: A try that ends after one update, or so many, and as many batches of each
+            evaluation. All callbacks run; what anything writes is gone when the program ends.
         watchdog: How long several processes may stand still before the job is ended.
         process_group_timeout: How long a collective may wait before it raises, in every process
             group: a `timedelta` or seconds. None: torch's default, half an hour on the CPU.
@@ -111,6 +128,7 @@ class Trainer:
         callbacks: Iterable[Callback] | None = None,
         hparams: Any = None,
         output_dir: str | Path | None = None,
+        new_run: bool = False,
         seed: int = 0,
         deterministic: bool = False,
         log_every_n_steps: int = 50,
@@ -120,6 +138,10 @@ class Trainer:
         max_consecutive_skips: int = 64,
         compile: bool | Mapping[str, Any] = False,
         gradient_checkpointing: bool = False,
+        limit_train_batches: int | float | None = None,
+        limit_eval_batches: int | float | None = None,
+        overfit_batches: int | float | None = None,
+        dry_run: bool | int = False,
         watchdog: Watchdog | None = None,
         process_group_timeout: timedelta | float | None = None,
     ) -> None:
@@ -137,11 +159,16 @@ class Trainer:
             sample_seeding=sample_seeding,
             max_consecutive_skips=max_consecutive_skips,
             gradient_checkpointing=gradient_checkpointing,
+            limit_train_batches=limit_train_batches,
+            limit_eval_batches=limit_eval_batches,
+            overfit_batches=overfit_batches,
+            dry_run=None if dry_run is False else 1 if dry_run is True else dry_run,
         )
         self._objects, self._calls = dict[str, Stateful](), Calls()
         check_argument("watchdog", watchdog, Watchdog | None)
         self.hparams = arguments.read_hparams(hparams)
         self.output_dir = as_path("output_dir", output_dir)
+        self.new_run = arguments.check_new_run(new_run, output_dir)
         self.callbacks = _list_callbacks(callbacks, self.output_dir)
         self._compile = arguments.check_compile(compile)
         self._watchdog = watchdog
@@ -228,9 +255,9 @@ class Trainer:
             loss_fn: `(outputs, targets) -> loss`, a mean over samples, for loaders of pairs
                 `(inputs, targets)`; a module, or the tensors of a `partial`, are moved to the
                 device. Without it the model computes its own loss.
-            resume: None: a new training. "auto": from the newest checkpoint in `output_dir` that
-                verifies, afresh without one. "must": as "auto", but an error without one. A
-                path: from the checkpoint in this folder.
+            resume: None: a new training. "auto": from the newest checkpoint in `output_dir`, with
+                `new_run` in the newest run there, that verifies, afresh without one. "must": as
+                "auto", but an error without one. A path: from the checkpoint in this folder.
             schedule: Needed where a resume changes `max_epochs` or `max_steps`. "keep": the
                 learning-rate schedule goes on as it was. "rescale": it is that of the new horizon.
             restore_best: Leave the best weights in the model at the end, by what
@@ -240,7 +267,8 @@ class Trainer:
             ConfigError: Where an argument cannot work, before the first step.
             CheckpointError: Where the run cannot be resumed, a save failed, or nothing is best.
             Interrupted: After SIGTERM, SIGINT, SIGUSR1 or the time limit, when all is saved;
-                leaves the program with the code 143, 130 or 75.
+                leaves the program with the code 143, 130 or 75. In a notebook, and wherever
+                somebody goes on typing, `fit` returns after SIGINT.
         """
         from trainkit import console  # only where something runs
 
@@ -256,6 +284,11 @@ class Trainer:
                 arguments.check_model(model), *prepared, optimizer, schedule_for
             )
             run.checkpoints.restore_best = restore_best
+            if self.config.dry_run is not None:
+                keep_nothing(run, resume)
+                resume = None
+            elif self.new_run:
+                take_own_folder(run, resume)
             stack.enter_context(watched(run, self._watchdog))
             check_outputs(run, self.callbacks)
             rng.seed_all(rng.device_seed(self.config.seed, self.processes.process_index))
@@ -365,7 +398,7 @@ class Trainer:
                 processes=self.processes,
                 callbacks=self.callbacks,
                 config=self.config,
-                output_dir=self.output_dir,
+                output_dir=self.output_dir and self.output_dir / ("<date>_<n>" * self.new_run),
                 precision=self.precision,
                 strategy=self.strategy,
                 model=None if model is None else arguments.check_model(model),
@@ -421,6 +454,7 @@ class Trainer:
             CheckpointError: Writing failed; an earlier export is as it was.
         """
         from trainkit.export import save_model
+        from trainkit.outputs import absolute
 
         if self.run is None:
             raise ConfigError(
@@ -429,6 +463,9 @@ class Trainer:
             )
         if checkpoint is not None:
             check_called_by_all(self.strategy.processes, "save_model")
+        if self.run.scratch is not None:
+            directory = self.run.place(absolute(directory, "directory"))
+            self.processes.print(f"trainkit: dry run: the model goes to `{directory}` instead.")
         module = self.run.module
         with self._weights(module, checkpoint), self.run.evaluation_weights():
             save_model(
@@ -458,8 +495,8 @@ class Trainer:
 
         config, processes = self.config, self.strategy.processes
         arguments.check_evaluations(evaluations)
-        names = ("output_dir", "strategy", "precision", "training_step", "loss_fn", "_compile")
-        others = {name.lstrip("_"): getattr(self, name) for name in names}
+        names = ("output_dir", "new_run", "strategy", "precision", "training_step", "loss_fn")
+        others = {"compile": self._compile} | {name: getattr(self, name) for name in names}
         check_alike(processes, settings_by_name(config, module, loader, evaluations, others))
         self.planned_steps = planned_steps = arguments.planned_steps(config, loader)
         self.precision.setup(self.processes.device)  # its state is that of one training
@@ -533,7 +570,7 @@ class Trainer:
         )
 
     def _prepare(
-        self, make: Callable[..., PreparedLoader], data: Any, **options: Any
+        self, make: Callable[..., PreparedLoader], data: Any, limit: float | None, **options: Any
     ) -> closing[PreparedLoader]:
         loader = make(
             data,
@@ -544,6 +581,7 @@ class Trainer:
             active=self.processes.loaders,
             **options,
         )
+        loader.limit_to(limit)
         return closing(loader)
 
     def _prepare_all(
@@ -551,10 +589,10 @@ class Trainer:
     ) -> tuple[PreparedLoader, dict[str, PreparedLoader]]:
         """Return the training loader and the evaluation loaders, which `stack` closes."""
         train, evaluations = arguments.split_loaders(loaders)
-        split = self.config.split_batches
-        loader = stack.enter_context(self._prepare(training_loader, train, split_batches=split))
-        return loader, {
-            name: stack.enter_context(self._prepare(evaluation_loader, data))
+        split, (most, most_evaluated) = self.config.split_batches, self.config.limits
+        loader = self._prepare(training_loader, train, most, split_batches=split)
+        return stack.enter_context(loader), {
+            name: stack.enter_context(self._prepare(evaluation_loader, data, most_evaluated))
             for name, data in evaluations.items()
         }
 
@@ -567,6 +605,8 @@ class Trainer:
         from trainkit.training.saved_weights import held  # on demand
 
         place, in_fit = self.output_dir, "fit" in self._calls.names
+        if self.new_run and isinstance(self.run, Run):
+            place = self.run.output_dir
         model = self.strategy.to_device(model)
         with held(model, checkpoint, place, self.strategy.processes, in_fit=in_fit):
             yield
@@ -596,7 +636,10 @@ class Trainer:
     @contextmanager
     def _to_evaluate(self, data: Any, metrics: Sequence[Metric] = ()) -> Iterator[PreparedLoader]:
         """Prepare a loader, and close it; on several processes they must have the same."""
-        with self._prepare(evaluation_loader, data) as loader:
+        limit = self.config.dry_run
+        if limit is not None:
+            self.processes.print(f"trainkit: dry run: the first batches of the loader, {limit}.")
+        with self._prepare(evaluation_loader, data, limit) as loader:
             if self.processes.num_processes > 1:
                 from trainkit.training.consistency import check_evaluation  # on demand
 

@@ -25,6 +25,7 @@ class FileLogger(Logger):
     """Writes where the run is and what it logged, as a line; see `JSONLLogger`."""
 
     _kind: type[FileTracker]
+    _in_dry_run = True
 
     @checked
     def __init__(self, path: str | Path | None = None) -> None:

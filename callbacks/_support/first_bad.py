@@ -75,7 +75,7 @@ class FirstBad:
         if self._window is not None:
             self._gradient = torch.minimum(self._gradient, self._window)
         end = state.epoch_samples
-        self._steps.append((state.epoch, end - weighting.samples, end))
+        self._steps.append((run.data_epoch(state.epoch), end - weighting.samples, end))
 
     def check(self, run: Run) -> None:
         """Raise NonFiniteError on all processes if any of them saw a bad step.

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 
 from trainkit.formatting import count
 
-__all__ = ["every", "values_by_loader", "values_line"]
+__all__ = ["by_loader", "every", "values_by_loader", "values_line"]
 
 
 def every(number: int, noun: str) -> str:
@@ -17,12 +17,24 @@ def values_line(values: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {value:.4g}" for name, value in values.items())
 
 
+def by_loader(values: Mapping[str, float], loaders: Iterable[str]) -> dict[str, dict[str, float]]:
+    """Return the metrics of an evaluation by what stands before them: "eval", or "eval/<loader>".
+
+    Loaders without a name are the last.
+    """
+    found, rest = {}, dict(values)
+    for label in (f"eval/{loader}" for loader in loaders if loader):
+        names = [name for name in values if name.startswith(f"{label}/")]
+        found[label] = {name.removeprefix(f"{label}/"): rest.pop(name) for name in names}
+    found["eval"] = {name.removeprefix("eval/"): value for name, value in rest.items()}
+    return {label: own for label, own in found.items() if own}
+
+
 def values_by_loader(values: Mapping[str, float], loaders: Iterable[str]) -> list[str]:
     """Return the metrics of an evaluation, in a line for each loader that has a name."""
-    lines, rest = [], dict(values)
-    for prefix in (f"eval/{loader}/" for loader in loaders if loader):
-        names = [name for name in values if name.startswith(prefix)]
-        own = {name.removeprefix(prefix): rest.pop(name) for name in names}
-        if own:
-            lines.append(f"{prefix.removesuffix('/')}: {values_line(own)}")
-    return [*lines, values_line(rest)] if rest else lines
+    return [
+        values_line({f"eval/{name}": value for name, value in own.items()})
+        if label == "eval"
+        else f"{label}: {values_line(own)}"
+        for label, own in by_loader(values, loaders).items()
+    ]

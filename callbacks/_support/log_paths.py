@@ -23,7 +23,7 @@ def log_place(run: Run, given: str | Path | None, name: str, *, owner: str, argu
         ConfigError: Neither is there.
     """
     if given is not None:
-        return absolute(given, argument)
+        return run.place(absolute(given, argument))
     if run.output_dir is None:
         raise ConfigError(
             f"`{owner}` does not know where to write: it was given no `{argument}` and the "

@@ -1,5 +1,6 @@
-"""Try whether a training step fits into the memory, and leave no trace of it."""
+"""Try whether a training step fits into the memory, and leave no trace of trials."""
 
+import copy
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any, Self
@@ -16,7 +17,7 @@ from trainkit.distributed.collectives import first_with
 from trainkit.training.run import Run
 from trainkit.training.weighting import loss_of
 
-__all__ = ["MemoryTrial"]
+__all__ = ["MemoryTrial", "TrainedState"]
 
 
 class MemoryTrial:
@@ -39,8 +40,7 @@ class MemoryTrial:
         self._data = micro_batch.data
         self._count = micro_batch.count or count_samples(micro_batch.data)
         self._largest = max(micro_batch.counts)
-        self._weights: list[Tensor] | None = None  # before the update; None: there was none
-        self._settings: list[dict[str, Any]] = []  # of the optimizer's groups
+        self._before: TrainedState | None = None  # the update; None: there was none
 
     def __enter__(self) -> Self:
         return self
@@ -51,16 +51,9 @@ class MemoryTrial:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        optimizer = self._run.optimizer
-        optimizer.zero_grad(set_to_none=True)
-        if self._weights is not None:
-            optimizer.state.clear()
-            for group, settings in zip(optimizer.param_groups, self._settings, strict=True):
-                group.update(settings)
-            with torch.no_grad():
-                parts = self._run.strategy.local_parts(self._run.parameters)
-                for part, weight in zip(parts, self._weights, strict=True):
-                    part.copy_(weight)
+        self._run.optimizer.zero_grad(set_to_none=True)
+        if self._before is not None:
+            self._before.put_back()
         self.error = None
         release_memory()
 
@@ -89,7 +82,7 @@ class MemoryTrial:
             if not is_out_of_memory(error):
                 raise
             self.error = error.with_traceback(None)  # its frames hold the activations
-            if self._weights is not None:
+            if self._before is not None:
                 run.optimizer.state.clear()  # perhaps half of it
             return False
         finally:
@@ -106,21 +99,44 @@ class MemoryTrial:
 
     def _make_state(self) -> None:
         """Let the optimizer make its state, by an update; the gradients are zero in a trial."""
-        run = self._run
-        if self._weights is None:
-            weights = run.strategy.local_parts(run.parameters)
-            self._weights = [weight.detach().to("cpu", copy=True) for weight in weights]
-            self._settings = [
-                {name: value for name, value in group.items() if name != "params"}
-                for group in run.optimizer.param_groups
-            ]
-        run.optimizer.step()
+        self._before = self._before or TrainedState(self._run)
+        self._run.optimizer.step()
 
     def _guarded(self) -> AbstractContextManager[None]:
         """Refuse collectives where one process may leave the trial before the others."""
         if self._run.processes.num_processes == 1:
             return nullcontext()
         return collective_guard.only("the trial of BatchSizeFinder")
+
+
+class TrainedState:
+    """Keeps weights and optimizer of a run as they are now, in main memory.
+
+    Args:
+        run: Between two windows.
+    """
+
+    def __init__(self, run: Run) -> None:
+        weights = run.strategy.local_parts(run.parameters)
+        self._run = run
+        self._weights = [weight.detach().to("cpu", copy=True) for weight in weights]
+        self._state = {p: copy.deepcopy(state) for p, state in run.optimizer.state.items()}
+        self._settings = [
+            {name: value for name, value in group.items() if name != "params"}
+            for group in run.optimizer.param_groups
+        ]
+
+    def put_back(self) -> None:
+        """Let the run hold them again, to the last bit."""
+        optimizer = self._run.optimizer
+        optimizer.state.clear()
+        optimizer.state.update(self._state)
+        for group, settings in zip(optimizer.param_groups, self._settings, strict=True):
+            group.update(settings)
+        with torch.no_grad():
+            parts = self._run.strategy.local_parts(self._run.parameters)
+            for part, weight in zip(parts, self._weights, strict=True):
+                part.copy_(weight)
 
 
 def _clone(leaf: Any) -> Any:

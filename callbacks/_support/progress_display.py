@@ -1,23 +1,24 @@
-"""The two looks of progress: a bar that is redrawn, and plain lines."""
+"""The looks of progress: a bar that is redrawn, in a terminal or a notebook, and plain lines."""
 
 import os
 import sys
-import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TextIO
+from html import escape
+from typing import Any, TextIO, TypeAlias
+
+from typing_extensions import override
 
 from trainkit.formatting import clock
+from trainkit.signals import in_notebook
 
-__all__ = ["Bar", "PlainLines", "Progress", "choose_display"]
+__all__ = ["Display", "Progress", "choose_display"]
 
 FIRST_LINE_SECONDS = 2.0
 LINE_SECONDS = 30.0
 
-USUAL_COLUMNS, USUAL_ROWS = 80, 24  # assumed where a terminal claims to have none
-WITH_TOTAL = (
-    "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
-)
-WITHOUT_TOTAL = "{desc}: {n_fmt} steps [{elapsed}{postfix}]"
+USUAL_COLUMNS = 80  # assumed where a terminal claims to have none
+LEAST_BAR = 10  # columns; before it gets narrower, details are left out
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,129 +33,196 @@ class Progress:
     """Values for the right end, the important ones first."""
     total: int | None = None
     """Steps at the end; None where that is not known."""
+    initial: int
+    """Steps that were done before."""
+    seconds: float
+    """Since it began."""
+
+    @property
+    def left(self) -> str | None:
+        """The time until the end; None where it is not known."""
+        done = self.step - self.initial
+        if self.total is None or not (done or self.step >= self.total):
+            return None
+        return clock(self.seconds / (done or 1) * max(0, self.total - self.step))
+
+    def bar(self, columns: int) -> str:
+        """Return it as a line of so many columns, with as many of its details as fit."""
+        details, known = list(self.details), self.total is not None
+        while True:
+            times = f"{clock(self.seconds)}<{self.left or '?'}" if known else clock(self.seconds)
+            count = f"| {self.step}/{self.total}" if known else f"{self.step} steps"
+            end = f"{count} [{', '.join([times, *details])}]"
+            if self.total is None:
+                line, room = f"{self.title}: {end}", columns
+            else:
+                share = min(1.0, self.step / max(1, self.total))
+                start = f"{self.title}: {share:4.0%}|"
+                room = columns - len(start) - len(end)
+                line = start + ("#" * int(share * room)).ljust(room) + end
+            if not details or (len(line) <= columns and room >= LEAST_BAR):
+                return line[:columns]
+            details.pop()
+
+    @override
+    def __str__(self) -> str:
+        """Return all of it as text."""
+        most = "" if self.total is None else f"/{self.total}"
+        left = [f"{self.left} left"] if self.left and self.step != self.total else []
+        texts = [self.title, f"step {self.step}{most}", f"{clock(self.seconds)} elapsed", *left]
+        return ", ".join([*texts, *self.details])
 
 
-def _columns(stream: TextIO) -> int:
-    """Return the width of a terminal."""
-    try:
-        return os.get_terminal_size(stream.fileno()).columns or USUAL_COLUMNS
-    except (OSError, ValueError):  # the console of some editors
-        return USUAL_COLUMNS
+class _Bar:
+    """One line of a terminal that is drawn again at each `show`; what is printed comes above it."""
 
-
-class Bar:
-    """One line that tqdm redraws at each `show`, as wide as its terminal."""
-
-    def __init__(
-        self, tqdm: Any, total: int | None, initial: int, stream: TextIO, *, in_terminal: bool
-    ) -> None:
-        class Quiet(tqdm):  # type: ignore[misc]
-            monitor_interval = 0  # no thread: whoever calls `show` decides when to draw
-
-        # Rows are given, because some containers give their terminal 0 of them.
-        size = {"ncols": USUAL_COLUMNS - 1, "nrows": USUAL_ROWS}
+    def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self._in_terminal = in_terminal
-        self._bar = Quiet(
-            total=total,
-            initial=initial,
-            file=stream,
-            bar_format=WITHOUT_TOTAL if total is None else WITH_TOTAL,
-            **(size if in_terminal else {"dynamic_ncols": True}),
-            mininterval=0,
-            miniters=0,
-            smoothing=0.05,
-            delay=1e-9,  # drawn at the first `show`, after what other callbacks print at the start
-        )
+        self._line = ""  # what is drawn
+        self._is_after_text = False  # whether a line that has not ended is above it
+        self._above: dict[str, _Above] = {}  # the standard streams that come here
+        for name in ("stdout", "stderr"):
+            standard = getattr(sys, name)
+            if standard is not None and standard.isatty():
+                self._above[name] = _Above(standard, self.write_above)
+                setattr(sys, name, self._above[name])
 
     def show(self, progress: Progress) -> None:
-        """Draw `progress`, with as many of its details as fit."""
-        details = progress.details
-        if self._in_terminal:
-            width = _columns(self._stream) - 1  # in the last column some begin a new line
-            self._bar.ncols = width
-            while details and self._least_width(progress, details) > width:
-                details = details[:-1]
-        self._bar.total = progress.total
-        self._bar.set_description_str(progress.title, refresh=False)
-        self._bar.set_postfix_str(", ".join(details), refresh=False)
-        self._bar.update(progress.step - self._bar.n)
+        """Draw `progress` as wide as the terminal."""
+        try:
+            columns = os.get_terminal_size(self._stream.fileno()).columns or USUAL_COLUMNS
+        except (OSError, ValueError):  # the console of some editors
+            columns = USUAL_COLUMNS
+        # In the last column some begin a new line.
+        self._draw(progress.bar(columns - 1))
 
     def note(self, text: str) -> None:
-        """Write a line that stays."""
-        self._bar.write(text, file=self._stream)
+        """Write a line that stays: to stdout, and where that is a file, here too."""
+        print(text, flush=True)
+        if "stdout" not in self._above:
+            self.write_above(self._stream, f"{text}\n")
+
+    def write_above(self, stream: TextIO, text: str) -> None:
+        """Write lines to the terminal where the bar is, and draw it below; or a part of a line."""
+        line = self._line
+        self._draw("")
+        stream.write(text)
+        stream.flush()
+        if text.endswith("\n"):
+            self._draw(line)
+        else:
+            self._is_after_text = "\r" not in text  # else it is a bar of somebody else
 
     def close(self) -> None:
         """Leave the last progress standing."""
-        self._bar.close()
+        for name, above in self._above.items():
+            above.flush()
+            above.is_above = False
+            if getattr(sys, name) is above:
+                setattr(sys, name, above.stream)
+        if self._line:
+            print(file=self._stream, flush=True)
 
-    def _least_width(self, progress: Progress, details: tuple[str, ...]) -> int:
-        """Return the columns of a line with these details; its bar is then 10 wide."""
-        state = {**self._bar.format_dict, "ncols": None, "n": progress.step}
-        state |= {"prefix": progress.title, "postfix": ", ".join(details)}
-        return len(self._bar.format_meter(**state))
+    def _draw(self, line: str) -> None:
+        if self._line or line:
+            start, self._is_after_text = "\n" if self._is_after_text else "\r", False
+            blank = " " * (len(self._line) - len(line))
+            self._stream.write(f"{start}{line}{blank}" + ("" if line else "\r"))
+            self._stream.flush()
+        self._line = line
 
 
-class PlainLines:
+class _Above:
+    """A standard stream in the terminal of a bar: lines wait until they end, and come above it."""
+
+    def __init__(self, stream: Any, write_above: Callable[[Any, str], None]) -> None:
+        self.stream = stream
+        self.is_above = True
+        self._write_above = write_above
+        self._process = os.getpid()
+        self._open = ""  # a line that has not ended
+
+    def write(self, text: str) -> int:
+        """Write the lines that end here, and what draws itself."""
+        if not self.is_above or os.getpid() != self._process:
+            self.stream.write(text)  # a worker has only a copy of the bar
+            return len(text)
+        lines, end, self._open = (self._open + text).rpartition("\n")
+        if "\r" in self._open:
+            lines, end, self._open = lines + end, self._open, ""
+        if end:
+            self._write_above(self.stream, lines + end)
+        return len(text)
+
+    def flush(self) -> None:
+        """Write a line that has not ended too, such as a question; the bar comes back later."""
+        text, self._open = self._open, ""
+        if text:
+            self._write_above(self.stream, text)
+        self.stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+class _Notebook:
+    """One output of a notebook that each `show` replaces, so that a saved one holds the last."""
+
+    def __init__(self) -> None:
+        self._output: Any = None
+
+    def show(self, progress: Progress) -> None:
+        """Draw `progress`."""
+        from IPython import display
+
+        show: Any = display.display
+        bar = f'<progress value="{progress.step}" max="{progress.total or 1}"></progress> '
+        html = (bar if progress.total else "") + f"<code>{escape(str(progress))}</code>"
+        content = {"text/plain": str(progress), "text/html": html}
+        if self._output is None:
+            self._output = show(content, raw=True, display_id=True)
+        else:
+            self._output.update(content, raw=True)
+
+    def note(self, text: str) -> None:
+        """Write a line that stays."""
+        print(text, flush=True)
+
+    def close(self) -> None:
+        """Leave the last progress standing."""
+
+
+class _PlainLines:
     """A line now and then, for files and pipes."""
 
-    def __init__(self, initial: int, stream: TextIO) -> None:
-        self._initial = initial
+    def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self._start = time.monotonic()
-        self._next = self._start + FIRST_LINE_SECONDS
+        self._next = FIRST_LINE_SECONDS
         self._waiting: Progress | None = None
 
     def show(self, progress: Progress) -> None:
         """Write `progress`, unless the last one was written not long ago."""
         self._waiting = progress
-        now = time.monotonic()
-        if now >= self._next and progress.step > self._initial:
-            self._next = now + LINE_SECONDS
-            self._write(progress, now)
+        if progress.seconds >= self._next and progress.step > progress.initial:
+            self._next = progress.seconds + LINE_SECONDS
+            self.close()
 
     def note(self, text: str) -> None:
-        """Write a line that stays."""
-        print(text, file=self._stream, flush=True)
+        """Write a line that stays, to stdout."""
+        print(text, flush=True)
 
     def close(self) -> None:
         """Write the last progress, if it was not written yet."""
         if self._waiting is not None:
-            self._write(self._waiting, time.monotonic())
-
-    def _write(self, progress: Progress, now: float) -> None:
-        elapsed = now - self._start
+            print(self._waiting, file=self._stream, flush=True)
         self._waiting = None
-        texts = [progress.title, f"step {progress.step}", f"{clock(elapsed)} elapsed"]
-        if progress.total is not None:
-            done, left = progress.step - self._initial, progress.total - progress.step
-            texts[1] += f"/{progress.total}"
-            if done and left:
-                texts.append(f"{clock(elapsed / done * left)} left")
-        self.note(", ".join([*texts, *progress.details]))
 
 
-def choose_display(*, total: int | None, initial: int, stream: TextIO) -> Bar | PlainLines:
-    """Return a bar in terminals and notebooks, plain lines elsewhere.
-
-    Args:
-        total: Steps at the end; None where that is not known.
-        initial: Steps done before.
-        stream: Where to write; a notebook has its own place.
-    """
-    if _in_notebook():
-        from tqdm.auto import tqdm  # draws with widgets
-
-        return Bar(tqdm, total, initial, sys.stdout, in_terminal=False)
-    if stream.isatty():
-        from tqdm import tqdm
-
-        return Bar(tqdm, total, initial, stream, in_terminal=True)
-    return PlainLines(initial, stream)
+Display: TypeAlias = _Bar | _Notebook | _PlainLines
 
 
-def _in_notebook() -> bool:
-    """Return whether a notebook's kernel runs this code; imports nothing."""
-    ipython = sys.modules.get("IPython")
-    shell = None if ipython is None else ipython.get_ipython()
-    return shell is not None and "IPKernelApp" in shell.config
+def choose_display(stream: TextIO) -> Display:
+    """Return a bar in terminals and notebooks, which have their own place, else plain lines."""
+    if in_notebook():
+        return _Notebook()
+    return _Bar(stream) if stream.isatty() else _PlainLines(stream)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tqdm import tqdm
 
 from tests.helpers.toys import fit, make_trainer, toy_loaders, toy_model
 from trainkit import Callback, Run, StepResult
@@ -35,19 +36,22 @@ def _in_terminal(
     monkeypatch: pytest.MonkeyPatch,
     *callbacks: Callback,
     size: tuple[int, int] = (24, 120),
+    streams: tuple[str, ...] = ("stdout", "stderr"),
     **settings: Any,
 ) -> str:
     """Return everything that a training writes to a terminal of so many rows and columns."""
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, size)
     terminal = os.fdopen(theirs, "w")
-    monkeypatch.setattr(sys, "stderr", terminal)
+    for name in streams:
+        monkeypatch.setattr(sys, name, terminal)
     error: BaseException | None = None
     try:
         fit(make_trainer(callbacks=[ProgressBar(), *callbacks], **settings))
     except ValueError as raised:
         error = raised
     finally:
+        assert all(getattr(sys, name) is terminal for name in streams)
         monkeypatch.undo()
     terminal.flush()
     text = b""
@@ -59,13 +63,42 @@ def _in_terminal(
     return text.decode()
 
 
+def _screen(text: str) -> list[str]:
+    """Return the lines that a terminal shows after all of this was written to it."""
+    lines, row, column = [""], 0, 0
+    for part in re.findall(r"\x1b\[[\d;]*[A-Za-z]|[\r\n]|[^\r\n\x1b]+", text):
+        if part == "\r":
+            column = 0
+        elif part == "\n":
+            row += 1
+            lines += [""] * (row == len(lines))
+        elif part.startswith("\x1b"):
+            assert part == "\x1b[A", part
+            row -= 1
+        else:
+            line = lines[row].ljust(column)
+            lines[row] = line[:column] + part + line[column + len(part) :]
+            column += len(part)
+    return [line.rstrip() for line in lines]
+
+
+ROW = r"epoch {}/{}  step {}  \d\d:\d\d  train loss \d\S+ *  eval loss \d\S+ *  accuracy \d\S*"
+
+
 def test_a_terminal_gets_one_bar_that_ends_full(monkeypatch: pytest.MonkeyPatch) -> None:
     text = _in_terminal(monkeypatch, Evaluation(["accuracy"]), max_epochs=2)
     last = text.removesuffix("\r\n").rsplit("\r", 1)[-1]
     assert re.match(r"epoch 2/2: 100%\|.+\| 16/16 \[00:00<00:00, loss 0\.\d+, lr 0\.1", last)
     assert "evaluating 0/4" in text
-    assert "step 8: eval/loss" in text
     assert text.endswith("\r\n")
+    rows = _screen(text)
+    assert [
+        bool(re.fullmatch(ROW.format(*part), rows[i]))
+        for i, part in enumerate([(1, 2, " 8"), (2, 2, "16")])
+    ] == [True, True], rows
+    assert len(rows) == 4
+    assert rows[2].startswith("epoch 2/2: 100%")
+    assert rows[3] == ""
 
 
 @pytest.mark.parametrize("size", [(0, 0), (0, 80), (24, 0)])
@@ -91,7 +124,7 @@ def test_the_bar_below_the_figures_of_an_evaluation_is_that_of_training(
 ) -> None:
     text = _in_terminal(monkeypatch, size=(24, 200))
     assert "evaluating" in text
-    assert "evaluating" not in text.split("step 8: eval/loss")[1]
+    assert "evaluating" not in text.split("eval loss")[1]
 
 
 def test_the_bar_is_closed_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,23 +137,102 @@ def test_skipped_steps_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "1 skipped" in _in_terminal(monkeypatch, _Skips())
 
 
+class _Prints(Callback):
+    """Prints in many ways, as users do."""
+
+    def on_step_end(self, run: Run, result: StepResult) -> None:
+        step = run.state.step
+        print("step", step, "of", run.planned_steps)
+        if step == 3:
+            print("a line that ", end="")
+            print("comes in parts")
+            print("two\nlines")
+        if step == 5:
+            print("no end", end="", flush=True)
+        if step == 6:
+            print()
+            sys.stdout.write("by hand\n")
+
+
+def test_what_is_printed_stands_above_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = _screen(_in_terminal(monkeypatch, _Prints(), size=(24, 80)))
+    expected = [f"step {step} of 8" for step in range(1, 9)]
+    expected[3:3] = ["a line that comes in parts", "two", "lines"]
+    assert (
+        rows[: expected.index("step 5 of 8") + 1] == expected[: expected.index("step 5 of 8") + 1]
+    )
+    rest = rows[expected.index("step 5 of 8") + 1 :]
+    assert [row for row in rest if row and not row.startswith("epoch")] == [
+        "no end",
+        "step 6 of 8",
+        "by hand",
+        "step 7 of 8",
+        "step 8 of 8",
+    ] or rest[0].startswith("no end")
+    assert sum("%|" in row for row in rows) <= 2
+    assert all(len(row) < 80 for row in rows)
+    assert "8/8 [" in rows[-2]
+
+
+class _OwnBar(Callback):
+    """Has a bar of its own, and warns."""
+
+    def on_step_end(self, run: Run, result: StepResult) -> None:
+        if run.state.step == 4:
+            for _ in tqdm(range(3), desc="mine"):
+                print("in a bar", file=sys.stderr)
+            print("to stderr", file=sys.stderr)
+
+
+def test_bars_of_others_and_what_goes_to_stderr_stay_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = _screen(_in_terminal(monkeypatch, _OwnBar(), size=(24, 80)))
+    for text in ("mine: 100%", "to stderr", "epoch 1/1: 100%"):
+        assert sum(row.startswith(text) for row in rows) == 1, rows
+
+
+def test_where_stdout_is_a_file_both_places_have_the_evaluations(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = _in_terminal(
+        monkeypatch, Evaluation(["accuracy"]), _Prints(), streams=("stderr",), max_epochs=2
+    )
+    table = [line for line in capsys.readouterr().out.splitlines() if "eval loss" in line]
+    assert len(table) == 2
+    assert [row for row in _screen(text) if "eval loss" in row] == table
+
+
+def test_many_metrics_are_wrapped(capsys: pytest.CaptureFixture[str]) -> None:
+    def many(predictions: Any, references: Any) -> dict[str, float]:
+        return {f"metric number {index}": index / 7 for index in range(9)}
+
+    fit(make_trainer(max_epochs=20, callbacks=[ProgressBar(), Evaluation([many])]))
+    lines = capsys.readouterr().out.splitlines()
+    assert all(len(line) < 80 for line in lines)
+    assert len(lines) == 20 * 4
+    assert lines[0].startswith("epoch  1/20  step   8  00:00  train loss 0.")
+    assert lines[1].startswith("    metric number ")
+    assert all("metric number" not in line.rsplit(maxsplit=1)[0][-6:] for line in lines)
+
+
 def test_a_log_file_gets_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
     fit(make_trainer(max_epochs=2, callbacks=[ProgressBar()]))
-    text = capsys.readouterr().err
-    assert "\r" not in text
-    lines = text.splitlines()
-    assert [line.split(":")[0] for line in lines[:2]] == ["step 8", "step 16"]
-    assert re.match(r"epoch 2/2, step 16/16, 00:00 elapsed, loss 0\.\d+, lr 0\.1", lines[2])
-    assert len(lines) == 3
+    printed = capsys.readouterr()
+    assert "\r" not in printed.out + printed.err
+    table, lines = printed.out.splitlines(), printed.err.splitlines()
+    starts = [line.split("  train loss")[0] for line in table]
+    assert starts == ["epoch 1/2  step  8  00:00", "epoch 2/2  step 16  00:00"]
+    assert re.match(r"epoch 2/2, step 16/16, 00:00 elapsed, loss 0\.\d+, lr 0\.1", lines[0])
+    assert len(lines) == 1
 
 
 def test_each_named_loader_has_its_line(capsys: pytest.CaptureFixture[str]) -> None:
     train, evaluation = toy_loaders()
     loaders = {"train": train, "eval": {"dev": evaluation, "test": evaluation}}
     fit(make_trainer(callbacks=[ProgressBar(), Evaluation(["accuracy"])]), loaders)
-    lines = capsys.readouterr().err.splitlines()
-    for name, line in zip(("dev", "test"), lines, strict=False):
-        assert re.fullmatch(rf"step 8: eval/{name}: loss \S+, accuracy \S+", line)
+    lines = capsys.readouterr().out.splitlines()
+    rows = "\n".join(lines).split("epoch ")[1:]
+    for name, row in zip(("dev", "test"), rows, strict=True):
+        assert re.search(rf"  step 8  .*  eval/{name} loss \S+\s+accuracy \S+$", row.rstrip())
 
 
 def test_a_line_comes_now_and_then(

@@ -1,11 +1,13 @@
 """Every callback of trainkit keeps the contract, and broken ones are told what they break."""
 
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from optuna.trial import FixedTrial
 
 import trainkit.callbacks
 from tests.helpers.tiers import with_few
@@ -23,11 +25,13 @@ from trainkit.callbacks import (
     GradientMonitor,
     JSONLLogger,
     Logger,
+    LRFinder,
     LRMonitor,
     MainProcess,
     MLflowLogger,
     ModelSummary,
     NaNGuard,
+    OptunaPruning,
     Predictions,
     Profiler,
     ProgressBar,
@@ -41,6 +45,12 @@ from trainkit.callbacks import (
 )
 from trainkit.testing import check_callback
 
+
+def _trial() -> Any:
+    """Return a trial that nobody prunes, on the process that has one."""
+    return FixedTrial({}) if os.environ.get("RANK", "0") == "0" else None
+
+
 MAKE: dict[str, Callable[[], Callback]] = {
     "BatchSizeFinder": BatchSizeFinder,
     "Checkpoint": lambda: Checkpoint(every_n_steps=3, keep_last=None),
@@ -50,11 +60,13 @@ MAKE: dict[str, Callable[[], Callback]] = {
     "Evaluation": lambda: Evaluation(["accuracy"], every_n_steps=3),
     "FreezeUntil": lambda: FreezeUntil(step={"*first": 4}, epoch={"*blocks.*": 1}),
     "JSONLLogger": JSONLLogger,
+    "LRFinder": lambda: LRFinder(num_steps=4, stop=False),
     "LRMonitor": LRMonitor,
     "Logger": lambda: Logger(GeneralTracker()),
     "MLflowLogger": MLflowLogger,
     "MainProcess": lambda: MainProcess(JSONLLogger()),
     "NaNGuard": NaNGuard,
+    "OptunaPruning": lambda: OptunaPruning(_trial(), "eval/loss"),
     "Predictions": lambda: Predictions(every=2),
     "ProgressBar": ProgressBar,
     "ReplicaCheck": lambda: ReplicaCheck(every_n_steps=2),

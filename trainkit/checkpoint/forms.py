@@ -147,7 +147,10 @@ STREAMS: dict[str, Check] = {
     "device": maybe(_device_state),
 }
 
-_OF_STREAM = record({"items": whole, "ended": flag, "before_last": anything})
+_OF_STREAM = record(
+    {"items": whole, "ended": flag, "before_last": anything, "batches": whole},
+    optional={"batches"},  # only of epochs that are limited
+)
 STREAM = record({"shards": whole, "inside": flag, "state": maybe(_OF_STREAM)})
 
 SCALE = record(

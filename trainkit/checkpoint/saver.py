@@ -192,7 +192,10 @@ class Saver:
         existing = store.checkpoints()
         if existing and self._resumed_from is None:
             held = f"{len(existing)} checkpoint{'s' * (len(existing) > 1)}"
-            advice = 'Pass `fit(..., resume="auto")` to go on from it, or'
+            advice = (
+                'Pass `fit(..., resume="auto")` to go on from it, `Trainer(..., new_run=True)` to '
+                "give each run a folder of its own in there, or"
+            )
             if store is self._weights:
                 held, advice = f"the weights of {held}", "Remove this folder, or"
             raise ConfigError(

@@ -7,6 +7,7 @@ from importlib import import_module
 
 from trainkit.cli.parser import CommandParser
 from trainkit.errors import TrainkitError
+from trainkit.version import __version__
 
 __all__ = ["main"]
 
@@ -18,6 +19,7 @@ _COMMANDS = {
     "checkpoint": ("checkpoint", "list, verify, show, compare and thin out checkpoints"),
     "migrate": ("migrate", "rewrite the imports of scripts that were written for Accelerate"),
     "report": ("report", "show what runs did, on one page"),
+    "runs": ("runs", "list runs: best metrics, steps, time, how they ended, hyperparameters"),
 }
 """The module of each command, and what it does."""
 
@@ -50,6 +52,7 @@ def _parser(command: str) -> CommandParser:
     parser = CommandParser(
         prog="trainkit", description="Start trainings, and look after what they leave behind."
     )
+    parser.add_argument("--version", action="version", version=f"trainkit {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name, (module, help_text) in _COMMANDS.items():
         if name == command:

@@ -5,6 +5,7 @@ import math
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from itertools import islice, repeat
 from typing import Any
 
 import torch
@@ -162,8 +163,8 @@ class AgreedLoader(PreparedLoader):
         """Yield the micro-batches from `position` on; `math.inf` makes one window of them all."""
         rank = self.processes.rank
         padding = PaddingBatch()
-        done, batches = self._begin(epoch, position)
-        for current, ahead in self._global_batches(epoch, batches, accumulation):
+        done, reading = self._begin(epoch, position)
+        for current, ahead in self._global_batches(epoch, reading, accumulation):
             data, count = None, current.counts[rank]
             if count:
                 data = self._transfer.finish(current.pending)
@@ -185,13 +186,15 @@ class AgreedLoader(PreparedLoader):
                 f"{done} samples. Keep the global batch and the data set of the checkpoint."
             )
 
-    def _begin(self, epoch: int, position: int) -> tuple[int, Iterator[RankBatch]]:
+    def _begin(self, epoch: int, position: int) -> tuple[int, Iterator[_GlobalBatch]]:
         """Return how many samples were consumed where the batches begin, and the batches."""
         start = None
         if self.stream is not None:
             start, self.stream.start = self.stream.start, None
         if start is not None and start["state"] is not None:
-            return position, self._batch_source.rank_batches(epoch, position, start)
+            passed = start["state"].get("batches", 0) if start["inside"] else 0
+            batches = self._batch_source.rank_batches(epoch, position, start)
+            return position, self._limited(self._read(batches), passed)
         if position:
             logger.warning(
                 "`%s` cannot jump to a position: the first %d samples of epoch %d are read again.",
@@ -199,17 +202,29 @@ class AgreedLoader(PreparedLoader):
                 position,
                 epoch,
             )
-        done = position if self._batch_source.finds_position else 0
-        return done, self._batch_source.rank_batches(epoch, done)
+        # What a limit leaves of an epoch is known in batches, which are counted from its start.
+        jumps = self._batch_source.finds_position and self.limit is None
+        done = position if jumps else 0
+        return done, self._limited(self._read(self._batch_source.rank_batches(epoch, done)), 0)
+
+    def _limited(self, reading: Iterator[_GlobalBatch], passed: int) -> Iterator[_GlobalBatch]:
+        """Yield what a limit leaves of an epoch of which so much has passed, then its end."""
+        if self.limit is None:
+            yield from reading
+            return
+        for number, batch in enumerate(islice(reading, self.limit - passed), passed + 1):
+            if batch.state is not None:
+                batch.state = {**batch.state, "batches": number}
+            yield batch
+        yield from repeat(_GlobalBatch((0,) * self.processes.size, 0))
 
     def _global_batches(
-        self, epoch: int, batches: Iterator[RankBatch], accumulation: float
+        self, epoch: int, reading: Iterator[_GlobalBatch], accumulation: float
     ) -> Iterator[tuple[_GlobalBatch, _GlobalBatch | None]]:
         """Yield each global batch of the epoch, and inside a window the one after it.
 
         What follows a window is read after its update, which a data set may depend on.
         """
-        reading = self._read(batches)
         ahead, left = next(reading), accumulation
         while not self._is_end(ahead):
             current = ahead

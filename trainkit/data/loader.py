@@ -31,6 +31,7 @@ class PreparedLoader(ABC):
     samples_per_epoch: int | None = None  # over all processes, after `drop_last`; None: not known
     batch_size: int | None = None  # of one process; None: it varies
     stream: "StreamPosition | None" = None  # where an iterable data set of training is
+    limit: int | None = None  # micro-batches that are used of an epoch; None: all
     found: tuple[int, int, int] | None = None  # of an epoch: windows left, in all, and samples
 
     def __init__(self, source: Any, context: LoaderContext) -> None:
@@ -62,6 +63,29 @@ class PreparedLoader(ABC):
     def batches(self, epoch: int, *, position: int = 0) -> Generator[MicroBatch, None, None]:
         """Yield the micro-batches of an epoch; arguments and errors as for `windows`."""
 
+    def limit_to(self, batches: int | float | None) -> None:
+        """Use only so many micro-batches of each epoch, the first; a float is a fraction of them.
+
+        Raises:
+            ConfigError: The fraction comes to nothing, or to what is not known.
+        """
+        known = self.batches_per_epoch
+        if isinstance(batches, float) and batches < 1:
+            fraction, batches = batches, int((known or 0) * batches + 1e-9)
+            if not batches:
+                total = "an unknown number of" if known is None else known
+                raise ConfigError(
+                    f"The loader, a `{type(self.source).__name__}`, gives each process {total} "
+                    f"batches, so a limit of {fraction} of them is none. Give a whole number."
+                )
+        if batches is None or isinstance(batches, float):
+            return
+        self.limit = batches
+        self.batches_per_epoch = batches if known is None else min(known, batches)
+        if self.samples_per_epoch is not None:
+            most = self.nominal_window(batches) or 0  # never: where one is known the other is
+            self.samples_per_epoch = min(self.samples_per_epoch, most)
+
     def order_facts(self) -> dict[str, Any]:
         """Return what is known of how the samples are ordered, by names for people."""
         from trainkit.data.order_facts import order_facts  # only checkpoints need it
@@ -78,6 +102,10 @@ class PreparedLoader(ABC):
 
     def forget_order(self) -> None:
         """Let the sampler run again, where `order_digest` came before it was ready."""
+        return
+
+    def keep_order(self) -> None:
+        """Let the next pass of the epoch that was read last use its order, not make it anew."""
         return
 
     @abstractmethod

@@ -60,7 +60,7 @@ class MappedLoader(PreparedLoader):
         self._is_ready = False
         plan = self._latest[1]
         first = plan.index_at(position)
-        stop = plan.length
+        stop = length = self._length(plan)
         if drop_last and stop > first:
             start = stop - ((stop - first) % accumulation or accumulation)
             nominal = self.nominal_window(accumulation)
@@ -71,7 +71,7 @@ class MappedLoader(PreparedLoader):
         if stop == 0:
             self._refuse_idle(epoch)
         left, whole = (-(-length // accumulation) for length in (stop - first, stop))
-        self.found = left, whole, plan.total(0, plan.length)
+        self.found = left, whole, plan.total(0, length)
         micro_batches = self.micro_batches(plan, epoch, first, stop, accumulation)
         try:
             for start in range(first, stop, accumulation):
@@ -88,7 +88,8 @@ class MappedLoader(PreparedLoader):
     def batches(self, epoch: int, *, position: int = 0) -> Generator[MicroBatch, None, None]:
         plan = self._plan(epoch)
         first = plan.index_at(position)
-        return self.micro_batches(plan, epoch, first, plan.length, plan.length)
+        length = self._length(plan)
+        return self.micro_batches(plan, epoch, first, length, length)
 
     @override
     def close(self) -> None:
@@ -108,6 +109,10 @@ class MappedLoader(PreparedLoader):
     @override
     def forget_order(self) -> None:
         self._latest, self._is_ready = None, False
+
+    @override
+    def keep_order(self) -> None:
+        self._is_ready = self._latest is not None
 
     def order_of(self, epoch: int, first: int, stop: int) -> list[Any]:
         """Return the indices in the data set at some positions of an epoch, for reports."""
@@ -144,6 +149,10 @@ class MappedLoader(PreparedLoader):
         finally:
             if active is not None:
                 active.ended(self)
+
+    def _length(self, plan: Plan) -> int:
+        """Return how many global batches of a plan are used."""
+        return plan.length if self.limit is None else min(plan.length, self.limit)
 
     def _padding(self, padding: PaddingBatch, plan: Plan, epoch: int) -> Any:
         if not padding.size:

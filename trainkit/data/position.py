@@ -92,6 +92,7 @@ class StreamPosition:
         kind = "iterator" if "iterator" in parts[0] else "dataset"
         items = sum(part["items"] for part in parts) // now
         merged = {"items": items, "ended": False, "before_last": None}
+        merged |= {name: parts[0][name] for name in ("batches",) if name in parts[0]}
         merged[kind] = merge([part[kind] for part in parts])
         return {"shards": now, "inside": True, "state": merged}
 

@@ -11,7 +11,7 @@ from trainkit.formatting import duration
 from trainkit.run_report.goodput import Goodput
 from trainkit.run_report.records import RunLog
 
-__all__ = ["Row", "configuration", "mapping", "number", "sessions"]
+__all__ = ["Row", "configuration", "flat", "mapping", "number", "sessions"]
 
 _GROUPS = ("hparams", "config", "run", "optimizer", "versions", "started")
 _PID = ("started", "pid")
@@ -58,7 +58,7 @@ def configuration(runs: Sequence[RunLog]) -> dict[str, list[Row]]:
             if (group, name) != _PID or len(runs) == 1  # no two runs could agree on it
         ]
         for group in _GROUPS
-        if any(parts := [_flat(_facts(run, group)) for run in runs])
+        if any(parts := [flat(_facts(run, group)) for run in runs])
     }
 
 
@@ -71,10 +71,11 @@ def mapping(value: object) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-def _flat(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+def flat(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    """Return the values of a nesting, with dots between its names."""
     found: dict[str, Any] = {}
     for name, value in values.items():
-        inner = _flat(value, f"{before}{name}.") if isinstance(value, Mapping) else {}
+        inner = flat(value, f"{before}{name}.") if isinstance(value, Mapping) else {}
         found |= inner or {f"{before}{name}": value}
     return found
 

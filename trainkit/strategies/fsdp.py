@@ -67,6 +67,8 @@ class _Sharded:
 
 
 _models: "weakref.WeakKeyDictionary[nn.Module, _Sharded]" = weakref.WeakKeyDictionary()
+_meshes: "weakref.WeakKeyDictionary[Any, dict[Any, DeviceMesh]]" = weakref.WeakKeyDictionary()
+"""By the default group that they were made in: each may have groups, which are used again."""
 
 
 class FSDP(Strategy):
@@ -337,14 +339,19 @@ def _make_mesh(
 ) -> "DeviceMesh":
     from torch.distributed.device_mesh import init_device_mesh
 
-    sizes: tuple[int, ...] = (processes.size,)
-    names: tuple[str, ...] = ("shards",)
-    if replicas > 1:
-        sizes, names = (replicas, processes.size // replicas), ("replicas", "shards")
-    backends: Any = None
-    if offloads and device.type != "cpu":  # gradients are reduced there, and looked at here
-        both = f"cpu:gloo,{device.type}:{collective_backend(device)}"
-        backends = dict.fromkeys(names, both)
-    mesh = init_device_mesh(device.type, sizes, mesh_dim_names=names, backend_override=backends)
-    processes.apply_timeout(*mesh.get_all_groups())
-    return mesh
+    made = _meshes.setdefault(torch.distributed.group.WORLD, {})
+    key = (device.type, replicas, offloads)
+    if key not in made:
+        sizes: tuple[int, ...] = (processes.size,)
+        names: tuple[str, ...] = ("shards",)
+        if replicas > 1:
+            sizes, names = (replicas, processes.size // replicas), ("replicas", "shards")
+        backends: Any = None
+        if offloads and device.type != "cpu":  # gradients are reduced there, and looked at here
+            both = f"cpu:gloo,{device.type}:{collective_backend(device)}"
+            backends = dict.fromkeys(names, both)
+        made[key] = init_device_mesh(
+            device.type, sizes, mesh_dim_names=names, backend_override=backends
+        )
+    processes.apply_timeout(*made[key].get_all_groups())
+    return made[key]

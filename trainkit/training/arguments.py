@@ -11,7 +11,7 @@ from torch.optim import LBFGS, Optimizer
 from torch.utils.data import DataLoader
 
 from trainkit import precision as precisions, strategies
-from trainkit.config import TrainConfig
+from trainkit.config import TrainConfig, check_argument
 from trainkit.data import PreparedLoader
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigError
@@ -26,6 +26,7 @@ __all__ = [
     "check_evaluations",
     "check_initialised",
     "check_model",
+    "check_new_run",
     "check_one_loader",
     "check_override",
     "check_resume",
@@ -239,6 +240,17 @@ def read_hparams(given: Any) -> dict[str, Any]:
     from trainkit.hparams import plain  # many runs have none
 
     return plain(given)
+
+
+def check_new_run(new_run: bool, output_dir: object) -> bool:
+    """Return whether each run gets a folder of its own; raise where that has no place."""
+    check_argument("new_run", new_run, bool)
+    if new_run and output_dir is None:
+        raise ConfigError(
+            "`new_run=True` gives each run a folder of its own in the output directory, but the "
+            'trainer has none. Pass `Trainer(output_dir="runs/x", new_run=True)`.'
+        )
+    return new_run
 
 
 def check_stateful(name: str, part: object, known: Mapping[str, object]) -> None:

@@ -18,6 +18,7 @@ _SETTINGS = (
     "max_grad_norm",
     "max_grad_value",
     "deterministic",
+    "limit_eval_batches",
 )
 """Settings that change samples or updates, and that a resume takes from the run, not the save."""
 
@@ -25,7 +26,7 @@ _SETTINGS = (
 def order_of(run: Run) -> dict[str, Any]:
     """Return what decides the order of the samples: facts, and a digest of the latest epoch's."""
     loader, accumulation = run.train_loader, run.config.gradient_accumulation_steps
-    epoch = _latest(run.state.state_dict())
+    epoch = _latest(run.state.state_dict(), run)
     return {
         "facts": loader.order_facts(),
         "digest": loader.order_digest(epoch, accumulation) if epoch >= 0 else None,
@@ -48,7 +49,8 @@ def order_problems(
         return []
     loader, accumulation = run.train_loader, run.config.gradient_accumulation_steps
     changed = changed_facts(saved["facts"], loader.order_facts())
-    digest, epoch, inside = saved["digest"], _latest(counters), counters["epoch_samples"] > 0
+    epoch, inside = _latest(counters, run), counters["epoch_samples"] > 0
+    digest = saved["digest"]
     if digest is None or (changed and not inside):
         return changed if inside else []
     why = _run_to(digest, epoch, run)
@@ -73,10 +75,10 @@ def order_problems(
     return []
 
 
-def _latest(counters: Mapping[str, Any]) -> int:
+def _latest(counters: Mapping[str, Any], run: Run) -> int:
     """Return the epoch whose order was made last; -1 where none was."""
     epoch: int = counters["epoch"] - (counters["epoch_samples"] == 0)
-    return epoch
+    return epoch if epoch < 0 else run.data_epoch(epoch)
 
 
 def _run_to(digest: str, epoch: int, run: Run) -> str:

@@ -154,6 +154,8 @@ class RunEvaluation:
     is_planned: bool = True
     """Whether the latest evaluation was asked for, and not only made because the run stops."""
     last_attempt: int = -1  # `TrainState.attempts` at the latest evaluation
+    higher_is_better: dict[str, bool] = field(default_factory=dict)
+    """Of the metrics of `run.best_metrics`."""
 
 
 def check_metric(watcher: str, metric: str, names: Iterable[str] | None) -> None:

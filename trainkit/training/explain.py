@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
 from trainkit.checkpoint import KeepPolicy
 from trainkit.config import TrainConfig
 from trainkit.data import PreparedLoader
 from trainkit.distributed.communicator import Communicator
-from trainkit.formatting import count
+from trainkit.formatting import count, first_few
 from trainkit.precision import Precision
 from trainkit.strategies import Strategy
 from trainkit.training import arguments
@@ -92,7 +93,8 @@ class Explanation:
         loader, evaluations = self.prepared
         own = "" if self.callbacks.schedule_evaluation else "; after each epoch, mean loss only"
         yield "window", describe_window(loader, config.gradient_accumulation_steps)
-        yield "length", self._length(loader)
+        ends = config.dry_run and f"; a dry run ends after {count(config.dry_run, 'step')}"
+        yield "length", self._length(loader) + (ends or "")
         if model is not None and self.given:
             yield from self._learning_rate(model, loader, **self.given)
         for name, data in evaluations.items():
@@ -116,7 +118,9 @@ class Explanation:
 
         # A schedule changes the rates of its optimizer as soon as it is made.
         own = getattr(getattr(lr_scheduler, "scheduler", lr_scheduler), "optimizer", None)
-        copied = own or settings_of(arguments.make_optimizer(optimizer, model))
+        made = arguments.make_optimizer(optimizer, model)
+        yield "optimizer", "; ".join(_groups(made, model))
+        copied = own or settings_of(made)
         planned = arguments.planned_steps(self.config, loader)
         schedule = make_lr_schedule(by_name(lr_scheduler, planned, warmup), copied)
         if schedule is not None:
@@ -295,6 +299,20 @@ def _settings(callback: Callback) -> str:
         if name != "self" and is_plain and value != parameter.default:
             found.append(f"{name}={str(value) if isinstance(value, Path) else value!r}")
     return ", ".join(found)
+
+
+def _groups(optimizer: Optimizer, model: nn.Module) -> Iterator[str]:
+    """Yield what each group of an optimizer trains, and what none of them does."""
+    left = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
+    for group in optimizer.param_groups:
+        elements = sum(p.numel() for p in group["params"])
+        for p in group["params"]:
+            left.pop(id(p), None)
+        settings = {name: group[name] for name in optimizer.defaults if name in group}
+        shown = [f"{k} {v}" for k, v in settings.items() if isinstance(v, float | tuple) and v]
+        yield ", ".join([f"{type(optimizer).__name__}: {elements:,} parameters", *shown])
+    if left:
+        yield f"nobody trains {first_few([*left.values()], 5)}"
 
 
 def _saves(callback: Callback) -> bool:

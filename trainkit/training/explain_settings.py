@@ -105,6 +105,10 @@ _MEANINGS: dict[str, Any] = {
         else "Augmentation depends on workers, and differs after a resume (rule 13)."
     ),
     "gradient_checkpointing": "Computes activations again in backward; gradients are the same.",
+    "limit_train_batches": "Micro-batches of a process that are used of an epoch (rule 14).",
+    "limit_eval_batches": "Batches of a process that an evaluation of `fit` is made of (rule 19).",
+    "overfit_batches": "Both limits; then every epoch has the batches of the first (rule 14).",
+    "dry_run": "A number: the run ends after so many steps, and nothing is kept.",
     "max_consecutive_skips": "Skipped steps in a row after which the run gives up (rule 2).",
     "log_every_n_steps": "Logged values are weighted means over so many steps (rule 35).",
 }

@@ -115,6 +115,6 @@ def _indices(run: Run, samples: dict[str, int]) -> dict[str, Any]:
         return {}
     with suppress(Exception):  # a sampler of others; the failure itself is what matters
         stop = min(samples["last"] + 1, samples["first"] + _LISTED)
-        listed = order(run.state.epoch, samples["first"], stop)
+        listed = order(run.data_epoch(run.state.epoch), samples["first"], stop)
         return {"indices": [index if isinstance(index, int) else repr(index) for index in listed]}
     return {}

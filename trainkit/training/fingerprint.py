@@ -32,6 +32,7 @@ _EQUAL = (
     "data set length",
     "global batch",  # samples of a window: what it is called in files
     "seed",
+    "limit of an epoch",
 )
 
 
@@ -57,7 +58,18 @@ def fingerprint(run: Run) -> dict[str, Any]:
         "data set length": loader.samples_per_epoch,
         "global batch": loader.nominal_window(run.config.gradient_accumulation_steps),
         "seed": run.config.seed,
+        "limit of an epoch": _limit(run),
     }
+
+
+def _limit(run: Run) -> str | None:
+    """Return to what an epoch is limited, over all processes, in words."""
+    loader, overfit = run.train_loader, run.config.overfit_batches is not None
+    if loader.limit is None:
+        return "overfit_batches" if overfit else None
+    samples, batches = loader.nominal_window(loader.limit), loader.limit * loader.processes.size
+    length = f"{batches} batches" if samples is None else f"{samples} samples"
+    return f"{length} by `{'overfit' if overfit else 'limit_train'}_batches`"
 
 
 def differences(saved: Mapping[str, Any], present: Mapping[str, Any]) -> list[str]:
@@ -72,7 +84,8 @@ def differences(saved: Mapping[str, Any], present: Mapping[str, Any]) -> list[st
             shapes = present["parameters"]
             problems += layout_problems(saved["layouts"], present["layouts"], shapes)
     for name in _EQUAL:
-        was = saved.get(name, present[name])  # older checkpoints do not tell all
+        # Older checkpoints do not tell all, and know no limit.
+        was = saved.get(name, None if name == "limit of an epoch" else present[name])
         if was != present[name]:
             shown = "samples of a window" if name == "global batch" else name
             problems.append(f"{shown}: {was!r} in the checkpoint, {present[name]!r} now")

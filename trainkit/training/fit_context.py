@@ -1,5 +1,8 @@
-"""What surrounds a fit: which call is inside which, the watch, the model's mode and compilation."""
+"""What surrounds a fit: calls inside calls, the watch, compilation, where it writes."""
 
+import shutil
+import tempfile
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -10,7 +13,7 @@ from torch import nn
 
 from trainkit import rng
 from trainkit.config import TrainConfig
-from trainkit.distributed import collective_guard, run_on_all
+from trainkit.distributed import collective_guard, run_on_all, run_on_main
 from trainkit.errors import ConfigError
 from trainkit.training.callback import CallbackList
 from trainkit.training.run import FitResult, Run
@@ -18,7 +21,16 @@ from trainkit.training.run import FitResult, Run
 if TYPE_CHECKING:
     from trainkit.config import Watchdog
 
-__all__ = ["Calls", "check_outputs", "compiling", "conditions", "end", "watched"]
+__all__ = [
+    "Calls",
+    "check_outputs",
+    "compiling",
+    "conditions",
+    "end",
+    "keep_nothing",
+    "take_own_folder",
+    "watched",
+]
 
 MOST_EVALUATIONS = 2
 """How many evaluations that a user calls may be inside each other."""
@@ -119,6 +131,15 @@ def _training_mode(model: nn.Module) -> Iterator[None]:
         model.eval()
 
 
+def take_own_folder(run: Run, resume: str | Path | None) -> None:
+    """Let a run write to a folder of its own in its output directory, the same on all processes."""
+    from trainkit.outputs import folder_of_run  # most runs have none
+
+    parent, processes = run.output_dir, run.strategy.processes
+    assert parent is not None
+    run.output_dir = Path(run_on_main(processes, lambda: str(folder_of_run(parent, resume))))
+
+
 def check_outputs(run: Run, callbacks: CallbackList) -> None:
     """Raise, on all processes, where something that will be written cannot be."""
 
@@ -140,8 +161,8 @@ def check_outputs(run: Run, callbacks: CallbackList) -> None:
 
 def end(run: Run) -> FitResult:
     """Return what a training came to, its best weights in the model if wanted; raise a signal."""
-    if run.requests.signal:
-        raise run.interruption()
+    if run.requests.signal and (stop := run.interruption()) is not None:
+        raise stop
     result, saver = run.result(), run.checkpoints.saver
     if saver is not None and (best := saver.find_best()) is not None:
         path, step, value = best
@@ -151,3 +172,35 @@ def end(run: Run) -> FitResult:
 
         restore_best(run, result)
     return result
+
+
+def keep_nothing(run: Run, resume: str | Path | None) -> None:
+    """Let a dry run write into a folder that goes with the program; nothing is resumed.
+
+    It is beside the output directory, where all machines see it. Callers may read it after `fit`.
+    """
+    from trainkit.formatting import count  # only a dry run needs it
+
+    place = run.output_dir or Path(tempfile.gettempdir())
+
+    def make() -> str:
+        above = next(each for each in (place, *place.parents) if each.exists())
+        try:
+            folder = tempfile.mkdtemp(prefix=".trainkit-dry-run-", dir=above)
+        except OSError as error:
+            raise ConfigError(
+                f"A dry run writes into a folder in `{above}`, but cannot make it: {error}. "
+                "Choose another `output_dir`, or make this place writable."
+            ) from error
+        weakref.finalize(run.processes, shutil.rmtree, folder, ignore_errors=True)
+        return folder
+
+    run.scratch = Path(run_on_main(run.strategy.processes, make))
+    if run.output_dir is not None:
+        run.output_dir = run.place(run.output_dir)
+    many = run.config.dry_run or 1
+    tried = "" if resume is None else f" It begins anew: `resume={str(resume)!r}` is not tried."
+    run.print(
+        f"trainkit: dry run: {count(many, 'step')} of training, {count(many, 'batch')} of each "
+        f"evaluation; nothing is kept.{tried}"
+    )

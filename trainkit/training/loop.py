@@ -142,6 +142,6 @@ def end_epoch(run: Run, callbacks: CallbackList) -> None:
     state.epoch_samples = 0
     run.requests.evaluation |= run.evaluation.after_epochs
     callbacks.emit(Callback.on_epoch_end, run)
-    if state.epoch == run.config.max_epochs:
-        run.request_stop("max_epochs", agreed=True)
+    if (end := run.end_reached) is not None:
+        run.request_stop(end, agreed=True)
     serve(run, callbacks)

@@ -196,6 +196,7 @@ def _keep_best(run: Run, metrics: Scalars) -> None:
         is_higher_better = higher.get(name.split("/", 1)[-1], higher.get(name))
         if is_higher_better is None or math.isnan(value):
             continue
+        run.evaluation.higher_is_better[full_name] = is_higher_better
         best = run.best_metrics.get(full_name, value)
         run.best_metrics[full_name] = (max if is_higher_better else min)(best, value)
 

@@ -5,8 +5,9 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ from trainkit.distributed import AsyncFlags, Processes, collective_guard
 from trainkit.distributed.collectives import first_with
 from trainkit.errors import ConfigError, TrainkitError
 from trainkit.precision import Precision
-from trainkit.signals import Interrupted, Interrupts
+from trainkit.signals import Interrupted, Interrupts, is_interactive
 from trainkit.strategies import Strategy
 from trainkit.training.evaluation import RunEvaluation
 from trainkit.training.evaluation_weights import EvaluationWeights
@@ -167,6 +168,8 @@ class Run(RunServices):
     """What the user says of the run, in plain values."""
     outputs: dict[Path, str] = field(default_factory=dict)
     """Which logger writes which file or folder, on the main process."""
+    scratch: Path | None = None
+    """Where a dry run writes; the folder is gone when the program ends."""
     state: TrainState = field(default_factory=TrainState)
     metrics: Scalars = field(default_factory=dict)
     """Metrics of the latest evaluation."""
@@ -221,12 +224,17 @@ class Run(RunServices):
         if check is not None:
             check()
         windows = self.train_loader.windows(
-            self.state.epoch,
+            self.data_epoch(self.state.epoch),
             position=self.state.epoch_samples,
             accumulation=self.config.gradient_accumulation_steps,
             drop_last=self.config.drop_last_window,
         )
-        return windows if self.recut is None else self.recut(windows)
+        windows = windows if self.recut is None else self.recut(windows)
+        return windows if self.config.dry_run is None else _first(windows, self.config.dry_run)
+
+    def data_epoch(self, epoch: int) -> int:
+        """Return which epoch's samples an epoch has: with `overfit_batches` those of the first."""
+        return epoch if self.config.overfit_batches is None else 0
 
     @property
     def end_reached(self) -> str | None:
@@ -236,7 +244,7 @@ class Run(RunServices):
             return "max_steps"
         if config.max_epochs is not None and state.epoch >= config.max_epochs:
             return "max_epochs"
-        return None
+        return "dry_run" if config.dry_run is not None and state.epoch else None
 
     @property
     def is_log_step(self) -> bool:
@@ -327,6 +335,10 @@ class Run(RunServices):
         collective_guard.check("request_skip")
         self.requests.skip = reason
 
+    def place(self, path: Path) -> Path:
+        """Return where to write what belongs at an absolute path: in a dry run not there."""
+        return path if self.scratch is None else self.scratch.joinpath(*path.parts[1:])
+
     def evaluation_weights(self) -> AbstractContextManager[None]:
         """Let the model hold the weights to be evaluated inside, and those of training after it.
 
@@ -342,17 +354,22 @@ class Run(RunServices):
         self.model = self.module
         self.phase = "done"
 
-    def interruption(self) -> Interrupted:
-        """Return what ends the program after a signal, and say so."""
+    def interruption(self) -> Interrupted | None:
+        """Say what a signal has ended, and return what ends the program.
+
+        None: somebody goes on typing, as in a notebook, and has only asked the training to end.
+        """
         signum = self.requests.signal
+        goes_on = signum == signal.SIGINT and is_interactive()
         saves = self.checkpoints.saver is not None
         saved = f"checkpoint `{self.checkpoint}`" if saves else "nothing saved"
         message = (
             f"trainkit: ended by {signal.Signals(signum).name} at step {self.state.step}, {saved}."
+            + (" The model holds the weights of this step." if goes_on else "")
         )
         if sys.stderr is not None:
             self.print(message, file=sys.stderr)
-        return Interrupted(signum, message)
+        return None if goes_on else Interrupted(signum, message)
 
     def result(self) -> FitResult:
         """Return what the training came to."""
@@ -412,3 +429,8 @@ class Run(RunServices):
                 yield
         finally:
             self.logging.zero_weight = processes.repeats = False
+
+
+def _first(windows: Generator[Window, None, None], most: int) -> Generator[Window, None, None]:
+    with closing(windows):
+        yield from islice(windows, most)

@@ -1,7 +1,7 @@
 """The weights of a checkpoint in a model: for a while, or for good."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -11,7 +11,7 @@ from trainkit.checkpoint.listing import of_run
 from trainkit.checkpoint.retention import best_of
 from trainkit.distributed import Processes, run_on_all, run_on_main
 from trainkit.errors import CheckpointError, ConfigError
-from trainkit.outputs import absolute
+from trainkit.outputs import absolute, folder_of_run
 from trainkit.parsing import nearest
 from trainkit.training.reference import load_onto_base
 from trainkit.training.run import FitResult, Run
@@ -72,7 +72,10 @@ def _find(which: str | Path, output_dir: Path | None) -> Path:
             f'`checkpoint="{which}"` looks in the output directory, but the trainer has none. Pass '
             "`Trainer(output_dir=...)`, or the folder of a checkpoint."
         )
-    entries = of_run(output_dir)
+    if not (entries := of_run(output_dir)):
+        with suppress(CheckpointError):
+            output_dir = folder_of_run(output_dir, "must")  # the newest of a trainer with `new_run`
+        entries = of_run(output_dir)
     metric, found = best_of(entries)
     if which == "last":
         found = [entry for entry in entries if entry.manifest.is_resumable][-1:]

@@ -1,0 +1,93 @@
+"""Let Optuna end trials that look hopeless."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from typing_extensions import override
+
+from trainkit.checkpoint.format.value_checks import record, whole
+from trainkit.config import checked
+from trainkit.distributed import run_on_main
+from trainkit.errors import ConfigError
+from trainkit.training.callback import Callback
+from trainkit.training.evaluation import check_metric
+from trainkit.training.run import Run
+from trainkit.types import Scalars
+
+__all__ = ["OptunaPruning"]
+
+_WATCHER = "`OptunaPruning` reports"
+
+
+class OptunaPruning(Callback):
+    """Ends a trial of Optuna that its pruner gives up: `fit` then raises `optuna.TrialPruned`.
+
+    Each evaluation reports `metric`; they are numbered from 0, so that trials with other batch
+    sizes can be compared. All processes stop after the same one, save and log as at any end, and
+    raise. An evaluation that comes only because the run stops counts for nothing.
+
+    Args:
+        trial: The trial on the main process, None on the others.
+        metric: A metric of the evaluation, such as "eval/loss"; its good end is the study's.
+    """
+
+    @checked
+    def __init__(self, trial: Any, metric: str) -> None:
+        if trial is not None and not hasattr(trial, "should_prune"):
+            raise ConfigError(f"`trial` must be a trial of Optuna or None, but is {trial!r}.")
+        self.trial = trial
+        self.metric = metric
+        self._evaluations = 0
+        self._pruned = ""
+
+    @override
+    def on_fit_start(self, run: Run) -> None:
+        if (self.trial is not None) != run.is_main_process:
+            raise ConfigError(
+                f"`OptunaPruning` was given {self.trial!r} on process "
+                f"{run.processes.process_index}, but the processes of a job train one trial "
+                "together, which process 0 has. Ask the study there, and pass None on the others."
+            )
+        self._pruned = ""
+        if run.state.attempts == 0:  # else the state was loaded before
+            self._evaluations = 0
+
+    @override
+    def on_epoch_start(self, run: Run) -> None:
+        if run.evaluation.expected is not None:
+            check_metric(_WATCHER, self.metric, run.evaluation.expected)
+
+    @override
+    def on_evaluation_end(self, run: Run, metrics: Scalars) -> None:
+        check_metric(_WATCHER, self.metric, metrics)
+        if not run.evaluation.is_planned:
+            return
+        value, number = metrics[self.metric], self._evaluations
+        self._evaluations += 1
+
+        def is_hopeless() -> bool:
+            self.trial.report(value, number)
+            return bool(self.trial.should_prune())
+
+        if run_on_main(run.strategy.processes, is_hopeless):
+            self._pruned = f"pruned at evaluation {number}: {self.metric} is {value:.6g}"
+            run.request_stop(self._pruned, agreed=True)
+
+    @override
+    def on_fit_end(self, run: Run) -> None:
+        if self._pruned and not run.requests.signal:  # which ends the program, not the trial
+            from optuna import TrialPruned  # only who has a trial has it
+
+            raise TrialPruned(self._pruned)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"evaluations": self._evaluations}
+
+    @override
+    def check_state_dict(self, run: Run, state: Mapping[str, Any]) -> None:
+        record({"evaluations": whole}, closed=True)(state)
+
+    @override
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._evaluations = state["evaluations"]

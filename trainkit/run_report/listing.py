@@ -1,0 +1,94 @@
+"""Which runs a folder holds, and what each came to, to list and sort them by."""
+
+import math
+import os
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from socket import gethostname
+from typing import Any
+
+from trainkit.run_report.goodput import goodput
+from trainkit.run_report.records import METRICS, RunLog, Session
+from trainkit.run_report.tables import flat, mapping
+
+__all__ = ["CHECKPOINTS", "facts", "find_runs"]
+
+CHECKPOINTS = "checkpoints"
+_EVENTS = ".events.jsonl"
+_CLOCK_STEPS = 10.0  # seconds by which the clock may have been set since a run began
+
+
+def find_runs(folder: Path) -> list[Path]:
+    """Return the runs in a folder and below: files of metrics, or folders of checkpoints alone."""
+    found: list[Path] = []
+    for place, folders, names in os.walk(folder):
+        logs = {METRICS, *(n.replace(_EVENTS, ".jsonl") for n in names if n.endswith(_EVENTS))}
+        parts = sorted(logs.intersection(names)) or sorted({CHECKPOINTS}.intersection(folders))
+        found += [Path(place, part) for part in parts]
+        folders[:] = sorted({*folders} - {CHECKPOINTS})  # which hold no run
+    return found
+
+
+def facts(run: RunLog) -> dict[str, Any]:
+    """Return what a run came to, as plain values by name.
+
+    `state` is "finished", "stopped" (by something else than `max_epochs` or `max_steps`),
+    "failed", "killed", "running", "running or killed" (on another machine), or "unknown" (without
+    events). `ending` is the reason to stop or the class of the error. `started` and `heard`, the
+    last sign of life, are in seconds since 1970; `seconds` is the running time of all sessions.
+    """
+    split, last = goodput(run), run.sessions[-1] if run.sessions else None
+    return {
+        "state": "unknown" if last is None else _state(last),
+        "ending": last.ending if last is not None and last.is_complete else None,
+        "started": run.sessions[0].time[0] if run.sessions else None,
+        "heard": None if last is None else last.time[1],
+        "seconds": None if split is None else split.running,
+        **run.counters,
+        "unreadable": run.unreadable,
+        "best": _best(run),
+        "last": {name: points[-1][1] for name, points in run.curves.items()},
+        "hparams": flat(mapping(run.facts.get("hparams"))),
+    }
+
+
+def _best(run: RunLog) -> dict[str, dict[str, Any]]:
+    """Return the best of each metric of which it is known what is better, its step, and that."""
+    known: dict[str, bool] = {"eval/loss": False}
+    for session in run.sessions:
+        for event in session.events:
+            known |= event.values.get("higher_is_better") or {}
+    found = {}
+    for name, is_higher_better in known.items():
+        points = [point for point in run.curves.get(name, []) if not math.isnan(point[1])]
+        if points:
+            step, best = (max if is_higher_better else min)(points, key=lambda point: point[1])
+            found[name] = {"value": best, "step": step, "higher_is_better": is_higher_better}
+    return found
+
+
+def _state(session: Session) -> str:
+    if not session.is_complete:
+        lives = _lives(session)
+        return "running or killed" if lives is None else "running" if lives else "killed"
+    error, reason = (session.last.values.get(name) for name in ("error", "reason"))
+    if error or not reason:
+        return "failed"
+    return "finished" if reason in ("max_epochs", "max_steps") else "stopped"
+
+
+def _lives(session: Session) -> bool | None:
+    """Return whether the process of a session lives; None where that cannot be known here."""
+    started = session.start.values.get("started")
+    host, pid = (started.get(n) if isinstance(started, Mapping) else None for n in ("host", "pid"))
+    if not isinstance(pid, int) or host != gethostname() or sys.platform != "linux":
+        return None
+    try:
+        state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return False
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(rest[18]) / os.sysconf("SC_CLK_TCK")
+    # A process that began after the session has only got its number.
+    return state not in "ZX" and age + _CLOCK_STEPS > time.time() - session.time[0]
