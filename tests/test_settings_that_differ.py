@@ -188,6 +188,9 @@ def test_what_may_differ_is_let_through(tmp_path: Path) -> None:
 def own_loops(rank: int) -> list[str]:
     """Return the error of each difference in what `prepare` is given."""
     texts = []
+    model = nn.Linear(2, 2)
+    order = [*model.parameters()][:: 1 - 2 * rank]  # as that of a `set` may be
+    Accelerator(cpu=True).prepare(model, SGD(order, lr=0.1))
     for what in ("lr", "apart", "schedule", "precision", "scaler", "accumulation", "model"):
         other = rank * 1.0
         formats = {"scaler": "fp16", "precision": ("no", "bf16")[rank]}

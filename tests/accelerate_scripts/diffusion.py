@@ -61,7 +61,7 @@ def train(folder, resume, max_train_steps):
         cpu=True,
         gradient_accumulation_steps=2,
         mixed_precision="no",
-        log_with=None,
+        log_with="tensorboard",
         project_config=ProjectConfiguration(project_dir=folder, logging_dir=logging_dir),
         kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)],
     )
@@ -145,7 +145,7 @@ def train(folder, resume, max_train_steps):
                 average.step(unet.parameters())
                 global_step += 1
                 accelerator.log({"train_loss": train_loss}, step=global_step)
-                losses.append(train_loss)
+                losses.append((train_loss, accelerator.step))
                 train_loss = 0.0
                 if global_step % (micro_batches // 2) == 0:
                     if accelerator.is_main_process and os.path.exists(folder + "/old"):
@@ -158,7 +158,7 @@ def train(folder, resume, max_train_steps):
         if accelerator.is_main_process:
             for tracker in accelerator.trackers:
                 if tracker.name == "tensorboard":
-                    tracker.writer.add_images("validation", torch.zeros(1), epoch)
+                    tracker.writer.add_scalar("validation", 1.0, epoch)
     accelerator.wait_for_everyone()
     found = {}
     if accelerator.is_main_process:

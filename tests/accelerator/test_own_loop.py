@@ -60,10 +60,13 @@ def test_prepare_returns_what_it_gets_in_any_order() -> None:
     assert found[2].source is loader
     assert found[3].optimizer is optimizer
     assert found[4] is model
+    assert found[3].scaler is None
     assert accelerator.prepare(*found) == found  # once is enough
     assert isinstance(found[3], torch.optim.Optimizer)
     with pytest.raises(ConfigError, match="argument 1 is a `dict`"):
         accelerator.prepare(model, {})
+    batches = iter(loader)  # which nothing can be said of
+    assert accelerator.prepare(batches) is batches
     with pytest.raises(ConfigError, match="for each of the 2 objects, but has 1 entries"):
         accelerator.prepare(model, loader, device_placement=[True])
     with pytest.raises(ConfigError, match="has a `DistributedSampler`"):
@@ -209,6 +212,7 @@ def test_two_optimizers_share_a_scale_and_each_sees_its_own_overflow() -> None:
     assert accelerator.optimizer_step_was_skipped
     assert [model.weight.item() for model in models] == [1.0, 0.5]
     assert accelerator.scaler is not None
+    assert first.scaler is second.scaler is accelerator.scaler
     assert accelerator.scaler.get_scale() == 512.0
 
 
@@ -434,6 +438,18 @@ def test_figures_reach_every_tracker(tmp_path: Path) -> None:
     assert json.loads(first)["bad"] == "NaN"
     assert json.loads(second)["step"] == 4
     assert json.loads((tmp_path / "run" / "metrics.hparams.json").read_text()) == {"lr": 0.1}
+
+
+def test_tensorboard_leaves_out_what_is_no_figure(tmp_path: Path) -> None:
+    reading = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    accelerator = Accelerator(cpu=True, log_with="tensorboard", project_dir=tmp_path)
+    accelerator.init_trackers("run")
+    with pytest.warns(UserWarning, match="left out 'rates', a `list`: it takes numbers") as told:
+        accelerator.log({"loss": torch.ones(1), "decay": None, "rates": [1.0, 2.0]}, step=1)
+    assert len(told) == 1
+    accelerator.end_training()
+    events = reading.EventAccumulator(str(tmp_path / "run")).Reload()
+    assert events.Tags()["scalars"] == ["loss"]
 
 
 def test_unknown_trackers_and_folders_are_named() -> None:

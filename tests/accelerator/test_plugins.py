@@ -158,7 +158,9 @@ def _two(rank: int, folder: Path) -> list[str]:
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         accelerator = Accelerator(cpu=True, split_batches=True)
+        accelerator.prepare(number for number in range(2))
     said = [str(each.message) for each in seen]
+    assert seen[1].filename == __file__
     model = accelerator.prepare(nn.Linear(1, 1))
     inner: Any = accelerator.unwrap_model(model)
     with LocalSGD(accelerator, model, 1):  # alike at each step
@@ -176,8 +178,9 @@ def _two(rank: int, folder: Path) -> list[str]:
 
 def test_what_differs_between_processes_is_said(tmp_path: Path) -> None:
     for told in run_ranks(2, _two, tmp_path):
-        divided, unlike, weight = told
+        divided, unshared, unlike, weight = told
         assert "has no effect, as in Accelerate since 1.0" in divided
+        assert "Argument 0 of `prepare` is a `generator`" in unshared
         assert "The processes hold different models in `save_state`" in unlike
         assert weight == "0.5"
 
@@ -190,6 +193,30 @@ class _Broken(torch.utils.data.IterableDataset[Any]):
             if number == 5:
                 raise ValueError("the tape is torn")
             yield {"x": torch.tensor([float(number)]), "name": str(number), "none": None}
+
+
+def _past_the_prepared(rank: int) -> list[list[str]]:
+    """Return what is said of a loop that calls the model itself, and of one that does not."""
+    said = []
+    for passes_by in (True, False):
+        accelerator = Accelerator(cpu=True)
+        model = nn.Linear(1, 1)
+        prepared, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                output = (model if passes_by else prepared)(torch.ones(1, 1) * rank)
+                accelerator.backward(output.sum())
+                optimizer.step()
+        said.append([str(each.message) for each in seen])
+    return said
+
+
+def test_gradients_that_no_process_averaged_are_said_once() -> None:
+    for passed_by, called in run_ranks(2, _past_the_prepared):
+        assert len(passed_by) == 1
+        assert "gradients of a `Linear` that were not averaged over the processes" in passed_by[0]
+        assert not called
 
 
 def _dispatch(rank: int) -> list[Any]:

@@ -196,6 +196,11 @@ class Accelerator(Communicator):
         config.autocast = replace(config.autocast, enabled=value)
 
     @property
+    def step(self) -> int:
+        """Micro-batches that `accumulate` has begun since a loader's end ended a window."""
+        return self._own.accumulation.count
+
+    @property
     def scaler(self) -> torch.amp.GradScaler | None:
         """The loss scale of fp16; None without one."""
         return self._own.gradients.scaler
@@ -271,7 +276,7 @@ class Accelerator(Communicator):
         """Return models, optimizers, schedulers and loaders as a loop uses them, in their order.
 
         Args:
-            *args: Any of these, in any order; None stays None.
+            *args: Any of these, in any order; None and iterators stay as they are.
             device_placement: For each of them whether it moves to the device.
 
         Raises:

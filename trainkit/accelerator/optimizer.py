@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -20,16 +21,27 @@ class PreparedOptimizer(Optimizer):
         optimizer: The user's.
         accumulation: Tells whether the present micro-batch ends its window.
         gradients: Makes them final and tells of an overflow.
+        before_first: Called once, before the first update.
     """
 
     def __init__(
-        self, optimizer: Optimizer, accumulation: Accumulation, gradients: Gradients
+        self,
+        optimizer: Optimizer,
+        accumulation: Accumulation,
+        gradients: Gradients,
+        before_first: Callable[[], None] | None = None,
     ) -> None:
         self.optimizer = optimizer
         self.step_was_skipped = False
         """Whether the latest step was left out because of an overflow."""
         self._accumulation = accumulation
         self._gradients = gradients
+        self._before_first = before_first
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """The scaler of fp16; None without one."""
+        return self._gradients.scaler
 
     # `Optimizer` has these as attributes; they must never differ from those inside.
 
@@ -89,6 +101,9 @@ class PreparedOptimizer(Optimizer):
             return None
         if closure is not None:
             return self._step_with(closure)
+        if self._before_first is not None:
+            self._before_first()
+            self._before_first = None
         self.step_was_skipped = self._gradients.unscale_once(self.optimizer)
         if not self.step_was_skipped:
             self.optimizer.step()
@@ -105,7 +120,7 @@ class PreparedOptimizer(Optimizer):
 
     def __getattr__(self, name: str) -> Any:
         """Return what else the optimizer inside has."""
-        if name in ("optimizer", "_accumulation", "_gradients"):
+        if name in ("optimizer", "_accumulation", "_gradients", "_before_first"):
             raise AttributeError(name)
         return getattr(self.optimizer, name)
 

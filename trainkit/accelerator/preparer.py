@@ -1,7 +1,9 @@
 """What `prepare` makes of models, optimizers, schedulers and loaders."""
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -123,8 +125,9 @@ class Preparer:
         parameters that its model has in the end, a scheduler its optimizer.
 
         Raises:
-            ConfigError: An object is of none of the four kinds, or processes that are to train
-                together have others, such as data sets of other lengths; on all processes.
+            ConfigError: An object is of none of the four kinds and no iterator, or processes that
+                are to train together have others, such as data sets of other lengths; on all
+                processes.
         """
         moves = device_placement or [None] * len(objects)
         if len(moves) != len(objects):
@@ -133,7 +136,7 @@ class Preparer:
                 f"{len(moves)} entries."
             )
         for index, thing in enumerate(objects):
-            _check_kind(thing, index)
+            _check_kind(thing, index, shared=self.sharing.processes.size > 1)
         self.check_alike(objects)
         results = list(objects)
         kinds: tuple[tuple[Any, Callable[[Any, bool | None], Any]], ...] = (
@@ -182,7 +185,8 @@ class Preparer:
             if isinstance(thing, nn.Module) and not self._is_prepared(thing):
                 yield f"`{place}`", describe_model(thing)
             if isinstance(thing, Optimizer):
-                yield from optimizer_settings(place, thing)
+                # A group made of a `set` has another order on each process, and nothing follows it.
+                yield from optimizer_settings(place, thing, ordered=False)
             if isinstance(thing, LRScheduler):
                 yield from settings(place, thing)
 
@@ -224,7 +228,9 @@ class Preparer:
         if self._moves(moved):
             _move_state(optimizer)
         self.precision.bind(optimizer)
-        prepared = PreparedOptimizer(optimizer, self.accumulation, self.gradients)
+        ddp = [m for m in self.registry.models if isinstance(m, DistributedDataParallel)]
+        look = partial(_look_at_gradients, optimizer, ddp) if ddp else None
+        prepared = PreparedOptimizer(optimizer, self.accumulation, self.gradients, look)
         self.gradients.optimizers.append(optimizer)
         self.registry.optimizers.append(prepared)
         return prepared
@@ -291,14 +297,37 @@ class Preparer:
         return self.config.device_placement if asked is None else asked
 
 
-def _check_kind(thing: Any, index: int) -> None:
+def _check_kind(thing: Any, index: int, *, shared: bool) -> None:
     kinds = (nn.Module, Optimizer, DataLoader, Presharded, LRScheduler, ReduceLROnPlateau)
-    if thing is not None and not isinstance(thing, kinds + PREPARED):
+    if thing is None or isinstance(thing, kinds + PREPARED):
+        return
+    if not isinstance(thing, Iterator):
         raise ConfigError(
             f"`prepare` takes models, optimizers, schedulers of torch and `DataLoader`s, but "
             f"argument {index} is a `{type(thing).__name__}`. Leave it out; what only needs to be "
             "saved goes to `register_for_checkpointing`."
         )
+    if shared:
+        warnings.warn(
+            f"Argument {index} of `prepare` is a `{type(thing).__name__}`, which stays as it is: "
+            "every process takes all that it yields. Prepare the `DataLoader` that it reads.",
+            stacklevel=4,
+        )
+
+
+def _look_at_gradients(optimizer: Optimizer, models: Sequence[DistributedDataParallel]) -> None:
+    """Warn if an optimizer is to use gradients of a model that was never called: none averaged."""
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for model in models:
+        used = (p for p in model.parameters() if p.grad is not None)
+        if not model._lazy_init_ran and any(id(p) in held for p in used):
+            warnings.warn(
+                f"The first step of `{type(optimizer).__name__}` uses gradients of a "
+                f"`{type(model.module).__name__}` that were not averaged over the processes: what "
+                "`prepare` returned for it was never called, and each process trains its own. Call "
+                "that, also inside of wrappers, instead of the model that `prepare` was given.",
+                stacklevel=3,
+            )
 
 
 def _move_state(optimizer: Optimizer) -> None:

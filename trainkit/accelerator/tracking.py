@@ -47,9 +47,10 @@ class Trackers:
         self._processes = processes
         if project.project_dir is not None:
             owner = "`Accelerator(project_dir=...)`"
-            self._try_out(project.project_dir, owner)
+            folder = Path(project.project_dir)
+            run_on_main(processes, lambda: check_folder(folder, owner))
             if project.automatic_checkpoint_naming:
-                check_shared(processes, Path(project.project_dir), owner)
+                check_shared(processes, folder, owner)
 
     def start(
         self, run_name: str, config: Mapping[str, Any] | None, options: Mapping[str, Any]
@@ -62,17 +63,17 @@ class Trackers:
             options: Arguments of trackers by their names.
 
         Raises:
-            ConfigError: A tracker lacks its folder, or two write to one place; on all processes.
+            ConfigError: A tracker lacks its folder, or two write to one place.
         """
         place = self._project.logging_dir
         made = _make_trackers(self._wanted, run_name, place, options)
-        if place is not None and any(each.requires_logging_directory for each in made):
-            self._try_out(Path(place) / run_name, "`init_trackers`")
+        is_main = self._processes.is_main  # which scripts let call this alone
+        if is_main and place and any(each.requires_logging_directory for each in made):
+            check_folder(Path(place) / run_name, "`init_trackers`")
         taken: dict[Path, str] = {}
         for number, tracker in enumerate(made):
             if tracker.place is not None:
                 claim(taken, tracker.place, f"`log_with[{number}]`")
-        is_main = self._processes.is_main
         self.at_work = [each for each in made if is_main or not each.main_process_only]
         for tracker in self.at_work:
             tracker.start()
@@ -97,10 +98,6 @@ class Trackers:
         for tracker in self.at_work:
             tracker.finish()
         self.at_work.clear()
-
-    def _try_out(self, folder: str | Path, owner: str) -> None:
-        """Raise, on all processes, where the main process cannot write to a folder."""
-        run_on_main(self._processes, lambda: check_folder(Path(folder), owner))
 
 
 def _make_trackers(

@@ -14,7 +14,7 @@ from typing_extensions import override
 from trainkit.errors import ConfigError
 from trainkit.formatting import json_value
 from trainkit.outputs import Lines, absolute, giving_up, replace_file
-from trainkit.trackers.tracker import GeneralTracker
+from trainkit.trackers.tracker import GeneralTracker, has_one
 
 __all__ = ["CSVTracker", "FileTracker", "JSONLTracker"]
 
@@ -62,7 +62,7 @@ class FileTracker(GeneralTracker, ABC):
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         if self._file is None:
             raise ConfigError("The tracker has ended. Log before `end_training`.")
-        scalars = {name: v.item() if hasattr(v, "item") else v for name, v in values.items()}
+        scalars = {name: v.item() if has_one(v) else v for name, v in values.items()}
         seconds = round(time.monotonic() - self._start, 3)
         line = self._line(json_value({"step": step, **scalars, "time/seconds": seconds}))
         self._file.write(line)

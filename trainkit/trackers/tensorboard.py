@@ -1,8 +1,10 @@
 """Values as event files for TensorBoard."""
 
 import time
+import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, suppress
+from numbers import Number
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ from typing_extensions import override
 from trainkit.hparams import flat
 from trainkit.outputs import absolute, giving_up
 from trainkit.packages import require
-from trainkit.trackers.tracker import GeneralTracker
+from trainkit.trackers.tracker import GeneralTracker, has_one
 
 __all__ = ["TensorBoardTracker"]
 
@@ -79,8 +81,14 @@ class TensorBoardTracker(GeneralTracker):
                     self.writer.add_text(name, value, global_step=step, **kwargs)
                 elif isinstance(value, Mapping):
                     self.writer.add_scalars(name, dict(value), global_step=step, **kwargs)
-                else:
+                elif isinstance(value, Number) or has_one(value):
                     self.writer.add_scalar(name, value, global_step=step, **kwargs)
+                elif value is not None:  # a figure that is not there yet
+                    warnings.warn(
+                        f"The tracker {self.name!r} left out {name!r}, a `{type(value).__name__}`: "
+                        "it takes numbers, texts and dicts of numbers. Log one of these.",
+                        stacklevel=3,
+                    )
             self.writer.flush()
 
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:

@@ -1,9 +1,10 @@
 """The interface of trackers."""
 
+from math import prod
 from pathlib import Path
 from typing import Any
 
-__all__ = ["GeneralTracker"]
+__all__ = ["GeneralTracker", "has_one"]
 
 
 class GeneralTracker:
@@ -48,3 +49,8 @@ class GeneralTracker:
     @property
     def _called(self) -> str:
         return self.owner or f"The tracker {self.name!r}"
+
+
+def has_one(value: Any) -> bool:
+    """Return whether a value is a tensor or an array with one element."""
+    return hasattr(value, "item") and prod(getattr(value, "shape", ())) == 1

@@ -78,12 +78,21 @@ def settings(
             yield from settings(path + place, inner, whole=whole, seen=seen | {id(value)})
 
 
-def optimizer_settings(path: str, optimizer: Optimizer) -> Iterator[tuple[str, str]]:
-    """Yield the class of an optimizer, and the settings of its groups."""
+def optimizer_settings(
+    path: str, optimizer: Optimizer, *, ordered: bool = True
+) -> Iterator[tuple[str, str]]:
+    """Yield the class of an optimizer, and the settings of its groups.
+
+    Args:
+        path: Names it.
+        optimizer: Of this process.
+        ordered: Whether the order of the parameters in a group counts.
+    """
     yield f"`{path}`", type(optimizer).__name__
     for index, group in enumerate(optimizer.param_groups):
         name = f"{path}.param_groups[{index}]"
-        yield f"`{name}.params`", repr([tuple(p.shape) for p in group["params"]])
+        shapes = [tuple(p.shape) for p in group["params"]]
+        yield f"`{name}.params`", repr(shapes if ordered else sorted(shapes))
         yield from settings(name, group_settings(group))
 
 
