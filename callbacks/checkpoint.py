@@ -82,8 +82,7 @@ class Checkpoint(Callback):
         _check_choice("frozen", frozen, ("save", "reference"))
         if every_n_steps is None and every_n_epochs is None and every_minutes is None:
             every_n_epochs = 1
-        self.every_n_steps = every_n_steps
-        self.every_n_epochs = every_n_epochs
+        self.every_n_steps, self.every_n_epochs = every_n_steps, every_n_epochs
         self.every_minutes = every_minutes
         self.policy = KeepPolicy(keep_last=keep_last, keep_best=best, keep_every=keep_every)
         self.weights_only = weights_only

@@ -27,11 +27,10 @@ from trainkit.training.evaluation import Evaluator, RunEvaluation
 from trainkit.training.fit_context import (
     Calls,
     check_outputs,
+    choose_folder,
     compiling,
     conditions,
     end,
-    keep_nothing,
-    take_own_folder,
     watched,
 )
 from trainkit.training.logging import Log, NoRun
@@ -284,11 +283,7 @@ class Trainer:
                 arguments.check_model(model), *prepared, optimizer, schedule_for
             )
             run.checkpoints.restore_best = restore_best
-            if self.config.dry_run is not None:
-                keep_nothing(run, resume)
-                resume = None
-            elif self.new_run:
-                take_own_folder(run, resume)
+            resume = choose_folder(run, resume, self.new_run)
             stack.enter_context(watched(run, self._watchdog))
             check_outputs(run, self.callbacks)
             rng.seed_all(rng.device_seed(self.config.seed, self.processes.process_index))

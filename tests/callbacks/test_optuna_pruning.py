@@ -133,7 +133,7 @@ def test_an_unknown_metric_is_an_error_before_the_first_step_that_names_the_near
         fit(trainer)
     assert trainer.run is not None
     assert trainer.run.state.step == 0
-    with pytest.raises(ConfigError, match="Pass loaders as"):
+    with pytest.raises(ConfigError, match="was given no evaluation loader"):
         fit(make_trainer(callbacks=[pruning]), toy_loaders()[0])
     with pytest.raises(ConfigError, match="`trial` must be a trial of Optuna or None"):
         OptunaPruning(_study(), "eval/loss")

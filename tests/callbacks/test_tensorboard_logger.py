@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer import event_file_writer
 
 from tests.callbacks.test_jsonl_logger import _Resumed
 from tests.helpers.ranks import run_ranks
@@ -35,7 +36,11 @@ def test_logs_and_evaluations_are_read_back_with_their_steps(tmp_path: Path) -> 
     assert _run(tmp_path) == {"train/loss": [2, 4, 6, 8], "eval/loss": [8]}
 
 
-def test_a_resumed_run_takes_later_events_out_and_keeps_its_own_step(tmp_path: Path) -> None:
+def test_a_resumed_run_takes_later_events_out_and_keeps_its_own_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Files of one second are read in the order of a counter, as text: the tenth before the ninth.
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
     _run(tmp_path, max_steps=8)
     assert _run(tmp_path, _Resumed(4), max_steps=6)["train/loss"] == [2, 4, 6]
 

@@ -1,5 +1,6 @@
 """Accelerator: the face for people who keep their own loop."""
 
+import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -45,6 +46,7 @@ __all__ = ["Accelerator"]
 
 # Of every `Accelerator`: a metric may be gathered by another one than prepared its loader.
 _UNDER_WAY = ActiveLoaders()
+os.register_at_fork(after_in_child=_UNDER_WAY.forget)  # a child goes on with no loop
 
 
 class Accelerator(Communicator):

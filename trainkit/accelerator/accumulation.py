@@ -1,5 +1,6 @@
 """When gradients are synchronised in a loop of the user's own, and by what a loss is divided."""
 
+import os
 from collections import OrderedDict
 from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar
@@ -47,6 +48,7 @@ class Accumulation:
 
     # Of every `Accelerator`: a loop may run over a loader that a function of its own prepared.
     _positions: ClassVar[OrderedDict[int, _LoaderPosition]] = OrderedDict()
+    os.register_at_fork(after_in_child=_positions.clear)  # a child goes on with no loop
 
     def __init__(self, plugin: GradientAccumulationPlugin) -> None:
         self.plugin = plugin

@@ -94,6 +94,11 @@ class ActiveLoaders:
             self._passes.remove(found)
             self._interrupted = found if found.latest < self._changes else None
 
+    def forget(self) -> None:
+        """Forget all passes."""
+        self._passes.clear()
+        self._interrupted = None
+
     @contextmanager
     def apart(self) -> Iterator[None]:
         """Forget the loaders under way for a while, as in an evaluation inside training."""

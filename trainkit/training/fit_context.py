@@ -24,11 +24,10 @@ if TYPE_CHECKING:
 __all__ = [
     "Calls",
     "check_outputs",
+    "choose_folder",
     "compiling",
     "conditions",
     "end",
-    "keep_nothing",
-    "take_own_folder",
     "watched",
 ]
 
@@ -131,7 +130,17 @@ def _training_mode(model: nn.Module) -> Iterator[None]:
         model.eval()
 
 
-def take_own_folder(run: Run, resume: str | Path | None) -> None:
+def choose_folder(run: Run, resume: str | Path | None, new_run: bool) -> str | Path | None:
+    """Choose where a run writes; return what it resumes, which in a dry run is nothing."""
+    if run.config.dry_run is not None:
+        _keep_nothing(run, resume)
+        return None
+    if new_run:
+        _take_own_folder(run, resume)
+    return resume
+
+
+def _take_own_folder(run: Run, resume: str | Path | None) -> None:
     """Let a run write to a folder of its own in its output directory, the same on all processes."""
     from trainkit.outputs import folder_of_run  # most runs have none
 
@@ -174,7 +183,7 @@ def end(run: Run) -> FitResult:
     return result
 
 
-def keep_nothing(run: Run, resume: str | Path | None) -> None:
+def _keep_nothing(run: Run, resume: str | Path | None) -> None:
     """Let a dry run write into a folder that goes with the program; nothing is resumed.
 
     It is beside the output directory, where all machines see it. Callers may read it after `fit`.
