@@ -25,6 +25,12 @@ PLACES = {
     "Trainer(deterministic=...)": "full_determinism",
     "Trainer(log_every_n_steps=...)": "logging_steps update_freq",
     "Trainer(compile=...)": "jit_compile torch_compile torch_compile_backend torch_compile_mode",
+    "Trainer(dry_run=...)": "fast_dev_run",
+    "Trainer(limit_train_batches=...)": "steps_per_epoch train_subset_num_batches",
+    "Trainer(limit_eval_batches=...)": "eval_subset_num_batches limit_test_batches "
+        "limit_val_batches validation_steps",
+    "Trainer(gradient_checkpointing=...)": "activation_checkpointing gradient_checkpointing_kwargs",
+    "Trainer(hparams=...)": "config hyperparameters",
     "Trainer(process_group_timeout=...)": "ddp_timeout timeout",
     "fit(model=...)": "module",
     "fit(loaders=...)": "data datamodule dataloaders dataset eval_dataset loader train_dataloader "
@@ -34,6 +40,7 @@ PLACES = {
     "fit(lr_scheduler=...)": "lr_scheduler_kwargs lr_scheduler_type scheduler",
     "fit(warmup=...)": "num_warmup_steps warmup_epochs warmup_ratio warmup_steps",
     "fit(loss_fn=...)": "compute_loss_func criterion loss",
+    "fit(restore_best=...)": "load_best_model_at_end restore_best_weights",
     "fit(resume=...)": "ckpt_path initial_epoch resume_from_checkpoint",
     "Evaluation(metrics=...)": "compute_metrics weighted_metrics",
     "Evaluation(every_n_steps=...)": "eval_steps eval_strategy val_check_interval",
@@ -42,8 +49,9 @@ PLACES = {
     "Checkpoint(every_n_epochs=...)": "save_freq save_strategy",
     "Checkpoint(every_minutes=...)": "train_time_interval",
     "Checkpoint(keep_last=...)": "save_last save_total_limit",
-    "Checkpoint(keep_best=...)": "greater_is_better load_best_model_at_end metric_for_best_model "
-        "monitor restore_best_weights save_best_only save_top_k",
+    "Checkpoint(keep_best=...)": "greater_is_better metric_for_best_model monitor save_best_only "
+        "save_top_k",
+    "Checkpoint(weights_only=...)": "save_only_model save_weights_only",
     "EarlyStopping(metric=...)": "monitor",
     "EarlyStopping(patience=...)": "early_stopping_patience",
     "EarlyStopping(min_delta=...)": "early_stopping_threshold",

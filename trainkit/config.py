@@ -251,8 +251,6 @@ def names_checked(target: T) -> T:
             refuse_unknown(target, kwargs)
             raise
 
-    # The watch, as a traceback, names the call by its code.
-    call.__code__ = call.__code__.replace(co_name=target.__name__)  # type: ignore[attr-defined]
     return cast(T, call)
 
 

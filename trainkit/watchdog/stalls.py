@@ -214,7 +214,13 @@ class Unanswered:
 def call_of(error: BaseException) -> str:
     """Return what a process had called, as its user would, when a collective raised an error."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    ours = [f.f_code.co_name for f in frames if f.f_code.co_filename.startswith(_PACKAGE)]
+    # Those of `config` only check the arguments of a call.
+    ours = [
+        frame.f_code.co_name
+        for frame in frames
+        if frame.f_code.co_filename.startswith(_PACKAGE)
+        and frame.f_globals.get("__name__") != "trainkit.config"
+    ]
     waits = [name for frame in frames if (name := _collective(frame))]
     return f"`{[*ours, *waits][0]}`" if ours or waits else "a collective"
 
