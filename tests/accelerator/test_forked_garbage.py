@@ -4,6 +4,11 @@ import subprocess
 import sys
 
 import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from tests.helpers.ranks import run_ranks
+from trainkit import Accelerator
 
 SCRIPT = """
 import gc
@@ -56,3 +61,15 @@ def test_an_old_group_does_not_stop_a_fork(by: str) -> None:
         [sys.executable, "-c", SCRIPT, by], capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def _gathers(rank: int) -> int:
+    return len(Accelerator(cpu=True).gather_for_metrics(torch.ones(2, 3)))
+
+
+def test_a_loop_under_way_before_a_fork_is_not_one_in_it() -> None:
+    loader = Accelerator(cpu=True).prepare(DataLoader(torch.arange(7), batch_size=3))
+    batches = iter(loader)
+    next(batches)
+    assert run_ranks(2, _gathers) == [4, 4]
+    batches.close()
