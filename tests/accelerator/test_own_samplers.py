@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from torch.utils.data import BatchSampler, DataLoader, Sampler
 
 from tests.helpers.ranks import run_ranks
@@ -196,3 +197,15 @@ def test_the_order_of_a_pass_is_digested_once(
         for _ in loader:
             accelerator.save_state(tmp_path / "state")
     assert len(digested) == 2
+
+
+def test_the_order_does_not_depend_on_persistent_workers() -> None:
+    orders = []
+    for is_persistent in (False, True):
+        set_seed(0)
+        workers: dict[str, Any] = {"num_workers": 1, "persistent_workers": is_persistent}
+        loader = Accelerator(cpu=True).prepare(
+            DataLoader(range(SAMPLES), 4, shuffle=True, **workers)  # type: ignore[arg-type]
+        )
+        orders.append([torch.cat(list(loader)).tolist() for _ in range(3)])
+    assert orders[0] == orders[1]
