@@ -19,7 +19,7 @@ help:
 	@echo "make data    fetch what the examples train on into data/ and .venv"
 	@echo "make test    run most tests and one of each kind that starts programs, in 5 minutes"
 	@echo "make test-all  run all tests, in 15 minutes: what every push runs"
-	@echo "make test-behaviour  run the rows of docs/behaviour.md and inductor, in a minute"
+	@echo "make test-behaviour  run the rows of docs/behaviour.md, in a minute"
 	@echo "make test-versions  run the fast tests with the lowest and the newest Python, torch, ..."
 	@echo "make check   lint, format check, types and the tests of make test"
 	@echo "make fix     let ruff repair and format what it can"
@@ -57,7 +57,7 @@ test-all: .venv/with-test
 	$(ONE_THREAD) $(BIN)/python $(PYTEST)
 
 test-behaviour: .venv/with-test
-	$(ONE_THREAD) $(BIN)/python $(PYTEST) -m slow tests/test_behaviour.py tests/test_compile.py
+	$(ONE_THREAD) $(BIN)/python $(PYTEST) -m slow tests/test_behaviour.py
 
 # Each environment is made, used and removed: a torch with CUDA takes several GB.
 # `make test-versions VERSIONS=lowest` runs one; `PYTHON_OLDEST=...` says where a Python is.
