@@ -134,7 +134,8 @@ def test_messages_of_strangers_change_nothing(tmp_path: Path) -> None:
         while len(list(tmp_path.glob("step-*"))) < 2:
             assert time.monotonic() < end, job.log()
             time.sleep(0.02)
-        found = ports(job.pids)
+        inherited = ports([os.getpid()])  # such as a store of an earlier test
+        found = {port: host for port, host in ports(job.pids).items() if port not in inherited}
         assert len(found) == 6, found  # the store, the watch, two of gloo on each process
         admitted = [attack(host, port, RANDOM_MESSAGES) for port, host in found.items()]
         assert sum(admitted) == 2, found  # gloo's let nobody in, once all are connected
