@@ -13,19 +13,18 @@ CLASS_LINES = 200
 FUNCTION_LINES = 40
 # These constructors name every public setting, twice.
 FUNCTION_LIMITS = {
-    ("callbacks/checkpoint.py", "__init__"): 45,
     ("trainkit/accelerator/accelerator.py", "__init__"): 56,
     ("trainkit/trainer.py", "__init__"): 63,
 }
 FILE_LIMITS = {
     "trainkit/accelerator/accelerator.py": 360,  # a face: it says what it does
-    "trainkit/trainer.py": 427,  # another; no function outside of it takes it apart
+    "trainkit/trainer.py": 422,  # another; no function outside of it takes it apart
     "trainkit/training/loop.py": 120,  # the algorithm is readable in one screen
 }
 # Faces: to cut them in two would only hide from a reader what belongs together.
 CLASS_LIMITS = {
     ("trainkit/accelerator/accelerator.py", "Accelerator"): 320,
-    ("trainkit/trainer.py", "Trainer"): 373,
+    ("trainkit/trainer.py", "Trainer"): 369,
     ("trainkit/training/run.py", "Run"): 300,
 }
 
