@@ -616,7 +616,9 @@ def _begin(case: Case, site: Site, outcome: Outcome) -> float:
             assert time.monotonic() < begin + START_SECONDS, site.output()
             time.sleep(0.1)
         time.sleep(case.at)
-    elif case.works or (case.has_begun and not case.act.startswith("first")):
+    elif case.act.startswith("first"):
+        site.jobs[site.machines[-1]].wait_for("now ", seconds=START_SECONDS)
+    elif case.works or case.has_begun:
         site.wait_for_steps()
     if case.works and case.fault is None:
         outcome.problems += [bad for host in site.machines for bad in loose_sockets(site, host)]
