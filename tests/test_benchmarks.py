@@ -2,6 +2,7 @@
 
 import io
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -23,6 +24,16 @@ TINY = Training(name="tiny", about="tiny", batch_size=1, steps=64)
 
 def test_each_fault_of_the_mutants_fits_the_code() -> None:
     assert mutants.misfits(mutants.read()[0]) == []
+
+
+@pytest.mark.e2e
+def test_the_tests_that_must_notice_a_fault_are_there() -> None:
+    named = sorted({test for _, tests in mutants.read()[1] for test in tests})
+    assert [test for test in named if not Path(test.partition("::")[0]).exists()] == []
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q"]
+    command += [test for test in named if "::" in test]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_ratios_are_paired_within_the_round() -> None:
