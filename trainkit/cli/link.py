@@ -78,6 +78,7 @@ class Link:
         is_over: Whether machine 0 has said that nothing more will come.
         verdict: What it said with it.
         present: Those that are connected: machine 0, and on that the others.
+        awaited: Those, and those whose connection broke, as long as they may connect again.
         cut_off: Those whose machine, or the network to it, is gone without a word.
     """
 
@@ -88,6 +89,7 @@ class Link:
         self.secret = secrets.token_hex(16)
         self.is_over, self.verdict = False, ""
         self.present = set() if links is None or links.parent is None else {0}
+        self.awaited = self.present
         self.cut_off: set[int] = set()
         self._missed: set[int] = set()  # those, and those whose launcher is stopped
         self._machine = machine
@@ -159,7 +161,7 @@ class Link:
         """
         self.tell("story", story)
         if self._machine == 0:
-            self.wait(lambda: self.present <= self._of("story").keys(), seconds)
+            self.wait(lambda: {0} | self.awaited <= self._of("story").keys(), seconds)
             return dict(self._of("story"))
         self.wait(lambda: self.is_over or 0 not in self.present, 2 * seconds)
         return None if self.is_over else {self._machine: story}
@@ -213,6 +215,7 @@ class Link:
                 self._miss(machine, _unsent(line.connection.fileno()))
         with self._changed:
             self.present = lines.keys() - self._missed
+            self.awaited = self.present | links.away - self._missed
             self._changed.notify_all()
 
     def _take(self, machine: int, message: dict[str, Any]) -> None:
@@ -273,11 +276,14 @@ class Link:
 
     def _on_end(self, end: End) -> None:
         """Note why the job ends: the first reason counts, but none hides that a machine is gone."""
-        if end.kind == ASKED and (asked := self._of("asked")):  # which machine got the signal
+        asked = self._of("asked")  # which machine got the signal
+        if end.kind == ASKED and asked:
             machine, cause = next(iter(asked.items()))
             end = replace(end, machine=machine, cause=cause)
         # A process may have left because a machine is gone, before its launcher hears of that.
-        if self.end is None or (self.end.kind == FAILED and end.kind == LOST):
+        was = self.end
+        is_certain = was is not None and (was.kind == LOST or (was.kind == ASKED and asked))
+        if was is None or (end.kind == LOST and not is_certain):
             self.end = end
             self._broadcast("end", asdict(end))
 

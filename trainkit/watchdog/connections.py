@@ -93,6 +93,11 @@ class Links:
         """The connections to other processes of the job."""
         return [*self.children.values(), *([] if self.parent is None else [self.parent])]
 
+    @property
+    def away(self) -> set[int]:
+        """Those whose connection broke, and who may come again."""
+        return {*self._away}
+
     def wake(self) -> None:
         """Make `poll` return; from any thread."""
         with suppress(OSError):
