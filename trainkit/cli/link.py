@@ -215,7 +215,7 @@ class Link:
                 self._miss(machine, _unsent(line.connection.fileno()))
         with self._changed:
             self.present = lines.keys() - self._missed
-            self.awaited = self.present | links.away - self._missed
+            self.awaited = self.present | links.away.keys() - self._missed
             self._changed.notify_all()
 
     def _take(self, machine: int, message: dict[str, Any]) -> None:

@@ -74,7 +74,7 @@ class Links:
         self._address = address
         self._told: set[object] = set()  # the news that this process has passed on
         self._strangers: list[Line] = []
-        self._away: dict[int, Line] = {}  # whose connection broke, and who may come again
+        self.away: dict[int, Line] = {}  # whose connection broke, and who may come again
         self._early: list[Message] = []  # what came from the parent with its welcome
         self._listening = listening
         self._rests_until = 0.0
@@ -93,11 +93,6 @@ class Links:
         """The connections to other processes of the job."""
         return [*self.children.values(), *([] if self.parent is None else [self.parent])]
 
-    @property
-    def away(self) -> set[int]:
-        """Those whose connection broke, and who may come again."""
-        return {*self._away}
-
     def wake(self) -> None:
         """Make `poll` return; from any thread."""
         with suppress(OSError):
@@ -109,7 +104,7 @@ class Links:
         if self._early and self.parent is not None:
             early, self._early = self._early, []
             heard += self._take(self.parent, early)
-        if self._strangers or self._away or self._rests_until:
+        if self._strangers or self.away or self._rests_until:
             seconds = _LOOK_SECONDS if seconds is None else min(seconds, _LOOK_SECONDS)
         for key, _ in self._selector.select(seconds):
             if key.fileobj is self._woken:
@@ -184,8 +179,8 @@ class Links:
             self._drop(line)
         if self._rests_until and now > self._rests_until and len(self._strangers) < _MOST_STRANGERS:
             self._listen()
-        lost = [line for line in self._away.values() if self._is_lost(line)]
-        self._away = {rank: line for rank, line in self._away.items() if line not in lost}
+        lost = [line for line in self.away.values() if self._is_lost(line)]
+        self.away = {rank: line for rank, line in self.away.items() if line not in lost}
         return [heard for line in lost for heard in self._take(line, [_gone(line, self._rank)])]
 
     def _listen(self) -> None:
@@ -244,7 +239,7 @@ class Links:
             del self.children[line.rank or 0]
             if line.has_ended or self._is_lost(line):
                 return [_gone(line, self._rank)]
-            self._away[line.rank or 0] = line
+            self.away[line.rank or 0] = line
             return []
         self.parent = None
         if line.has_ended:  # who passed on what process 0 says has, but process 0 may have not
@@ -266,12 +261,12 @@ class Links:
         if not known or not isinstance(rank, int) or not 0 < rank < self._size:
             return False
         member = Member.parse(hello.get("who"))
-        before = self.children.get(rank) or self._away.get(rank)
+        before = self.children.get(rank) or self.away.get(rank)
         if rank == self._rank or member is None or (before and before.member != member):
             return False
         if before:  # it has come again, perhaps before this end has heard that it was away
             self._drop(before)
-            self._away.pop(rank, None)
+            self.away.pop(rank, None)
         line.rank, line.member, line.trusted = rank, member, True
         self.children[rank] = line
         line.send({"kind": "welcome", "from": self._rank, "who": Member.this().as_list()})
