@@ -14,6 +14,7 @@ from trainkit.data import MicroBatch, Window
 from trainkit.data.split import split_windows
 from trainkit.errors import ConfigError
 from trainkit.training.callback import Callback
+from trainkit.training.optimizers import refuse_several
 from trainkit.training.run import Run
 
 __all__ = ["BatchSizeFinder"]
@@ -56,6 +57,7 @@ class BatchSizeFinder(Callback):
 
     @override
     def on_fit_start(self, run: Run) -> None:
+        refuse_several(run.optimizer, "`BatchSizeFinder`")
         if run.strategy.sharded and run.processes.num_processes > 1:
             raise ConfigError(
                 "`BatchSizeFinder` does not work with sharded parameters: a process that runs out "

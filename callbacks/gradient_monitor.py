@@ -71,7 +71,10 @@ class GradientMonitor(Callback):
     def on_step_end(self, run: Run, result: StepResult) -> None:
         if not self._norms:
             return
-        run.log({f"grad_norm/{name}": norm for name, norm in self._norms.items()}, reduce="last")
+        # Where several optimizers are clipped, theirs are logged by their names.
+        known = run.optimizers if run.config.max_grad_norm is not None else ()
+        norms = {f"grad_norm/{n}": norm for n, norm in self._norms.items() if n not in known}
+        run.log(norms, reduce="last")
         if self.histograms is not None and run.is_main_process:
             for name, histogram in self._drawn.items():
                 self.histograms.add_histogram(run, f"gradients/{name}", histogram)

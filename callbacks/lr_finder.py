@@ -18,6 +18,7 @@ from trainkit.errors import ConfigError
 from trainkit.training.callback import Callback, CallbackList
 from trainkit.training.logging import LogSums
 from trainkit.training.loop import train_step
+from trainkit.training.optimizers import refuse_several
 from trainkit.training.run import Requests, Run
 from trainkit.training.state import TrainState
 from trainkit.training.unchanged import kept
@@ -78,6 +79,7 @@ class LRFinder(Callback):
     def on_epoch_start(self, run: Run) -> None:
         if run.state.attempts:
             return
+        refuse_several(run.optimizer, "`LRFinder`")
         self.rates, self.losses = [], []
         with _unchanged(run):
             self._search(run, run.config.dry_run or self.num_steps)

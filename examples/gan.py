@@ -3,23 +3,13 @@
     python examples/gan.py
     trainkit launch --num_processes 2 examples/gan.py --output-dir runs/gan2
 
-The loop is the trainer's. The model holds both networks and returns both losses, and the gradient
-of each loss reaches its own network only: one backward serves both, and what the trainer promises
-holds for both: several processes, FSDP, accumulation, fp16, an exact resume. Three parts do it:
-
-- `GAN.forward` computes both losses, as one call is what DDP and FSDP watch;
-- `Both` steps two optimizers of any kind as one. For two of one kind, a single optimizer with two
-  groups of parameters does without it;
-- `Alternate` leaves the generator alone but for every k-th update (`--generator-every`).
-
-Where that ends: both networks see the same batch, the one that is left alone is computed all the
-same, and clipping takes one norm over both. Where that is not wanted, keep your own loop, with
-`Accelerator`.
+They take turns: `--discriminator-windows` windows for the discriminator, one for the generator,
+each with its own step, clipping and loss scale. While one learns the other is frozen. What the
+trainer promises holds for both: several processes, FSDP, accumulation, fp16, an exact resume.
 """
 
 import argparse
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +18,11 @@ from sklearn.datasets import load_digits
 from sklearn.linear_model import LogisticRegression
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
-from torch.optim import Adam, Optimizer, RMSprop
+from torch.optim import Adam, RMSprop
 from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
-from trainkit import Callback, Run, Trainer
+from trainkit import Trainer
 from trainkit.callbacks import EMA, Checkpoint, JSONLLogger, ProgressBar, Summary
 
 NOISE = 32  # numbers that a digit is drawn from
@@ -56,20 +46,19 @@ class GAN(nn.Module):
         )
 
     @override
-    def forward(self, x: Tensor) -> Any:
-        """Return the mean losses of generator and discriminator on the real digits `x`.
+    def forward(self, x: Tensor, loss_of: str = "") -> Tensor:
+        """Return the mean loss of one of the networks on the real digits `x`.
 
-        In evaluation mode, return the digits that are drawn from the noise `x`.
+        Without a name, return the digits that are drawn from the noise `x`.
         """
-        if not self.training:
-            return self.generator(x)
+        if not loss_of:
+            return self.generator(x)  # type: ignore[no-any-return]
         drawn = self.generator(torch.randn(len(x), NOISE, device=x.device))
-        with frozen(self.discriminator):
-            generator_loss = judged(self.discriminator(drawn), as_real=True)
-        discriminator_loss = judged(self.discriminator(x), as_real=True) + judged(
-            self.discriminator(drawn.detach()), as_real=False
+        if loss_of == "generator":
+            return judged(self.discriminator(drawn), as_real=True)
+        return judged(self.discriminator(x), as_real=True) + judged(
+            self.discriminator(drawn), as_real=False
         )
-        return generator_loss, discriminator_loss
 
 
 def judged(logits: Tensor, *, as_real: bool) -> Tensor:
@@ -77,84 +66,22 @@ def judged(logits: Tensor, *, as_real: bool) -> Tensor:
     return binary_cross_entropy_with_logits(logits, torch.full_like(logits, float(as_real)))
 
 
-@contextmanager
-def frozen(module: nn.Module) -> Iterator[None]:
-    """Let gradients pass through `module`, but not into its parameters."""
-    module.requires_grad_(False)
-    try:
-        yield
-    finally:
-        module.requires_grad_(True)
-
-
-class Both(Optimizer):
-    """Several optimizers as one, for the trainer, for schedules and for checkpoints.
-
-    Args:
-        *optimizers: On parameters that differ.
-    """
-
-    def __init__(self, *optimizers: Optimizer) -> None:
-        self.optimizers = optimizers
-        super().__init__([group for part in optimizers for group in part.param_groups], {})
-        self._share()
-
-    def _share(self) -> None:
-        """Let the parts work on the groups and the state that are seen here."""
-        groups = iter(self.param_groups)
-        for part in self.optimizers:
-            part.param_groups = [next(groups) for _ in part.param_groups]
-            part.state = self.state
-
-    @override
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for part in self.optimizers:
-            part.step()
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        self._share()
-
-
-class Alternate(Callback):
-    """Updates one network only every so often; the optimizer passes over what has no gradient.
-
-    Args:
-        name: The network's name in the model.
-        every: Updates from one to the next.
-    """
-
-    def __init__(self, name: str, every: int) -> None:
-        self.network = name
-        self.every = every
-
-    @override
-    def on_gradients(self, run: Run) -> None:
-        if (run.state.step + 1) % self.every:
-            for parameter in run.module.get_submodule(self.network).parameters():
-                parameter.grad = None
-
-
 class GANTrainer(Trainer):
-    """Trains both networks of a GAN, each with its optimizer."""
+    """Trains one network of a GAN, then the other."""
 
-    @override
-    def configure_optimizer(self, model: nn.Module, optimizer: object) -> Optimizer:
-        return Both(
-            Adam(model.get_submodule("generator").parameters(), lr=1e-3, betas=(0.5, 0.999)),
-            RMSprop(model.get_submodule("discriminator").parameters(), lr=5e-4),
-        )
+    def training_step_discriminator(self, model: nn.Module, batch: Any) -> Tensor:
+        """Return how far the discriminator is from telling real digits."""
+        return model(*batch, loss_of="discriminator")  # type: ignore[no-any-return]
 
-    @override
-    def training_step(self, model: nn.Module, batch: Any) -> Tensor:
-        (real,) = batch
-        generator_loss, discriminator_loss = model(real)
-        assert self.run is not None
-        self.run.log({"loss/generator": generator_loss.detach()}, weight=len(real))
-        self.run.log({"loss/discriminator": discriminator_loss.detach()}, weight=len(real))
-        loss: Tensor = generator_loss + discriminator_loss
-        return loss
+    def training_step_generator(self, model: nn.Module, batch: Any) -> Tensor:
+        """Return how far the generator is from being taken for real."""
+        return model(*batch, loss_of="generator")  # type: ignore[no-any-return]
+
+
+OPTIMIZERS = {  # by the name of the part of the model that each one trains
+    "discriminator": partial(RMSprop, lr=5e-4),
+    "generator": partial(Adam, lr=1e-3, betas=(0.5, 0.999)),
+}
 
 
 def print_result(drawn: Tensor, digits: Any) -> None:
@@ -174,8 +101,8 @@ def parse_arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--epochs", type=int, default=60, help="passes over the 1,797 digits (default: 60)")
-    add("--generator-every", type=int, default=1, help="updates a generator's one (default: 1)")
+    add("--epochs", type=int, default=120, help="passes over the 1,797 digits (default: 120)")
+    add("--discriminator-windows", type=int, default=1, help="for each of the generator's")
     add("--precision", default="auto", help="fp32, bf16 or fp16 (default: fp32)")
     add("--strategy", default="auto", help="auto, single, ddp or fsdp (default: auto)")
     add("--output-dir", type=Path, default=Path("runs/gan"))
@@ -200,14 +127,19 @@ def main() -> None:
         callbacks=[
             ProgressBar(),
             Summary(),
-            Alternate("generator", arguments.generator_every),
             ema,
             JSONLLogger(),
             Checkpoint(keep_last=1),
         ],
         output_dir=arguments.output_dir,
     )
-    trainer.fit(gan, DataLoader(data, batch_size=64, shuffle=True), resume=arguments.resume)
+    trainer.fit(
+        gan,
+        DataLoader(data, batch_size=64, shuffle=True),
+        optimizer=OPTIMIZERS,
+        alternate={"discriminator": arguments.discriminator_windows, "generator": 1},
+        resume=arguments.resume,
+    )
     noise = torch.randn(1000, NOISE, generator=torch.Generator().manual_seed(1))
     with ema.applied():
         drawn = trainer.predict(gan, DataLoader(TensorDataset(noise), batch_size=250))

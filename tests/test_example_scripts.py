@@ -6,14 +6,12 @@ import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from causal_lm import Blocks, read_records
-from gan import GAN, Alternate, Both, GANTrainer
-from torch import Tensor, nn
-from torch.optim import SGD, Adam
+from gan import GAN, OPTIMIZERS, GANTrainer
+from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 from vision import Images, mirror, read_bytes, read_parts, shift
 
@@ -121,21 +119,17 @@ def test_images_are_shifted_and_mirrored_by_chance_but_stay_the_same_images() ->
     assert classes.tolist() == [3, 1]
 
 
-def test_two_optimizers_step_as_one() -> None:
-    def step(make: Any) -> list[Tensor]:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
-        optimizers = make(Adam(model[0].parameters()), SGD(model[1].parameters(), 0.1, 0.9))
-        for _ in range(3):
-            model(torch.ones(1, 2)).sum().backward()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-        return list(model.parameters())
-
-    apart = step(lambda *parts: parts)
-    together = step(lambda *parts: [Both(*parts)])
-    assert all(map(torch.equal, apart, together))
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    ("name", "last_line"),
+    [
+        ("actor_critic.py", r"the pole stands for \d+\.\d moments before, \d+\.\d after"),
+        ("muon.py", r"accuracy: 0\.\d{4} with Muon, 0\.\d{4} with AdamW alone"),
+    ],
+)
+def test_the_example_of_several_optimizers_runs(name: str, last_line: str) -> None:
+    lines = run_forked(EXAMPLES / name, "--epochs", "1").output.splitlines()
+    assert re.fullmatch(last_line, lines[-1]), lines
 
 
 class _StopAt(Callback):
@@ -150,10 +144,16 @@ class _StopAt(Callback):
 def _train_gan(folder: Path, stop: int, resume: str | None = None) -> dict[str, Tensor]:
     torch.manual_seed(0)
     gan = GAN(width=8)
-    callbacks = [Alternate("generator", 2), _StopAt(stop), Checkpoint()]
+    callbacks = [_StopAt(stop), Checkpoint()]
     trainer = GANTrainer(max_epochs=2, callbacks=callbacks, output_dir=folder)
     data = TensorDataset(torch.rand(50, 64, generator=torch.Generator().manual_seed(1)))
-    trainer.fit(gan, DataLoader(data, batch_size=8, shuffle=True), resume=resume)
+    trainer.fit(
+        gan,
+        DataLoader(data, batch_size=8, shuffle=True),
+        optimizer=OPTIMIZERS,
+        alternate={"discriminator": 1, "generator": 1},
+        resume=resume,
+    )
     return gan.state_dict()
 
 

@@ -31,15 +31,17 @@ from trainkit.training.fit_context import (
     compiling,
     conditions,
     end,
+    step_of,
     watched,
 )
 from trainkit.training.logging import Log, NoRun
-from trainkit.training.lr_schedule import LRSchedule, by_name, make_lr_schedule
+from trainkit.training.lr_schedule import LRSchedule, LRSchedules, by_name, make_lr_schedule
 from trainkit.training.run import FitResult, Run
 from trainkit.training.weighting import Weighting
 from trainkit.types import (
     AnyScheduler,
     Batch,
+    ByName,
     LossFn,
     OptimizerFactory,
     Scalars,
@@ -182,8 +184,11 @@ class Trainer:
 
     def training_step(
         self, model: nn.Module, batch: Batch
-    ) -> Tensor | Mapping[str, Any] | StepOutput:
+    ) -> Tensor | Mapping[str, Any] | StepOutput | None:
         """Return the mean loss of `batch`, or a `StepOutput` with its weight.
+
+        With several optimizers it may give losses to `run.optimize` instead, and return nothing or
+        values to log.
 
         Args:
             model: As wrapped by the strategy. Call it; the user's own module is `run.module`.
@@ -207,6 +212,15 @@ class Trainer:
         """Return the optimizer of `model`; `optimizer` is what `fit` was given."""
         return arguments.make_optimizer(optimizer, model)
 
+    def configure_optimizers(self, model: nn.Module, optimizers: Any) -> Mapping[str, Optimizer]:
+        """Return several optimizers by name; `optimizers` is what `fit` was given as `optimizer`.
+
+        Whoever overrides it has several; else `fit` has several where it is given a mapping.
+        """
+        from trainkit.training import optimizer_arguments  # many runs have one
+
+        return optimizer_arguments.make_optimizers(optimizers, model)
+
     def configure_lr_scheduler(
         self,
         optimizer: Optimizer,
@@ -228,8 +242,9 @@ class Trainer:
         model: nn.Module,
         loaders: Any,
         *,
-        optimizer: Optimizer | OptimizerFactory | None = None,
-        lr_scheduler: AnyScheduler | LRSchedule | SchedulerFactory | str | None = None,
+        optimizer: Optimizer | OptimizerFactory | ByName | None = None,
+        lr_scheduler: AnyScheduler | LRSchedule | SchedulerFactory | str | ByName | None = None,
+        alternate: Mapping[str, int] | None = None,
         warmup: float = 0,
         loss_fn: LossFn | None = None,
         resume: str | Path | None = None,
@@ -244,11 +259,15 @@ class Trainer:
                 where "eval" may be a mapping of named loaders. Ordinary loaders: they are shared
                 out over the processes here.
             optimizer: A callable `params -> Optimizer` such as `partial(AdamW, lr=3e-4)`, or an
-                optimizer on the model's parameters.
+                optimizer on the model's parameters. Several: a mapping from names to optimizers,
+                or to callables, which get the parameters of the part of the model of that name.
             lr_scheduler: "constant", "linear", "cosine" or "wsd" over all updates of the run; or a
                 callable `optimizer -> LRScheduler`, or a ready-made one. It advances once for
                 each update; `LRSchedule` says otherwise. `planned_steps` is known when the
-                callable runs.
+                callable runs. Of several optimizers a mapping by name, or the same for all.
+            alternate: Lets several optimizers take turns, such as `{"critic": 5, "actor": 1}`: so
+                many windows in a row for each, by `training_step_<name>` of the trainer. None: in
+                every window `training_step` gives losses to `run.optimize`, or one to all.
             warmup: Of a schedule by name: a fraction of the run such as 0.1, or a whole number of
                 updates.
             loss_fn: `(outputs, targets) -> loss`, a mean over samples, for loaders of pairs
@@ -280,7 +299,7 @@ class Trainer:
             prepared = self._prepare_all(stack, loaders)
             schedule_for = partial(self._make_schedule, lr_scheduler, warmup)
             self.run = run = self._make_run(
-                arguments.check_model(model), *prepared, optimizer, schedule_for
+                arguments.check_model(model), *prepared, (optimizer, alternate), schedule_for
             )
             run.checkpoints.restore_best = restore_best
             resume = choose_folder(run, resume, self.new_run)
@@ -295,7 +314,7 @@ class Trainer:
             stack.enter_context(run.interrupts)
             stack.callback(run.close)
             run.weights.train()
-            loop.fit(run, self.callbacks)
+            loop.fit(run, self.callbacks, step_of(run))
         return end(run)
 
     @names_checked
@@ -483,10 +502,11 @@ class Trainer:
         module: nn.Module,
         loader: PreparedLoader,
         evaluations: dict[str, PreparedLoader],
-        optimizer: Optimizer | OptimizerFactory | None,
-        schedule_for: Callable[[Optimizer, int | None], LRSchedule | None],
+        optimizer: tuple[Any, Mapping[str, int] | None],
+        schedule_for: Callable[[Optimizer, int | None], LRSchedule | LRSchedules | None],
     ) -> Run:
-        from trainkit.training.consistency import check_alike, settings_by_name  # on demand
+        from trainkit.training import optimizer_arguments  # on demand
+        from trainkit.training.consistency import check_alike, settings_by_name
 
         config, processes = self.config, self.strategy.processes
         arguments.check_evaluations(evaluations)
@@ -496,8 +516,8 @@ class Trainer:
         self.planned_steps = planned_steps = arguments.planned_steps(config, loader)
         self.precision.setup(self.processes.device)  # its state is that of one training
         model = self.strategy.wrap(module, self.precision, config.seed)
-        made = self._make_optimizer(module, optimizer)
-        schedule = schedule_for(made, planned_steps)
+        weighting = partial(self._make_weighting, loader)
+        made = optimizer_arguments.make(self, Trainer, module, *optimizer, weighting)
         # One process alone may have a logger, but all must reduce.
         log = Log(is_read=first_with(processes, self.callbacks.logs) is not None)
         return Run(
@@ -508,10 +528,10 @@ class Trainer:
             model=model,
             module=module,
             optimizer=made,
-            lr_schedule=schedule,
+            lr_schedule=schedule_for(made, planned_steps),
             train_loader=loader,
             training_step=self.training_step,
-            weighting=self._make_weighting(loader),
+            weighting=weighting(),
             planned_steps=planned_steps,
             logging=log,
             evaluation=self._plan_evaluation(evaluations, log),
@@ -535,22 +555,16 @@ class Trainer:
             evaluator=self._evaluator(log), loaders=loaders, after_epochs=itself, at_end=itself
         )
 
-    def _make_optimizer(
-        self, module: nn.Module, given: Optimizer | OptimizerFactory | None
-    ) -> Optimizer:
-        """Return the optimizer of a module that the strategy has wrapped."""
-        arguments.check_override(self.configure_optimizer, "model, optimizer")
-        optimizer = self.configure_optimizer(module, given)
-        self.strategy.rebind_optimizer(optimizer, module)
-        arguments.check_optimizer(optimizer, module)
-        self.precision.bind(optimizer)
-        return optimizer
-
     def _make_schedule(
         self, given: Any, warmup: float, optimizer: Optimizer, planned_steps: int | None
-    ) -> LRSchedule | None:
-        """Return the schedule for a horizon."""
+    ) -> LRSchedule | LRSchedules | None:
+        """Return the schedule for a horizon; those of several optimizers as one."""
+        from trainkit.training.optimizer_arguments import make_schedules  # on demand
+
+        schedules = make_schedules(self._make_schedule, given, warmup, optimizer, planned_steps)
         self.planned_steps = planned_steps
+        if schedules is not None:
+            return schedules if schedules.by_name else None
         arguments.check_override(self.configure_lr_scheduler, "optimizer, lr_scheduler")
         given = by_name(given, planned_steps, warmup)
         return make_lr_schedule(self.configure_lr_scheduler(optimizer, given), optimizer)

@@ -12,6 +12,7 @@ __all__ = [
     "IGNORED",
     "AnyScheduler",
     "Batch",
+    "ByName",
     "LossFn",
     "OptimizerFactory",
     "Scalars",
@@ -25,6 +26,9 @@ __all__ = [
 
 Batch: TypeAlias = Any
 """What a loader yields: a tensor, or any nesting of containers that holds some."""
+
+ByName: TypeAlias = Mapping[str, Any]
+"""What each of several optimizers has, by its name."""
 
 Scalars: TypeAlias = dict[str, float]
 """Values by name, such as `{"eval/loss": 0.41}`."""
@@ -82,6 +86,10 @@ class StepResult:
 
     skipped: bool = False
     """True where no update was applied."""
+
+    optimizers: "Mapping[str, StepResult] | None" = None
+    """The same for each optimizer that the window was for, where there are several losses; the
+    `loss` is then the sum of theirs. One may have skipped while another was applied."""
 
 
 def class_name(module: nn.Module) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 from trainkit.formatting import json_value
 from trainkit.training.explain_settings import parameter_counts
+from trainkit.training.optimizers import described
 from trainkit.training.run import Run
 from trainkit.types import class_name
 
@@ -54,7 +55,7 @@ def _parts_of(run: Run) -> dict[str, Any]:
         "model": class_name(run.module),
         "parameters": total,
         "trainable parameters": trainable,
-        "optimizer": type(run.optimizer).__name__,
+        "optimizer": described(run.optimizer),
         "lr scheduler": None if schedule is None else schedule.name,
         "strategy": run.strategy.name,
         "precision": run.precision.name,

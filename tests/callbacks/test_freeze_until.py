@@ -108,7 +108,8 @@ def train_rank(rank: int, strategy: str, precision: str, **settings: Any) -> Any
         freeze,
         precision=precision,
         max_epochs=2,
-        gradient_accumulation_steps=2,
+        # One micro-batch: torch then reduces in the dtype that it found at the first forward.
+        gradient_accumulation_steps=1 if precision == "bf16" else 2,
         **{"split_batches": True, **settings},
     )
     return trail.trained, trail.values, trail.norms

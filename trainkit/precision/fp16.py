@@ -91,8 +91,9 @@ class FP16(Precision):
         return torch.autocast(self.device.type, dtype=self.dtype)
 
     @override
-    def backward(self, loss: Tensor) -> None:
-        scaled_loss(self.scaler, loss).backward()  # type: ignore[no-untyped-call]
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        scaled = scaled_loss(self.scaler, loss)
+        scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
 
     @override
     def unscale(

@@ -43,9 +43,15 @@ class Precision(ABC):
     def autocast(self) -> AbstractContextManager[object]:
         """Return the context that the step, model and loss, runs in."""
 
-    def backward(self, loss: Tensor) -> None:
-        """Accumulate the gradients of `loss`."""
-        loss.backward()  # type: ignore[no-untyped-call]
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        """Accumulate the gradients of `loss`.
+
+        Args:
+            loss: A scalar.
+            retain_graph: Given only where another backward may go through the same graph, as
+                where a step gives losses to several optimizers.
+        """
+        loss.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
 
     def unscale(self, optimizer: Optimizer, reduce_overflow: Callable[[Tensor], Tensor]) -> bool:
         """Bring the gradients to their true scale; return whether they overflowed anywhere.

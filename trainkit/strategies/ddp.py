@@ -1,7 +1,7 @@
 """Data parallelism by torch's DistributedDataParallel."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -91,6 +91,17 @@ class DDP(Strategy):
                 "be averaged. Freeze what the step does not use by `requires_grad_(False)`, or "
                 "pass `strategy=DDP(find_unused_parameters=True)`."
             )
+
+    @override
+    def reduce_gradients(self, module: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
+        if self.find_unused_parameters and self.processes.size > 1:
+            parameters = [p for p in parameters if p.requires_grad]
+            here = torch.tensor([p.grad is not None for p in parameters]).int()
+            anywhere = self.processes.all_reduce(here, "max").tolist()
+            parameters = [p for p, used in zip(parameters, anywhere, strict=True) if used]
+            for p in parameters:
+                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        super().reduce_gradients(module, parameters)
 
     @override
     def no_sync(self, model: nn.Module) -> AbstractContextManager[object]:

@@ -303,6 +303,9 @@ class FSDP(Strategy):
             activation_checkpointing=self.activation_checkpointing,
         )
         initializer.fill(model)
+        # torch has no public name for it. At the first forward a callback may have frozen all of a
+        # block, which would not learn in which dtype its gradients are reduced after a thaw.
+        model._get_fsdp_state()._lazy_init()  # type: ignore[operator]
         return _Sharded(dtype, replaced)
 
     def _before_forward(self, model: nn.Module, known: _Sharded) -> None:

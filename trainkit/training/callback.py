@@ -2,17 +2,18 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec
+from typing import Any, Concatenate, ParamSpec, TypeAlias
 
 from typing_extensions import override
 
 from trainkit.config import names_checked
+from trainkit.data import Window
 from trainkit.distributed import collective_guard
 from trainkit.errors import ConfigError
 from trainkit.training.run import Run
 from trainkit.types import Batch, Scalars, StepResult
 
-__all__ = ["Callback", "CallbackList"]
+__all__ = ["Callback", "CallbackList", "Step"]
 
 P = ParamSpec("P")
 
@@ -253,6 +254,10 @@ class CallbackList:
     def schedule_evaluation(self) -> bool:
         """Whether any callback decides when to evaluate."""
         return any(callback.schedules_evaluation for callback in self.callbacks)
+
+
+Step: TypeAlias = Callable[[Run, CallbackList, Window], None]
+"""Trains on one window."""
 
 
 def _overrides(callback: Callback, hook: str) -> bool:

@@ -34,7 +34,8 @@ from trainkit.training.fingerprint import (
     overruled_settings,
 )
 from trainkit.training.finite import finiteness
-from trainkit.training.lr_schedule import LRSchedule
+from trainkit.training.lr_schedule import LRSchedule, LRSchedules
+from trainkit.training.optimizers import Optimizers
 from trainkit.training.reference import check_base, describe_base, left_out, read_model
 from trainkit.training.resume_check import check_metadata, check_parts, check_states
 from trainkit.training.run import Run
@@ -96,8 +97,14 @@ def _common(run: Run) -> dict[str, Any]:
             "last_logged_step": run.logging.last_step,
             "last_evaluated_attempt": run.evaluation.last_attempt,
             "optimizer_states": len(parameter_states(run.optimizer)),
+            **_of_several(run),
         },
     }
+
+
+def _of_several(run: Run) -> dict[str, Any]:
+    optimizer = run.optimizer
+    return {"optimizers": optimizer.training_state()} if isinstance(optimizer, Optimizers) else {}
 
 
 def describe(run: Run, callbacks: CallbackList) -> dict[str, Any]:
@@ -187,7 +194,7 @@ def restore(
     callbacks: CallbackList,
     resume: str | Path,
     schedule: str | None,
-    remake: Callable[[Optimizer, int | None], LRSchedule | None],
+    remake: Callable[[Optimizer, int | None], LRSchedule | LRSchedules | None],
 ) -> None:
     """Put a run back to where a checkpoint was made; one that finds none starts afresh.
 
@@ -305,6 +312,9 @@ def _apply(run: Run, callbacks: CallbackList, loaded: _Loaded, schedule: str | N
     with applying("The model", path):
         load_model(run.module, loaded.model, older=older)
     run.state.load_state_dict(trainer["counters"])
+    if isinstance(run.optimizer, Optimizers):
+        with applying("The optimizers", path):
+            run.optimizer.load_training_state(trainer["optimizers"])
     rescaled = schedule == "rescale" and run.lr_schedule is not None
     with applying("The optimizer", path):
         _load_optimizer(run, loaded, rescaled=rescaled)

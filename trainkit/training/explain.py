@@ -43,7 +43,7 @@ class Explanation:
         processes: Of the trainer, as are the parts up to the strategy.
         model: What would be trained; None where that is not known.
         prepared: The training loader and the evaluation loaders; None where not known.
-        given: `optimizer`, `lr_scheduler` and `warmup`, as for `fit`.
+        given: `optimizer`, `lr_scheduler`, `alternate` and `warmup`, as for `fit`.
     """
 
     processes: Communicator
@@ -109,6 +109,7 @@ class Explanation:
         optimizer: Any = None,
         lr_scheduler: Any = None,
         warmup: float = 0,
+        alternate: Mapping[str, int] | None = None,
     ) -> Rows:
         from trainkit.training.schedule_check import (  # many runs have none
             check_plan,
@@ -116,6 +117,9 @@ class Explanation:
             settings_of,
         )
 
+        if isinstance(optimizer, Mapping):
+            yield from _several(optimizer, alternate or {}, model)
+            return
         # A schedule changes the rates of its optimizer as soon as it is made.
         own = getattr(getattr(lr_scheduler, "scheduler", lr_scheduler), "optimizer", None)
         made = arguments.make_optimizer(optimizer, model)
@@ -301,9 +305,10 @@ def _settings(callback: Callback) -> str:
     return ", ".join(found)
 
 
-def _groups(optimizer: Optimizer, model: nn.Module) -> Iterator[str]:
-    """Yield what each group of an optimizer trains, and what none of them does."""
-    left = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
+def _groups(optimizer: Optimizer, model: nn.Module | None) -> Iterator[str]:
+    """Yield what each group of an optimizer trains, and what of a model none of them does."""
+    named = () if model is None else model.named_parameters()
+    left = {id(p): name for name, p in named if p.requires_grad}
     for group in optimizer.param_groups:
         elements = sum(p.numel() for p in group["params"])
         for p in group["params"]:
@@ -313,6 +318,14 @@ def _groups(optimizer: Optimizer, model: nn.Module) -> Iterator[str]:
         yield ", ".join([f"{type(optimizer).__name__}: {elements:,} parameters", *shown])
     if left:
         yield f"nobody trains {first_few([*left.values()], 5)}"
+
+
+def _several(given: Mapping[str, Any], turns: Mapping[str, int], model: nn.Module) -> Rows:
+    from trainkit.training.optimizer_arguments import make_optimizers  # most runs have one
+
+    for name, optimizer in make_optimizers(given, model).items():
+        turn = f"; {turns[name]} windows in a row" if name in turns else ""
+        yield f"optimizer {name}", "; ".join(_groups(optimizer, None)) + turn
 
 
 def _saves(callback: Callback) -> bool:

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from trainkit.checkpoint.training_state import parameter_names
 from trainkit.export.state import shapes_in, shapes_of
 from trainkit.training.layouts import layout_problems, layouts
+from trainkit.training.optimizers import Optimizers, described
 from trainkit.training.run import Run
 
 __all__ = [
@@ -43,7 +44,7 @@ def fingerprint(run: Run) -> dict[str, Any]:
     return {
         "parameters": {name: list(p.shape) for name, p in parameters.items()},
         "layouts": layouts(run.module),
-        "optimizer": type(run.optimizer).__name__,
+        "optimizer": described(run.optimizer),
         "optimizer groups": [
             [names[id(p)] for p in group["params"]] for group in run.optimizer.param_groups
         ],
@@ -135,6 +136,8 @@ def overruled_settings(saved: Sequence[Mapping[str, Any]], run: Run) -> list[str
 
 def _given_settings(optimizer: Optimizer) -> list[str]:
     """Return the defaults that a caller can set: some optimizers also count in their groups."""
+    if isinstance(optimizer, Optimizers):
+        return [n for each in optimizer.by_name.values() for n in _given_settings(each.optimizer)]
     known = signature(type(optimizer)).parameters
     takes_more = any(p.kind is Parameter.VAR_KEYWORD for p in known.values())
     return [name for name in optimizer.defaults if takes_more or name in known]

@@ -15,7 +15,8 @@ from trainkit import rng
 from trainkit.config import TrainConfig
 from trainkit.distributed import collective_guard, run_on_all, run_on_main
 from trainkit.errors import ConfigError
-from trainkit.training.callback import CallbackList
+from trainkit.training import loop
+from trainkit.training.callback import CallbackList, Step
 from trainkit.training.run import FitResult, Run
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ __all__ = [
     "compiling",
     "conditions",
     "end",
+    "step_of",
     "watched",
 ]
 
@@ -213,3 +215,12 @@ def _keep_nothing(run: Run, resume: str | Path | None) -> None:
         f"trainkit: dry run: {count(many, 'step')} of training, {count(many, 'batch')} of each "
         f"evaluation; nothing is kept.{tried}"
     )
+
+
+def step_of(run: Run) -> Step:
+    """Return the step of the loop: another one where there are several optimizers."""
+    if not run.optimizers:
+        return loop.train_step
+    from trainkit.training import several_optimizers  # most runs have one
+
+    return several_optimizers.train_step

@@ -3,7 +3,7 @@
 from contextlib import AbstractContextManager, nullcontext
 
 from trainkit.data import MicroBatch, Window
-from trainkit.training.callback import Callback, CallbackList
+from trainkit.training.callback import Callback, CallbackList, Step
 from trainkit.training.phases import begin, finish, first_window, follow_plan, serve
 from trainkit.training.run import Run
 from trainkit.types import StepResult
@@ -13,15 +13,15 @@ __all__ = ["fit", "train_epoch", "train_step"]
 _NOTHING: AbstractContextManager[object] = nullcontext()
 
 
-def fit(run: Run, callbacks: CallbackList) -> None:
-    """Train until the run's end or a request to stop; `on_fit_end` comes in any case."""
+def fit(run: Run, callbacks: CallbackList, step: Step) -> None:
+    """Train by `step` until the run's end or a request to stop; `on_fit_end` comes anyway."""
     failed = False
     try:
         run.optimizer.zero_grad(set_to_none=True)
         callbacks.emit(Callback.on_fit_start, run)
         begin(run, callbacks)
         while run.stop_reason is None:
-            train_epoch(run, callbacks)
+            train_epoch(run, callbacks, step)
         finish(run, callbacks)
     except BaseException as error:
         failed = True
@@ -37,7 +37,7 @@ def fit(run: Run, callbacks: CallbackList) -> None:
             raise error_at_end
 
 
-def train_epoch(run: Run, callbacks: CallbackList) -> None:
+def train_epoch(run: Run, callbacks: CallbackList, step: Step) -> None:
     """Train on what is left of the current epoch, or until a request to stop."""
     state = run.state
     if state.epoch_samples == 0:
@@ -47,7 +47,7 @@ def train_epoch(run: Run, callbacks: CallbackList) -> None:
         return
     windows, window = first_window(run)
     while window is not None:
-        train_step(run, callbacks, window)
+        step(run, callbacks, window)
         window = next(windows, None)
         if window is not None:  # else the end of the epoch comes before the phases
             serve(run, callbacks)

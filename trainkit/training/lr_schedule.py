@@ -2,10 +2,10 @@
 
 import math
 import warnings
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -18,7 +18,10 @@ from trainkit.training.evaluation import check_metric
 from trainkit.training.state import TrainState
 from trainkit.types import AnyScheduler, Scalars, SchedulerFactory
 
-__all__ = ["LRSchedule", "NamedLR", "by_name", "make_lr_schedule"]
+if TYPE_CHECKING:
+    from trainkit.training.optimizers import Optimizers
+
+__all__ = ["LRSchedule", "LRSchedules", "NamedLR", "by_name", "make_lr_schedule"]
 
 NAMES = ("constant", "linear", "cosine", "wsd")
 
@@ -97,6 +100,82 @@ class LRSchedule:
         if self.metric is None:
             return
         self.scheduler.step(metrics[self.metric])  # type: ignore[arg-type]
+
+    def each(self, steps: int | None) -> Iterator[tuple[str, "LRSchedule", int | None]]:
+        """Yield name, schedule and updates of each optimizer that has one, of `steps` windows."""
+        yield "", self, steps
+
+
+@dataclass(frozen=True, slots=True)
+class LRSchedules:
+    """The schedules of several optimizers, by their names; all advance as one."""
+
+    by_name: Mapping[str, LRSchedule]
+    optimizers: "Optimizers"
+
+    @property
+    def every(self) -> str:
+        """ "step" where any of them advances after updates."""
+        return "step" if any(each.every == "step" for each in self.by_name.values()) else "epoch"
+
+    @property
+    def kind(self) -> str:
+        """What each is."""
+        return ", ".join(f"{name}: {each.kind}" for name, each in self.by_name.items())
+
+    @property
+    def unit(self) -> str:
+        """When each advances."""
+        return ", ".join(f"{name}: {each.unit}" for name, each in self.by_name.items())
+
+    @property
+    def name(self) -> str:
+        """What each is, and when it advances if not after each update."""
+        return ", ".join(f"{name}: {each.name}" for name, each in self.by_name.items())
+
+    @property
+    def scheduler(self) -> "_Schedulers":
+        """The schedulers, as one that can be saved."""
+        return _Schedulers({name: each.scheduler for name, each in self.by_name.items()})
+
+    def check(self, names: Iterable[str] | None) -> None:
+        """Raise where one of them could never advance."""
+        known = None if names is None else list(names)
+        for each in self.by_name.values():
+            each.check(known)
+
+    def catch_up(self, state: TrainState) -> None:
+        """Bring schedules that were made for a new horizon to where the training is."""
+        for name, each in self.by_name.items():
+            each.catch_up(replace(state, step=self.optimizers.by_name[name].steps))
+
+    def advance(self, unit: Literal["step", "epoch"], name: str = "") -> None:
+        """Advance that of one optimizer, or those of all, if that is its pace."""
+        for own, each in self.by_name.items():
+            if name in ("", own):
+                each.advance(unit)
+
+    def advance_evaluation(self, metrics: Scalars) -> None:
+        """Advance those that watch a metric."""
+        for each in self.by_name.values():
+            each.advance_evaluation(metrics)
+
+    def each(self, steps: int | None) -> Iterator[tuple[str, LRSchedule, int | None]]:
+        """As for one schedule."""
+        for name, schedule in self.by_name.items():
+            yield name, schedule, self.optimizers.planned(name, steps)
+
+
+@dataclass(frozen=True, slots=True)
+class _Schedulers:
+    by_name: Mapping[str, AnyScheduler]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: scheduler.state_dict() for name, scheduler in self.by_name.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for name, scheduler in self.by_name.items():
+            scheduler.load_state_dict(state[name])
 
 
 class NamedLR(LRScheduler):

@@ -37,6 +37,7 @@ from trainkit.checkpoint.training_state import check_rank_parts, same_torch
 from trainkit.errors import CheckpointError
 from trainkit.precision import FP16
 from trainkit.training.fingerprint import changes
+from trainkit.training.optimizers import COUNTERS, described
 from trainkit.training.run import Run
 from trainkit.training.state import TrainState
 
@@ -84,6 +85,11 @@ _METADATA = record(
     optional={"hparams", "order", "reference", "versions"},
 )
 _DATA = each(STREAM)
+_OPTIMIZER = record(
+    dict.fromkeys(COUNTERS, whole) | {"precision": anything, "weight_reference": maybe(positive)},
+    closed=True,
+)
+_OPTIMIZERS = record({"together": maybe(flag), "by_name": each(_OPTIMIZER)}, closed=True)
 _TRAINER = record(
     {
         "counters": record(dict.fromkeys(TrainState().state_dict(), whole), closed=True),
@@ -98,8 +104,9 @@ _TRAINER = record(
         "objects": each(anything),
         "optimizer_states": whole,
         "data": _DATA,
+        "optimizers": _OPTIMIZERS,
     },
-    optional={"optimizer_states", "data"},  # older ones have none
+    optional={"optimizer_states", "data", "optimizers"},  # older ones, or one optimizer, have none
 )
 _SUM = row(one_of("mean", "sum", "max", "last"), number, number)
 _PROCESS = record(
@@ -220,9 +227,15 @@ def _check_plugins(run: Run, checkpoint: Checkpoint, trainer: Any) -> None:
             saved,
         )
     if isinstance(run.precision, FP16) and manifest.metadata["fingerprint"]["precision"] == "fp16":
-        within("precision", SCALE, trainer["precision"])
+        scale = SCALE
     elif not run.precision.state_dict():
-        within("precision", record({}, closed=True), trainer["precision"])
+        scale = record({}, closed=True)
+    else:
+        scale = anything
+    within("precision", scale, trainer["precision"])
+    if run.optimizers and described(run.optimizer) == manifest.metadata["fingerprint"]["optimizer"]:
+        by_name = record(dict.fromkeys(run.optimizers, record({"precision": scale})), closed=True)
+        record({"optimizers": record({"by_name": by_name})})(trainer)
 
 
 def _check_position(run: Run, counters: Mapping[str, int], told: Mapping[str, Any]) -> None:

@@ -26,7 +26,7 @@ from trainkit.strategies import Strategy
 from trainkit.training.evaluation import RunEvaluation
 from trainkit.training.evaluation_weights import EvaluationWeights
 from trainkit.training.logging import RunServices
-from trainkit.training.lr_schedule import LRSchedule
+from trainkit.training.lr_schedule import LRSchedule, LRSchedules
 from trainkit.training.state import TrainState
 from trainkit.training.weighting import Weighting
 from trainkit.types import Batch, Scalars, Stateful
@@ -34,6 +34,7 @@ from trainkit.types import Batch, Scalars, Stateful
 if TYPE_CHECKING:
     from trainkit.checkpoint.retention import Best, Retention
     from trainkit.checkpoint.saver import NonFinite, Saver
+    from trainkit.training.optimizers import NamedOptimizer
 
 __all__ = ["FitResult", "Requests", "Run"]
 
@@ -156,7 +157,7 @@ class Run(RunServices):
     model: nn.Module  # as wrapped by the strategy: what the training step gets
     module: nn.Module  # the user's own
     optimizer: Optimizer
-    lr_schedule: LRSchedule | None
+    lr_schedule: LRSchedule | LRSchedules | None
     train_loader: PreparedLoader
     training_step: Callable[[nn.Module, Batch], Any]
     weighting: Weighting
@@ -217,6 +218,31 @@ class Run(RunServices):
     def parameters(self) -> list[nn.Parameter]:
         """The parameters that the optimizer updates."""
         return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    @property
+    def optimizers(self) -> Mapping[str, "NamedOptimizer"]:
+        """Several optimizers by name, with the updates of each; empty where there is one."""
+        return getattr(self.optimizer, "by_name", {})
+
+    def optimize(self, name: str, loss: Tensor, weight: Tensor | float | None = None) -> None:
+        """Give a loss to one of several optimizers; for a `training_step` that returns none.
+
+        The gradients come when the step has returned, and reach the parameters of this optimizer
+        alone; the update when the window is complete. Losses that one optimizer is given in a
+        micro-batch are added.
+
+        Args:
+            name: The optimizer's. All micro-batches of a window, on all processes, give losses to
+                the same ones; another window may do so to others.
+            loss: Scalar with a graph: a mean over the items of the micro-batch.
+            weight: As that of a `StepOutput`.
+
+        Raises:
+            ConfigError: There is one optimizer, none of this name, or `loss` cannot be used.
+        """
+        from trainkit.training.optimizers import take_loss  # most runs have one
+
+        take_loss(self.optimizer, name, loss, weight)
 
     def windows(self) -> Generator[Window, None, None]:
         """Return the windows of what is left of the current epoch."""
@@ -391,21 +417,22 @@ class Run(RunServices):
         if streams is not None:
             rng.load_state_dict(streams, self.strategy.device)
 
-    def overflow(self, loss: Tensor) -> str:
+    def overflow(self, loss: Tensor, precision: Precision | None = None) -> str:
         """Return why a window is skipped; raise where its overflow leaves no way on."""
-        if self.precision.exhausted:
+        if (precision or self.precision).exhausted:
             from trainkit.training.overflow import low_scale  # most runs need none of it
 
             named = self.module.named_parameters()
             raise low_scale(self.strategy, named, loss, step=self.state.step)
         return "the gradients overflowed"
 
-    def refuse_more_skips(self, reason: str) -> None:
+    def refuse_more_skips(self, reason: str, of: "NamedOptimizer | None" = None) -> None:
         """Raise where too many windows in a row were skipped, the last one for `reason`."""
-        skips, limit = self.state.consecutive_skips, self.config.max_consecutive_skips
+        skips, limit = (of or self.state).consecutive_skips, self.config.max_consecutive_skips
+        where = f" for `{of.name}`" if of is not None and of.name else ""
         if skips > limit:
             raise TrainkitError(
-                f"{skips} windows in a row were skipped, the last one because {reason}; "
+                f"{skips} windows in a row were skipped{where}, the last one because {reason}; "
                 f"`max_consecutive_skips` is {limit}. Lower the learning rate, look for "
                 "non-finite inputs, or use bf16 or fp32."
             )

@@ -10,7 +10,7 @@ import torch
 from torch.optim import SGD, Optimizer, lr_scheduler
 
 from trainkit.errors import ConfigError
-from trainkit.training.lr_schedule import LRSchedule
+from trainkit.training.lr_schedule import LRSchedule, LRSchedules
 
 __all__ = ["check_plan", "describe", "settings_of"]
 
@@ -19,11 +19,18 @@ _FALLING = ("StepLR", "MultiStepLR", "ExponentialLR", "PolynomialLR", "LinearLR"
 _ENDS = {"total_steps": 1.0, "T_max": 0.9, "total_iters": 0.6, "step_size": 0.6, "milestones": 0.6}
 
 
-def describe(schedule: LRSchedule, steps: int | None, epochs: int | None) -> str:
+def describe(schedule: LRSchedule | LRSchedules, steps: int | None, epochs: int | None) -> str:
     """Return what a schedule is, and its first, highest and last rate in a run, from a copy.
 
     Functions that a user wrote are not called: then only the present rate is told.
     """
+    return "\n".join(
+        f"{name}{': ' if name else ''}{_describe(one, updates, epochs)}"
+        for name, one, updates in schedule.each(steps)
+    )
+
+
+def _describe(schedule: LRSchedule, steps: int | None, epochs: int | None) -> str:
     by_step = schedule.every == "step" and schedule.metric is None
     text = f"{schedule.name}{' every update' if by_step else ''}: "
     count = steps if by_step else epochs
@@ -35,12 +42,22 @@ def describe(schedule: LRSchedule, steps: int | None, epochs: int | None) -> str
 
 
 def check_plan(
-    schedule: LRSchedule, steps: int | None, epochs: int | None, say: Callable[[str], None]
+    schedule: LRSchedule | LRSchedules,
+    steps: int | None,
+    epochs: int | None,
+    say: Callable[[str], None],
 ) -> None:
     """Say, or raise ConfigError, where a schedule hardly can, or cannot, be meant for a run.
 
     Nothing is said of schedules of functions, nor of those that are put together from others.
     """
+    for _, one, updates in schedule.each(steps):
+        _check_plan(one, updates, epochs, say)
+
+
+def _check_plan(
+    schedule: LRSchedule, steps: int | None, epochs: int | None, say: Callable[[str], None]
+) -> None:
     scheduler, by_step = schedule.scheduler, schedule.every == "step"
     count, other = (steps, epochs or 0) if by_step else (epochs, steps or 0)
     if schedule.metric is not None or not count or not _is_known(scheduler):

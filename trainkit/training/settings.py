@@ -88,7 +88,7 @@ def optimizer_settings(
         optimizer: Of this process.
         ordered: Whether the order of the parameters in a group counts.
     """
-    yield f"`{path}`", type(optimizer).__name__
+    yield f"`{path}`", getattr(optimizer, "described", type(optimizer).__name__)
     for index, group in enumerate(optimizer.param_groups):
         name = f"{path}.param_groups[{index}]"
         shapes = [tuple(p.shape) for p in group["params"]]

@@ -52,10 +52,12 @@ def put_parts(
         CheckpointError: The optimizer makes others than were saved.
     """
     for name, values in saved.get(_KEY, {}).items():
-        fresh = _fresh_state(optimizer, parameters[name])
+        owner_of = getattr(optimizer, "owner_of", lambda _: optimizer)  # where there are several
+        owner = owner_of(parameters[name])
+        fresh = _fresh_state(owner, parameters[name])
         for key, parts in values.items():
             where = f"{name}.{key}"
-            optimizer.state[parameters[name]][key] = _together(fresh.get(key), parts, where)
+            owner.state[parameters[name]][key] = _together(fresh.get(key), parts, where)
 
 
 def _has_parts(value: Any) -> bool:
