@@ -43,6 +43,7 @@ from tests.system.trials import (
 
 SHARES = {1: 0.6, 2: 0.28, 3: 0.12}  # of the kills, by number of processes
 MATRIX = [*product((0, 2), (1, 3), ("fp32", "bf16", "fp16"))]
+POLICIES = ("min", "max_cycle", "sequential", "weights")
 MOST_KILLS = 6  # of one run
 PLACES = (
     "any",
@@ -76,6 +77,11 @@ class Choice:
     strategy: str = "auto"
     gallery: bool = False
     processes: int | None = None
+    policy: str | None = None  # of two training loaders; "any": one of them by chance
+
+    def draw_policy(self, chance: random.Random) -> str | None:
+        """Return how two training loaders make an epoch; None: there is one."""
+        return chance.choice(POLICIES) if self.policy == "any" else self.policy
 
     def draw_size(self, chance: random.Random, shares: dict[int, float]) -> int:
         """Return a number of processes; FSDP is tried on two where none is given."""
@@ -99,6 +105,7 @@ def kill_trials(seed: int, choice: Choice) -> Iterator[Trial]:
                 workers=workers,
                 accumulation=accumulation,
                 precision=precision,
+                policy=choice.draw_policy(chance),
                 gallery=choice.gallery,
             ),
             saving=Saving(
@@ -131,12 +138,13 @@ def mid_epoch_trials(seed: int, choice: Choice) -> Iterator[Trial]:
             evaluate_every=chance.choice([None, 3, 7]),
             shuffle=chance.random() < 0.8,
             drop_last=chance.random() < 0.3,
-            drop_last_window=chance.random() < 0.3,
+            drop_last_window=chance.random() < 0.3 and choice.policy is None,  # one may be short
             persistent=workers > 0 and chance.random() < 0.5,
             optimizer=chance.choice(["adamw", "fused", "sgd"]),
             scheduler=chance.choice(["lambda", "cycle", "none"]),
             log_every=chance.choice([1, 2, 5]),
             seed=number,
+            policy=choice.draw_policy(chance),
             gallery=choice.gallery,
         )
         saving = Saving(
@@ -180,6 +188,7 @@ def signal_trials(seed: int, choice: Choice) -> Iterator[Trial]:
                 precision=chance.choice(["fp32", "fp16"]),
                 samples=60,
                 evaluate_every=chance.choice([None, 4]),
+                policy=choice.draw_policy(chance),
                 gallery=choice.gallery,
             ),
             saving=Saving(
@@ -289,6 +298,7 @@ def main() -> None:
         action="store_true",
         help="with EMA, EarlyStopping, FreezeUntil and BatchSizeFinder",
     )
+    parser.add_argument("--policy", choices=(*POLICIES, "any"), help="train on two loaders")
     parser.add_argument("--processes", type=int, help="of each run; else drawn from 1 to 3")
     parser.add_argument("--jobs", type=int, default=2, help="trials at once")
     parser.add_argument("--minutes", type=float, default=1e9, help="no new trial after these")
@@ -297,7 +307,10 @@ def main() -> None:
     if not (arguments.kills or arguments.mid_epoch or arguments.signals):
         parser.error("nothing is asked for: give --kills, --mid-epoch or --signals a number")
     choice = Choice(
-        strategy=arguments.strategy, gallery=arguments.gallery, processes=arguments.processes
+        strategy=arguments.strategy,
+        gallery=arguments.gallery,
+        processes=arguments.processes,
+        policy=arguments.policy,
     )
     deadline = time.monotonic() + 60 * arguments.minutes
     results: dict[str, Any] = {"python": platform.python_version(), "torch": torch.__version__}

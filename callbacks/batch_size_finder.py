@@ -64,6 +64,11 @@ class BatchSizeFinder(Callback):
                 "of memory would leave the others waiting for its part of them. Choose a batch "
                 "size that fits, and set `gradient_accumulation_steps`."
             )
+        if run.train_loader.parts:
+            raise ConfigError(
+                "`BatchSizeFinder` cuts the batches of one training loader, but there are "
+                f"{len(run.train_loader.parts)}. Choose their batch sizes by hand."
+            )
         if run.recut is not None:
             raise ConfigError("There are two `BatchSizeFinder`s in this run. Leave one out.")
         if run.checkpoints.resumed_from is None:

@@ -27,6 +27,7 @@ EXAMPLES = ROOT / "examples"
 LAST_LINES = {
     "chat_sft.py": r"loss of held-out answers: \d\.\d{4} before, \d\.\d{4} after",
     "finetune.py": r"linear model: accuracy [01]\.\d{4}",
+    "multi_task.py": r"accuracy on held-out digits: 0\.\d{4}",
     "gan.py": r"of 1000, \d+ are the one drawn least, \d+ the one most",
     "vision.py": r"test accuracy: 0\.\d{4}",
 }
@@ -35,7 +36,7 @@ LAST_LINES = {
 @pytest.mark.e2e
 @pytest.mark.parametrize(
     ("name", "processes"),
-    [("chat_sft.py", 1), ("finetune.py", 1), ("gan.py", 1), ("vision.py", 2)],
+    [("chat_sft.py", 1), ("finetune.py", 1), ("gan.py", 1), ("multi_task.py", 2), ("vision.py", 2)],
 )
 def test_the_example_runs(name: str, processes: int, tmp_path: Path) -> None:
     arguments = ("--tiny", "--output-dir", str(tmp_path))

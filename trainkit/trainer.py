@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 
 from trainkit import rng
 from trainkit.config import TrainConfig, Watchdog, as_path, check_argument, names_checked
-from trainkit.data import PreparedLoader, evaluation_loader, training_loader
+from trainkit.data import PreparedLoader, evaluation_loader
+from trainkit.data.prepare import training_loaders
 from trainkit.distributed import check_called_by_all
 from trainkit.distributed.collectives import first_with
 from trainkit.distributed.communicator import Communicator
@@ -31,13 +32,14 @@ from trainkit.training.fit_context import (
     compiling,
     conditions,
     end,
-    step_of,
+    loop_step,
+    make_weighting,
+    step_for,
     watched,
 )
 from trainkit.training.logging import Log, NoRun
 from trainkit.training.lr_schedule import LRSchedule, LRSchedules, by_name, make_lr_schedule
 from trainkit.training.run import FitResult, Run
-from trainkit.training.weighting import Weighting
 from trainkit.types import (
     AnyScheduler,
     Batch,
@@ -247,6 +249,7 @@ class Trainer:
         alternate: Mapping[str, int] | None = None,
         warmup: float = 0,
         loss_fn: LossFn | None = None,
+        policy: str | Mapping[str, float] | None = None,
         resume: str | Path | None = None,
         schedule: Literal["keep", "rescale"] | None = None,
         restore_best: bool = False,
@@ -256,7 +259,7 @@ class Trainer:
         Args:
             model: Any module.
             loaders: A DataLoader, a pair `(train, eval)`, or a mapping with "train" and "eval",
-                where "eval" may be a mapping of named loaders. Ordinary loaders: they are shared
+                where both may be mappings of named loaders. Ordinary loaders: they are shared
                 out over the processes here.
             optimizer: A callable `params -> Optimizer` such as `partial(AdamW, lr=3e-4)`, or an
                 optimizer on the model's parameters. Several: a mapping from names to optimizers,
@@ -273,6 +276,11 @@ class Trainer:
             loss_fn: `(outputs, targets) -> loss`, a mean over samples, for loaders of pairs
                 `(inputs, targets)`; a module, or the tensors of a `partial`, are moved to the
                 device. Without it the model computes its own loss.
+            policy: Of several training loaders, how they make an epoch. "min": each step has a
+                window of each, until the shortest ends; "max_cycle": until the longest does, while
+                others begin again, shuffled anew; "sequential": one after the other; weights such
+                as `{"a": 3, "b": 1}`: each step is one loader's, in these proportions. A batch is
+                then a mapping by loader, and so is what `training_step` returns.
             resume: None: a new training. "auto": from the newest checkpoint in `output_dir`, with
                 `new_run` in the newest run there, that verifies, afresh without one. "must": as
                 "auto", but an error without one. A path: from the checkpoint in this folder.
@@ -296,7 +304,7 @@ class Trainer:
             stack.enter_context(self._calls.enter("fit"))
             self._take_loss_fn(type(self).loss_fn if loss_fn is None else loss_fn)
             stack.enter_context(console.lasting())
-            prepared = self._prepare_all(stack, loaders)
+            prepared = self._prepare_all(stack, loaders, policy)
             schedule_for = partial(self._make_schedule, lr_scheduler, warmup)
             self.run = run = self._make_run(
                 arguments.check_model(model), *prepared, (optimizer, alternate), schedule_for
@@ -314,7 +322,7 @@ class Trainer:
             stack.enter_context(run.interrupts)
             stack.callback(run.close)
             run.weights.train()
-            loop.fit(run, self.callbacks, step_of(run))
+            loop.fit(run, self.callbacks, loop_step(run))
         return end(run)
 
     @names_checked
@@ -389,7 +397,7 @@ class Trainer:
         ):
             return evaluator.predict(self.strategy.to_device(model), prepared, outputs)
 
-    def explain(self, model: nn.Module | None = None, loaders: Any = None, **schedule: Any) -> None:
+    def explain(self, model: nn.Module | None = None, loaders: Any = None, **given: Any) -> None:
         """Print what `fit` would do: make-up, order of hooks, saving, and every default.
 
         It changes nothing and starts nothing. Every process may call it; the main one prints.
@@ -397,13 +405,14 @@ class Trainer:
         Args:
             model: As for `fit`; its parameters are then counted.
             loaders: As for `fit`; the window and the planned steps are then known.
-            **schedule: `optimizer`, `lr_scheduler` and `warmup`, as for `fit`; with model and
-                loaders the learning rates are then known.
+            **given: `policy`, `optimizer`, `lr_scheduler` and `warmup`, as for `fit`; with model
+                and loaders the learning rates are then known.
         """
         from trainkit.training.explain import Explanation
 
         with ExitStack() as stack:
-            prepared = None if loaders is None else self._prepare_all(stack, loaders)
+            policy = given.pop("policy", None)
+            prepared = None if loaders is None else self._prepare_all(stack, loaders, policy)
             present = self.planned_steps
             if prepared is not None:  # a callable that makes a schedule may ask for it
                 self.planned_steps = arguments.planned_steps(self.config, prepared[0])
@@ -417,7 +426,7 @@ class Trainer:
                 strategy=self.strategy,
                 model=None if model is None else arguments.check_model(model),
                 prepared=prepared,
-                given=schedule,
+                given=given,
             ).print()
 
     def register_for_checkpointing(self, *objects: Stateful, **named: Stateful) -> None:
@@ -516,10 +525,10 @@ class Trainer:
         self.planned_steps = planned_steps = arguments.planned_steps(config, loader)
         self.precision.setup(self.processes.device)  # its state is that of one training
         model = self.strategy.wrap(module, self.precision, config.seed)
-        weighting = partial(self._make_weighting, loader)
-        made = optimizer_arguments.make(self, Trainer, module, *optimizer, weighting)
         # One process alone may have a logger, but all must reduce.
         log = Log(is_read=first_with(processes, self.callbacks.logs) is not None)
+        weighting = partial(make_weighting, loader, processes, config, log)
+        made = optimizer_arguments.make(self, Trainer, module, *optimizer, weighting)
         return Run(
             config=config,
             processes=self.processes,
@@ -530,7 +539,7 @@ class Trainer:
             optimizer=made,
             lr_schedule=schedule_for(made, planned_steps),
             train_loader=loader,
-            training_step=self.training_step,
+            training_step=step_for(self.training_step, loader),
             weighting=weighting(),
             planned_steps=planned_steps,
             logging=log,
@@ -543,11 +552,6 @@ class Trainer:
     def _take_loss_fn(self, given: LossFn | None) -> None:
         device = self.processes.device
         self.loss_fn = None if given is None else default_steps.make_loss_fn(given, device)
-
-    def _make_weighting(self, loader: PreparedLoader) -> Weighting:
-        accumulation = self.config.gradient_accumulation_steps
-        nominal = loader.nominal_window(accumulation)
-        return Weighting(self.strategy.processes, nominal=nominal, accumulation=accumulation)
 
     def _plan_evaluation(self, loaders: dict[str, PreparedLoader], log: Log) -> RunEvaluation:
         itself = bool(loaders) and not self.callbacks.schedule_evaluation
@@ -594,12 +598,12 @@ class Trainer:
         return closing(loader)
 
     def _prepare_all(
-        self, stack: ExitStack, loaders: Any
+        self, stack: ExitStack, loaders: Any, policy: Any
     ) -> tuple[PreparedLoader, dict[str, PreparedLoader]]:
         """Return the training loader and the evaluation loaders, which `stack` closes."""
         train, evaluations = arguments.split_loaders(loaders)
         split, (most, most_evaluated) = self.config.split_batches, self.config.limits
-        loader = self._prepare(training_loader, train, most, split_batches=split)
+        loader = self._prepare(training_loaders, train, most, split_batches=split, policy=policy)
         return stack.enter_context(loader), {
             name: stack.enter_context(self._prepare(evaluation_loader, data, most_evaluated))
             for name, data in evaluations.items()

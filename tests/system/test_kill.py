@@ -31,6 +31,7 @@ KILLED = [
     (Settings(size=2, strategy="fsdp"), Saving(every_n_steps=2, background=True)),
     (Settings(gallery=True, precision="fp16"), Saving(every_n_steps=1)),
     (Settings(gallery=True, size=2, accumulation=3), Saving(every_n_steps=1)),
+    (Settings(policy="max_cycle", accumulation=3, workers=1), Saving(every_n_steps=1)),
 ]
 
 STOPPED = [

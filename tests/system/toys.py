@@ -62,6 +62,7 @@ class Settings:
     scheduler: str = "lambda"  # or cycle, none
     log_every: int = 2
     seed: int = 0
+    policy: str | None = None  # of two training loaders; "weights" for some
     gallery: bool = False  # whether callbacks that change the training run along
 
 
@@ -135,6 +136,10 @@ class Journal(Callback):
         self.file = self.path.open("a", buffering=1)
 
     def on_microbatch_start(self, run: Run, batch: Any) -> None:
+        if isinstance(batch, dict):
+            for each in batch.values():
+                self.on_microbatch_start(run, each)
+            return
         values = [value.hex() for value in batch[1].double().sum(1).tolist()]
         row = [run.state.epoch, run.state.attempts, batch[0].tolist(), values]
         self.file.write(json.dumps(row) + "\n")
@@ -163,7 +168,9 @@ class Announcer(Callback):
 class Noisy(Trainer):
     most_samples: int | None = None  # for which there is memory
 
-    def training_step(self, model: nn.Module, batch: Any) -> Tensor:
+    def training_step(self, model: nn.Module, batch: Any) -> Any:
+        if isinstance(batch, dict):
+            return {name: self.training_step(model, each) for name, each in batch.items()}
         most = self.most_samples
         if most is not None and model.training and len(batch[1]) > most:
             raise torch.OutOfMemoryError("the test wants smaller micro-batches")
@@ -234,14 +241,16 @@ class Training:
         """Train to the end, from the newest checkpoint if there is one."""
         settings = self.settings
         data = Augmented(settings.samples, overflows=settings.precision == "fp16")
-        train = DataLoader(
-            data,
-            settings.batch_size,
-            shuffle=settings.shuffle,
-            drop_last=settings.drop_last,
-            num_workers=settings.workers,
-            persistent_workers=settings.persistent,
-        )
+        options: dict[str, Any] = {
+            "shuffle": settings.shuffle,
+            "drop_last": settings.drop_last,
+            "num_workers": settings.workers,
+            "persistent_workers": settings.persistent,
+        }
+        train: Any = DataLoader(data, settings.batch_size, **options)
+        if settings.policy is not None:
+            few = Augmented(settings.samples // 3, overflows=False)
+            train = {"a": train, "b": DataLoader(few, settings.batch_size, **options)}
         held_out_data = Augmented(7, overflows=False)
         held_out = DataLoader(held_out_data, 4, num_workers=settings.evaluation_workers)
         self.trainer.fit(
@@ -249,6 +258,7 @@ class Training:
             (train, held_out),
             optimizer=_OPTIMIZERS[settings.optimizer],
             lr_scheduler=_SCHEDULERS[settings.scheduler],
+            policy={"a": 2, "b": 1} if settings.policy == "weights" else settings.policy,
             resume="auto",
         )
 

@@ -1,7 +1,7 @@
 """PreparedLoader: what the training loop and the evaluation read batches from."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from trainkit.data.loader_context import LoaderContext
@@ -33,6 +33,7 @@ class PreparedLoader(ABC):
     stream: "StreamPosition | None" = None  # where an iterable data set of training is
     limit: int | None = None  # micro-batches that are used of an epoch; None: all
     found: tuple[int, int, int] | None = None  # of an epoch: windows left, in all, and samples
+    parts: "Mapping[str, PreparedLoader] | None" = None  # that it is combined of, by name
 
     def __init__(self, source: Any, context: LoaderContext) -> None:
         self.source = source
@@ -85,6 +86,10 @@ class PreparedLoader(ABC):
         if self.samples_per_epoch is not None:
             most = self.nominal_window(batches) or 0  # never: where one is known the other is
             self.samples_per_epoch = min(self.samples_per_epoch, most)
+
+    def combination(self, accumulation: int) -> str | None:
+        """Return how several loaders make its windows, alike for any split; None of one loader."""
+        return None
 
     def order_facts(self) -> dict[str, Any]:
         """Return what is known of how the samples are ordered, by names for people."""

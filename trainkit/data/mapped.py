@@ -30,6 +30,8 @@ class MappedLoader(PreparedLoader):
         context: What it is prepared for.
     """
 
+    repeats_last = True  # a process without samples; False: the first batch, as after a resume
+
     def __init__(self, loader: DataLoader[Any], context: LoaderContext) -> None:
         super().__init__(loader, context)
         seed, size = context.seed, self.processes.size
@@ -55,21 +57,10 @@ class MappedLoader(PreparedLoader):
     def windows(
         self, epoch: int, *, position: int = 0, accumulation: int = 1, drop_last: bool = False
     ) -> Generator[Window, None, None]:
-        if not self._is_ready or self._latest is None or self._latest[0] != epoch:
-            self._latest = epoch, self._plan(epoch)
+        plan = self._fresh_plan(epoch)
         self._is_ready = False
-        plan = self._latest[1]
-        first = plan.index_at(position)
-        stop = length = self._length(plan)
-        if drop_last and stop > first:
-            start = stop - ((stop - first) % accumulation or accumulation)
-            nominal = self.nominal_window(accumulation)
-            short = stop - start < accumulation
-            if nominal is not None:
-                short = plan.total(start, stop) < nominal
-            stop = start if short else stop
-        if stop == 0:
-            self._refuse_idle(epoch)
+        first, length = plan.index_at(position), self._length(plan)
+        stop = self._stop(plan, epoch, first, accumulation, drop_last)
         left, whole = (-(-length // accumulation) for length in (stop - first, stop))
         self.found = left, whole, plan.total(0, length)
         micro_batches = self.micro_batches(plan, epoch, first, stop, accumulation)
@@ -83,6 +74,14 @@ class MappedLoader(PreparedLoader):
                     pass
         finally:
             micro_batches.close()
+
+    def window_sizes(self, epoch: int, *, accumulation: int, drop_last: bool) -> list[int]:
+        """Return the samples of each of the windows, over all processes, before they are read."""
+        plan = self._fresh_plan(epoch)
+        self._is_ready = True
+        stop = self._stop(plan, epoch, 0, accumulation, drop_last)
+        starts = range(0, stop, accumulation)
+        return [plan.total(start, min(start + accumulation, stop)) for start in starts]
 
     @override
     def batches(self, epoch: int, *, position: int = 0) -> Generator[MicroBatch, None, None]:
@@ -139,7 +138,7 @@ class MappedLoader(PreparedLoader):
                 until_last -= 1
                 if index - 1 in lacking:
                     data = self._padding(padding, plan, epoch)
-                elif index in lacking:
+                elif index in lacking and self.repeats_last:
                     padding.keep(data, counts[rank])
                 if active is not None:
                     active.yielded(self, counts, counts[rank] or padding.size)
@@ -149,6 +148,26 @@ class MappedLoader(PreparedLoader):
         finally:
             if active is not None:
                 active.ended(self)
+
+    def _fresh_plan(self, epoch: int) -> Plan:
+        """Return a plan of an epoch that no pass has used."""
+        if not self._is_ready or self._latest is None or self._latest[0] != epoch:
+            self._latest = epoch, self._plan(epoch)
+        return self._latest[1]
+
+    def _stop(self, plan: Plan, epoch: int, first: int, accumulation: int, drop_last: bool) -> int:
+        """Return where the windows end that begin with a global batch."""
+        stop = self._length(plan)
+        if drop_last and stop > first:
+            start = stop - ((stop - first) % accumulation or accumulation)
+            nominal = self.nominal_window(accumulation)
+            short = stop - start < accumulation
+            if nominal is not None:
+                short = plan.total(start, stop) < nominal
+            stop = start if short else stop
+        if stop == 0:
+            self._refuse_idle(epoch)
+        return stop
 
     def _length(self, plan: Plan) -> int:
         """Return how many global batches of a plan are used."""

@@ -1,5 +1,7 @@
 """Prepares loaders of all kinds for training or evaluation."""
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +23,10 @@ from trainkit.errors import ConfigError
 if TYPE_CHECKING:
     from trainkit.distributed.processes import Processes
 
-__all__ = ["evaluation_loader", "training_loader"]
+__all__ = ["evaluation_loader", "training_loader", "training_loaders"]
+
+_MODES = {"min_size": "min", "max_size_cycle": "max_cycle", "sequential": "sequential"}
+"""What Lightning calls the policies."""
 
 
 def training_loader(
@@ -63,6 +68,27 @@ def training_loader(
             may_be_empty=may_be_empty,
         ),
     )
+
+
+def training_loaders(loaders: Any, *, policy: Any = None, **options: Any) -> PreparedLoader:
+    """Prepare what is trained on: a loader, or a mapping of several that `policy` combines.
+
+    The other arguments and the errors are those of `training_loader`. Each of several has a seed
+    of its own, so that two over the same data are shuffled differently.
+    """
+    if policy is None and not isinstance(loaders, Mapping):
+        return training_loader(loaders, **options)
+    from trainkit.data.combined import CombinedLoader, check_combination, check_part  # few have it
+
+    check_combination(loaders, policy)
+    context, parts = LoaderContext(trains=True, **options), {}
+    for name, loader in loaders.items():
+        seed = rng.derive(context.seed, "loader", name)
+        try:
+            parts[name] = check_part(_prepared(loader, replace(context, seed=seed)))
+        except ConfigError as error:
+            raise ConfigError(f"The training loader `{name}`: {error}") from error
+    return CombinedLoader(parts, policy, context)
 
 
 def evaluation_loader(
@@ -147,6 +173,8 @@ def _keyed(loader: DataLoader[Any], context: LoaderContext) -> PreparedLoader:
 def _custom(loader: Any, context: LoaderContext) -> PreparedLoader:
     processes = context.processes
     inner = loader.loader if isinstance(loader, Presharded) else loader
+    if context.trains:
+        _refuse_combined(inner)
     if processes.size > 1 and inner is loader:
         raise ConfigError(
             f"The loader, a `{type(loader).__name__}`, is not a plain `DataLoader`, so trainkit "
@@ -166,3 +194,19 @@ def _custom(loader: Any, context: LoaderContext) -> PreparedLoader:
     source = CustomSource(inner, context)
     batches = length_of(inner) if processes.size == 1 else None
     return AgreedLoader(loader, source, context, batches_per_epoch=batches)
+
+
+def _refuse_combined(loader: Any) -> None:
+    """Raise ConfigError for several loaders that another way than ours puts together."""
+    kind = type(loader).__name__
+    several = isinstance(loader, list | tuple) and any(isinstance(x, DataLoader) for x in loader)
+    if kind not in ("CombinedLoader", "zip") and not several:
+        return
+    policy = _MODES.get(getattr(loader, "_mode", ""), "max_cycle" if several else "min")
+    parts = getattr(loader, "iterables", {})
+    names = [*parts] if isinstance(parts, Mapping) and parts else ["a", "b"]
+    listed = ", ".join(f'"{name}": loader_{name}' for name in names)
+    raise ConfigError(
+        f"A `{kind}` of several training loaders could neither be shared out over processes nor "
+        f'resumed. Write `fit(model, {{"train": {{{listed}}}}}, policy="{policy}")`.'
+    )

@@ -93,6 +93,9 @@ def describe_model(module: nn.Module) -> str:
 
 def _describe_loader(loader: PreparedLoader) -> str:
     source = loader.source
+    if loader.parts:
+        parts = "; ".join(f"{name}: {_describe_loader(p)}" for name, p in loader.parts.items())
+        return f"{loader.combination(1)} ({parts})"
     if not isinstance(source, DataLoader):
         return type(source).__name__  # each process may hold its own share
     words = [f"{type(source.dataset).__name__}"]

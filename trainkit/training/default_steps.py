@@ -15,7 +15,7 @@ from trainkit.device import move_module
 from trainkit.errors import ConfigError
 from trainkit.types import IGNORED, Batch, LossFn, StepOutput, class_name
 
-__all__ = ["evaluation_step", "make_loss_fn", "training_step"]
+__all__ = ["evaluation_step", "for_each_loader", "make_loss_fn", "training_step"]
 
 # Means over labels: some may be left out, or count more than others.
 _OVER_LABELS = (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward, F.cross_entropy, F.nll_loss)
@@ -53,6 +53,11 @@ def training_step(
             "`loss_fn=` to `fit` or override `training_step`."
         )
     return StepOutput(loss, _label_count(module, batch))
+
+
+def for_each_loader(step: Callable[..., Any], model: nn.Module, batch: Batch) -> dict[str, Any]:
+    """Return what a step for one loader gives for the batch of each of several, by name."""
+    return {name: step(model, each) for name, each in batch.items()}
 
 
 def evaluation_step(

@@ -24,6 +24,10 @@ def parameter_counts(model: nn.Module) -> tuple[int, int]:
 
 def describe_window(loader: PreparedLoader, accumulation: int) -> str:
     """Return how many samples a window has, and what they come from."""
+    if loader.parts:
+        policy = (loader.combination(accumulation) or "").partition(" of ")[0]
+        parts = (f"`{n}` {describe_window(p, accumulation)}" for n, p in loader.parts.items())
+        return f"{policy} of {', '.join(parts)}"
     processes = count(loader.processes.size, "process")
     factors = f"{processes} x {count(accumulation, 'micro-batch')}"
     total = loader.nominal_window(accumulation)

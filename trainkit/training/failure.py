@@ -64,6 +64,8 @@ def report_failure(run: Run, error: BaseException) -> None:
         f"step {place['step']} ({run.state.epoch_samples} samples of this epoch consumed), "
         f"phase: {place['phase']}."
     )
+    if run.train_loader.parts and place["phase"] == "train":
+        error.add_note(f"trainkit: batches are mappings by loader, of {[*run.train_loader.parts]}.")
     if hint and not reports.tells_of_lost_peer(error):  # of which the watch may know more
         error.add_note(f"trainkit: {hint}")
     origin = getattr(error, "origin", None)

@@ -25,6 +25,8 @@ __all__ = [
 _SCHEDULED = ("lr", "momentum", "betas")
 """Settings that schedules of torch change in every step."""
 
+_NONE_BEFORE = ("limit of an epoch", "training loaders")  # for older checkpoints
+
 _EQUAL = (
     "optimizer",
     "scheduler",
@@ -33,7 +35,7 @@ _EQUAL = (
     "data set length",
     "global batch",  # samples of a window: what it is called in files
     "seed",
-    "limit of an epoch",
+    *_NONE_BEFORE,
 )
 
 
@@ -41,6 +43,7 @@ def fingerprint(run: Run) -> dict[str, Any]:
     """Return what must not change between a save and a resume."""
     parameters = dict(run.module.named_parameters())
     names, loader = parameter_names(run.optimizer, parameters), run.train_loader
+    accumulation = run.config.gradient_accumulation_steps
     return {
         "parameters": {name: list(p.shape) for name, p in parameters.items()},
         "layouts": layouts(run.module),
@@ -57,9 +60,10 @@ def fingerprint(run: Run) -> dict[str, Any]:
         "scheduler advances": run.lr_schedule and run.lr_schedule.unit,
         "precision": run.precision.name,
         "data set length": loader.samples_per_epoch,
-        "global batch": loader.nominal_window(run.config.gradient_accumulation_steps),
+        "global batch": loader.nominal_window(accumulation),
         "seed": run.config.seed,
         "limit of an epoch": _limit(run),
+        "training loaders": loader.combination(accumulation),
     }
 
 
@@ -85,8 +89,8 @@ def differences(saved: Mapping[str, Any], present: Mapping[str, Any]) -> list[st
             shapes = present["parameters"]
             problems += layout_problems(saved["layouts"], present["layouts"], shapes)
     for name in _EQUAL:
-        # Older checkpoints do not tell all, and know no limit.
-        was = saved.get(name, None if name == "limit of an epoch" else present[name])
+        # Older checkpoints do not tell all.
+        was = saved.get(name, None if name in _NONE_BEFORE else present[name])
         if was != present[name]:
             shown = "samples of a window" if name == "global batch" else name
             problems.append(f"{shown}: {was!r} in the checkpoint, {present[name]!r} now")

@@ -3,9 +3,10 @@
 import shutil
 import tempfile
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,11 +14,15 @@ from torch import nn
 
 from trainkit import rng
 from trainkit.config import TrainConfig
-from trainkit.distributed import collective_guard, run_on_all, run_on_main
+from trainkit.data import PreparedLoader
+from trainkit.distributed import Processes, collective_guard, run_on_all, run_on_main
 from trainkit.errors import ConfigError
 from trainkit.training import loop
 from trainkit.training.callback import CallbackList, Step
+from trainkit.training.default_steps import for_each_loader
+from trainkit.training.logging import Log
 from trainkit.training.run import FitResult, Run
+from trainkit.training.weighting import Weighting
 
 if TYPE_CHECKING:
     from trainkit.config import Watchdog
@@ -29,12 +34,33 @@ __all__ = [
     "compiling",
     "conditions",
     "end",
-    "step_of",
+    "loop_step",
+    "make_weighting",
+    "step_for",
     "watched",
 ]
 
 MOST_EVALUATIONS = 2
 """How many evaluations that a user calls may be inside each other."""
+
+
+def step_for(step: Callable[..., Any], loader: PreparedLoader) -> Callable[..., Any]:
+    """Return a trainer's step; that of `Trainer` itself takes several loaders one by one."""
+    is_default = step.__module__ == "trainkit.trainer"
+    return partial(for_each_loader, step) if loader.parts and is_default else step
+
+
+def make_weighting(
+    loader: PreparedLoader, processes: Processes, config: TrainConfig, log: Log
+) -> Weighting:
+    """Return what weighs the losses of a loader, or of several."""
+    accumulation = config.gradient_accumulation_steps
+    if loader.parts:
+        from trainkit.training.combined_weighting import CombinedWeighting  # few runs have several
+
+        return CombinedWeighting(processes, accumulation, log)
+    nominal = loader.nominal_window(accumulation)
+    return Weighting(processes, nominal=nominal, accumulation=accumulation)
 
 
 class Calls:
@@ -217,7 +243,7 @@ def _keep_nothing(run: Run, resume: str | Path | None) -> None:
     )
 
 
-def step_of(run: Run) -> Step:
+def loop_step(run: Run) -> Step:
     """Return the step of the loop: another one where there are several optimizers."""
     if not run.optimizers:
         return loop.train_step

@@ -73,9 +73,10 @@ _METADATA = record(
                 "data set length": maybe(whole),
                 "global batch": maybe(whole),
                 "seed": _integer,
+                "training loaders": maybe(text),
             },
             # Older ones have none.
-            optional={"layouts", "added parameters", "scheduler advances"},
+            optional={"layouts", "added parameters", "scheduler advances", "training loaders"},
         ),
         "versions": each(text),
         "order": record({"facts": each(anything), "digest": maybe(text)}),

@@ -20,7 +20,7 @@ from trainkit.distributed.collectives import require_equal
 from trainkit.errors import ConfigError, DataError, named
 from trainkit.types import StepOutput
 
-__all__ = ["Weighting", "loss_of"]
+__all__ = ["Weighting", "check_loss", "loss_of", "on_device", "parse", "scalar"]
 
 
 class Weighting:
@@ -61,11 +61,11 @@ class Weighting:
 
     def weigh(self, output: object, micro_batch: MicroBatch) -> Tensor:
         """Return the loss to run backward on, for what the training step returned."""
-        loss, weight = _parse(output)
+        loss, weight = parse(output)
         if self._by_sample is None:
             self._by_sample = self._agree(loss, weight)
         if loss.ndim:
-            loss = _scalar(loss)
+            loss = scalar(loss)
         if self._alone is None:
             self._alone = self._processes.size == 1 and micro_batch.last
         count = micro_batch.count
@@ -127,7 +127,7 @@ class Weighting:
         return self.reference
 
     def _by_weight(self, loss: Tensor, given: Tensor | float, count: int) -> Tensor:
-        weight = _on_device(given, loss)
+        weight = on_device(given, loss)
         if count == 0:
             weight = torch.zeros_like(weight)
         self._losses.append((loss.detach(), weight))
@@ -151,7 +151,7 @@ class Weighting:
 
     def _agree(self, loss: Tensor, weight: Tensor | float | None) -> bool:
         """Return whether the run weighs by samples, once all processes said the same."""
-        _check(loss, weight)
+        check_loss(loss, weight)
         require_equal(self._processes, weight is None, _weights_on_some)
         return weight is None
 
@@ -165,11 +165,13 @@ def _weights_on_some(without: Sequence[bool]) -> DataError:
 
 
 def loss_of(output: object) -> Tensor:
-    """Return the loss in what a training step returned."""
-    return _parse(output)[0]
+    """Return the loss in what a training step returned; of several loaders their sum."""
+    if isinstance(output, Mapping) and output and "loss" not in output:
+        return torch.stack([scalar(parse(each)[0]) for each in output.values()]).sum()
+    return parse(output)[0]
 
 
-def _parse(output: object) -> tuple[Tensor, Tensor | float | None]:
+def parse(output: object) -> tuple[Tensor, Tensor | float | None]:
     """Take apart what a training step returned."""
     if isinstance(output, Tensor):
         return output, None
@@ -192,13 +194,14 @@ def _describe(output: object) -> str:
     return f"{type(output).__name__!r}"
 
 
-def _check(loss: object, weight: Tensor | float | None) -> None:
+def check_loss(loss: object, weight: Tensor | float | None) -> None:
+    """Raise where a training step must not return a loss, or its weight; reads the device."""
     if not isinstance(loss, Tensor):
         raise ConfigError(
             f"The loss must be a tensor with a graph, but is {type(loss).__name__!r}. Return what "
             "the loss function gives, not `loss.item()`."
         )
-    _scalar(loss)
+    scalar(loss)
     if not loss.requires_grad:
         raise ConfigError(
             "The loss has no graph: nothing that it was computed from requires a gradient. "
@@ -212,7 +215,7 @@ def _check(loss: object, weight: Tensor | float | None) -> None:
             f"`weight` must be a number or a tensor of one, but is {type(weight).__name__!r}. It "
             "is the number of items that the loss averages."
         )
-    value = float(_on_device(weight, loss))
+    value = float(on_device(weight, loss))
     if not (math.isfinite(value) and value >= 0):
         raise DataError(
             f"`weight` must be a finite number of at least 0, but `training_step` returned "
@@ -220,7 +223,7 @@ def _check(loss: object, weight: Tensor | float | None) -> None:
         )
 
 
-def _scalar(loss: Tensor) -> Tensor:
+def scalar(loss: Tensor) -> Tensor:
     """Return a loss of one element without dimensions."""
     if loss.numel() != 1:
         raise ConfigError(
@@ -230,7 +233,7 @@ def _scalar(loss: Tensor) -> Tensor:
     return loss.reshape(())
 
 
-def _on_device(weight: Tensor | float, loss: Tensor) -> Tensor:
+def on_device(weight: Tensor | float, loss: Tensor) -> Tensor:
     """Return a weight as a scalar of wide type beside the loss; numbers are not copied over."""
     if isinstance(weight, Tensor):
         if weight.numel() != 1:
