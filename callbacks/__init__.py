@@ -15,6 +15,7 @@ from trainkit.callbacks.evaluation import Evaluation
 from trainkit.callbacks.freeze_until import FreezeUntil
 from trainkit.callbacks.garbage_collection import GarbageCollection
 from trainkit.callbacks.gradient_monitor import GradientMonitor
+from trainkit.callbacks.journal import Journal
 from trainkit.callbacks.jsonl_logger import JSONLLogger
 from trainkit.callbacks.logger import Logger
 from trainkit.callbacks.lr_finder import LRFinder
@@ -48,6 +49,7 @@ __all__ = [
     "GarbageCollection",
     "GradientMonitor",
     "JSONLLogger",
+    "Journal",
     "LRFinder",
     "LRMonitor",
     "Logger",
@@ -71,5 +73,6 @@ __all__ = [
 
 
 def default_callbacks(output_dir: Path | None = None) -> list[Callback]:
-    """Return what a `Trainer` uses that was given no callbacks: with a folder, a log in it."""
-    return [ProgressBar(), Summary(), *([] if output_dir is None else [JSONLLogger()])]
+    """Return what a `Trainer` uses that was given no callbacks: with a folder, files in it."""
+    files = [] if output_dir is None else [JSONLLogger(), Journal()]
+    return [ProgressBar(), Summary(), *files]

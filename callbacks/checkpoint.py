@@ -1,13 +1,14 @@
 """Save checkpoints: when, and what stays."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
 from typing_extensions import override
 
 from trainkit.callbacks._support.formatting import every
+from trainkit.callbacks.journal import Journal
 from trainkit.checkpoint import CheckpointStore, KeepPolicy
 from trainkit.checkpoint.format.names import CHECKPOINTS
 from trainkit.checkpoint.retention import Best
@@ -27,6 +28,7 @@ class Checkpoint(Callback):
     """Saves checkpoints under `<output_dir>/checkpoints`, and the last step in any case.
 
     Without any `every_...`, each epoch. A fit resumes from them by `fit(..., resume="auto")`.
+    Beside them a `Journal` is written, from which `trainkit replay` opens a step.
 
     Args:
         every_n_steps: Updates between two saves.
@@ -113,6 +115,10 @@ class Checkpoint(Callback):
         saves = f"{', '.join(times[:-1])} and {times[-1]}"
         frozen = "" if self.frozen == "save" else "; what is frozen is referred to, not saved"
         return f"Saves {saves}; keeps {', '.join(kept)}; {waits}{frozen}."
+
+    @override
+    def brings(self) -> Sequence[Callback]:
+        return [Journal()]
 
     @override
     def check_output(self, run: Run) -> None:

@@ -18,7 +18,7 @@ LAYERS = (
     ("device", "hparams", "packages"),
     ("argument_names", "containers", "launch_environment", "outputs", "rng", "starters"),
     ("config",),
-    ("metrics", "precision", "run_report", "trackers", "watchdog"),
+    ("journal", "metrics", "precision", "run_report", "trackers", "watchdog"),
     ("distributed",),
     ("checkpoint", "data"),
     ("export",),

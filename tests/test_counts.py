@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from trainkit import Callback, Trainer
 from trainkit.callbacks import (
     Checkpoint,
+    Journal,
     ProgressBar,
     TensorBoardLogger,
     progress_bar as progress_bar_module,
@@ -26,6 +27,7 @@ from trainkit.callbacks import (
 
 OVER_RAW = 54  # calls a step, without callbacks
 OVER_RAW_LOADED = 120  # with the callbacks of an ordinary run
+JOURNAL = 12  # calls more for the journal, which `Checkpoint` brings along
 A_SAMPLE = 6  # calls more for each sample that is fetched alone: its random streams
 SHORT, LONG = 50, 250  # steps; both end at a log step, so that what is logged is counted
 FEATURES = 8
@@ -157,6 +159,14 @@ def test_an_ordinary_run_takes_few_calls_over_a_raw_loop(
 
     calls = calls_of_a_step(ours, "tensors", 1, callbacks=callbacks, folder=tmp_path)
     assert calls - raw_calls("tensors", 1) <= OVER_RAW_LOADED
+
+
+def test_a_journal_takes_few_calls(tmp_path: Path) -> None:
+    def callbacks() -> list[Callback]:
+        return [Journal()]
+
+    calls = calls_of_a_step(ours, "tensors", 1, callbacks=callbacks, folder=tmp_path)
+    assert calls - calls_of_a_step(ours, "tensors", 1) <= JOURNAL
 
 
 def test_calls_in_other_threads_are_counted() -> None:

@@ -78,6 +78,7 @@ CALLBACKS = [
     "GarbageCollection",
     "GradientMonitor",
     "JSONLLogger",
+    "Journal",
     "LRFinder",
     "LRMonitor",
     "Logger",

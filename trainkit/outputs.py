@@ -224,6 +224,11 @@ class Lines:
                     stacklevel=2,
                 )
 
+    def sync(self) -> None:
+        """Let what was written survive a power cut."""
+        with suppress(OSError):  # a pipe has no disk
+            os.fsync(self._file.fileno())
+
     def close(self) -> None:
         """Close the file; says what was never written."""
         with suppress(OSError):  # which some file systems say only now

@@ -1,11 +1,13 @@
 """Trainer: the face for people who want the loop to be there."""
 
+import json
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -53,6 +55,9 @@ from trainkit.types import (
     StepOutput,
 )
 
+if TYPE_CHECKING:
+    from trainkit.training.replay import Replay, Replayed
+
 __all__ = ["Trainer"]
 
 
@@ -70,7 +75,7 @@ class Trainer:
         max_grad_norm: L2 norm to which the gradients are clipped; None: not clipped.
         max_grad_value: Absolute value to which each gradient element is clipped; None: not.
         callbacks: In the order in which they run. None: a progress bar and a summary, and with
-            `output_dir` a `JSONLLogger`. []: none.
+            `output_dir` a `JSONLLogger` and a `Journal`. []: none.
         hparams: Hyperparameters, to be recorded: a mapping, a dataclass or a namespace, nested as
             one likes. They go into checkpoints and to all loggers, and change nothing.
         output_dir: Where loggers write; on storage that all machines share. A relative path is
@@ -111,6 +116,8 @@ class Trainer:
 
     loss_fn: LossFn | None = None
     """What `fit` was given; the default steps use it."""
+
+    _replay: "Replay | None" = None  # under way
 
     planned_steps: int | None = None
     """Updates that the schedule is made for: those that `fit` planned when it began, and after
@@ -310,20 +317,20 @@ class Trainer:
                 arguments.check_model(model), *prepared, (optimizer, alternate), schedule_for
             )
             run.checkpoints.restore_best = restore_best
-            resume = choose_folder(run, resume, self.new_run)
+            resume, callbacks, finish = self._choose(run, resume, stack)
             stack.enter_context(watched(run, self._watchdog))
-            check_outputs(run, self.callbacks)
+            check_outputs(run, callbacks)
             rng.seed_all(rng.device_seed(self.config.seed, self.processes.process_index))
             stack.enter_context(conditions(model, self.config, self._compile))
             if resume is not None:
                 from trainkit.training import checkpointing  # on demand
 
-                checkpointing.restore(run, self.callbacks, resume, schedule, schedule_for)
+                checkpointing.restore(run, callbacks, resume, schedule, schedule_for)
             stack.enter_context(run.interrupts)
             stack.callback(run.close)
             run.weights.train()
-            loop.fit(run, self.callbacks, loop_step(run))
-        return end(run)
+            loop.fit(run, callbacks, loop_step(run))
+        return finish(run)
 
     @names_checked
     def evaluate(
@@ -396,6 +403,44 @@ class Trainer:
             self._to_evaluate(arguments.check_one_loader(loader)) as prepared,
         ):
             return evaluator.predict(self.strategy.to_device(model), prepared, outputs)
+
+    def replay(
+        self,
+        model: nn.Module,
+        loaders: Any,
+        *,
+        step: int | None = None,
+        process: int | None = None,
+        until_nonfinite: bool = False,
+        **as_fit: Any,
+    ) -> "Replayed":
+        """Make a step of the run in `output_dir` once more, open it, and say whether it is equal.
+
+        From the newest checkpoint before it the run is made again, and written nowhere. Batch,
+        samples, and figures of each module and parameter go to `<output_dir>/replay/step-<n>`.
+        Every process must call it. `trainkit replay` does the same from outside of the program.
+
+        Args:
+            model: As for `fit`, as it was before it.
+            loaders: As for `fit`.
+            step: Which update, from 1 on; with `until_nonfinite` where to begin, at the latest.
+            process: The one to be opened; None: all.
+            until_nonfinite: Go on to the first window with a loss, gradient or parameter that is
+                not finite, or that raises; say in which module it begins, and of which samples.
+            **as_fit: All else that `fit` was given.
+
+        Raises:
+            ConfigError: There is no such step, no checkpoint, or no journal of `Checkpoint`.
+        """
+        from trainkit.training.replay import Replay  # few programs need it
+
+        self._replay = Replay(step=step, process=process, until_nonfinite=until_nonfinite)
+        try:
+            self.fit(model, loaders, **as_fit)
+            assert self._replay.result is not None
+            return self._replay.result
+        finally:
+            self._replay = None
 
     def explain(self, model: nn.Module | None = None, loaders: Any = None, **given: Any) -> None:
         """Print what `fit` would do: make-up, order of hooks, saving, and every default.
@@ -548,6 +593,20 @@ class Trainer:
             hparams=self.hparams,
             objects=self._objects,
         )
+
+    def _choose(
+        self, run: Run, resume: str | Path | None, stack: ExitStack
+    ) -> tuple[str | Path | None, CallbackList, Callable[[Run], FitResult]]:
+        """Return what a run goes on from, its callbacks, and what ends it; choose its folder."""
+        replay = self._replay
+        if replay is None and "TRAINKIT_REPLAY" in os.environ:  # which started the program
+            from trainkit.training.replay import Replay  # on demand
+
+            replay = Replay(**json.loads(os.environ["TRAINKIT_REPLAY"]))
+        if replay is None:
+            return choose_folder(run, resume, self.new_run), self.callbacks, end
+        stack.enter_context(replay)
+        return *replay.prepare(run, self.callbacks, self.new_run), replay.end
 
     def _take_loss_fn(self, given: LossFn | None) -> None:
         device = self.processes.device

@@ -90,6 +90,8 @@ class StepResult:
     optimizers: "Mapping[str, StepResult] | None" = None
     """The same for each optimizer that the window was for, where there are several losses; the
     `loss` is then the sum of theirs. One may have skipped while another was applied."""
+    reason: str | None = None
+    """Why none was."""
 
 
 def class_name(module: nn.Module) -> str:

@@ -17,7 +17,7 @@ from trainkit.training.optimizers import described
 from trainkit.training.run import Run
 from trainkit.types import class_name
 
-__all__ = ["commit_of", "hide_secrets", "run_facts"]
+__all__ = ["commit_of", "hidden_words", "hide_secrets", "run_facts"]
 
 _PACKAGES = ("trainkit", "torch", "numpy", "transformers")
 _SECRET = re.compile(
@@ -80,6 +80,11 @@ def _versions() -> dict[str, str]:
 
 def hide_secrets(command: Sequence[str]) -> str:
     """Return a command line as text, without the values of options named like a secret."""
+    return " ".join(hidden_words(command))
+
+
+def hidden_words(command: Sequence[str]) -> list[str]:
+    """Return the words of a command line, `(hidden)` for those values."""
     shown: list[str] = []
     hides = False
     for word in command:
@@ -90,7 +95,7 @@ def hide_secrets(command: Sequence[str]) -> str:
         else:
             shown.append(f"{name}=(hidden)" if is_secret and equals else word)
         hides = is_secret and not equals
-    return " ".join(shown)
+    return shown
 
 
 def commit_of(folder: Path) -> str | None:

@@ -57,6 +57,8 @@ _GATHERS = {
     ("distributed/communicator.py", "gather_object"),
     ("distributed/gather.py", "_exchange"),
 }
+# The program of a run, which `trainkit replay` is there to start.
+_STARTER = ("cli/replay.py", "_run")
 # The codec's own test asks for it by `allow_pickle=True`, as a user does.
 _ASKS = os.path.join(_ROOT, "tests", "distributed", "test_codec.py")
 
@@ -93,6 +95,8 @@ def _culprit(frame: FrameType | None) -> FrameType | None:
 
 
 def _is_for_users(frame: FrameType) -> bool:
+    if _place(frame) == _STARTER:
+        return True
     if _place(frame) != _UNPICKLER:
         return False
     outer = frame.f_back

@@ -15,6 +15,7 @@ from tests.system.toys import Saving, Settings, Training, read_journal, read_out
 from trainkit import Callback, Run
 from trainkit.checkpoint import CheckpointStore
 from trainkit.errors import CheckpointError
+from trainkit.journal import read
 from trainkit.signals import Interrupted
 
 RAISED = 7  # exit code of a run that a trial let fail
@@ -27,6 +28,7 @@ class Reference:
     outcome: dict[str, Any]
     seconds: float
     journal: list[Any]
+    windows: list[str]  # of the journal that `Checkpoint` brings
 
 
 @dataclass(kw_only=True)
@@ -73,6 +75,7 @@ def reference(settings: Settings, folder: Path) -> Reference:
             outcome=read_outcome(folder, settings.size),
             seconds=time.monotonic() - start,
             journal=read_journal(folder / "journal-0"),
+            windows=_windows(folder),
         )
         shutil.rmtree(folder)
     return _references[settings]
@@ -85,6 +88,9 @@ def compare(report: Report, expected: Reference, folder: Path, size: int) -> Non
     if names:
         report.different += 1
         report.problems.append(f"different: {names}")
+    if _windows(folder) != expected.windows:
+        report.different += 1
+        report.problems.append("the journal is another one")
 
 
 def check_folder(report: Report, folder: Path, saving: Saving, acked: int) -> None:
@@ -97,10 +103,19 @@ def check_folder(report: Report, folder: Path, saving: Saving, acked: int) -> No
         report.problems.append(f"lost: step {acked} was acknowledged, {newest} is the newest")
     for entry in entries:
         try:
-            store.open(entry.path)
+            counters = store.open(entry.path).read("trainer")["counters"]
         except CheckpointError as error:
             report.problems.append(f"visible but broken: {error}")
+            continue
+        windows = counters["step"] + counters["skipped_steps"]
+        found = [record.attempt for record in read(folder).records][:windows]
+        if found != [*range(1, windows + 1)]:
+            report.problems.append(f"the journal lacks windows of step {entry.step}: {found}")
     report.most_folders = max(report.most_folders, len(entries) - saving.keep_last)
+
+
+def _windows(folder: Path) -> list[str]:
+    return [record.line() for record in read(folder).records]
 
 
 def has_checkpoint(folder: Path) -> bool:

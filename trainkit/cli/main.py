@@ -19,6 +19,7 @@ _COMMANDS = {
     "checkpoint": ("checkpoint", "list, verify, show, compare and thin out checkpoints"),
     "migrate": ("migrate", "rewrite the imports of scripts that were written for Accelerate"),
     "report": ("report", "show what runs did, on one page"),
+    "replay": ("replay", "make a step of a run once more, and open it"),
     "runs": ("runs", "list runs: best metrics, steps, time, how they ended, hyperparameters"),
 }
 """The module of each command, and what it does."""

@@ -1,6 +1,6 @@
 """Callbacks: what users hang on a training, and how it is called."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeAlias
 
@@ -91,6 +91,10 @@ class Callback:
         Called by `fit` before `on_fit_start`, on every process; what one raises is raised by all.
         No collectives. Where nothing is written there is nothing to override.
         """
+
+    def brings(self) -> Sequence["Callback"]:
+        """Return what is to run right after this one, where the list has none of its class."""
+        return ()
 
     def on_fit_start(self, run: Run) -> None:
         """All parts are made, nothing has been trained."""
@@ -201,8 +205,9 @@ class CallbackList:
     """The callbacks of a run; for each hook it holds only those that override it."""
 
     def __init__(self, callbacks: Iterable[Callback]) -> None:
-        self.callbacks = tuple(callbacks)
-        _check(self.callbacks)
+        given = tuple(callbacks)
+        _check(given)
+        self.callbacks = tuple(_with_others(given))
         self.writers = tuple(each for each in self.callbacks if _overrides(each, "check_output"))
         self._listeners: dict[Callable[..., None], tuple[Callable[..., None], ...]] = {
             getattr(Callback, hook): tuple(
@@ -258,6 +263,17 @@ class CallbackList:
 
 Step: TypeAlias = Callable[[Run, CallbackList, Window], None]
 """Trains on one window."""
+
+
+def _with_others(given: tuple[Callback, ...]) -> Iterator[Callback]:
+    """Yield the callbacks and what they bring, one of each class."""
+    kinds = {type(callback) for callback in given}
+    for callback in given:
+        yield callback
+        for other in callback.brings():
+            if type(other) not in kinds:
+                kinds.add(type(other))
+                yield other
 
 
 def _overrides(callback: Callback, hook: str) -> bool:

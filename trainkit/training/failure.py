@@ -10,7 +10,7 @@ from trainkit.config import Watchdog
 from trainkit.errors import text_of
 from trainkit.training.run import Run
 
-__all__ = ["RunProgress", "report_failure"]
+__all__ = ["RunProgress", "indices_of", "report_failure"]
 
 _LISTED = 4096  # samples of a window that a report lists
 _LARGEST_ORDER = 5_000_000  # samples of an epoch whose order is made once more for a report
@@ -69,7 +69,7 @@ def report_failure(run: Run, error: BaseException) -> None:
     if hint and not reports.tells_of_lost_peer(error):  # of which the watch may know more
         error.add_note(f"trainkit: {hint}")
     origin = getattr(error, "origin", None)
-    place["samples"] |= _indices(run, place["samples"])
+    place["samples"] |= indices_of(run, place["samples"])
     report = reports.Report(
         kind="error",
         cause=exit.sentence(error),
@@ -109,7 +109,7 @@ def _where_run_is(run: Run) -> dict[str, Any]:
     return {"step": state.step, "epoch": state.epoch, "phase": run.phase, "samples": samples}
 
 
-def _indices(run: Run, samples: dict[str, int]) -> dict[str, Any]:
+def indices_of(run: Run, samples: dict[str, int]) -> dict[str, Any]:
     """Return the indices of a window in the data set, where its order can be made once more."""
     order = getattr(run.train_loader, "order_of", None)
     known = run.train_loader.samples_per_epoch

@@ -38,6 +38,7 @@ __all__ = [
     "make_weighting",
     "step_for",
     "watched",
+    "write_apart",
 ]
 
 MOST_EVALUATIONS = 2
@@ -212,21 +213,32 @@ def end(run: Run) -> FitResult:
 
 
 def _keep_nothing(run: Run, resume: str | Path | None) -> None:
-    """Let a dry run write into a folder that goes with the program; nothing is resumed.
+    """Let a dry run write into a folder that goes with the program; nothing is resumed."""
+    from trainkit.formatting import count  # only a dry run needs it
+
+    write_apart(run, "dry run")
+    many = run.config.dry_run or 1
+    tried = "" if resume is None else f" It begins anew: `resume={str(resume)!r}` is not tried."
+    run.print(
+        f"trainkit: dry run: {count(many, 'step')} of training, {count(many, 'batch')} of each "
+        f"evaluation; nothing is kept.{tried}"
+    )
+
+
+def write_apart(run: Run, kind: str) -> None:
+    """Let a run write into a folder that goes with the program; every process calls it.
 
     It is beside the output directory, where all machines see it. Callers may read it after `fit`.
     """
-    from trainkit.formatting import count  # only a dry run needs it
-
     place = run.output_dir or Path(tempfile.gettempdir())
 
     def make() -> str:
         above = next(each for each in (place, *place.parents) if each.exists())
         try:
-            folder = tempfile.mkdtemp(prefix=".trainkit-dry-run-", dir=above)
+            folder = tempfile.mkdtemp(prefix=f".trainkit-{kind.replace(' ', '-')}-", dir=above)
         except OSError as error:
             raise ConfigError(
-                f"A dry run writes into a folder in `{above}`, but cannot make it: {error}. "
+                f"A {kind} writes into a folder in `{above}`, but cannot make it: {error}. "
                 "Choose another `output_dir`, or make this place writable."
             ) from error
         weakref.finalize(run.processes, shutil.rmtree, folder, ignore_errors=True)
@@ -235,12 +247,6 @@ def _keep_nothing(run: Run, resume: str | Path | None) -> None:
     run.scratch = Path(run_on_main(run.strategy.processes, make))
     if run.output_dir is not None:
         run.output_dir = run.place(run.output_dir)
-    many = run.config.dry_run or 1
-    tried = "" if resume is None else f" It begins anew: `resume={str(resume)!r}` is not tried."
-    run.print(
-        f"trainkit: dry run: {count(many, 'step')} of training, {count(many, 'batch')} of each "
-        f"evaluation; nothing is kept.{tried}"
-    )
 
 
 def loop_step(run: Run) -> Step:

@@ -128,7 +128,7 @@ def skip(run: Run, callbacks: CallbackList) -> None:
     run.optimizer.zero_grad(set_to_none=True)
     state.skipped_steps += 1
     state.consecutive_skips += 1
-    callbacks.emit(Callback.on_step_skipped, run, StepResult(loss, skipped=True))
+    callbacks.emit(Callback.on_step_skipped, run, StepResult(loss, skipped=True, reason=reason))
     run.refuse_more_skips(reason)
 
 

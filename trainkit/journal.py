@@ -1,0 +1,158 @@
+"""The journal of a run: one short line for each window, from which it can be replayed and compared.
+
+`Journal` of `trainkit.callbacks` writes `<output_dir>/journal.txt`, and `Checkpoint` brings it
+along. A line of JSON says how the run was started, again after each resume; every other line is a
+window: update, windows skipped, epoch, first sample, the one after the last, loss, norm of the
+gradients (`-` where nothing clips), and for a skipped one why.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trainkit.errors import ConfigError
+
+__all__ = ["JOURNAL", "VERSION", "Journal", "Record", "cut", "digest", "read"]
+
+JOURNAL = "journal.txt"
+VERSION = 1
+_HUGE = 1e19
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What one window did."""
+
+    step: int
+    """Updates applied, that of this window included."""
+    skipped: int
+    """Windows that were skipped, this one included."""
+    epoch: int
+    """Of its samples, counted from 0."""
+    first: int
+    """Position of its first sample in the order of the epoch, all processes together."""
+    stop: int
+    """Position after its last sample. With the epoch it says what every process saw."""
+    loss: float
+    """Mean loss of process 0, to the last bit."""
+    grad_norm: float | None
+    """Norm of the gradients before clipping, to the last bit; None where nothing clips."""
+    skip: str | None
+    """Why no update was applied; None where one was."""
+
+    @property
+    def attempt(self) -> int:
+        """Number of the window, from 1 on, skipped ones counted too."""
+        return self.step + self.skipped
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether loss or norm is not finite, or so large that in fp32 its square is not."""
+        return not (abs(self.loss) < _HUGE and (self.grad_norm or 0.0) < _HUGE)
+
+    def line(self) -> str:
+        """Return it as it is written; numbers are read back to the last bit."""
+        norm = "-" if self.grad_norm is None else repr(self.grad_norm)
+        place = f"{self.step} {self.skipped} {self.epoch} {self.first} {self.stop}"
+        skip = "" if self.skip is None else " " + " ".join(self.skip.split())
+        return f"{place} {self.loss!r} {norm}{skip}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Journal:
+    """What a journal says."""
+
+    path: Path
+    headers: Sequence[Mapping[str, Any]]
+    """How each start of the run was made: `command`, `folder`, `files`, `versions`, `config`, ...;
+    `after` is the number of windows before it."""
+    records: Sequence[Record] = field(repr=False)
+    """The windows that the run is made of, in order; what a resume made anew is there once."""
+
+    @property
+    def header(self) -> Mapping[str, Any]:
+        """How the run was started last."""
+        return self.headers[-1]
+
+    def header_of(self, record: Record) -> Mapping[str, Any]:
+        """Return how the process was started that made this window."""
+        before = [each for each in self.headers if each["after"] < record.attempt]
+        return (before or self.headers)[-1]
+
+    def record_of(self, step: int) -> Record | None:
+        """Return the window that made an update, None where it is not there."""
+        return next((r for r in self.records if r.step == step and r.skip is None), None)
+
+
+def read(run: str | os.PathLike[str]) -> Journal:
+    """Read the journal in a run's directory; a run may be under way.
+
+    Raises:
+        ConfigError: There is none, or it is none of ours.
+    """
+    path = Path(run) / JOURNAL
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
+    except OSError as error:
+        raise ConfigError(
+            f"`{run}` holds no journal: {error.strerror}. Pass the `output_dir` of a run that was "
+            "trained with `Checkpoint(...)` or `Journal()` among its callbacks."
+        ) from None
+    headers: list[Mapping[str, Any]] = []
+    records: list[Record] = []
+    for number, line in enumerate(lines, 1):
+        found = _header(line) if line.startswith("{") else _record(line)
+        if isinstance(found, Record):
+            records.append(found)
+        elif found is not None:
+            headers.append(found)
+        else:
+            raise ConfigError(
+                f"{path}, line {number}: `{line:.60}` is no line of a journal that this version "
+                "reads. Pass the `output_dir` of a run, or move this file away."
+            )
+    if not headers:
+        raise ConfigError(f"`{path}` does not say how the run was started. Pass another run.")
+    return Journal(path=path, headers=headers, records=records)
+
+
+def _header(line: str) -> Mapping[str, Any] | None:
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return None
+    known = found.get("journal") == VERSION and isinstance(found.get("after"), int)
+    return found if known else None
+
+
+def _record(line: str) -> Record | None:
+    parts = line.split(" ", 7)
+    try:
+        loss, norm = float(parts[5]), None if parts[6] == "-" else float(parts[6])
+        step, skipped, epoch, first, stop = map(int, parts[:5])
+    except (ValueError, IndexError):
+        return None
+    skip = parts[7] if len(parts) > 7 else None
+    return Record(step, skipped, epoch, first, stop, loss, norm, skip)
+
+
+def cut(path: Path, attempts: int) -> None:
+    """Take away what was written after so many windows, and half a line at the end."""
+    content = path.read_bytes()
+    end = content.rfind(b"\n") + 1
+    while end:
+        start = content.rfind(b"\n", 0, end - 1) + 1
+        record = _record(content[start : end - 1].decode(errors="replace"))
+        if record is not None and record.attempt <= attempts:
+            break
+        end = start
+    os.truncate(path, end)
+
+
+def digest(path: Path) -> str:
+    """Return what tells a file of code from others."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]

@@ -1,0 +1,303 @@
+"""A step of a run made once more from a checkpoint, and opened (rule 35b)."""
+
+import json
+import shutil
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Self, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from trainkit.config import check_whole
+from trainkit.data import MicroBatch, Window
+from trainkit.device import wide_dtype
+from trainkit.distributed import run_on_main
+from trainkit.distributed.collectives import first_with
+from trainkit.errors import ConfigError
+from trainkit.formatting import count
+from trainkit.journal import Record
+from trainkit.outputs import absolute
+from trainkit.training.callback import Callback, CallbackList
+from trainkit.training.fit_context import end, write_apart
+from trainkit.training.observer import Observer, bad as bad_events
+from trainkit.training.replay_plan import find_run, plan
+from trainkit.training.replay_report import Replayed, publish
+from trainkit.training.run import FitResult, Run
+from trainkit.training.suspects import Fault, Part, find_fault, is_bad, parameter_sizes
+from trainkit.training.weighting import loss_of
+from trainkit.types import StepResult
+
+__all__ = ["Replay", "Replayed"]
+
+Records: TypeAlias = dict[int, Record]
+
+
+class Replay(Callback):
+    """Lets a fit go to a step of a run that was made before, open it, and end there.
+
+    Args:
+        run: The folder of the run; None: the trainer's.
+        step: Which update.
+        process: Which process to open; None: all.
+        until_nonfinite: Go on to the first window with a value that is not finite.
+        leaves: Whether the program ends with the replay.
+
+    Raises:
+        ConfigError: Nothing is asked for.
+    """
+
+    name = "trainkit replay"
+
+    def __init__(
+        self,
+        run: str | Path | None = None,
+        *,
+        step: int | None = None,
+        process: int | None = None,
+        until_nonfinite: bool = False,
+        leaves: str | None = None,
+    ) -> None:
+        if step is None and not until_nonfinite:
+            raise ConfigError("A replay needs `step`, or `until_nonfinite=True`.")
+        check_whole("step", 1 if step is None else step)
+        check_whole("process", process or 0, 0)
+        self._folder = None if run is None else absolute(run, "run")
+        self._step, self._process, self._until = step, process, until_nonfinite
+        self._leaves = leaves
+        self._target = 0  # the window that is opened; 0 where it is not known
+        self._records: Records = {}  # of the windows to come, on process 0
+        self._losses: list[tuple[int, int, Tensor]] = []  # after window and step numbers
+        self._usual: set[tuple[str, str]] = set()  # not finite where all is well
+        self._is_cut = False
+        self._parts: list[Part] | None = None  # of the window that is looked at
+        self.result: Replayed | None = None
+
+    def prepare(
+        self, run: Run, callbacks: CallbackList, new_run: bool
+    ) -> tuple[Path | None, CallbackList]:
+        """Return where the run goes on from, and its callbacks; nothing of it is written to.
+
+        Every process must call it.
+
+        Raises:
+            ConfigError: The run has no journal, no checkpoints or no such step, or is another one.
+        """
+        processes = run.strategy.processes
+
+        def make() -> dict[str, Any]:
+            folder = find_run(run.output_dir, new_run, self._folder)
+            found, self._records = plan(folder, self._step, self._until, processes.size)
+            return {"folder": str(folder), **found}
+
+        planned = run_on_main(processes, make)
+        self._folder, self._target = Path(planned["folder"]), planned["target"]
+        if self._process is not None and self._process >= processes.size:
+            raise ConfigError(
+                f"`process` is {self._process}, but the run has {count(processes.size, 'process')}."
+            )
+        for line in planned["notes"]:
+            run.print(f"trainkit: {line}")
+        write_apart(run, "replay")
+        run.checkpoints.restore_best = False
+        self.result = None
+        self._from = planned["checkpoint"]
+        where = "its start" if self._from is None else f"`{self._from}`"
+        until = f"step {self._step}" if self._target else "the first value that is not finite"
+        run.print(f"trainkit: replay of `{self._folder}` from {where} to {until}.")
+        return self._from and Path(self._from), CallbackList([*callbacks.callbacks, self])
+
+    def end(self, run: Run) -> FitResult:
+        """Return what `fit` does; leave the program if it was started for this."""
+        if self.result is None and self._target:
+            raise ConfigError(
+                f"The run ended at step {run.state.step} ({run.stop_reason}), before step "
+                f"{self._step}. Pass to `fit` what it was given when the run was made."
+            )
+        if self.result is None:
+            found = _compare(self._losses, self._records)
+            equal, differs = run.strategy.processes.broadcast_object(found)
+            self.result = Replayed(
+                step=run.state.step, checkpoint=self._from, is_equal=equal, differs_from=differs
+            )
+            self._answer(run.is_main_process)
+            run.print(f"trainkit: all was finite until the end, step {run.state.step}.")
+        if run.is_main_process and run.scratch is not None:
+            shutil.rmtree(run.scratch, ignore_errors=True)
+        if self._leaves is not None:
+            raise SystemExit(0)
+        return end(run)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> bool:
+        """End well after the error that was looked for."""
+        return isinstance(error, Exception) and self.result is not None
+
+    # What is done in the run.
+
+    @override
+    def on_fit_start(self, run: Run) -> None:
+        inner, step = run.recut, run.training_step
+        self._dtype = wide_dtype(run.strategy.device.type)
+        self._is_cut, self._losses, self._usual = inner is not None, [], set()
+
+        def recut(windows: Generator[Window, None, None]) -> Generator[Window, None, None]:
+            return self._windows(run, windows if inner is None else inner(windows))
+
+        run.recut = recut
+        run.training_step = lambda model, batch: self._see(run, step, model, batch)
+
+    @override
+    def on_gradients(self, run: Run) -> None:
+        if self._parts is not None:
+            self._look(run, run.state.attempts + 1)
+            if self.result is not None and run.requests.skip is None:
+                run.request_skip("a replay ends here")
+
+    @override
+    def on_step_end(self, run: Run, result: StepResult) -> None:
+        state = run.state
+        self._losses.append((state.attempts, state.step, result.loss.to(self._dtype, copy=True)))
+
+    @override
+    def on_step_skipped(self, run: Run, result: StepResult) -> None:
+        if self._parts is not None:  # an overflow
+            self._look(run, run.state.attempts)
+        if self.result is not None:
+            run.state.consecutive_skips = 0  # no reason to give up
+        else:
+            self.on_step_end(run, result)
+
+    @override
+    def on_exception(self, run: Run, error: BaseException) -> None:
+        parts, self._parts = self._parts, None
+        if parts and isinstance(error, Exception) and self.result is None:
+            for part in parts:
+                part.observer.end()
+            fault = find_fault(run, parts, self._usual, self._sizes, error)
+            compared = _compare(self._losses, self._records)
+            self._open(run, parts, fault, run.state.step + 1, *compared, alone=True)
+
+    def _windows(
+        self, run: Run, windows: Generator[Window, None, None]
+    ) -> Generator[Window, None, None]:
+        """Yield the windows, and after the one that was opened let the run stop."""
+        with closing(windows):
+            for window in windows:
+                yield Window(self._seen(run, window), window.total, window.size)
+                if self.result is not None:
+                    run.requests.evaluation = run.requests.checkpoint = False
+                    run.evaluation.at_end = False
+                    run.checkpoints.last_attempt = run.state.attempts
+                    run.request_stop("replay", agreed=True)
+                    yield window  # is not trained on: the loop looks for requests before it
+
+    def _seen(self, run: Run, window: Window) -> Iterator[MicroBatch]:
+        """Yield the micro-batches, and note them where the window is looked at."""
+        after = run.state.attempts
+        # The one before the target shows what is not finite where all is well.
+        if self._target and after < self._target - 2:
+            yield from window
+            return
+        self._parts, self._sizes = [], parameter_sizes(run)
+        position, rank = run.state.epoch_samples, run.processes.process_index
+        for micro_batch in window:
+            # Pieces of what a loader gives are no ranges of the order.
+            first = None if self._is_cut else position + sum(micro_batch.counts[:rank])
+            self._parts.append(Part(micro_batch, first, Observer(run.module)))
+            position += micro_batch.total
+            yield micro_batch
+            self._parts[-1].observer.end()
+
+    def _see(
+        self, run: Run, step: Callable[[nn.Module, Any], Any], model: nn.Module, batch: Any
+    ) -> Any:
+        """Run the training step; where the window is looked at, with the eyes open."""
+        part = self._parts[-1] if self._parts else None
+        if part is None or part.micro_batch.count == 0 or part.is_seen:
+            return step(model, batch)
+        part.is_seen, compiled = True, run.module._compiled_call_impl
+        run.module._compiled_call_impl = None  # compiled code shows nothing of its inside
+        try:
+            part.observer.begin(batch)
+            output = step(model, batch)
+            part.observer.end_forward(loss_of(output))
+        finally:
+            run.module._compiled_call_impl = compiled
+        return output
+
+    def _look(self, run: Run, attempt: int) -> None:
+        """Look at a window that is complete but for its update; every process calls it."""
+        parts, self._parts = self._parts or [], None
+        for part in parts:
+            part.observer.end()
+        processes = run.strategy.processes
+        overflowed = attempt == run.state.attempts
+        bad = first_with(processes, is_bad(run, self._sizes, overflowed=overflowed)) is not None
+        if attempt == self._target or (bad and self._until):
+            step = run.state.step + 1
+            fault = find_fault(run, parts, self._usual, self._sizes) if bad else None
+            told = processes.all_gather_objects(None if fault is None else asdict(fault))
+            faults = [Fault(**each) for each in told if each is not None]
+            loss, _ = run.weighting.result()
+            self._losses.append((attempt, step, loss.to(self._dtype, copy=True)))
+            compared = processes.broadcast_object(_compare(self._losses, self._records))
+            self._open(run, parts, min(faults, default=None), step, *compared)
+        elif not bad:
+            self._usual |= {e.key for part in parts for e in bad_events(part.observer.events)}
+
+    def _open(
+        self,
+        run: Run,
+        parts: list[Part],
+        fault: Fault | None,
+        step: int,
+        is_equal: bool | None,
+        differs_from: int | None,
+        *,
+        alone: bool = False,
+    ) -> None:
+        """Write what the window holds, and say what was found; no collectives.
+
+        The process is `alone` after an error, which ends the others.
+        """
+        assert self._folder is not None
+        losses = [loss for _, at, loss in self._losses if at == step]
+        self.result = Replayed(
+            step=step,
+            checkpoint=self._from,
+            is_equal=is_equal,
+            differs_from=differs_from,
+            loss=float(losses[-1]) if losses else None,
+            fault=fault,
+            folder=self._folder / "replay" / f"step-{step:08d}",
+        )
+        publish(run, self.result, parts, process=self._process, alone=alone)
+        self._answer(run.is_main_process or alone)
+
+    def _answer(self, writes: bool) -> None:
+        """Tell the command that has started the program."""
+        if self._leaves is not None and self.result is not None and writes:
+            Path(self._leaves).write_text(json.dumps({"is_equal": self.result.is_equal}))
+
+
+def _compare(
+    losses: list[tuple[int, int, Tensor]], records: Records
+) -> tuple[bool | None, int | None]:
+    """Return whether the losses are those that were recorded, and the first step that has another.
+
+    The first is None where there is none to compare with.
+    """
+    values = torch.stack([loss for _, _, loss in losses]).tolist() if losses else []
+    known = [
+        (step, repr(value) == repr(records[attempt].loss))
+        for (attempt, step, _), value in zip(losses, values, strict=True)
+        if attempt in records
+    ]
+    first = next((step for step, same in known if not same), None)
+    return (first is None if known else None), first
