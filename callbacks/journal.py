@@ -5,12 +5,13 @@ import multiprocessing
 import sys
 import sysconfig
 import time
+from collections import Counter
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import override
 
 from trainkit import device
@@ -132,11 +133,23 @@ def _header(run: Run) -> dict[str, Any]:
             "start": _start(run),
             "files": {str(p): _digest(p, p.stat().st_mtime_ns) for p in sorted(_files(run))},
             "hparams": run.hparams,
+            "modules": _modules(run),
             **facts,
             "versions": {**facts["versions"], "torch": str(torch.__version__)},
         }
     )
     return header
+
+
+def _modules(run: Run) -> dict[str, int]:
+    """Return how often each kind of module is there, with its numbers, such as `p=0.1`."""
+    texts, trainer = [], getattr(run.training_step, "__self__", None)
+    loss = getattr(trainer, "loss_fn", None)
+    for module in [*run.module.modules(), *(loss.modules() if isinstance(loss, nn.Module) else ())]:
+        held = {k: v for k, v in vars(module).items() if isinstance(v, int | float)}
+        numbers = [f"{k}={v}" for k, v in held.items() if k[0] != "_" and k != "training"]
+        texts.append(f"{type(module).__name__}({', '.join(numbers)})")
+    return Counter(texts)
 
 
 def _start(run: Run) -> dict[str, Any]:

@@ -57,8 +57,8 @@ _GATHERS = {
     ("distributed/communicator.py", "gather_object"),
     ("distributed/gather.py", "_exchange"),
 }
-# The program of a run, which `trainkit replay` is there to start.
-_STARTER = ("cli/replay.py", "_run")
+# The program of a run, which `trainkit replay` is there to start, and that for `trainkit diff`.
+_STARTERS = {("cli/replay.py", "_run"), ("cli/diff.py", "_replay")}
 # The codec's own test asks for it by `allow_pickle=True`, as a user does.
 _ASKS = os.path.join(_ROOT, "tests", "distributed", "test_codec.py")
 
@@ -95,7 +95,7 @@ def _culprit(frame: FrameType | None) -> FrameType | None:
 
 
 def _is_for_users(frame: FrameType) -> bool:
-    if _place(frame) == _STARTER:
+    if _place(frame) in _STARTERS:
         return True
     if _place(frame) != _UNPICKLER:
         return False

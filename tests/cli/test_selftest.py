@@ -58,3 +58,67 @@ def test_different_weights_are_named() -> None:
     assert "FAILED  precision" in printed
     assert "FAILED  training" in printed
     assert "ok      collectives" in printed
+
+
+@pytest.mark.slow
+def test_what_is_promised_of_equal_numbers_holds_here(tmp_path: Path) -> None:
+    output = run("test", "--determinism", "--cpu", folder=tmp_path)
+    assert "All that was tried holds." in output
+    assert output.count(" ok") >= 13
+
+
+def left(rank: int, folder: Path, part: str, damage: str = "") -> None:
+    """Train as one process of a start does, in the second round with something else."""
+    from trainkit.cli import determinism
+
+    module: Any = determinism
+    module._COMPILE = {"backend": "eager"}
+    right = module.loaders
+
+    def other_data(batch_size: int, dtype: torch.dtype) -> Any:
+        train, evaluation = right(batch_size, dtype)
+        train.dataset.tensors[0].add_(1e-6 * rank)
+        return train, evaluation
+
+    if damage == "data of process 1":
+        module.loaders = other_data
+    if damage == "compiler":
+        module._COMPILE = {"backend": fails}
+    determinism.leave_results(folder, part, 2)
+
+
+def fails(graph: Any, inputs: Any) -> Any:
+    raise RuntimeError("there is no compiler")
+
+
+def rows(folder: Path, *starts: tuple[int, str, str]) -> dict[str, tuple[str, bool | None]]:
+    from trainkit.cli.determinism import findings
+
+    for size, part, damage in starts:
+        run_ranks(size, left, folder, part, damage)
+    return {row.what: (row.found, row.holds) for row in findings(folder)}
+
+
+@pytest.mark.e2e
+def test_trainings_agree_as_promised(tmp_path: Path) -> None:
+    found = rows(tmp_path, *((size, part, "") for size in (1, 2) for part in ("first", "again")))
+    assert all(holds for _, holds in found.values()), found
+    assert len(found) == 14
+    bits = [name for name, (text, _) in found.items() if text == "equal bits"]
+    assert {"1 process: the same run twice", "2 processes, fsdp: the same run twice"} <= {*bits}
+    assert found["1 and 2 processes"][0].startswith("apart by ")
+
+
+@pytest.mark.e2e
+def test_a_broken_promise_is_named_and_a_missing_compiler_said(tmp_path: Path) -> None:
+    starts = (1, "first", "compiler"), (2, "first", ""), (2, "again", "data of process 1")
+    found = rows(tmp_path, *starts)
+    broken = {name for name, (_, holds) in found.items() if holds is False}
+    assert broken == {
+        f"2 processes, {strategy}: {what}"
+        for strategy in ("ddp", "fsdp")
+        for what in ("the same run twice", "a run that was stopped and resumed")
+    }
+    text, holds = found["1 process: compiled or not"]
+    assert holds is None
+    assert text.startswith("not tried: ")

@@ -17,6 +17,7 @@ _COMMANDS = {
     "env": ("env", "print what a report of a bug needs"),
     "test": ("selftest", "check that the processes of a job work together here"),
     "checkpoint": ("checkpoint", "list, verify, show, compare and thin out checkpoints"),
+    "diff": ("diff", "say where two runs part, and why"),
     "migrate": ("migrate", "rewrite the imports of scripts that were written for Accelerate"),
     "report": ("report", "show what runs did, on one page"),
     "replay": ("replay", "make a step of a run once more, and open it"),

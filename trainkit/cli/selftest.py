@@ -2,11 +2,16 @@
 
 import argparse
 import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from trainkit.cli.launch import start
-from trainkit.cli.plan import Script, make_plan
-from trainkit.cli.resolving import add_options, resolve
+from trainkit.cli.plan import Plan, Script, make_plan
+from trainkit.cli.resolving import Resolved, add_options, resolve
+from trainkit.cli.tables import print_table
+from trainkit.errors import ConfigError
 
 __all__ = ["add_to"]
 
@@ -18,16 +23,80 @@ training steps that equal those of one process, a checkpoint and a resume. Takes
 def add_to(commands: Any) -> None:
     """Add the command to the parser's `commands`."""
     parser = commands.add_parser("test", description=_DESCRIPTION, usage="trainkit test [options]")
+    help_text = (
+        "instead: train a small model again, resumed, accumulated, compiled, on one process and on "
+        "several (2 unless told), and say whether the numbers agree as promised"
+    )
+    parser.add_argument("--determinism", action="store_true", help=help_text)
     add_options(parser)
     parser.set_defaults(run=_run)
 
 
 def _run(options: argparse.Namespace) -> int:
     resolved = resolve(options)
-    plan = make_plan(resolved, Script(path="trainkit.cli.checks", is_module=True))
-    for note in plan.notes:
-        print(f"trainkit: {note}", file=sys.stderr)
-    code = start(plan, resolved)
+    if options.determinism:
+        return _compare_trainings(resolved)
+    code = _start(make_plan(resolved, _module("checks")), resolved)
     if code:
         print(f"trainkit test: FAILED (exit code {code})", file=sys.stderr)
     return code
+
+
+def _module(name: str, *arguments: object) -> Script:
+    return Script(path=f"trainkit.cli.{name}", arguments=tuple(map(str, arguments)), is_module=True)
+
+
+def _start(plan: Plan, resolved: Resolved) -> int:
+    for note in plan.notes:
+        print(f"trainkit: {note}", file=sys.stderr)
+    return start(plan, resolved)
+
+
+def _compare_trainings(resolved: Resolved) -> int:
+    """Train on one process and on several, in two rounds, and print what agrees and what not."""
+    if resolved.job.num_machines > 1:
+        raise ConfigError(
+            f"`--determinism` is for one machine, but `num_machines` is "
+            f"{resolved.job.num_machines} ({resolved.sources['num_machines']}). Run it on each, "
+            "with `--num_machines 1`."
+        )
+    from trainkit.cli.determinism import ROUNDS, findings  # torch; nothing else here needs it
+
+    most = resolved.job.num_processes or 2
+    with tempfile.TemporaryDirectory(prefix="trainkit-test-") as folder:
+        plans = [
+            (size, part, make_plan(job, _module("determinism", folder, part, most)))
+            for size, job in _jobs(resolved, most)
+            for part in ROUNDS
+        ]
+        for size, part, plan in plans:
+            if code := _start(plan, resolved):
+                which = f"the {part} start of {size} process(es)"
+                print(f"trainkit test: FAILED in {which} (exit code {code})", file=sys.stderr)
+                return code
+        found = findings(Path(folder))
+    words = {True: "ok", False: "BROKEN", None: "-"}
+    print_table(
+        ("DEVICE", "WHAT", "PROMISED", "FOUND", ""),
+        [(row.device, row.what, row.promised, row.found, words[row.holds]) for row in found],
+    )
+    broken = sum(row.holds is False for row in found)
+    print(f"{broken} of {len(found)} promises BROKEN" if broken else "All that was tried holds.")
+    return int(broken > 0)
+
+
+def _jobs(resolved: Resolved, most: int) -> list[tuple[int, Resolved]]:
+    """Return the jobs to start, by their processes: on accelerators as far as there are enough.
+
+    Those on the CPU come last: what is set for them hides the accelerators for good.
+    """
+    job = replace(resolved.job, num_processes=None)
+    there = make_plan(replace(resolved, job=job), _module("determinism")).needs_gpus
+    sizes = sorted({1, most})
+    places = [(size, False) for size in sizes if size <= there]
+    if len(places) < len(sizes):
+        places += [(size, True) for size in sizes]
+    return [
+        (size, replace(resolved, job=replace(job, num_processes=size, use_cpu=on_cpu)))
+        for size, on_cpu in places
+    ]

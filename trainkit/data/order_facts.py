@@ -52,10 +52,14 @@ def order_facts(loader: Any) -> dict[str, Any]:
     return facts
 
 
-def changed_facts(saved: Mapping[str, Any], present: Mapping[str, Any]) -> list[str]:
-    """Return, in words, which facts a checkpoint has otherwise."""
+def changed_facts(
+    saved: Mapping[str, Any],
+    present: Mapping[str, Any],
+    where: tuple[str, str] = ("in the checkpoint", "now"),
+) -> list[str]:
+    """Return, in words, which facts differ; `where` says where the two are."""
     return [
-        f"{name}: {saved.get(name)} in the checkpoint, {present.get(name)} now"
+        f"{name}: {saved.get(name)} {where[0]}, {present.get(name)} {where[1]}"
         for name in dict.fromkeys([*saved, *present])
         if saved.get(name) != present.get(name)
     ]

@@ -1,0 +1,136 @@
+"""`trainkit diff`: say where two runs part, and why."""
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainkit.errors import ConfigError
+from trainkit.formatting import count, json_value
+
+if TYPE_CHECKING:
+    from trainkit.cli.parting import Parting
+
+__all__ = ["add_to"]
+
+_DESCRIPTION = """Say where two runs part, and why, from their journals and checkpoints: the first
+window that differs in any bit, and what differed before it. Exit code 0: they are equal as far as
+both go; 1: they part."""
+
+
+def add_to(commands: Any) -> None:
+    """Add the command to the parser's `commands`."""
+    parser = commands.add_parser("diff", description=_DESCRIPTION)
+    where = "the `output_dir` of a run with a journal, which `Checkpoint` brings along"
+    for name in ("a", "b"):
+        parser.add_argument(name, metavar=f"RUN_{name.upper()}", type=Path, help=where)
+    replay_help = "make that step of both once more, and name the first module that differs"
+    parser.add_argument("--replay", action="store_true", help=replay_help)
+    parser.add_argument("--json", action="store_true", help="all that is known, for programs")
+    parser.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    from trainkit.cli.parting import find_parting  # torch, which `--help` needs not
+
+    found = find_parting(options.a, options.b)
+    replayed = _compare_replays(options.a, options.b, found) if options.replay else None
+    parts = found.first is not None or bool(found.causes)
+    if options.json:
+        known = {"a": str(options.a), "b": str(options.b), **asdict(found), "replay": replayed}
+        print(json.dumps(json_value(known), indent=2))
+        return int(parts)
+    for name, steps in zip("ab", found.steps, strict=True):
+        print(f"{name.upper()}: {getattr(options, name)}, {count(steps, 'step')}")
+    print("\n".join(_told(found)))
+    if replayed is not None:
+        print(f"Replayed: {replayed}")
+    return int(parts)
+
+
+def _told(found: "Parting") -> list[str]:
+    windows = f"Bit-equal over {count(found.equal, 'window')}"
+    lines = [f"{windows}{', but not in what was saved' * bool(found.causes)}."]
+    if found.first is not None:
+        lines = [f"{windows}. In window {found.first[0].attempt}, step {found.first[0].step}:"]
+        lines += [f"  {text}" for text in found.differs]
+    for index, cause in enumerate(found.causes):
+        lines.append(f"{'Also' if index else 'Likely cause'}: {cause.kind}: {cause.text}")
+    return [*lines, *found.notes]
+
+
+# Both steps made once more.
+
+
+def _compare_replays(a: Path, b: Path, found: "Parting") -> str:
+    """Replay the step in which two runs part, and return what differs first in it, in words."""
+    from trainkit.cli.parting import OTHER_PROCESSES
+
+    if found.first is None:
+        return "There is no window that differs."
+    if OTHER_PROCESSES in found.notes:
+        return "Runs on as many processes can be compared, as their batches are cut alike."
+    if any(record.skip for record in found.first):
+        return "Only updates can be made once more, and this window was skipped."
+    step = found.first[0].step
+    folders = [_replay(run, step) for run in (a, b)]
+    told = []
+    for name, folder in zip("AB", folders, strict=True):
+        result = json.loads((folder / "replay.json").read_bytes())
+        if result["is_equal"] is False:
+            told.append(
+                f"From step {result['differs_from']} on {name} does not come to its own losses "
+                "again: what happened then is neither in its program nor in its checkpoint."
+            )
+    both = {path.name for path in folders[0].glob("process-*.json")}
+    for file in sorted(both.intersection(path.name for path in folders[1].iterdir())):
+        x, y = (json.loads((folder / file).read_bytes()) for folder in folders)
+        batches = [(folder / file).with_suffix(".safetensors").read_bytes() for folder in folders]
+        for text in _differences(x, y, *batches):
+            return " ".join([*told, f"{text}, on process {x['process']}."])
+    return " ".join([*told, "All outputs and gradients are equal this time."])
+
+
+def _replay(run: Path, step: int) -> Path:
+    """Make a step of a run once more; return the folder in which it lies open."""
+    folder = run / "replay" / f"step-{step:08d}"
+    shutil.rmtree(folder, ignore_errors=True)  # of an earlier replay
+    command = [sys.executable, "-m", "trainkit.cli", "replay", str(run), "--step", str(step)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if not (folder / "replay.json").is_file():
+        said = (done.stderr.strip() or done.stdout.strip()).rpartition("\n")[2]
+        raise ConfigError(f"Step {step} of `{run}` cannot be replayed. {said}")
+    return folder
+
+
+def _differences(
+    x: Mapping[str, Any], y: Mapping[str, Any], batch: bytes, other: bytes
+) -> Iterator[str]:
+    """Yield what differs in two replays of a step, in the order in which it came to be."""
+    if batch != other:
+        yield "The batches themselves differ"
+    for name in _unequal(x["parameters"], y["parameters"], "value"):
+        yield f"The parameter `{name}` differs before the step"
+    rows = [*zip(x["modules"], y["modules"], strict=False)]
+    for one, two in rows:
+        if any(one[key] != two[key] for key in ("module", "what", "output")):
+            yield f"The batches are equal, the first module whose output differs is {_place(one)}"
+    for one, two in reversed(rows):
+        if one.get("gradient") != two.get("gradient"):
+            yield f"All outputs are equal, the first gradient on the way back is of {_place(one)}"
+    for name in _unequal(x["parameters"], y["parameters"], "gradient"):
+        yield f"All modules are equal, and the gradient of the parameter `{name}` differs"
+
+
+def _unequal(x: Mapping[str, Any], y: Mapping[str, Any], key: str) -> list[str]:
+    return [name for name, row in x.items() if row.get(key) != y.get(name, {}).get(key)]
+
+
+def _place(row: Mapping[str, Any]) -> str:
+    kind = row.get("class", "the loss")
+    return f"`{row['module'] or 'the model'}` ({kind}) in micro-batch {row['micro_batch']}"
