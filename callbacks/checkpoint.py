@@ -1,7 +1,7 @@
 """Save checkpoints: when, and what stays."""
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
@@ -17,7 +17,6 @@ from trainkit.config import check_whole, checked
 from trainkit.errors import ConfigError
 from trainkit.packages import require
 from trainkit.training.callback import Callback
-from trainkit.training.evaluation import check_metric
 from trainkit.training.run import Run
 from trainkit.types import Scalars, StepResult
 
@@ -144,11 +143,10 @@ class Checkpoint(Callback):
             keep_best=self.policy.keep_best,
             weights_only=self.weights_only,
         )
+        if self.policy.keep_best is not None:
+            metric, mode, _ = self.policy.keep_best
+            run.evaluation.watch("`Checkpoint` keeps the best by", metric, mode)
         self._wait_again()
-
-    @override
-    def on_epoch_start(self, run: Run) -> None:
-        self._check_metric(run.evaluation.expected)
 
     @override
     def on_step_end(self, run: Run, result: StepResult) -> None:
@@ -161,7 +159,6 @@ class Checkpoint(Callback):
 
     @override
     def on_evaluation_end(self, run: Run, metrics: Scalars) -> None:
-        self._check_metric(metrics)
         if self.policy.keep_best is not None and not self.weights_only:
             # Only a save of this step can be the best.
             run.request_checkpoint(agreed=True)
@@ -170,10 +167,6 @@ class Checkpoint(Callback):
     def on_epoch_end(self, run: Run) -> None:
         if self.every_n_epochs is not None and run.state.epoch % self.every_n_epochs == 0:
             run.request_checkpoint(agreed=True)
-
-    def _check_metric(self, names: Iterable[str] | None) -> None:
-        if self.policy.keep_best is not None:
-            check_metric("`Checkpoint` keeps the best by", self.policy.keep_best[0], names)
 
     def _wait_again(self) -> None:
         if self.every_minutes is not None:

@@ -10,13 +10,10 @@ from trainkit.checkpoint.format.value_checks import number, record, whole
 from trainkit.config import check_whole, checked
 from trainkit.errors import ConfigError
 from trainkit.training.callback import Callback
-from trainkit.training.evaluation import check_metric
 from trainkit.training.run import Run
 from trainkit.types import Scalars
 
 __all__ = ["EarlyStopping"]
-
-_WATCHER = "`EarlyStopping` watches"
 
 
 class EarlyStopping(Callback):
@@ -61,18 +58,13 @@ class EarlyStopping(Callback):
 
     @override
     def on_fit_start(self, run: Run) -> None:
-        check_metric(_WATCHER, self.metric, None if run.evaluation.loaders else ())
+        run.evaluation.watch("`EarlyStopping` watches", self.metric, self.mode)
         if run.state.attempts == 0:  # else the state was loaded before
             self._reset()
         self._stop_if_due(run)  # where a run is resumed that had ended
 
     @override
-    def on_epoch_start(self, run: Run) -> None:
-        check_metric(_WATCHER, self.metric, run.evaluation.expected)
-
-    @override
     def on_evaluation_end(self, run: Run, metrics: Scalars) -> None:
-        check_metric(_WATCHER, self.metric, metrics)
         if not run.evaluation.is_planned:
             return
         value = metrics[self.metric]

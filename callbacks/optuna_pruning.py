@@ -10,13 +10,10 @@ from trainkit.config import checked
 from trainkit.distributed import run_on_main
 from trainkit.errors import ConfigError
 from trainkit.training.callback import Callback
-from trainkit.training.evaluation import check_metric
 from trainkit.training.run import Run
 from trainkit.types import Scalars
 
 __all__ = ["OptunaPruning"]
-
-_WATCHER = "`OptunaPruning` reports"
 
 
 class OptunaPruning(Callback):
@@ -48,18 +45,15 @@ class OptunaPruning(Callback):
                 f"{run.processes.process_index}, but the processes of a job train one trial "
                 "together, which process 0 has. Ask the study there, and pass None on the others."
             )
+        goals = getattr(getattr(self.trial, "study", None), "directions", ())
+        mode = goals[0].name.lower() if goals else None
+        run.evaluation.watch("`OptunaPruning` reports", self.metric, mode)
         self._pruned = ""
         if run.state.attempts == 0:  # else the state was loaded before
             self._evaluations = 0
 
     @override
-    def on_epoch_start(self, run: Run) -> None:
-        if run.evaluation.expected is not None:
-            check_metric(_WATCHER, self.metric, run.evaluation.expected)
-
-    @override
     def on_evaluation_end(self, run: Run, metrics: Scalars) -> None:
-        check_metric(_WATCHER, self.metric, metrics)
         if not run.evaluation.is_planned:
             return
         value, number = metrics[self.metric], self._evaluations

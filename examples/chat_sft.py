@@ -178,7 +178,6 @@ def train_base(
     loader = DataLoader(rows, arguments.batch_size, shuffle=True)
     trainer.fit(model, loader, optimizer=partial(AdamW, lr=2e-3), lr_scheduler="cosine")
     trainer.save_model(arguments.output_dir / "base", tokenizer=tokenizer)
-    trainer.close()
 
 
 def add_adapter(base: nn.Module, rank: int, *, dora: bool = False) -> nn.Module:

@@ -185,6 +185,19 @@ def test_evaluate_and_predict_are_short_too(capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().out.count("dry run: the first batches of the loader, 2.") == 2
 
 
+def test_the_best_of_a_dry_run_is_its_own(tmp_path: Path) -> None:
+    def values(seed: int, **settings: Any) -> set[float]:
+        best = Checkpoint(keep_best=("eval/loss", "min"))
+        trainer = make_trainer(callbacks=[best], output_dir=tmp_path, **settings)
+        result = fit(trainer, model=(model := toy_model(seed)))
+        assert result.best_value is not None
+        again = trainer.evaluate(model, toy_loaders()[1], checkpoint="best")
+        return {result.best_value, again["eval/loss"]}
+
+    assert len(values(0)) == 1
+    assert len(values(1, dry_run=True)) == 1  # and not that of the run in this folder
+
+
 def test_what_the_real_run_would_refuse_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="the trainer has none"):
         fit(make_trainer(callbacks=[Checkpoint()], dry_run=True))

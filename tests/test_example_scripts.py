@@ -36,7 +36,7 @@ LAST_LINES = {
 @pytest.mark.e2e
 @pytest.mark.parametrize(
     ("name", "processes"),
-    [("chat_sft.py", 1), ("finetune.py", 1), ("gan.py", 1), ("multi_task.py", 2), ("vision.py", 2)],
+    [("chat_sft.py", 2), ("finetune.py", 1), ("gan.py", 1), ("multi_task.py", 2), ("vision.py", 2)],
 )
 def test_the_example_runs(name: str, processes: int, tmp_path: Path) -> None:
     arguments = ("--tiny", "--output-dir", str(tmp_path))

@@ -73,11 +73,17 @@ def test_frozen_is_one_of_two_words() -> None:
         Checkpoint(frozen="skip")  # type: ignore[arg-type]
 
 
-def test_the_best_weights_are_loaded_onto_their_base(tmp_path: Path) -> None:
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_the_best_weights_are_loaded_onto_their_base(weights_only: bool, tmp_path: Path) -> None:
     model = frozen_toy()
-    saves = Checkpoint(keep_best=("eval/loss", "min", 1), frozen="reference")
+    best_of: Any = ("eval/loss", "min", 1)
+    saves = Checkpoint(keep_best=best_of, weights_only=weights_only, frozen="reference")
     trainer = Trainer(max_epochs=2, callbacks=[saves], output_dir=tmp_path)
-    fit(trainer, model=model, restore_best=True)
+    result = fit(trainer, model=model, restore_best=True)
+    path = result.best_checkpoint
+    assert path is not None
+    assert path.parent.name == ("weights" if weights_only else "checkpoints")
+    assert set(CheckpointStore(path.parent).open(path).layout("model")) == {"2.weight", "2.bias"}
     loader, loss = toy_loaders()[1], nn.CrossEntropyLoss()
     best = trainer.evaluate(model, loader, loss_fn=loss)
     assert trainer.evaluate(frozen_toy(), loader, loss_fn=loss, checkpoint="best") == best

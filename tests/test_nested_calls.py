@@ -12,7 +12,7 @@ from torch.optim import SGD
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from tests.helpers.ranks import RanksError, run_ranks
-from tests.helpers.toys import fit, toy_dataset, toy_loaders, toy_model
+from tests.helpers.toys import fit, make_trainer, toy_dataset, toy_loaders, toy_model
 from trainkit import Callback, ConfigError, DistributedError, Run, Trainer
 from trainkit.callbacks import Checkpoint, MainProcess
 from trainkit.training.callback import HOOKS, PARTIAL_HOOKS
@@ -406,3 +406,17 @@ def test_the_stream_of_a_training_under_way_is_not_evaluated() -> None:
     trainer = Trainer(max_epochs=1, callbacks=[Looks()])
     with pytest.raises(ConfigError, match="read the same `Lines`"):
         fit(trainer, {"train": loader})
+
+
+def _closed_by_another(rank: int) -> str:
+    first, second = make_trainer(), make_trainer()
+    fit(second)
+    second.close()
+    with pytest.raises(DistributedError) as caught:
+        first.evaluate(toy_model(), toy_loaders()[1])
+    return str(caught.value)
+
+
+def test_trainers_share_the_group_that_one_of_them_leaves() -> None:
+    for said in run_ranks(2, _closed_by_another):
+        assert "it has left by `close`" in said

@@ -28,7 +28,7 @@ RETIRED = {
     r"\b(Stream|Key|Foreign)Feed\b": "StreamSource, KeySource, CustomSource",
     r"\bhas_spare\b": "has_fallback",
     r"\bannounce_epoch\b": "set_epoch_on",
-    r"\b(expected_figures|evaluates_epochs)\b": "run.evaluation.expected, .after_epochs",
+    r"\b(expected_figures|evaluates_epochs)\b": "run.evaluation.check, .after_epochs",
     r"\bstrategy\.(adopt|rewrap|agree|place|adding_nothing)\b": "the names of Strategy",
     r"\b(run|strategy)\.vote\b": "run.flags",
     r"\bWatchedRun\b": "RunProgress",

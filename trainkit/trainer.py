@@ -527,7 +527,8 @@ class Trainer:
         if self.run is None:
             raise ConfigError(
                 "`save_model` writes the model of the latest `fit`, but there was none. For any "
-                "model, call `trainkit.export.save_model(model, directory)`."
+                "model, call `trainkit.export.save_model(model, directory)`; for one that was "
+                "trained before, `trainkit checkpoint export RUN DIRECTORY --best`."
             )
         if checkpoint is not None:
             check_called_by_all(self.strategy.processes, "save_model")
@@ -546,7 +547,7 @@ class Trainer:
             )
 
     def close(self) -> None:
-        """Leave the process group, if this trainer made it."""
+        """Leave the process group, if trainkit made it; all trainers of a program share it."""
         self.strategy.close()
 
     # How the parts are put together.
@@ -676,9 +677,8 @@ class Trainer:
             return
         from trainkit.training.saved_weights import held  # on demand
 
-        place, in_fit = self.output_dir, "fit" in self._calls.names
-        if self.new_run and isinstance(self.run, Run):
-            place = self.run.output_dir
+        in_fit = "fit" in self._calls.names
+        place = self.run.output_dir if isinstance(self.run, Run) else self.output_dir
         model = self.strategy.to_device(model)
         with held(model, checkpoint, place, self.strategy.processes, in_fit=in_fit):
             yield

@@ -165,6 +165,28 @@ def test_prune_removes_what_no_option_keeps(run: Path, capsys: pytest.CaptureFix
     assert folders(run) == ["step-00000020", "step-00000030"]
 
 
+def test_prune_thins_out_weights_alone_too_and_keeps_what_the_run_kept(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    about = {"keep_best": ["eval/accuracy", "max", 2], "weights_only": True}
+    weights = CheckpointStore(run / "weights")
+    for step, value in ((11, 0.5), (12, 0.3), (13, 0.4), (14, 0.2)):
+        model = {"model": {"x": torch.ones(1)}}
+        save_alone(weights, step, model, metrics={"eval/accuracy": value}, **about)
+
+    def kept() -> list[str]:
+        return [f.name[-2:] for f in sorted(weights.directory.iterdir())]
+
+    assert command("prune", run, "--keep-last", 1, "--dry-run") == 0
+    told = "would remove step-00000010\nwould remove weights/step-00000012\n"
+    assert capsys.readouterr().out == told
+    assert kept() == ["11", "12", "13", "14"]
+    assert command("prune", run, "--keep-last", 1) == 0
+    assert kept() == ["11", "13", "14"]  # the best two of the run, and the newest
+    assert command("prune", run, "--keep-last", 1, "--keep-best", "eval/accuracy:min:1") == 0
+    assert (kept(), folders(run)) == (["14"], ["step-00000020", "step-00000030"])
+
+
 def test_prune_does_not_touch_the_directory_of_a_run_under_way(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,19 +2,22 @@
 
 import pickle
 import random
+import shutil
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
+from tests.helpers.ranks import run_ranks
 from trainkit import ConfigError, DataError, StepOutput, Trainer
-from trainkit.callbacks import Throughput
+from trainkit.callbacks import Checkpoint, Throughput
 from trainkit.data import group_by_length, pack
 from trainkit.training.callback import Callback
 from trainkit.training.run import Run
@@ -295,6 +298,63 @@ def test_batches_of_similar_length_follow_from_seed_and_epoch_alone() -> None:
         of_batches = [[lengths[index] for index in batch] for batch in batches]
         spread = [max(of_batch) - min(of_batch) for of_batch in of_batches]
         assert sum(spread) / len(spread) < 2  # of 14; at random it would be 12
+
+
+class Steps(Callback):
+    """Keeps which items each step had, and ends the run after some steps."""
+
+    def __init__(self, stop_at: int) -> None:
+        self.stop_at = stop_at
+        self.steps: list[list[int]] = []
+
+    @override
+    def on_microbatch_start(self, run: Run, batch: Any) -> None:
+        self.steps.append(sorted(batch[1].tolist()))
+
+    @override
+    def on_step_end(self, run: Run, result: Any) -> None:
+        if run.state.step == self.stop_at:
+            run.request_stop("a test", agreed=True)
+
+
+def grouped(
+    rank: int, folder: Path, size: int, stop_at: int = -1, resume: Any = None
+) -> list[list[int]]:
+    """Return the items of each step on this process, with batches of `size` over all of them."""
+    data = items(61)
+    seen = Steps(stop_at)
+    trainer = Trainer(
+        max_epochs=2,
+        split_batches=True,
+        output_dir=folder,
+        callbacks=[seen, Checkpoint(every_n_epochs=2)],
+    )
+    rows = TensorDataset(torch.ones(61, 1), torch.arange(61))
+    lengths = [len(item["input_ids"]) for item in data]
+    loader = DataLoader(rows, size, sampler=group_by_length(data, size, lengths=lengths))
+    model, optimizer = nn.Linear(1, 1), partial(SGD, lr=0.1)
+    trainer.fit(model, loader, optimizer=optimizer, loss_fn=mean_of_outputs, resume=resume)
+    return seen.steps
+
+
+def mean_of_outputs(outputs: Tensor, _: Tensor) -> Tensor:
+    return outputs.mean()
+
+
+@pytest.mark.e2e
+def test_batches_of_similar_length_are_shared_out_and_gone_on_with(tmp_path: Path) -> None:
+    (whole,) = run_ranks(1, grouped, tmp_path / "whole", 8)
+    assert len(whole) == 16
+    for split in (3, 8):  # inside an epoch, and at its end
+        folder = tmp_path / str(split)
+        begun = run_ranks(2, grouped, folder, 8, stop_at=split)
+        shutil.copytree(folder, again := tmp_path / f"again-{split}")
+        ended = run_ranks(2, grouped, folder, 8, resume="must")
+        both = [a + b for a, b in zip(*begun, strict=True)]
+        both += [a + b for a, b in zip(*ended, strict=True)]
+        assert [sorted(step) for step in both] == whole
+        (alone,) = run_ranks(1, grouped, again, 8, resume="must")  # on one process now
+        assert alone == whole[split:]
 
 
 def test_lengths_that_are_known_need_not_be_read() -> None:

@@ -5,6 +5,7 @@ import pickle
 import random
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from tests.checkpoint.toys import save_alone
 from tests.export.test_loading import Payload
 from tests.export.toys import TOKENS, read_export, tied
 from tests.helpers.toys import fit, make_trainer, toy_model
-from trainkit.checkpoint import Checkpoint, CheckpointStore
+from trainkit.callbacks import EMA, Checkpoint
+from trainkit.checkpoint import Checkpoint as Opened, CheckpointStore
 from trainkit.cli.main import main
 from trainkit.errors import CheckpointError, ConfigError
 from trainkit.export import load_checkpoint_in_model, save_model
@@ -29,7 +31,7 @@ def command(*arguments: object) -> int:
     return main(["checkpoint", *(str(argument) for argument in arguments)])
 
 
-def opened(path: Path) -> Checkpoint:
+def opened(path: Path) -> Opened:
     (folder,) = path.glob("step-*")
     return CheckpointStore(path).open(folder)
 
@@ -60,6 +62,31 @@ def test_a_trained_model_exported_both_ways(tmp_path: Path) -> None:
     assert command("export", tmp_path, tmp_path / "b", "--max-shard-size", "1kB") == 0
     one, two = read_export(tmp_path / "a"), read_export(tmp_path / "b")
     assert all(torch.equal(one[name], two[name]) for name in model.state_dict())
+
+
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_the_best_of_a_run_is_exported_as_it_was_evaluated(
+    tmp_path: Path, weights_only: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    best = Checkpoint(keep_best=("eval/loss", "min"), weights_only=weights_only)
+    trainer = make_trainer(max_epochs=4, output_dir=tmp_path, callbacks=[best, EMA(0.9)])
+    model = toy_model()
+    result = fit(trainer, model=model, optimizer=partial(torch.optim.SGD, lr=4.0))
+    assert result.best_step != result.step
+    trainer.save_model(tmp_path / "a", checkpoint="best")
+    assert command("export", tmp_path, tmp_path / "b", "--best") == 0
+    one, two = read_export(tmp_path / "a"), read_export(tmp_path / "b")
+    assert all(torch.equal(one[name], two[name]) for name in model.state_dict())
+
+    assert command("export", tmp_path, tmp_path / "raw", "--part", "model") == 0
+    last = read_export(tmp_path / "raw")  # not the average
+    assert all(torch.equal(last[name], value) for name, value in model.state_dict().items())
+
+    assert command("export", result.best_checkpoint, tmp_path / "c", "--best") == 1
+    assert "is one checkpoint" in capsys.readouterr().err
+    (tmp_path / "none").mkdir()
+    assert command("export", tmp_path / "none", tmp_path / "c", "--best") == 1
+    assert "calls the best" in capsys.readouterr().err
 
 
 def test_what_cannot_be_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -57,6 +57,26 @@ def test_runs_are_judged_by_an_evaluation_that_most_of_them_have(tmp_path: Path)
     assert [each["is_low"] for each in found] == [False, True, False]
 
 
+def test_runs_come_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    for name in ("2026-11-23_10", "2026-11-23_9", "b", "2026-11-22_11"):
+        write_run(tmp_path / name, [line(1, loss=1.0)])
+    names = ["2026-11-22_11", "2026-11-23_9", "2026-11-23_10", "b"]
+    assert [run.name for run in read_runs([tmp_path])] == names
+
+
+def test_what_is_better_is_what_the_runs_say_and_else_guessed(tmp_path: Path) -> None:
+    names = ("eval/recall_error", "eval/score", "eval/mse", "eval/f1")
+    said = {"eval/recall_error": True, "eval/score": False, "eval/f1": True}
+    for name, known in (("a", {}), ("b", said), ("c", "torn")):
+        events = [
+            event("start", 0, {"setup": 1.0}, time=0.0),
+            event("evaluation", 1, {"setup": 1.0}, higher_is_better=known),
+        ]
+        write_run(tmp_path / name, [line(1, **dict.fromkeys(names, 1.0))], events)
+    found = {each["name"]: each["is_low"] for each in metrics(read_runs([tmp_path]))}
+    assert found == dict(zip(names, [False, True, True, False], strict=True))
+
+
 def test_nested_hyperparameters_that_differ_are_what_was_varied(tmp_path: Path) -> None:
     rows = varied(_sweep(tmp_path, 7))
     assert [row.name for row in rows] == ["lr", "net.depth"]

@@ -71,16 +71,17 @@ def _check_best(best: Any) -> None:
         raise ConfigError(f"`keep_best` must keep a number from 1 on, but keeps {best[2]!r}.")
 
 
-def best_of(entries: Sequence[Entry]) -> tuple[str, list[Entry]]:
-    """Return by which metric the newest says that the best are kept, and these, the best first.
+def best_of(entries: Sequence[Entry], best: Any = None) -> tuple[str, list[Entry]]:
+    """Return by which metric the best are chosen, and these, of the newest run, the best first.
 
-    The metric is empty where none says so; what makes no sense is a ConfigError.
+    By `best`, else by what the newest says that has such a rule; the metric is empty where none
+    does. A rule that makes no sense is a ConfigError.
     """
-    told = [entry for entry in entries if "keep_best" in entry.manifest.metadata]
+    told = [entry for entry in entries if best or "keep_best" in entry.manifest.metadata]
     if not told:
         return "", []
     newest = max(told, key=lambda entry: entry.step).manifest
-    best: Any = newest.metadata["keep_best"]
+    best = best or newest.metadata["keep_best"]
     _check_best(best := tuple(best) if type(best) is list else best)
     return best[0], ranked([e for e in entries if e.manifest.run_id == newest.run_id], best)
 

@@ -1,7 +1,8 @@
 """`trainkit checkpoint`: list, verify, show, compare, thin out, export and import checkpoints."""
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -35,9 +36,8 @@ def add_to(commands: Any) -> None:
     _add(own, "diff", _diff, "compare two checkpoints; exit with 1 if they differ", A=one, B=one)
     prune = _add(own, "prune", _prune, "remove checkpoints that no option keeps", DIR=where)
     prune.add_argument("--keep-last", type=int, metavar="N", required=True, help="the newest N")
-    prune.add_argument(
-        "--keep-best", type=_best, metavar="METRIC:MODE:M", help="such as eval/accuracy:max:2"
-    )
+    best_help = "such as eval/accuracy:max:2; by default what the run kept as the best"
+    prune.add_argument("--keep-best", type=_best, metavar="METRIC:MODE:M", help=best_help)
     prune.add_argument("--keep-every", type=int, metavar="N", help="steps that are multiples of N")
     prune.add_argument("--dry-run", action="store_true", help="only say what would be removed")
     export_help = "write the weights as model.safetensors, which transformers and others read"
@@ -45,8 +45,10 @@ def add_to(commands: Any) -> None:
     export = _add(own, "export", _export, export_help, CKPT=one, DIR=to)
     size_help = "of a file; 5GB by default"
     export.add_argument("--max-shard-size", metavar="SIZE", default="5GB", help=size_help)
-    part_help = "what to write; the model by default"
-    export.add_argument("--part", metavar="NAME", default="model", help=part_help)
+    part_help = "what to write; by default the model with the weights that were evaluated"
+    export.add_argument("--part", metavar="NAME", help=part_help)
+    which_help = "for a run's directory the best checkpoint instead of the newest"
+    export.add_argument("--best", action="store_true", help=which_help)
     import_help = "take over a checkpoint that Accelerate's save_state wrote"
     source, new = "the folder that save_state wrote", "the folder for the new checkpoint"
     load = _add(own, "import", _import, import_help, SRC=source, DIR=new)
@@ -93,13 +95,20 @@ def _stores(directory: Path) -> list[CheckpointStore]:
     return [store, weights] if weights.directory.is_dir() else [store]
 
 
-def _single(path: Path) -> Path:
-    """Return the folder of one checkpoint: the one passed, or the newest of a run."""
+def _entries(directory: Path) -> list[Entry]:
+    return [entry for store in _stores(directory) for entry in store.checkpoints()]
+
+
+def _single(path: Path, *, best: bool = False) -> Path:
+    """Return the folder of one checkpoint: the one passed, or the newest or best of a run."""
     if (path / MANIFEST).exists():
+        if best:
+            raise ConfigError(f"`--best` chooses of a run, but `{path}` is one checkpoint.")
         return path
-    entries = _store(path).checkpoints()
+    entries = best_of(_entries(path))[1][:1] if best else _store(path).checkpoints()
     if not entries:
-        raise CheckpointError(f"There is no checkpoint in `{path}`.", path=path)
+        why = " that `Checkpoint(keep_best=...)` calls the best" if best else ""
+        raise CheckpointError(f"There is no checkpoint in `{path}`{why}.", path=path)
     return entries[-1].path
 
 
@@ -160,9 +169,12 @@ def _verify(options: argparse.Namespace) -> int:
     for each in paths:
         problem = _problem(verify, each)
         failed = failed or bool(problem)
-        name = f"{WEIGHTS}/{each.name}" if each.parent.name == WEIGHTS else each.name
-        print(f"BROKEN {name}: {problem}" if problem else f"ok {name}")
+        print(f"BROKEN {_shown(each)}: {problem}" if problem else f"ok {_shown(each)}")
     return int(failed)
+
+
+def _shown(path: Path) -> str:
+    return f"{WEIGHTS}/{path.name}" if path.parent.name == WEIGHTS else path.name
 
 
 def _show(options: argparse.Namespace) -> int:
@@ -243,21 +255,20 @@ def _described(value: Any) -> str:
 
 
 def _prune(options: argparse.Namespace) -> int:
-    policy = KeepPolicy(
-        keep_last=options.keep_last, keep_best=options.keep_best, keep_every=options.keep_every
-    )
-    store = _store(options.dir)
-    if options.dry_run:
-        return _print_removed("would remove", removable(store, policy))
-    is_inside = store.directory.resolve().name in (CHECKPOINTS, WEIGHTS)
-    with RunLock(store.directory.resolve().parent if is_inside else store.directory):
-        return _print_removed("removed", rotate(store, policy))
-
-
-def _print_removed(verb: str, entries: Sequence[Entry]) -> int:
-    for entry in entries:
-        print(f"{verb} {entry.path.name}")
-    if not entries:
+    policy = KeepPolicy(keep_last=options.keep_last, keep_every=options.keep_every)
+    directory = _store(options.dir).directory.resolve()
+    run = directory.parent if directory.name in (CHECKPOINTS, WEIGHTS) else directory
+    with nullcontext() if options.dry_run else RunLock(run):
+        _, best = best_of(_entries(options.dir), options.keep_best)
+        found: list[Entry] = []
+        for store in _stores(options.dir):
+            kept = {entry.step for entry in best if entry.path.parent == store.directory}
+            # Of weights alone the best stay, as in the run.
+            own = KeepPolicy() if store.directory.name == WEIGHTS else policy
+            found += (removable if options.dry_run else rotate)(store, own, kept)
+    for entry in found:
+        print(f"{'would remove' if options.dry_run else 'removed'} {_shown(entry.path)}")
+    if not found:
         print("Nothing to remove.")
     return 0
 
@@ -265,7 +276,7 @@ def _print_removed(verb: str, entries: Sequence[Entry]) -> int:
 def _export(options: argparse.Namespace) -> int:
     from trainkit.export.from_checkpoint import export_checkpoint  # torch; other commands need none
 
-    path = _single(options.ckpt)
+    path = _single(options.ckpt, best=options.best)
     layout = export_checkpoint(
         path, options.dir, part=options.part, max_shard_size=options.max_shard_size
     )

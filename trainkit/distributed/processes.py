@@ -263,6 +263,7 @@ class Processes:
         if self._pid == os.getpid():  # a fork has the groups, but not their threads
             if self.watch is not None:
                 self.watch.close()
+                self.watch = None  # it would take processes that have left for those that go on
             self._membership.leave()
         self._closed = True
         if Processes._live is self:

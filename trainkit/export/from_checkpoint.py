@@ -1,7 +1,9 @@
 """Write the weights in a checkpoint for other programs, without the model and without a GPU."""
 
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -21,7 +23,7 @@ __all__ = ["export_checkpoint"]
 
 
 def export_checkpoint(
-    checkpoint: Path, directory: Path, *, part: str = "model", max_shard_size: Size = "5GB"
+    checkpoint: Path, directory: Path, *, part: str | None = None, max_shard_size: Size = "5GB"
 ) -> Layout:
     """Write one part of a checkpoint as `save_model` writes a model; return which files there are.
 
@@ -31,7 +33,8 @@ def export_checkpoint(
     Args:
         checkpoint: The folder of one checkpoint; every byte of it is verified first.
         directory: Where the files go; an earlier export there is replaced.
-        part: A dict of tensors by name, such as "model".
+        part: A dict of tensors by name, such as "model". None: the model with the weights that its
+            metrics are of, such as the average of `EMA`.
         max_shard_size: Largest size of a file.
 
     Raises:
@@ -40,28 +43,24 @@ def export_checkpoint(
     """
     limit = parse_size(max_shard_size, "max_shard_size")
     opened = CheckpointStore(checkpoint.parent).open(checkpoint)
-    if part == "model" and "reference" in opened.manifest.metadata:
+    metadata = opened.manifest.metadata
+    told: Any = metadata.get("evaluated_weights") if part is None else None
+    part = part or "model"
+    if part == "model" and "reference" in metadata:
         raise CheckpointError(
             f"The checkpoint `{checkpoint}` holds what was trained, and refers to its base for the "
             "rest, so it cannot be exported by itself. Resume from it by `fit`, or load it into "
             "the base by `load_checkpoint_in_model`, and call `save_model`.",
             path=checkpoint,
         )
-    names: dict[StoredTensor, str] = {}
-    others: list[str] = []
-    for name, stored in opened.layout(part, others).items():
-        names.setdefault(stored, name)
-    warn_of_others(others)
-    pieces = {
-        name: Piece(stored.dtype, stored.shape, partial(_bytes_of, opened, part, name))
-        for stored, name in names.items()
-    }
+    held = {} if told is None else opened.read("trainer")["callbacks"][told[0]][told[1]]
+    pieces = _pieces(opened, part, held)
     layout = lay_out(pieces, limit, safe=True)
     publication = Publication(directory)
     try:
         publication.begin()
-        for file, held in layout.files.items():
-            own = {name: pieces[name] for name in held}
+        for file, names in layout.files.items():
+            own = {name: pieces[name] for name in names}
             write_weights(publication.folder / file, own)
         if layout.index is not None:
             files.write_file(publication.folder / layout.index, [layout.encode_index()])
@@ -73,6 +72,28 @@ def export_checkpoint(
     return layout
 
 
-def _bytes_of(checkpoint: Checkpoint, part: str, name: str) -> memoryview:
+def _pieces(
+    checkpoint: Checkpoint, part: str, substitutes: Mapping[str, Tensor]
+) -> dict[str, Piece]:
+    """Return what is written of each tensor of a part; `substitutes` are written in their place."""
+    names: dict[StoredTensor, str] = {}
+    left_out: list[str] = []
+    layout = checkpoint.layout(part, left_out)
+    for name, stored in layout.items():
+        names.setdefault(stored, name)
+    warn_of_others(left_out)
+    instead = {names[layout[name]]: other for name, other in substitutes.items() if name in layout}
+    return {
+        name: Piece(
+            stored.dtype,
+            stored.shape,
+            partial(_bytes_of, checkpoint, part, name, instead.get(name)),
+        )
+        for stored, name in names.items()
+    }
+
+
+def _bytes_of(checkpoint: Checkpoint, part: str, name: str, instead: Tensor | None) -> memoryview:
     tensor: Tensor = checkpoint.read_tensor(part, name)
+    tensor = tensor if instead is None else instead.to(tensor.dtype)
     return tensor_piece(tensor, name)[0].data()

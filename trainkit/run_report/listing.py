@@ -56,12 +56,8 @@ def facts(run: RunLog) -> dict[str, Any]:
 
 def _best(run: RunLog) -> dict[str, dict[str, Any]]:
     """Return the best of each metric of which it is known what is better, its step, and that."""
-    known: dict[str, bool] = {"eval/loss": False}
-    for session in run.sessions:
-        for event in session.events:
-            known |= event.values.get("higher_is_better") or {}
     found = {}
-    for name, is_higher_better in known.items():
+    for name, is_higher_better in {"eval/loss": False, **run.higher_is_better}.items():
         points = [point for point in run.curves.get(name, []) if not math.isnan(point[1])]
         if points:
             step, best = (max if is_higher_better else min)(points, key=lambda point: point[1])

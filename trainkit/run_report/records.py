@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -128,6 +129,16 @@ class RunLog:
                 said = None
         return said if isinstance(said, Mapping) else {}
 
+    @cached_property
+    def higher_is_better(self) -> dict[str, bool]:
+        """Whether higher values of a metric are the better ones, where the run has said it."""
+        known: dict[str, bool] = {}
+        for session in self.sessions:
+            for event in session.events:
+                said = event.values.get("higher_is_better")
+                known |= said if isinstance(said, Mapping) else {}
+        return known
+
     @property
     def counters(self) -> dict[str, int]:
         """Those of `step`, `epoch`, `samples` that are known, as they were last written."""
@@ -186,7 +197,12 @@ def _places(path: Path) -> list[Path]:
     if (path / METRICS).is_file():
         return [path]
     below = [*path.glob(f"*/{METRICS}"), *path.glob(f"*/*/{METRICS}")]
-    return sorted(found.parent for found in below) or [path]
+    return sorted((found.parent for found in below), key=_counted) or [path]
+
+
+def _counted(path: Path) -> list[Any]:
+    """Return what sorts the tenth run after the ninth."""
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", str(path))]
 
 
 def _nothing(run: RunLog) -> str:

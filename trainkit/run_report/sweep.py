@@ -23,11 +23,13 @@ def metrics(runs: Sequence[RunLog]) -> list[dict[str, Any]]:
     """Return for each metric and run the lowest, highest and last value, each with its step.
 
     The first is the one to judge by: of an evaluation, where half as many runs have it as have any.
-    `is_low`, whether lower is better, is a guess from the name. Times are left out.
+    `is_low`, whether lower is better, is what the runs say, else a guess from the name. Times are
+    left out.
     """
     names = dict.fromkeys(name for run in runs for name in run.curves)
     owners = {name: sum(name in run.curves for run in runs) for name in names}
     most = max(owners.values(), default=0)
+    known = {name: not higher for run in runs for name, higher in run.higher_is_better.items()}
 
     def rank(name: str) -> tuple[bool, bool, int]:
         is_wanted = bool(_EVALUATION.match(name)) and 2 * owners[name] >= most
@@ -36,7 +38,7 @@ def metrics(runs: Sequence[RunLog]) -> list[dict[str, Any]]:
     return [
         {
             "name": name,
-            "is_low": not _LOW.isdisjoint(re.split(r"[\W_]+", name.lower())),
+            "is_low": known.get(name, not _LOW.isdisjoint(re.split(r"[\W_]+", name.lower()))),
             **_ends([run.curves.get(name, []) for run in runs]),
         }
         for name in sorted(names, key=rank)

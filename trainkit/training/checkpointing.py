@@ -81,10 +81,8 @@ def collect(run: Run, callbacks: CallbackList) -> dict[str, Any]:
 def _common(run: Run) -> dict[str, Any]:
     """Return what all processes have alike, or hold together."""
 
-    model = run.module.state_dict()  # first: it shards what an evaluation has gathered
-    referred = set(left_out(run))
     return {
-        "model": {name: value for name, value in model.items() if name not in referred},
+        "model": _model_state(run),  # first: it shards what an evaluation has gathered
         "optimizer": named_optimizer_state(run.optimizer, dict(run.module.named_parameters()))
         | run.weights.state_dict(run.module),
         "trainer": {
@@ -105,6 +103,12 @@ def _common(run: Run) -> dict[str, Any]:
 def _of_several(run: Run) -> dict[str, Any]:
     optimizer = run.optimizer
     return {"optimizers": optimizer.training_state()} if isinstance(optimizer, Optimizers) else {}
+
+
+def _model_state(run: Run) -> dict[str, Any]:
+    """Return what is saved of the model: all but the base that a checkpoint refers to."""
+    model, referred = run.module.state_dict(), set(left_out(run))
+    return {name: value for name, value in model.items() if name not in referred}
 
 
 def describe(run: Run, callbacks: CallbackList) -> dict[str, Any]:
@@ -153,7 +157,7 @@ def save_weights(run: Run, callbacks: CallbackList) -> None:
     about = describe(run, callbacks)
     about.pop("evaluated_weights", None)  # the model holds them
     if "finite" not in about:
-        model, strategy = {"model": run.module.state_dict()}, run.strategy
+        model, strategy = {"model": _model_state(run)}, run.strategy
         parts = parts_of_rank(strategy.processes, model, None, sharded=strategy.sharded)
         saver.save(step, parts, about | {"weights_only": True})
     run.phase = phase

@@ -1,6 +1,6 @@
 """Evaluation and prediction: every sample once, whatever the number of processes."""
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -24,7 +24,7 @@ from trainkit.types import Batch, LossFn, Scalars
 if TYPE_CHECKING:
     from trainkit.metrics.model_outputs import Reading
 
-__all__ = ["Evaluator", "RunEvaluation", "check_metric"]
+__all__ = ["Evaluator", "RunEvaluation"]
 
 EvaluationStep = Callable[[nn.Module, Batch], Mapping[str, Any]]
 
@@ -149,27 +149,59 @@ class RunEvaluation:
     metrics: list[Metric] = field(default_factory=list)
     after_epochs: bool = False  # whether epochs end with an evaluation by themselves
     at_end: bool = False  # whether the last step is evaluated in any case
-    expected: set[str] | None = None
-    """Names of the metrics that an evaluation gives; None where that is not known ahead."""
     is_planned: bool = True
     """Whether the latest evaluation was asked for, and not only made because the run stops."""
     last_attempt: int = -1  # `TrainState.attempts` at the latest evaluation
     higher_is_better: dict[str, bool] = field(default_factory=dict)
-    """Of the metrics of `run.best_metrics`."""
+    """Of each metric of which that is known."""
+    _watched: list[tuple[str, str, str | None]] = field(default_factory=list)
 
+    def watch(self, watcher: str, metric: str, mode: str | None = None) -> None:
+        """Let it be said where a metric is missing, or is better at its other end.
 
-def check_metric(watcher: str, metric: str, names: Iterable[str] | None) -> None:
-    """Raise where no evaluation gives a metric; `watcher` begins the error.
+        Call it in `on_fit_start`.
 
-    Of the `names` that they give the nearest come first; None where these are not known.
-    """
-    if names is None or metric in names:
-        return
-    why = "`fit` was given no evaluation loader. Call `fit(model, (train, eval), ...)`."
-    if names := get_close_matches(metric, sorted(names), n=_SHOWN_NAMES, cutoff=0.0):
-        why = f"the evaluation gives only {names}. Use one of these, or add the metric to "
-        why += "`Evaluation(metrics=[...])`."
-    raise ConfigError(f"{watcher} {metric!r}, but {why}")
+        Args:
+            watcher: Begins the sentence, such as "`EarlyStopping` watches".
+            metric: What is watched.
+            mode: Begins with "min" or "max": which end is taken for the good one; None: neither.
+        """
+        self._watched.append((watcher, metric, mode))
+
+    def learn(self, metrics: Iterable[Metric], names: Iterable[str]) -> None:
+        """Note of the `names` that an evaluation by `metrics` gave which are better when higher."""
+        higher = {"loss": False}
+        for metric in metrics:
+            if metric.higher_is_better is not None:
+                higher |= dict.fromkeys(metric.latest_keys, metric.higher_is_better)
+        for full_name in names:
+            name = full_name.removeprefix("eval/")  # after which that of a loader may stand
+            is_better = higher.get(name.split("/", 1)[-1], higher.get(name))
+            if is_better is not None:
+                self.higher_is_better[full_name] = is_better
+
+    def check(self, names: Collection[str] | None, say: Callable[[str], None]) -> None:
+        """Raise where what is watched is none of the `names` that evaluations give.
+
+        None where these are not known. Of one whose bad end is taken for the good one, `say` so.
+        """
+        for place, (watcher, metric, mode) in enumerate(self._watched):
+            if names is not None and metric not in names:
+                why = "`fit` was given no evaluation loader. Call `fit(model, (train, eval), ...)`."
+                if near := get_close_matches(metric, sorted(names), n=_SHOWN_NAMES, cutoff=0.0):
+                    why = f"the evaluation gives only {near}. Use one of these, or add the metric "
+                    why += "to `Evaluation(metrics=[...])`."
+                raise ConfigError(f"{watcher} {metric!r}, but {why}")
+            is_higher_better = self.higher_is_better.get(metric)
+            if mode is None or is_higher_better is None:
+                continue
+            self._watched[place] = (watcher, metric, None)  # it is said once
+            if mode.startswith("max") != is_higher_better:
+                say(
+                    f'trainkit: {watcher} {metric!r} with "{mode}", but '
+                    f"{'higher' if is_higher_better else 'lower'} values of it are better: the "
+                    "worst would count as the best. Turn it round, unless that is meant."
+                )
 
 
 _SHOWN_NAMES = 20

@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from trainkit.config import check_argument
 from trainkit.errors import ConfigError
-from trainkit.training.evaluation import check_metric
+from trainkit.training.evaluation import RunEvaluation
 from trainkit.training.state import TrainState
 from trainkit.types import AnyScheduler, Scalars, SchedulerFactory
 
@@ -71,14 +71,12 @@ class LRSchedule:
         """What it is, and when it advances if not after each update."""
         return self.kind if self.unit == "every step" else f"{self.kind} {self.unit}"
 
-    def check(self, names: Iterable[str] | None) -> None:
-        """Raise where the schedule could never advance.
-
-        Args:
-            names: Names that an evaluation gives; empty without one, None where not known.
-        """
+    def watch(self, evaluation: RunEvaluation) -> None:
+        """Let it be said where the schedule could never advance, or goes by the wrong end."""
         if self.metric is not None:
-            check_metric("`LRSchedule` watches", self.metric, names)
+            scheduler = self.scheduler
+            mode = scheduler.mode if isinstance(scheduler, ReduceLROnPlateau) else None
+            evaluation.watch("`LRSchedule` watches", self.metric, mode)
 
     def catch_up(self, state: TrainState) -> None:
         """Bring a schedule that was made for a new horizon to where the training is."""
@@ -96,10 +94,8 @@ class LRSchedule:
 
     def advance_evaluation(self, metrics: Scalars) -> None:
         """Advance after an evaluation, if this schedule watches one of its metrics."""
-        self.check(metrics)
-        if self.metric is None:
-            return
-        self.scheduler.step(metrics[self.metric])  # type: ignore[arg-type]
+        if self.metric is not None:
+            self.scheduler.step(metrics[self.metric])  # type: ignore[arg-type]
 
     def each(self, steps: int | None) -> Iterator[tuple[str, "LRSchedule", int | None]]:
         """Yield name, schedule and updates of each optimizer that has one, of `steps` windows."""
@@ -138,11 +134,10 @@ class LRSchedules:
         """The schedulers, as one that can be saved."""
         return _Schedulers({name: each.scheduler for name, each in self.by_name.items()})
 
-    def check(self, names: Iterable[str] | None) -> None:
-        """Raise where one of them could never advance."""
-        known = None if names is None else list(names)
+    def watch(self, evaluation: RunEvaluation) -> None:
+        """Let it be said where one of them could never advance, or goes by the wrong end."""
         for each in self.by_name.values():
-            each.check(known)
+            each.watch(evaluation)
 
     def catch_up(self, state: TrainState) -> None:
         """Bring schedules that were made for a new horizon to where the training is."""

@@ -36,11 +36,10 @@ def begin(run: Run, callbacks: CallbackList) -> None:
         from trainkit.training.schedule_check import check_plan  # many runs need none of it
 
         check_plan(run.lr_schedule, run.planned_steps, run.config.max_epochs, run.print)
+        run.lr_schedule.watch(run.evaluation)
     from trainkit.training.rehearsal import rehearse  # only a fit needs it
 
-    run.evaluation.expected = rehearse(run)
-    if run.lr_schedule is not None:
-        run.lr_schedule.check(run.evaluation.expected)
+    run.evaluation.check(rehearse(run), run.print)
     run.restore_streams()
     run.phase = "train"
     run.stop_reason = run.end_reached  # where a run is resumed that had ended
@@ -175,6 +174,7 @@ def _evaluate(run: Run, callbacks: CallbackList) -> None:
         evaluation.last_attempt = run.state.attempts
         run.metrics = metrics
         _keep_best(run, metrics)
+        evaluation.check(metrics, run.print)
         if run.lr_schedule is not None and evaluation.is_planned:
             run.lr_schedule.advance_evaluation(metrics)
         if saver is not None:
@@ -187,18 +187,11 @@ def _evaluate(run: Run, callbacks: CallbackList) -> None:
 
 def _keep_best(run: Run, metrics: Scalars) -> None:
     """Note the best value of the metrics of which it is known what is better."""
-    higher = {"loss": False}
-    for metric in run.evaluation.metrics:
-        if metric.higher_is_better is not None:
-            higher |= dict.fromkeys(metric.latest_keys, metric.higher_is_better)
-    for full_name, value in metrics.items():
-        name = full_name.removeprefix("eval/")  # after which that of a loader may stand
-        is_higher_better = higher.get(name.split("/", 1)[-1], higher.get(name))
-        if is_higher_better is None or math.isnan(value):
-            continue
-        run.evaluation.higher_is_better[full_name] = is_higher_better
-        best = run.best_metrics.get(full_name, value)
-        run.best_metrics[full_name] = (max if is_higher_better else min)(best, value)
+    run.evaluation.learn(run.evaluation.metrics, metrics)
+    for name, is_higher_better in run.evaluation.higher_is_better.items():
+        if not math.isnan(value := metrics.get(name, math.nan)):
+            best = run.best_metrics.get(name, value)
+            run.best_metrics[name] = (max if is_higher_better else min)(best, value)
 
 
 def _read_requests(run: Run) -> None:

@@ -1,7 +1,7 @@
 """One batch of each evaluation, before the first step: what cannot work is said at once."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from itertools import islice
 from typing import Any
 
@@ -11,11 +11,12 @@ from trainkit.errors import TrainkitError
 from trainkit.metrics.metric import Metric
 from trainkit.training.run import Run
 from trainkit.training.unchanged import kept
+from trainkit.types import Scalars
 
 __all__ = ["rehearse"]
 
 
-def rehearse(run: Run) -> set[str] | None:
+def rehearse(run: Run) -> Collection[str] | None:
     """Evaluate one batch of each loader and forget it; return the names of the metrics.
 
     So what cannot work, such as metrics that do not fit the outputs, is said before the first
@@ -24,7 +25,7 @@ def rehearse(run: Run) -> set[str] | None:
     """
     evaluation, step = run.evaluation, run.evaluation.evaluator.step
     metrics = [_Rehearsed(metric) for metric in evaluation.metrics]
-    names: set[str] = set()
+    values: Scalars = {}
     owner = getattr(step, "__self__", None)  # the trainer
     for name, loader in evaluation.loaders.items():
         data = getattr(loader.source, "dataset", None)
@@ -32,10 +33,11 @@ def rehearse(run: Run) -> set[str] | None:
             return None
         with kept(run.module, owner, *evaluation.metrics), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about so little data
-            names |= evaluation.evaluator.evaluate(
+            values |= evaluation.evaluator.evaluate(
                 run.module, loader, metrics, name, lambda batches: islice(batches, 1)
-            ).keys()
-    return None if any(metric.refused for metric in metrics) else names
+            )
+    evaluation.learn(metrics, values)
+    return None if any(metric.refused for metric in metrics) else values.keys()
 
 
 class _Rehearsed(Metric):
@@ -49,6 +51,7 @@ class _Rehearsed(Metric):
         self.metric = metric
         self.name = metric.name
         self.uses = metric.uses
+        self.higher_is_better = metric.higher_is_better
         self.refused = False
 
     @override
