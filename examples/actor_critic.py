@@ -36,6 +36,7 @@ class Episodes(Dataset[tuple[Tensor, Tensor]]):
     def __len__(self) -> int:
         return self.count
 
+    @override
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         # trainkit seeds the generator for each sample of each epoch.
         return torch.rand(4) * 0.1 - 0.05, torch.rand(MOMENTS)
