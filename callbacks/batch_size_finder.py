@@ -1,19 +1,19 @@
 """Find the largest micro-batch that fits into the memory, and keep the maths."""
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from contextlib import closing
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import ClassVar
 
 from typing_extensions import override
 
+from trainkit.callbacks._support.kept import Keeps
 from trainkit.callbacks._support.memory_trial import MemoryTrial
-from trainkit.checkpoint.format.value_checks import flag, maybe, record, whole
+from trainkit.checkpoint.format.value_checks import flag, maybe, whole
 from trainkit.data import MicroBatch, Window
 from trainkit.data.split import split_windows
 from trainkit.errors import ConfigError
-from trainkit.training.callback import Callback
 from trainkit.training.optimizers import refuse_several
 from trainkit.training.run import Run
 
@@ -22,7 +22,7 @@ __all__ = ["BatchSizeFinder"]
 Windows = Generator[Window, None, None]
 
 
-class BatchSizeFinder(Callback):
+class BatchSizeFinder(Keeps):
     """Cuts micro-batches that do not fit into the memory, without a change of what is trained.
 
     Before the first step, the first micro-batch is tried: forward, backward, and the state that
@@ -51,6 +51,8 @@ class BatchSizeFinder(Callback):
             step: not even one sample fits, or a batch cannot be cut.
     """
 
+    _kept: ClassVar = {"size": maybe(whole), "_tried": flag}
+
     def __init__(self) -> None:
         self.size: int | None = None
         self._tried = False
@@ -74,18 +76,6 @@ class BatchSizeFinder(Callback):
         if run.checkpoints.resumed_from is None:
             self.size, self._tried = None, False
         run.recut = partial(self._recut, run)
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return {"size": self.size, "tried": self._tried}
-
-    @override
-    def check_state_dict(self, run: Run, state: Mapping[str, Any]) -> None:
-        record({"size": maybe(whole), "tried": flag}, closed=True)(state)
-
-    @override
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.size, self._tried = state["size"], state["tried"]
 
     def _recut(self, run: Run, windows: Windows) -> Windows:
         """Return the windows of an epoch with micro-batches that fit."""

@@ -1,9 +1,6 @@
 """Log the memory and the work of the device and of this program."""
 
-import os
-import sys
 import time
-from pathlib import Path
 
 import torch
 from typing_extensions import override
@@ -13,6 +10,7 @@ from trainkit.device import memory_figures, utilization
 from trainkit.training.callback import Callback
 from trainkit.training.run import Run
 from trainkit.types import StepResult
+from trainkit.watchdog.report import memory
 
 __all__ = ["DeviceMonitor"]
 
@@ -71,13 +69,5 @@ def _device_memory(device: torch.device) -> dict[str, int]:
 
 def _host_memory() -> dict[str, int]:
     """Return the resident memory of this process and its peak, in bytes, as far as known."""
-    sizes: dict[str, int] = {}
-    if sys.platform == "linux":
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-        sizes["host_memory_gib"] = pages * os.sysconf("SC_PAGE_SIZE")
-    if sys.platform != "win32":
-        import resource  # not everywhere
-
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        sizes["host_memory_peak_gib"] = peak * (1 if sys.platform == "darwin" else 1024)
-    return sizes
+    found, names = memory(), {"resident": "host_memory_gib", "highest": "host_memory_peak_gib"}
+    return {name: found[key] for key, name in names.items() if key in found}

@@ -1,22 +1,21 @@
 """Stop when a metric no longer improves."""
 
 import math
-from collections.abc import Mapping
-from typing import Any, Literal
+from typing import ClassVar, Literal
 
 from typing_extensions import override
 
-from trainkit.checkpoint.format.value_checks import number, record, whole
+from trainkit.callbacks._support.kept import Keeps
+from trainkit.checkpoint.format.value_checks import number, whole
 from trainkit.config import check_whole, checked
 from trainkit.errors import ConfigError
-from trainkit.training.callback import Callback
 from trainkit.training.run import Run
 from trainkit.types import Scalars
 
 __all__ = ["EarlyStopping"]
 
 
-class EarlyStopping(Callback):
+class EarlyStopping(Keeps):
     """Stops the run after `patience` evaluations in a row without a new best value of `metric`.
 
     NaN is never better. An evaluation that comes only because the run stops counts for nothing, so
@@ -29,6 +28,8 @@ class EarlyStopping(Callback):
         mode: "min" where lower is better, "max" where higher is.
         min_delta: By how much a better value must differ, in the unit of the metric, at least 0.
     """
+
+    _kept: ClassVar = {"_best": number, "_bad_evaluations": whole}
 
     @checked
     def __init__(
@@ -74,19 +75,6 @@ class EarlyStopping(Callback):
             return
         self._bad_evaluations += 1
         self._stop_if_due(run)
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return {"best": self._best, "bad_evaluations": self._bad_evaluations}
-
-    @override
-    def check_state_dict(self, run: Run, state: Mapping[str, Any]) -> None:
-        record({"best": number, "bad_evaluations": whole}, closed=True)(state)
-
-    @override
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._best = state["best"]
-        self._bad_evaluations = state["bad_evaluations"]
 
     def _reset(self) -> None:
         self._best = math.inf if self.mode == "min" else -math.inf

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from trainkit.checkpoint.exact import as_parameter
+from trainkit.checkpoint.exact import as_parameter, saved_buffers
 from trainkit.checkpoint.format.value_checks import record, tensor_like, whole
 from trainkit.config import check_whole, checked
 from trainkit.errors import CheckpointError, ConfigError
@@ -274,10 +274,9 @@ def _trained(run: Run) -> dict[str, Tensor]:
 def _floating_buffers(module: nn.Module) -> dict[str, tuple[nn.Module, str]]:
     """Return the module and the key of each buffer of floating point that is saved, by name."""
     return {
-        f"{prefix}.{key}" if prefix else key: (part, key)
-        for prefix, part in module.named_modules()
-        for key, buffer in part.named_buffers(recurse=False)
-        if buffer.is_floating_point() and key not in part._non_persistent_buffers_set
+        name: (part, key)
+        for name, part, key, buffer in saved_buffers(module)
+        if buffer is not None and buffer.is_floating_point()
     }
 
 

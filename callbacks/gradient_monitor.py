@@ -3,8 +3,7 @@
 from torch import Tensor
 from typing_extensions import override
 
-from trainkit.callbacks._support.gradient_values import GradientValues
-from trainkit.callbacks._support.histograms import Histogram, HistogramLogger
+from trainkit.callbacks._support.gradient_values import GradientValues, Histogram, HistogramLogger
 from trainkit.callbacks._support.log_schedule import log_is_next
 from trainkit.config import check_whole
 from trainkit.errors import ConfigError

@@ -6,8 +6,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from trainkit.callbacks._support.event_log import EventLog, events_path
-from trainkit.callbacks._support.file_logger import FileLogger
+from trainkit.callbacks._support.file_logger import EventLog, FileLogger, events_path
 from trainkit.console import lost
 from trainkit.trackers.files import JSONLTracker
 from trainkit.training.run import Run

@@ -1,11 +1,12 @@
 """Pass on what a run logs to a tracker."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from typing_extensions import override
 
-from trainkit.checkpoint.format.value_checks import maybe, record, text
+from trainkit.callbacks._support.kept import Keeps
+from trainkit.checkpoint.format.value_checks import maybe, text
 from trainkit.errors import ConfigError
 from trainkit.signals import exit_code
 from trainkit.trackers.tracker import GeneralTracker
@@ -106,9 +107,10 @@ class Logger(Callback):
         return self._tracker
 
 
-class ServiceLogger(Logger):
+class ServiceLogger(Keeps, Logger):
     """Keeps the id of the run there in the checkpoints, so that a resumed fit goes on in it."""
 
+    _kept: ClassVar = {"run_id": maybe(text)}
     per_process = False  # only the main process has an id
 
     run_id: str | None = None
@@ -121,15 +123,3 @@ class ServiceLogger(Logger):
         super().on_fit_start(run)
         if self._tracker is not None:
             self.run_id = self._tracker.run_id
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return {"run_id": self.run_id}
-
-    @override
-    def check_state_dict(self, run: Run, state: Mapping[str, Any]) -> None:
-        record({"run_id": maybe(text)}, closed=True)(state)
-
-    @override
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.run_id = state["run_id"]

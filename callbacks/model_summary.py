@@ -6,9 +6,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from trainkit.callbacks._support.compilation import is_compiled
-from trainkit.callbacks._support.model_rows import describe_output
-from trainkit.callbacks._support.model_table import model_table
+from trainkit.callbacks._support.model_table import describe_output, is_compiled, model_table
 from trainkit.config import check_whole
 from trainkit.training.callback import Callback
 from trainkit.training.run import Run

@@ -1,22 +1,21 @@
 """Let Optuna end trials that look hopeless."""
 
-from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from typing_extensions import override
 
-from trainkit.checkpoint.format.value_checks import record, whole
+from trainkit.callbacks._support.kept import Keeps
+from trainkit.checkpoint.format.value_checks import whole
 from trainkit.config import checked
 from trainkit.distributed import run_on_main
 from trainkit.errors import ConfigError
-from trainkit.training.callback import Callback
 from trainkit.training.run import Run
 from trainkit.types import Scalars
 
 __all__ = ["OptunaPruning"]
 
 
-class OptunaPruning(Callback):
+class OptunaPruning(Keeps):
     """Ends a trial of Optuna that its pruner gives up: `fit` then raises `optuna.TrialPruned`.
 
     Each evaluation reports `metric`; they are numbered from 0, so that trials with other batch
@@ -27,6 +26,8 @@ class OptunaPruning(Callback):
         trial: The trial on the main process, None on the others.
         metric: A metric of the evaluation, such as "eval/loss"; its good end is the study's.
     """
+
+    _kept: ClassVar = {"_evaluations": whole}
 
     @checked
     def __init__(self, trial: Any, metric: str) -> None:
@@ -73,15 +74,3 @@ class OptunaPruning(Callback):
             from optuna import TrialPruned  # only who has a trial has it
 
             raise TrialPruned(self._pruned)
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return {"evaluations": self._evaluations}
-
-    @override
-    def check_state_dict(self, run: Run, state: Mapping[str, Any]) -> None:
-        record({"evaluations": whole}, closed=True)(state)
-
-    @override
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._evaluations = state["evaluations"]

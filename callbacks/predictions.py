@@ -8,18 +8,18 @@ from contextlib import AbstractContextManager, suppress
 from itertools import count
 from pathlib import Path
 from string import Formatter
-from typing import IO, Any
+from typing import IO, Any, ClassVar
 
 from typing_extensions import override
 
+from trainkit.callbacks._support.kept import Keeps
 from trainkit.callbacks._support.log_paths import log_place
-from trainkit.checkpoint.format.value_checks import record, whole
+from trainkit.checkpoint.format.value_checks import whole
 from trainkit.config import check_whole, checked
 from trainkit.errors import ConfigError, DataError
 from trainkit.formatting import json_value
 from trainkit.metrics.metric import Metric
 from trainkit.outputs import absolute, check_file, check_folder, giving_up
-from trainkit.training.callback import Callback
 from trainkit.training.run import Run
 from trainkit.types import Scalars
 
@@ -32,7 +32,7 @@ PLACES = ("epoch", "loader", "step")
 SUFFIXES = (".csv", ".jsonl")
 
 
-class Predictions(Callback):
+class Predictions(Keeps):
     """Writes the predictions of evaluations to a file, each sample once, in the loader's order.
 
     A line has `index`, the position in the loader from 0, `prediction`, `reference`, and what
@@ -60,6 +60,8 @@ class Predictions(Callback):
         ConfigError: An argument makes no sense; at the start of `fit`: there is nothing to
             evaluate, no place to write, or the files of several loaders would be the same.
     """
+
+    _kept: ClassVar = {"_evaluations": whole}
 
     @checked
     def __init__(
@@ -130,18 +132,6 @@ class Predictions(Callback):
     @override
     def on_fit_end(self, run: Run) -> None:
         self._recorder.close()
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return {"evaluations": self._evaluations}
-
-    @override
-    def check_state_dict(self, run: Run, state: Mapping[str, Any]) -> None:
-        record({"evaluations": whole}, closed=True)(state)
-
-    @override
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._evaluations = state["evaluations"]
 
     def _path_of(self, run: Run, loader: str) -> Path:
         if self.path is None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from typing_extensions import override
 
-from trainkit.callbacks._support.histograms import Histogram
+from trainkit.callbacks._support.gradient_values import Histogram
 from trainkit.callbacks._support.log_paths import free_number, log_place
 from trainkit.callbacks.logger import Logger
 from trainkit.config import checked

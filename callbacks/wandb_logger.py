@@ -7,7 +7,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from trainkit.callbacks._support.histograms import Histogram
+from trainkit.callbacks._support.gradient_values import Histogram
 from trainkit.callbacks._support.run_facts import run_facts
 from trainkit.callbacks.logger import ServiceLogger
 from trainkit.config import checked

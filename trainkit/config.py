@@ -191,13 +191,8 @@ class Watchdog:
         """Return the seconds of a phase; `first` says that no step was made yet."""
         if phase == "train":
             return max(self.step, self.first_step) if first else self.step
-        by_phase = {
-            "setup": self.setup,
-            "evaluate": self.evaluation,
-            "save": self.save,
-            "end": self.end,
-        }
-        return by_phase.get(phase, math.inf)
+        limit: float = getattr(self, "evaluation" if phase == "evaluate" else phase, math.inf)
+        return limit
 
 
 def checked(target: T) -> T:

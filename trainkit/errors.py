@@ -13,6 +13,7 @@ __all__ = [
     "NonFiniteError",
     "TrainkitError",
     "by_process",
+    "listed",
     "named",
     "quoted",
     "text_of",
@@ -97,11 +98,15 @@ MOST_NAMED = 10
 """How many processes a message names at most."""
 
 
+def listed(numbers: Sequence[int]) -> str:
+    """Return numbers for a message; of more than ten the first."""
+    more = f", ... ({len(numbers)} in all)" if len(numbers) > MOST_NAMED else ""
+    return ", ".join(map(str, numbers[:MOST_NAMED])) + more
+
+
 def named(ranks: Sequence[int]) -> str:
     """Return processes for a message; of more than ten the first."""
-    more = f", ... ({len(ranks)} in all)" if len(ranks) > MOST_NAMED else ""
-    listed = ", ".join(map(str, ranks[:MOST_NAMED])) + more
-    return f"process {listed}" if len(ranks) == 1 else f"processes {listed}"
+    return f"process {listed(ranks)}" if len(ranks) == 1 else f"processes {listed(ranks)}"
 
 
 def by_process(values: Sequence[object]) -> str:

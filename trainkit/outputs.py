@@ -104,12 +104,11 @@ def giving_up(
     owner: str,
     give_up: Callable[[], None],
     outcome: str = "nothing more is written there",
-    errors: tuple[type[Exception], ...] = (OSError,),
 ) -> Iterator[None]:
     """Warn, and call `give_up`, where nothing can be written inside: training is worth more."""
     try:
         yield
-    except errors as error:
+    except OSError as error:
         give_up()
         warnings.warn(
             f"{owner} cannot write: {error}. Training goes on, and {outcome}.", stacklevel=4

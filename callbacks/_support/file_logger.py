@@ -1,5 +1,7 @@
 """What loggers share that write a file of lines."""
 
+import json
+import time
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -8,15 +10,17 @@ from typing import Any
 from typing_extensions import override
 
 from trainkit.callbacks._support.log_paths import log_place, move_away
+from trainkit.callbacks._support.run_facts import run_facts
 from trainkit.callbacks.logger import Logger
 from trainkit.config import checked
-from trainkit.outputs import absolute, check_file, claim
+from trainkit.formatting import json_value
+from trainkit.outputs import Lines, absolute, check_file, claim
 from trainkit.trackers.files import FileTracker
 from trainkit.training.run import Run
 from trainkit.training.state import TrainState
 from trainkit.types import StepResult
 
-__all__ = ["FileLogger"]
+__all__ = ["EventLog", "FileLogger", "events_path"]
 
 RESERVED = ("step", "epoch", "samples", "kind", "time/seconds")
 
@@ -76,3 +80,44 @@ def _is_up_to(state: TrainState, entry: Mapping[str, Any]) -> bool:
     seen = int(entry["step"]) <= state.step and int(entry["samples"]) <= state.samples_seen
     skips = int(entry["skipped_steps"]) if entry["kind"] == "skip" else 0
     return seen and skips <= state.skipped_steps
+
+
+def events_path(metrics: Path) -> Path:
+    """Return the file of the events that belong to a file of metrics."""
+    return metrics.with_name(f"{metrics.stem}.events.jsonl")
+
+
+class EventLog:
+    """Appends what happens to a run, with the seconds that each phase has taken by then.
+
+    Each line has `kind`, the counters, and `seconds`: those of this fit by phase. The line "start"
+    has besides `time` (seconds since 1970) and what the run is made of. A resumed run adds to the
+    file, so that it tells what was done twice; `metrics.jsonl` is cut.
+    """
+
+    def __init__(self, path: Path, run: Run) -> None:
+        self._run = run
+        is_torn = path.exists() and not path.read_bytes().endswith(b"\n")
+        self._file = Lines(path, "`JSONLLogger`")
+        if is_torn:
+            self._file.write("")  # the process before was killed while it wrote
+        came_from = run.checkpoints.resumed_from
+        facts = {"hparams": run.hparams, **run_facts(run)}
+        self.write("start", time=time.time(), resumed_from=came_from, **facts)
+
+    def write(self, kind: str, **values: Any) -> None:
+        """Add a line."""
+        run, state = self._run, self._run.state
+        entry = {
+            "kind": kind,
+            "step": state.step,
+            "epoch": state.epoch,
+            "samples": state.samples_seen,
+            "skipped_steps": state.skipped_steps,
+            "seconds": {phase: round(spent, 4) for phase, spent in run.clock.seconds().items()},
+        }
+        self._file.write(json.dumps(json_value(entry | values), allow_nan=False))
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainkit.callbacks._support.compilation import is_compiled
+from trainkit.callbacks._support.model_table import is_compiled
 from trainkit.errors import ConfigError
 
 __all__ = ["FlopCounter"]

@@ -14,7 +14,7 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.toys import FEATURES, fit, make_trainer, toy_model
 from trainkit import Callback, ConfigError, Run, StepResult
 from trainkit.callbacks import DeviceMonitor, GradientMonitor, TensorBoardLogger, Throughput
-from trainkit.callbacks._support.histograms import Histogram
+from trainkit.callbacks._support.gradient_values import Histogram
 from trainkit.strategies import FSDP
 from trainkit.testing import task
 

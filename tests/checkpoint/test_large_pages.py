@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainkit.checkpoint.format.tensors import empty
-from trainkit.checkpoint.io.large_pages import use_large_pages
+from trainkit.checkpoint.format.tensors import empty, use_large_pages
 from trainkit.device import memory_of
 
 MIB = 1 << 20

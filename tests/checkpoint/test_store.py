@@ -18,7 +18,7 @@ from tests.checkpoint.crash_states import Recorder
 from tests.checkpoint.toys import RUN, Together, parts_of, save_alone
 from tests.helpers.ranks import RanksError, run_ranks
 from trainkit.checkpoint import CheckpointStore, KeepPolicy, rotate
-from trainkit.checkpoint.commit_steps import Agree
+from trainkit.checkpoint.commit import Agree
 from trainkit.checkpoint.format.names import process_part
 from trainkit.checkpoint.io import files
 from trainkit.distributed import Processes

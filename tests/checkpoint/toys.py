@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from trainkit.checkpoint import CheckpointStore
-from trainkit.checkpoint.commit_steps import Agree
+from trainkit.checkpoint.commit import Agree
 from trainkit.checkpoint.format.names import process_part
 
 RUN = "run-1"

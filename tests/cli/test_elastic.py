@@ -15,7 +15,7 @@ from tests.cli.launcher import Launcher
 from tests.cli.test_launch import alone, output, planned, shown
 from trainkit.cli import config_file
 from trainkit.cli.machine import free_port
-from trainkit.cli.rendezvous_state import Json
+from trainkit.cli.rendezvous import Json
 from trainkit.errors import ConfigError
 
 assert alone is not None  # a fixture: an empty folder, no settings from outside

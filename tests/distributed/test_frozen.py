@@ -23,11 +23,11 @@ from tests.system.harness import Job, running
 from trainkit import Accelerator
 from trainkit.cli import agent
 from trainkit.distributed import Processes
-from trainkit.watchdog import connections, crossed, inquiry, line, silence, stalls
+from trainkit.watchdog import connections, crossed, inquiry, line, stalls
 from trainkit.watchdog.exit import EXIT_OTHER_FAILED, EXIT_STALLED
+from trainkit.watchdog.inquiry import is_frozen
 from trainkit.watchdog.line import Line
 from trainkit.watchdog.report import first_of, read_all
-from trainkit.watchdog.silence import is_frozen
 from trainkit.watchdog.stalls import Member, started_at
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
@@ -37,7 +37,7 @@ def _hurry() -> None:
     """Let a watch find out in seconds what takes it a minute."""
     connections._BEAT_SECONDS, crossed.TICK_SECONDS = 0.3, 0.1
     connections._LONGEST_PAUSE = 0.5
-    silence._STOPPED_SECONDS, silence._UNKNOWN_SECONDS = 2.0, 6.0
+    inquiry._STOPPED_SECONDS, inquiry._UNKNOWN_SECONDS = 2.0, 6.0
 
 
 def _apart(rank: int) -> None:
@@ -107,7 +107,7 @@ def test_one_that_is_alone_on_its_machine_is_found_too(tmp_path: Path) -> None:
 def _stop_apart(rank: int, pipe: int, folder: Path) -> int:
     os.environ["TRAINKIT_REPORT_DIR"] = str(folder / "reports")
     _hurry()
-    silence._NOTED_SECONDS, silence._UNKNOWN_SECONDS = 2.0, 3.0
+    inquiry._NOTED_SECONDS, inquiry._UNKNOWN_SECONDS = 2.0, 3.0
     inquiry._SILENT_SECONDS = 2.0
     _stop_in_a_loop(rank, who=1, apart=True)
     return 0
@@ -147,7 +147,7 @@ def program() -> Iterator[tuple[subprocess.Popen[bytes], Line]]:
     here = Member.this()
     found.rank = 1
     found.member = replace(here, pid=process.pid, started=started_at(process.pid))
-    found.silent = silence._STOPPED_SECONDS + 1
+    found.silent = inquiry._STOPPED_SECONDS + 1
     while "S" not in Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[:1]:
         time.sleep(0.01)
     yield process, found
@@ -175,15 +175,15 @@ def test_who_is_silent_is_looked_at_before_it_is_blamed(
         "holds the interpreter lock, and lets nobody in. The job goes on.\n"
     )
     assert found.silent == 0.0
-    found.silent = silence._STOPPED_SECONDS + 1
+    found.silent = inquiry._STOPPED_SECONDS + 1
     assert not is_frozen(found)  # nor need it be blamed for long where it has not
-    found.silent = silence._UNKNOWN_SECONDS + 1
+    found.silent = inquiry._UNKNOWN_SECONDS + 1
     assert is_frozen(found)
-    found.silent = silence._STOPPED_SECONDS - 1
+    found.silent = inquiry._STOPPED_SECONDS - 1
     process.send_signal(signal.SIGSTOP)
     _state(process.pid, "T")
     assert not is_frozen(found)
-    found.silent = silence._STOPPED_SECONDS + 1
+    found.silent = inquiry._STOPPED_SECONDS + 1
     assert is_frozen(found)
     assert capfd.readouterr().err == ""
 
@@ -200,7 +200,7 @@ def test_a_debugger_ends_nothing_and_is_named(
     try:
         _state(process.pid, "t")
         found.used = found.member.used() if found.member else 0.0
-        found.silent = silence._UNKNOWN_SECONDS + 1
+        found.silent = inquiry._UNKNOWN_SECONDS + 1
         assert not is_frozen(found)
         assert "a debugger holds it. The job goes on." in capfd.readouterr().err
     finally:

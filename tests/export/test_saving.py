@@ -18,7 +18,7 @@ from trainkit.checkpoint.io import files
 from trainkit.distributed import Processes
 from trainkit.errors import CheckpointError, ConfigError
 from trainkit.export import load_checkpoint_in_model, save_model
-from trainkit.export.sizes import parse_size
+from trainkit.export.layout import parse_size
 
 
 def names(folder: Path) -> list[str]:

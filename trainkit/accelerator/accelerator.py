@@ -533,7 +533,7 @@ class Accelerator(Communicator):
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
         """Write an object on the main process: as torch does, or tensors as safetensors."""
-        from trainkit.accelerator.saving import save
+        from trainkit.export.pickled import save
 
         if self.is_main_process:
             save(obj, f, safe_serialization=safe_serialization)

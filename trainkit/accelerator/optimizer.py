@@ -14,6 +14,14 @@ from trainkit.errors import ConfigError
 __all__ = ["PreparedOptimizer"]
 
 
+def _of_inner(name: str) -> Any:
+    """Return a property that is that of the optimizer inside."""
+    return property(
+        lambda self: getattr(self.optimizer, name),
+        lambda self, value: setattr(self.optimizer, name, value),
+    )
+
+
 class PreparedOptimizer(Optimizer):
     """What `prepare` makes of an optimizer; its groups and state are those of the one inside.
 
@@ -44,36 +52,9 @@ class PreparedOptimizer(Optimizer):
         return self._gradients.scaler
 
     # `Optimizer` has these as attributes; they must never differ from those inside.
-
-    @property  # type: ignore[explicit-override]  # it is marked
-    @override
-    def state(self) -> Any:
-        """State of the parameters."""
-        return self.optimizer.state
-
-    @state.setter
-    def state(self, state: Any) -> None:
-        self.optimizer.state = state
-
-    @property  # type: ignore[explicit-override]  # it is marked
-    @override
-    def param_groups(self) -> list[dict[str, Any]]:
-        """Groups of parameters with their settings."""
-        return self.optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        self.optimizer.param_groups = groups
-
-    @property  # type: ignore[explicit-override]  # it is marked
-    @override
-    def defaults(self) -> dict[str, Any]:
-        """Settings of groups that say nothing else."""
-        return self.optimizer.defaults
-
-    @defaults.setter
-    def defaults(self, defaults: dict[str, Any]) -> None:
-        self.optimizer.defaults = defaults
+    state: Any = _of_inner("state")
+    param_groups: Any = _of_inner("param_groups")
+    defaults: Any = _of_inner("defaults")
 
     @override
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -1,6 +1,7 @@
 """Whether what was read of a saved state can be loaded: looked at before any of it is applied."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -9,7 +10,6 @@ from trainkit.accelerator.preparer import Registry
 from trainkit.checkpoint import Checkpoint
 from trainkit.checkpoint.format.names import process_part
 from trainkit.checkpoint.format.value_checks import (
-    Unfit,
     each,
     flag,
     listed,
@@ -130,10 +130,8 @@ def _check_loop_form(loop: Any, registry: Registry, *, strict: bool, scaled: boo
         within("scaler", SCALE, loop["scaler"])
     pairs = zip(registry.schedulers, loop["schedulers"], strict=False)
     for index, (scheduler, state) in enumerate(pairs):
-        try:
-            check_schedule_form(state, scheduler.scheduler, strict=strict)
-        except Unfit as error:
-            raise Unfit(error.why, "schedulers", index, *error.keys) from None
+        check = partial(check_schedule_form, scheduler=scheduler.scheduler, strict=strict)
+        within("schedulers", partial(within, index, check), state)
 
 
 def _check_generators(states: Sequence[Any], registry: Registry) -> None:
@@ -147,10 +145,7 @@ def _check_generators(states: Sequence[Any], registry: Registry) -> None:
         began = row(*[torch_state] * len(order.get("generators", ())))
         of_order = record(dict.fromkeys(_GENERATORS, began))
         check = record({"generators": generators, "order": maybe(of_order)})
-        try:
-            check(state)
-        except Unfit as error:
-            raise Unfit(error.why, "loaders", index, *error.keys) from None
+        within("loaders", partial(within, index, check), state)
 
 
 def problems(

@@ -1,6 +1,6 @@
 """Put states back into what is there now, with the dtypes and the strides that they had."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ __all__ = [
     "load_state",
     "other_state",
     "parameter_states",
+    "saved_buffers",
 ]
 
 
@@ -117,16 +118,21 @@ def as_parameter(value: Tensor, parameter: Tensor, was: Tensor | None = None) ->
     return torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
 
 
+def saved_buffers(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor | None]]:
+    """Yield the name of each buffer that is saved with a module, whose it is, its key there, it."""
+    for prefix, part in module.named_modules():
+        for key, buffer in part._buffers.items():
+            if key not in part._non_persistent_buffers_set:
+                yield f"{prefix}.{key}" if prefix else key, part, key, buffer
+
+
 def empty_buffers(module: nn.Module) -> dict[str, tuple[nn.Module, str]]:
     """Return the saved buffers of a module that are None so far: whose they are, and their names.
 
     A forward may make them; the state of the module has them from then on.
     """
     return {
-        f"{prefix}.{name}" if prefix else name: (part, name)
-        for prefix, part in module.named_modules()
-        for name, buffer in part._buffers.items()
-        if buffer is None and name not in part._non_persistent_buffers_set
+        name: (part, key) for name, part, key, buffer in saved_buffers(module) if buffer is None
     }
 
 

@@ -8,6 +8,7 @@ from typing import Any, Literal, Protocol
 from trainkit.checkpoint.checkpoint import verify
 from trainkit.checkpoint.listing import Entry
 from trainkit.checkpoint.store import CheckpointStore
+from trainkit.config import check_whole
 from trainkit.errors import CheckpointError, ConfigError
 
 __all__ = ["Best", "KeepPolicy", "Retention", "best_of", "ranked", "removable", "rotate"]
@@ -44,8 +45,8 @@ class KeepPolicy:
     def __post_init__(self) -> None:
         for name in ("keep_last", "keep_every"):
             value = getattr(self, name)
-            if value is not None and (type(value) is not int or value < 1):
-                raise ConfigError(f"`{name}` must be a whole number from 1 on, but is {value!r}.")
+            if value is not None:
+                check_whole(name, value)
         if self.keep_best is not None:
             _check_best(self.keep_best)
 

@@ -2,18 +2,18 @@
 
 import os
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from trainkit.checkpoint.checkpoint import Checkpoint, check_sizes
-from trainkit.checkpoint.commit import Save, throw_away
-from trainkit.checkpoint.commit_steps import Agree, alone
-from trainkit.checkpoint.format.names import TEMPORARY, TRASH
+from trainkit.checkpoint.commit import Agree, Save, alone, throw_away
+from trainkit.checkpoint.format import strict_json
+from trainkit.checkpoint.format.names import PINS, TEMPORARY, TRASH
 from trainkit.checkpoint.io import files
+from trainkit.checkpoint.io.reading import open_directory, open_file
 from trainkit.checkpoint.listing import Entry, broken_folders, committed, unwritable
-from trainkit.checkpoint.pinned_steps import read_pins, write_pins
 from trainkit.errors import CheckpointError, ConfigError
 
 __all__ = ["CheckpointStore", "Entry"]
@@ -182,7 +182,7 @@ class CheckpointStore:
         Raises:
             CheckpointError: `pins.json` is broken.
         """
-        return read_pins(self.directory)
+        return _read_pins(self.directory)
 
     def pin(self, step: int) -> None:
         """Let rotation never remove a step.
@@ -196,7 +196,7 @@ class CheckpointStore:
                 f"`step` must be one of the checkpoints {steps}, but is {step!r}.",
                 path=self.directory,
             )
-        write_pins(self.directory, self.pinned() | {step})
+        _write_pins(self.directory, self.pinned() | {step})
 
     def unpin(self, step: int) -> None:
         """Let rotation decide on a step again.
@@ -204,7 +204,7 @@ class CheckpointStore:
         Raises:
             CheckpointError: `pins.json` fails.
         """
-        write_pins(self.directory, self.pinned() - {step})
+        _write_pins(self.directory, self.pinned() - {step})
 
 
 def _removing(path: Path, remove: Callable[[Path], None]) -> None:
@@ -214,5 +214,53 @@ def _removing(path: Path, remove: Callable[[Path], None]) -> None:
         raise CheckpointError(
             f"`{path}` cannot be removed: {error}. Remove it by hand, or change its permissions.",
             path=path,
+            errno=error.errno,
+        ) from error
+
+
+def _read_pins(directory: Path) -> frozenset[int]:
+    """Return the pinned steps; none where there is no file.
+
+    Raises:
+        CheckpointError: The file is broken, so nobody knows what must stay.
+    """
+    path = directory / PINS
+    if not path.exists() and not path.is_symlink():
+        return frozenset()
+    with open_directory(directory) as descriptor, open_file(descriptor, PINS, directory) as file:
+        content = file.read(min(file.size, strict_json.LARGEST))
+    try:
+        steps = strict_json.parse(content)["pinned"]
+        if any(type(step) is not int for step in steps):
+            raise ValueError("a step is no whole number")
+        return frozenset(steps)
+    except (LookupError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f'`{path}` must look like {{"pinned": [120, 240]}}, but does not: {error}. Repair or '
+            "remove it; until then no checkpoint is removed.",
+            path=directory,
+            file=PINS,
+        ) from error
+
+
+def _write_pins(directory: Path, steps: Iterable[int]) -> None:
+    """Replace the pinned steps, so that a power cut leaves the old ones or the new ones.
+
+    Raises:
+        CheckpointError: It failed; the old ones stay.
+    """
+    temporary = directory / f"{TEMPORARY}pins-{uuid.uuid4().hex[:12]}"
+    content = strict_json.dump({"pinned": sorted(steps)}) + b"\n"
+    try:
+        files.write_file(temporary, [content])
+        files.rename(temporary, directory / PINS)
+        files.sync_directory(directory)
+    except OSError as error:
+        with suppress(OSError):
+            files.remove_tree(temporary)
+        raise CheckpointError(
+            f"`{directory / PINS}` cannot be written: {error}. Nothing is pinned or unpinned.",
+            path=directory,
+            file=PINS,
             errno=error.errno,
         ) from error

@@ -202,7 +202,7 @@ class Agent(LocalElasticAgent):
     def _look_for_stopped(self) -> None:
         """Kill a process that the kernel has not run at many looks, some seconds apart.
 
-        What others of its machine would find by `trainkit.watchdog.silence` it may have nobody for.
+        What others of its machine would find by `trainkit.watchdog.inquiry` it may have nobody for.
         """
         if time.monotonic() - self._looked_at < _LOOK_PAUSE:
             return

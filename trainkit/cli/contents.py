@@ -7,6 +7,7 @@ from typing import Any
 
 from trainkit.checkpoint.checkpoint import verify
 from trainkit.checkpoint.format import strict_json
+from trainkit.checkpoint.format.codec import is_plain
 from trainkit.checkpoint.format.manifest import Manifest
 from trainkit.checkpoint.format.names import JSON_SUFFIX, TENSOR_SUFFIX, part_of
 from trainkit.checkpoint.format.shard_region import ShardRegion
@@ -56,7 +57,7 @@ def read_contents(path: Path) -> Contents:
             if tensors.get(part):
                 found = {name: _summary(reader, one) for name, one in tensors[part].items()}
                 contents.tensors[part] = found
-            if part in trees and not _is_plain(trees[part]):
+            if part in trees and not is_plain(trees[part]):
                 contents.values[part] = dict(leaves(trees[part]))
     return contents
 
@@ -89,16 +90,6 @@ def _take_sharded(node: Any) -> Iterator[tuple[str, StoredTensor]]:
     elif type(node) in (dict, list):
         for value in node.values() if type(node) is dict else node:
             yield from _take_sharded(value)
-
-
-def _is_plain(tree: Any) -> bool:
-    """Return whether there is nothing in a tree that the tensors by themselves do not tell."""
-    items = tree.get("$ordered", tree) if type(tree) is dict else None
-    return (
-        type(items) is dict
-        and bool(items)
-        and all(node == {"$tensor": name} for name, node in items.items())
-    )
 
 
 def _summary(reader: TensorReader, stored: StoredTensor) -> TensorSummary:

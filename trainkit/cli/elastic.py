@@ -28,7 +28,7 @@ from trainkit.cli.network import addresses_of, is_own, job_interface, reach
 from trainkit.cli.orphan_killer import OrphanKiller
 from trainkit.cli.outcome import Outcome
 from trainkit.cli.plan import Plan, port_of
-from trainkit.cli.rendezvous_state import send_no_pickles
+from trainkit.cli.rendezvous import send_no_pickles
 from trainkit.cli.settings import JobSettings
 from trainkit.errors import DistributedError
 from trainkit.signals import CAUGHT, EXIT_LATER, exit_code

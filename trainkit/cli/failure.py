@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainkit.cli.link import FAILED
 from trainkit.console import put
+from trainkit.outputs import replace_file
 from trainkit.watchdog import report as reports
 from trainkit.watchdog.report import Report
 
@@ -185,8 +186,6 @@ def _write(job: dict[str, Any], folder: Path, meeting: "Meeting") -> Path | None
     for path in places:
         with suppress(OSError):
             path.parent.mkdir(exist_ok=True)
-            scratch = path.with_name(f".{path.name}")
-            scratch.write_text(json.dumps(job, indent=1) + "\n", encoding="utf-8")
-            scratch.replace(path)
+            replace_file(path, (json.dumps(job, indent=1) + "\n").encode())
             return path
     return None

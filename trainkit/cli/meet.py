@@ -22,7 +22,7 @@ from trainkit.cli.meeting import BACKLOG, PREFIX, PROBE_SECONDS, Card, Meeting, 
 from trainkit.cli.network import addresses_of, is_own, kernel_ports, reach
 from trainkit.cli.plan import port_of, ports_of
 from trainkit.cli.settings import JobSettings
-from trainkit.errors import MOST_NAMED, DistributedError
+from trainkit.errors import DistributedError, listed
 from trainkit.version import __version__
 from trainkit.watchdog.connections import Address, Links
 from trainkit.watchdog.listening import listen
@@ -216,7 +216,7 @@ class _Host:
         present = set() if self._link is None else self._link.present
         absent = [m for m in range(1, self._job.num_machines) if m not in present]
         return (
-            f"machine {_numbers(absent)} did not come in {self._job.meeting_timeout:g} s. Start "
+            f"machine {listed(absent)} did not come in {self._job.meeting_timeout:g} s. Start "
             "the same command there, each with its own `--machine_rank`; its output says whether "
             f"it reaches machine 0 ({self._cards[0]['host']}) at {self._job.main_process_ip}"
             f"{self._hint}, port {self._port}"
@@ -355,11 +355,6 @@ def _difference(cards: Mapping[int, Card]) -> str:
         for machine, each in told.items():
             machines.setdefault(str(each.get(name, "-")), []).append(machine)
         if len(machines) > 1:
-            values = (f"{value} (machine {_numbers(who)})" for value, who in machines.items())
+            values = (f"{value} (machine {listed(who)})" for value, who in machines.items())
             found.append(f"{name}: {', '.join(values)}")
     return f"The machines were told different things: {'; '.join(found)}" if found else ""
-
-
-def _numbers(machines: Sequence[int]) -> str:
-    more = f", ... ({len(machines)} in all)" if len(machines) > MOST_NAMED else ""
-    return ", ".join(map(str, machines[:MOST_NAMED])) + more

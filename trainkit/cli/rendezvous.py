@@ -1,16 +1,22 @@
 """What torch's agent asks: who takes part in an attempt, and where the processes meet."""
 
+import json
+from datetime import datetime
+from typing import Any
+
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
     RendezvousStoreInfo,
+    dynamic_rendezvous,
 )
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
 from typing_extensions import override
 
 from trainkit.cli.meeting import Meeting
 
-__all__ = ["Rendezvous"]
+__all__ = ["Json", "Rendezvous", "send_no_pickles"]
 
 
 class Rendezvous(RendezvousHandler):
@@ -56,3 +62,53 @@ class Rendezvous(RendezvousHandler):
     @override
     def shutdown(self) -> bool:
         return True
+
+
+def send_no_pickles() -> None:
+    """Let torch write and read the state of its rendezvous as JSON, in this process."""
+    module: Any = dynamic_rendezvous
+    module.pickle = Json
+
+
+class Json:
+    """What torch uses of `pickle`."""
+
+    PickleError = ValueError
+
+    @staticmethod
+    def dumps(state: _RendezvousState) -> bytes:
+        """Return the bytes of a state."""
+        told = {
+            **{name: getattr(state, name) for name in ("round", "complete", "closed")},
+            "deadline": None if state.deadline is None else state.deadline.isoformat(),
+            "participants": [[*_place(n), rank] for n, rank in state.participants.items()],
+            "wait_list": [_place(node) for node in sorted(state.wait_list)],
+            "redundancy_list": [_place(node) for node in sorted(state.redundancy_list)],
+            "heard": [[*_place(n), at.isoformat()] for n, at in state.last_heartbeats.items()],
+        }
+        return json.dumps(told).encode()
+
+    @staticmethod
+    def loads(text: bytes) -> _RendezvousState:
+        """Return the state that these bytes tell."""
+        state = _RendezvousState()
+        try:
+            told = json.loads(text)
+            state.round = int(told["round"])
+            state.complete, state.closed = bool(told["complete"]), bool(told["closed"])
+            state.deadline = told["deadline"] and datetime.fromisoformat(told["deadline"])
+            state.participants = {_node(each): int(each[3]) for each in told["participants"]}
+            state.wait_list = set(map(_node, told["wait_list"]))
+            state.redundancy_list = set(map(_node, told["redundancy_list"]))
+            state.last_heartbeats = {_node(e): datetime.fromisoformat(e[3]) for e in told["heard"]}
+        except (LookupError, TypeError) as error:
+            raise ValueError(str(error)) from error
+        return state
+
+
+def _place(node: _NodeDesc) -> list[Any]:
+    return [node.addr, node.pid, node.local_id]
+
+
+def _node(place: list[Any]) -> _NodeDesc:
+    return _NodeDesc(str(place[0]), int(place[1]), int(place[2]))

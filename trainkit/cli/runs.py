@@ -13,10 +13,11 @@ from trainkit.checkpoint.listing import committed
 from trainkit.cli.tables import print_table
 from trainkit.errors import ConfigError
 from trainkit.formatting import count, duration, json_value
+from trainkit.hparams import flat
 from trainkit.parsing import nearest
 from trainkit.run_report.listing import CHECKPOINTS, facts, find_runs
 from trainkit.run_report.records import METRICS, RunLog, read_run
-from trainkit.run_report.tables import flat, mapping, number
+from trainkit.run_report.tables import mapping, number
 
 __all__ = ["add_to"]
 

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from trainkit.device import accelerator_count, default_kind, free_memory
-from trainkit.errors import ConfigError
-from trainkit.export.sizes import parse_size
+from trainkit.errors import ConfigError, quoted
+from trainkit.export.layout import parse_size
 from trainkit.export.targets import targets_of
 from trainkit.types import Size
 
@@ -44,9 +44,8 @@ def places_of(device_map: Place | DeviceMap | None, names: Iterable[str]) -> dic
             device_of(place, name)
     lost = [name for name in names if prefix_of(name, places) is None]
     if lost:
-        shown = ", ".join(f"`{name}`" for name in lost[:5]) + ", ..." * (len(lost) > 5)
         raise ConfigError(
-            f"`device_map` gives no place to {len(lost)} tensors ({shown}"
+            f"`device_map` gives no place to {len(lost)} tensors ({quoted(lost)}"
             '). Add their modules, or a place for `""`, which is for all that is left.'
         )
     return places

@@ -13,9 +13,8 @@ from trainkit.checkpoint.format.tensor_location import StoredTensor
 from trainkit.checkpoint.format.tensors import tensor_piece
 from trainkit.checkpoint.io import files
 from trainkit.errors import CheckpointError
-from trainkit.export.layout import Layout, lay_out, write_weights
+from trainkit.export.layout import Layout, lay_out, parse_size, write_weights
 from trainkit.export.publication import Publication
-from trainkit.export.sizes import parse_size
 from trainkit.export.state import warn_of_others
 from trainkit.types import Size
 

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
-from trainkit.errors import CheckpointError
+from trainkit.errors import CheckpointError, ConfigError
 
-__all__ = ["Allowed", "read_pickled", "write_pickled"]
+__all__ = ["Allowed", "read_pickled", "save", "write_pickled"]
 
 Allowed = Sequence[Callable[..., Any] | tuple[Callable[..., Any], str]]
 """Globals that a file may name besides those that torch allows, as `safe_globals` takes them."""
@@ -59,3 +60,23 @@ def read_pickled(path: Path, allowed: Allowed = (), advice: str = "") -> Any:
 def write_pickled(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     """Write tensors as `torch.save` does."""
     torch.save(tensors, path)
+
+
+def save(obj: Any, f: Any, *, safe_serialization: bool) -> None:
+    """Write `obj` to the file `f`.
+
+    Args:
+        obj: Anything; a dict of tensors where `safe_serialization`.
+        f: A path.
+        safe_serialization: Write safetensors; else what `torch.load` reads, a pickle, which
+            trainkit itself never loads.
+    """
+    if not safe_serialization:
+        write_pickled(f, obj)
+        return
+    if not isinstance(obj, dict) or not all(isinstance(v, torch.Tensor) for v in obj.values()):
+        raise ConfigError(
+            f"`safe_serialization` needs a dict of tensors, but `obj` is a {type(obj).__name__} "
+            "that is none."
+        )
+    save_file({name: tensor.contiguous() for name, tensor in obj.items()}, Path(f))

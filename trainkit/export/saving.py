@@ -1,5 +1,6 @@
 """Write the weights of a model for other programs, from any strategy."""
 
+import copy
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -19,10 +20,17 @@ from trainkit.distributed import (
     run_on_main,
 )
 from trainkit.errors import ConfigError
-from trainkit.export import adapters, pickled, pretrained
-from trainkit.export.layout import ADAPTER, MODEL, Layout, lay_out, weight_piece, write_weights
+from trainkit.export import adapters, pickled
+from trainkit.export.layout import (
+    ADAPTER,
+    MODEL,
+    Layout,
+    lay_out,
+    parse_size,
+    weight_piece,
+    write_weights,
+)
 from trainkit.export.publication import Publication
-from trainkit.export.sizes import parse_size
 from trainkit.export.state import tensors_of, unwrapped, whole
 from trainkit.types import Size, class_name
 
@@ -117,7 +125,7 @@ def _contents(model: Any, directory: Path, merge: bool) -> dict[Path, _Content]:
     if not adapted or merge:
         tensors, read = adapters.merged(model) if merge else (tensors_of(model), None)
         base = model.get_base_model() if merge else model
-        return {directory: _Content(tensors, [partial(pretrained.write_configuration, base)], read)}
+        return {directory: _Content(tensors, [partial(_write_configuration, base)], read)}
     return {
         folder: _Content(
             adapters.adapter_tensors(model, name),
@@ -195,3 +203,17 @@ def _told_as_ours(action: Callable[[], None], publication: Publication) -> None:
         action()
     except OSError as error:
         raise publication.failed(error) from error
+
+
+def _write_configuration(model: nn.Module, folder: Path) -> None:
+    """Write `config.json`, and how to generate, of a model of transformers; nothing of others."""
+    transformers = sys.modules.get("transformers")
+    if transformers is None or not isinstance(model, transformers.PreTrainedModel):
+        return
+    found: Any = model
+    config = copy.deepcopy(found.config)
+    config.architectures = [class_name(model)]
+    config.dtype = str(found.dtype).removeprefix("torch.")
+    config.save_pretrained(folder)
+    if found.can_generate() and found.generation_config is not None:
+        found.generation_config.save_pretrained(folder)

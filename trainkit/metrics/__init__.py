@@ -7,8 +7,10 @@ from trainkit.lazy import lazy_exports
 if TYPE_CHECKING:
     from trainkit.metrics.accuracy import Accuracy as Accuracy
     from trainkit.metrics.class_scores import F1 as F1, Precision as Precision, Recall as Recall
-    from trainkit.metrics.evaluate_metric import EvaluateMetric as EvaluateMetric
-    from trainkit.metrics.evaluate_module import as_evaluate as as_evaluate
+    from trainkit.metrics.evaluate_metric import (
+        EvaluateMetric as EvaluateMetric,
+        as_evaluate as as_evaluate,
+    )
     from trainkit.metrics.function_metric import FunctionMetric as FunctionMetric, scores as scores
     from trainkit.metrics.local_metric import LocalMetric as LocalMetric
     from trainkit.metrics.metric import Metric as Metric
@@ -22,8 +24,7 @@ __all__, __getattr__, __dir__ = lazy_exports(
     {
         "accuracy": "Accuracy",
         "class_scores": "F1 Precision Recall",
-        "evaluate_metric": "EvaluateMetric",
-        "evaluate_module": "as_evaluate",
+        "evaluate_metric": "EvaluateMetric as_evaluate",
         "function_metric": "FunctionMetric scores",
         "local_metric": "LocalMetric",
         "metric": "Metric",

@@ -8,7 +8,8 @@ from typing_extensions import override
 
 from trainkit.config import checked
 from trainkit.metrics.local_metric import LocalMetric, Values
-from trainkit.metrics.samples import IGNORED, class_labels
+from trainkit.metrics.samples import class_labels
+from trainkit.types import IGNORED
 
 __all__ = ["Accuracy"]
 

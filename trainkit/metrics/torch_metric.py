@@ -12,7 +12,8 @@ from trainkit.containers.tree import is_array
 from trainkit.errors import ConfigError, DataError
 from trainkit.metrics.metric import Metric, Uses, agreed, flatten, setting
 from trainkit.metrics.model_outputs import form
-from trainkit.metrics.samples import IGNORED, matching_length
+from trainkit.metrics.samples import matching_length
+from trainkit.types import IGNORED
 
 __all__ = ["TorchMetric"]
 

@@ -9,9 +9,10 @@ from pathlib import Path
 from socket import gethostname
 from typing import Any
 
+from trainkit.hparams import flat
 from trainkit.run_report.goodput import goodput
 from trainkit.run_report.records import METRICS, RunLog, Session
-from trainkit.run_report.tables import flat, mapping
+from trainkit.run_report.tables import mapping
 
 __all__ = ["CHECKPOINTS", "facts", "find_runs"]
 

@@ -8,10 +8,11 @@ from typing import Any
 
 from trainkit.config import TrainConfig
 from trainkit.formatting import duration
+from trainkit.hparams import flat
 from trainkit.run_report.goodput import Goodput
 from trainkit.run_report.records import RunLog
 
-__all__ = ["Row", "configuration", "flat", "mapping", "number", "sessions"]
+__all__ = ["Row", "configuration", "mapping", "number", "sessions"]
 
 _GROUPS = ("hparams", "config", "run", "optimizer", "versions", "started")
 _PID = ("started", "pid")
@@ -69,15 +70,6 @@ def _facts(run: RunLog, group: str) -> Mapping[str, Any]:
 def mapping(value: object) -> Mapping[str, Any]:
     """Return what is no mapping as an empty one."""
     return value if isinstance(value, Mapping) else {}
-
-
-def flat(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    """Return the values of a nesting, with dots between its names."""
-    found: dict[str, Any] = {}
-    for name, value in values.items():
-        inner = flat(value, f"{before}{name}.") if isinstance(value, Mapping) else {}
-        found |= inner or {f"{before}{name}": value}
-    return found
 
 
 def _plain(values: Mapping[str, Any], name: str) -> float | str | None:

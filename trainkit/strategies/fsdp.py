@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
+from trainkit.checkpoint.resharding.sharding_spec import local_part
 from trainkit.config import checked
 from trainkit.device import collective_backend, move_module, moves_in_place, wide_dtype
 from trainkit.distributed import Processes
@@ -245,9 +246,7 @@ class FSDP(Strategy):
 
     @override
     def local_parts(self, tensors: Iterable[Tensor]) -> list[Tensor]:
-        from trainkit.strategies.shards import local
-
-        return [local(tensor) for tensor in tensors]
+        return [local_part(tensor) for tensor in tensors]
 
     @override
     def clip_grad_norm(self, parameters: Iterable[Tensor], max_norm: float) -> Tensor:

@@ -6,11 +6,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from trainkit.checkpoint.resharding.sharding_spec import held_part, local_part
 from trainkit.distributed import Processes, run_on_all
 from trainkit.distributed.collectives import first_with
 from trainkit.errors import ConfigError
 from trainkit.strategies.meta_initializer import MetaInitializer
-from trainkit.strategies.shards import put
 from trainkit.strategies.strategy import on_meta
 
 __all__ = ["ParameterInitializer"]
@@ -86,7 +86,7 @@ class ParameterInitializer:
                 processes.broadcast(self._values.pop(name).to(processes.device))
             else:
                 empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=processes.device)
-                put(processes.broadcast(empty), tensor)
+                _put(processes.broadcast(empty), tensor)
 
     def _read(self, model: nn.Module, folder: Path) -> None:
         """Read this process's part of each tensor, and compute what is in no file."""
@@ -105,10 +105,16 @@ class ParameterInitializer:
         if wanted:
             tensors = dict(_tensors(model))
             for name, value in self._initializer.values(wanted):
-                put(value, tensors[name])
+                _put(value, tensors[name])
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield every parameter and buffer once, with its first name."""
     yield from model.named_parameters()
     yield from model.named_buffers()
+
+
+def _put(full: Tensor, tensor: Tensor) -> None:
+    """Copy this process's part of `full` into `tensor`."""
+    with torch.no_grad():
+        local_part(tensor).copy_(full[held_part(tensor)])

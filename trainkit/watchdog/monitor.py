@@ -17,10 +17,9 @@ from trainkit.watchdog import crossed, exit, report as reports, stalls
 from trainkit.watchdog.callers import Callers, Position
 from trainkit.watchdog.connections import GONE, Links
 from trainkit.watchdog.exit import EXIT_FAILED, EXIT_OTHER_FAILED, EXIT_STALLED
-from trainkit.watchdog.inquiry import Inquiry
+from trainkit.watchdog.inquiry import Inquiry, is_frozen
 from trainkit.watchdog.line import Message
 from trainkit.watchdog.report import Report
-from trainkit.watchdog.silence import is_frozen
 from trainkit.watchdog.stalls import Member, Verdict
 
 __all__ = ["ProgressSource", "WatchThread"]

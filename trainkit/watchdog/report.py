@@ -5,6 +5,7 @@ import os
 import re
 import resource
 import socket
+import sys
 import time
 import traceback
 from contextlib import suppress
@@ -154,7 +155,8 @@ def error_parts(error: BaseException) -> dict[str, str]:
 
 def memory() -> dict[str, int]:
     """Return what is known of the memory of this process and machine, in bytes."""
-    found = {"highest": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+    unit = 1 if sys.platform == "darwin" else 1024
+    found = {"highest": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
     with suppress(OSError, ValueError, IndexError):
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         found = {"resident": pages * os.sysconf("SC_PAGE_SIZE")} | found

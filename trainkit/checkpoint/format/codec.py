@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from trainkit.checkpoint.format.decoding import FACTORIES, decode
+from trainkit.checkpoint.format.decoding import FACTORIES
 from trainkit.checkpoint.format.names import tensor_name
 from trainkit.checkpoint.format.tensor_file import Piece
 from trainkit.checkpoint.format.tensor_location import StoredTensor
 from trainkit.checkpoint.format.tensors import Sharing, kept_strides, refused_tensor, tensor_piece
 from trainkit.errors import CheckpointError
 
-__all__ = ["Encoded", "check_encodable", "decode", "encode", "encode_inline"]
+__all__ = ["Encoded", "check_encodable", "encode", "encode_inline", "is_plain"]
 
 DEEPEST = 64  # levels of nesting in a state
 MOST_VALUES = 1 << 22  # in one state; also ends a walk through lists that hold each other
@@ -65,15 +65,18 @@ def encode(state: Any, path: str) -> Encoded:
     encoder = _Encoder(path)
     tree = encoder.put(state)
     encoder.sharing.settle(encoder.pieces, path)
+    container, version = type(state).__name__, encoder.version
+    return Encoded(tree, encoder.pieces, is_plain(tree), container, version, encoder.is_sharded)
+
+
+def is_plain(tree: Any) -> bool:
+    """Return whether there is nothing in a tree that its tensors by themselves do not tell."""
     items = tree.get("$ordered", tree) if type(tree) is dict else None
-    is_plain = (
-        type(state) in (dict, OrderedDict)
-        and type(items) is dict
+    return (
+        type(items) is dict
         and bool(items)
         and all(node == {"$tensor": name} for name, node in items.items())
     )
-    container = type(state).__name__
-    return Encoded(tree, encoder.pieces, is_plain, container, encoder.version, encoder.is_sharded)
 
 
 def encode_inline(state: Any, path: str) -> Any:

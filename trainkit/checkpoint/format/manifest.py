@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.checkpoint.format import codec, strict_json
-from trainkit.checkpoint.format.decoding import MALFORMED
+from trainkit.checkpoint.format.decoding import MALFORMED, decode
 from trainkit.checkpoint.format.names import (
     JSON_SUFFIX,
     MANIFEST,
@@ -212,7 +212,7 @@ def _build(body: Any, path: Path) -> Manifest:
         created=_typed(body, "created", str),
         world_size=_number(body, "world_size"),
         files=files,
-        metadata=codec.decode(_typed(body, "metadata", dict), {}),
+        metadata=decode(_typed(body, "metadata", dict), {}),
     )
 
 

@@ -7,17 +7,16 @@ whatever the umask. All functions raise `OSError` with the name of the file.
 
 import os
 import stat
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Semaphore, Thread
-from typing import TypeAlias
-
-from trainkit.checkpoint.io.threads import begin
+from typing import ParamSpec, TypeAlias
 
 __all__ = [
+    "begin",
     "close",
     "create",
     "make_directories",
@@ -204,3 +203,24 @@ def _remove_single(path: Path) -> None:
         remove_file(directory, path.name, path.parent)
     finally:
         os.close(directory)
+
+
+P = ParamSpec("P")
+
+
+def begin(
+    pool: ThreadPoolExecutor, action: Callable[P, None], *args: P.args, **kwargs: P.kwargs
+) -> Callable[[], None]:
+    """Begin `action` in a thread; return what waits for its end, and raises what it raises.
+
+    Executors take nothing any more while Python shuts down: then it is done here and now.
+    """
+    try:
+        return pool.submit(action, *args, **kwargs).result
+    except RuntimeError:
+        action(*args, **kwargs)
+        return _nothing
+
+
+def _nothing() -> None:
+    """Wait for what is done."""

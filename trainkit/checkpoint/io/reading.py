@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Self
 
 from trainkit.checkpoint.io.digests import xxh3_128
-from trainkit.checkpoint.io.threads import begin
+from trainkit.checkpoint.io.files import begin
 from trainkit.errors import CheckpointCorrupt
 
 __all__ = ["HashedFile", "broken", "names_in", "open_directory", "open_file", "scratch"]

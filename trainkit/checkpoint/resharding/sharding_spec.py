@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed.tensor import DTensor
 
-__all__ = ["ShardingSpec", "held_part", "is_sharded"]
+__all__ = ["ShardingSpec", "held_part", "is_sharded", "local_part"]
 
 
 def is_sharded(value: Any) -> bool:
@@ -24,6 +24,11 @@ def is_sharded(value: Any) -> bool:
 def held_part(tensor: "Tensor") -> tuple[slice, ...]:
     """Return the index of what this process holds of a tensor: all of a plain one, as `()`."""
     return ShardingSpec.of(tensor).region().index if is_sharded(tensor) else ()  # type: ignore[arg-type]
+
+
+def local_part(tensor: "Tensor") -> "Tensor":
+    """Return what this process holds of a tensor, sharing its memory; a plain one as it is."""
+    return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,32 @@
+"""Callbacks that keep some of their attributes in checkpoints."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from typing_extensions import override
+
+from trainkit.checkpoint.format.value_checks import Check, record
+from trainkit.training.callback import Callback
+from trainkit.training.run import Run
+
+__all__ = ["Keeps"]
+
+
+class Keeps(Callback):
+    """Has as its state attributes of plain values, by their names without the underscore."""
+
+    _kept: ClassVar[Mapping[str, Check]]
+    """The attributes, and what each must be."""
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {name.lstrip("_"): getattr(self, name) for name in self._kept}
+
+    @override
+    def check_state_dict(self, run: Run, state: Mapping[str, Any]) -> None:
+        record({name.lstrip("_"): check for name, check in self._kept.items()}, closed=True)(state)
+
+    @override
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for name in self._kept:
+            setattr(self, name, state[name.lstrip("_")])
