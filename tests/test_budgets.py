@@ -18,7 +18,7 @@ FUNCTION_LIMITS = {
 }
 FILE_LIMITS = {
     "trainkit/accelerator/accelerator.py": 360,  # a face: it says what it does
-    "trainkit/trainer.py": 456,  # another; no function outside of it takes it apart
+    "trainkit/trainer.py": 457,  # another; no function outside of it takes it apart
     "trainkit/training/loop.py": 120,  # the algorithm is readable in one screen
 }
 # Faces: to cut them in two would only hide from a reader what belongs together.

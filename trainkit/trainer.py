@@ -1,6 +1,5 @@
 """Trainer: the face for people who want the loop to be there."""
 
-import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
@@ -316,8 +315,7 @@ class Trainer:
             self.run = run = self._make_run(
                 arguments.check_model(model), *prepared, (optimizer, alternate), schedule_for
             )
-            run.checkpoints.restore_best = restore_best
-            resume, callbacks, finish = self._choose(run, resume, stack)
+            resume, callbacks, finish = self._choose(run, resume, restore_best, stack)
             stack.enter_context(watched(run, self._watchdog))
             check_outputs(run, callbacks)
             rng.seed_all(rng.device_seed(self.config.seed, self.processes.process_index))
@@ -560,14 +558,14 @@ class Trainer:
         optimizer: tuple[Any, Mapping[str, int] | None],
         schedule_for: Callable[[Optimizer, int | None], LRSchedule | LRSchedules | None],
     ) -> Run:
-        from trainkit.training import optimizer_arguments  # on demand
-        from trainkit.training.consistency import check_alike, settings_by_name
+        from trainkit.training import consistency, optimizer_arguments  # on demand
 
         config, processes = self.config, self.strategy.processes
         arguments.check_evaluations(evaluations)
         names = ("output_dir", "new_run", "strategy", "precision", "training_step", "loss_fn")
         others = {"compile": self._compile} | {name: getattr(self, name) for name in names}
-        check_alike(processes, settings_by_name(config, module, loader, evaluations, others))
+        settings = consistency.settings_by_name(config, module, loader, evaluations, others)
+        consistency.check_alike(processes, settings)
         self.planned_steps = planned_steps = arguments.planned_steps(config, loader)
         self.precision.setup(self.processes.device)  # its state is that of one training
         model = self.strategy.wrap(module, self.precision, config.seed)
@@ -596,14 +594,15 @@ class Trainer:
         )
 
     def _choose(
-        self, run: Run, resume: str | Path | None, stack: ExitStack
+        self, run: Run, resume: str | Path | None, restore_best: bool, stack: ExitStack
     ) -> tuple[str | Path | None, CallbackList, Callable[[Run], FitResult]]:
         """Return what a run goes on from, its callbacks, and what ends it; choose its folder."""
+        run.checkpoints.restore_best = restore_best
         replay = self._replay
         if replay is None and "TRAINKIT_REPLAY" in os.environ:  # which started the program
             from trainkit.training.replay import Replay  # on demand
 
-            replay = Replay(**json.loads(os.environ["TRAINKIT_REPLAY"]))
+            replay = Replay.started()
         if replay is None:
             return choose_folder(run, resume, self.new_run), self.callbacks, end
         stack.enter_context(replay)

@@ -1,6 +1,7 @@
 """A step of a run made once more from a checkpoint, and opened (rule 35b)."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
@@ -75,6 +76,11 @@ class Replay(Callback):
         self._is_cut = False
         self._parts: list[Part] | None = None  # of the window that is looked at
         self.result: Replayed | None = None
+
+    @classmethod
+    def started(cls) -> Self:
+        """Return the one that `trainkit replay` has started this program for."""
+        return cls(**json.loads(os.environ["TRAINKIT_REPLAY"]))
 
     def prepare(
         self, run: Run, callbacks: CallbackList, new_run: bool
