@@ -1,6 +1,6 @@
 """What the training loop gets from a loader: windows of micro-batches (rule 1)."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 __all__ = ["MicroBatch", "Window"]
@@ -60,3 +60,8 @@ class Window:
 
     def __iter__(self) -> Iterator[MicroBatch]:
         return self._parts
+
+    def through(self, seen: Callable[[Iterator[MicroBatch]], Iterator[MicroBatch]]) -> "Window":
+        """Return this window; whoever iterates it gets what `seen` makes of its micro-batches."""
+        self._parts = seen(self._parts)
+        return self

@@ -5,15 +5,16 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from trainkit.errors import ConfigError, quoted
 from trainkit.precision import Precision
-from trainkit.training.weighting import Weighting
+from trainkit.training.weighting import Weighting, loss_of
 
-__all__ = ["NamedOptimizer", "Optimizers", "described", "refuse_several", "take_loss"]
+__all__ = ["NamedOptimizer", "Optimizers", "described", "loss_given", "refuse_several", "take_loss"]
 
 
 @dataclass(kw_only=True, eq=False, slots=True)
@@ -273,6 +274,14 @@ def take_loss(optimizer: Optimizer, name: object, loss: object, weight: Any) -> 
             '`fit(..., optimizer={"a": ..., "b": ...})`.'
         )
     optimizer.take(name, loss, weight)
+
+
+def loss_given(optimizer: Optimizer, output: object) -> Tensor:
+    """Return the loss of a step that has returned `output`; of several the sum."""
+    losses = optimizer.losses if isinstance(optimizer, Optimizers) else None
+    if not losses:
+        return loss_of(output)
+    return torch.stack([loss for loss, _ in losses.values()]).sum()
 
 
 def described(optimizer: Optimizer) -> str:

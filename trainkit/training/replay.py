@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeAlias
 
@@ -25,11 +26,11 @@ from trainkit.outputs import absolute
 from trainkit.training.callback import Callback, CallbackList
 from trainkit.training.fit_context import end, write_apart
 from trainkit.training.observer import Observer, bad as bad_events
+from trainkit.training.optimizers import loss_given
 from trainkit.training.replay_plan import find_run, plan
 from trainkit.training.replay_report import Replayed, publish
 from trainkit.training.run import FitResult, Run
 from trainkit.training.suspects import Fault, Part, find_fault, is_bad, parameter_sizes
-from trainkit.training.weighting import loss_of
 from trainkit.types import StepResult
 
 __all__ = ["Replay", "Replayed"]
@@ -156,7 +157,10 @@ class Replay(Callback):
             return self._windows(run, windows if inner is None else inner(windows))
 
         run.recut = recut
-        run.training_step = lambda model, batch: self._see(run, step, model, batch)
+        run.training_step = partial(self._see, run, step)
+        for each in run.optimizers.values():
+            if each.training_step is not None:
+                each.training_step = partial(self._see, run, each.training_step)
 
     @override
     def on_gradients(self, run: Run) -> None:
@@ -195,7 +199,7 @@ class Replay(Callback):
         """Yield the windows, and after the one that was opened let the run stop."""
         with closing(windows):
             for window in windows:
-                yield Window(self._seen(run, window), window.total, window.size)
+                yield window.through(partial(self._seen, run))
                 if self.result is not None:
                     run.requests.evaluation = run.requests.checkpoint = False
                     run.evaluation.at_end = False
@@ -203,7 +207,7 @@ class Replay(Callback):
                     run.request_stop("replay", agreed=True)
                     yield window  # is not trained on: the loop looks for requests before it
 
-    def _seen(self, run: Run, window: Window) -> Iterator[MicroBatch]:
+    def _seen(self, run: Run, window: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
         """Yield the micro-batches, and note them where the window is looked at."""
         after = run.state.attempts
         # The one before the target shows what is not finite where all is well.
@@ -232,7 +236,7 @@ class Replay(Callback):
         try:
             part.observer.begin(batch)
             output = step(model, batch)
-            part.observer.end_forward(loss_of(output))
+            part.observer.end_forward(loss_given(run.optimizer, output))
         finally:
             run.module._compiled_call_impl = compiled
         return output
