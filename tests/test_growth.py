@@ -22,6 +22,7 @@ def test_set_up_handles_no_sample_by_itself_and_a_resume_reads_none_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(growth, "ROUNDS", 1)  # of the times
+    growth.samples(1_000)  # what is done once in a program
     few, many = growth.samples(1_000), growth.samples(100_000)
     assert abs(many["set-up calls"] - few["set-up calls"]) <= 20
     assert few["read on resume"] == many["read on resume"] == growth.BATCH

@@ -230,7 +230,7 @@ def test_the_command_shows_compares_and_exports_it(
     assert main(["checkpoint", "diff", old, new]) == 1
     assert "extra.1._extra_state" in capsys.readouterr().out
     with pytest.warns(UserWarning, match=r"`extra.0._extra_state`.*not written"):
-        assert main(["checkpoint", "export", new, str(tmp_path / "export")]) == 0
+        assert main(["checkpoint", "export", new, str(tmp_path / "export"), "--part", "model"]) == 0
     fresh = make_model()
     with pytest.warns(UserWarning, match=r"no place for:\n  - `extra.4._extra_state`"):
         load_checkpoint_in_model(fresh, tmp_path / "export")

@@ -10,4 +10,5 @@ def test_the_default_is_a_bar_and_a_summary() -> None:
 
 
 def test_with_a_folder_there_is_a_log_in_it(tmp_path: Path) -> None:
-    assert [callback.name for callback in default_callbacks(tmp_path)][2:] == ["JSONLLogger"]
+    names = [callback.name for callback in default_callbacks(tmp_path)]
+    assert names[2:] == ["JSONLLogger", "Journal"]
