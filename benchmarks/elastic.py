@@ -38,6 +38,7 @@ from trainkit.run_report import read_run
 from trainkit.run_report.goodput import PARTS, goodput
 
 SAMPLES, BATCH = 240, 24  # ten updates an epoch; 24 is divided by 1, 2, 3 and 4 machines
+REST_SECONDS = 1200.0  # for what is left of the training after the last loss
 PATIENCE = 120.0  # seconds in which the others must go on
 RENDEZVOUS = "is_host=false,keep_alive_interval=1,keep_alive_max_attempt=4,last_call_timeout=1"
 
@@ -311,7 +312,7 @@ def main() -> int:
     try:
         job.wait(0.0, options.machines, times=5)
         seconds = _lose_and_return(job, options.losses, random.Random(options.seed))
-        codes = [machine.launcher.wait() for machine in job.machines]
+        codes = [machine.launcher.wait(REST_SECONDS) for machine in job.machines]
     finally:
         job.end()
     print(f"{options.losses} losses and returns: to the next update {min(seconds):.1f} s to "

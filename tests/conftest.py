@@ -46,6 +46,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.name not in _LONG)
 
 
+def pytest_collection_finish() -> None:
+    """Spare every later search for garbage what stays until the end: modules and tests."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Fail a session in which trainkit did what it must never do, in whatever process."""
     if _AUDIT.findings() and session.exitstatus == pytest.ExitCode.OK:

@@ -281,8 +281,16 @@ class Program:
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 env={**kept, **own, **usual, **(environment or {})},
-                preexec_fn=self._move,
+                preexec_fn=self._enter,
             )
+
+    def _enter(self) -> None:
+        """Move, or say why not: an error before the program starts has no words of its own."""
+        try:
+            self._move()
+        except OSError as error:
+            os.write(2, f"not on its host: {error!r}\n".encode())
+            raise
 
     def _move(self) -> None:
         """Enter the host in a child, which goes on; wait here for how it ends.
