@@ -3,7 +3,7 @@
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from typing_extensions import override
 
@@ -79,8 +79,6 @@ class Checkpoint(Callback):
                 "`weights_only=True` keeps the weights of the best alone, but nothing says which "
                 'those are. Pass `keep_best=("eval/loss", "min")` too.'
             )
-        _check_choice("non_finite", non_finite, get_args(NonFinite))
-        _check_choice("frozen", frozen, ("save", "reference"))
         if every_n_steps is None and every_n_epochs is None and every_minutes is None:
             every_n_epochs = 1
         self.every_n_steps, self.every_n_epochs = every_n_steps, every_n_epochs
@@ -171,8 +169,3 @@ class Checkpoint(Callback):
     def _wait_again(self) -> None:
         if self.every_minutes is not None:
             self._due = time.monotonic() + 60 * self.every_minutes
-
-
-def _check_choice(name: str, choice: str, known: tuple[str, ...]) -> None:
-    if choice not in known:
-        raise ConfigError(f"`{name}` must be one of {known}, but is {choice!r}.")

@@ -41,10 +41,6 @@ class EarlyStopping(Keeps):
         min_delta: float = 0.0,
     ) -> None:
         check_whole("patience", patience)
-        if mode not in ("min", "max"):
-            raise ConfigError(
-                f'`mode` must be "min" (lower is better) or "max" (higher is), but is {mode!r}.'
-            )
         if not (math.isfinite(min_delta) and min_delta >= 0):
             raise ConfigError(
                 f"`min_delta` must be a finite number of at least 0, but is {min_delta!r}."

@@ -1,6 +1,7 @@
 """Write the journal of a run."""
 
 import json
+import math
 import multiprocessing
 import sys
 import sysconfig
@@ -11,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from typing_extensions import override
 
 from trainkit import device
 from trainkit.callbacks._support.log_paths import log_place, move_away
 from trainkit.callbacks._support.run_facts import hidden_words, run_facts
 from trainkit.formatting import json_value
-from trainkit.journal import JOURNAL, VERSION, Record, cut, digest
+from trainkit.journal import JOURNAL, VERSION, Record, cut, digest, is_of
 from trainkit.outputs import Lines, check_file, claim
 from trainkit.signals import is_interactive
 from trainkit.training.callback import Callback
@@ -39,7 +40,7 @@ class Journal(Callback):
     process 0 and the gradient norm to the last bit: some 60 bytes. They wait on the device, and
     are read every 50 steps or more, at a log where there are logs, and before each checkpoint:
     its journal is on the disk when a checkpoint is committed. A resumed run first cuts what was
-    written after its step. `trainkit.journal.read` reads it.
+    written after its step; the journal of another run is moved away. `trainkit.journal.read` reads.
 
     `Checkpoint` brings one along, which you need not list.
     """
@@ -59,10 +60,10 @@ class Journal(Callback):
         if not run.is_main_process:
             return
         path, every = self._path(run), run.config.log_every_n_steps
-        if run.state.attempts == 0:
-            move_away(path)
-        elif path.is_file():
+        if run.state.attempts and is_of(path, run.checkpoints.run_id):
             cut(path, run.state.attempts)
+        else:
+            move_away(path)
         self._file = Lines(path, f"`{self.name}`")
         self._file.write(json.dumps(_header(run), allow_nan=False))
         self._rows = []
@@ -76,7 +77,9 @@ class Journal(Callback):
             # A copy: whoever made the loss may use its memory again.
             loss = result.loss.to(self._dtype, copy=True)
             place = state.step, state.skipped_steps, state.epoch, state.epoch_samples, samples
-            self._rows.append((place, loss, result.grad_norm, result.reason))
+            of_each = [result] if result.optimizers is None else result.optimizers.values()
+            norms = [each.grad_norm for each in of_each if each.grad_norm is not None]
+            self._rows.append((place, loss, norms, result.reason))
             if state.step % self._every == 0:
                 self._write()
 
@@ -105,14 +108,14 @@ class Journal(Callback):
         file = file or self._file
         if not rows or file is None:
             return
-        norms = [norm.to(loss) for _, loss, norm, _ in rows if isinstance(norm, Tensor)]
+        norms = [norm.to(loss) for _, loss, own, _ in rows for norm in own]
         numbers = iter(torch.stack([*(loss for _, loss, _, _ in rows), *norms]).tolist())
         losses = [next(numbers) for _ in rows]
         records = []
-        for ((step, skipped, epoch, stop, samples), _, norm, reason), loss in zip(
+        for ((step, skipped, epoch, stop, samples), _, own, reason), loss in zip(
             rows, losses, strict=True
         ):
-            norm = next(numbers) if isinstance(norm, Tensor) else None
+            norm = math.hypot(*(next(numbers) for _ in own)) if own else None
             record = Record(step, skipped, epoch, stop - samples, stop, loss, norm, reason)
             records.append(record.line())
         file.write("\n".join(records))

@@ -6,7 +6,7 @@ from typing import Literal
 from typing_extensions import override
 
 from trainkit.callbacks._support.first_bad import FirstBad
-from trainkit.errors import ConfigError
+from trainkit.config import checked
 from trainkit.training.callback import Callback
 from trainkit.training.run import Run
 from trainkit.types import StepResult
@@ -30,9 +30,8 @@ class NaNGuard(Callback):
             Buffers that the forward changed, such as batch statistics, stay changed.
     """
 
+    @checked
     def __init__(self, policy: Literal["raise", "skip"] = "raise") -> None:
-        if policy not in ("raise", "skip"):
-            raise ConfigError(f'`policy` must be "raise" or "skip", but is {policy!r}.')
         self.policy = policy
         self._first_bad: FirstBad | None = None
 

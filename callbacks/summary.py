@@ -3,7 +3,6 @@
 import sys
 import textwrap
 import time
-from collections.abc import Iterable
 from itertools import chain, repeat
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from trainkit.training.callback import Callback
 from trainkit.training.explain_settings import describe_window, parameter_counts
 from trainkit.training.run import Run
 from trainkit.training.schedule_check import describe
-from trainkit.types import Scalars, class_name
+from trainkit.types import class_name
 
 __all__ = ["Summary"]
 
@@ -83,21 +82,18 @@ def _what_is_trained(run: Run) -> dict[str, str]:
 
 def _outcome(run: Run) -> dict[str, str]:
     state = run.state
-    best = values_by_loader(_in_order(run.best_metrics, run.metrics), run.evaluation.loaders)
+    order = dict.fromkeys([*run.metrics, *run.best_metrics])  # of the last evaluation
+    best = {name: run.best_metrics[name] for name in order if name in run.best_metrics}
+    best_lines = values_by_loader(best, run.evaluation.loaders)
     last = values_by_loader(run.metrics, run.evaluation.loaders)
     skipped = f", {state.skipped_steps:,} skipped" if state.skipped_steps else ""
     return {
         "steps": f"{state.step:,}{skipped} ({count(state.epoch, 'epoch')} completed, "
         f"{count(state.samples_seen, 'sample')})",
-        "best": "\n".join(best),
-        "last": "\n".join(line for line in last if line not in best),
+        "best": "\n".join(best_lines),
+        "last": "\n".join(line for line in last if line not in best_lines),
         "files": "" if run.output_dir is None else _files(run.output_dir),
     }
-
-
-def _in_order(values: Scalars, names: Iterable[str]) -> Scalars:
-    """Return values in the order of `names`, then the others."""
-    return {name: values[name] for name in dict.fromkeys([*names, *values]) if name in values}
 
 
 def _plan(run: Run) -> str:

@@ -207,8 +207,6 @@ def _check_flops(flops: object, flops_per: object, peak_flops: object) -> None:
             f"`flops` and `peak_flops` go together, but are {flops!r} and {peak_flops!r}. Pass "
             "both for `time/mfu`, or none."
         )
-    if flops_per not in ("sample", "token"):
-        raise ConfigError(f'`flops_per` must be "sample" or "token", but is {flops_per!r}.')
     if flops == "auto" and flops_per == "token":
         raise ConfigError(
             '`flops="auto"` counts the operations of a sample. Leave out `flops_per="token"`.'

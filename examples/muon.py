@@ -4,8 +4,9 @@
     trainkit launch --num_processes 2 examples/muon.py
 
 The step returns one loss, so both make one update of it: one clipping, one loss scale, and the
-gradients are reduced while backward goes on. Each has a learning-rate schedule of its own. Prints
-what AdamW alone comes to as well.
+gradients are reduced while backward goes on. Each has a learning-rate schedule of its own. Under
+FSDP Muon's update is that of the whole matrix too, up to the bfloat16 that torch computes it in.
+Prints what AdamW alone comes to as well.
 """
 
 import argparse

@@ -179,7 +179,7 @@ def test_evaluate_and_predict_are_short_too(capsys: pytest.CaptureFixture[str]) 
     loader = toy_loaders()[1]
     assert len(trainer.predict(model, loader)) == 8
     inputs, targets = loader.dataset[:8]
-    loss = nn.functional.cross_entropy(model(inputs), targets).item()
+    loss = nn.functional.cross_entropy(model.cpu()(inputs), targets).item()
     found = trainer.evaluate(model, loader, loss_fn=nn.CrossEntropyLoss())
     assert found["eval/loss"] == pytest.approx(loss)
     assert capsys.readouterr().out.count("dry run: the first batches of the loader, 2.") == 2

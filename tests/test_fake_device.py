@@ -14,7 +14,7 @@ from tests.fake_device import build
 from tests.fake_device.__main__ import ROOT, pytest_with_device
 
 CASES = "tests/fake_device/cases.py"
-LESSER = "float64 pinned streams scaler"
+LESSER = "float64 pinned streams scaler checkpointing"
 
 pytestmark = [
     pytest.mark.e2e,  # compiling takes a minute

@@ -69,7 +69,7 @@ def test_an_average_is_read_onto_the_same_base_alone(tmp_path: Path) -> None:
 
 
 def test_frozen_is_one_of_two_words() -> None:
-    with pytest.raises(ConfigError, match="`frozen` must be one of"):
+    with pytest.raises(ConfigError, match='`frozen` must be "save" or "reference"'):
         Checkpoint(frozen="skip")  # type: ignore[arg-type]
 
 

@@ -150,6 +150,34 @@ class ByToken(Trainer):
         return StepOutput(loss, weight=(targets[:, 0] > 0).sum())
 
 
+class ByName(Trainer):
+    """Has two optimizers, and gives each a loss."""
+
+    @override
+    def configure_optimizers(self, model: Any, optimizers: Any) -> dict[str, SGD]:
+        parts = {"first": model[0], "last": model[3]}
+        return {name: SGD(part.parameters(), lr=1e-3) for name, part in parts.items()}
+
+    @override
+    def training_step(self, model: nn.Module, batch: Any) -> Any:
+        assert isinstance(self.run, Run)
+        self.run.optimize("first", _mean_error(model, batch))
+        self.run.optimize("last", _mean_error(model, batch))
+
+
+class InTurns(ByName):
+    """Has a step for each."""
+
+    def training_step_first(self, model: nn.Module, batch: Any) -> Tensor:
+        return _mean_error(model, batch)
+
+    training_step_last = training_step_first
+
+
+def _mean_error(model: nn.Module, batch: Any) -> Tensor:
+    return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+
 def _fit(
     guard: Guard,
     make: type[Trainer] = Trainer,
@@ -158,6 +186,7 @@ def _fit(
 ) -> BetweenLogs:
     """Train under the guard; what it sees raises."""
     torch.manual_seed(0)
+    turns = {"first": 2, "last": 1} if make is InTurns else None
     data = TensorDataset(torch.randn(SAMPLES, 6), torch.randn(SAMPLES, 1))
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.1), nn.Linear(8, 1))
     between = BetweenLogs(guard)
@@ -173,6 +202,7 @@ def _fit(
             DataLoader(data, batch_size=BATCH, shuffle=True),
             optimizer=partial(SGD, lr=1e-3, momentum=0.9),
             lr_scheduler=lambda optimizer: LambdaLR(optimizer, lambda step: 1 / (1 + step)),
+            alternate=turns,
             loss_fn=nn.functional.mse_loss,
         )
     assert result.step == STEPS
@@ -190,6 +220,8 @@ CASES: dict[str, tuple[type[Trainer], dict[str, Any]]] = {
     "accumulation": (Trainer, ACCUMULATED),
     "token weights": (ByToken, ACCUMULATED),
     "callbacks": (Trainer, {"callbacks": (NaNGuard, LRMonitor)} | CLIPPED),
+    "by name": (ByName, CLIPPED),
+    "in turns": (InTurns, {"callbacks": (NaNGuard,)} | CLIPPED),
     "all": (ByToken, {"precision": "bf16"} | ACCUMULATED | CLIPPED),
 }
 

@@ -84,7 +84,8 @@ def test_a_resumed_run_has_the_journal_of_one_that_was_not_stopped(
 ) -> None:
     whole, halves = tmp_path / "whole", tmp_path / "halves"
     train(whole, Checkpoint(every_n_steps=4))
-    train(halves, Checkpoint(every_n_steps=4, keep_last=None), max_epochs=None, max_steps=stop)
+    saves = Journal(), Checkpoint(every_n_steps=4, keep_last=None)  # in the other order too
+    train(halves, *saves, max_epochs=None, max_steps=stop)
     place = halves / "checkpoints" / f"step-{stop // 4 * 4 or stop:08d}"
     with (halves / JOURNAL).open("a") as file:
         file.write("13 0 1 16 2")  # a process was killed while it wrote
@@ -98,6 +99,16 @@ def test_a_new_run_leaves_the_journal_of_an_older_one(tmp_path: Path) -> None:
         train(tmp_path, Journal(), max_epochs=None, max_steps=steps)
     assert len(lines(tmp_path)) == 3
     assert (tmp_path / f"{JOURNAL}.1").read_text().count("\n") == 3
+
+
+def test_a_run_that_goes_on_from_another_folder_leaves_the_journal_there(tmp_path: Path) -> None:
+    other, own = tmp_path / "other", tmp_path / "own"
+    train(other, Checkpoint(every_n_steps=4, keep_last=None))
+    train(own, Journal(), max_grad_norm=0.1)
+    older = lines(own)
+    train(own, Journal(), resume=other / "checkpoints" / "step-00000004")
+    assert lines(own) == lines(other)[4:]
+    assert (own / f"{JOURNAL}.1").read_text().count("\n") == 1 + len(older)
 
 
 def test_only_one_is_written_and_a_list_without_any_writes_none(tmp_path: Path) -> None:

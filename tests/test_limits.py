@@ -84,14 +84,14 @@ def test_an_evaluation_is_exact_on_the_batches_that_it_has() -> None:
     settings: dict[str, Any] = {"limit_eval_batches": 3, "more": [Evaluation(["accuracy"])]}
     _, run = train((train_loader, DataLoader(data, 4)), model, **settings)
     inputs, targets = data[:12]
-    hits = model(inputs).argmax(1) == targets
+    hits = model.cpu()(inputs).argmax(1) == targets
     assert run.metrics["eval/accuracy"] == pytest.approx(hits.double().mean().item())
     loss = nn.functional.cross_entropy(model(inputs), targets).item()
     assert run.metrics["eval/loss"] == pytest.approx(loss)
     assert run.state.step == 8  # training has no limit
     trainer = make_trainer(limit_eval_batches=3)
     whole = trainer.evaluate(model, DataLoader(data, 4), loss_fn=nn.CrossEntropyLoss())
-    expected = nn.functional.cross_entropy(model(data[:][0]), data[:][1]).item()
+    expected = nn.functional.cross_entropy(model.cpu()(data[:][0]), data[:][1]).item()
     assert whole["eval/loss"] == pytest.approx(expected)  # not an evaluation of `fit`
 
 

@@ -1,6 +1,7 @@
 """A step made once more: bit-equal to the recorded run, and where a NaN in it came from."""
 
 import json
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.toys import FEATURES, make_trainer, toy_dataset
 from trainkit import ConfigError
 from trainkit.callbacks import Checkpoint, Journal, NaNGuard
+from trainkit.cli.main import main
 from trainkit.cli.replay import _command as command_of
 from trainkit.journal import JOURNAL, read
 
@@ -165,15 +167,23 @@ def test_an_error_that_ended_the_run_is_explained(tmp_path: Path) -> None:
     assert result.step == read(tmp_path).records[-1].step + 1
 
 
-def test_what_cannot_be_replayed_is_refused(tmp_path: Path) -> None:
+def test_what_cannot_be_replayed_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     plain = trainer(tmp_path / "plain", Journal())
     plain.fit(Model(), loader(), **OPTIONS)
     with pytest.raises(ConfigError, match="holds no checkpoint of this run"):
         plain.replay(Model(), loader(), step=3, **OPTIONS)
     made = trainer(tmp_path / "made")
     made.fit(Model(), loader(), **OPTIONS)
-    with pytest.raises(ConfigError, match=r"`step` is 26, but the journal .* ends with step 24"):
-        made.replay(Model(), loader(), step=26, **OPTIONS)
+    for step in (0, 26):
+        words = rf"`step` is {step}, but the journal .* counts from 1 and ends with step 24"
+        with pytest.raises(ConfigError, match=words if step else "from 1 on, but is 0"):
+            made.replay(Model(), loader(), step=step, **OPTIONS)
+        assert main(["replay", str(tmp_path / "made"), "--step", str(step)]) == 1
+        told = capsys.readouterr()
+        assert re.search(words, told.err)
+        assert "starting" not in told.out
     with pytest.raises(ConfigError, match="`process` is 1, but the run has 1 process"):
         made.replay(Model(), loader(), step=3, process=1, **OPTIONS)
     with pytest.raises(ConfigError, match="A replay needs `step`"):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim import SGD, AdamW
+from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from tests.helpers.ranks import RanksError, run_ranks
@@ -76,8 +76,17 @@ class MultiTask(Trainer):
 class Summed(Trainer):
     """One loss for all loaders."""
 
+    weight: float | None = None
+
     def training_step(self, model: nn.Module, batch: Any) -> Any:
-        return torch.stack([*losses_of(model, batch).values()]).sum()
+        loss = torch.stack([*losses_of(model, batch).values()]).sum()
+        return StepOutput(loss, self.weight)
+
+
+class Weighted(Summed):
+    """One loss for all loaders, with a weight that knows nothing of repeated batches."""
+
+    weight = 3.0
 
 
 class Counted(Trainer):
@@ -93,6 +102,22 @@ class Counted(Trainer):
         return found
 
 
+class Heads(Trainer):
+    """Each head, and the trunk, has an optimizer of its own."""
+
+    names: Mapping[str, Any] = {"a": "a", "b": "b"}  # of the loaders, that it gives
+
+    def training_step(self, model: nn.Module, batch: Any) -> None:
+        assert isinstance(self.run, Run)
+        for name, loss in losses_of(model, batch).items():
+            self.run.optimize("trunk", loss, loader=self.names[name])
+            self.run.optimize(name, loss, loader=self.names[name])
+
+    def configure_optimizers(self, model: Any, optimizers: Any) -> dict[str, Optimizer]:
+        parts = {"trunk": model.trunk, **model.heads}
+        return {name: AdamW(part.parameters(), lr=0.01) for name, part in parts.items()}
+
+
 class Notes(Callback):
     """Keeps what each step read here, and what was logged."""
 
@@ -104,7 +129,7 @@ class Notes(Callback):
         self.steps.append([])
 
     def on_microbatch_start(self, run: Run, batch: Any) -> None:
-        self.steps[-1].append({name: tuple(rows) for name, rows in batch.items()})
+        self.steps[-1].append({n: tuple(each.cpu() for each in rows) for n, rows in batch.items()})
 
     def on_log(self, run: Run, values: Any) -> None:
         self.logs.append({n: v for n, v in values.items() if n.startswith("loss")})
@@ -151,7 +176,7 @@ def train(
     )
     found = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
     one.close()
-    return [p.detach().clone() for p in found], notes
+    return [p.detach().cpu().clone() for p in found], notes
 
 
 def unused() -> DDP:
@@ -200,7 +225,7 @@ def train_all(rank: int, splits: list[tuple[int, int]], sharded: bool) -> Any:
 
 @pytest.mark.parametrize("size", with_few([2], SPLITS))
 def test_any_split_trains_the_same(size: int) -> None:
-    expected = {policy: train(0, policy) for policy in POLICIES}
+    expected = run_ranks(1, lambda rank: {policy: train(rank, policy) for policy in POLICIES})[0]
     for (policy, split), (parameters, logs) in run_ranks(size, train_all, SPLITS[size], size == 3)[
         0
     ].items():
@@ -222,10 +247,49 @@ def test_the_loss_of_each_loader_is_logged() -> None:
 
 def test_one_loss_for_several_loaders_is_refused_where_it_cannot_be_exact() -> None:
     assert difference(train(0, "min", trainer=Summed)[0], train(0, "min")[0]) < LIMIT
-    for run in (partial(train, 0), partial(run_ranks, 2, train)):
+    for run, each in (
+        (partial(train, 0), Summed),
+        (partial(train, 0), Weighted),
+        (partial(run_ranks, 2, train), Summed),
+    ):
         with pytest.raises((ConfigError, RanksError)) as caught:
-            run("min", 2, 2, trainer=Summed)
+            run("min", 2, 2, trainer=each)
         assert 'Return `{"a": loss_a, "b": loss_b}`' in str(caught.value)
+
+
+def heads(rank: int, batch: int, accumulation: int) -> Any:
+    split = batch, accumulation
+    return {policy: train(rank, policy, *split, trainer=Heads) for policy in POLICIES}
+
+
+@pytest.mark.parametrize("size", with_few([1], [1, 2]))
+def test_several_optimizers_learn_from_the_loaders_that_they_name(size: int) -> None:
+    split = {1: (2, 3), 2: (1, 3)}[size]
+    found = heads(0, *split) if size == 1 else run_ranks(size, heads, *split)[0]
+    for policy, (parameters, notes) in found.items():
+        wanted, others = train(0, policy)
+        assert difference(parameters, wanted) < LIMIT
+        for log, value in zip(notes.logs, others.logs, strict=True):
+            of_trunk = {name: log.get(f"loss/trunk/{name}", 0.0) for name in SIZES}
+            expected = {name: value.get(f"loss/{name}", 0.0) for name in SIZES}
+            assert of_trunk == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        ({"a": "", "b": ""}, 'one loss for .*run.optimize."trunk", loss, loader="a"'),
+        ({"a": "a", "b": ""}, "a loss of one loader, and one of none"),
+        ({"a": "a", "b": "c"}, "the loader 'c', but the training loaders are `a`, `b`"),
+    ],
+)
+def test_losses_whose_loader_is_not_known_are_refused(names: Any, words: str) -> None:
+    class Odd(Heads):
+        pass
+
+    Odd.names = names
+    with pytest.raises(ConfigError, match=words):
+        train(0, "min", 2, 3, trainer=Odd)
 
 
 def one_loss(rank: int) -> Any:
@@ -239,7 +303,9 @@ def one_loss(rank: int) -> Any:
 
 @pytest.mark.e2e
 def test_one_loss_for_several_loaders_is_exact_where_all_windows_are_full_or_alike() -> None:
-    for summed, apart, summed_alike, apart_alike in (one_loss(0), run_ranks(2, one_loss)[0]):
+    for summed, apart, summed_alike, apart_alike in (
+        run_ranks(size, one_loss)[0] for size in (1, 2)
+    ):
         assert difference(summed, apart) < LIMIT
         assert difference(summed_alike, apart_alike) < LIMIT
 
@@ -252,7 +318,7 @@ def counted(rank: int, batch: int) -> Any:
 
 @pytest.mark.e2e
 def test_weights_of_ones_own_count_in_their_loader() -> None:
-    alone, together = counted(0, WINDOW), run_ranks(2, counted, WINDOW // 2)[0]
+    alone, together = (run_ranks(n, counted, WINDOW // n)[0] for n in (1, 2))
     for policy, (parameters, notes) in alone.items():
         assert difference(parameters, together[policy][0]) < LIMIT
         for log, value in zip(together[policy][1].logs, notes.logs, strict=True):

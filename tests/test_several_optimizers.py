@@ -1,5 +1,6 @@
 """Several optimizers in one training: turns, or losses by name, or one loss for all."""
 
+import math
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -15,8 +16,17 @@ from typing_extensions import override
 
 from tests.helpers.ranks import run_ranks
 from trainkit import Callback, CheckpointError, ConfigError, Run, StepResult, Trainer, TrainkitError
-from trainkit.callbacks import Checkpoint, FreezeUntil, GradientMonitor, LRMonitor, NaNGuard
-from trainkit.precision import FP16
+from trainkit.callbacks import (
+    Checkpoint,
+    FreezeUntil,
+    GradientMonitor,
+    Journal,
+    LRMonitor,
+    NaNGuard,
+)
+from trainkit.journal import read
+from trainkit.precision import FP16, Precision
+from trainkit.strategies import DDP, SingleDevice
 
 TURNS = {"critic": 2, "maker": 1}
 MAKE: dict[str, Any] = {"critic": partial(Adam, lr=0.02), "maker": partial(RMSprop, lr=0.01)}
@@ -132,7 +142,7 @@ def fit(kind: str, model: nn.Module | None = None, **settings: Any) -> tuple[nn.
 def whole(model: nn.Module) -> dict[str, Tensor]:
     state: dict[str, Any] = model.state_dict()
     return {
-        name: (t.full_tensor() if hasattr(t, "full_tensor") else t).detach().clone()
+        name: (t.full_tensor() if hasattr(t, "full_tensor") else t).detach().cpu().clone()
         for name, t in state.items()
     }
 
@@ -148,7 +158,7 @@ def windows(epochs: int = 3, samples: int = 26) -> Iterator[list[Tensor]]:
 
     class Sees(Trainer):
         def training_step(self, model: nn.Module, batch: Any) -> Tensor:
-            seen.append(batch)
+            seen.append([each.cpu() for each in batch])
             return model(batch, "critic")  # type: ignore[no-any-return]
 
     trainer = Sees(max_epochs=epochs, callbacks=[], split_batches=True)
@@ -183,9 +193,10 @@ def difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
 
 
 @pytest.mark.parametrize("kind", ["turns", "by name"])
-def test_each_optimizer_does_what_a_loop_by_hand_does(kind: str) -> None:
+def test_each_optimizer_does_what_a_loop_by_hand_does(kind: str, tmp_path: Path) -> None:
     watch = Watch()
-    model, trainer = fit(kind, callbacks=[watch], log_every_n_steps=1)
+    given: dict[str, Any] = {"output_dir": tmp_path, "log_every_n_steps": 1}
+    model, trainer = fit(kind, callbacks=[watch, Journal()], **given)
     assert difference(whole(model), reference(kind)) < 1e-12
     expected = {"critic": (6, 0), "maker": (3, 0)} if kind == "turns" else None
     assert counts(trainer) == (expected or {"critic": (9, 0), "maker": (9, 0)})
@@ -194,7 +205,10 @@ def test_each_optimizer_does_what_a_loop_by_hand_does(kind: str) -> None:
     assert names == (
         [{"critic"}, {"critic"}, {"maker"}] * 3 if kind == "turns" else [{"critic", "maker"}] * 9
     )
-    for values, result in zip(watch.logs, watch.results, strict=True):
+    records = read(tmp_path).records
+    for values, result, record in zip(watch.logs, watch.results, records, strict=True):
+        norms = [each.grad_norm for each in (result.optimizers or {}).values()]
+        assert record.grad_norm == math.hypot(*(float(norm) for norm in norms if norm is not None))
         own = {f"loss/{name}" for name in result.optimizers or {}}
         assert {name for name in values if name.startswith("loss/")} == own
         assert values["loss"] == pytest.approx(sum(values[name] for name in own))
@@ -309,6 +323,7 @@ def floats() -> TensorDataset:
         (1, "single", "fp32"),
         pytest.param(1, "single", "fp16", marks=pytest.mark.e2e),
         pytest.param(2, "fsdp", "fp32", marks=pytest.mark.e2e),
+        pytest.param(3, "ddp", "fp32", marks=pytest.mark.e2e),
     ],
 )
 def test_a_resume_goes_on_bit_by_bit(
@@ -356,7 +371,7 @@ def overflow_of_one(rank: int, strategy: str) -> list[Any]:
         assert trainer.run is not None
         optimizers = trainer.run.optimizers
         skipped = [
-            (number, name)
+            (number, name, own.reason, result.reason)
             for number, result in enumerate(watch.results)
             for name, own in (result.optimizers or {}).items()
             if own.skipped
@@ -364,7 +379,9 @@ def overflow_of_one(rank: int, strategy: str) -> list[Any]:
         scales = {name: each.precision.scale for name, each in optimizers.items()}  # type: ignore[attr-defined]
         rates = {n: o.optimizer.param_groups[0]["lr"] for n, o in optimizers.items()}
         state = trainer.run.state
-        found.append((counts(trainer), skipped, scales, rates, (state.step, state.skipped_steps)))
+        why = [result.reason for result in watch.results]
+        updates = state.step, state.skipped_steps
+        found.append((counts(trainer), skipped, scales, rates, updates, why))
     return found
 
 
@@ -378,13 +395,17 @@ def overflow_of_one(rank: int, strategy: str) -> list[Any]:
 )
 def test_an_overflow_of_one_optimizer_skips_its_update_alone(size: int, strategy: str) -> None:
     for turns, by_name in run_ranks(size, overflow_of_one, strategy):
-        scales = {"critic": 32.0, "maker": 64.0}
-        assert turns[:3] == ({"critic": (3, 1), "maker": (2, 0)}, [(1, "critic")], scales)
+        scales, why = {"critic": 32.0, "maker": 64.0}, "the gradients overflowed"
+        skipped: list[Any] = [(1, "critic", why, why)]
+        assert turns[:3] == ({"critic": (3, 1), "maker": (2, 0)}, skipped, scales)
         assert turns[3] == pytest.approx({"critic": 0.02 * 0.25, "maker": 0.0})
         assert turns[4] == (5, 1)
-        assert by_name[:3] == ({"critic": (5, 1), "maker": (6, 0)}, [(1, "critic")], scales)
+        assert turns[5] == [None, why, *[None] * 4]  # which a journal holds
+        skipped = [(1, "critic", why, None)]
+        assert by_name[:3] == ({"critic": (5, 1), "maker": (6, 0)}, skipped, scales)
         assert by_name[3] == pytest.approx({"critic": 0.02 / 6, "maker": 0.0})
         assert by_name[4] == (6, 0)  # one of the two was updated
+        assert by_name[5] == [None] * 6
 
 
 def test_an_optimizer_that_never_gets_on_ends_the_run() -> None:
@@ -424,7 +445,9 @@ class Split(Trainer):
         }
 
 
-def split(rank: int, strategy: Any) -> dict[str, Tensor]:
+def split(rank: int, strategy: Any, rounds: bool = True) -> dict[str, Tensor]:
+    if not rounds:  # in torch's Newton-Schulz iteration
+        Tensor.bfloat16 = Tensor.clone  # type: ignore[method-assign]
     torch.manual_seed(0)
     model, points = Wide().double(), torch.randn(26, 4).double()
     trainer = Split(max_epochs=2, strategy=strategy, split_batches=True, callbacks=[])
@@ -435,10 +458,19 @@ def split(rank: int, strategy: Any) -> dict[str, Tensor]:
 
 
 def test_one_loss_is_shared_by_muon_for_matrices_and_adamw_for_the_rest() -> None:
-    alone = split(0, "single")
+    alone = run_ranks(1, split, "single")[0]
     assert difference(alone, {k: v.double() for k, v in Wide().state_dict().items()}) > 1e-3
     for weights in run_ranks(2, split, "ddp"):
         assert difference(alone, weights) < 1e-12
+
+
+@pytest.mark.e2e
+def test_under_fsdp_muon_makes_the_update_of_whole_matrices() -> None:
+    """Of 8 and 4 rows, so that of three processes one has fewer, or none."""
+    (alone,) = run_ranks(1, split, "single", rounds=False)
+    for weights in run_ranks(3, split, "fsdp", rounds=False):
+        assert difference(alone, weights) < 1e-12
+    assert difference(alone, split(0, "single")) > 1e-6  # what bfloat16 changes
 
 
 class Strange(ByName):
@@ -464,7 +496,7 @@ class Strange(ByName):
         if not (how == "process" and self.run.processes.process_index):
             give("critic", critic)
         if how != "micro-batch" or self.run.weighting.samples == 0:
-            give("maker", maker)
+            give("maker", critic if how == "unreached" else maker)
         return critic if how == "loss too" else None
 
 
@@ -478,6 +510,7 @@ class Strange(ByName):
         ("number", "needs a tensor of one element with a graph, but was given a 'float'"),
         ("detached", r"given one of the shape \(\) without a graph"),
         ("two weights", "given a weight with a second loss"),
+        ("unreached", "of the optimizer `maker` reaches none of its parameters"),
         ("micro-batch", "for `critic` in one micro-batch and for `critic`, `maker` in another"),
     ],
 )
@@ -532,9 +565,15 @@ def test_what_cannot_be_meant_is_said_before_the_first_step() -> None:
         ("together", "this training has one. Return", {"cls": ByName, "optimizer": Adam}),
         ("by name", "Neither a compiled model nor activation", {"compile": {"backend": "eager"}}),
     ]
+    frozen = make_pair()
+    frozen.maker.requires_grad_(False)
+    cases += [
+        ("together", "several of them by name", {"optimizer": [Adam(model.parameters())]}),
+        ("turns", "`maker` has nothing to train", {"model": frozen}),
+    ]
     for kind, message, settings in cases:
         with pytest.raises(ConfigError) as error:
-            fit(kind, model, **settings)
+            fit(kind, settings.pop("model", model), **settings)
         assert message in str(error.value), message
 
     class Both(Split):
@@ -601,6 +640,162 @@ def weighted(rank: int, strategy: str) -> dict[str, Tensor]:
 
 @pytest.mark.e2e
 def test_losses_have_weights_and_add_up_by_name() -> None:
-    alone = weighted(0, "single")
+    alone = run_ranks(1, weighted, "single")[0]
     for weights in run_ranks(2, weighted, "ddp"):
         assert difference(alone, weights) < 1e-12
+
+
+class Reduced(Callback):
+    """Keeps the gradients that the backward of each micro-batch left."""
+
+    def __init__(self) -> None:
+        self.found: list[list[Tensor]] = []
+
+    @override
+    def on_microbatch_end(self, run: Run, batch: Any) -> None:
+        gradients = (p.grad for p in run.module.parameters() if p.grad is not None)
+        self.found.append([gradient.clone() for gradient in gradients])
+
+
+def left_by_backward(rank: int) -> dict[str, list[list[Tensor]]]:
+    found = {}
+    for kind in ("turns", "by name"):
+        watch = Reduced()
+        fit(kind, callbacks=[watch], data=make_data(24), strategy="ddp", max_epochs=3)
+        found[kind] = watch.found
+    return found
+
+
+@pytest.mark.e2e
+def test_under_ddp_the_backward_of_an_optimizer_reduces_its_gradients() -> None:
+    """In its first window they are reduced at the end."""
+    one, other = run_ranks(2, left_by_backward)
+    first_windows = {"turns": (0, 2), "by name": (0,)}
+    for kind, found in one.items():
+        alike = [equal(a, b) for a, b in zip(found, other[kind], strict=True)]
+        last = [window not in first_windows[kind] for window in range(6)]
+        assert alike == [each for end in last for each in (False, end)], kind
+
+
+class Routed(nn.Module):
+    """Experts that few samples, or only the first windows, reach."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Linear(3, 4)
+        self.experts = nn.ModuleList(nn.Linear(4, 2) for _ in range(2))
+
+
+class Routes(Trainer):
+    """A loss of the experts may reach none of them, on one process or on all."""
+
+    def training_step(self, model: Any, batch: Any) -> None:
+        assert isinstance(self.run, Run)
+        hidden = model.shared(batch[1]).tanh()
+        of_rows = hidden.square().sum(1)
+        for expert, rows in zip(
+            model.experts, (batch[1][:, 0] > 1, batch[1][:, 0] > 10 * self.run.state.attempts - 15),
+            strict=True,
+        ):  # fmt: skip
+            if rows.any():
+                more = expert(hidden[rows]).square().sum(1)
+                of_rows = of_rows.index_add(0, rows.nonzero()[:, 0], more)
+        self.run.optimize("experts", of_rows.mean())
+        self.run.optimize("shared", 2 * of_rows.mean())
+
+
+class Alternates(Callback):
+    """Freezes by hand."""
+
+    @override
+    def on_step_end(self, run: Run, result: StepResult) -> None:
+        run.module.get_submodule("maker.0").requires_grad_(run.state.step % 2 == 0)
+
+    @override
+    def on_fit_end(self, run: Run) -> None:
+        run.module.requires_grad_(True)
+
+
+def changing(rank: int, strategy: Any) -> dict[str, dict[str, Tensor]]:
+    """Train what uses other parameters in one window than in another."""
+    found = {}
+    for kind in ("turns", "by name"):
+        callbacks: dict[str, Callback] = {"by hand": Alternates()}
+        callbacks["a layer"] = FreezeUntil(step={"maker.0": 3})
+        if kind == "by name":
+            callbacks["all of one"] = FreezeUntil(step={"maker": 2})
+        for name, callback in callbacks.items():
+            model, _ = fit(kind, strategy=strategy(), callbacks=[callback])
+            found[f"{kind}, {name}"] = whole(model)
+    torch.manual_seed(0)
+    decays = partial(SGD, lr=0.05, momentum=0.9, weight_decay=0.1)  # also of a gradient of zeros
+    model, _ = fit(
+        "by name",
+        Routed().double(),
+        cls=Routes,
+        data=make_data(24),
+        optimizer={"experts": decays, "shared": decays},
+        strategy=strategy(find_unused_parameters=True) if strategy is DDP else strategy(),
+    )
+    return found | {"routed": whole(model)}
+
+
+@pytest.mark.e2e
+def test_what_froze_and_what_was_not_used_are_those_of_one_device() -> None:
+    alone = run_ranks(1, changing, SingleDevice)[0]
+    for found in run_ranks(2, changing, DDP):
+        for name, weights in alone.items():
+            assert difference(weights, found[name]) < 1e-12, name
+
+
+class LeavesOut(Turns):
+    """The maker's loss leaves a parameter out where a test asks for it."""
+
+    leaves_out = staticmethod(lambda call: False)
+    calls = 0
+
+    def training_step_maker(self, model: Any, batch: Any) -> Tensor:
+        self.calls += 1
+        loss: Tensor = model(batch, "maker")
+        return loss if self.leaves_out(self.calls) else loss + model.idle.square().sum()
+
+
+def leave_out(rank: int) -> list[str]:
+    """Leave it out in the first window on one process, later, and in a last micro-batch."""
+    texts = []
+    for where in (lambda call: rank == 1, lambda call: call > 2, lambda call: call % 2 == 0):
+        model: Any = make_pair()
+        model.idle = nn.Parameter(torch.ones(2).double())
+        makes = {"critic": SGD(model.critic.parameters(), 0.1)}
+        makes["maker"] = SGD([*model.maker.parameters(), model.idle], 0.1)
+        cls = type("Odd", (LeavesOut,), {"leaves_out": staticmethod(where)})
+        settings: dict[str, Any] = {"optimizer": makes, "data": make_data(24), "strategy": "ddp"}
+        with pytest.raises(ConfigError) as error:
+            fit("turns", model, cls=cls, **settings)
+        texts.append(str(error.value))
+    return texts
+
+
+@pytest.mark.e2e
+def test_a_parameter_without_a_gradient_is_named_on_all_processes() -> None:
+    for texts in run_ranks(2, leave_out):
+        places = ["the first step"] + ["the last micro-batch of this window"] * 2
+        for text, place in zip(texts, places, strict=True):
+            assert text.startswith(f"1 trainable parameters got no gradient in {place} (`idle`)")
+
+
+class Around(SingleDevice):
+    """Says nothing of a backward whose forward was not that of its own module."""
+
+    @override
+    def wrap(self, model: nn.Module, precision: Precision, seed: int = 0) -> nn.Module:
+        return nn.Sequential(super().wrap(model, precision, seed))
+
+    @override
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        return model[0] if isinstance(model, nn.Sequential) else model
+
+
+def test_a_strategy_that_cannot_reduce_for_one_optimizer_is_refused() -> None:
+    with pytest.raises(ConfigError, match="`Around` does not say how backward reduces"):
+        fit("turns", strategy=Around())

@@ -87,7 +87,7 @@ def kill_and_resume(rank: int, folder: Path, cases: list[tuple[str, str, int]]) 
 STATEFUL = ["Counting", "Shuffling", "Buffering", "Drawing", "Walking"]
 
 
-@pytest.mark.parametrize("kind", with_few(["Buffering"], STATEFUL))
+@pytest.mark.parametrize("kind", with_few([], STATEFUL))
 def test_the_same_object_goes_on_after_the_last_sample(kind: str, tmp_path: Path) -> None:
     cases = [(kind, "none", kill_at) for kill_at in (1, 4, 11, 13)]
     kill_and_resume(0, tmp_path, cases + [(kind, workers, 4) for workers in ("two", "lasting")])
@@ -120,7 +120,7 @@ def test_a_new_process_goes_on_after_the_last_sample(size: int, tmp_path: Path) 
         assert [one + other for one, other in zip(first, rest, strict=True)] == whole
 
 
-@pytest.mark.parametrize("kind", ["Counting", "Buffering", "Merging"])
+@pytest.mark.parametrize("kind", with_few(["Merging"], ["Counting", "Buffering", "Merging"]))
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
 def test_another_number_of_processes_goes_on_after_the_last_sample(
     kind: str, before: int, after: int, tmp_path: Path

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from functools import wraps
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, TypeVar, cast, get_args
+from typing import Any, Literal, TypeVar, cast, get_args, get_origin
 
 from trainkit.errors import ConfigError
 
@@ -198,8 +198,8 @@ class Watchdog:
 def checked(target: T) -> T:
     """Make a constructor, or that of a class, refuse arguments of a wrong type.
 
-    What is annotated by more than classes, such as a callable or a list of something, is not
-    looked at.
+    What is annotated by more than classes or a `Literal`, such as a callable or a list of
+    something, is not looked at.
 
     Raises:
         ConfigError: When it is called: names all arguments that are wrong or unknown.
@@ -253,8 +253,6 @@ def check_argument(name: str, value: object, annotation: Any) -> None:
     """Raise where an argument is not of a type.
 
     Args:
-        name: The argument.
-        value: What it is.
         annotation: What it must be, such as `str | Path | None`.
 
     Raises:
@@ -293,6 +291,10 @@ def _problem(name: str, value: object, parameter: inspect.Parameter) -> str | No
 
 
 def _wrong(name: str, value: object, annotation: Any) -> str | None:
+    if get_origin(annotation) is Literal:
+        known = get_args(annotation)
+        wanted = " or ".join(f'"{choice}"' for choice in known)
+        return None if value in known else f"`{name}` must be {wanted}, but is {value!r}."
     alone = NoneType if annotation is None else annotation
     kinds = get_args(annotation) if isinstance(annotation, UnionType) else (alone,)
     if not all(isinstance(kind, type) and kind is not Any for kind in kinds):

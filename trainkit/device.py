@@ -24,6 +24,7 @@ __all__ = [
     "collective_backend",
     "default_kind",
     "forbids_fork",
+    "forgets_random_state",
     "free_memory",
     "generator_kinds",
     "get_rng_state",
@@ -180,6 +181,13 @@ def forbids_fork() -> bool:
     kind = accelerator_kind()
     is_initialized = getattr(kind and torch.get_device_module(kind), "is_initialized", None)
     return is_initialized is not None and is_initialized()
+
+
+def forgets_random_state() -> bool:
+    """Return whether torch computes activations again with other random numbers, as on MPS."""
+    kind = accelerator_kind()
+    # By which torch knows that a device may have drawn some.
+    return kind is not None and not hasattr(torch.get_device_module(kind), "_initialized")
 
 
 def generator_kinds() -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from typing import Any
 
 from trainkit.errors import ConfigError
 
-__all__ = ["JOURNAL", "VERSION", "Journal", "Record", "cut", "digest", "read"]
+__all__ = ["JOURNAL", "VERSION", "Journal", "Record", "cut", "digest", "is_of", "read"]
 
 JOURNAL = "journal.txt"
 VERSION = 1
@@ -40,7 +40,8 @@ class Record:
     loss: float
     """Mean loss of process 0, to the last bit."""
     grad_norm: float | None
-    """Norm of the gradients before clipping, to the last bit; None where nothing clips."""
+    """Norm of the gradients before clipping, to the last bit, of several optimizers over all; None
+    where nothing clips."""
     skip: str | None
     """Why no update was applied; None where one was."""
 
@@ -86,6 +87,20 @@ class Journal:
     def record_of(self, step: int) -> Record | None:
         """Return the window that made an update, None where it is not there."""
         return next((r for r in self.records if r.step == step and r.skip is None), None)
+
+    def check_reached(self, step: int) -> None:
+        """Raise unless the run came to a step, which may have ended it.
+
+        Raises:
+            ConfigError: It never did.
+        """
+        last = self.records[-1].step if self.records else None
+        if last is None or not 0 < step <= last + 1:
+            reached = "before its first step" if last is None else f"with step {last}"
+            run = self.path.parent
+            raise ConfigError(
+                f"`step` is {step}, but the journal of `{run}` counts from 1 and ends {reached}."
+            )
 
 
 def read(run: str | os.PathLike[str]) -> Journal:
@@ -138,6 +153,16 @@ def _record(line: str) -> Record | None:
         return None
     skip = parts[7] if len(parts) > 7 else None
     return Record(step, skipped, epoch, first, stop, loss, norm, skip)
+
+
+def is_of(path: Path, run_id: str) -> bool:
+    """Return whether there is a journal, and a run of this name began it."""
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            header = _header(file.readline())
+    except OSError:
+        return False
+    return header is not None and header.get("run_id") == run_id
 
 
 def cut(path: Path, attempts: int) -> None:

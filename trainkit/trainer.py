@@ -269,7 +269,8 @@ class Trainer:
                 out over the processes here.
             optimizer: A callable `params -> Optimizer` such as `partial(AdamW, lr=3e-4)`, or an
                 optimizer on the model's parameters. Several: a mapping from names to optimizers,
-                or to callables, which get the parameters of the part of the model of that name.
+                or to callables, which get the parameters of the part of the model of that name,
+                or the parameter itself.
             lr_scheduler: "constant", "linear", "cosine" or "wsd" over all updates of the run; or a
                 callable `optimizer -> LRScheduler`, or a ready-made one. It advances once for
                 each update; `LRSchedule` says otherwise. `planned_steps` is known when the
@@ -448,8 +449,8 @@ class Trainer:
         Args:
             model: As for `fit`; its parameters are then counted.
             loaders: As for `fit`; the window and the planned steps are then known.
-            **given: `policy`, `optimizer`, `lr_scheduler` and `warmup`, as for `fit`; with model
-                and loaders the learning rates are then known.
+            **given: `policy`, `optimizer`, `lr_scheduler`, `alternate` and `warmup`, as for `fit`;
+                with model and loaders the learning rates are then known.
         """
         from trainkit.training.explain import Explanation
 

@@ -19,9 +19,6 @@ class FirstBad:
 
     A bad loss is kept as the number of updates before it, a bad gradient as that number times
     the number of parameters plus the position of the first bad one: so the smaller is the first.
-
-    Args:
-        run: The run at its start.
     """
 
     def __init__(self, run: Run) -> None:
@@ -30,9 +27,7 @@ class FirstBad:
         self._loss = torch.full((), NEVER, device=self._device)
         self._gradient = torch.full((), NEVER, device=self._device)
         self._window: Tensor | None = None  # of gradients that may still be skipped
-        self._missing: list[bool] | None = None  # which parameters had no gradient
-        self._present: list[int] = []  # positions of those whose gradients have elements
-        self._positions = torch.zeros(0, dtype=torch.int64, device=self._device)
+        self._positions = torch.arange(len(self._parameters), device=self._device)
         self._steps: list[tuple[int, int, int]] = []
 
     @property
@@ -42,22 +37,22 @@ class FirstBad:
 
     def see_gradients(self, run: Run) -> None:
         """Look at the gradients of a window."""
-        missing = [p.grad is None for p in self._parameters]
+        there = [i for i, p in enumerate(self._parameters) if p.grad is not None]
         gradients: list[Any] = run.strategy.local_gradients(self._parameters)
-        if missing != self._missing:
-            self._missing = missing
-            there = [i for i, absent in enumerate(missing) if not absent]
-            # A shard may be empty.
-            self._present = [i for i, g in zip(there, gradients, strict=True) if g.numel()]
-            self._positions = torch.tensor(self._present, device=self._device)
+        # A shard may be empty.
+        present = {i: g for i, g in zip(there, gradients, strict=True) if g.numel()}
         self._window = None
-        present = [g for g in gradients if g.numel()]
         if not present:
             return
         # The largest element, not the L2 norm: the square of a finite number may be infinite.
         norms = torch._foreach_norm(
-            [g._values() if g.is_sparse else g for g in present], float("inf")
+            [g._values() if g.is_sparse else g for g in present.values()], float("inf")
         )
+        if len(norms) < len(self._parameters):
+            # The device is not told which are there, which would wait in every turn of a GAN.
+            of = dict(zip(present, norms, strict=True))
+            nothing = norms[0].new_zeros(())
+            norms = tuple(of.get(i, nothing) for i in range(len(self._parameters)))
         codes = self._positions + run.state.step * len(self._parameters)
         self._window = torch.where(
             torch.isfinite(torch.stack(norms).to(self._device)), NEVER, codes

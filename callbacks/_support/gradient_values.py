@@ -59,7 +59,6 @@ class GradientValues:
     Every process must make one and call its methods: sharded gradients are put together.
 
     Args:
-        run: The run.
         depth: Parts of a parameter's name that name its group; None: all.
     """
 

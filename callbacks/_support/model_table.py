@@ -47,7 +47,6 @@ def model_rows(model: nn.Module, depth: int, outputs: Mapping[nn.Module, str]) -
     Modules in a list that are alike, and give alike outputs, are one row.
 
     Args:
-        model: Any module.
         depth: Levels of modules to show below the model.
         outputs: What modules gave, as text.
     """
@@ -120,7 +119,6 @@ def model_table(model: nn.Module, depth: int, outputs: Mapping[nn.Module, str]) 
     """Return a table of a model's modules and its sizes, 79 columns wide at most.
 
     Args:
-        model: Any module.
         depth: Levels of modules to show below the model.
         outputs: What modules gave, as text.
     """

@@ -157,7 +157,7 @@ def _difference(name: str, size: int) -> Expected | None:
     return None
 
 
-@pytest.fixture(scope="module", params=with_few([2], SIZES))
+@pytest.fixture(scope="module", params=with_few([1], SIZES))
 def outcome(request: pytest.FixtureRequest) -> tuple[int, dict[str, Results]]:
     """Return the number of processes, and for each side what each process returned."""
     size: int = request.param

@@ -8,6 +8,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from tests.helpers.ranks import run_ranks
+from tests.helpers.tiers import with_few
 from trainkit import Accelerator
 
 SCRIPT = """
@@ -55,7 +56,7 @@ else:
 """
 
 
-@pytest.mark.parametrize("by", ["worker", "notebook"])
+@pytest.mark.parametrize("by", with_few(["worker"], ["worker", "notebook"]))
 def test_an_old_group_does_not_stop_a_fork(by: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, by], capture_output=True, text=True, timeout=120

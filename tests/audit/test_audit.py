@@ -102,6 +102,7 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("name", PLANTED)
 def test_what_is_planted_in_a_subprocess_is_found(name: str, logs: Path) -> None:
     found = (logs / name).read_text().splitlines()
@@ -109,6 +110,7 @@ def test_what_is_planted_in_a_subprocess_is_found(name: str, logs: Path) -> None
     assert [line for line in found if line.startswith(event) and "under trainkit/" in line], found
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("name", HARMLESS)
 def test_what_trainkit_may_do_is_not_found(name: str, logs: Path) -> None:
     assert not (logs / name).exists()

@@ -55,6 +55,15 @@ def test_the_error_names_step_process_samples_and_parameter() -> None:
     assert "samples 12 to 15 in the order of epoch 0" in str(error)
 
 
+def test_the_parameter_is_named_where_others_have_no_gradient() -> None:
+    class Idle(nn.Sequential):
+        def forward(self, inputs: Tensor) -> Any:
+            return self[1](inputs)
+
+    error = _error(NaNGuard(), _loader(bad_sample=13), Idle(nn.Linear(4, 2), toy_model()))
+    assert error.parameter == "1.0.weight"
+
+
 def test_it_is_found_at_the_next_log_point() -> None:
     trainer = make_trainer(callbacks=[NaNGuard()], log_every_n_steps=6)
     with pytest.raises(NonFiniteError):

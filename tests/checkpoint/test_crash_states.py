@@ -82,7 +82,7 @@ def first_problem(trace: Trace, root: Path) -> tuple[str, int]:
     return "", count
 
 
-@pytest.mark.parametrize(("keep", "processes"), with_few([(1, 1)], CASES))
+@pytest.mark.parametrize(("keep", "processes"), with_few([], CASES))
 def test_no_power_cut_loses_or_breaks_a_checkpoint(
     keep: int, processes: int, tmp_path: Path
 ) -> None:

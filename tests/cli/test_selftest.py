@@ -31,8 +31,10 @@ def checked(rank: int, damage: str) -> tuple[int, str]:
     def wrong_sum(self: Any, tensor: Any) -> Any:
         return right_sum(self, tensor) + 1
 
-    def drifting(dtype: torch.dtype, **settings: Any) -> list[torch.Tensor]:
-        return [torch.full((3,), float(rank), dtype=dtype)]
+    right_fit = checks._fit
+
+    def drifting(dtype: torch.dtype, **options: Any) -> dict[str, torch.Tensor]:
+        return {name: weight + rank for name, weight in right_fit(dtype, **options).items()}
 
     if damage == "sum" and rank == 1:
         vars_of: Any = Accelerator

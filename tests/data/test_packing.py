@@ -279,7 +279,7 @@ def test_batches_of_similar_length_follow_from_seed_and_epoch_alone() -> None:
         class Nothing(Trainer):
             @override
             def training_step(self, model: nn.Module, batch: Any) -> Tensor:
-                outputs: Tensor = model(torch.ones(len(batch["index"]), 1))
+                outputs: Tensor = model(batch["index"][:, None].float())
                 return outputs.mean()
 
         Nothing(max_epochs=2, seed=seed, callbacks=[Seen()]).fit(

@@ -16,7 +16,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
+from tests import test_replay
 from tests.helpers.ranks import run_ranks
+from tests.strategies import test_gradient_checkpointing
+from tests.test_several_optimizers import KINDS, MAKE, Pair
 from tests.test_starters import of_srun
 from trainkit import (
     Accelerator,
@@ -28,6 +31,7 @@ from trainkit import (
     find_executable_batch_size,
     rng,
 )
+from trainkit.callbacks import EMA, Journal, NaNGuard
 from trainkit.checkpoint.snapshot import Snapshot
 from trainkit.cli import checks
 from trainkit.distributed import Processes
@@ -114,6 +118,54 @@ def waits_of_a_rank(rank: int, strategy: type[Strategy]) -> list[dict[str, int]]
 def test_a_steady_step_of_two_processes_does_not_wait() -> None:
     for steps in run_ranks(2, waits_of_a_rank, DDP):
         assert not any(map(bool, steps)), steps
+
+
+def waits_of_several(rank: int, kind: str, folder: Path, **settings: Any) -> list[dict[str, int]]:
+    """Return why the steps wait of several optimizers, or of several loaders."""
+    waits = Waits()
+    cls, of_fit = KINDS.get(kind, (Trainer, {}))
+    trainer = cls(
+        max_steps=STEPS,
+        callbacks=[waits, Journal(), NaNGuard(), EMA()],
+        output_dir=folder / kind,
+        max_grad_norm=1.0,
+        log_every_n_steps=10**6,
+        **settings,
+    )
+    if kind == "loaders":
+        trainer.fit(
+            network(),
+            {"train": {"a": data(), "b": data(6)}},
+            policy="max_cycle",
+            optimizer=partial(torch.optim.AdamW, lr=1e-2),
+            loss_fn=nn.CrossEntropyLoss(weight=WEIGHTS.clone()),
+        )
+    else:
+        points = TensorDataset(torch.randn(256, 2), torch.randn(256, 3))
+        torch.manual_seed(0)
+        loader = DataLoader(points, 4, shuffle=True)
+        trainer.fit(Pair(normalises=True), loader, optimizer=MAKE, **of_fit)
+    return waits.steps[WARM:-1]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_steady_step_of_several_waits_once_for_each_scale(precision: str, tmp_path: Path) -> None:
+    plugin, expected = PRECISIONS[precision]
+    for kind in (*KINDS, "loaders"):
+        scales = 2 if kind == "by name" else 1  # in a window
+        for causes in waits_of_several(0, kind, tmp_path, precision=plugin):
+            assert sum(causes.values()) == expected * scales, (kind, causes)
+
+
+def steady_on_a_rank(rank: int, folder: Path) -> dict[str, Any]:
+    kinds = (*KINDS, "loaders")
+    return {kind: waits_of_several(rank, kind, folder, strategy="ddp") for kind in kinds}
+
+
+def test_a_steady_step_of_several_on_two_processes_does_not_wait(tmp_path: Path) -> None:
+    for found in run_ranks(2, steady_on_a_rank, tmp_path):
+        for kind, steps in found.items():
+            assert not any(map(bool, steps)), (kind, steps)
 
 
 def test_auto_is_the_accelerator_and_learns_what_the_cpu_learns() -> None:
@@ -355,13 +407,24 @@ def test_a_device_that_is_not_there_is_refused(device: str) -> None:
 
 
 class TestLesserDevice:
-    """Run where `FAKE_LACKS` is set: without float64, pinned memory and streams, as MPS is."""
+    """Run where `FAKE_LACKS` is set: without float64, pinned memory and streams, as MPS is.
+
+    Nor does torch keep the random state of MPS when it computes activations again.
+    """
 
     pytestmark = pytest.mark.skipif(not LACKS, reason="the device lacks nothing")
 
     def test_it_trains(self, tmp_path: Path) -> None:
         train(output_dir=tmp_path, max_grad_norm=1.0, precision="bf16")
         train(output_dir=tmp_path / "2", gradient_accumulation_steps=2)
+
+    def test_activations_are_computed_again_with_the_same_dropout(self) -> None:
+        test_gradient_checkpointing.test_the_weights_are_those_of_kept_activations(
+            "single", "blocks"
+        )
+
+    def test_a_bad_sample_is_found_by_a_replay(self, tmp_path: Path) -> None:
+        test_replay.test_a_bad_sample_is_named(tmp_path)
 
     def test_trainkit_test_finds_all_well(self) -> None:
         test_trainkit_test_finds_all_well()

@@ -4,7 +4,8 @@ torch imports this file itself, in every process that has its folder on `PYTHONP
 point `torch.backends`, as it does with the back ends of real devices; see `build.py`.
 
 Environment variables: `FAKE_DEVICES`, how many there are (2 by default); `FAKE_LACKS`, words of
-"float64", "pinned", "streams", "scaler", "collectives": what this device cannot do.
+"float64", "pinned", "streams", "scaler", "collectives", "checkpointing": what this device, or torch
+with it, cannot do.
 """
 
 import contextlib
@@ -117,10 +118,12 @@ def register() -> None:
     import torch.distributed as dist
 
     _c.set_count(int(os.environ.get("FAKE_DEVICES", "2")))
-    for what in LACKS:
+    for what in LACKS - {"checkpointing"}:
         _c.lack(what)
     _utils.rename_privateuse1_backend(NAME)
     module = _module()
+    if "checkpointing" not in LACKS:  # by this torch knows that the device may have drawn numbers
+        vars(module)["_initialized"] = True
     sys.modules[f"torch.{NAME}"] = module
     _torch._register_device_module(NAME, module)
     _utils.generate_methods_for_privateuse1_backend(for_storage=True)

@@ -35,7 +35,7 @@ class Clip(Trainer):
         image, text, scale = model(batch["image"], batch["words"])
         images, texts = self.run.gather((image, text), differentiable=True)
         rows = self.run.own_rows(image)
-        labels = torch.arange(len(images))[rows]
+        labels = torch.arange(len(images), device=images.device)[rows]
         to_text = F.cross_entropy(scale * images[rows] @ texts.T, labels)
         to_image = F.cross_entropy(scale * texts[rows] @ images.T, labels)
         self.run.log({"negatives": float(len(images) - 1)})

@@ -39,7 +39,8 @@ class Distil(Trainer):
 
     def soft_loss(self, outputs: Tensor, inputs: Tensor) -> Tensor:
         with torch.no_grad():
-            wanted = functional.softmax(self.teacher(inputs) / TEMPERATURE, dim=1)
+            answers = self.teacher.to(inputs.device)(inputs)
+            wanted = functional.softmax(answers / TEMPERATURE, dim=1)
         given = functional.log_softmax(outputs / TEMPERATURE, dim=1)
         return functional.kl_div(given, wanted, reduction="batchmean") * TEMPERATURE**2
 
@@ -95,7 +96,7 @@ def distil(rank: int, folder: Path) -> dict[str, Any]:
     )
     assert all(torch.equal(before[name], v) for name, v in teacher.state_dict().items())
     with torch.no_grad():  # by hand
-        outputs = student(held_out.tensors[0])
+        outputs = student.cpu()(held_out.tensors[0])
         soft = trainer.soft_loss(outputs, held_out.tensors[0]).item()
         answers = teacher(held_out.tensors[0]).argmax(1)
         agreement = (outputs.argmax(1) == answers).double().mean().item()

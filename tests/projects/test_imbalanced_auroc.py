@@ -70,7 +70,7 @@ def train(rank: int) -> list[tuple[dict[str, float], dict[str, float]]]:
     )
     inputs, targets = events(101, 1)
     with torch.no_grad():
-        score, both = one(inputs), two(inputs)
+        score, both = one.cpu()(inputs), two.cpu()(inputs)
     auc = roc_auc_score(targets, score)
     return [
         (

@@ -42,7 +42,7 @@ def train(rank: int) -> tuple[dict[str, float], dict[str, float]]:
     )
     inputs, targets = samples(47, seed=1)
     with torch.no_grad():
-        outputs = model(inputs)
+        outputs = model.cpu()(inputs)
     unlabelled = DataLoader(TensorDataset(inputs), batch_size=2)
     for loader in (held_out, unlabelled):
         assert torch.allclose(trainer.predict(model, loader), outputs)

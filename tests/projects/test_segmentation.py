@@ -50,7 +50,7 @@ def train(rank: int) -> tuple[dict[str, float], dict[str, float]]:
     )
     inputs, targets = held_out.dataset.tensors  # type: ignore[attr-defined]
     with torch.no_grad():
-        outputs = model(inputs)
+        outputs = model.cpu()(inputs)
     assert torch.equal(trainer.predict(model, held_out, outputs="classes"), outputs.argmax(1))
     expected = {
         "eval/pixel_accuracy": pixel_accuracy(outputs.argmax(1), targets),

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from tests.helpers.ranks import run_ranks
+from tests.helpers.tiers import with_few
 from trainkit import Callback, Run, Trainer
 from trainkit.callbacks import Checkpoint
 
@@ -100,7 +101,7 @@ def _train(
     return figures["eval/loss"], letters.letters, result.samples_seen
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", with_few([1], [1, 2]))
 def test_a_language_model_on_a_stream_is_the_same_ended_or_not(size: int, tmp_path: Path) -> None:
     ((alone, letters, samples),) = run_ranks(1, _train, tmp_path / "alone")
     whole = run_ranks(size, _train, tmp_path / "whole", workers=2)

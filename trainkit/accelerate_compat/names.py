@@ -44,9 +44,7 @@ _HOMES = {
     "accelerate_compat.availability": "compare_versions is_torch_version "
     + " ".join(f"is_{what}_available" for what in _AVAILABLE.split()),
     "accelerate_compat.for_tests": """
-        RegressionDataset RegressionModel are_the_same_tensors device_count get_backend
-        memory_allocated_func mocked_dataloaders mocked_dataloaders_for_autoregressive_models
-        torch_device
+        get_backend mocked_dataloaders mocked_dataloaders_for_autoregressive_models torch_device
     """,
     "accelerate_compat.functions": """
         DummyOptim DummyScheduler is_peft_model set_module_tensor_to_device synchronize_rng_state

@@ -41,9 +41,6 @@ class Accumulation:
     the last update counts its samples as every other one does (rule 7). Where the length of
     a loader is not known, its last window turns out to be smaller only when it ends; then
     `correction` is what the gradients are still to be multiplied by.
-
-    Args:
-        plugin: The settings.
     """
 
     # Of every `Accelerator`: a loop may run over a loader that a function of its own prepared.

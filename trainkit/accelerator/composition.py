@@ -29,9 +29,6 @@ class OwnLoop:
     """The parts that an `Accelerator` passes its calls to.
 
     Args:
-        config: The settings, checked.
-        processes: The processes of the job.
-        device: The device of this process.
         active: Tells which samples of a batch are real.
     """
 

@@ -27,7 +27,6 @@ class Sharing:
     """How loaders are shared out.
 
     Args:
-        processes: The processes of the job.
         device: Where the batches go.
         configuration: The rules.
         rng_types: Which generators are those of process 0 when a pass begins: "generator" (the
@@ -70,7 +69,6 @@ class SharedLoader(ABC):
 
     Args:
         inner: Reads the batches of this process from the user's loader.
-        sharing: How it is shared out.
     """
 
     fills_up = False  # whether `even_batches` says anything
@@ -204,7 +202,6 @@ class SharedLoader(ABC):
         """Let a sampler with a random state of its own come to where it was between two passes.
 
         Args:
-            state_dict: The saved state.
             objects: What is registered; it comes back by itself.
 
         Returns:

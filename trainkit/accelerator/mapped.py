@@ -33,7 +33,6 @@ class MappedShare(SharedLoader):
 
     Args:
         inner: Reads the batches of this process from the user's loader.
-        sharing: How it is shared out.
         seed: What set the order apart from others, equal on all processes.
     """
 
@@ -290,7 +289,6 @@ def _generators_as_saved(sampler: Any, more: int) -> Iterator[None]:
     One process shuffles by the global one, several by one of the sampler's.
 
     Args:
-        sampler: What draws.
         more: How many more generators there were when the order was drawn.
     """
     own = getattr(sampler, "generator", None)

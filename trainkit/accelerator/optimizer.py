@@ -26,7 +26,6 @@ class PreparedOptimizer(Optimizer):
     """What `prepare` makes of an optimizer; its groups and state are those of the one inside.
 
     Args:
-        optimizer: The user's.
         accumulation: Tells whether the present micro-batch ends its window.
         gradients: Makes them final and tells of an overflow.
         before_first: Called once, before the first update.

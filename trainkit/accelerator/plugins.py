@@ -110,7 +110,8 @@ class FullyShardedDataParallelPlugin:
 
     def _wrap_policy(self) -> Any:
         policy, names = self.auto_wrap_policy, self.transformer_cls_names_to_wrap or ()
-        classes = policy.keywords.get("transformer_layer_cls") if _is_partial(policy) else None
+        options = policy.keywords if isinstance(policy, partial) else {}
+        classes = options.get("transformer_layer_cls")
         if classes is not None:
             return set(classes)
         known = (None, "NO_WRAP", "TRANSFORMER_BASED_WRAP")
@@ -126,10 +127,6 @@ class FullyShardedDataParallelPlugin:
             return class_name(module) in wanted
 
         return is_block if wanted else None
-
-
-def _is_partial(policy: Any) -> bool:
-    return isinstance(policy, partial)
 
 
 @checked

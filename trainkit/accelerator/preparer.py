@@ -99,12 +99,6 @@ class Preparer:
     """Prepares objects of a loop of the user's own, and notes them.
 
     Args:
-        config: The settings of the user.
-        strategy: Wraps models.
-        precision: The number format.
-        sharing: How loaders are shared out.
-        accumulation: The windows.
-        gradients: What makes gradients final.
         registry: Where what was prepared is noted.
     """
 

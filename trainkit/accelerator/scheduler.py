@@ -20,7 +20,6 @@ class PreparedScheduler:
     counts evaluations, takes one.
 
     Args:
-        scheduler: The user's.
         optimizers: The prepared ones that it follows.
         accumulation: Tells whether the present micro-batch ends its window.
         steps: What one step counts.

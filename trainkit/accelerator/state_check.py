@@ -91,10 +91,6 @@ def check_form(
     """Check all that `load_state` takes by itself.
 
     Args:
-        checkpoint: What it was read from.
-        parts: The parts for all processes.
-        ranks: The parts of processes.
-        registry: What is prepared.
         models: The models that are loaded, by their parts.
         parameters: The parameters by their names in states of optimizers.
         goes_on: Whether passes of loaders go on where they were.
@@ -159,7 +155,6 @@ def problems(
 
     Args:
         parts: The parts for all processes, in their form.
-        registry: What is prepared.
         models: The models that are loaded, by their parts.
         parameters: The parameters by their names in states of optimizers.
         streams: The part of this process; None: every pass begins anew.

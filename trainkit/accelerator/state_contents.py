@@ -58,12 +58,7 @@ class StateContents:
     """All that is saved.
 
     Args:
-        registry: What was prepared and registered.
         strategy: Tells whether models are sharded.
-        gradients: Holds the loss scale.
-        accumulation: Where the windows are.
-        processes: The processes of the job.
-        device: The device of this process.
     """
 
     registry: Registry

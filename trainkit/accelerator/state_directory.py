@@ -32,7 +32,6 @@ class StateDirectory:
 
     Args:
         project: Tells the folder and how many states stay.
-        processes: The processes of the job.
     """
 
     def __init__(self, project: ProjectConfiguration, processes: Processes) -> None:

@@ -30,12 +30,7 @@ Hook = Callable[..., Any]
 
 
 class StateSaver:
-    """Saves and loads all that was prepared and registered.
-
-    Args:
-        contents: What that is.
-        directory: Where states go.
-    """
+    """Saves and loads all that was prepared and registered."""
 
     def __init__(self, contents: StateContents, directory: StateDirectory) -> None:
         self._contents = contents

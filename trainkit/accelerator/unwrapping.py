@@ -18,7 +18,6 @@ def unwrap(
     """Return the module inside of data parallelism.
 
     Args:
-        model: Any module.
         keep_fp32_wrapper: Whether its forward still runs under autocast.
         keep_torch_compile: Whether a model that `torch.compile` returned stays compiled.
     """

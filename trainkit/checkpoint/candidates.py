@@ -25,7 +25,6 @@ def first_verified(
     Every process must call it. Errors other than `CheckpointCorrupt` are raised by all.
 
     Args:
-        processes: The processes of the job.
         places: Where checkpoints are, those of process 0; None where there is nothing to load.
         load: Reads one.
         skip: Told why a checkpoint is broken, on each process; None: that is raised.

@@ -148,7 +148,6 @@ class Save:
     """A checkpoint on its way to the disk.
 
     Args:
-        directory: Where checkpoints are.
         step: Updates applied.
         metadata: Small values for the manifest; those of process 0 count.
         agree: Lets process 0 decide for all.

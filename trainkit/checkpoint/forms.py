@@ -168,8 +168,6 @@ def check_schedule_form(saved: Any, scheduler: Any, *, strict: bool) -> None:
     """Check the state of a scheduler of torch or trainkit; others know their own.
 
     Args:
-        saved: The state.
-        scheduler: Which is to take it.
         strict: Whether the same version of torch wrote it, which knows the same keys.
     """
     if not type(scheduler).__module__.startswith(("torch.", "trainkit.")):
@@ -208,8 +206,6 @@ def check_optimizer_form(
     """Check the state of an optimizer, whose parameters are called by their names.
 
     Args:
-        saved: The state.
-        optimizer: Which is to take it.
         parameters: By name; what they have as state is known of optimizers of torch.
         strict: Whether the same version of torch wrote it, which knows the same keys.
     """

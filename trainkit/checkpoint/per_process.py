@@ -40,7 +40,6 @@ def take_states(
     Every process must call it.
 
     Args:
-        processes: The processes of the job.
         owners: Whose states are saved.
         take: Called first; its error is raised by all. Returns what is handed on, and what of the
             models' states may differ by process, by their parts.
@@ -52,7 +51,8 @@ def take_states(
 
     def mark() -> tuple[tuple[T, dict[str, States]], dict[str, dict[str, str]]]:
         rest, models = take()
-        states = {kind: _states(owners[kind]) for kind in owners} | {**models}
+        states = {k: {n: o.state_dict() for n, o in own.items()} for k, own in owners.items()}
+        states |= models
         marks = {
             kind: {
                 name: _mark(owners.get(kind, {}).get(name), state, f"{kind}.{name}", processes)
@@ -73,10 +73,6 @@ def take_states(
     own = {kind: {n: s for n, s in states[kind].items() if n in differing[kind]} for kind in states}
     alike = {kind: {n: s for n, s in states[kind].items() if n not in own[kind]} for kind in owners}
     return rest, alike, own
-
-
-def _states(owners: Mapping[str, Any]) -> States:
-    return {name: owner.state_dict() for name, owner in owners.items()}
 
 
 def _mark(owner: Any, state: Any, path: str, processes: Processes) -> str:
@@ -139,7 +135,6 @@ def states_for(
         owners: Those of this process.
         common: What process 0 saved for all, by kind.
         parts: What each process saved; only that of this process where `same_size`.
-        rank: Which process this is.
         same_size: Whether as many processes saved it.
     """
     states: dict[str, States] = {}

@@ -34,13 +34,11 @@ class KeepPolicy:
         keep_best: A metric as in `metadata["metrics"]`, `"min"` or `"max"`, and how many stay.
             NaN is never best; of equals the older stays.
         keep_every: Steps that are multiples of this stay.
-        pinned: Steps that stay, beside those pinned in the store.
     """
 
     keep_last: int | None = 1
     keep_best: Best | None = None
     keep_every: int | None = None
-    pinned: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         for name in ("keep_last", "keep_every"):
@@ -54,7 +52,6 @@ class KeepPolicy:
         """Return the steps to keep."""
         steps = sorted({entry.step for entry in entries})
         kept = set(steps if self.keep_last is None else steps[-self.keep_last :])
-        kept |= self.pinned.intersection(steps)
         if self.keep_every is not None:
             kept.update(step for step in steps if step % self.keep_every == 0)
         if self.keep_best is not None:

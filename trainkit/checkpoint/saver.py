@@ -46,7 +46,6 @@ class Saver:
     Args:
         directory: The run's directory; checkpoints go to `checkpoints/` in it, and weights alone
             to `weights/`.
-        processes: The processes of the run.
         retention: What stays after each commit.
         run_id: Names the run in every manifest.
         resumed_from: The step that the run was resumed from, None for a fresh one.

@@ -53,7 +53,6 @@ def parts_of_rank(
     Where sharded, every process must call it.
 
     Args:
-        processes: The processes of the job.
         parts: What all have alike, or hold together; process 0 writes it, all write their shards.
         own: What this process has for itself, which becomes a part of its own; None: no part.
         sharded: Whether there are tensors of which each process holds a shard.
@@ -82,8 +81,6 @@ def read_rank_parts(checkpoint: Checkpoint, processes: Processes, trained: int) 
     It is that of this process alone where as many trained; else that of all that saved.
 
     Args:
-        checkpoint: Has it.
-        processes: The processes of the job.
         trained: How many processes trained; perhaps not all of them saved.
     """
     saved = range(checkpoint.manifest.world_size)
@@ -95,7 +92,6 @@ def parameter_names(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> d
     """Return what the parameters of an optimizer are called in its state, by their identity.
 
     Args:
-        optimizer: Any.
         parameters: The parameters by name; others are called by their place.
     """
     names = {id(parameter): name for name, parameter in parameters.items()}
@@ -126,7 +122,6 @@ def load_named_optimizer_state(
 
     Args:
         optimizer: Has the same parameters in the same groups.
-        saved: The state.
         parameters: By name, as they were saved, where that is known.
         keep_settings: The settings of the groups, such as learning rates, stay as they are.
     """

@@ -32,7 +32,6 @@ class PlannedFile:
     """A file that will be written.
 
     Args:
-        size: Bytes.
         chunks: Returns its content, piece by piece.
         version: The least version of the format that has what is in it.
     """

@@ -222,17 +222,13 @@ def _diff(options: argparse.Namespace) -> int:
             if part in left and part in right:
                 rows += _differences(part, left[part], right[part])
             else:
-                rows.append((part, "(all of it)", *_counted(left, right, part=part)))
+                found = (f"{len(x[part])} values" if part in x else "-" for x in (left, right))
+                rows.append((part, "(all of it)", *found))
     if not rows:
         print("The checkpoints hold the same.")
         return 0
     print_table(("PART", "NAME", "A", "B"), rows)
     return 1
-
-
-def _counted(*sides: Mapping[str, Mapping[str, Any]], part: str) -> tuple[str, ...]:
-    """Return what each side has of a part that only one of them has."""
-    return tuple(f"{len(side[part])} values" if part in side else "-" for side in sides)
 
 
 def _differences(

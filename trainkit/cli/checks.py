@@ -11,16 +11,25 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 
 from trainkit.accelerator.accelerator import Accelerator
 from trainkit.device import wide_dtype
 from trainkit.distributed.collectives import run_on_all
+from trainkit.distributed.world import World
 from trainkit.errors import DistributedError
 from trainkit.launch_environment import MIXED_PRECISIONS
-from trainkit.trainer import Trainer
+from trainkit.testing.task import (
+    GLOBAL_BATCH,
+    SAMPLES,
+    STEPS_PER_EPOCH,
+    Network,
+    check_resume,
+    loaders,
+    same,
+    train,
+    weights,
+)
 
-_SAMPLES = 24
 _STEPS = 4
 
 
@@ -84,75 +93,52 @@ def _collectives(accelerator: Accelerator) -> None:
     _require(not wrong, f"These are wrong: {', '.join(wrong)}.")
 
 
-def _model(dtype: torch.dtype) -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)).to(dtype)
-
-
-def _data(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    inputs = torch.randn(_SAMPLES, 8, generator=generator, dtype=torch.float64).to(dtype)
-    return inputs, inputs.sum(1, keepdim=True)
-
-
-def _fit(dtype: torch.dtype, *, shuffle: bool = False, **settings: Any) -> list[Tensor]:
-    """Train on all data in each step, or on shuffled quarters; return the weights, on the CPU."""
-    resuming = {name: settings.pop(name) for name in ("resume", "schedule") if name in settings}
-    model, (inputs, targets) = _model(dtype), _data(dtype)
-    batch = max(1, _SAMPLES // int(os.environ.get("WORLD_SIZE", "1")) // (4 if shuffle else 1))
-    whole = DataLoader(TensorDataset(inputs, targets), batch_size=batch, shuffle=shuffle)
-    trainer = Trainer(**{"max_steps": _STEPS, "callbacks": [], **settings})
-    trainer.fit(
-        model,
-        whole,
-        optimizer=partial(torch.optim.SGD, lr=0.05, momentum=0.9),
-        loss_fn=nn.MSELoss(),
-        **resuming,
-    )
-    if "output_dir" in settings:
-        trainer.save_checkpoint()
-    return [parameter.detach().cpu() for parameter in model.parameters()]
+def _fit(dtype: torch.dtype, **options: Any) -> dict[str, Tensor]:
+    """Train on all samples in each step, on all processes together; return the weights."""
+    batch = -(-SAMPLES // World.current().size)
+    usual = {"max_epochs": None, "max_steps": _STEPS, "max_grad_norm": None}
+    options = {"gradient_accumulation_steps": 1, **usual, **options}
+    return weights(train(batch, [], dtype=dtype, **options)[-1])
 
 
 def _precision(accelerator: Accelerator) -> None:
     precision = MIXED_PRECISIONS[accelerator.mixed_precision]
-    weights = _fit(torch.float32, precision=precision)
-    flat = torch.cat([weight.flatten() for weight in weights])
-    everywhere = accelerator.processes.all_gather_objects(flat)
-    different = [rank for rank, each in enumerate(everywhere) if not torch.equal(each, flat)]
-    _require(
-        bool(flat.isfinite().all()), f"Training in {precision} gave weights that are not finite."
-    )
+    found = _fit(torch.float32, precision=precision)
+    is_finite = all(bool(weight.isfinite().all()) for weight in found.values())
+    everywhere = accelerator.processes.all_gather_objects(found)
+    different = [rank for rank, each in enumerate(everywhere) if not same([each, found])]
+    _require(is_finite, f"Training in {precision} gave weights that are not finite.")
     _require(not different, f"Process {different} and this one have different weights.")
 
 
 def _training(accelerator: Accelerator) -> None:
     dtype = wide_dtype(accelerator.device.type)
-    model, (inputs, targets) = _model(dtype), _data(dtype)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    model, (inputs, targets) = Network(dtype), next(iter(loaders(SAMPLES, dtype)[0]))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)  # as `fit` has it
     for _ in range(_STEPS):
         optimizer.zero_grad()
-        loss: Tensor = nn.functional.mse_loss(model(inputs), targets)
+        loss: Tensor = nn.functional.cross_entropy(model(inputs), targets)
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
-    for mine, theirs in zip(_fit(dtype), model.parameters(), strict=True):
-        error = float((mine - theirs.detach()).abs().max())
-        allowed = 4096 * torch.finfo(dtype).eps  # sums of 24 rows, in another order
-        _require(error < allowed, f"Weights differ by {error:.2g} from those of one process.")
+    found = _fit(dtype)
+    alone = weights(model)
+    error = max(float((found[name] - alone[name]).abs().max()) for name in alone)
+    allowed = 4096 * torch.finfo(dtype).eps  # sums in another order
+    _require(error < allowed, f"Weights differ by {error:.2g} from those of one process.")
 
 
 def _checkpoint(accelerator: Accelerator) -> None:
+    options = {
+        "dtype": torch.float32,
+        "max_epochs": None,
+        "max_steps": 2 * STEPS_PER_EPOCH,
+        "gradient_accumulation_steps": 1,
+        "deterministic": accelerator.device.type != "cpu",
+    }
     folder = _shared_folder(accelerator)
     try:
-        never_stopped = _fit(torch.float32, shuffle=True)
-        saving: dict[str, Any] = {"output_dir": folder, "shuffle": True}
-        _fit(torch.float32, max_steps=_STEPS // 2, **saving)
-        resumed = _fit(torch.float32, resume="must", schedule="keep", **saving)
-        _require(
-            all(torch.equal(a, b) for a, b in zip(resumed, never_stopped, strict=True)),
-            "The weights of a resumed run differ from those of one that was never stopped.",
-        )
+        batch = -(-GLOBAL_BATCH // accelerator.num_processes)
+        check_resume("a training", batch, folder, options.copy)
     finally:
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:

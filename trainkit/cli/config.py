@@ -52,8 +52,10 @@ def _run(options: argparse.Namespace) -> int:
             "There is no terminal to ask questions on. Pass `--default`, and an option for every "
             "answer that is not the default one."
         )
-    if path.exists() and not options.force and not (is_asking and _may_overwrite(path)):
-        raise ConfigError(f"`{path}` exists. Pass `--force` to overwrite it.")
+    if path.exists() and not options.force:
+        question = f"{path} exists. Overwrite it? [no] "
+        if not (is_asking and _input(question).lower() in ("y", "yes")):
+            raise ConfigError(f"`{path}` exists. Pass `--force` to overwrite it.")
     values = _answers(given) if is_asking else {**_defaults(given), **given}
     processes_here(JobSettings(**values))  # as `launch` will
     written = {**_CONSTANT, **values}
@@ -78,10 +80,6 @@ def write_basic_config(
         return False
     config_file.write(path, {**_CONSTANT, **_defaults({}), "mixed_precision": precision})
     return path
-
-
-def _may_overwrite(path: Path) -> bool:
-    return _input(f"{path} exists. Overwrite it? [no] ").lower() in ("y", "yes")
 
 
 def _defaults(given: Mapping[str, Any]) -> dict[str, Any]:

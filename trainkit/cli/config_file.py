@@ -29,7 +29,6 @@ class ConfigFile:
     """A configuration file that has been read.
 
     Args:
-        path: The file.
         values: The settings in it by name, checked.
         lines: The line of each, from 1.
         fsdp: What it says on sharding: environment variables for the processes.

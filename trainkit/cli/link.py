@@ -65,7 +65,6 @@ class Link:
     A thread hears; the methods are for the main thread.
 
     Args:
-        machine: The number of this one.
         size: Machines in all.
         links: The connections; owned from now on. None where there is no other machine.
 

@@ -42,7 +42,6 @@ def meet(job: JobSettings, told: Mapping[str, str], fault: str = "") -> Meeting:
     """Meet the other machines; all go on, or all raise the same.
 
     Args:
-        job: The settings.
         told: What must be equal on all machines, by name.
         fault: Why this machine cannot do its part.
 

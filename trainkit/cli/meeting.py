@@ -55,7 +55,6 @@ class Meeting:
     """The machines of a job, which have found each other.
 
     Args:
-        machine: The number of this one.
         cards: What each has said of itself; others can connect to its `port` as long as it lives.
         address: Of machine 0, as this one reaches it.
         port: Of the store there.

@@ -43,7 +43,6 @@ class Script:
 
     Args:
         path: A Python file; or a module, or any program.
-        arguments: Its arguments.
         is_module: Whether `path` is the name of a module.
         is_program: Whether `path` is a program, started without Python.
     """

@@ -51,6 +51,8 @@ def _run(options: argparse.Namespace) -> int:
             f"`{journal.path}` is another user's, and says which command to start. Look at it, and "
             "pass the command yourself: `trainkit replay RUN --step N -- python train.py`."
         )
+    if options.step is not None:
+        journal.check_reached(options.step)
     record = None if options.step is None else journal.record_of(options.step)
     header = journal.header if record is None else journal.header_of(record)
     with tempfile.TemporaryDirectory(prefix="trainkit-") as place:

@@ -23,7 +23,6 @@ class Resolved:
     """The settings of a job with the place that each came from.
 
     Args:
-        job: The settings.
         sources: Where each one was said, by name.
         file: The configuration file that was read; None if there was none.
         fsdp: Environment variables on sharding, from the file.

@@ -49,9 +49,7 @@ class AgreedLoader(PreparedLoader):
     """A prepared loader over streams, keys of whole batches, or loaders of other kinds.
 
     Args:
-        source: The loader of the user.
         batch_source: Where this process's batches come from.
-        context: What it is prepared for.
         batch_size: Samples of one process in a full global batch; None where that varies.
         whole: Whether the epoch ends before the first global batch that is not full.
         samples_per_epoch: Samples of an epoch, where known.

@@ -45,7 +45,6 @@ class BatchSource(ABC):
         """Yield this process's share of each global batch.
 
         Args:
-            epoch: Which epoch.
             position: Samples that were consumed before, where `finds_position`.
             start: What `stream` kept of the data set there.
         """
@@ -73,7 +72,6 @@ class StreamSource(BatchSource):
     Args:
         reader: Reads the slices of this process.
         loader: The loader of the user; its settings of workers are used.
-        context: What it is prepared for.
     """
 
     advice = "Give the data set at least as many shards with samples as there are processes."
@@ -136,7 +134,6 @@ class KeySource(BatchSource):
         order: Runs the sampler.
         fetch: Turns a key into a batch.
         fetcher: Where it is fetched.
-        context: What it is prepared for.
     """
 
     has_fallback = True
@@ -189,12 +186,7 @@ class KeySource(BatchSource):
 
 
 class CustomSource(BatchSource):
-    """Any iterable of batches, read as it is.
-
-    Args:
-        loader: The iterable.
-        context: What it is prepared for.
-    """
+    """Any iterable of batches, read as it is."""
 
     advice = "Give each process's loader at least one batch."
 

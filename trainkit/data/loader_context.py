@@ -15,7 +15,6 @@ class LoaderContext:
     """What a loader is prepared for.
 
     Args:
-        processes: The processes of the job.
         device: Where the batches go.
         seed: The seed of the run, or of evaluation.
         trains: Training's rules or evaluation's (epochs, `set_epoch`, `drop_last`).

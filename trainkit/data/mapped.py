@@ -23,12 +23,7 @@ __all__ = ["MappedLoader"]
 
 
 class MappedLoader(PreparedLoader):
-    """A prepared loader over a map-style data set with a batch size or a batch sampler.
-
-    Args:
-        loader: The loader of the user.
-        context: What it is prepared for.
-    """
+    """A prepared loader over a map-style data set with a batch size or a batch sampler."""
 
     repeats_last = True  # a process without samples; False: the first batch, as after a resume
 

@@ -27,8 +27,6 @@ class FlatPlan:
     Args:
         order: The indices of the epoch.
         batch_size: Samples of one process in a global batch.
-        rank: This process.
-        size: Number of processes.
         fill: Complete the last global batch. On one process nothing is filled up.
     """
 
@@ -102,8 +100,6 @@ class BatchPlan:
 
     Args:
         batches: The batches of the epoch; empty ones are left out.
-        rank: This process.
-        size: Number of processes.
         split: Each batch is a global batch and is cut into `size` slices instead.
         fill: Complete the last global batch by whole batches, none of whose samples is real; with
             `split`, make the slices of each batch equally long by samples from its start.

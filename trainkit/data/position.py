@@ -16,7 +16,6 @@ class StreamPosition:
     """The part of a checkpoint that says where an iterable data set of training is.
 
     Args:
-        loader: The loader of the user.
         shards: How many parts of it are read, one by each process; 1: all read the whole.
     """
 

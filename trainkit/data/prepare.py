@@ -91,30 +91,13 @@ def training_loaders(loaders: Any, *, policy: Any = None, **options: Any) -> Pre
     return CombinedLoader(parts, policy, context)
 
 
-def evaluation_loader(
-    loader: Any,
-    *,
-    processes: "Processes",
-    device: torch.device,
-    seed: int,
-    sample_seeding: bool = True,
-    active: ActiveLoaders | None = None,
-) -> PreparedLoader:
+def evaluation_loader(loader: Any, *, seed: int, **options: Any) -> PreparedLoader:
     """Prepare `loader` for evaluation: the same order in each pass, none of training's streams.
 
-    The arguments and errors are those of `training_loader`.
+    The arguments and errors are those of `training_loader`, but for the last and `split_batches`.
     """
-    return _prepared(
-        loader,
-        LoaderContext(
-            processes=processes,
-            device=device,
-            seed=rng.derive(seed, "evaluation"),
-            trains=False,
-            sample_seeding=sample_seeding,
-            active=active,
-        ),
-    )
+    seed = rng.derive(seed, "evaluation")
+    return _prepared(loader, LoaderContext(trains=False, seed=seed, **options))
 
 
 def _prepared(loader: Any, context: LoaderContext) -> PreparedLoader:

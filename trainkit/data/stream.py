@@ -45,7 +45,6 @@ class StreamReader(Fetch):
 
     Args:
         loader: The loader of the user, over an iterable data set.
-        context: What it is prepared for.
         batch_size: Samples of one process in a global batch; None where the stream yields batches.
     """
 

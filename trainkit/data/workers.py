@@ -382,20 +382,13 @@ def _death(iterator: Any) -> str | None:
         return None
     worker = max(dead, key=lambda worker: worker.exitcode != 0)
     number = iterator._workers.index(worker)
-    who = f"Worker {number} of the loader (pid {worker.pid})"
-    if worker.exitcode >= 0:
-        return f"{who} ended by itself with the exit code {worker.exitcode}."
-    name = signal.Signals(-worker.exitcode).name
-    return f"{who} was killed by the signal {name}. {_CAUSES.get(name, '')}".rstrip()
+    from trainkit.watchdog.report import hint_for  # only failures need it
 
-
-_CAUSES = {
-    "SIGKILL": "Usually that is the kernel's out-of-memory killer: use fewer workers or a smaller "
-    "`prefetch_factor`.",
-    "SIGBUS": "Usually the shared memory is full: enlarge it (`--shm-size` of a container), or "
-    "use fewer workers.",
-    "SIGSEGV": "It crashed in compiled code: set `num_workers=0` to see where.",
-}
+    end = f"ended by itself with the exit code {worker.exitcode}"
+    if worker.exitcode < 0:
+        end = f"was killed by the signal {signal.Signals(-worker.exitcode).name}"
+    text = f"The loader's worker {number} (pid {worker.pid}) {end}."
+    return f"{text} {hint_for('DataError', text)}".rstrip()
 
 
 def _travels(error: Exception) -> bool:

@@ -59,7 +59,6 @@ class Membership:
     Nothing else in trainkit may hold the groups: `leave` ends their threads by giving them up.
 
     Args:
-        world: The place of this process.
         owned: Whether trainkit made the default process group and has to destroy it.
         control: A gloo group of all processes, for whatever is on the CPU; None on one process.
         default: The default process group; None if there is none.

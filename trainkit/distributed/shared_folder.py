@@ -21,7 +21,6 @@ def check_shared(processes: Processes, folder: Path, owner: str) -> None:
     Every process must call it. One process of each other machine reads a file, which goes again.
 
     Args:
-        processes: All of the job.
         folder: An absolute path that process 0 can write to.
         owner: Who needs it, for the error.
 

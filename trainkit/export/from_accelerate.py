@@ -35,7 +35,6 @@ def import_accelerate(
 
     Args:
         source: The folder that `save_state` wrote.
-        directory: The folder for checkpoints.
         skip: Names of files that are left out.
         step: Of the new checkpoint; None: the updates that the optimizer has counted, else 0.
 

@@ -28,7 +28,6 @@ def read_pickled(path: Path, allowed: Allowed = (), advice: str = "") -> Any:
     """Return what a file holds, on the CPU.
 
     Args:
-        path: The file.
         allowed: Globals that may be called besides those that torch allows.
         advice: What to do where the file is refused.
 
@@ -67,7 +66,6 @@ def save(obj: Any, f: Any, *, safe_serialization: bool) -> None:
 
     Args:
         obj: Anything; a dict of tensors where `safe_serialization`.
-        f: A path.
         safe_serialization: Write safetensors; else what `torch.load` reads, a pickle, which
             trainkit itself never loads.
     """

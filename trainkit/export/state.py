@@ -31,7 +31,6 @@ def unwrapped(model: nn.Module, *, keep_torch_compile: bool = False) -> nn.Modul
     """Return the module behind torch's wrappers for data parallelism and compilation.
 
     Args:
-        model: Any module.
         keep_torch_compile: Whether a model that `torch.compile` returned stays compiled.
     """
     parallel = (nn.parallel.DistributedDataParallel, nn.DataParallel)
@@ -67,12 +66,11 @@ def shapes_in(
     saved: Mapping[str, Any], expected: Mapping[str, list[int] | None]
 ) -> dict[str, list[int] | str | None]:
     """Return the shapes in a saved state that are to be compared with those of `shapes_of`."""
-    shapes = {name: _shape(value) for name, value in saved.items()}
-    return {name: None if expected.get(name) is None else shape for name, shape in shapes.items()}
-
-
-def _shape(value: Any) -> list[int] | str:
-    return list(value.shape) if isinstance(value, Tensor) else "no tensor"
+    found: dict[str, list[int] | str | None] = dict.fromkeys(saved)
+    for name, value in saved.items():
+        if expected.get(name) is not None:
+            found[name] = list(value.shape) if isinstance(value, Tensor) else "no tensor"
+    return found
 
 
 def tensors_of(model: nn.Module, state: Mapping[str, Any] | None = None) -> dict[str, Tensor]:
@@ -82,7 +80,6 @@ def tensors_of(model: nn.Module, state: Mapping[str, Any] | None = None) -> dict
     tensor is left out with a warning.
 
     Args:
-        model: Any module.
         state: What is written of it; None: its state.
 
     Raises:

@@ -53,7 +53,6 @@ class Reading:
     those of the first batch are all 0 or 1.
 
     Args:
-        module: The user's own module.
         loss_fn: Its loss; None: the model computes its own, or nobody knows.
     """
 

@@ -1,12 +1,15 @@
 """Let blocks of a model compute their activations again in backward, instead of keeping them."""
 
 from collections.abc import Callable, Collection
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from trainkit.device import forgets_random_state, get_rng_state, set_rng_state
 from trainkit.errors import ConfigError
 from trainkit.types import class_name
 
@@ -39,7 +42,7 @@ def checkpoint_activations(model: nn.Module, blocks: Collection[nn.Module]) -> C
     plain: list[Any] = [b for b in blocks if getattr(b.forward, "func", None) is not checkpoint]
     before = [(block, vars(block).get("forward")) for block in plain]
     for block in plain:
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        block.forward = partial(checkpoint, block.forward, **_options())
 
     def undo() -> None:
         for block, forward in before:
@@ -57,10 +60,32 @@ def _by_own_method(model: Any) -> Callable[[], None]:
 
     if own("is_gradient_checkpointing"):
         return lambda: None
-    own("gradient_checkpointing_enable")({"use_reentrant": False})
+    own("gradient_checkpointing_enable")(_options())
 
     def undo() -> None:
         own("gradient_checkpointing_disable")()
         model.disable_input_require_grads()
 
     return undo
+
+
+def _options() -> dict[str, Any]:
+    """Return how torch is to compute again."""
+    own = {"context_fn": lambda: (nullcontext(), _Repeat())} if forgets_random_state() else {}
+    return {"use_reentrant": False, **own}
+
+
+class _Repeat:
+    """Lets what runs inside draw the numbers that the device was to draw when this was made."""
+
+    def __init__(self) -> None:
+        kind: Any = torch.accelerator.current_accelerator()
+        self._device = torch.device(kind.type, torch.accelerator.current_device_index())
+        self._first = get_rng_state(self._device)
+
+    def __enter__(self) -> None:
+        self._present = get_rng_state(self._device)
+        set_rng_state(self._first, self._device)
+
+    def __exit__(self, *_: object) -> None:
+        set_rng_state(self._present, self._device)

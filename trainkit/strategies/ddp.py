@@ -1,12 +1,13 @@
 """Data parallelism by torch's DistributedDataParallel."""
 
 import math
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
@@ -50,8 +51,8 @@ class DDP(Strategy):
     def wrap(self, model: nn.Module, precision: Precision, seed: int = 0) -> nn.Module:
         self.check_whole(model)
         model = self.to_device(model)
-        if self.processes.size == 1:
-            return model
+        if self.processes.size == 1 or not any(p.requires_grad for p in model.parameters()):
+            return model  # there is nothing to reduce
         return _FixedLayout(model, **self._options())
 
     def _options(self) -> dict[str, Any]:
@@ -85,23 +86,7 @@ class DDP(Strategy):
             return
         names = sorted({name for own in self._without_gradient(module) for name in own})
         if names:
-            raise ConfigError(
-                f"{len(names)} trainable parameters got no gradient in the first step "
-                f"({quoted(names)}), so the gradients of the processes would not "
-                "be averaged. Freeze what the step does not use by `requires_grad_(False)`, or "
-                "pass `strategy=DDP(find_unused_parameters=True)`."
-            )
-
-    @override
-    def reduce_gradients(self, module: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
-        if self.find_unused_parameters and self.processes.size > 1:
-            parameters = [p for p in parameters if p.requires_grad]
-            here = torch.tensor([p.grad is not None for p in parameters]).int()
-            anywhere = self.processes.all_reduce(here, "max").tolist()
-            parameters = [p for p, used in zip(parameters, anywhere, strict=True) if used]
-            for p in parameters:
-                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-        super().reduce_gradients(module, parameters)
+            raise _no_gradient(names, "the first step")
 
     @override
     def no_sync(self, model: nn.Module) -> AbstractContextManager[object]:
@@ -110,19 +95,10 @@ class DDP(Strategy):
         return super().no_sync(model)
 
     @override
-    @contextmanager
-    def sync_in_backward(self, model: nn.Module) -> Iterator[None]:
-        if not isinstance(model, DistributedDataParallel):
-            yield
-            return
-        before = model.require_backward_grad_sync, model.require_forward_param_sync
-        model.require_backward_grad_sync = model.require_forward_param_sync = True
-        # A forward under `no_sync` has not told the reducer that a backward comes.
-        model.reducer.prepare_for_backward([])
-        try:
-            yield
-        finally:
-            model.require_backward_grad_sync, model.require_forward_param_sync = before
+    def sync_in_backward(self, model: nn.Module) -> AbstractContextManager[object]:
+        if isinstance(model, _FixedLayout):
+            return model.reducing()
+        return super().sync_in_backward(model)
 
 
 class _FixedLayout(DistributedDataParallel):
@@ -135,12 +111,63 @@ class _FixedLayout(DistributedDataParallel):
     """
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
+        held = [(p, p.grad) for p in model.parameters()]
+        model.zero_grad()  # torch would divide those in its buckets, where it multiplies others
         super().__init__(model, **options)
         self.reducer._push_all_rebuilt_params()
         self._has_rebuilt_buckets = self.reducer._rebuild_buckets()
+        for p, gradient in held:
+            p.grad = gradient
 
     @override
     def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
         parameters, are_sparse = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]
         backwards = slice(None, None, 1 if self.find_unused_parameters else -1)
-        return parameters[backwards], are_sparse[backwards]
+        self._reduced = parameters[backwards]
+        return self._reduced, are_sparse[backwards]
+
+    @contextmanager
+    def reducing(self) -> Iterator[None]:
+        """Reduce in the backward inside; at the end where none came, or some may be unused."""
+        first, held = self._reduced[0], self._reduced[0].grad
+        if not self.find_unused_parameters:
+            self.reducer.prepare_for_backward([])  # no forward has done it
+        yield
+        try:  # torch would say it in the next forward, after an update
+            self.reducer._check_reducer_finalized()
+        except RuntimeError as error:
+            indices = str(error).rpartition("did not receive grad for rank")[2]
+            raise self._unreduced(map(int, re.findall(r"\d+", indices)[1:])) from error
+        if self.find_unused_parameters or (first.grad is held and not self.static_graph):
+            self._reduce_held()
+
+    def _reduce_held(self) -> None:
+        """Reduce the gradients that there are, by a backward that computes none."""
+        without = {index for index, p in enumerate(self._reduced) if p.grad is None}
+        used = [index for index in range(len(self._reduced)) if index not in without] or [0]
+        if self.find_unused_parameters:
+            self.reducer._reset_state()  # the backwards of other optimizers left marks
+            self.reducer.prepare_for_backward([self._reduced[index][...] for index in used])
+        elif without:
+            raise self._unreduced(without)
+
+        def take(_: Tensor) -> None:
+            for index in used:
+                self.reducer._autograd_hook(index)  # type: ignore[attr-defined]
+
+        start = torch.zeros((), device=self.device, requires_grad=True)
+        start.register_hook(take)  # type: ignore[no-untyped-call]
+        start.backward()  # type: ignore[no-untyped-call]
+
+    def _unreduced(self, indices: Iterable[int]) -> ConfigError:
+        missing = {id(self._reduced[index]) for index in indices}
+        names = [name for name, p in self.module.named_parameters() if id(p) in missing]
+        return _no_gradient(names, "the last micro-batch of this window")
+
+
+def _no_gradient(names: list[str], when: str) -> ConfigError:
+    return ConfigError(
+        f"{len(names)} trainable parameters got no gradient in {when} ({quoted(names)}), so the "
+        "gradients of the processes would not be averaged. Freeze what the step does not use by "
+        "`requires_grad_(False)`, or pass `strategy=DDP(find_unused_parameters=True)`."
+    )

@@ -13,14 +13,13 @@ from trainkit.device import move_module
 from trainkit.distributed import Processes
 from trainkit.distributed.group import default_device
 from trainkit.distributed.world import World
-from trainkit.errors import ConfigError, quoted
+from trainkit.errors import ConfigError
 from trainkit.precision import Precision
 from trainkit.types import class_name
 
 __all__ = ["Strategy", "on_meta"]
 
 _NOTHING: AbstractContextManager[object] = nullcontext()
-_BUCKET = 2**25  # bytes of gradients that travel at once
 
 
 class Strategy(ABC):
@@ -133,7 +132,16 @@ class Strategy(ABC):
         return _NOTHING
 
     def sync_in_backward(self, model: nn.Module) -> AbstractContextManager[object]:
-        """Return a context in which backward reduces, also of forwards under `no_sync`."""
+        """Return a context in which backward reduces, also of forwards outside of `model`.
+
+        Where no backward comes inside, what the parameters hold is reduced at its end. Several
+        optimizers need it, whose step calls the user's own module.
+        """
+        if self.unwrap(model) is not model:
+            raise ConfigError(
+                f"`{type(self).__name__}` does not say how backward reduces where the module that "
+                "it puts around the user's is not called. Override `sync_in_backward`."
+            )
         return _NOTHING
 
     @contextmanager
@@ -189,35 +197,6 @@ class Strategy(ABC):
         """
         return self.local_parts([p.grad for p in parameters if p.grad is not None])
 
-    def reduce_gradients(self, module: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
-        """Average gradients over the processes, in place, after the last backward of a window.
-
-        For backwards of forwards that did not go through what `wrap` returned, as with several
-        optimizers: each reduces its own. Where parameters are sharded, backward did it.
-
-        Raises:
-            ConfigError: A trainable parameter has no gradient here.
-        """
-        if self.sharded or self.processes.size == 1:
-            return
-        trained = [p for p in parameters if p.requires_grad]
-        missing = {id(p) for p in trained if p.grad is None}
-        if missing:
-            names = [name for name, p in module.named_parameters() if id(p) in missing]
-            raise ConfigError(
-                f"{len(names)} trainable parameters of an optimizer got no gradient in this window "
-                f"({quoted(names)}), so those of the processes cannot be averaged. Freeze what a "
-                "step does not use by `requires_grad_(False)`, or pass "
-                "`strategy=DDP(find_unused_parameters=True)`."
-            )
-        for gradients in _by_kind(p.grad for p in trained if p.grad is not None):
-            for part in _in_buckets(gradients):
-                flat = torch.cat([gradient.reshape(-1) for gradient in part])
-                flat = self.processes.all_reduce(flat).div_(self.processes.size)
-                split = torch.split(flat, [gradient.numel() for gradient in part])
-                for gradient, mean in zip(part, split, strict=True):
-                    gradient.copy_(mean.view_as(gradient))
-
     def scale_gradients(self, parameters: Iterable[Tensor], scale: Tensor | float) -> None:
         """Multiply all gradients by one number, in place."""
         for gradients in _by_kind(self.local_gradients(parameters)):
@@ -263,19 +242,6 @@ def _by_kind(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     for tensor in tensors:
         groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
     return list(groups.values())
-
-
-def _in_buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield tensors in pieces of 32 MiB or one tensor, so that a copy stays small."""
-    bucket: list[Tensor] = []
-    size = 0
-    for tensor in tensors:
-        if bucket and size + tensor.nbytes > _BUCKET:
-            yield bucket
-            bucket, size = [], 0
-        bucket.append(tensor)
-        size += tensor.nbytes
-    yield bucket
 
 
 def _device(device: torch.device | str) -> torch.device:

@@ -329,8 +329,8 @@ def make_optimizer(optimizer: Optimizer | OptimizerFactory | None, module: nn.Mo
     if not isinstance(optimizer, Optimizer):
         if not callable(optimizer):
             raise ConfigError(
-                "`optimizer` must be an Optimizer or a callable `params -> Optimizer`, but is "
-                f"{type(optimizer).__name__!r}."
+                "`optimizer` must be an Optimizer, a callable `params -> Optimizer`, or several of "
+                f"them by name, `{{'a': ..., 'b': ...}}`, but is {type(optimizer).__name__!r}."
             )
         optimizer = optimizer([p for p in module.parameters() if p.requires_grad])
         if not isinstance(optimizer, Optimizer):
@@ -361,7 +361,8 @@ def check_optimizer(optimizer: Optimizer, module: nn.Module) -> None:
             f"{len(foreign)} of the {len(held)} parameters of the optimizer are not parameters of "
             f"`{class_name(module)}` (the first has the shape {foreign[0]}): training would "
             "not change the model. Make the optimizer from `model.parameters()` of the model that "
-            "is passed to `fit`, or pass a callable such as `partial(AdamW, lr=3e-4)`."
+            "is passed to `fit`, or pass a callable such as `partial(AdamW, lr=3e-4)`. What else "
+            "is learned, such as a temperature, must be an `nn.Parameter` in the model."
         )
 
 

@@ -80,7 +80,6 @@ def collect(run: Run, callbacks: CallbackList) -> dict[str, Any]:
 
 def _common(run: Run) -> dict[str, Any]:
     """Return what all processes have alike, or hold together."""
-
     return {
         "model": _model_state(run),  # first: it shards what an evaluation has gathered
         "optimizer": named_optimizer_state(run.optimizer, dict(run.module.named_parameters()))
@@ -116,7 +115,6 @@ def describe(run: Run, callbacks: CallbackList) -> dict[str, Any]:
 
     Every process must call it: it raises, on all of them, where nothing must be saved.
     """
-
     saver = run.checkpoints.saver
     assert saver is not None
     if saver.check_replicas:
@@ -277,7 +275,6 @@ def _load(
     present: dict[str, Any],
     schedule: str | None,
 ) -> _Loaded:
-
     processes = run.strategy.processes
     checkpoint = open_share(path, processes.world)
     manifest = checkpoint.manifest
@@ -310,7 +307,6 @@ def _order_problems(run: Run, callbacks: CallbackList, loaded: _Loaded) -> list[
 
 
 def _apply(run: Run, callbacks: CallbackList, loaded: _Loaded, schedule: str | None) -> None:
-
     trainer, path = loaded.trainer, loaded.checkpoint.path
     older = "layouts" not in loaded.checkpoint.manifest.metadata["fingerprint"]
     with applying("The model", path):
@@ -356,7 +352,6 @@ def _apply_streams(run: Run, loaded: _Loaded) -> None:
 
 
 def _load_optimizer(run: Run, loaded: _Loaded, *, rescaled: bool) -> None:
-
     optimizer, saved = run.optimizer, loaded.optimizer
     if rescaled:
         assert run.lr_schedule is not None

@@ -31,13 +31,14 @@ class CombinedWeighting(Weighting):
         processes: The processes that share a window.
         accumulation: Micro-batches of one process in a full window.
         log: Gets the mean loss of each loader.
+        of: Which of several optimizers it is for, which may learn from some of the loaders.
     """
 
     _window: CombinedWindow
 
-    def __init__(self, processes: Processes, accumulation: int, log: Log) -> None:
+    def __init__(self, processes: Processes, accumulation: int, log: Log, of: str) -> None:
         super().__init__(processes, nominal=None, accumulation=accumulation)
-        self._log = log
+        self._log, self._of = log, of
         self._forms: dict[tuple[str, ...], list[tuple[str, bool]]] = {}  # what steps returned
 
     @override
@@ -50,14 +51,15 @@ class CombinedWeighting(Weighting):
     def weigh(self, output: object, micro_batch: MicroBatch) -> Tensor:
         assert isinstance(micro_batch, CombinedBatch)
         parts = micro_batch.by_loader
-        outputs = _outputs(output, parts)
+        outputs = self._outputs(output, parts)
         self._check(outputs, tuple(parts))
         if self._log.is_read:
             for name, (loss, weight) in outputs.items():
                 if name and parts[name].count:
                     counted = parts[name].count if weight is None else weight
-                    self._log.add({f"loss/{name}": loss}, counted, "mean")
-        if len(outputs) > 1:
+                    key = f"loss/{self._of}/{name}" if self._of else f"loss/{name}"
+                    self._log.add({key: loss}, counted, "mean")
+        if len(parts) > 1 and "" not in outputs:
             return self._sum(outputs, micro_batch)
         ((loss, weight),) = outputs.values()
         self._by_sample = weight is None
@@ -94,6 +96,18 @@ class CombinedWeighting(Weighting):
         self._losses.append((total.detach() * scale, count))
         return total
 
+    def _outputs(self, output: object, parts: Mapping[str, MicroBatch]) -> _Outputs:
+        """Return the losses and their weights by loader; the only one for several is called ""."""
+        if not isinstance(output, Mapping) or "loss" in output:
+            return {next(iter(parts)) if len(parts) == 1 else "": parse(output)}
+        names, known = output.keys(), parts.keys()
+        if names != known and not (self._of and names and names < known):
+            raise ConfigError(
+                f"`training_step` returned losses of {quoted(list(map(str, output)))}, but the "
+                f"batch is one of {quoted(list(parts))}. Return a mapping with the loss of each."
+            )
+        return {name: parse(output[name]) for name in parts if name in names}
+
     def _check(self, outputs: _Outputs, names: tuple[str, ...]) -> None:
         """Raise, on all processes, where the losses cannot be weighed exactly."""
         weighted = [name for name, (_, weight) in outputs.items() if weight is not None]
@@ -109,33 +123,23 @@ class CombinedWeighting(Weighting):
                 f"first micro-batch of {quoted(names)}. Return the same always."
             )
         is_exact = self._window.is_even or self._processes.size == self._accumulation == 1
-        if len(outputs) < len(names) and not weighted and not is_exact:
+        if "" in outputs and not is_exact:
             losses = ", ".join(f'"{name}": loss_{name}' for name in names)
+            one = f'`run.optimize("{self._of}", loss, loader="{names[0]}")`'
             raise ConfigError(
-                f"`training_step` returned one loss for {quoted(names)}, which do not end with a "
+                f"`training_step` gave one loss for {quoted(names)}, which do not end with a "
                 "full window each: there a process has other shares of one than of another, and "
                 f"one loss cannot be weighed exactly. Return `{{{losses}}}`, each a mean over its "
-                "own samples, or pass `Trainer(drop_last_window=True)`."
+                f"own samples{f', or call {one} for each' if self._of else ''}; or pass "
+                "`Trainer(drop_last_window=True)`."
             )
-        if len(outputs) > 1 and weighted and self._window.size != 1:
+        if "" not in outputs and len(names) > 1 and weighted and self._window.size != 1:
             raise ConfigError(
                 f"`training_step` returned losses of several loaders with weights of its own "
                 f"({quoted(weighted)}), whose sums over a window are not known before its last "
                 "micro-batch. Pass `gradient_accumulation_steps=1`, or leave the weights out: then "
                 "each loss counts by the samples of its loader."
             )
-
-
-def _outputs(output: object, parts: Mapping[str, MicroBatch]) -> _Outputs:
-    """Return the losses and their weights by loader; the only one for several is called ""."""
-    if not isinstance(output, Mapping) or "loss" in output:
-        return {next(iter(parts)) if len(parts) == 1 else "": parse(output)}
-    if output.keys() != parts.keys():
-        raise ConfigError(
-            f"`training_step` returned losses of {quoted(list(map(str, output)))}, but the batch "
-            f"is one of {quoted(list(parts))}. Return a mapping with the loss of each."
-        )
-    return {name: parse(output[name]) for name in parts}
 
 
 def _differ(of_all: Sequence[list[tuple[str, bool]]]) -> DataError:

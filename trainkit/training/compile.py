@@ -46,7 +46,6 @@ def compiled(module: nn.Module, options: Mapping[str, Any]) -> Iterator[None]:
     torch's cache, so that the next context with the same options compiles nothing again.
 
     Args:
-        module: The user's own module.
         options: Keyword arguments of torch.compile.
 
     Raises:

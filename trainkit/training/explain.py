@@ -211,51 +211,40 @@ class Explanation:
         folder = self.output_dir
         savers = [callback for callback in self.callbacks.callbacks if _saves(callback)]
         if not savers:
-            yield (
-                "checkpoints",
-                (
-                    "None. A run that ends early is lost: add `Checkpoint()` to the callbacks and "
-                    "pass `output_dir`."
-                ),
-            )
+            yield "checkpoints", _UNSAVED
         for callback in savers:
             yield "checkpoints", callback.explain()
-            yield (
-                "hold",
-                (
-                    "model, optimizer, schedule, scaler, counters, position in the data, random "
-                    "states, callbacks, registered objects, open log sums, and every setting below"
-                ),
-            )
-            yield (
-                "are there",
-                "once complete on disk; a failed save leaves the earlier ones as they are",
-            )
+            yield from _SAVED.items()
         yield "output_dir", "none: nothing is written by default" if folder is None else str(folder)
         yield "model", "`save_model` writes it for other programs; nothing does so by itself"
 
     def _endings(self) -> Rows:
         saves = any(_saves(callback) for callback in self.callbacks.callbacks)
-        saved = "a checkpoint is saved" if saves else "nothing is saved"
         if saves:
             exact = "" if self.config.deterministic else " (on a GPU: with `deterministic=True`)"
-            yield (
-                "resume",
-                (
-                    'only if `fit` is asked to. resume="auto": from the newest checkpoint that '
-                    'verifies, else afresh. "must": an error in place of afresh. The same number '
-                    f"of processes goes on bit by bit{exact}; another one on the same samples in "
-                    "the same order."
-                ),
-            )
-        yield (
-            "first signal",
-            f"the run ends after the step; {saved}. Exit code 143 (SIGTERM), 130 (SIGINT), 75 "
-            "(SIGUSR1, time limit).",
-        )
+            yield "resume", _RESUME.format(exact=exact)
+        saved = "a checkpoint is saved" if saves else "nothing is saved"
+        codes = "143 (SIGTERM), 130 (SIGINT), 75 (SIGUSR1, time limit)"
+        yield "first signal", f"the run ends after the step; {saved}. Exit code {codes}."
         yield "second signal", "the process leaves at once."
         if self.processes.num_processes > 1:
             yield "a failure", "of one process ends all within seconds, with one report"
+
+
+_UNSAVED = (
+    "None. A run that ends early is lost: add `Checkpoint()` to the callbacks and pass "
+    "`output_dir`."
+)
+_SAVED = {
+    "hold": "model, optimizer, schedule, scaler, counters, position in the data, random states, "
+    "callbacks, registered objects, open log sums, and every setting below",
+    "are there": "once complete on disk; a failed save leaves the earlier ones as they are",
+}
+_RESUME = (
+    'only if `fit` is asked to. resume="auto": from the newest checkpoint that verifies, else '
+    'afresh. "must": an error in place of afresh. The same number of processes goes on bit by '
+    "bit{exact}; another one on the same samples in the same order."
+)
 
 
 def _table(rows: Rows, width: int) -> list[str]:

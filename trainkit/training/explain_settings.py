@@ -45,37 +45,28 @@ def describe_settings(
 ) -> Iterator[tuple[str, str]]:
     """Yield every setting that changes numbers, and the rule behind it."""
     yield from _of_config(config)
-    yield (
-        "weights",
-        (
-            "An item counts the same, however a step is split: sum(weight x gradient) / "
-            "sum(weight) over all processes and micro-batches. The weight is the number of "
-            "samples; for models of transformers, class weights and ignored labels, that of the "
-            "labels that count; or what `StepOutput` says (rule 6)."
-        ),
-    )
-    yield (
-        "order of data",
-        (
-            "By seed and epoch alone; the number of processes and workers changes who computes a "
-            "sample, not its step. No sample is repeated to fill up; `drop_last` is honoured. "
-            "(rules 14 and 16)"
-        ),
-    )
-    yield "schedule", "Advances once for each update, never for a skipped step (rule 10)."
+    yield from _ALWAYS.items()
     yield "not finite", _not_finite(callbacks, precision)
-    yield (
-        "evaluation",
-        "In evaluation mode; means weighted by samples; changes no state (rules 19 to 21).",
-    )
     if processes > 1 and model is not None and _normalises(model):
         yield "batch statistics", "Of each process's own samples; process 0's are kept (rule 6)."
     matmul = torch.get_float32_matmul_precision()
     yield "matmul", f"torch's `float32_matmul_precision` is {matmul!r}."
-    yield (
-        "",
-        "The rules stand in docs/design.md; all settings stand in each checkpoint.",
-    )
+    yield "", "The rules stand in docs/design.md; all settings stand in each checkpoint."
+
+
+_ALWAYS = {
+    "weights": "An item counts the same, however a step is split: sum(weight x gradient) / "
+    "sum(weight) over all processes and micro-batches. The weight is the number of samples; for "
+    "models of transformers, class weights and ignored labels, that of the labels that count; or "
+    "what `StepOutput` says (rule 6).",
+    "order of data": "By seed and epoch alone; the number of processes and workers changes who "
+    "computes a sample, not its step. No sample is repeated to fill up; `drop_last` is honoured. "
+    "(rules 14 and 16)",
+    "schedule": "Advances once for each update, never for a skipped step (rule 10).",
+    "evaluation": "In evaluation mode; means weighted by samples; changes no state (rules 19 to "
+    "21).",
+}
+"""What no setting changes."""
 
 
 def _of_config(config: TrainConfig) -> Iterator[tuple[str, str]]:

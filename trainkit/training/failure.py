@@ -20,7 +20,6 @@ class RunProgress:
     """What the watch asks of a run.
 
     Args:
-        run: The run.
         watchdog: Its time limits; the usual ones if not given.
     """
 
@@ -66,7 +65,8 @@ def report_failure(run: Run, error: BaseException) -> None:
     )
     if run.train_loader.parts and place["phase"] == "train":
         error.add_note(f"trainkit: batches are mappings by loader, of {[*run.train_loader.parts]}.")
-    if hint and not reports.tells_of_lost_peer(error):  # of which the watch may know more
+    # Of a lost peer the watch may know more, and some errors hold their hint.
+    if hint and not reports.tells_of_lost_peer(error) and hint not in text_of(error):
         error.add_note(f"trainkit: {hint}")
     origin = getattr(error, "origin", None)
     place["samples"] |= indices_of(run, place["samples"])

@@ -52,14 +52,14 @@ def step_for(step: Callable[..., Any], loader: PreparedLoader) -> Callable[..., 
 
 
 def make_weighting(
-    loader: PreparedLoader, processes: Processes, config: TrainConfig, log: Log
+    loader: PreparedLoader, processes: Processes, config: TrainConfig, log: Log, of: str = ""
 ) -> Weighting:
-    """Return what weighs the losses of a loader, or of several."""
+    """Return what weighs the losses of a loader, or of several; `of` one of several optimizers."""
     accumulation = config.gradient_accumulation_steps
     if loader.parts:
         from trainkit.training.combined_weighting import CombinedWeighting  # few runs have several
 
-        return CombinedWeighting(processes, accumulation, log)
+        return CombinedWeighting(processes, accumulation, log, of)
     nominal = loader.nominal_window(accumulation)
     return Weighting(processes, nominal=nominal, accumulation=accumulation)
 

@@ -197,5 +197,5 @@ def named_numbers(numbers: list[Tensor]) -> list[dict[str, float]]:
     """Return what `numbers_of` gave, by name; reads the device once."""
     if not numbers:
         return []
-    rows = torch.stack([each.to(numbers[0].device) for each in numbers]).tolist()
+    rows = torch.stack([each.to(numbers[0]) for each in numbers]).tolist()
     return [dict(zip(_NUMBERS, row, strict=True)) for row in rows]

@@ -29,17 +29,16 @@ def make(
     module: nn.Module,
     given: Any,
     alternate: Any,
-    weighting: Callable[[], Weighting],
+    weighting: Callable[[str], Weighting],
 ) -> Optimizer:
     """Return the optimizer of a module that the strategy has wrapped; several as one.
 
     Args:
         trainer: Makes them, and has their steps, a strategy and a precision.
         base: `Trainer`, whose methods a user may have overridden.
-        module: The model.
         given: What `fit` was given as `optimizer`.
         alternate: What `fit` was given.
-        weighting: Makes the weighting of one.
+        weighting: Makes the weighting of one, by its name.
     """
     names, own = ("configure_optimizer", "configure_optimizers", "training_step"), type(trainer)
     overridden = [name for name in names if getattr(own, name) is not getattr(base, name)]
@@ -61,7 +60,7 @@ def make(
             name=name,
             optimizer=made[name],
             precision=_own_scale(precision, strategy, made[name]),
-            weighting=weighting(),
+            weighting=weighting(name),
             parameter_names=held,
         )
         for name, held in _names_of(made, module).items()
@@ -129,8 +128,8 @@ def make_optimizers(given: Any, module: nn.Module) -> dict[str, Optimizer]:
     """Return optimizers by name, from those that are made and from callables.
 
     Args:
-        given: By name; a callable gets the parameters of the part of the model that has the name.
-        module: The model.
+        given: By name; a callable gets the parameters of the part of the model that has the name,
+            or the parameter of this name.
     """
     if not isinstance(given, Mapping):
         raise ConfigError(
@@ -141,15 +140,22 @@ def make_optimizers(given: Any, module: nn.Module) -> dict[str, Optimizer]:
     made = {}
     for name, optimizer in given.items():
         if callable(optimizer) and not isinstance(optimizer, Optimizer):
-            parts = dict(module.named_modules())
-            if name not in parts or not name:
+            parts = {n: [*part.parameters()] for n, part in module.named_modules() if n}
+            parts |= {n: [p] for n, p in module.named_parameters(recurse=False)}
+            if name not in parts:
                 raise ConfigError(
                     f"The optimizer {name!r} is a callable, which gets the parameters of the part "
                     f"of the model of this name, but `{class_name(module)}` has none. Its parts "
-                    f"are {quoted([key for key, _ in module.named_children()])}. Pass an optimizer "
+                    f"are {quoted([key for key in parts if '.' not in key])}. Pass an optimizer "
                     "that is made, with its parameters."
                 )
-            optimizer = optimizer([p for p in parts[name].parameters() if p.requires_grad])
+            trained = [p for p in parts[name] if p.requires_grad]
+            if not trained:
+                raise ConfigError(
+                    f"The optimizer `{name}` has nothing to train: no parameter of this part of "
+                    "the model has `requires_grad`. Leave it out, or freeze it by `FreezeUntil`."
+                )
+            optimizer = optimizer(trained)
         made[name] = optimizer
     return made
 

@@ -1,9 +1,9 @@
 """Several optimizers of one training, each under a name; together they look like one."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +13,21 @@ from typing_extensions import override
 from trainkit.errors import ConfigError, quoted
 from trainkit.precision import Precision
 from trainkit.training.weighting import Weighting, loss_of
+from trainkit.types import StepOutput
 
-__all__ = ["NamedOptimizer", "Optimizers", "described", "loss_given", "refuse_several", "take_loss"]
+__all__ = [
+    "NamedOptimizer",
+    "Optimizers",
+    "Weight",
+    "described",
+    "loss_given",
+    "refuse_several",
+    "take_loss",
+]
+
+
+Weight: TypeAlias = Tensor | float | None
+"""How much a loss counts; None: the samples of its micro-batch."""
 
 
 @dataclass(kw_only=True, eq=False, slots=True)
@@ -26,6 +39,9 @@ class NamedOptimizer:
     precision: Precision  # with a loss scale of its own
     weighting: Weighting
     parameter_names: frozenset[str]  # of its parameters, in the model
+    model: nn.Module | None = None
+    """What the strategy has wrapped for these alone; None before its first window."""
+    trained: list[bool] = field(default_factory=list)  # whether each was, when it was wrapped
     training_step: Callable[[nn.Module, Any], Any] | None = None  # where optimizers take turns
     steps: int = 0
     """Updates that it has applied."""
@@ -78,8 +94,9 @@ class Optimizers(Optimizer):
         together: bool | None,
     ) -> None:
         self.by_name, self.alternate, self.together = dict(by_name), alternate, together
-        self.losses: dict[str, tuple[Tensor, Tensor | float | None]] | None = None
-        """What `run.optimize` was given in the micro-batch under way; None outside of a step."""
+        self.losses: dict[str, dict[str, StepOutput]] | None = None
+        """What `run.optimize` was given in the micro-batch under way, by optimizer and loader, ""
+        where that was left out; None outside of a step."""
         for name, optimizer in self._parts():
             groups = optimizer.param_groups
             for number, group in enumerate(groups):  # by which learning rates are logged
@@ -117,7 +134,7 @@ class Optimizers(Optimizer):
         begun = sum(self.turn(window) is self.by_name[name] for window in range(rest))
         return rounds * self.alternate[name] + begun
 
-    def take(self, name: object, loss: object, weight: Tensor | float | None) -> None:
+    def take(self, name: object, loss: object, weight: Weight, loader: str) -> None:
         """Keep a loss until the step has returned."""
         if self.losses is None:
             why = (
@@ -139,14 +156,25 @@ class Optimizers(Optimizer):
                 f"`run.optimize({name!r}, loss)` needs a tensor of one element with a graph, but "
                 f"was given {_describe(loss)}. Pass the mean loss itself, not `loss.item()`."
             )
-        before, known = self.losses.get(str(name), (0, weight))
-        if str(name) in self.losses and weight is not None:
+        own = self.losses.setdefault(str(name), {})
+        before = own.get(loader)
+        if before is not None and weight is not None:
             raise ConfigError(
                 f"`run.optimize({name!r}, ...)` was given a weight with a second loss of the same "
                 "micro-batch. Losses of one optimizer are added there, and the sum has the weight "
                 "that was given with the first."
             )
-        self.losses[str(name)] = before + loss.reshape(()), known
+        if own and ("" in own) == bool(loader):
+            raise ConfigError(
+                f"`run.optimize({name!r}, ...)` was given a loss of one loader, and one of none. "
+                'Name the loader of each, as in `loader="a"`, or of none.'
+            )
+        loss = loss.reshape(())
+        own[loader] = (
+            StepOutput(loss, weight)
+            if before is None
+            else StepOutput(before.loss + loss, before.weight)
+        )
 
     def owner_of(self, parameter: Tensor) -> Optimizer:
         """Return the optimizer that has a parameter."""
@@ -265,15 +293,23 @@ class _States(MutableMapping[Tensor, Any]):
         return sum(1 for _ in self)
 
 
-def take_loss(optimizer: Optimizer, name: object, loss: object, weight: Any) -> None:
-    """Keep a loss until the step has returned; see `Run.optimize`."""
+def take_loss(
+    optimizer: Optimizer, name: object, loss: object, weight: Weight, loader: str, loaders: Any
+) -> None:
+    """Keep a loss until the step has returned; see `Run.optimize`. `loaders` are those of it."""
     if not isinstance(optimizer, Optimizers):
         raise ConfigError(
             "`run.optimize` gives a loss to one of several optimizers, but this training has one. "
             "Return the loss from `training_step`, or name several: "
             '`fit(..., optimizer={"a": ..., "b": ...})`.'
         )
-    optimizer.take(name, loss, weight)
+    if loader and loader not in (loaders or ()):
+        are = f"the training loaders are {quoted([*loaders])}" if loaders else "there is one"
+        raise ConfigError(
+            f"`run.optimize` was given the loader {loader!r}, but {are}. Of several, pass the one "
+            "whose samples the loss is a mean over, by its name in the batch."
+        )
+    optimizer.take(name, loss, weight, loader)
 
 
 def loss_given(optimizer: Optimizer, output: object) -> Tensor:
@@ -281,7 +317,7 @@ def loss_given(optimizer: Optimizer, output: object) -> Tensor:
     losses = optimizer.losses if isinstance(optimizer, Optimizers) else None
     if not losses:
         return loss_of(output)
-    return torch.stack([loss for loss, _ in losses.values()]).sum()
+    return torch.stack([each.loss for own in losses.values() for each in own.values()]).sum()
 
 
 def described(optimizer: Optimizer) -> str:

@@ -118,7 +118,6 @@ def read_model(checkpoint: Checkpoint, module: nn.Module, like: Any = None) -> d
     """Return the state of the model in a checkpoint, with the base that it refers to.
 
     Args:
-        checkpoint: Has it.
         module: Has the base of what was saved, as `check_base` says.
         like: As for `Checkpoint.read`.
     """

@@ -54,9 +54,8 @@ def plan(
     """
     journal = read(folder)
     last = journal.records[-1] if journal.records else None
-    if step is not None and (last is None or step > last.step + 1):
-        reached = "before its first step" if last is None else f"with step {last.step}"
-        raise ConfigError(f"`step` is {step}, but the journal of `{folder}` ends {reached}.")
+    if step is not None:
+        journal.check_reached(step)
     target = None if step is None else journal.record_of(step)
     bad = _first_bad(journal) if until_nonfinite else target
     before = step

@@ -34,7 +34,7 @@ from trainkit.types import Batch, Scalars, Stateful
 if TYPE_CHECKING:
     from trainkit.checkpoint.retention import Best, Retention
     from trainkit.checkpoint.saver import NonFinite, Saver
-    from trainkit.training.optimizers import NamedOptimizer
+    from trainkit.training.optimizers import NamedOptimizer, Weight
 
 __all__ = ["FitResult", "Requests", "Run"]
 
@@ -117,8 +117,7 @@ class PhaseClock:
 
     def enter(self, phase: str) -> None:
         """Count the time until now for the present phase, and begin another."""
-        self._spent = self.seconds()
-        self.phase, self._since = phase, time.monotonic()
+        self._spent, self.phase, self._since = self.seconds(), phase, time.monotonic()
 
     def seconds(self) -> Scalars:
         """Return the seconds by phase, those of the present one too."""
@@ -139,7 +138,7 @@ class RunCheckpoints:
     """What a run saves, and what it went on from."""
 
     saver: "Saver | None" = None  # None where nothing is to be saved
-    run_id: str = ""
+    run_id: str = field(default_factory=lambda: uuid.uuid4().hex)  # that of process 0 counts
     resumed_from: int | None = None
     """The step of the checkpoint that this fit went on from."""
     last_attempt: int = -1  # `TrainState.attempts` when the run was saved last
@@ -224,7 +223,7 @@ class Run(RunServices):
         """Several optimizers by name, with the updates of each; empty where there is one."""
         return getattr(self.optimizer, "by_name", {})
 
-    def optimize(self, name: str, loss: Tensor, weight: Tensor | float | None = None) -> None:
+    def optimize(self, name: str, loss: Tensor, weight: "Weight" = None, loader: str = "") -> None:
         """Give a loss to one of several optimizers; for a `training_step` that returns none.
 
         The gradients come when the step has returned, and reach the parameters of this optimizer
@@ -236,13 +235,15 @@ class Run(RunServices):
                 the same ones; another window may do so to others.
             loss: Scalar with a graph: a mean over the items of the micro-batch.
             weight: As that of a `StepOutput`.
+            loader: Of several training loaders the one whose samples the loss is a mean over, by
+                its name in the batch. Left out, the loss counts by the samples of all of them.
 
         Raises:
             ConfigError: There is one optimizer, none of this name, or `loss` cannot be used.
         """
         from trainkit.training.optimizers import take_loss  # most runs have one
 
-        take_loss(self.optimizer, name, loss, weight)
+        take_loss(self.optimizer, name, loss, weight, loader, self.train_loader.parts)
 
     def windows(self) -> Generator[Window, None, None]:
         """Return the windows of what is left of the current epoch."""
@@ -378,6 +379,8 @@ class Run(RunServices):
         if self.checkpoints.saver is not None:
             self.checkpoints.saver.close()
         self.model = self.module
+        for each in self.optimizers.values():
+            each.model = None
         self.phase = "done"
 
     def interruption(self) -> Interrupted | None:
@@ -387,8 +390,7 @@ class Run(RunServices):
         """
         signum = self.requests.signal
         goes_on = signum == signal.SIGINT and is_interactive()
-        saves = self.checkpoints.saver is not None
-        saved = f"checkpoint `{self.checkpoint}`" if saves else "nothing saved"
+        saved = f"checkpoint `{self.checkpoint}`" if self.checkpoints.saver else "nothing saved"
         message = (
             f"trainkit: ended by {signal.Signals(signum).name} at step {self.state.step}, {saved}."
             + (" The model holds the weights of this step." if goes_on else "")

@@ -85,7 +85,6 @@ def optimizer_settings(
 
     Args:
         path: Names it.
-        optimizer: Of this process.
         ordered: Whether the order of the parameters in a group counts.
     """
     yield f"`{path}`", getattr(optimizer, "described", type(optimizer).__name__)

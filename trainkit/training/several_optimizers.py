@@ -18,7 +18,7 @@ from trainkit.training.callback import Callback, CallbackList
 from trainkit.training.lr_schedule import LRSchedules
 from trainkit.training.optimizers import NamedOptimizer, Optimizers
 from trainkit.training.run import Run
-from trainkit.types import StepOutput, StepResult
+from trainkit.types import StepResult
 
 __all__ = ["train_step"]
 
@@ -52,8 +52,8 @@ def train_step(run: Run, callbacks: CallbackList, window: Window) -> None:
         results[each.name] = update(run, each) if asked is None else skip(run, each, asked)
     end_window(run, callbacks, results, loss, weight)
     for each in chosen:
-        if results[each.name].skipped:
-            run.refuse_more_skips(asked or "the gradients overflowed", each)
+        if (reason := results[each.name].reason) is not None:
+            run.refuse_more_skips(reason, each)
 
 
 def end_window(
@@ -66,6 +66,8 @@ def end_window(
     """Count a window, and tell what came of it."""
     optimizers, state = _optimizers(run), run.state
     result = StepResult(loss, skipped=all(each.skipped for each in results.values()))
+    if result.skipped:
+        result.reason = " and ".join(dict.fromkeys(str(r.reason) for r in results.values()))
     if optimizers.together:  # as this first window has shown
         result.grad_norm = results[""].grad_norm
     else:
@@ -102,6 +104,15 @@ def accumulate(
             forward_backward(run, window, micro_batch, turn, chosen)
             callbacks.emit(Callback.on_microbatch_end, run, micro_batch.data)
     run.logging.samples = 1
+    for each in chosen:
+        trained = [p for p in each.parameters if p.requires_grad]
+        is_first = each.steps + each.skipped_steps == 0
+        if is_first and trained and all(p.grad is None for p in trained):
+            raise ConfigError(
+                f"The loss of the optimizer `{each.name}` reaches none of its parameters: its "
+                "update would change nothing. Compute it from what they compute, not detached, or "
+                "give it to the optimizer that is meant."
+            )
     return chosen
 
 
@@ -135,14 +146,17 @@ def forward_backward(
         losses = [
             (each, each.weighting.weigh(outputs.pop(each.name), micro_batch)) for each in chosen
         ]
-    with _NOTHING if micro_batch.last else run.strategy.no_sync(run.model):
-        while losses:
-            each, loss = losses.pop(0)
-            with _NOTHING if turn is not None else only(run.module, each.parameter_names):
-                if losses:  # they may share what was computed
-                    each.precision.backward(loss, retain_graph=True)
-                else:
-                    each.precision.backward(loss)
+    reducing = run.strategy.sync_in_backward if micro_batch.last else run.strategy.no_sync
+    while losses:
+        each, loss = losses.pop(0)
+        with (
+            _NOTHING if turn is not None else only(run.module, each.parameter_names),
+            reducing(each.model or run.module),
+        ):
+            if losses:  # they may share what was computed
+                each.precision.backward(loss, retain_graph=True)
+            else:
+                each.precision.backward(loss)
 
 
 def _outputs(run: Run, micro_batch: MicroBatch, turn: NamedOptimizer | None) -> dict[str, Any]:
@@ -173,7 +187,8 @@ def _outputs(run: Run, micro_batch: MicroBatch, turn: NamedOptimizer | None) -> 
             f"`training_step` called `run.optimize` and returned {type(output).__name__!r} too. "
             "Return nothing, or a mapping of values to log, in which `loss` is none."
         )
-    return {name: StepOutput(*losses[name]) for name in optimizers.by_name if name in losses}
+    given = {name: losses[name] for name in optimizers.by_name if name in losses}
+    return {name: own.get("", own) for name, own in given.items()}  # one, or those by loader
 
 
 def _choose(
@@ -203,11 +218,14 @@ def _choose(
                 "too, or leave `compile` and the checkpointing out."
             )
         chosen = [optimizers.by_name[name] for name in names]
-        # What reduces gradients in backward is not needed: they are reduced by optimizer.
+        # What reduces the gradients of all is not needed: each optimizer reduces its own.
         run.model = run.strategy.unwrap(run.model)
         run.weighting = _Weightings(chosen)  # type: ignore[assignment]
     for each in chosen:
         each.weighting.begin(window)
+        trained = [p.requires_grad for p in each.parameters]
+        if each.trained != trained:  # at first, and after some froze or thawed
+            each.model, each.trained = None, trained
     return chosen
 
 
@@ -233,10 +251,15 @@ def _count_together(run: Run, optimizers: Optimizers) -> None:
 def reduce_and_unscale(run: Run, each: NamedOptimizer) -> bool:
     """Make the gradients of one optimizer final; return whether they overflowed."""
     strategy, parameters = run.strategy, each.parameters
-    if each.steps + each.skipped_steps == 0:
+    if each.model is None:
         with only(run.module, each.parameter_names):
             strategy.check_gradients(run.module)
-    strategy.reduce_gradients(run.module, parameters)
+            each.model = run.model  # where parameters are sharded, or there is one loss for all
+            if not strategy.sharded and each.optimizer is not run.optimizer:
+                # Only now: `wrap` sends parameters, and no graph must wait for its backward.
+                each.model = strategy.wrap(run.module, run.precision)
+            with strategy.sync_in_backward(each.model):
+                pass  # the backwards of this window have reduced nothing
     if (correction := each.weighting.correction()) is not None:
         strategy.scale_gradients(parameters, correction)
     return each.precision.unscale(each.optimizer, strategy.reduce_overflow)
@@ -267,12 +290,11 @@ def update(run: Run, each: NamedOptimizer) -> StepResult:
 def skip(run: Run, each: NamedOptimizer, asked: str | None = None) -> StepResult:
     """Clear the gradients of one optimizer and leave everything else of it as it was (rule 9)."""
     loss, _ = each.weighting.result()
-    if asked is None:  # an overflow; there may be no way on
-        run.overflow(loss, each.precision)
+    reason = asked or run.overflow(loss, each.precision)
     each.optimizer.zero_grad(set_to_none=True)
     each.skipped_steps += 1
     each.consecutive_skips += 1
-    return StepResult(loss, skipped=True)
+    return StepResult(loss, skipped=True, reason=reason)
 
 
 @contextmanager

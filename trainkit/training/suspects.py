@@ -66,8 +66,7 @@ def parameter_sizes(run: Run) -> dict[str, float]:
     with torch.no_grad():
         parts = run.strategy.local_parts(run.module.parameters())
         known = [(n, p) for n, p in zip(names, parts, strict=True) if p.numel() and p.itemsize > 1]
-        largest = [p.abs().amax().double().cpu() for _, p in known]
-    return {name: float(size) for (name, _), size in zip(known, largest, strict=True)}
+        return {name: float(p.abs().amax()) for name, p in known}
 
 
 def is_bad(run: Run, sizes: dict[str, float], *, overflowed: bool) -> bool:

@@ -60,8 +60,6 @@ class Callers:
     Methods that begin with `on_` are for the thread of the watch, the others for the main thread.
 
     Args:
-        rank: Of this process.
-        size: Number of processes.
         send: Sends a message; returns at once.
         position: Returns where this process is.
     """

@@ -56,8 +56,6 @@ class Links:
     """The connections of this process; one thread alone calls its methods, but for `wake`.
 
     Args:
-        rank: Of this process.
-        size: Processes in all.
         address: Of process 0.
         listening: Where others connect to this process; owned from now on.
     """

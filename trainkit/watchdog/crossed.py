@@ -22,7 +22,6 @@ class Crossed:
     """Looks after the collectives that this process waits in; for the thread of the watch.
 
     Args:
-        rank: Of this process.
         send: Sends a message; returns at once.
         position: Returns where this process is.
         main: The thread that waits.

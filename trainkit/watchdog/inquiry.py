@@ -28,8 +28,6 @@ class Inquiry:
     """What is known of a job that stands still; for the thread of the watch.
 
     Args:
-        rank: Of this process.
-        size: Processes in all.
         links: The connections of this process.
         send: Sends a message; returns at once.
         main: The main thread.

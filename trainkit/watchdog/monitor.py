@@ -77,8 +77,6 @@ class WatchThread:
     """Listens to the other processes of a job, and looks after the progress of this one.
 
     Args:
-        rank: Of this process.
-        size: Processes in all.
         links: The connections to them; owned from now on.
         position: Returns how many collectives this process has begun.
 

@@ -43,7 +43,6 @@ class Report:
             ended the job. "left": it left because of another process.
         secondary: Whether the cause is told by another report.
         process: The process that failed; None where that is not known.
-        processes: Processes in all.
         reporter: The process that writes.
         cause: What happened, in one sentence.
         hint: What usually causes it, and what to do.
@@ -97,7 +96,8 @@ class Report:
         for rank, state in self.states.items():
             parts.append(f"  process {rank}: {state.get('text')}")
             if rank == str(self.process):
-                parts += [f"    {line}" for line in _end_of(str(state.get("stack", "")))]
+                stack = str(state.get("stack", "")).rstrip().splitlines()
+                parts += [f"    {line}" for line in stack[-_SHOWN_LINES:]]
         if self.memory:
             parts.append(
                 "memory: " + ", ".join(f"{k} {readable_size(v)}" for k, v in self.memory.items())
@@ -239,8 +239,3 @@ def tells_of_lost_peer(error: BaseException) -> bool:
     broken, _ = _HINTS_OF_COLLECTIVES[0]
     of_collective = isinstance(error, RuntimeError) and _COLLECTIVE.search(whole)
     return bool(of_collective and re.search(broken, whole))
-
-
-def _end_of(stack: str) -> list[str]:
-    """Return the innermost lines of a stack."""
-    return stack.rstrip().splitlines()[-_SHOWN_LINES:]

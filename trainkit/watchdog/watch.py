@@ -32,8 +32,6 @@ class JobWatch:
     The methods are for the main thread. In a fork they do nothing.
 
     Args:
-        rank: Of this process.
-        size: Processes in all.
         links: The connections to them; owned from now on.
         position: Returns how many collectives this process has begun.
     """
@@ -84,7 +82,6 @@ class JobWatch:
         Then this process leaves, and the call does not return.
 
         Args:
-            error: What was raised.
             report: What to write.
             folder: Where to; None: only on stderr.
         """

@@ -1,9 +1,6 @@
 """Tensors as bytes and back, and which of them share memory; torch is imported when asked for."""
 
-import ctypes
-import mmap
 from dataclasses import dataclass
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from trainkit.checkpoint.format.strides import is_dense, kept
@@ -20,7 +17,6 @@ __all__ = [
     "kept_strides",
     "refused_tensor",
     "tensor_piece",
-    "use_large_pages",
     "with_strides",
 ]
 
@@ -102,11 +98,9 @@ def empty(dtype: str, shape: tuple[int, ...]) -> "Tensor":
     import torch
 
     try:
-        tensor = torch.empty(shape, dtype=getattr(torch, _TORCH_NAMES[dtype]))
+        return torch.empty(shape, dtype=getattr(torch, _TORCH_NAMES[dtype]))
     except (OverflowError, RuntimeError, TypeError) as error:
         raise ValueError(f"no tensor can have the shape {shape}") from error
-    use_large_pages(tensor.data_ptr(), tensor.nbytes)
-    return tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,26 +211,3 @@ def _contains(base: _Seen, memory: _Memory) -> bool:
     inside = base.memory.begin <= memory.begin and memory.end <= base.memory.end
     same = memory.dtype == base.memory.dtype and not any(memory.flipped)
     return base.covers and inside and same
-
-
-_ADVICE = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux alone has it
-_LEAST = 1 << 21  # bytes: one large page
-
-
-def use_large_pages(address: int, size: int) -> None:
-    """Ask the kernel for large pages behind `size` bytes at `address`; it may do without.
-
-    In pages of 4 KiB, of which it hands out and clears one after the other, filling fresh memory
-    takes several times as long as reading the file that goes there.
-    """
-    begin = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
-    end = (address + size) // mmap.PAGESIZE * mmap.PAGESIZE
-    if _ADVICE is not None and end - begin >= _LEAST:
-        _madvise()(begin, end - begin, _ADVICE)
-
-
-@cache
-def _madvise() -> Any:
-    function = ctypes.pythonapi["madvise"]  # of the C library, which Python itself has open
-    function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    return function

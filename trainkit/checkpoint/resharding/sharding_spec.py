@@ -36,7 +36,6 @@ class ShardingSpec:
     """How a tensor is spread over a mesh of processes.
 
     Args:
-        mesh: The `DeviceMesh`.
         placements: For each dimension of the mesh, `Shard(dim)` or `Replicate()`.
         shape: Of the whole tensor.
     """
