@@ -8,6 +8,7 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -162,6 +163,20 @@ def _state(pid: int, state: str) -> None:
     while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != state:
         assert time.monotonic() < end
         time.sleep(0.01)
+
+
+@LINUX
+def test_a_process_may_end_while_it_is_looked_at() -> None:
+    here = Member.this()
+    for _ in range(50):
+        with subprocess.Popen(["true"]) as process:
+            member = replace(here, pid=process.pid, started=started_at(process.pid))
+            looked = stalls.Unanswered(member, time.monotonic())
+            reaper = threading.Thread(target=process.wait)
+            reaper.start()
+            while process.returncode is None:
+                looked.could_answer(time.monotonic())
+            reaper.join()
 
 
 @LINUX

@@ -201,14 +201,14 @@ class Host(_Namespaces):
 
     def is_alive(self) -> bool:
         """Return whether it has power."""
-        return _state(self.pid) not in _GONE
+        return state(self.pid) not in _GONE
 
     def pids(self, text: str = "") -> list[int]:
         """Return the processes whose command has this text, as this process sees them."""
         found = []
         mine = _space(self.pid)
         for pid in [int(each.name) for each in Path("/proc").iterdir() if each.name.isdigit()]:
-            if mine and pid != self.pid and _space(pid) == mine and _state(pid) not in _GONE:
+            if mine and pid != self.pid and _space(pid) == mine and state(pid) not in _GONE:
                 found += [pid] if text in _command(pid) else []
         return sorted(found)
 
@@ -412,7 +412,7 @@ def _command(pid: int) -> str:
     return ""
 
 
-def _state(pid: int) -> str:
+def state(pid: int) -> str:
     """Return R, S, T, Z and so on; empty for a process that is not there."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.hosts.harness import ROOT, Host, everything_gone, hosts, needs_hosts
+from tests.hosts.harness import ROOT, Host, everything_gone, hosts, needs_hosts, state
 
 pytestmark = needs_hosts
 
@@ -121,12 +121,10 @@ def test_nothing_is_left_of_hosts_whose_test_is_killed(tmp_path: Path) -> None:
     command = [sys.executable, "-c", script, str(tmp_path)]
     killed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert killed.returncode == -9, killed.stderr
-    pids = killed.stdout.split()
+    pids = [*map(int, killed.stdout.split())]
     assert len(pids) == 2
     end = time.monotonic() + 20
-    while alive := [pid for pid in pids if Path(f"/proc/{pid}/cmdline").exists()]:
-        if not any(Path(f"/proc/{pid}/cmdline").read_bytes() for pid in alive):
-            break  # zombies
+    while alive := [pid for pid in pids if state(pid) not in ("", "Z")]:
         assert time.monotonic() < end, alive
         time.sleep(0.05)
 

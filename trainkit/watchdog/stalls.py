@@ -202,8 +202,11 @@ class Unanswered:
 
     def could_answer(self, now: float) -> bool:
         """Return whether it had the processor, or wanted none for long; to be called often."""
-        tasks = Path(f"/proc/{self._member.pid}/task").glob("*")
-        states = [_stat(f"{self._member.pid}/task/{task.name}")[:1] for task in tasks]
+        tasks = Path(f"/proc/{self._member.pid}/task")
+        threads: list[str] = []
+        with suppress(OSError):  # it may end while it is looked at
+            threads = os.listdir(tasks)
+        states = [_stat(f"{self._member.pid}/task/{thread}")[:1] for thread in threads]
         if not states or ["R"] in states or ["D"] in states:
             self._waited = now
         return (
