@@ -1,7 +1,8 @@
-"""Several files at once: the disk takes one while the next is made, and no failure is lost."""
+"""Files as they are written, several at once, and read: in chunks, and hashed."""
 
 import errno
 import os
+import random
 import subprocess
 import sys
 import threading
@@ -9,8 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import xxhash
 
-from trainkit.checkpoint.io import files
+from trainkit.checkpoint.io import files, reading
+from trainkit.errors import CheckpointCorrupt
 
 
 def test_a_file_is_synced_while_the_next_one_is_made(
@@ -123,3 +126,24 @@ def test_what_cannot_be_made_leaves_no_descriptor_open(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no more"):
         files.write_files([(tmp_path / "1", [b"1"]), (tmp_path / "2", broken())])
     assert os.listdir("/dev/fd") == before
+
+
+def test_what_is_read_in_chunks_is_what_is_hashed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "_CHUNK", 1000)
+    monkeypatch.setattr(reading, "_AHEAD", 3000)
+    content = random.Random(0).randbytes(20_500)
+    (tmp_path / "data").write_bytes(content)
+    with (
+        reading.open_directory(tmp_path) as directory,
+        reading.open_file(directory, "data", tmp_path) as file,
+    ):
+        file.narrow("inner", 100, 20_000)
+        assert file.read(7) == content[100:107]
+        file.skip(2500)
+        assert file.read(9999) == content[2607:12606]
+        digest = file.skip_rest().digest()
+        assert digest == xxhash.xxh3_128_hexdigest(content[100:20_100])
+        with pytest.raises(CheckpointCorrupt, match="it is cut"):
+            file.read(1000)

@@ -2,24 +2,18 @@
 
 import os
 import stat
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from itertools import cycle
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Self
 
 from trainkit.checkpoint.io.digests import xxh3_128
-from trainkit.checkpoint.io.files import begin
 from trainkit.errors import CheckpointCorrupt
 
-__all__ = ["HashedFile", "broken", "names_in", "open_directory", "open_file", "scratch"]
+__all__ = ["HashedFile", "broken", "names_in", "open_directory", "open_file"]
 
-_CHUNK = 1 << 22  # bytes read at once
-_SMALL = 1 << 20  # bytes that are read sooner than handed to a thread
-_AHEAD = 4  # chunks that are read or wait to be hashed
-_READERS = 2  # threads: also filling fresh memory takes longer than hashing
+_CHUNK = 1 << 19  # bytes read at once: they are hashed while the processor still has them
+_AHEAD = 1 << 24  # bytes that the system is asked to have in memory before they are read
 
 
 def broken(path: Path, file: str, why: str, errno: int | None = None) -> CheckpointCorrupt:
@@ -87,16 +81,6 @@ def open_file(directory: int, name: str, path: Path) -> Iterator["HashedFile"]:
             os.close(descriptor)
 
 
-def scratch(size: int) -> Iterator[memoryview]:
-    """Yield memory for `size` bytes that nobody keeps: each piece is good while `_AHEAD` are."""
-    buffers = [memoryview(bytearray(min(_CHUNK, size))) for _ in range(_AHEAD)]
-    for buffer in cycle(buffers):
-        if size <= 0:
-            return
-        yield buffer[:size]
-        size -= len(buffer)
-
-
 def _check_is_ordinary(status: os.stat_result, name: str, path: Path) -> None:
     if not stat.S_ISREG(status.st_mode):
         kind = "a link" if stat.S_ISLNK(status.st_mode) else "not an ordinary file"
@@ -113,6 +97,7 @@ class HashedFile:
         self._descriptor = descriptor
         self._begin, self._within = 0, ""  # in the file that it is packed into
         self._place = 0  # of the next byte to be hashed
+        self._asked = 0  # up to where the system was asked to read ahead
         self._hash = xxh3_128()
 
     def narrow(self, name: str, begin: int, size: int) -> None:
@@ -127,14 +112,24 @@ class HashedFile:
         return bytes(data)
 
     def read_into(self, target: memoryview) -> None:
-        """Fill `target` with the next bytes.
+        """Fill `target` with the next bytes, and hash them while the disk brings those after them.
 
         Raises:
             CheckpointCorrupt: The file ends before.
         """
-        self.read_at(self._place, target)
-        self._place += len(target)
-        self._hash.update(target)
+        for begin in range(0, len(target), _CHUNK):
+            chunk = target[begin : begin + _CHUNK]
+            if self._asked < self._place + _AHEAD < self.size:
+                self._ask()
+            self.read_at(self._place, chunk)
+            self._place += len(chunk)
+            self._hash.update(chunk)
+
+    def _ask(self) -> None:
+        with suppress(AttributeError, OSError):  # macOS has it not; it is advice
+            place = self._begin + self._asked
+            os.posix_fadvise(self._descriptor, place, _AHEAD, os.POSIX_FADV_WILLNEED)
+        self._asked += _AHEAD
 
     def read_at(self, begin: int, target: memoryview) -> None:
         """Fill `target` with the bytes from `begin` on, without hashing them.
@@ -150,35 +145,15 @@ class HashedFile:
                 raise self.broken("it is cut")
             left = left[count:]
 
-    def read_ahead(self, targets: Iterable[memoryview]) -> None:
-        """Fill one target after the other with the next bytes; hash one while others are read.
-
-        Raises:
-            CheckpointCorrupt: The file ends before.
-        """
-        with ThreadPoolExecutor(_READERS) as readers:
-            begun: deque[tuple[Callable[[], None] | None, memoryview]] = deque()
-
-            def finish(most: int) -> None:
-                while len(begun) > most:
-                    wait, chunk = begun.popleft()
-                    if wait is not None:
-                        wait()
-                    self._hash.update(chunk)
-
-            for chunk in (t[i : i + _CHUNK] for t in targets for i in range(0, len(t), _CHUNK)):
-                if len(chunk) < _SMALL:
-                    self.read_at(self._place, chunk)
-                    begun.append((None, chunk))
-                else:
-                    begun.append((begin(readers, self.read_at, self._place, chunk), chunk))
-                self._place += len(chunk)
-                finish(_AHEAD - 1)
-            finish(0)
+    def skip(self, size: int) -> None:
+        """Hash the next `size` bytes."""
+        buffer = memoryview(bytearray(min(_CHUNK, size)))
+        for begin in range(0, size, _CHUNK):
+            self.read_into(buffer[: size - begin])
 
     def skip_rest(self) -> Self:
         """Hash what has not been read yet."""
-        self.read_ahead(scratch(self.size - self._place))
+        self.skip(self.size - self._place)
         return self
 
     def digest(self) -> str:

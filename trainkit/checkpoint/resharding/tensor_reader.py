@@ -1,6 +1,6 @@
 """Read tensors, or regions of them, out of the files of a checkpoint; no torch needed."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from trainkit.checkpoint.format.names import TENSOR_SUFFIX, owner_of
 from trainkit.checkpoint.format.shard_region import ShardRegion, runs
 from trainkit.checkpoint.format.tensor_file import SIZES, Header
 from trainkit.checkpoint.format.tensor_location import StoredTensor
-from trainkit.checkpoint.io.reading import HashedFile, broken, scratch
+from trainkit.checkpoint.io.reading import HashedFile, broken
 
 __all__ = ["ReadJob", "TensorReader"]
 
@@ -132,9 +132,7 @@ class TensorReader:
                             file.read_at(begin, target)
                         left = []
                     else:
-                        again: list[_Stretch] = []
-                        file.read_ahead(_targets(left, again))
-                        left = again
+                        left = _fill(left, file)
                         file.skip_rest().check_digest(self._files[name].xxh3_128)
                         self._verified.add(name)
 
@@ -161,13 +159,14 @@ class TensorReader:
         ]
 
 
-def _targets(stretches: list[_Stretch], again: list[_Stretch]) -> Iterator[memoryview]:
-    """Yield memory for a file from its beginning; note the stretches that need it once more."""
-    place = 0
+def _fill(stretches: list[_Stretch], file: HashedFile) -> list[_Stretch]:
+    """Read a file from its beginning; return the stretches that need it once more."""
+    place, again = 0, []
     for begin, target in stretches:
         if begin < place:  # the same bytes are wanted twice
             again.append((begin, target))
             continue
-        yield from scratch(begin - place)
-        yield target
+        file.skip(begin - place)
+        file.read_into(target)
         place = begin + len(target)
+    return again
