@@ -357,9 +357,21 @@ def test_batches_of_similar_length_are_shared_out_and_gone_on_with(tmp_path: Pat
         assert alone == whole[split:]
 
 
+def test_the_longest_batch_is_the_first() -> None:
+    lengths = [*range(1, 1000), 5000, *range(1000, 1500)]
+    for epoch in range(3):
+        torch.manual_seed(epoch)
+        order = list(group_by_length([None] * 1500, 8, lengths=lengths))
+        assert sorted(order) == list(range(1500))
+        batches = [[lengths[i] for i in order[at : at + 8]] for at in range(0, 1496, 8)]
+        assert max(batches[0]) == 5000
+        assert batches[1:] != sorted(batches[1:], reverse=True)
+
+
 def test_lengths_that_are_known_need_not_be_read() -> None:
     assert sorted(group_by_length([None] * 5, 2, lengths=[5, 4, 3, 2, 1])) == [0, 1, 2, 3, 4]
     with pytest.raises(ConfigError, match="`lengths` must have one for each item"):
         group_by_length(items(), 2, lengths=[1])
     with pytest.raises(ConfigError, match="`batch_size`"):
         group_by_length(items(), 0)
+    assert list(group_by_length([None], 2, lengths=[3])) == [0]

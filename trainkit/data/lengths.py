@@ -46,7 +46,8 @@ def group_by_length(
 ) -> Sampler[int]:
     """Return a sampler for batches of items of similar length, so that little is padded.
 
-    The items are shuffled, sorted by length in chunks of 50 batches, and the batches shuffled.
+    The items are shuffled, sorted by length in chunks of 50 batches, and the batches shuffled, but
+    for the longest, which is first: if it does not fit into memory, the first step says so.
     With trainkit the order follows from seed and epoch alone (rule 14); processes share it out and
     a resume goes on in it as with any sampler: `DataLoader(dataset, 8, sampler=...)`.
 
@@ -80,4 +81,7 @@ class _LengthSampler(Sampler[int]):
         chunks = torch.split(torch.randperm(len(self)), _BATCHES * size)
         ordered = torch.cat([c[self._lengths[c].argsort(descending=True)] for c in chunks])
         batches = ordered[: whole * size].view(whole, size)[torch.randperm(whole)]
+        if whole:
+            longest = int(self._lengths[batches[:, 0]].argmax())
+            batches[[0, longest]] = batches[[longest, 0]]
         yield from torch.cat([batches.flatten(), ordered[whole * size :]]).tolist()
