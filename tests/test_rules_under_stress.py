@@ -173,6 +173,7 @@ def test_a_method_that_looks_like_a_hook_is_refused() -> None:
 def differ(rank: int, what: str) -> None:
     other = rank == 1
     model = nn.Linear(3, 1, bias=not (other and what == "model"))
+    model.weight.requires_grad_(not (other and what == "frozen"))
     data = make_loader(
         16 if other and what == "length" else 8, 4 if other and what == "batch" else 2
     )
@@ -182,20 +183,30 @@ def differ(rank: int, what: str) -> None:
         loaders = DataLoader(first, batch_size=2)
     if what == "evaluation":
         loaders = {"train": data, "eval": {f"dev{rank}": make_loader()}}
-    folder = f"runs/{rank}" if what == "folder" else None
+    more: dict[str, Any] = {}
+    if what == "part":
+        loaders = {"train": {"a": data, "b": DataLoader(data.dataset, 2, shuffle=other)}}
+        more = {"policy": "min"}
+    folder = {"folder": f"runs/{rank}", "resume": "runs/both"}.get(what)
+    if what == "resume":
+        more = {"resume": "auto" if other else None}
     epochs = 2 + other * (what == "settings")
-    fit(Trainer(max_epochs=epochs, callbacks=[], output_dir=folder), model, loaders=loaders)
+    trainer = Trainer(max_epochs=epochs, callbacks=[], output_dir=folder)
+    fit(trainer, model, loaders=loaders, **more)
 
 
 @pytest.mark.parametrize(
     ("what", "message"),
     [
         ("model", "differ in the model: process 0: Linear with 2 tensors"),
+        ("frozen", r"differ in `weight` of the model: .*\(1, 3\), trainable; .*\(1, 3\), frozen\."),
+        ("part", "differ in the training loader `b`: .*SequentialSampler; .*seed what is random"),
         ("length", "differ in the training loader: process 0: TensorDataset, 8 samples"),
         ("batch", "batch size 2.*process 1: .*batch size 4"),
         ("split", "differ in the training loader.*indices with digest.*random_split"),
         ("evaluation", "differ in the names of the evaluation loaders"),
         ("settings", "differ in `max_epochs`: process 0: 2; process 1: 3"),
+        ("resume", "differ in `resume`: process 0: not set; process 1: 'auto'"),
         ("folder", "differ in `output_dir`: process 0: .*runs/0; .*one folder that they share"),
     ],
 )

@@ -279,6 +279,7 @@ def test_several_optimizers_learn_from_the_loaders_that_they_name(size: int) -> 
     ("names", "words"),
     [
         ({"a": "", "b": ""}, 'one loss for .*run.optimize."trunk", loss, loader="a"'),
+        ({"a": None, "b": None}, 'one loss for .*run.optimize."trunk", loss, loader="a"'),
         ({"a": "a", "b": ""}, "a loss of one loader, and one of none"),
         ({"a": "a", "b": "c"}, "the loader 'c', but the training loaders are `a`, `b`"),
     ],
@@ -361,7 +362,8 @@ def differ(rank: int) -> None:
 
 @pytest.mark.e2e
 def test_processes_that_return_other_losses_are_told() -> None:
-    with pytest.raises(RanksError, match=r"The processes returned other losses"):
+    told = "process 0: of `a`, `b`; process 1: of `a` with a weight, `b` with a weight"
+    with pytest.raises(RanksError, match=told):
         run_ranks(2, differ)
 
 

@@ -539,6 +539,42 @@ def test_a_name_that_one_process_forgets_is_said_on_all() -> None:
     assert "process 0: `critic`, `maker`; process 1: `maker`" in texts[0]
 
 
+class FreezesOnOne(Callback):
+    @override
+    def on_step_end(self, run: Run, result: StepResult) -> None:
+        run.module.get_submodule("maker.0").requires_grad_(run.processes.process_index == 0)
+
+
+def freeze_on_one(rank: int) -> str:
+    with pytest.raises(ConfigError) as error:
+        fit("by name", callbacks=[FreezesOnOne()])
+    return str(error.value)
+
+
+@pytest.mark.e2e
+def test_what_froze_on_one_process_alone_is_said_on_all() -> None:
+    texts = run_ranks(2, freeze_on_one)
+    assert texts[0] == texts[1]
+    assert "of the optimizer `maker` are frozen: process 0: 0 of 4; process 1: 2 of 4" in texts[0]
+
+
+class Adds(Callback):
+    @override
+    def on_step_end(self, run: Run, result: StepResult) -> None:
+        if run.state.step == 2:
+            late = [*run.module.get_submodule("maker.0").parameters()]
+            run.optimizers["maker"].optimizer.add_param_group({"params": late})
+
+
+@pytest.mark.parametrize("kind", ["turns", "by name"])
+def test_parameters_that_an_optimizer_is_given_later_are_refused(kind: str) -> None:
+    model = make_pair()
+    late: dict[str, Any] = {"maker": partial(SGD, lr=0.1), "critic": partial(SGD, lr=0.1)}
+    late["maker"] = SGD(model.maker[3].parameters(), 0.1)
+    with pytest.raises(ConfigError, match=r"`maker` has other parameters than .* `FreezeUntil`"):
+        fit(kind, model, optimizer=late, callbacks=[Adds()])
+
+
 def test_what_cannot_be_meant_is_said_before_the_first_step() -> None:
     model = make_pair()
     both = {"critic": Adam(model.parameters()), "maker": SGD(model.maker.parameters(), 0.1)}

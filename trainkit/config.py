@@ -25,6 +25,8 @@ __all__ = [
 
 T = TypeVar("T", bound=Callable[..., Any])
 
+# What is said of a choice where choices are listed.
+_MEANINGS = {"min": " (lower is better)", "max": " (higher is better)"}
 # What an annotation accepts, and how it is called; other classes accept their own.
 _PLAIN: dict[type, tuple[tuple[type, ...], str]] = {
     bool: ((bool,), "True or False"),
@@ -293,7 +295,7 @@ def _problem(name: str, value: object, parameter: inspect.Parameter) -> str | No
 def _wrong(name: str, value: object, annotation: Any) -> str | None:
     if get_origin(annotation) is Literal:
         known = get_args(annotation)
-        wanted = " or ".join(f'"{choice}"' for choice in known)
+        wanted = " or ".join(f'"{choice}"{_MEANINGS.get(choice, "")}' for choice in known)
         return None if value in known else f"`{name}` must be {wanted}, but is {value!r}."
     alone = NoneType if annotation is None else annotation
     kinds = get_args(annotation) if isinstance(annotation, UnionType) else (alone,)

@@ -313,8 +313,9 @@ class Trainer:
             stack.enter_context(console.lasting())
             prepared = self._prepare_all(stack, loaders, policy)
             schedule_for = partial(self._make_schedule, lr_scheduler, warmup)
+            how = {"resume": resume, "schedule": schedule, "restore_best": restore_best}
             self.run = run = self._make_run(
-                arguments.check_model(model), *prepared, (optimizer, alternate), schedule_for
+                arguments.check_model(model), *prepared, (optimizer, alternate), schedule_for, how
             )
             resume, callbacks, finish = self._choose(run, resume, restore_best, stack)
             stack.enter_context(watched(run, self._watchdog))
@@ -558,13 +559,14 @@ class Trainer:
         evaluations: dict[str, PreparedLoader],
         optimizer: tuple[Any, Mapping[str, int] | None],
         schedule_for: Callable[[Optimizer, int | None], LRSchedule | LRSchedules | None],
+        how: Mapping[str, Any],
     ) -> Run:
         from trainkit.training import consistency, optimizer_arguments  # on demand
 
         config, processes = self.config, self.strategy.processes
         arguments.check_evaluations(evaluations)
         names = ("output_dir", "new_run", "strategy", "precision", "training_step", "loss_fn")
-        others = {"compile": self._compile} | {name: getattr(self, name) for name in names}
+        others = {**how, "compile": self._compile} | {name: getattr(self, name) for name in names}
         settings = consistency.settings_by_name(config, module, loader, evaluations, others)
         consistency.check_alike(processes, settings)
         self.planned_steps = planned_steps = arguments.planned_steps(config, loader)

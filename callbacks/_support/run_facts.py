@@ -51,6 +51,7 @@ def _script() -> Path:
 def _parts_of(run: Run) -> dict[str, Any]:
     loader, schedule = run.train_loader, run.lr_schedule
     total, trainable = parameter_counts(run.module)
+    combination = loader.combination(run.config.gradient_accumulation_steps)
     return {
         "model": class_name(run.module),
         "parameters": total,
@@ -65,7 +66,7 @@ def _parts_of(run: Run) -> dict[str, Any]:
         "window": loader.nominal_window(run.config.gradient_accumulation_steps),
         "samples per epoch": loader.samples_per_epoch,
         "planned steps": run.planned_steps,
-    }
+    } | ({"training loaders": combination} if combination else {})
 
 
 def _versions() -> dict[str, str]:

@@ -150,6 +150,12 @@ def test_bad_arguments_are_refused(arguments: Any) -> None:
         EarlyStopping("eval/loss", **{"patience": 1, "mode": "min", **arguments})
 
 
+def test_a_mode_that_is_none_is_told_what_the_modes_mean() -> None:
+    wanted = r'`mode` must be "min" \(lower is better\) or "max" \(higher is better\), but is'
+    with pytest.raises(ConfigError, match=wanted):
+        EarlyStopping("eval/loss", patience=1, mode="lower")  # type: ignore[arg-type]
+
+
 def test_a_state_with_other_keys_is_refused() -> None:
     run: Any = None
     with pytest.raises(Unfit, match="lacks the key 'bad_evaluations'"):

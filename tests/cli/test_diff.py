@@ -126,6 +126,52 @@ def test_a_changed_order_is_named(tmp_path: Path, diff: Any) -> None:
     assert "sampler: RandomSampler in A, SequentialSampler in B" in cause["text"]
 
 
+class Quickens(Callback):
+    @override
+    def on_step_start(self, run: Run) -> None:
+        run.optimizer.param_groups[0]["lr"] = 2e-2 if run.state.step >= 5 else 1e-2
+
+
+def several(folder: Path, lr: float = 1e-2, policy: str = "min", count: int = 4) -> Path:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 1), nn.Flatten(0))
+    inputs = torch.randn(16, 6, generator=torch.Generator().manual_seed(1))
+    loader = DataLoader(TensorDataset(inputs, inputs.sum(1)), batch_size=4)
+    Trainer(max_steps=6, output_dir=folder, callbacks=[Journal()]).fit(
+        model,
+        {"train": {"a": loader, "b": DataLoader(loader.dataset, batch_size=count)}},
+        policy=policy,
+        optimizer={n: torch.optim.SGD(model[i].parameters(), lr=lr) for i, n in enumerate("xy")},
+        loss_fn=nn.MSELoss(),
+    )
+    return folder
+
+
+def test_what_differs_in_several_optimizers_and_loaders_is_named_alone(
+    tmp_path: Path, diff: Any
+) -> None:
+    a, b = several(tmp_path / "a"), several(tmp_path / "b", lr=2e-2)
+    (cause,) = found(a, b, diff)["causes"]
+    assert cause == {
+        "kind": "settings",
+        "text": "optimizer.x.lr: 0.01 in A, 0.02 in B; optimizer.y.lr: 0.01 in A, 0.02 in B.",
+    }
+    cause, *_ = found(a, several(tmp_path / "c", policy="sequential"), diff)["causes"]
+    assert cause["kind"] == "data"
+    assert "training loaders: min of `a` of 16 samples, 4 in a window; " in cause["text"]
+    assert "in A, sequential of `a`" in cause["text"]
+
+
+def test_a_rate_that_is_another_one_later_is_named(tmp_path: Path, diff: Any) -> None:
+    a, b = train(tmp_path / "a"), train(tmp_path / "b", Quickens())
+    result = found(a, b, diff)
+    assert result["first"][0]["step"] == 7
+    assert {
+        "kind": "optimizer",
+        "text": "groups[0].lr: 0.01 in A, 0.02 in B, in the checkpoints of step 8.",
+    } in result["causes"]
+
+
 def test_a_changed_library_is_named_before_what_it_did(
     tmp_path: Path, diff: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

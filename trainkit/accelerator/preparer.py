@@ -177,7 +177,7 @@ class Preparer:
                 text = f"{len(data)} samples, batch size {thing.batch_size}"
                 yield f"the loader at position {index} of `prepare`", text
             if isinstance(thing, nn.Module) and not self._is_prepared(thing):
-                yield f"`{place}`", describe_model(thing)
+                yield from describe_model(f"`{place}`", thing)
             if isinstance(thing, Optimizer):
                 # A group made of a `set` has another order on each process, and nothing follows it.
                 yield from optimizer_settings(place, thing, ordered=False)

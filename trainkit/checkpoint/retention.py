@@ -64,7 +64,8 @@ def _check_best(best: Any) -> None:
         wanted = '("eval/loss", "min", 1)'
         raise ConfigError(f"`keep_best` must be a tuple such as {wanted}, but is {best!r}.")
     if best[1] not in ("min", "max"):
-        raise ConfigError(f'`keep_best` must say "min" or "max", but says {best[1]!r}.')
+        wanted = '"min" (lower is better) or "max" (higher is better)'
+        raise ConfigError(f"`keep_best` must say {wanted}, but says {best[1]!r}.")
     if type(best[2]) is not int or best[2] < 1:
         raise ConfigError(f"`keep_best` must keep a number from 1 on, but keeps {best[2]!r}.")
 

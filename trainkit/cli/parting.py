@@ -38,7 +38,7 @@ _OF_RUN = {  # facts of the run, by what they are
     "settings": ("optimizer", "lr scheduler", "precision", "window", "planned steps"),
     "model": ("model", "parameters", "trainable parameters"),
     "environment": ("strategy", "processes", "device", "batch size of one process"),
-    "data": ("samples per epoch",),
+    "data": ("samples per epoch", "training loaders"),
 }
 _WORDS = ("in A", "in B")
 _STREAMS = {"python": "Python", "numpy": "NumPy", "torch": "torch", "device": "the device"}
@@ -85,7 +85,7 @@ def find_parting(a: Path, b: Path) -> Parting:
     headers = [j.header_of(r) for j, r in zip(journals, first or pairs[-1], strict=True)]
     made, harmless = _made_differences(*map(_made, headers, (a, b)))
     if first:
-        causes += [*made, *_order_differences([*before, *after])]
+        causes += [*made, *_order_differences([*before, *after]), *_late_settings(after)]
         if all(cause.kind == "machine" for cause in causes):
             causes.append(Cause("unknown", _unexplained(first, headers)))
         if len({header.get("run", {}).get("processes") for header in headers}) > 1:
@@ -193,7 +193,7 @@ def _made(header: Facts, folder: Path) -> Made:
         files.setdefault(Path(path).name, []).append(digest)
     found = {kind: {n: run[n] for n in names if n in run} for kind, names in _OF_RUN.items()}
     found["settings"] |= header.get("config", {})
-    found["settings"] |= {f"optimizer.{n}": v for n, v in header.get("optimizer", {}).items()}
+    found["settings"] |= {f"optimizer.{n}": v for n, v in flat(header.get("optimizer", {})).items()}
     found["settings"] |= {f"hparams.{n}": v for n, v in flat(header.get("hparams", {})).items()}
     found["model"] |= header.get("modules", {})
     found["environment"] |= {"CPU threads": start.get("threads"), **header.get("versions", {})}
@@ -272,6 +272,20 @@ def _state_differences(pair: Pair) -> Iterator[Cause]:
     ]
     if names:
         yield Cause("state", f"{_named(names)} {place}")
+
+
+def _late_settings(after: Sequence[Pair]) -> Iterator[Cause]:
+    """Yield what differs in the settings of the optimizer soon after two runs have parted."""
+    for pair in after:
+        try:
+            a, b = (read_contents(entry.path) for entry in pair)
+        except CheckpointError:
+            return  # what is broken is told elsewhere
+        names = [n for n in _differing(a, b, "optimizer") if n.startswith("groups[")]
+        x, y = ({n: side.values["optimizer"].get(n) for n in names} for side in (a, b))
+        if found := changed_facts(x, y, _WORDS):
+            where = f"in the checkpoints of step {pair[0].step}."
+            yield Cause("optimizer", f"{_listed(found)[:-1]}, {where}")
 
 
 def _differing(a: Contents, b: Contents, part: str) -> list[str]:

@@ -143,7 +143,11 @@ class CombinedWeighting(Weighting):
 
 
 def _differ(of_all: Sequence[list[tuple[str, bool]]]) -> DataError:
+    told = [", ".join(f"`{name}`{' with a weight' * has}" for name, has in own) for own in of_all]
+    of_one = [
+        f"of {words}" if own[0][0] else "one" for own, words in zip(of_all, told, strict=True)
+    ]
     return DataError(
-        "The processes returned other losses from `training_step`, as (loader, has a weight): "
-        f"{by_process(of_all)}. Return the same on all."
+        f"The processes differ in the losses that a step gave: {by_process(of_one)}. Give losses "
+        "of the same loaders on all, with a weight on all or on none."
     )

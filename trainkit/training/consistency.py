@@ -37,11 +37,11 @@ def settings_by_name(
     """Yield what a training depends on before its optimizer is made; `parts` counts too."""
     yield from program()
     yield from ((f"`{name}`", repr(value)) for name, value in asdict(config).items())
-    yield "the model", describe_model(module)
-    yield "the training loader", _describe_loader(loader)
+    yield from describe_model("the model", module)
+    yield from _describe_loader("the training loader", loader)
     yield "the names of the evaluation loaders", repr(list(evaluations))
     for name, evaluation in evaluations.items():
-        yield f"the evaluation loader {name!r}", _describe_loader(evaluation)
+        yield from _describe_loader(f"the evaluation loader {name!r}", evaluation)
     for name, part in parts.items():
         if isinstance(part, Path):
             yield f"`{name}`", str(part.resolve())
@@ -70,34 +70,38 @@ def _difference(found: Sequence[list[tuple[str, str]]]) -> ConfigError | None:
         return None
     first, *others = differences
     also = f" They differ also in {', '.join(others[:5])}." if others else ""
-    remedy = _REMEDIES.get(first, "Give all of them the same.")
+    remedies = [text for name, text in _REMEDIES.items() if first.startswith(name)]
+    remedy = remedies[0] if remedies else "Give all of them the same."
     return ConfigError(f"The processes differ in {first}: {differences[first]}. {remedy}{also}")
 
 
 def check_evaluation(processes: Processes, loader: PreparedLoader, metrics: Iterable[str]) -> None:
     """Raise ConfigError, on all processes, where they do not evaluate the same."""
-    by_name = {"the loader": _describe_loader(loader), "the metrics": repr(list(metrics))}
-    check_alike(processes, by_name.items())
+    by_name = [*_describe_loader("the loader", loader), ("the metrics", repr(list(metrics)))]
+    check_alike(processes, by_name)
 
 
-def describe_model(module: nn.Module) -> str:
-    """Return the class of a model, and digests of its tensors' names and of its code."""
-    tensors = [*module.named_parameters(), *module.named_buffers()]
-    rows = [(name, tuple(t.shape), str(t.dtype), t.requires_grad) for name, t in tensors]
+def describe_model(name: str, module: nn.Module) -> Iterator[tuple[str, str]]:
+    """Yield the class of a model with digests of its tensors' names and code, then each tensor."""
+    tensors = dict([*module.named_parameters(), *module.named_buffers()])
     code = {code_of(kind.forward) for kind in {type(each) for each in module.modules()}}
-    return (
-        f"{class_name(module)} with {len(rows)} tensors (digest {digest(repr(rows))}, "
-        f"code {digest(repr(sorted(code)))})"
-    )
+    digests = f"names {digest(repr([*tensors]))}, code {digest(repr(sorted(code)))}"
+    yield name, f"{class_name(module)} with {len(tensors)} tensors ({digests})"
+    for path, t in tensors.items():
+        trained = "trainable" if t.requires_grad else "frozen"
+        yield f"`{path}` of {name}", f"{t.dtype} of {tuple(t.shape)}, {trained}"
 
 
-def _describe_loader(loader: PreparedLoader) -> str:
+def _describe_loader(name: str, loader: PreparedLoader) -> Iterator[tuple[str, str]]:
     source = loader.source
     if loader.parts:
-        parts = "; ".join(f"{name}: {_describe_loader(p)}" for name, p in loader.parts.items())
-        return f"{loader.combination(1)} ({parts})"
+        yield name, str(loader.combination(1))
+        for part_name, part in loader.parts.items():
+            yield from _describe_loader(f"{name} `{part_name}`", part)
+        return
     if not isinstance(source, DataLoader):
-        return type(source).__name__  # each process may hold its own share
+        yield name, type(source).__name__  # each process may hold its own share
+        return
     words = [f"{type(source.dataset).__name__}"]
     if loader.samples_per_epoch is not None:
         words.append(f"{loader.samples_per_epoch} samples an epoch")
@@ -107,4 +111,4 @@ def _describe_loader(loader: PreparedLoader) -> str:
     if type(dataset) is Subset:
         indices = torch.as_tensor(dataset.indices)
         words.append(f"indices with digest {digest(bytes(memory_of(indices.contiguous())))}")
-    return ", ".join(words)
+    yield name, ", ".join(words)

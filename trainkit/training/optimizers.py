@@ -228,8 +228,8 @@ class Optimizers(Optimizer):
     @override
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         raise ConfigError(
-            "Parameters were added to several optimizers at once. Give them to one: "
-            f"`run.optimizers[name].optimizer.add_param_group(...)`, of {quoted([*self.by_name])}."
+            "Several optimizers are not given parameters later. Give each all that it will train "
+            "from the start, and freeze by `FreezeUntil` what it is to train later."
         )
 
     @override
@@ -309,7 +309,7 @@ def take_loss(
             f"`run.optimize` was given the loader {loader!r}, but {are}. Of several, pass the one "
             "whose samples the loss is a mean over, by its name in the batch."
         )
-    optimizer.take(name, loss, weight, loader)
+    optimizer.take(name, loss, weight, loader or "")
 
 
 def loss_given(optimizer: Optimizer, output: object) -> Tensor:

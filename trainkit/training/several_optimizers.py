@@ -197,15 +197,9 @@ def _choose(
     """Return the optimizers of a window, once all processes have said the same."""
     optimizers = _optimizers(run)
     if turn is None:
-        require_equal(
-            run.strategy.processes,
-            names,
-            lambda of_all: ConfigError(
-                "The processes differ in the optimizers that a step gave losses to: "
-                f"{by_process([_listed(own) for own in of_all])}. All must call `run.optimize` "
-                "for the same ones."
-            ),
-        )
+        parameters = {name: optimizers.by_name[name].parameters for name in names if name}
+        trained = [[p.requires_grad for p in own] for own in parameters.values()]
+        require_equal(run.strategy.processes, (names, trained), _differ)
     optimizers.together = names == [""]
     if optimizers.together:
         chosen = [_all_as_one(run, optimizers)]
@@ -223,10 +217,34 @@ def _choose(
         run.weighting = _Weightings(chosen)  # type: ignore[assignment]
     for each in chosen:
         each.weighting.begin(window)
-        trained = [p.requires_grad for p in each.parameters]
-        if each.trained != trained:  # at first, and after some froze or thawed
-            each.model, each.trained = None, trained
+        own = each.parameters
+        now = [p.requires_grad for p in own]
+        if each.trained != now:  # at first, and after some froze or thawed
+            if each.name and len(set(own)) != len(each.parameter_names):
+                raise ConfigError(
+                    f"The optimizer `{each.name}` has other parameters than when the fit began. "
+                    "Give each of several optimizers all that it will train from the start, and "
+                    "freeze by `FreezeUntil` what it is to train later."
+                )
+            each.model, each.trained = None, now
     return chosen
+
+
+def _differ(of_all: Sequence[tuple[list[str], list[list[bool]]]]) -> ConfigError:
+    named = [names for names, _ in of_all]
+    if any(names != named[0] for names in named):
+        return ConfigError(
+            "The processes differ in the optimizers that a step gave losses to: "
+            f"{by_process([_listed(names) for names in named])}. All must call `run.optimize` for "
+            "the same ones."
+        )
+    of_one = zip(named[0], zip(*(trained for _, trained in of_all), strict=True), strict=True)
+    name, trained = next((name, own) for name, own in of_one if any(t != own[0] for t in own))
+    frozen = [f"{own.count(False)} of {len(own)}" for own in trained]
+    return ConfigError(
+        f"The processes differ in which parameters of the optimizer `{name}` are frozen: "
+        f"{by_process(frozen)}. Freeze and thaw the same ones on all."
+    )
 
 
 def _all_as_one(run: Run, optimizers: Optimizers) -> NamedOptimizer:

@@ -206,7 +206,7 @@ def check_loss(loss: object, weight: Tensor | float | None) -> None:
         raise ConfigError(
             "The loss has no graph: nothing that it was computed from requires a gradient. "
             "Return the loss itself, not `loss.detach()` or `loss.item()`, and compute it "
-            "outside `torch.no_grad()`."
+            "outside `torch.no_grad()`; in a turn of an optimizer, from its own parameters."
         )
     if weight is None:
         return

@@ -200,6 +200,10 @@ _HINTS = (
      "device: make others there (`device=inputs.device`), and those of modules as buffers."),
     (r"mixed torch.Tensor and DTensor", "Sharded parameters are whole only in the model's forward: "
      "a penalty on weights belongs there, or into the optimizer."),
+    (r"DDP expects same model across all ranks", "Some parameters are frozen on some processes "
+     "only: freeze and thaw the same ones on all."),
+    (r"'_FixedLayout' object has no attribute", "On several processes this is DDP around your "
+     "model: call it as a whole, and let its `forward` call the parts."),
     (r"(MPS|device).*float64", "This device has no float64: make the model and its inputs "
      "float32 (`.float()`), or train with `device=\"cpu\"`."),
 )  # fmt: skip

@@ -45,8 +45,8 @@ _WAITING = {
 }
 
 _UNUSED = (
-    ". Perhaps a step uses other parameters on some processes than on others: then pass "
-    "`strategy=DDP(find_unused_parameters=True)`"
+    ". Perhaps parameters are frozen on some processes only, or a step uses other parameters on "
+    "some processes than on others: then pass `strategy=DDP(find_unused_parameters=True)`"
 )
 
 
