@@ -36,6 +36,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -275,21 +276,24 @@ class Program:
         own = {"TMPDIR": str(host.folder / "tmp"), "XDG_CONFIG_HOME": str(host.folder)}
         usual = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
         with self._file.open("wb") as file:
-            self._waiter = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                env={**kept, **own, **usual, **(environment or {})},
-                preexec_fn=self._enter,
-            )
+            try:
+                self._waiter = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                    env={**kept, **own, **usual, **(environment or {})},
+                    preexec_fn=self._enter,
+                )
+            except subprocess.SubprocessError as error:
+                raise OSError(f"not on its host: {self.output}") from error
 
     def _enter(self) -> None:
         """Move, or say why not: an error before the program starts has no words of its own."""
         try:
             self._move()
-        except OSError as error:
-            os.write(2, f"not on its host: {error!r}\n".encode())
+        except BaseException:
+            os.write(2, traceback.format_exc().encode())
             raise
 
     def _move(self) -> None:
