@@ -54,6 +54,7 @@ NAMES = "abcdefgh"
 _SECONDS = 60.0  # for what takes less than one
 _GONE = ("", "Z", "X")  # states of a process that has ended
 _KINDS = ("net", "uts", "ipc", "pid", "mnt")
+_CLONE_FS = 0x200
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 # Ends when the pipe to the test does; who loses its parent is reaped.
@@ -302,6 +303,7 @@ class Program:
         Not by `nsenter`, which stops with its child and so would not see the end of it.
         """
         pid, folder = self._place
+        _LIBC.unshare(_CLONE_FS)  # from threads that libraries start in every child
         spaces = [os.open(f"/proc/{pid}/ns/{kind}", os.O_RDONLY) for kind in _KINDS]
         for space in spaces:
             if _LIBC.setns(space, 0):

@@ -129,6 +129,24 @@ def test_nothing_is_left_of_hosts_whose_test_is_killed(tmp_path: Path) -> None:
         time.sleep(0.05)
 
 
+def test_a_process_whose_children_have_threads_has_hosts_too(tmp_path: Path) -> None:
+    """Some libraries start a thread in every child, and threads share what `setns` replaces."""
+    script = (
+        "import os, pathlib, sys, threading, time\n"
+        "from tests.hosts.harness import hosts\n"
+        "def start():\n"
+        "    threading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"
+        "os.register_at_fork(after_in_child=start)\n"
+        "with hosts(1, pathlib.Path(sys.argv[1])) as (a,):\n"
+        "    program = a.run('hostname')\n"
+        "    program.wait()\n"
+        "    print(program.output, end='', flush=True)\n"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "host-a\n"), done.stderr
+
+
 def test_what_is_left_is_named(pair: tuple[Host, ...]) -> None:
     pair[1].run("sleep", "61")
     with pytest.raises(AssertionError, match="host-b', 'sleep 61"):
