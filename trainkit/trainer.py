@@ -59,6 +59,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Trainer"]
 
+_ALIKE = ("output_dir", "new_run", "strategy", "precision", "training_step", "loss_fn")
+
 
 class Trainer:
     """Trains a model. Subclass it, or pass callbacks; both are good ways in.
@@ -305,19 +307,17 @@ class Trainer:
         """
         from trainkit import console  # only where something runs
 
-        resume = arguments.check_resume(resume, schedule)
-        check_argument("restore_best", restore_best, bool)
+        how = arguments.check_how(resume, schedule, restore_best)
         with ExitStack() as stack:
             stack.enter_context(self._calls.enter("fit"))
             self._take_loss_fn(type(self).loss_fn if loss_fn is None else loss_fn)
             stack.enter_context(console.lasting())
             prepared = self._prepare_all(stack, loaders, policy)
             schedule_for = partial(self._make_schedule, lr_scheduler, warmup)
-            how = {"resume": resume, "schedule": schedule, "restore_best": restore_best}
             self.run = run = self._make_run(
                 arguments.check_model(model), *prepared, (optimizer, alternate), schedule_for, how
             )
-            resume, callbacks, finish = self._choose(run, resume, restore_best, stack)
+            resume, callbacks, finish = self._choose(run, how["resume"], restore_best, stack)
             stack.enter_context(watched(run, self._watchdog))
             check_outputs(run, callbacks)
             rng.seed_all(rng.device_seed(self.config.seed, self.processes.process_index))
@@ -565,11 +565,10 @@ class Trainer:
 
         config, processes = self.config, self.strategy.processes
         arguments.check_evaluations(evaluations)
-        names = ("output_dir", "new_run", "strategy", "precision", "training_step", "loss_fn")
-        others = {**how, "compile": self._compile} | {name: getattr(self, name) for name in names}
+        others = {**how, "compile": self._compile} | {name: getattr(self, name) for name in _ALIKE}
         settings = consistency.settings_by_name(config, module, loader, evaluations, others)
         consistency.check_alike(processes, settings)
-        self.planned_steps = planned_steps = arguments.planned_steps(config, loader)
+        self.planned_steps = steps = arguments.planned_steps(config, loader)
         self.precision.setup(self.processes.device)  # its state is that of one training
         model = self.strategy.wrap(module, self.precision, config.seed)
         # One process alone may have a logger, but all must reduce.
@@ -584,11 +583,11 @@ class Trainer:
             model=model,
             module=module,
             optimizer=made,
-            lr_schedule=schedule_for(made, planned_steps),
+            lr_schedule=schedule_for(made, steps),
             train_loader=loader,
             training_step=step_for(self.training_step, loader),
             weighting=weighting(),
-            planned_steps=planned_steps,
+            planned_steps=steps,
             logging=log,
             evaluation=self._plan_evaluation(evaluations, log),
             output_dir=self.output_dir,

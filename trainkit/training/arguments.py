@@ -24,12 +24,12 @@ __all__ = [
     "check_callbacks",
     "check_compile",
     "check_evaluations",
+    "check_how",
     "check_initialised",
     "check_model",
     "check_new_run",
     "check_one_loader",
     "check_override",
-    "check_resume",
     "check_stateful",
     "make_metrics",
     "make_optimizer",
@@ -209,8 +209,9 @@ def check_evaluations(loaders: Mapping[str, PreparedLoader]) -> None:
             )
 
 
-def check_resume(resume: object, schedule: object) -> str | Path | None:
-    """Return what to resume from, a path as an absolute one; raise where it makes no sense."""
+def check_how(resume: Any, schedule: object, restore_best: object) -> dict[str, Any]:
+    """Return how a training begins and ends, a path as an absolute one; raise where it cannot."""
+    check_argument("restore_best", restore_best, bool)
     if schedule not in (None, "keep", "rescale"):
         raise ConfigError(f'`schedule` must be "keep" or "rescale", but is {schedule!r}.')
     if schedule is not None and resume is None:
@@ -219,19 +220,17 @@ def check_resume(resume: object, schedule: object) -> str | Path | None:
             '`resume="auto"`, or leave it out.'
         )
     if not isinstance(resume, str | Path | None) or resume == "":
-        raise ConfigError(
-            f'`resume` must be None, "auto", "must" or the folder of a checkpoint, but is '
-            f"{resume!r}."
-        )
-    if resume is None or resume in _RESUMES:
-        return resume
-    from trainkit.outputs import absolute  # most runs need none of it
-    from trainkit.parsing import nearest
+        wanted = 'None, "auto", "must" or the folder of a checkpoint'
+        raise ConfigError(f"`resume` must be {wanted}, but is {resume!r}.")
+    if resume is not None and resume not in _RESUMES:
+        from trainkit.outputs import absolute  # most runs need none of it
+        from trainkit.parsing import nearest
 
-    hint = nearest(str(resume), _RESUMES)
-    if hint and not Path(str(resume)).exists():
-        raise ConfigError(f"`resume={str(resume)!r}` is no folder of a checkpoint.{hint}")
-    return absolute(resume, "resume")
+        hint = nearest(str(resume), _RESUMES)
+        if hint and not Path(str(resume)).exists():
+            raise ConfigError(f"`resume={str(resume)!r}` is no folder of a checkpoint.{hint}")
+        resume = absolute(resume, "resume")
+    return {"resume": resume, "schedule": schedule, "restore_best": restore_best}
 
 
 def read_hparams(given: Any) -> dict[str, Any]:
