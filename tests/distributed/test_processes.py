@@ -1,5 +1,7 @@
 """Tests of the collectives, on one process and on several."""
 
+import os
+import signal
 from typing import Any
 
 import pytest
@@ -171,6 +173,28 @@ def test_a_fork_does_not_use_the_processes_of_its_parent() -> None:
     alone = Processes.start()
     assert run_ranks(2, lambda rank: Processes.start().size) == [2, 2]
     assert Processes.start() is alone
+
+
+def _in_a_fork(rank: int) -> int:
+    processes = Processes.start(device=torch.device("cpu"))
+    child = os.fork() if rank == 0 else None  # as a worker of a loader or of `datasets` is
+    if child == 0:
+        signal.alarm(20)  # should it wait for the others
+        code = 1
+        try:
+            there = Processes.start()
+            assert (there.rank, there.size, there.device) == (0, 2, processes.device)
+            with pytest.raises(DistributedError, match="a copy of what another process made"):
+                there.barrier()
+            code = 0
+        finally:
+            os._exit(code)
+    processes.barrier()
+    return 0 if child is None else os.waitpid(child, 0)[1]
+
+
+def test_a_child_of_a_member_knows_its_place_and_waits_for_nobody() -> None:
+    assert run_ranks(2, _in_a_fork) == [0, 0]
 
 
 def test_a_rendezvous_without_address_says_how_to_start(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -321,7 +321,7 @@ kind = sys.argv[1]
 if kind == "adopted":
     torch.distributed.init_process_group("gloo", init_method=os.environ["TRAINKIT_INIT_METHOD"],
         rank=int(os.environ["RANK"]), world_size=2)
-accelerator = Accelerator()
+accelerator = Accelerator(cpu=kind == "slow thread")
 accelerator.reduce(torch.ones(1))
 if kind == "slow thread":  # one of gloo's that lets go of a tensor when the script is over
     tensor = torch.ones(3)
@@ -577,6 +577,7 @@ BATCH_NORM = "Expected more than 1 value per channel when training, got input si
         ("ValueError", BATCH_NORM, "`DataLoader(drop_last=True)`"),
         ("OSError", "[Errno 28] No space left on device", "disk is full"),
         ("RuntimeError", "Expected all tensors to be on the same device, but", "as buffers"),
+        ("RuntimeError", "Expected all tensors to be on the same device, but", "is on the CPU"),
         ("RuntimeError", "aten.add got mixed torch.Tensor and DTensor, need", "model's forward"),
         ("RuntimeError", "DDP expects same model across all ranks, but Rank 0", "frozen on some"),
         ("AttributeError", "'_FixedLayout' object has no attribute 'head'", "as a whole"),

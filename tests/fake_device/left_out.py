@@ -18,6 +18,10 @@ LEFT_OUT: dict[str, tuple[str, ...]] = {
         "tests/cli/test_launch_processes.py::test_a_file_for_gpus_is_refused_where_there_are_none",
         "tests/cli/test_selftest.py::test_a_wrong_collective_is_named",
     ),
+    "compares with Accelerate, which does not know this device": (
+        "tests/accelerator/test_scripts.py::test_a_script_stays_as_it_is[2-",
+        "tests/accelerator/test_usage.py::test_what_works_does_the_same[test_utils.torch_device]",
+    ),
     "gives a model on the device, or its process group, tensors on the CPU": (
         "tests/metrics/test_logits.py::test_words_that_a_token_classifier_ignores_are_ignored",
         "tests/export/test_loading.py::test_auto_dispatch",

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 from typing_extensions import override
@@ -156,8 +157,10 @@ class Outcome:
 
 def full(tensor: Tensor) -> Tensor:
     """Return the whole of a tensor, sharded or not, as a copy."""
-    whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return whole.detach().clone()
+    if isinstance(tensor, DTensor):  # an offloaded shard is not where its group is
+        moved: Any = tensor.to(tensor.device_mesh.device_type)
+        tensor = moved.full_tensor()
+    return tensor.detach().clone()
 
 
 def train(rank: int, size: int, cases: list[Case]) -> list[Outcome]:

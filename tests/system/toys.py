@@ -114,7 +114,11 @@ class Ema:
         return {"average": self._now(), "updates": self.updates}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.average = [tensor.clone() for tensor in state["average"]]
+        parameters = self.module.parameters()  # what a checkpoint holds comes on the CPU
+        self.average = [
+            tensor.to(parameter.device, copy=True)
+            for tensor, parameter in zip(state["average"], parameters, strict=True)
+        ]
         self.updates = state["updates"]
 
     def _now(self) -> list[Tensor]:
@@ -312,7 +316,8 @@ def plain(value: Any) -> Any:
     if isinstance(value, DTensor):
         return plain(value.to_local())
     if isinstance(value, Tensor):
-        data = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        flat = value.detach().cpu().contiguous().reshape(-1)
+        data = flat.view(torch.uint8).numpy().tobytes()
         return str(value.dtype), tuple(value.shape), data
     if isinstance(value, dict):
         return {key: plain(entry) for key, entry in value.items()}

@@ -65,7 +65,7 @@ class Noisy(FP32):
     def step(self, optimizer: Optimizer) -> None:
         super().step(optimizer)
         for p in optimizer.param_groups[0]["params"]:
-            p.data += 1e-3 * torch.randn(p.shape, generator=self.generator)
+            p.data += 1e-3 * torch.randn(p.shape, generator=self.generator).to(p.device)
 
 
 class DrawsApart(FP32):
@@ -75,7 +75,7 @@ class DrawsApart(FP32):
     def step(self, optimizer: Optimizer) -> None:
         super().step(optimizer)
         for p in optimizer.param_groups[0]["params"]:
-            p.data += 1e-3 * torch.randn(p.shape)
+            p.data += 1e-3 * torch.randn_like(p)
 
 
 class LosesState(FP16):

@@ -93,7 +93,8 @@ class Processes:
         """Return the processes of this job; joins the group that exists, or makes one.
 
         Blocks until all processes have called it. A later call returns the same object as long
-        as its group lives. A group that we made ends with the process, or with `close`.
+        as its group lives. A group that we made ends with the process, or with `close`. A child
+        that one of several processes has forked gets a copy that knows its place, and no group.
 
         Args:
             device: The device of this process; its own accelerator by default, else the CPU.
@@ -101,6 +102,8 @@ class Processes:
         live = cls._live
         if live is not None and live.is_usable() and device in (None, live.device):
             return live
+        if live is not None and live._is_inherited():
+            return cls(Membership(live.world), live.device if device is None else device)
         if live is not None and live.watch is not None:
             live.watch.close()
         membership, device = join(device)
@@ -280,6 +283,11 @@ class Processes:
     def is_usable(self) -> bool:
         """Return whether the group lives, and in this process: a fork has none."""
         return not self._closed and self._pid == os.getpid() and self._membership.lives()
+
+    def _is_inherited(self) -> bool:
+        """Return whether a member of this job forked this process, which is none itself."""
+        forked = not self._closed and self._pid != os.getpid()
+        return forked and self.size > 1 and self._membership.lives()
 
     def _reduce(self, tensor: Tensor, op: Reduction, name: str) -> Pending:
         collective_guard.check(name)

@@ -197,7 +197,8 @@ _HINTS = (
     (r"not currently implemented for the MPS device", "Set `PYTORCH_ENABLE_MPS_FALLBACK=1` before "
      "Python starts: what this device lacks then runs on the CPU, slowly."),
     (r"[Ee]xpected all tensors to be on the same device", "Batch, model and `loss_fn` come to the "
-     "device: make others there (`device=inputs.device`), and those of modules as buffers."),
+     "device: make others there (`device=inputs.device`), and those of modules as buffers. What a "
+     "`load_state_dict` of your own gets from a checkpoint is on the CPU: move it there."),
     (r"mixed torch.Tensor and DTensor", "Sharded parameters are whole only in the model's forward: "
      "a penalty on weights belongs there, or into the optimizer."),
     (r"DDP expects same model across all ranks", "Some parameters are frozen on some processes "
