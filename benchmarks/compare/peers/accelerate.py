@@ -16,7 +16,7 @@ from benchmarks.compare.workload import Unsupported
 PACKAGE = "accelerate"
 
 
-def training(task: Training, parts: Parts) -> None:  # noqa: C901  # as people write it
+def training(task: Training, parts: Parts) -> None:
     """Train with an own loop."""
     accelerator = Accelerator(
         cpu=True,

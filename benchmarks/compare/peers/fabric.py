@@ -14,7 +14,7 @@ from benchmarks.compare.training import LOG_EVERY, Parts, Training
 PACKAGE = "lightning"
 
 
-def training(task: Training, parts: Parts) -> None:  # noqa: C901  # as people write it
+def training(task: Training, parts: Parts) -> None:
     """Train with an own loop."""
     fabric = Fabric(
         accelerator="cpu",

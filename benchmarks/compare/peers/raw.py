@@ -19,7 +19,7 @@ from benchmarks.compare.training import LOG_EVERY, Parts, Training
 PACKAGE = "torch"
 
 
-def training(task: Training, parts: Parts) -> None:  # noqa: C901  # as people write it
+def training(task: Training, parts: Parts) -> None:
     """Train with a plain loop."""
     model: nn.Module = parts.model
     loader = parts.loader
