@@ -18,6 +18,7 @@ from trainkit.distributed import (
     gather_samples,
     gather_tensors,
 )
+from trainkit.distributed.communicator import Communicator
 from trainkit.errors import DataError, DistributedError
 
 
@@ -309,6 +310,40 @@ def _mixed_dtypes(rank: int) -> Any:
 
 def test_unequal_dtypes_are_promoted_alike_on_all_processes() -> None:
     assert run_ranks(2, _mixed_dtypes) == [torch.float64] * 2
+
+
+def _floats_and_integers(rank: int) -> Any:
+    value = torch.tensor([0.5]) if rank else torch.tensor([2**24 + 1])
+    with pytest.raises(DataError, match=r"torch.float32, torch.int64 .*rounds large whole numbers"):
+        gather_tensors(Processes.start(), value)
+    nothing = torch.tensor([2**24 + 1]) if rank else torch.tensor([])  # float32, as torch makes it
+    small = torch.tensor([7], dtype=torch.uint8) if rank else torch.tensor([0.5])
+    return [gather_tensors(Processes.start(), each) for each in (nothing, small)]
+
+
+def test_whole_numbers_are_never_rounded_by_joining_them_to_others() -> None:
+    expected = [torch.tensor([2**24 + 1]), torch.tensor([0.5, 7.0])]
+    assert all(same(gathered, expected) for gathered in run_ranks(2, _floats_and_integers))
+
+
+def _unlike(rank: int) -> None:
+    verbs = Communicator()
+    for call in (verbs.reduce, verbs.broadcast):
+        with pytest.raises(
+            DataError, match=r"process 0: tensor float32\[2\]; process 1: tensor fl"
+        ):
+            call(torch.ones(2, dtype=torch.float64 if rank else torch.float32))
+        with pytest.raises(
+            DataError, match=r"\['b'\] float32\[1\]; process 1: .*\['b'\] float32\[2\]"
+        ):
+            call({"a": torch.ones(1), "b": torch.ones(rank + 1)})
+        with pytest.raises(DataError, match="process 1: `tensor` is a float, but must be a tensor"):
+            call(1.0 if rank else torch.ones(1))
+    assert verbs.reduce(torch.ones(2)).tolist() == [2, 2]
+
+
+def test_what_is_reduced_or_broadcast_has_one_form_on_all_processes() -> None:
+    run_ranks(2, _unlike)
 
 
 def _gather_tensors(rank: int) -> Any:

@@ -612,6 +612,59 @@ def test_a_loop_of_the_users_own_that_hangs_for_ever_is_ended(
     assert "process 1: phase unknown, after step unknown, in `" in text
 
 
+Call = Callable[[Accelerator], object]
+
+
+def _gather(accelerator: Accelerator) -> object:
+    return accelerator.gather(torch.ones(2))
+
+
+def _reduce(accelerator: Accelerator) -> object:
+    return accelerator.reduce(torch.ones(3))
+
+
+def _wait(accelerator: Accelerator) -> None:
+    accelerator.wait_for_everyone()
+
+
+def _own_barrier(accelerator: Accelerator) -> object:
+    return torch.distributed.barrier()
+
+
+def _own_reduction(accelerator: Accelerator) -> object:
+    return torch.distributed.all_reduce(torch.ones(1))
+
+
+def _different(rank: int, ways: tuple[tuple[Call, ...], tuple[Call, ...]]) -> None:
+    crossed.TICK_SECONDS, crossed._STILL_SECONDS = 0.2, 1.0
+    accelerator = Accelerator(cpu=True)
+    accelerator.wait_for_everyone()
+    for call in ways[rank]:
+        call(accelerator)
+
+
+@pytest.mark.parametrize(
+    ("ways", "shown"),
+    [
+        (((_gather,), (_wait,)), ("accelerator.gather(", "accelerator.wait_for_everyone()")),
+        (((_gather, _reduce), (_reduce, _gather)), ("all_gather of uint8", "all_reduce of int64")),
+        (((_own_barrier,), (_own_reduction,)), ("`barrier`", "`all_reduce`")),
+    ],
+    ids=["gather and barrier", "swapped", "of torch"],
+)
+def test_processes_in_different_collectives_of_one_group_are_ended(
+    ways: tuple[tuple[Call, ...], tuple[Call, ...]],
+    shown: tuple[str, str],
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(RanksError) as caught:
+        run_ranks(2, _different, ways)
+    assert all("exit code 70" in failure for failure in caught.value.failures.values())
+    text = capfd.readouterr().err
+    assert "no progress: the processes wait in different places: process 0 in " in text
+    assert all(part in text for part in shown)
+
+
 def _slow(rank: int) -> None:
     crossed.TICK_SECONDS, crossed._STILL_SECONDS = 0.1, 0.3
     accelerator = Accelerator(cpu=True)

@@ -15,6 +15,7 @@ So `(predictions, references)` are fields whatever they are. A list with one ten
 is said to be so by the caller (`use_gather_object`), or is a list of dicts.
 """
 
+import functools
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -326,6 +327,11 @@ class Merge:
     def _merge_rows(self, rows: list[Any], path: str) -> Any:
         if len(rows) == 1:
             return rows[0]
+        if any(values.dtype != rows[0].dtype for values in rows):
+            rows = [values for values in rows if len(values)] or rows[
+                :1
+            ]  # an empty one says nothing
+            _check_exact({values.dtype for values in rows}, path)
         later = [tuple(values.shape[1:]) for values in rows]
         if any(sizes != later[0] for sizes in later):
             if not self.pads:
@@ -339,6 +345,28 @@ class Merge:
         if isinstance(rows[0], Tensor):
             return torch.cat(rows)
         return sys.modules["numpy"].concatenate(rows)
+
+
+def _check_exact(dtypes: Iterable[Any], path: str) -> None:
+    """Raise where joined rows have a type that cannot hold each value of their own types."""
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and all(isinstance(dtype, numpy.dtype) for dtype in dtypes):
+        common = numpy.result_type(*dtypes)
+        exact = all(numpy.can_cast(dtype, common) for dtype in dtypes)
+    else:
+        common = functools.reduce(torch.promote_types, dtypes)
+        whole = [dtype for dtype in dtypes if not dtype.is_floating_point and not dtype.is_complex]
+        is_whole = not common.is_floating_point and not common.is_complex
+        exact = is_whole or all(
+            dtype == torch.bool or torch.iinfo(dtype).max <= 2 / torch.finfo(common).eps
+            for dtype in whole
+        )
+    if not exact:
+        raise DataError(
+            f"`{path}` is {', '.join(sorted(map(str, dtypes)))} in some batches or processes. "
+            f"Joined they would be {common}, which rounds large whole numbers. Give all of them "
+            "one dtype, such as by `.double()` or `.long()`."
+        )
 
 
 def _shape(node: Node) -> tuple[Any, ...]:

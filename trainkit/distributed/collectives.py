@@ -171,6 +171,7 @@ def gather_on_main(processes: Processes, value: U, action: Callable[[list[U]], T
     row[8:][: len(packet)] = packet
     row[:8] = torch.tensor([len(packet)]).view(torch.uint8)
     rows = [torch.empty_like(row) for _ in range(processes.size * processes.is_main)]
+    processes.begun = "gather", row.dtype, row.shape
     torch.distributed.gather(row, rows or None, group=processes.control)
 
     def act() -> T:

@@ -8,7 +8,7 @@ from typing import Any, Literal, ParamSpec, TypeVar, get_args
 
 import torch
 
-from trainkit.containers.tree import map_tensors
+from trainkit.containers.tree import map_tensors, named_tensors
 from trainkit.distributed import (
     Processes,
     Refusal,
@@ -19,8 +19,9 @@ from trainkit.distributed import (
     gather_tensors,
 )
 from trainkit.distributed.active_batches import ActiveLoaders, BatchInfo
+from trainkit.distributed.collectives import require_equal
 from trainkit.distributed.processes import Reduction
-from trainkit.errors import ConfigError, DataError
+from trainkit.errors import ConfigError, DataError, by_process
 
 __all__ = ["Communicator"]
 
@@ -189,11 +190,16 @@ class Communicator:
             reduction: "sum", "mean", "max", "min", "prod", element by element; "none" returns
                 this process's own values.
             scale: Factor on the result.
+
+        Raises:
+            DataError: On all processes, if structures, shapes or dtypes differ.
         """
         if reduction not in (*get_args(Reduction), "none"):
             known = ", ".join(get_args(Reduction))
             raise ConfigError(f"`reduction` must be one of {known}, none, but is {reduction!r}.")
         collective_guard.check("reduce")
+        if reduction != "none":
+            self._check_alike(tensor, "reduce")
 
         def reduced(leaf: torch.Tensor) -> torch.Tensor:
             own = leaf.detach().clone()
@@ -203,8 +209,13 @@ class Communicator:
         return map_tensors(reduced, tensor, "tensor")
 
     def broadcast(self, tensor: Any, from_process: int = 0) -> Any:
-        """Overwrite a tensor, or each in a nesting, with that of one process, and return it."""
+        """Overwrite a tensor, or each in a nesting, with that of one process, and return it.
+
+        Raises:
+            DataError: On all processes, if structures, shapes or dtypes differ.
+        """
         collective_guard.check("broadcast")
+        self._check_alike(tensor, "broadcast")
         return map_tensors(
             lambda leaf: self.processes.broadcast(leaf, from_process), tensor, "tensor"
         )
@@ -222,6 +233,31 @@ class Communicator:
         """
         collective_guard.check("pad_across_processes")
         return equal_length.pad_to_longest(self.processes, tensor, dim, pad_index, pad_first)
+
+    def _check_alike(self, tensor: Any, call: str) -> None:
+        """Raise where processes would exchange tensors of other shapes or dtypes.
+
+        Backends read what arrives as what they expect, or end the process.
+        """
+        failure, form = None, ""
+        try:
+            form = ", ".join(
+                f"{name} {str(each.dtype).removeprefix('torch.')}{[*each.shape]}"
+                for name, each in named_tensors(tensor, "tensor")
+            )
+        except DataError as error:  # the others wait
+            failure, form = error, str(error)
+        require_equal(
+            self.processes,
+            form,
+            lambda forms: DataError(
+                f"`{call}` was given other tensors on some processes: {by_process(forms)}. It "
+                "needs the same structure, shapes and dtypes on all of them: convert them first, "
+                "or use `gather`, which joins any number of rows."
+            ),
+        )
+        if failure is not None:
+            raise failure
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on the main process of each machine only; a closed stdout is no error."""

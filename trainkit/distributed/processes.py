@@ -86,6 +86,8 @@ class Processes:
         self._closed = False
         self.repeats = False  # inside a repeat of weight 0, whose rows nobody gathers (rule 16)
         self.knows_own_rows = False  # whether `own_rows` was asked for, or said to be
+        # Name, dtype and shape of what was begun last: the watch tells by it who is in another one.
+        self.begun: tuple[str, torch.dtype | None, torch.Size] = "no collective", None, torch.Size()
         self.watch: JobWatch | None = None  # on the other processes; None where there are none
 
     @classmethod
@@ -153,6 +155,14 @@ class Processes:
         """
         return self._membership.position()
 
+    def latest(self) -> str:
+        """Return the collective that was begun last, such as `all_reduce of float32[8]`.
+
+        Equal on all processes at the same `position`. From any thread.
+        """
+        name, dtype, shape = self.begun
+        return name if dtype is None else f"{name} of {str(dtype).removeprefix('torch.')}{[*shape]}"
+
     def all_reduce(self, tensor: Tensor, op: Reduction = "sum") -> Tensor:
         """Reduce `tensor` over all processes, in place, and return it."""
         return self._reduce(tensor, op, "all_reduce").wait()
@@ -167,6 +177,7 @@ class Processes:
         self._check_source(source)
         if self.size > 1:
             buffer = tensor.detach().contiguous()
+            self.begun = "broadcast", buffer.dtype, buffer.shape
             torch.distributed.broadcast(buffer, source, self._group_of(buffer))
             if buffer.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(buffer)
@@ -186,6 +197,7 @@ class Processes:
         missing = rows.new_zeros(longest - len(rows), *rows.shape[1:])
         sent = torch.cat([rows.detach(), missing])
         received = [torch.empty_like(sent) for _ in counts]
+        self.begun = "all_gather", sent.dtype, sent.shape
         torch.distributed.all_gather(received, sent, self._group_of(sent))
         return torch.cat([part[:count] for part, count in zip(received, counts, strict=True)])
 
@@ -246,15 +258,16 @@ class Processes:
 
     def _broadcast_bytes(self, buffer: bytearray, source: int) -> bytearray:
         """Overwrite a buffer with that of process `source`, of the same length; return it."""
-        torch.distributed.broadcast(
-            torch.frombuffer(buffer, dtype=torch.uint8), source, self.control
-        )
+        packet = torch.frombuffer(buffer, dtype=torch.uint8)
+        self.begun = "broadcast", packet.dtype, packet.shape
+        torch.distributed.broadcast(packet, source, self.control)
         return buffer
 
     def barrier(self) -> None:
         """Return when all processes have called it; does not wait for work on the device."""
         collective_guard.check("barrier")
         if self.control is not None:
+            self.begun = "barrier", None, torch.Size()
             torch.distributed.barrier(self.control)
 
     def close(self) -> None:
@@ -302,6 +315,7 @@ class Processes:
         if self.size == 1:
             return Pending(tensor, tensor, None, 1)
         buffer = tensor.detach().contiguous()
+        self.begun = "all_reduce", buffer.dtype, buffer.shape
         work = torch.distributed.all_reduce(
             buffer, reduce_op, self._group_of(buffer), async_op=True
         )
@@ -328,6 +342,7 @@ class Processes:
         mine[: len(row)] = row
         everything = bytearray(width * self.size)
         rows = torch.frombuffer(everything, dtype=torch.uint8).view(self.size, width)
+        self.begun = "all_gather", rows.dtype, rows.shape
         torch.distributed.all_gather(
             list(rows.unbind(0)), torch.frombuffer(mine, dtype=torch.uint8), self.control
         )

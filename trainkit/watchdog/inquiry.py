@@ -11,7 +11,7 @@ from typing import Any
 from trainkit.watchdog.connections import Links
 from trainkit.watchdog.exit import say
 from trainkit.watchdog.line import UNREACHABLE_SECONDS, Line, Message
-from trainkit.watchdog.stalls import Member, Unanswered, Verdict, examples, judge, where
+from trainkit.watchdog.stalls import Member, Unanswered, Verdict, examples, judge, stands, where
 
 __all__ = ["Inquiry", "is_frozen", "silence"]
 
@@ -31,10 +31,17 @@ class Inquiry:
         links: The connections of this process.
         send: Sends a message; returns at once.
         main: The main thread.
+        latest: Returns which collective this process has begun last, in words.
     """
 
     def __init__(
-        self, rank: int, size: int, links: Links, send: Callable[[Message], None], main: int
+        self,
+        rank: int,
+        size: int,
+        links: Links,
+        send: Callable[[Message], None],
+        main: int,
+        latest: Callable[[], str] = str,
     ) -> None:
         self.states: dict[int, Message] = {}  # of the processes that have answered
         self.verdict: Verdict | None = None
@@ -43,6 +50,7 @@ class Inquiry:
         self._links = links
         self._send = send
         self._main = main
+        self._latest = latest
         self._began: float | None = None
         self._heard = self._signed = 0.0  # when the last answer, the last sign of life came
         self._silent: dict[int, str] = {}
@@ -128,9 +136,10 @@ class Inquiry:
         """Say where this process is; from now on there is a verdict to wait for."""
         self._began = self._heard = self._signed = now
         here = where(self._main)
-        waits = f"in `{here['inside']}`, called at " if here["inside"] else "at "
+        if here["inside"] and (latest := self._latest()):
+            here["latest"] = latest
         phase, step = place.get("phase", "unknown"), place.get("step", "unknown")
-        text = f"phase {phase}, after step {step}, {waits}{here['line']}"
+        text = f"phase {phase}, after step {step}, {stands(here)}"
         stack = here.pop("stack")
         state = {**here, "phase": phase, "step": step, "text": text}
         self.states[self._rank] = {**state, "stack": stack}

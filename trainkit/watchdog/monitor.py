@@ -79,6 +79,7 @@ class WatchThread:
     Args:
         links: The connections to them; owned from now on.
         position: Returns how many collectives this process has begun.
+        latest: Returns which one it has begun last, in words.
 
     Attributes:
         callers: The calls that not all processes may make.
@@ -95,6 +96,7 @@ class WatchThread:
         size: int,
         links: Links,
         position: Callable[[], Position],
+        latest: Callable[[], str] = str,
     ) -> None:
         self.callers = Callers(rank, size, self._post, position)
         self.failing_since: float | None = None
@@ -110,12 +112,12 @@ class WatchThread:
         self.ended: dict[int, str] = {}
         self._failed: set[int] = set()
         self._cause: _Cause | None = None
-        self._inquiry = Inquiry(rank, size, links, self._post, self._main)
+        self._inquiry = Inquiry(rank, size, links, self._post, self._main, latest)
         self._marks: tuple[object, ...] = ()
         self._moved_at = 0.0
         self._stillness = stalls.Stillness(self._main)
         self._kills = reports.kernel_kills()
-        self._crossed = crossed.Crossed(rank, self._post, position, self._main)
+        self._crossed = crossed.Crossed(rank, self._post, position, latest, self._main)
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
     @property

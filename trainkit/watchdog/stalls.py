@@ -25,6 +25,7 @@ __all__ = [
     "examples",
     "judge",
     "raised_at",
+    "stands",
     "where",
 ]
 
@@ -36,9 +37,10 @@ _OWN_SECONDS = 1.0  # of the processor, in which a process could have answered
 _CALM_SECONDS = 2.0  # in which none of its threads waited for a processor or a disk
 _EXITING = 4  # the kernel's flag of a process that has begun to end: PF_EXITING
 
+_TORCH = "torch.distributed.distributed_c10d"
 # Modules whose functions wait for other processes, and what a report calls that; "": by its name.
 _WAITING = {
-    "torch.distributed.distributed_c10d": "",
+    _TORCH: "",
     "trainkit.distributed.processes": "",
     "torch.autograd.graph": "backward",
     "torch.nn.parallel.distributed": "DistributedDataParallel",
@@ -148,18 +150,25 @@ def _stat(pid: int | str) -> list[str]:
 
 
 def where(thread: int) -> dict[str, str]:
-    """Return where a thread is: `inside` which collective, `line` of the user's code, `stack`."""
+    """Return where a thread is: `inside` which collective, `line` of the user's code, `stack`.
+
+    `of_torch` is that collective too, where the user's code called torch's own function.
+    """
     innermost = sys._current_frames().get(thread)
     frames: list[FrameType] = []
     frame = innermost
     while frame is not None:
         frames.append(frame)
         frame = frame.f_back
-    inside = next((name for f in reversed(frames) if (name := _collective(f))), "")
+    outer, inside = next(
+        ((f, name) for f in reversed(frames) if (name := _collective(f))), (None, "")
+    )
+    is_torch = outer is not None and outer.f_globals["__name__"] == _TORCH
     own = next((f for f in frames if _is_users(f.f_code.co_filename)), innermost)
     stack = "".join(traceback.format_stack(innermost)) if innermost is not None else ""
     return {
         "inside": inside,
+        "of_torch": inside if is_torch else "",
         "line": "" if own is None else _shown(own),
         "stack": stack[-_LONGEST_STACK:],
     }
@@ -315,10 +324,15 @@ def _listed(reasons: list[str]) -> str:
     return "; ".join(reasons[:MOST_NAMED]) + more
 
 
-def _standing(state: Mapping[str, Any]) -> str:
+def stands(state: Mapping[str, Any]) -> str:
+    """Return in words where a process is: in which collective, at which line."""
     if not state.get("inside"):
         return f"at {state.get('line')}"
-    return (
-        f"in `{state['inside']}`, called at {state.get('line')} (phase {state.get('phase')}, "
-        f"after step {state.get('step')})"
-    )
+    latest = f" (latest of trainkit's: {state['latest']})" if state.get("latest") else ""
+    return f"in `{state['inside']}`{latest}, called at {state.get('line')}"
+
+
+def _standing(state: Mapping[str, Any]) -> str:
+    if not state.get("inside"):
+        return stands(state)
+    return f"{stands(state)} (phase {state.get('phase')}, after step {state.get('step')})"

@@ -26,6 +26,8 @@ class Processes(Protocol):
 
     def position(self) -> tuple[int, ...] | None: ...
 
+    def latest(self) -> str: ...
+
     def barrier(self) -> None: ...
 
 
@@ -43,7 +45,7 @@ def start_watch(processes: Processes) -> JobWatch | None:
         try:
             links, address = open_server(processes.size, one_machine=one_machine)
             told = [list(address.hosts), address.port, address.token]
-            watch = JobWatch(0, processes.size, links, processes.position)
+            watch = JobWatch(0, processes.size, links, processes.position, processes.latest)
             watch.begin()  # it serves the others
         except OSError as error:
             say(
@@ -68,7 +70,9 @@ def start_watch(processes: Processes) -> JobWatch | None:
                 "times out. Allow connections between the machines, and enough open files."
             )
         else:
-            watch = JobWatch(processes.rank, processes.size, links, processes.position)
+            watch = JobWatch(
+                processes.rank, processes.size, links, processes.position, processes.latest
+            )
             watch.begin()
     processes.barrier()  # process 0 must not end before all have come
     return watch

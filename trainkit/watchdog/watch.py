@@ -34,6 +34,7 @@ class JobWatch:
     Args:
         links: The connections to them; owned from now on.
         position: Returns how many collectives this process has begun.
+        latest: Returns which one it has begun last, in words.
     """
 
     def __init__(
@@ -42,8 +43,9 @@ class JobWatch:
         size: int,
         links: Links,
         position: Callable[[], Position],
+        latest: Callable[[], str] = str,
     ) -> None:
-        self._monitor = WatchThread(rank, size, links, position)
+        self._monitor = WatchThread(rank, size, links, position, latest)
         self.callers = self._monitor.callers
         self._pid = os.getpid()
         self._rank = rank
