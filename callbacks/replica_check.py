@@ -16,9 +16,9 @@ class ReplicaCheck(Callback):
 
     Parameters and optimizer state are compared to the bit, by digests that are computed where they
     lie; `DistributedError` names what differs, where, and after which step. Every save does so by
-    itself: this finds the step that a difference began with, or switches it off. There is nothing
-    to compare on one process, and where each holds a part of its own, as with FSDP without
-    `replicas`. It must be in the list of callbacks on every process.
+    itself: this finds the step that a difference began with, or switches it off. Where each holds a
+    part of its own, as with FSDP without `replicas`, the settings of groups and what is whole on
+    each are compared alone. It must be in the list of callbacks on every process.
 
     Args:
         every_n_steps: Updates between two looks; the last planned step is looked at too.

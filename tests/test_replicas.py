@@ -32,7 +32,23 @@ EDITS: dict[str, Callable[[Run], Any]] = {
     "`noise` of `2.bias`": lambda run: run.optimizer.state[run.module[2].bias].update(  # type: ignore[index]
         noise=torch.ones(1)
     ),
-    "`param_groups[0]`": lambda run: run.optimizer.param_groups[0].update(weight_decay=0.5),
+    "`weight_decay` of `param_groups[0]`": lambda run: run.optimizer.param_groups[0].update(
+        weight_decay=0.5
+    ),
+}
+WHOLE_EDITS: dict[str, Callable[[Run], Any]] = {
+    "`lr` of `param_groups[1]` of optimizer 0": lambda run: run.optimizer.param_groups[1].update(
+        lr=0.02
+    ),
+    "`weight_decay` of `param_groups[0]`": lambda run: run.optimizer.param_groups[0].update(
+        weight_decay=0.5
+    ),
+    "`params` of `param_groups[0]`": lambda run: run.optimizer.param_groups[1]["params"].append(
+        run.optimizer.param_groups[0]["params"].pop()
+    ),
+    "`step` of `1.weight` in optimizer 0": lambda run: run.optimizer.state[run.module[1].weight][  # type: ignore[index]
+        "step"
+    ].add_(1),
 }
 
 
@@ -97,6 +113,35 @@ def find_first(rank: int, folder: Path) -> list[Any]:
 def test_the_callback_names_the_first_step(tmp_path: Path) -> None:
     expected = ["after step 3", "after step 6", ["step-00000006"], []]
     assert run_ranks(2, find_first, tmp_path) == [expected] * 2
+
+
+def edit_what_is_whole(rank: int, folder: Path, replicas: int) -> list[tuple[str, list[str]]]:
+    """Edit, on one process, what FSDP keeps whole on each."""
+    found = []
+    for index, edit in enumerate(WHOLE_EDITS.values()):
+        output_dir = folder / str(index)
+        trainer = Trainer(
+            max_steps=6,
+            strategy=FSDP(replicas=replicas),
+            callbacks=[Edits(edit), Checkpoint(every_n_steps=2, keep_last=None)],
+            output_dir=output_dir,
+        )
+        model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+        groups = [{"params": layer.parameters()} for layer in model]
+        with pytest.raises(DistributedError) as caught:
+            fit(trainer, model=model, optimizer=AdamW(groups, lr=0.01))
+        found.append((str(caught.value), saved(output_dir)))
+    return found
+
+
+@pytest.mark.parametrize(("size", "replicas"), with_few([(2, 1)], [(2, 1), (4, 2)]))
+def test_what_fsdp_keeps_whole_is_compared(size: int, replicas: int, tmp_path: Path) -> None:
+    found = run_ranks(size, edit_what_is_whole, tmp_path, replicas)
+    assert all(each == found[0] for each in found)
+    for (text, folders), place in zip(found[0], WHOLE_EDITS, strict=True):
+        assert place in text
+        assert "on process 1 is not that of process 0" in text
+        assert folders == ["step-00000002"]
 
 
 class Statistics(nn.Sequential):

@@ -10,7 +10,9 @@ from torch.optim import Optimizer
 
 from trainkit.checkpoint.exact import parameter_states
 from trainkit.checkpoint.io.digests import xxh3_64_hexdigest
+from trainkit.checkpoint.resharding.sharding_spec import is_sharded
 from trainkit.device import memory_of
+from trainkit.distributed import Processes
 from trainkit.distributed.collectives import are_alike, complain
 from trainkit.errors import DistributedError, named
 from trainkit.strategies import Strategy
@@ -30,8 +32,9 @@ def check_replicas(
     """Raise, on all processes, where those that hold the same part of a model differ in it.
 
     Every bit counts, by digests: one number travels, and those of each parameter only where it
-    differs. Every process must call it, between two updates; a device is read once. Buffers are
-    left out: the processes take those of process 0 anew.
+    differs. What a sharded strategy keeps whole, and the settings of groups, are compared over all
+    processes: a checkpoint has them once. Every process must call it, between two updates; a
+    device is read once. Buffers are left out: the processes take those of process 0 anew.
 
     Args:
         strategy: Tells which processes hold the same.
@@ -43,13 +46,24 @@ def check_replicas(
         DistributedError: They differ; names parameters and processes.
     """
     processes = strategy.processes
+    if processes.size == 1:
+        return
     part, parts = strategy.held_part
-    if parts == processes.size:
-        return
-    digests = digests_of(dict(_entries(parameters, optimizers)))
-    if are_alike(processes, int(_hex(digests), 16) >> 2, part, parts):
-        return
-    complain(processes, (part, digests), lambda found: _error(_differences(found), when))
+    whole, split = dict(_settings(optimizers, parameters)), dict[str, Any]()
+    for label, value in _tensors(parameters, optimizers):
+        in_parts = is_sharded(value) if strategy.sharded else parts > 1
+        (split if in_parts else whole)[label] = value
+    _compare(processes, whole, 0, 1, when)
+    if split and parts < processes.size:
+        _compare(processes, split, part, parts, when)
+
+
+def _compare(
+    processes: Processes, entries: Mapping[str, Any], part: int, parts: int, when: str
+) -> None:
+    digests = digests_of(entries)
+    if not are_alike(processes, int(_hex(digests), 16) >> 2, part, parts):
+        complain(processes, (part, digests), lambda found: _error(_differences(found), when))
 
 
 def _error(differences: Sequence[str], when: str) -> DistributedError:
@@ -63,19 +77,31 @@ def _error(differences: Sequence[str], when: str) -> DistributedError:
     )
 
 
-def _entries(
+def _settings(
+    optimizers: Sequence[Optimizer], parameters: Mapping[str, Tensor]
+) -> Iterator[tuple[str, Any]]:
+    """Yield the settings of all groups, and which parameters are in them, by names for errors."""
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    for index, optimizer in enumerate(optimizers):
+        for number, group in enumerate(optimizer.param_groups):
+            place = f"`param_groups[{number}]` of optimizer {index}"
+            # A group made of a `set` has another order on each process, and nothing follows it.
+            held = sorted(names.get(id(parameter), "") for parameter in group["params"])
+            for key, value in (group_settings(group) | {"params": held}).items():
+                yield f"`{key}` of {place}", value
+
+
+def _tensors(
     parameters: Mapping[str, Tensor], optimizers: Sequence[Optimizer]
 ) -> Iterator[tuple[str, Any]]:
-    """Yield what is compared, by its name in errors."""
+    """Yield the parameters, and each value of their states, by names for errors."""
     yield from ((f"parameter `{name}`", parameter) for name, parameter in parameters.items())
     names = {id(parameter): name for name, parameter in parameters.items()}
     for index, optimizer in enumerate(optimizers):
         states = parameter_states(optimizer)
         for number, group in enumerate(optimizer.param_groups):
-            place = f"`param_groups[{number}]` of optimizer {index}"
-            yield place, group_settings(group)
             for position, parameter in enumerate(group["params"]):
-                name = names.get(id(parameter), f"parameter {position} in {place}")
+                name = names.get(id(parameter), f"parameter {position} of group {number}")
                 for key, value in states.get(parameter, {}).items():
                     yield f"`{key}` of `{name}` in optimizer {index}", value
 
