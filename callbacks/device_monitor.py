@@ -7,10 +7,10 @@ from typing_extensions import override
 
 from trainkit.callbacks._support.log_schedule import log_follows
 from trainkit.device import memory_figures, utilization
+from trainkit.host import process_memory
 from trainkit.training.callback import Callback
 from trainkit.training.run import Run
 from trainkit.types import StepResult
-from trainkit.watchdog.report import memory
 
 __all__ = ["DeviceMonitor"]
 
@@ -69,5 +69,6 @@ def _device_memory(device: torch.device) -> dict[str, int]:
 
 def _host_memory() -> dict[str, int]:
     """Return the resident memory of this process and its peak, in bytes, as far as known."""
-    found, names = memory(), {"resident": "host_memory_gib", "highest": "host_memory_peak_gib"}
+    found = process_memory()
+    names = {"resident": "host_memory_gib", "highest": "host_memory_peak_gib"}
     return {name: found[key] for key, name in names.items() if key in found}

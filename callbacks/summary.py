@@ -11,7 +11,7 @@ from typing_extensions import override
 from trainkit.callbacks._support.formatting import values_by_loader
 from trainkit.formatting import clock, count
 from trainkit.training.callback import Callback
-from trainkit.training.explain_settings import describe_window, parameter_counts
+from trainkit.training.facts import describe_window, parameter_counts
 from trainkit.training.run import Run
 from trainkit.training.schedule_check import describe
 from trainkit.types import class_name

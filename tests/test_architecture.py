@@ -14,11 +14,11 @@ ROOT = Path(__file__).resolve().parent.parent
 # Lowest first. A room is a folder of trainkit, or a file beside them. It sees the rows below its
 # own, and itself; inside of it, files may see each other without a circle.
 LAYERS = (
-    ("console", "errors", "formatting", "lazy", "parsing", "signals", "types", "version"),
-    ("device", "hparams", "packages"),
+    ("console", "errors", "formatting", "host", "lazy", "parsing", "signals", "types", "version"),
+    ("device", "hints", "hparams", "packages"),
     ("argument_names", "containers", "launch_environment", "outputs", "rng", "starters"),
-    ("config",),
-    ("journal", "metrics", "precision", "run_report", "trackers", "watchdog"),
+    ("config", "memory"),
+    ("journal", "metrics", "precision", "run_report", "trackers"),
     ("distributed",),
     ("checkpoint", "data"),
     ("export",),
@@ -27,7 +27,7 @@ LAYERS = (
     ("accelerator",),
     ("callbacks",),
     ("trainer",),
-    ("accelerate_compat", "testing"),
+    ("accelerate_compat", "testing", "watchdog"),
     ("cli",),
 )
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
@@ -63,7 +63,7 @@ NAMES_DEVICES = {
     "trainkit/accelerate_compat/availability.py": "another library's functions for them",
     "trainkit/accelerate_compat/names.py": "their names",
     "trainkit/accelerator/settings.py": "another library's kinds of jobs",
-    "trainkit/watchdog/report.py": "a variable that helps with one error",
+    "trainkit/hints.py": "a variable that helps with one error",
     "callbacks/profiler.py": "an argument of torch's profiler",
 }
 

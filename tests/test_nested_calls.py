@@ -16,6 +16,7 @@ from tests.helpers.toys import fit, make_trainer, toy_dataset, toy_loaders, toy_
 from trainkit import Callback, ConfigError, DistributedError, Run, Trainer
 from trainkit.callbacks import Checkpoint, MainProcess
 from trainkit.training.callback import HOOKS, PARTIAL_HOOKS
+from trainkit.watchdog.watch import JobWatch
 
 EVERYWHERE = [name for name in HOOKS if name not in (*PARTIAL_HOOKS, "on_exception")]
 
@@ -213,6 +214,7 @@ def fit_another(rank: int) -> None:
         def on_epoch_start(self, run: Run) -> None:
             other = Twice(max_steps=2, callbacks=[])
             watch = run.strategy.processes.watch
+            assert watch is None or isinstance(watch, JobWatch)
             watched = None if watch is None else watch._monitor._watched
             assert fit(other).step == 2
             assert trainer.run is run

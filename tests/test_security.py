@@ -28,6 +28,7 @@ from trainkit.distributed import Processes
 from trainkit.distributed.group import SECRET
 from trainkit.errors import DataError, DistributedError
 from trainkit.watchdog import connections, start
+from trainkit.watchdog.watch import JobWatch
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
@@ -282,7 +283,7 @@ def _full(rank: int) -> float:
     if rank:
         processes.barrier()
         return 0.0
-    assert processes.watch is not None
+    assert isinstance(processes.watch, JobWatch)
     monitor = processes.watch._monitor
     port = monitor._links._address.port
     strangers = [socket.socket() for _ in range(3)]

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from trainkit.lazy import lazy_exports
+from trainkit.lazy import lazy_exports, provide
 from trainkit.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -14,10 +14,6 @@ if TYPE_CHECKING:
     from trainkit.accelerator.loader import skip_first_batches as skip_first_batches
     from trainkit.accelerator.local_sgd import LocalSGD as LocalSGD
     from trainkit.accelerator.logging import get_logger as get_logger
-    from trainkit.accelerator.memory import (
-        find_executable_batch_size as find_executable_batch_size,
-        release_memory as release_memory,
-    )
     from trainkit.accelerator.operations import (
         broadcast as broadcast,
         broadcast_object_list as broadcast_object_list,
@@ -63,6 +59,10 @@ if TYPE_CHECKING:
         load_checkpoint_and_dispatch as load_checkpoint_and_dispatch,
         load_checkpoint_in_model as load_checkpoint_in_model,
     )
+    from trainkit.memory import (
+        find_executable_batch_size as find_executable_batch_size,
+        release_memory as release_memory,
+    )
     from trainkit.signals import Interrupted as Interrupted
     from trainkit.trackers.tracker import GeneralTracker as GeneralTracker
     from trainkit.trainer import Trainer as Trainer
@@ -81,7 +81,6 @@ __all__, __getattr__, __dir__ = lazy_exports(
         "accelerator.loader": "skip_first_batches",
         "accelerator.local_sgd": "LocalSGD",
         "accelerator.logging": "get_logger",
-        "accelerator.memory": "find_executable_batch_size release_memory",
         "accelerator.operations": (
             "broadcast broadcast_object_list concatenate extract_model_from_parallel gather "
             "gather_object pad_across_processes reduce send_to_device wait_for_everyone"
@@ -102,6 +101,7 @@ __all__, __getattr__, __dir__ = lazy_exports(
             "NonFiniteError TrainkitError"
         ),
         "export": "init_empty_weights load_checkpoint_and_dispatch load_checkpoint_in_model",
+        "memory": "find_executable_batch_size release_memory",
         "signals": "Interrupted",
         "trackers.tracker": "GeneralTracker",
         "trainer": "Trainer",
@@ -111,4 +111,10 @@ __all__, __getattr__, __dir__ = lazy_exports(
         "training.state": "TrainState",
         "types": "StepOutput StepResult",
     },
+)
+provide(
+    {
+        "report_failure": "trainkit.watchdog.failure",
+        "start_watch": "trainkit.watchdog.start",
+    }
 )

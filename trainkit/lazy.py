@@ -1,10 +1,16 @@
-"""Public names that are imported when they are first asked for (PEP 562)."""
+"""What is imported when it is first asked for: public names (PEP 562), and what outer rings give.
+
+The core does not import the rings around it. What it asks of them is provided by
+`trainkit/__init__.py`, which knows all of trainkit.
+"""
 
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
-__all__ = ["lazy_exports"]
+__all__ = ["ask", "lazy_exports", "provide"]
+
+_homes: dict[str, str] = {}
 
 
 def lazy_exports(
@@ -24,3 +30,13 @@ def lazy_exports(
         return getattr(import_module(f"{package}.{home[name]}"), name)
 
     return sorted(home), load, lambda: sorted([*home])
+
+
+def provide(homes: Mapping[str, str]) -> None:
+    """Say in which module of trainkit what the core asks for is found, by its name there."""
+    _homes.update(homes)
+
+
+def ask(name: str) -> Any:
+    """Return what was provided under a name."""
+    return getattr(import_module(_homes[name]), name)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.formatting import json_value
-from trainkit.training.explain_settings import parameter_counts
+from trainkit.training.facts import parameter_counts
 from trainkit.training.optimizers import described
 from trainkit.training.run import Run
 from trainkit.types import class_name

@@ -30,6 +30,7 @@ from trainkit.watchdog.inquiry import is_frozen
 from trainkit.watchdog.line import Line
 from trainkit.watchdog.report import first_of, read_all
 from trainkit.watchdog.stalls import Member, started_at
+from trainkit.watchdog.watch import JobWatch
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
@@ -49,7 +50,7 @@ def _apart(rank: int) -> None:
 
 
 def _links(processes: Processes) -> connections.Links:
-    assert processes.watch is not None
+    assert isinstance(processes.watch, JobWatch)
     return processes.watch._monitor._links
 
 

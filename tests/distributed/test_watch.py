@@ -34,10 +34,11 @@ from trainkit import Accelerator, Callback, Run, Trainer, Watchdog
 from trainkit.cli import failure
 from trainkit.distributed import Processes
 from trainkit.errors import ConfigError
+from trainkit.hints import hint_for
 from trainkit.watchdog import connections, crossed, stalls
 from trainkit.watchdog.connections import GONE, Address, Links, open_server, reach_server
 from trainkit.watchdog.exit import EXIT_OTHER_FAILED
-from trainkit.watchdog.report import Report, first_of, hint_for, read_all
+from trainkit.watchdog.report import Report, first_of, read_all
 from trainkit.watchdog.stalls import Member, judge
 
 

@@ -22,6 +22,7 @@ from trainkit.distributed import Processes, check_called_by_all
 from trainkit.watchdog.exit import EXIT_OTHER_FAILED, EXIT_STALLED
 from trainkit.watchdog.report import first_of, read_all
 from trainkit.watchdog.stalls import Member
+from trainkit.watchdog.watch import JobWatch
 
 PER_MACHINE = 2
 
@@ -35,7 +36,7 @@ def pretend(rank: int) -> None:
 
 def relays(processes: Processes) -> list[int]:
     """Return which processes serve others; every process must call it."""
-    assert processes.watch is not None
+    assert isinstance(processes.watch, JobWatch)
     links = processes.watch._monitor._links
     serving = processes.all_gather_objects(len(links.children))
     return [rank for rank, children in enumerate(serving) if children]
@@ -47,7 +48,7 @@ def _connect(rank: int) -> tuple[int, int | None, list[int]]:
     for _ in range(2):  # what only process 0 decides comes back to all
         check_called_by_all(processes, "this")
         processes.barrier()
-    assert processes.watch is not None
+    assert isinstance(processes.watch, JobWatch)
     links = processes.watch._monitor._links
     parent = None if links.parent is None else links.parent.rank
     found = relays(processes)
@@ -156,13 +157,14 @@ def _break_for_one(rank: int, pipe: int, folder: Path) -> int:
     os.environ["TRAINKIT_REPORT_DIR"] = str(folder / "reports")
     pretend(rank)
     processes = Processes.start()
-    assert processes.watch is not None
+    assert isinstance(processes.watch, JobWatch)
     serving = relays(processes)
     processes.barrier()
     if rank == serving[1]:
         time.sleep(0.5)  # as if what process 1 hears came late
         _die()
     if rank == 1:
+        assert isinstance(processes.watch, JobWatch)
         processes.watch._fail_for_good(
             RuntimeError("[../gloo/pair.cc:547] Read error: Connection reset by peer")
         )

@@ -435,7 +435,7 @@ class Accelerator(Communicator):
 
     def free_memory(self, *objects: Any) -> list[None]:
         """Let go of all that was prepared; returns None for each object, to be assigned to it."""
-        from trainkit.accelerator.memory import release_memory
+        from trainkit.memory import release_memory
 
         self._own.reset()
         return release_memory(*objects)

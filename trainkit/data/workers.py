@@ -382,7 +382,7 @@ def _death(iterator: Any) -> str | None:
         return None
     worker = max(dead, key=lambda worker: worker.exitcode != 0)
     number = iterator._workers.index(worker)
-    from trainkit.watchdog.report import hint_for  # only failures need it
+    from trainkit.hints import hint_for  # only failures need it
 
     end = f"ended by itself with the exit code {worker.exitcode}"
     if worker.exitcode < 0:

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed
@@ -13,10 +13,8 @@ from trainkit.device import memory_of
 from trainkit.distributed import collective_guard
 from trainkit.distributed.group import Membership, cpu_group
 from trainkit.distributed.processes import Processes, pack, unpack
+from trainkit.distributed.watch import Answer, Callers
 from trainkit.distributed.world import World
-
-if TYPE_CHECKING:
-    from trainkit.watchdog.callers import Callers
 
 __all__ = [
     "are_alike",
@@ -252,15 +250,13 @@ def only_this_process(processes: Processes) -> Processes:
 
 
 def _lead(
-    callers: "Callers",
+    callers: Callers,
     name: str,
     by_all: Callable[[], R],
     by_main: Callable[[], R] | None,
     missing: tuple[int, ...],
 ) -> R:
     """Act as process 0, and tell the others that make the call."""
-    from trainkit.watchdog.callers import Answer  # one process needs none of it
-
     if not missing:
         callers.answer(Answer())
         return by_all()

@@ -4,7 +4,7 @@ import atexit
 import os
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed
@@ -14,12 +14,11 @@ from torch.distributed import ProcessGroup, ReduceOp, Work
 from trainkit.containers import wire_format
 from trainkit.distributed import collective_guard
 from trainkit.distributed.group import Membership, join, set_group_timeout
+from trainkit.distributed.watch import Watch
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigError, DistributedError
+from trainkit.lazy import ask
 from trainkit.signals import is_failing
-
-if TYPE_CHECKING:
-    from trainkit.watchdog.watch import JobWatch
 
 __all__ = ["Pending", "Processes", "Reduction", "pack", "unpack"]
 
@@ -88,7 +87,7 @@ class Processes:
         self.knows_own_rows = False  # whether `own_rows` was asked for, or said to be
         # Name, dtype and shape of what was begun last: the watch tells by it who is in another one.
         self.begun: tuple[str, torch.dtype | None, torch.Size] = "no collective", None, torch.Size()
-        self.watch: JobWatch | None = None  # on the other processes; None where there are none
+        self.watch: Watch | None = None  # on the other processes; None where there are none
 
     @classmethod
     def start(cls, *, device: torch.device | None = None) -> "Processes":
@@ -112,10 +111,8 @@ class Processes:
         live = cls(membership, device)
         cls._live = live
         if live.size > 1:
-            from trainkit.watchdog.start import start_watch
-
             atexit.register(live._close_at_exit)
-            live.watch = start_watch(live)
+            live.watch = ask("start_watch")(live)
         return live
 
     @property

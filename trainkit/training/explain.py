@@ -20,11 +20,8 @@ from trainkit.precision import Precision
 from trainkit.strategies import Strategy
 from trainkit.training import arguments
 from trainkit.training.callback import HOOKS, Callback, CallbackList
-from trainkit.training.explain_settings import (
-    describe_settings,
-    describe_window,
-    parameter_counts,
-)
+from trainkit.training.explain_settings import describe_settings
+from trainkit.training.facts import describe_window, parameter_counts
 from trainkit.training.lr_schedule import by_name, make_lr_schedule
 from trainkit.types import class_name
 

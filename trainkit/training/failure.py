@@ -2,12 +2,12 @@
 
 import math
 from contextlib import suppress
-from os import environ
-from pathlib import Path
 from typing import Any
 
 from trainkit.config import Watchdog
 from trainkit.errors import text_of
+from trainkit.hints import hint_for, tells_of_lost_peer
+from trainkit.lazy import ask
 from trainkit.training.run import Run
 
 __all__ = ["RunProgress", "indices_of", "report_failure"]
@@ -25,12 +25,9 @@ class RunProgress:
 
     def __init__(self, run: Run, watchdog: Watchdog | None) -> None:
         self.watchdog = watchdog or Watchdog()
+        self.output_dir = run.output_dir
         self._run = run
         self._first_attempt = run.state.attempts
-        self.folder = _folder(run)
-        if run.output_dir is not None and self.folder is not None and "TRAINKIT_ADDRESS" in environ:
-            with suppress(OSError):  # for the launcher, which leaves the report of the job there
-                (self.folder / "output_dir").write_text(str(run.output_dir))
 
     def progress(self) -> tuple[str, bool, tuple[object, ...]]:
         """Return the phase, whether no step was made yet, and what changes with progress."""
@@ -50,14 +47,9 @@ def report_failure(run: Run, error: BaseException) -> None:
     Does not return where the error only came from the end of another process, which is the one
     that reports.
     """
-    from trainkit.watchdog import (
-        exit,
-        report as reports,  # only failures need it
-    )
-
     place = _where_run_is(run)
     processes = run.strategy.processes
-    hint = reports.hint_for(type(error).__name__, text_of(error), alone=processes.size == 1)
+    hint = hint_for(type(error).__name__, text_of(error), alone=processes.size == 1)
     error.add_note(
         f"trainkit: process {processes.rank} of {processes.size}, epoch {place['epoch']}, after "
         f"step {place['step']} ({run.state.epoch_samples} samples of this epoch consumed), "
@@ -66,34 +58,10 @@ def report_failure(run: Run, error: BaseException) -> None:
     if run.train_loader.parts and place["phase"] == "train":
         error.add_note(f"trainkit: batches are mappings by loader, of {[*run.train_loader.parts]}.")
     # Of a lost peer the watch may know more, and some errors hold their hint.
-    if hint and not reports.tells_of_lost_peer(error) and hint not in text_of(error):
+    if hint and not tells_of_lost_peer(error) and hint not in text_of(error):
         error.add_note(f"trainkit: {hint}")
-    origin = getattr(error, "origin", None)
     place["samples"] |= indices_of(run, place["samples"])
-    report = reports.Report(
-        kind="error",
-        cause=exit.sentence(error),
-        process=processes.rank if origin is None else origin,
-        processes=processes.size,
-        reporter=processes.rank,
-        secondary=exit.is_secondary(error),
-        hint=hint,
-        place=place,
-        error=reports.error_parts(error),
-        memory=reports.memory(),
-    )
-    folder = _folder(run)
-    if processes.watch is not None:
-        processes.watch.fail(error, report, folder)
-    elif folder is not None:
-        with suppress(OSError):  # the error itself is what matters
-            report.write(folder)
-
-
-def _folder(run: Run) -> Path | None:
-    from trainkit.watchdog.report import folder_for
-
-    return folder_for(run.output_dir)
+    ask("report_failure")(error, processes, place, run.output_dir)
 
 
 def _where_run_is(run: Run) -> dict[str, Any]:

@@ -11,32 +11,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from trainkit.distributed.watch import Answer
 from trainkit.errors import DistributedError
 from trainkit.watchdog.connections import GONE
 from trainkit.watchdog.line import Message
 from trainkit.watchdog.stalls import where
 
-__all__ = ["Answer", "Callers", "Position", "ahead", "position_of"]
+__all__ = ["Callers", "Position", "ahead", "position_of"]
 
 Position = tuple[int, ...] | None
 """How many collectives a process has begun in each group; None: it has left the groups."""
 
 _REPLY_SECONDS = 1.0  # in which a process that is not frozen says where it is
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What process 0 says of a call.
-
-    Args:
-        missing: The processes that do not make it.
-        result: What process 0 returned, where it acted alone.
-        failure: The class and the text of what process 0 raised instead.
-    """
-
-    missing: tuple[int, ...] = ()
-    result: str | None = None
-    failure: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from trainkit.config import Watchdog
+from trainkit.distributed.watch import Progress
+from trainkit.host import kernel_kills, process_memory
 from trainkit.watchdog import crossed, exit, report as reports, stalls
 from trainkit.watchdog.callers import Callers, Position
 from trainkit.watchdog.connections import GONE, Links
@@ -22,7 +23,7 @@ from trainkit.watchdog.line import Message
 from trainkit.watchdog.report import Report
 from trainkit.watchdog.stalls import Member, Verdict
 
-__all__ = ["ProgressSource", "WatchThread"]
+__all__ = ["WatchThread"]
 
 # A process that hears of a failure may be about to raise the same error, agreed by all; then it
 # leaves by itself. It gets this long, more where the machine is too busy to run it, or until its
@@ -32,19 +33,6 @@ _GRACE_OF_CPU, _LONGEST_GRACE = 0.3, 20.0
 _STILL_SECONDS = 0.6
 _CLEAN_UP_SECONDS = 30.0  # for a process that has failed itself
 _ALERT_PAUSE, _PAUSE = 0.1, 0.5
-
-
-class ProgressSource(Protocol):
-    """What is watched for progress: a run."""
-
-    watchdog: Watchdog
-    folder: Path | None
-
-    def progress(self) -> tuple[str, bool, tuple[object, ...]]:
-        """Return the phase, whether no step was made yet, and what changes with progress."""
-
-    def place(self) -> dict[str, Any]:
-        """Return `step`, `epoch`, `phase` and `samples`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +96,7 @@ class WatchThread:
         self._main = threading.main_thread().ident or 0
         self._queue: deque[Message] = deque()
         self._sent = threading.Event()
-        self._watched: ProgressSource | None = None
+        self._watched: Progress | None = None
         self.ended: dict[int, str] = {}
         self._failed: set[int] = set()
         self._cause: _Cause | None = None
@@ -116,20 +104,20 @@ class WatchThread:
         self._marks: tuple[object, ...] = ()
         self._moved_at = 0.0
         self._stillness = stalls.Stillness(self._main)
-        self._kills = reports.kernel_kills()
+        self._kills = kernel_kills()
         self._crossed = crossed.Crossed(rank, self._post, position, latest, self._main)
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
     @property
     def folder(self) -> Path | None:
         """Where reports go."""
-        return reports.folder_for(None) if self._watched is None else self._watched.folder
+        return reports.folder_for(None if self._watched is None else self._watched.output_dir)
 
     def start(self) -> None:
         """Start the thread."""
         self._thread.start()
 
-    def follow(self, watched: ProgressSource | None) -> None:
+    def follow(self, watched: Progress | None) -> None:
         """Look after the progress of a run; of none with None."""
         self._marks, self._moved_at = (), time.monotonic()
         self._watched = watched
@@ -270,16 +258,16 @@ class WatchThread:
     def _loss(self, cause: _Cause) -> Report:
         """Return the report on a process that ended without a word, or cannot be reached."""
         hint = "Its own output, and the kernel's log, may say more."
-        kills = reports.kernel_kills()
+        kills = kernel_kills()
         if cause.kind == "unreachable":
             hint = "Look at that machine, and at the network between it and this one."
         elif kills and self._kills is not None and kills > self._kills:
             hint = "The kernel killed a process of this container for want of memory meanwhile."
         secondary = self._rank != self.first_without({cause.rank})
         report = self.report("lost", cause.text, process=cause.rank, secondary=secondary)
-        return replace(report, hint=hint, memory=reports.memory())
+        return replace(report, hint=hint, memory=process_memory())
 
-    def _stands_still(self, watched: ProgressSource, now: float) -> bool:
+    def _stands_still(self, watched: Progress, now: float) -> bool:
         """Return whether there was no progress for longer than the phase allows."""
         phase, first, marks = watched.progress()
         same = len(marks) == len(self._marks) and all(map(_same, marks, self._marks))

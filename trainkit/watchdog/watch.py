@@ -11,15 +11,18 @@ from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
+from trainkit.distributed.watch import Progress
 from trainkit.errors import text_of
+from trainkit.hints import hint_for, tells_of_lost_peer
+from trainkit.host import process_memory
 from trainkit.signals import is_failing
 from trainkit.watchdog import exit, report as reports, stalls
 from trainkit.watchdog.callers import Position
 from trainkit.watchdog.connections import Links
-from trainkit.watchdog.monitor import ProgressSource, WatchThread
+from trainkit.watchdog.monitor import WatchThread
 from trainkit.watchdog.report import Report
 
-__all__ = ["JobWatch", "ProgressSource"]
+__all__ = ["JobWatch"]
 
 # A lost connection is heard of by the monitor at about the time when a collective raises for it.
 _EXPLAIN_SECONDS = 1.5
@@ -50,7 +53,7 @@ class JobWatch:
         self._pid = os.getpid()
         self._rank = rank
         self._fits = 0  # how many were begun
-        self._followed: list[ProgressSource] = []  # each inside the one before
+        self._followed: list[Progress] = []  # each inside the one before
         self._reported: BaseException | None = None
         self._closed = False
 
@@ -65,11 +68,15 @@ class JobWatch:
         self._finalizer = multiprocessing.util.Finalize(None, self._finish, exitpriority=100)
         self._monitor.start()
 
-    def follow(self, watched: ProgressSource) -> None:
+    def follow(self, watched: Progress) -> None:
         """Watch the progress of a run too, until `unfollow`."""
         self._fits += 1
         self._followed.append(watched)
         self._monitor.follow(watched)
+        folder, place = self._monitor.folder, watched.output_dir
+        if place is not None and folder is not None and "TRAINKIT_ADDRESS" in os.environ:
+            with suppress(OSError):  # for the launcher, which leaves the report of the job there
+                (folder / "output_dir").write_text(str(place))
 
     def unfollow(self) -> None:
         """Watch the run before it again, if any; whoever called it may go on after its failure."""
@@ -90,7 +97,7 @@ class JobWatch:
         if not self._is_at_work():
             return
         monitor = self._monitor
-        if reports.tells_of_lost_peer(error):
+        if tells_of_lost_peer(error):
             is_first = self._rank == monitor.first_without()
             if monitor.hears():
                 monitor.leaves_at_once = True
@@ -158,8 +165,8 @@ class JobWatch:
             report = replace(
                 monitor.report("error", cause, process=self._rank),
                 error=reports.error_parts(error),
-                hint=reports.hint_for(type(error).__name__, text_of(error)),
-                memory=reports.memory(),
+                hint=hint_for(type(error).__name__, text_of(error)),
+                memory=process_memory(),
                 secondary=exit.is_secondary(error),
             )
             self.fail(error, report, monitor.folder)

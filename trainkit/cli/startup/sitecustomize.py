@@ -22,6 +22,8 @@ def _report() -> None:
     if not isinstance(error, Exception) or os.getpid() != _PID:  # that of a fork is no failure
         return
     from trainkit.errors import text_of
+    from trainkit.hints import hint_for
+    from trainkit.host import process_memory
     from trainkit.watchdog import exit, report as reports, stalls
 
     folder = reports.folder_for(None)
@@ -35,9 +37,9 @@ def _report() -> None:
         processes=int(os.environ["WORLD_SIZE"]),
         reporter=rank,
         secondary=exit.is_secondary(error),
-        hint=reports.hint_for(type(error).__name__, text_of(error)),
+        hint=hint_for(type(error).__name__, text_of(error)),
         error=reports.error_parts(error),
-        memory=reports.memory(),
+        memory=process_memory(),
     ).write(folder)
 
 

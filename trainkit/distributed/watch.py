@@ -1,0 +1,67 @@
+"""What the core knows of the watch over a job (rule 32), which is handed in where it is joined."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from trainkit.config import Watchdog
+
+__all__ = ["Answer", "Callers", "Progress", "Watch"]
+
+
+class Progress(Protocol):
+    """What is watched for progress: a run."""
+
+    watchdog: Watchdog
+    output_dir: Path | None
+
+    def progress(self) -> tuple[str, bool, tuple[object, ...]]:
+        """Return the phase, whether no step was made yet, and what changes with progress."""
+
+    def place(self) -> dict[str, Any]:
+        """Return `step`, `epoch`, `phase` and `samples`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What process 0 says of a call.
+
+    Args:
+        missing: The processes that do not make it.
+        result: What process 0 returned, where it acted alone.
+        failure: The class and the text of what process 0 raised instead.
+    """
+
+    missing: tuple[int, ...] = ()
+    result: str | None = None
+    failure: tuple[str, str] | None = None
+
+
+class Callers(Protocol):
+    """Finds out which processes make a call, before any waits in a collective for the others."""
+
+    def missing(self, name: str, key: str, seconds: float) -> tuple[int, ...]:
+        """Return, on process 0, who does not make the call it is in; waits until that is known."""
+
+    def answer(self, answer: Answer) -> None:
+        """Tell, on process 0, all that make the call it is in what comes of it."""
+
+    def ask(self, name: str, key: str, seconds: float) -> Answer:
+        """Say, on another process, that it makes a call; return what comes of it."""
+
+
+class Watch(Protocol):
+    """Ends this process when another one of the job fails, and tells the others when it fails."""
+
+    @property
+    def callers(self) -> Callers:
+        """The calls that not all processes may make."""
+
+    def follow(self, watched: Progress) -> None:
+        """Watch the progress of a run too, until `unfollow`."""
+
+    def unfollow(self) -> None:
+        """Watch the run before it again, if any."""
+
+    def close(self, how: str = ...) -> None:
+        """Tell the others that this process ends in order, and `how`; stop to watch."""
