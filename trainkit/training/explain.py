@@ -1,6 +1,7 @@
 """Says what a fit would do, before it does anything: `Trainer.explain`."""
 
 import inspect
+import re
 import shutil
 import textwrap
 from collections.abc import Iterator, Mapping
@@ -19,7 +20,7 @@ from trainkit.formatting import count, first_few
 from trainkit.precision import Precision
 from trainkit.strategies import Strategy
 from trainkit.training import arguments
-from trainkit.training.callback import HOOKS, Callback, CallbackList
+from trainkit.training.callback import Callback, CallbackList
 from trainkit.training.explain_settings import describe_settings
 from trainkit.training.facts import describe_window, parameter_counts
 from trainkit.training.lr_schedule import by_name, make_lr_schedule
@@ -146,63 +147,23 @@ class Explanation:
         return f"{text} over {count(samples, 'sample')}{last}"
 
     def _order(self, width: int) -> list[str]:
-        """Return the algorithm, line by line, with the callbacks at each hook that anybody uses."""
+        """Return the hooks that anybody uses, in their order, each with its callbacks."""
         lines, silent = [], []
-        for depth, text in self._algorithm():
-            indent = "  " + "    " * depth
-            if text not in HOOKS:
-                lines += textwrap.wrap(
-                    text, width, initial_indent=indent, subsequent_indent=indent + "  "
-                )
-            elif names := self.callbacks.names(text):
-                head = f"{indent}{text:<{44 - len(indent)}} "
-                lines += textwrap.wrap(
-                    ", ".join(names), width, initial_indent=head, subsequent_indent=" " * 45
-                )
-            else:
-                silent.append(text)
+        tree = (Callback.__doc__ or "").partition("::")[2].partition("\n    After")[0]
+        for line in textwrap.dedent(tree).splitlines():
+            indent = "  " + " " * (len(line) - len(line.lstrip()))
+            for hook in re.findall(r"on_\w+", line):
+                if names := self.callbacks.names(hook):
+                    head = f"{indent + hook:<44} "
+                    lines += textwrap.wrap(
+                        ", ".join(names), width, initial_indent=head, subsequent_indent=" " * 45
+                    )
+                else:
+                    silent.append(hook)
         if silent:
             note = f"Used by nobody, at no cost: {', '.join(silent)}."
             lines += textwrap.wrap(note, width, initial_indent="  ", subsequent_indent="  ")
         return lines
-
-    def _algorithm(self) -> Iterator[tuple[int, str]]:
-        """Yield hooks by name, and in words what happens between them (rules 3 to 5)."""
-        config, processes = self.config, self.processes.num_processes
-        accumulation = config.gradient_accumulation_steps
-        several = f" on each of {processes} processes" if processes > 1 else ""
-        yield 0, "on_fit_start"
-        yield 0, "on_checkpoint_loaded"
-        yield 0, "each epoch:"
-        yield 1, "on_epoch_start"
-        yield 1, f"each step, {count(accumulation, 'micro-batch')}{several}:"
-        yield 2, "on_step_start"
-        yield 2, "on_microbatch_start"
-        yield 2, f"forward in {self.precision.name}, backward"
-        yield 2, "on_microbatch_end"
-        yield 2, f"gradients: {'reduced, normalised, unscaled' if processes > 1 else 'normalised'}"
-        yield 2, "on_gradients"
-        if config.max_grad_norm is not None:
-            yield 2, f"clipped to the norm {config.max_grad_norm:g}, over all parameters"
-        if config.max_grad_value is not None:
-            yield 2, f"clipped to the value {config.max_grad_value:g}, each element"
-        yield 2, "update by the optimizer, then the learning-rate schedule"
-        yield 2, "on_step_end"
-        yield 2, "on_step_skipped"
-        yield 1, "after the last step of the epoch:"
-        yield 2, "on_epoch_end"
-        yield 1, f"where due, first the log (every {count(config.log_every_n_steps, 'step')}):"
-        yield 2, "on_log"
-        yield 1, "then the evaluation:"
-        for hook in ("on_evaluation_start", "on_evaluation_batch_end", "on_evaluation_end"):
-            yield 2, hook
-        yield 1, "then the checkpoint, with the final state of all callbacks:"
-        yield 2, "on_checkpoint_start"
-        yield 2, "on_checkpoint_saved"
-        yield 1, "then requests to stop, and signals"
-        yield 0, "on_late_log"
-        yield 0, "on_exception"
-        yield 0, "on_fit_end"
 
     def _saving(self) -> Rows:
         folder = self.output_dir
