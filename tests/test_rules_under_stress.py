@@ -21,9 +21,10 @@ from trainkit import (
     LRSchedule,
     Run,
     StepOutput,
+    StepResult,
     Trainer,
 )
-from trainkit.callbacks import Evaluation, MainProcess
+from trainkit.callbacks import Evaluation, MainProcess, NaNGuard
 from trainkit.distributed import AsyncFlags
 from trainkit.precision import FP16
 
@@ -322,9 +323,10 @@ class Words(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.embedding = nn.Embedding(9, 1, sparse=True)
+        self.head: nn.Module = nn.Identity()
 
     def forward(self, inputs: Tensor) -> Tensor:
-        words: Tensor = self.embedding(inputs[:, 0].abs().long())
+        words: Tensor = self.head(self.embedding(inputs[:, 0].abs().long()))
         return words
 
 
@@ -338,6 +340,40 @@ def test_sparse_gradients_train_on_several_processes() -> None:
     (alone,) = run_ranks(1, train_sparsely)
     for size in (2, 3):
         assert torch.allclose(run_ranks(size, train_sparsely)[1], alone)
+
+
+class Norms(Callback):
+    def __init__(self) -> None:
+        self.found: list[Tensor] = []
+
+    @override
+    def on_step_end(self, run: Run, result: StepResult) -> None:
+        self.found += [] if result.grad_norm is None else [result.grad_norm]
+
+
+CLIPS: list[dict[str, Any]] = [{"max_grad_norm": 0.05}, {"max_grad_value": 0.05}]
+
+
+def clip_sparsely(rank: int, clip: dict[str, Any], *, several: bool, sparse: bool) -> list[Tensor]:
+    """Return the weights and norms of a training whose words come several times in a batch."""
+    model = Words()
+    model.embedding.sparse = sparse
+    model.head = nn.Linear(1, 1)
+    optimizer: Any = partial(SGD, lr=0.1)
+    optimizer = {"embedding": optimizer, "head": optimizer} if several else optimizer
+    norms = Norms()
+    trainer = Trainer(max_epochs=1, callbacks=[norms, NaNGuard("skip")], split_batches=True, **clip)
+    fit(trainer, model, loaders=make_loader(24, 6), optimizer=optimizer)
+    return [*(p.detach() for p in model.parameters()), *norms.found]
+
+
+@pytest.mark.parametrize("clip", CLIPS, ids=lambda clip: next(iter(clip)))
+@pytest.mark.parametrize("several", [False, True])
+def test_sparse_gradients_are_clipped_as_dense_ones(clip: dict[str, Any], several: bool) -> None:
+    (alone,) = run_ranks(1, clip_sparsely, clip, several=False, sparse=False)
+    for size in (1, 2):
+        found = run_ranks(size, clip_sparsely, clip, several=several, sparse=True)[-1]
+        torch.testing.assert_close(found, alone)
 
 
 def count_reductions(rank: int, seconds: float) -> tuple[int, int]:

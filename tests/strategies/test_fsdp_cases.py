@@ -158,6 +158,19 @@ def test_parameters_that_do_not_lie_row_by_row_are_named() -> None:
     run_ranks(2, turned)
 
 
+def sparse(rank: int) -> None:
+    model = nn.Linear(6, 3)
+    model.words = nn.Embedding(5, 6, sparse=True)
+    with pytest.raises(ConfigError, match=r"sparse gradients, which torch cannot.*`words`.*ddp"):
+        fit(model)
+    model.words.requires_grad_(False)
+    fit(model)
+
+
+def test_a_module_with_sparse_gradients_is_named() -> None:
+    run_ranks(2, sparse)
+
+
 def test_scalars_may_be_frozen_but_not_trained() -> None:
     run_ranks(2, scalars)
 

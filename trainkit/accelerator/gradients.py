@@ -13,6 +13,7 @@ from trainkit.errors import ConfigError
 from trainkit.precision import FP16, Precision
 from trainkit.precision.fp16 import scaled_loss
 from trainkit.strategies import Strategy
+from trainkit.strategies.strategy import gradient_values
 
 __all__ = ["Gradients"]
 
@@ -119,7 +120,9 @@ class Gradients:
         found = self._unscale_owners(parameters)
         if norm_type == 2:
             return self._strategy.clip_grad_norm(found, max_norm)
-        return nn.utils.clip_grad_norm_(found, max_norm, norm_type=norm_type)
+        norm = nn.utils.get_total_norm(gradient_values(found), norm_type)
+        nn.utils.clip_grads_with_norm_(found, max_norm, norm)
+        return norm
 
     def clip_value(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
         """Clip every element of the final gradients."""

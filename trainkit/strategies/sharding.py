@@ -42,10 +42,11 @@ def shard(
         activation_checkpointing: Whether blocks compute their activations again in backward.
 
     Raises:
-        ConfigError: A trainable parameter has no dimension, one does not lie row by row in
-            memory, or nothing can be computed again.
+        ConfigError: A trainable parameter has no dimension or sparse gradients, one does not lie
+            row by row in memory, or nothing can be computed again.
     """
     _check_rows(model)
+    _check_dense(model)
     frozen_scalars = _scalars(model)
     if activation_checkpointing:
         checkpoint_activations(model, blocks.values())
@@ -86,4 +87,15 @@ def _check_rows(model: nn.Module) -> None:
             f"rows: {quoted(turned)}. Leave out "
             "`memory_format=torch.channels_last`, write `p.data = p.data.contiguous()` for each, "
             'or use `strategy="ddp"`.'
+        )
+
+
+def _check_dense(model: nn.Module) -> None:
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    sparse = [n for n, m in model.named_modules() if isinstance(m, kinds) and m.sparse]
+    sparse = [n for n in sparse if model.get_submodule(n).weight.requires_grad]
+    if sparse:
+        raise ConfigError(
+            f"{len(sparse)} modules have sparse gradients, which torch cannot shard: "
+            f'{quoted(sparse)}. Leave out `sparse=True`, freeze them, or use `strategy="ddp"`.'
         )

@@ -17,7 +17,7 @@ from trainkit.errors import ConfigError
 from trainkit.precision import Precision
 from trainkit.types import class_name
 
-__all__ = ["Strategy", "on_meta"]
+__all__ = ["Strategy", "gradient_values", "on_meta"]
 
 _NOTHING: AbstractContextManager[object] = nullcontext()
 
@@ -205,16 +205,25 @@ class Strategy(ABC):
 
     def clip_grad_norm(self, parameters: Iterable[Tensor], max_norm: float) -> Tensor:
         """Clip the global L2 norm of the gradients; return the norm before, on the device."""
-        return nn.utils.clip_grad_norm_(parameters, max_norm)
+        parameters = list(parameters)
+        norm = nn.utils.get_total_norm(gradient_values(parameters))
+        nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        return norm
 
     def clip_grad_value(self, parameters: Iterable[Tensor], max_value: float) -> None:
         """Clip every element of the gradients to [-max_value, max_value]."""
-        nn.utils.clip_grad_value_(parameters, max_value)
+        dense = []
+        for p in parameters:
+            if p.grad is not None and p.grad.is_sparse:
+                p.grad = p.grad.coalesce()  # an element is the sum of all that stands for it
+                p.grad.values().clamp_(-max_value, max_value)
+            else:
+                dense.append(p)
+        nn.utils.clip_grad_value_(dense, max_value)
 
     def grad_norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
         """Return the global L2 norm of the gradients, on the device, without changing them."""
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        return nn.utils.get_total_norm(gradients)
+        return nn.utils.get_total_norm(gradient_values(parameters))
 
     def close(self) -> None:
         """Give back what `setup` took."""
@@ -251,6 +260,15 @@ def _device(device: torch.device | str) -> torch.device:
         except RuntimeError as error:
             raise ConfigError(f"`device` must be a device, but is {device!r}: {error}") from None
     raise ConfigError(f'`device` must be a device such as "cpu" or "mps", but is {device!r}.')
+
+
+def gradient_values(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Return the gradients that there are; of sparse ones the elements that they have, each once.
+
+    Torch has no norm of a sparse tensor on every device.
+    """
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    return [g.coalesce().values() if g.is_sparse else g for g in gradients]
 
 
 def on_meta(model: nn.Module) -> bool:
