@@ -72,9 +72,7 @@ def draw(seed: int, strategies: tuple[str, ...]) -> Case:
     chance = random.Random(seed)
     pick: Callable[..., Any] = chance.choice
     strategy = pick(strategies)
-    known = [n for n in FLAGS if n != "LBFGS" or strategy == "accelerator"]
-    if strategy == "fsdp":
-        known = [name for name in known if name not in NO_SHARDS]
+    known = [n for n in FLAGS if strategy != "fsdp" or n not in NO_SHARDS]
     name = pick([*known, *FUSED] if strategy != "ddp" else [*known[:-1], *FUSED])
     options = {key: pick(values) for key, values in FLAGS[name].items()}
     if name == "SGD" and options["momentum"]:
@@ -106,7 +104,9 @@ def draw(seed: int, strategies: tuple[str, ...]) -> Case:
         precision=precision,
         strategy=strategy,
         background=pick([False, True]),
-        accumulation=1 if name in ("LBFGS", "SparseAdam") else pick([1, 2]),
+        accumulation=1
+        if name == "SparseAdam" or (name, strategy) == ("LBFGS", "accelerator")
+        else pick([1, 2]),
         groups=1 if name in ("LBFGS", "Muon", "SparseAdam") else pick([1, 2]),
         schedule=pick([False, True]),
         ema=pick([False, True]),

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed
 from torch import Tensor, nn
-from torch.optim import LBFGS, SGD
+from torch.optim import SGD
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, TensorDataset, random_split
 from typing_extensions import override
@@ -472,7 +472,6 @@ def test_gather_for_metrics_knows_the_training_batch_after_an_evaluation() -> No
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"optimizer": partial(LBFGS, lr=0.1)}, "LBFGS"),
         ({"loss_fn": nn.MSELoss}, "with the brackets"),
         ({"loaders": (make_loader(), make_loader(0))}, "The evaluation loader is empty"),
         ({"loaders": [make_loader(), make_loader()]}, "is a list of 2 loaders"),

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from trainkit import precision as precisions, strategies
@@ -342,11 +342,6 @@ def make_optimizer(optimizer: Optimizer | OptimizerFactory | None, module: nn.Mo
 
 def check_optimizer(optimizer: Optimizer, module: nn.Module) -> None:
     """Raise where the optimizer cannot train `module`."""
-    if isinstance(optimizer, LBFGS):
-        raise ConfigError(
-            "`LBFGS` evaluates the loss several times in a step, which this loop does not do. Use "
-            "another optimizer."
-        )
     own = {id(p) for p in module.parameters()}
     held = [p for group in optimizer.param_groups for p in group["params"]]
     if not any(p.requires_grad for p in held):

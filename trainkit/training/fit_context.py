@@ -250,7 +250,12 @@ def write_apart(run: Run, kind: str) -> None:
 
 
 def loop_step(run: Run) -> Step:
-    """Return the step of the loop: another one where there are several optimizers."""
+    """Return the step of the loop: others with several optimizers, and with closures."""
+    from trainkit.training.closure import closure_for
+
+    run.closure = closure = closure_for(run)
+    if closure is not None:
+        return closure.train_step
     if not run.optimizers:
         return loop.train_step
     from trainkit.training import several_optimizers  # most runs have one

@@ -2,6 +2,8 @@
 
 from contextlib import AbstractContextManager, nullcontext
 
+from torch import Tensor
+
 from trainkit.data import MicroBatch, Window
 from trainkit.training.callback import Callback, CallbackList, Step
 from trainkit.training.phases import begin, finish, first_window, follow_plan, serve
@@ -100,12 +102,11 @@ def update(run: Run, callbacks: CallbackList) -> None:
     """Clip, apply the gradients, and advance what counts steps."""
     config, state, optimizer = run.config, run.state, run.optimizer
     loss, weight = run.weighting.result()
-    result = StepResult(loss)
-    if config.max_grad_norm is not None:
-        result.grad_norm = run.strategy.clip_grad_norm(run.parameters, config.max_grad_norm)
-    if config.max_grad_value is not None:
-        run.strategy.clip_grad_value(run.parameters, config.max_grad_value)
-    run.precision.step(optimizer)
+    result = StepResult(loss, grad_norm=clip(run))
+    if run.closure is None:
+        run.precision.step(optimizer)
+    else:  # LBFGS and the like compute loss and gradients again
+        optimizer.step(run.closure)
     if run.lr_schedule is not None:
         run.lr_schedule.advance("step")
     optimizer.zero_grad(set_to_none=True)
@@ -118,6 +119,16 @@ def update(run: Run, callbacks: CallbackList) -> None:
     callbacks.emit(Callback.on_step_end, run, result)
     if state.step == config.max_steps:
         run.request_stop("max_steps", agreed=True)
+
+
+def clip(run: Run) -> Tensor | None:
+    """Clip the gradients as the configuration says; return their norm before, where it is taken."""
+    config, norm = run.config, None
+    if config.max_grad_norm is not None:
+        norm = run.strategy.clip_grad_norm(run.parameters, config.max_grad_norm)
+    if config.max_grad_value is not None:
+        run.strategy.clip_grad_value(run.parameters, config.max_grad_value)
+    return norm
 
 
 def skip(run: Run, callbacks: CallbackList) -> None:

@@ -186,6 +186,8 @@ class Run(RunServices):
     """What the user registered for checkpointing, by name."""
     interrupts: Interrupts = field(default_factory=Interrupts)
     streams: Mapping[str, Any] | None = None  # of `rng`, to be put back at the start
+    closure: Callable[[], Any] | None = None
+    """What the optimizer computes loss and gradients of the window by once more; see `closure`."""
     check_order: Callable[[], None] | None = None  # once, before the first window of a resume
     recut: Callable[[Generator[Window, None, None]], Generator[Window, None, None]] | None = None
     """Cuts the windows of an epoch into other micro-batches of the same samples; None: as read."""
