@@ -93,16 +93,49 @@ class Logger(Callback):
     def _log(self, values: dict[str, Any], step: int) -> None:
         self._tracker.log(values, step=step)
 
-    def _at_work(self) -> Any:
-        """Return the tracker, for a histogram.
+    def add_image(self, run: Run, name: str, image: Any) -> None:
+        """Show an image under `name` at the present step; the other processes may call it too.
+
+        Args:
+            run: Of the fit that this logger is a callback of.
+            name: Such as "samples/first".
+            image: A tensor or array [channels, height, width] with 1, 3 or 4 channels; bytes, or
+                floats from 0 to 1. Several: `torchvision.utils.make_grid(images)` makes one.
+
+        Raises:
+            ConfigError: This logger has no place for images, or is not at work.
+        """
+        self._add(run, "image", name, image)
+
+    def add_figure(self, run: Run, name: str, figure: Any) -> None:
+        """Show a figure of matplotlib, as `add_image` does an image."""
+        self._add(run, "figure", name, figure)
+
+    def add_text(self, run: Run, name: str, text: str) -> None:
+        """Show a text, as `add_image` does an image."""
+        self._add(run, "text", name, text)
+
+    def _add(self, run: Run, kind: str, name: str, value: Any) -> None:
+        if not run.is_main_process:
+            return
+        log = getattr(self._at_work(kind), f"log_{kind}", None)
+        if log is None:
+            raise ConfigError(
+                f"`{self.name}` has no place for {kind}s. Give them to a `TensorBoardLogger`, a "
+                "`WandbLogger` or an `MLflowLogger`."
+            )
+        log(name, value, run.state.step)
+
+    def _at_work(self, given: str = "histogram") -> Any:
+        """Return the tracker, for a histogram or the like.
 
         Raises:
             ConfigError: There is none.
         """
         if self._tracker is None:
             raise ConfigError(
-                f"`{self.name}` was given a histogram, but is not among the callbacks of the run. "
-                "Put the same logger into `Trainer(callbacks=[...])`."
+                f"`{self.name}` was given `add_{given}`, but is not among the callbacks of the "
+                "run. Put the same logger into `Trainer(callbacks=[...])`."
             )
         return self._tracker
 

@@ -7,15 +7,16 @@ from trainkit.errors import ConfigError
 __all__ = ["require"]
 
 
-def require(package: str, user: str, instead: str = "") -> None:
+def require(package: str, user: str, instead: str = "", module: str = "") -> None:
     """Raise ConfigError where a package is not installed; nothing is imported.
 
     Args:
-        package: As pip calls it, and Python in small letters without "py" in front.
+        package: As pip calls it.
         user: What needs it; the sentence begins with it.
         instead: What else may be done, such as ", or leave out `--png`".
+        module: As Python calls it; by default as pip does, without "py" in front.
     """
-    if find_spec(package.removeprefix("py")) is None:
+    if find_spec(module or package.removeprefix("py")) is None:
         raise ConfigError(
             f"{user} needs the package `{package}`, which is not installed. Run `pip install "
             f"{package}`{instead}."

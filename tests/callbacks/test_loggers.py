@@ -458,6 +458,36 @@ def test_a_run_that_mlflow_lost_is_begun_anew(tmp_path: Path) -> None:
     assert second.run_id != first.run_id
 
 
+class _Draws(Callback):
+    """Gives a logger an image, a figure and a text after each step."""
+
+    def __init__(self, logger: Any) -> None:
+        self.logger = logger
+
+    def on_step_end(self, run: Run, result: StepResult) -> None:
+        from matplotlib.figure import Figure
+
+        self.logger.add_image(run, "shown/noise", torch.rand(3, 4, 5))
+        self.logger.add_figure(run, "line", Figure())
+        self.logger.add_text(run, "said", "well")
+
+
+def test_services_take_images_figures_and_texts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    mlflow, wandb = MLflowLogger(), WandbLogger(mode="offline", directory=tmp_path)
+    for logger in (mlflow, wandb):
+        fit(make_trainer(max_steps=2, callbacks=[logger, _Draws(logger)]))
+    found = [file.path for file in _client().list_artifacts(mlflow.run_id, "shown/noise")]
+    assert found == [f"shown/noise/step-0000000{step}.png" for step in (1, 2)]
+    assert [file.path for file in _client().list_artifacts(mlflow.run_id, "said")] == [
+        f"said/step-0000000{step}.txt" for step in (1, 2)
+    ]
+    images = [path.name for path in tmp_path.rglob("wandb/offline-run-*/files/media/**/*.png")]
+    assert sorted(name.split("_")[0] for name in images) == ["line", "line", "noise", "noise"]
+
+
 def test_mlflow_knows_how_a_run_ended() -> None:
     class Fails(Callback):
         def on_step_end(self, run: Run, result: StepResult) -> None:

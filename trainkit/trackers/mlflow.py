@@ -15,7 +15,7 @@ from typing_extensions import override
 from trainkit import rng
 from trainkit.errors import ConfigError
 from trainkit.hparams import flat
-from trainkit.trackers.tracker import GeneralTracker
+from trainkit.trackers.tracker import GeneralTracker, image_rows
 
 __all__ = ["SMALLER", "MLflowTracker"]
 
@@ -107,6 +107,27 @@ class MLflowTracker(GeneralTracker):
                 self._warn(f"leaves out `{name}`, as MLflow takes only numbers")
         if time.monotonic() >= self._try_again:
             self._send()
+
+    def log_image(self, name: str, image: Any, step: int | None = None) -> None:
+        """Note an image [channels, height, width]."""
+        rows = image_rows(image)
+        self._keep("log_image", rows[..., 0] if rows.shape[2] == 1 else rows, name, step, "png")
+
+    def log_figure(self, name: str, figure: Any, step: int | None = None) -> None:
+        """Note a figure of matplotlib, as an image."""
+        self._keep("log_figure", figure, name, step, "png")
+
+    def log_text(self, name: str, text: str, step: int | None = None) -> None:
+        """Note a text."""
+        self._keep("log_text", text, name, step, "txt")
+
+    def _keep(self, call: str, value: Any, name: str, step: int | None, ending: str) -> None:
+        """Write an artifact, named by its step: a resume writes over those that it makes again."""
+        place = f"{_name(name)}/step-{step or 0:08d}.{ending}"
+        try:
+            getattr(self.client, call)(self.run_id, value, place)
+        except self._errors as error:
+            self._warn(f"cannot write `{place}` to MLflow: {error}")
 
     @override
     def finish(self) -> None:

@@ -13,7 +13,7 @@ from typing_extensions import override
 from trainkit.hparams import flat
 from trainkit.outputs import absolute, giving_up
 from trainkit.packages import require
-from trainkit.trackers.tracker import GeneralTracker, has_one
+from trainkit.trackers.tracker import GeneralTracker, has_one, image_rows
 
 __all__ = ["TensorBoardTracker"]
 
@@ -51,6 +51,13 @@ class TensorBoardTracker(GeneralTracker):
         from torch.utils.tensorboard.writer import SummaryWriter  # takes seconds
 
         self.writer = SummaryWriter(str(self.logging_dir), **self._options)
+        if (step := self._options.get("purge_step")) is not None:
+            from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+            # TensorBoard takes the first start that it sees in a folder for that of the run, and
+            # only at a second one leaves out what came after its step.
+            start = SessionLog(status=SessionLog.START)
+            self.writer.file_writer.add_event(Event(session_log=start), step)
 
     @override
     def store_init_configuration(self, values: dict[str, Any]) -> None:
@@ -96,6 +103,24 @@ class TensorBoardTracker(GeneralTracker):
         with self._lasting():
             for name, images in values.items():
                 self.writer.add_images(name, images, global_step=step, **kwargs)
+
+    def log_image(self, name: str, image: Any, step: int | None = None) -> None:
+        """Note an image [channels, height, width]."""
+        require("pillow", "An image in TensorBoard", module="PIL")
+        rows = image_rows(image)
+        with self._lasting():
+            self.writer.add_image(name, rows, global_step=step, dataformats="HWC")
+            self.writer.flush()
+
+    def log_figure(self, name: str, figure: Any, step: int | None = None) -> None:
+        """Note a figure of matplotlib, which stays open."""
+        with self._lasting():
+            self.writer.add_figure(name, figure, global_step=step, close=False)
+            self.writer.flush()
+
+    def log_text(self, name: str, text: str, step: int | None = None) -> None:
+        """Note a text, in Markdown."""
+        self.log({name: text}, step)
 
     @override
     def finish(self) -> None:

@@ -4,7 +4,9 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-__all__ = ["GeneralTracker", "has_one"]
+from trainkit.errors import DataError
+
+__all__ = ["GeneralTracker", "has_one", "image_rows"]
 
 
 class GeneralTracker:
@@ -54,3 +56,23 @@ class GeneralTracker:
 def has_one(value: Any) -> bool:
     """Return whether a value is a tensor or an array with one element."""
     return hasattr(value, "item") and prod(getattr(value, "shape", ())) == 1
+
+
+def image_rows(image: Any) -> Any:
+    """Return an image [channels, height, width] as an array of bytes [height, width, channels].
+
+    Raises:
+        DataError: It has another shape.
+    """
+    import numpy as np  # few programs log images
+
+    array = np.asarray(image.detach().float().cpu() if hasattr(image, "detach") else image)
+    if array.ndim != 3 or array.shape[0] not in (1, 3, 4):
+        raise DataError(
+            f"`image` has the shape {array.shape}, but must be [channels, height, width] with 1, 3 "
+            "or 4 channels."
+        )
+    whole = getattr(image, "dtype", array.dtype)
+    is_bytes = str(whole).endswith("uint8")
+    scaled = array if is_bytes else np.nan_to_num(array).clip(0, 1) * 255
+    return scaled.round().astype(np.uint8).transpose(1, 2, 0)

@@ -4,7 +4,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from trainkit.trackers.tracker import GeneralTracker
+from trainkit.trackers.tracker import GeneralTracker, image_rows
 
 __all__ = ["WandBTracker"]
 
@@ -51,6 +51,30 @@ class WandBTracker(GeneralTracker):
 
         images = {name: [wandb.Image(each) for each in list_] for name, list_ in values.items()}
         self.log(images, step=step, **kwargs)
+
+    def log_image(self, name: str, image: Any, step: int | None = None) -> None:
+        """Note an image [channels, height, width]."""
+        import wandb
+
+        rows = image_rows(image)
+        self._show(name, wandb.Image(rows[..., 0] if rows.shape[2] == 1 else rows), step)
+
+    def log_figure(self, name: str, figure: Any, step: int | None = None) -> None:
+        """Note a figure of matplotlib, as an image."""
+        import matplotlib.pyplot  # noqa: F401  # `wandb.Image` asks whether the figure is this
+        import wandb
+
+        self._show(name, wandb.Image(figure), step)
+
+    def log_text(self, name: str, text: str, step: int | None = None) -> None:
+        """Note a text, as a table of one row."""
+        import wandb
+
+        self._show(name, wandb.Table(columns=[name], data=[[text]]), step)
+
+    def _show(self, name: str, value: Any, step: int | None) -> None:
+        # Not as W&B's own step, which cannot go back to that of a checkpoint.
+        self.run.log({name: value, "step": step})
 
     def log_table(
         self,
