@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
+from trainkit.errors import ConfigError, DataError
 from trainkit.metrics import F1, MAE, MSE, Accuracy, Precision, Recall
 
 sklearn_metrics = pytest.importorskip("sklearn.metrics")
@@ -135,3 +136,58 @@ def test_mean_errors(multioutput: Any, weighted: bool) -> None:
 def test_one_output_may_have_a_dimension_of_its_own() -> None:
     predictions, references = torch.tensor([[1.0], [2.0]]), torch.tensor([1.0, 4.0])
     assert MSE().compute(predictions=predictions, references=references) == {"mse": 2.0}
+
+
+def marks(seed: int) -> tuple[list[list[int]], list[list[int]]]:
+    drawn = torch.randint(2, (2, 40, 3), generator=torch.Generator().manual_seed(seed))
+    return drawn[0].tolist(), drawn[1].tolist()
+
+
+@pytest.mark.parametrize("weights", [None, [0.5, 2.0] * 20], ids=["", "weighted samples"])
+def test_several_labels_of_a_sample(weights: Any) -> None:
+    predictions, references = marks(0)
+    for name, (ours, theirs) in SCORES.items():
+        for average in ("macro", "micro", "weighted", None):
+            options: dict[str, Any] = {"average": average, "zero_division": 0}
+            figures = ours(**options, multilabel=True)
+            for part in (slice(0, 7), slice(7, None)):  # in chunks
+                weight = None if weights is None else weights[part]
+                figures.update(predictions[part], references[part], weight)
+            expected = getattr(sklearn_metrics, theirs)(
+                references, predictions, sample_weight=weights, **options
+            )
+            assert [*figures.compute().values()] == close(numpy.ravel(expected)), (name, average)
+    every = {"sample_weight": weights}
+    exact = Accuracy(multilabel="all").compute(
+        predictions=predictions, references=references, **every
+    )
+    assert exact["accuracy"] == close(
+        sklearn_metrics.accuracy_score(references, predictions, **every)
+    )
+    each = Accuracy(multilabel="each").compute(
+        predictions=predictions, references=references, **every
+    )
+    loss = sklearn_metrics.hamming_loss(references, predictions, **every)
+    assert each["accuracy"] == close(1 - loss)
+
+
+def test_labels_that_are_not_known_are_left_out() -> None:
+    predictions, references = [[1, 0], [0, 1]], [[1, -100], [-100, 0]]
+    data: dict[str, Any] = {"predictions": predictions, "references": references}
+    assert F1(average=None, multilabel=True, zero_division=0).compute(**data)["f1"].tolist() == [
+        1,
+        0,
+    ]
+    assert Accuracy(multilabel="each").compute(**data) == {"accuracy": 0.5}
+    assert Accuracy(multilabel="all").compute(**data) == {"accuracy": 0.5}
+
+
+def test_what_several_labels_cannot_mean_is_refused() -> None:
+    with pytest.raises(ConfigError, match='needs an `average` over the labels: "macro"'):
+        F1(multilabel=True)
+    with pytest.raises(ConfigError, match=r'"all" \(a sample is right where all its labels are\)'):
+        Accuracy(multilabel=True)  # type: ignore[arg-type]
+    with pytest.raises(DataError, match=r"multilabel=.*turn scores into classes"):
+        Accuracy().compute(predictions=[[0, 1]], references=[[0, 1]])
+    with pytest.raises(DataError, match=r"needs 0 or 1 for each label of each sample"):
+        Accuracy(multilabel="all").compute(predictions=[[0.3, 1]], references=[[0, 1]])

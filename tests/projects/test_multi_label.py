@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from sklearn.metrics import f1_score, hamming_loss, label_ranking_loss
+from sklearn.metrics import accuracy_score, f1_score, hamming_loss, label_ranking_loss
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MetricCollection
@@ -14,6 +14,7 @@ from torchmetrics.classification import MultilabelAUROC, MultilabelExactMatch
 from tests.helpers.ranks import run_ranks
 from trainkit import Trainer
 from trainkit.callbacks import Evaluation
+from trainkit.metrics import load
 
 LABELS = 3
 
@@ -31,7 +32,8 @@ def train(rank: int) -> tuple[dict[str, float], dict[str, float]]:
     collection = MetricCollection(
         {"auroc": MultilabelAUROC(LABELS), "exact": MultilabelExactMatch(LABELS)}
     )
-    metrics: list[Any] = [macro, hamming_loss, label_ranking_loss, collection]
+    named = [load("f1", average="macro", multilabel=True), load("accuracy", multilabel="all")]
+    metrics: list[Any] = [macro, hamming_loss, label_ranking_loss, collection, *named]
     held_out = DataLoader(TensorDataset(*samples(47, seed=1)), batch_size=2)
     trainer = Trainer(max_epochs=3, callbacks=[Evaluation(metrics)], split_batches=True)
     result = trainer.fit(
@@ -49,6 +51,8 @@ def train(rank: int) -> tuple[dict[str, float], dict[str, float]]:
         predicted = trainer.predict(model, loader, outputs="probabilities")
         assert torch.allclose(predicted, outputs.sigmoid())
     expected = {
+        "eval/f1": macro(targets, outputs > 0),
+        "eval/accuracy": accuracy_score(targets, outputs > 0),
         "eval/f1_score": macro(targets, outputs > 0),
         "eval/hamming_loss": hamming_loss(targets, outputs > 0),
         "eval/label_ranking_loss": label_ranking_loss(targets, outputs),

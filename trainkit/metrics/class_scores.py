@@ -13,7 +13,7 @@ from typing_extensions import override
 from trainkit.config import checked
 from trainkit.errors import ConfigError, DataError
 from trainkit.metrics.local_metric import LocalMetric, Values
-from trainkit.metrics.samples import class_labels
+from trainkit.metrics.samples import class_labels, label_marks
 from trainkit.types import IGNORED
 
 __all__ = ["F1", "ClassScore", "Precision", "Recall"]
@@ -42,6 +42,9 @@ class ClassScore(LocalMetric):
         pos_label: The class that `"binary"` looks at.
         zero_division: The score of a class where the score would divide by zero: 0, 1, or NaN
             (left out of averages). `"warn"`: 0, and a warning.
+        multilabel: A sample has any of several labels: predictions and references are 0 or 1 (or
+            -100 where it is not known) of shape [samples, labels], and each label counts like a
+            class, by its column. With any `average` but `"binary"`.
 
     Raises:
         ConfigError: An option is unknown, or has no effect together with the others.
@@ -60,10 +63,16 @@ class ClassScore(LocalMetric):
         labels: Sequence[int] | None = None,
         pos_label: int = 1,
         zero_division: float | Literal["warn"] = "warn",
+        multilabel: bool = False,
     ) -> None:
         super().__init__(
-            average=average, labels=labels, pos_label=pos_label, zero_division=zero_division
+            average=average,
+            labels=labels,
+            pos_label=pos_label,
+            zero_division=zero_division,
+            multilabel=multilabel,
         )
+        self.multilabel = multilabel
         self.average = average
         self.labels = None if labels is None else [int(label) for label in labels]
         self.pos_label = pos_label
@@ -77,6 +86,9 @@ class ClassScore(LocalMetric):
 
     @override
     def _add(self, predictions: Any, references: Any, weights: Tensor | None) -> None:
+        if self.multilabel:
+            self._add_labels(predictions, references, weights)
+            return
         predicted = class_labels(self.name, "predictions", predictions).cpu()
         expected = class_labels(self.name, "references", references).cpu()
         counted = expected != IGNORED
@@ -96,7 +108,27 @@ class ClassScore(LocalMetric):
 
         right = count(expected[is_right], None if weights is None else weights[is_right])
         counts = torch.stack([right, count(predicted, weights), count(expected, weights)], dim=1)
-        for label, new in zip(classes.tolist(), counts.tolist(), strict=True):
+        self._count(classes.tolist(), counts)
+
+    def _add_labels(self, predictions: Any, references: Any, weights: Tensor | None) -> None:
+        """Add samples with any of several labels."""
+        predicted = label_marks(self.name, "predictions", predictions).cpu()
+        expected = label_marks(self.name, "references", references).cpu()
+        if predicted.shape != expected.shape or (predicted == IGNORED).any():
+            raise DataError(
+                f"The metric `{self.name}` got predictions of shape {list(predicted.shape)} and "
+                f"references of shape {list(expected.shape)}, or {IGNORED} among the predictions. "
+                "Predict 0 or 1 for each label."
+            )
+        counted = expected != IGNORED
+        marks = (predicted * expected, predicted, expected)
+        rows = torch.stack([torch.where(counted, each, 0) for each in marks], dim=2)
+        if weights is not None:
+            rows = rows * weights.cpu()[:, None, None]
+        self._count(range(rows.shape[1]), rows.sum(0))
+
+    def _count(self, labels: Sequence[int], counts: Tensor) -> None:
+        for label, new in zip(labels, counts.tolist(), strict=True):
             old = self._sums.get(label, (0, 0, 0))
             self._sums[label] = [a + b for a, b in zip(old, new, strict=True)]
 
@@ -224,6 +256,11 @@ def _check_options(metric: ClassScore) -> None:
     if average not in _AVERAGES:
         raise ConfigError(
             f"`average` of `{name}` must be one of {list(_AVERAGES)}, but is {average!r}."
+        )
+    if average == "binary" and metric.multilabel:
+        raise ConfigError(
+            f'`{name}` with `multilabel=True` needs an `average` over the labels: "macro", "micro" '
+            'or "weighted"; with None each label has its value.'
         )
     if average == "binary" and labels is not None:
         raise ConfigError(

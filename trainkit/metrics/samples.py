@@ -16,6 +16,7 @@ __all__ = [
     "class_labels",
     "count_samples",
     "is_structure",
+    "label_marks",
     "matching_length",
     "real_columns",
     "real_numbers",
@@ -80,9 +81,10 @@ def class_labels(metric: str, argument: str, values: Any) -> Tensor:
     if labels.numel() != len(labels):
         raise DataError(
             f"The metric `{metric}` needs one class per sample in `{argument}`, but got the shape "
-            f"{list(labels.shape)}. Where a sample has several, as in segmentation, for tokens or "
-            "with several labels, pass a metric of torchmetrics or a function of your own; turn "
-            "scores into classes, such as by `argmax(1)`."
+            f"{list(labels.shape)}. Where a sample has several labels, each 0 or 1, say so by "
+            f"`metrics.load({metric!r}, multilabel=...)`, if it has that option; for segmentation "
+            "and tokens pass a metric of torchmetrics or a function of your own; turn scores into "
+            "classes, such as by `argmax(1)`."
         )
     if labels.is_floating_point() and not bool((labels == labels.round()).all()):
         raise DataError(
@@ -90,6 +92,22 @@ def class_labels(metric: str, argument: str, values: Any) -> Tensor:
             "scores into classes first, such as by a threshold."
         )
     return labels.reshape(-1).to(torch.int64)
+
+
+def label_marks(metric: str, argument: str, values: Any) -> Tensor:
+    """Return which labels samples have, as whole numbers of shape `[samples, labels]`.
+
+    Raises:
+        DataError: They are not 0, 1, or -100 where that is not known.
+    """
+    marks = _tensor(metric, argument, values)
+    if marks.ndim != 2 or not bool(((marks == 0) | (marks == 1) | (marks == IGNORED)).all()):
+        raise DataError(
+            f"The metric `{metric}` with `multilabel` needs 0 or 1 for each label of each sample "
+            f"in `{argument}`, of shape [samples, labels], but got the shape {list(marks.shape)} "
+            "or other values. Turn scores into 0 and 1, such as by `scores > 0`."
+        )
+    return marks.to(torch.int64)
 
 
 def real_numbers(metric: str, argument: str, values: Any) -> Tensor:
