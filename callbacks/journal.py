@@ -167,6 +167,7 @@ def _start(run: Run) -> dict[str, Any]:
     return {
         **({} if typed or not folder else {"command": words}),
         "folder": folder,
+        "fit": run.number,
         "launched": run.processes.num_processes > 1 and not started,
         "threads": torch.get_num_threads(),
     }

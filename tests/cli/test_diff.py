@@ -1,6 +1,8 @@
 """`trainkit diff` says where two runs part, and why."""
 
 import json
+import math
+import re
 import subprocess
 import sys
 from functools import partial
@@ -10,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
@@ -17,6 +20,7 @@ from typing_extensions import override
 from tests.helpers.ranks import run_ranks
 from trainkit import Callback, Run, StepResult, Trainer
 from trainkit.callbacks import Checkpoint, Journal
+from trainkit.cli.diff import _differences
 from trainkit.cli.main import main
 
 STEPS = 12
@@ -275,6 +279,7 @@ from trainkit.callbacks import Checkpoint
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(float(sys.argv[2])), nn.Linear(8, 1))
 inputs = torch.randn(24, 6)
+inputs[17] += float(sys.argv[3])
 trainer = Trainer(max_steps=6, output_dir=sys.argv[1], callbacks=[Checkpoint(every_n_steps=2)])
 trainer.fit(
     model,
@@ -290,7 +295,7 @@ def test_a_replay_names_the_first_module_that_differs(tmp_path: Path, diff: Any)
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     for name, dropout in (("a", "0.1"), ("b", "0.4")):
-        subprocess.run([sys.executable, script, tmp_path / name, dropout], check=True)
+        subprocess.run([sys.executable, script, tmp_path / name, dropout, "0"], check=True)
     code, text = diff(tmp_path / "a", tmp_path / "b", "--replay")
     assert code == 1
     assert "Bit-equal over 0 windows. In window 1, step 1:" in text
@@ -298,3 +303,35 @@ def test_a_replay_names_the_first_module_that_differs(tmp_path: Path, diff: Any)
     assert "Also: command: `0.1`: 1 in A, 0 in B; `0.4`: 0 in A, 1 in B." in text
     named = "The batches are equal, the first module whose output differs is `1` (Dropout)"
     assert f"Replayed: {named} in micro-batch 0, on process 0." in text
+
+
+@pytest.mark.e2e
+def test_a_replay_names_the_rows_that_differ(tmp_path: Path, diff: Any) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    for name, shift in (("a", "0"), ("b", "1")):
+        subprocess.run([sys.executable, script, tmp_path / name, "0.1", shift], check=True)
+    _, text = diff(tmp_path / "a", tmp_path / "b", "--replay")
+    found = (
+        r"The batches themselves differ: rows \[\d\] \(samples \[17\]\) of micro-batch 0 have other"
+    )
+    assert re.search(found, text), text
+
+
+def _replayed(indices: list[int], values: list[list[float]], place: Path) -> dict[str, Any]:
+    save_file({"batch.0": torch.tensor(values)}, place)
+    batch = {"count": len(indices), "indices": indices, "data": ["batch.0"]}
+    return {"micro_batches": [batch], "parameters": {}, "modules": []}
+
+
+def test_rows_of_other_samples_are_named(tmp_path: Path) -> None:
+    a, b = tmp_path / "a", tmp_path / "b"
+    one = _replayed([4, 7, 9], [[1.0], [math.nan], [3.0]], a)
+    two = _replayed([4, 8, 9], [[1.0], [math.nan], [3.0]], b)
+    said = [*_differences(one, two, a, b)]
+    assert said == [
+        "The batches themselves differ: rows [1] of micro-batch 0 are the samples [7] in A, [8] in B"
+    ]
+    two = _replayed([4, 7, 9], [[1.0], [math.nan], [4.0]], b)
+    (said,) = _differences(one, two, a, b)
+    assert said.endswith("rows [2] (samples [9]) of micro-batch 0 have other values in `batch.0`")

@@ -5,7 +5,7 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from trainkit.cli.parting import Parting
 
 __all__ = ["add_to"]
+
+_MOST_ROWS = 10  # that are shown of a batch
 
 _DESCRIPTION = """Say where two runs part, and why, from their journals and checkpoints: the first
 window that differs in any bit, and what differed before it. Exit code 0: they are equal as far as
@@ -90,8 +92,7 @@ def _compare_replays(a: Path, b: Path, found: "Parting") -> str:
     both = {path.name for path in folders[0].glob("process-*.json")}
     for file in sorted(both.intersection(path.name for path in folders[1].iterdir())):
         x, y = (json.loads((folder / file).read_bytes()) for folder in folders)
-        batches = [(folder / file).with_suffix(".safetensors").read_bytes() for folder in folders]
-        for text in _differences(x, y, *batches):
+        for text in _differences(x, y, *((f / file).with_suffix(".safetensors") for f in folders)):
             return " ".join([*told, f"{text}, on process {x['process']}."])
     return " ".join([*told, "All outputs and gradients are equal this time."])
 
@@ -108,12 +109,10 @@ def _replay(run: Path, step: int) -> Path:
     return folder
 
 
-def _differences(
-    x: Mapping[str, Any], y: Mapping[str, Any], batch: bytes, other: bytes
-) -> Iterator[str]:
+def _differences(x: Mapping[str, Any], y: Mapping[str, Any], a: Path, b: Path) -> Iterator[str]:
     """Yield what differs in two replays of a step, in the order in which it came to be."""
-    if batch != other:
-        yield "The batches themselves differ"
+    if a.read_bytes() != b.read_bytes() or x["micro_batches"] != y["micro_batches"]:
+        yield f"The batches themselves differ: {_batches(x, y, a, b)}"
     for name in _unequal(x["parameters"], y["parameters"], "value"):
         yield f"The parameter `{name}` differs before the step"
     rows = [*zip(x["modules"], y["modules"], strict=False)]
@@ -125,6 +124,51 @@ def _differences(
             yield f"All outputs are equal, the first gradient on the way back is of {_place(one)}"
     for name in _unequal(x["parameters"], y["parameters"], "gradient"):
         yield f"All modules are equal, and the gradient of the parameter `{name}` differs"
+
+
+def _batches(x: Mapping[str, Any], y: Mapping[str, Any], a: Path, b: Path) -> str:
+    """Return in words what differs in the first micro-batch that does: its rows, where they do."""
+    import torch  # only this needs it
+    from safetensors.torch import load_file
+
+    mine, theirs = load_file(a), load_file(b)
+    for number, (one, two) in enumerate(zip(x["micro_batches"], y["micro_batches"], strict=False)):
+        place = f"of micro-batch {number}"
+        indices, others = one.get("indices", []), two.get("indices", [])
+        if len(indices) != len(others) or one["count"] != two["count"]:
+            return f"{one['count']} samples {place} in A, {two['count']} in B"
+        rows = [row for row, (i, j) in enumerate(zip(indices, others, strict=True)) if i != j]
+        if rows:
+            samples = (_few([each[row] for row in rows]) for each in (indices, others))
+            return f"rows {_few(rows)} {place} are the samples {' in A, '.join(samples)} in B"
+        for name in _tensor_names(one["data"]):
+            value, other = mine[name], theirs.get(name)
+            if other is None or value.shape != other.shape or value.dtype != other.dtype:
+                return f"`{name}` {place} has another shape or dtype"
+            pairs = zip(value.reshape(len(value), -1), other.reshape(len(other), -1), strict=True)
+            rows = [
+                row
+                for row, both in enumerate(pairs if value.ndim and value.numel() else ())
+                if not torch.equal(*(each.view(torch.uint8) for each in both))  # NaN is itself
+            ]
+            if rows:
+                of = f" (samples {_few([indices[row] for row in rows])})" if indices else ""
+                return f"rows {_few(rows)}{of} {place} have other values in `{name}`"
+    return "in what has no rows"
+
+
+def _few(numbers: Sequence[Any]) -> str:
+    shown = ", ".join(map(str, numbers[:_MOST_ROWS]))
+    return f"[{shown}{', ...' if len(numbers) > _MOST_ROWS else ''}]"
+
+
+def _tensor_names(data: Any) -> Iterator[str]:
+    """Yield the names of the tensors in what a replay wrote of a batch."""
+    if isinstance(data, str):
+        yield from [data] if data.startswith("batch.") else []
+    elif isinstance(data, Mapping | list):
+        for each in data.values() if isinstance(data, Mapping) else data:
+            yield from _tensor_names(each)
 
 
 def _unequal(x: Mapping[str, Any], y: Mapping[str, Any], key: str) -> list[str]:

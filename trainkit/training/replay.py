@@ -106,6 +106,12 @@ class Replay(Callback):
             raise ConfigError(
                 f"`process` is {self._process}, but the run has {count(processes.size, 'process')}."
             )
+        if self._leaves is not None and planned["fit"] not in (None, run.number):
+            raise ConfigError(
+                f"`{self._folder}` was made by `fit` number {planned['fit']} of its program, and "
+                f"this is number {run.number}: one that makes several trainings into one folder is "
+                "replayed by `trainer.replay` in place of that `fit`."
+            )
         for line in planned["notes"]:
             run.print(f"trainkit: {line}")
         write_apart(run, "replay")

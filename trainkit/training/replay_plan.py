@@ -71,6 +71,7 @@ def plan(
         "checkpoint": entry and str(entry.path),
         "target": 0 if until_nonfinite else attempt,
         "notes": [*_changes(headers[-1])],
+        "fit": headers[-1]["start"].get("fit"),
     }
     return found, {record.attempt: record for record in records}
 

@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -146,6 +146,9 @@ class RunCheckpoints:
     restore_best: bool = False  # whether the fit is to leave the best weights in the model
 
 
+_fits = count(1)
+
+
 @dataclass(kw_only=True, slots=True)
 class Run(RunServices):
     """The parts of one training. Callbacks read it, and ask it by `log` and `request_...`."""
@@ -186,6 +189,8 @@ class Run(RunServices):
     """What the user registered for checkpointing, by name."""
     interrupts: Interrupts = field(default_factory=Interrupts)
     streams: Mapping[str, Any] | None = None  # of `rng`, to be put back at the start
+    number: int = field(default_factory=lambda: next(_fits))
+    """Which `fit` of this process it is, from 1 on."""
     closure: Callable[[], Any] | None = None
     """What the optimizer computes loss and gradients of the window by once more; see `closure`."""
     check_order: Callable[[], None] | None = None  # once, before the first window of a resume
