@@ -330,8 +330,9 @@ def test_rows_of_other_samples_are_named(tmp_path: Path) -> None:
     two = _replayed([4, 8, 9], [[1.0], [math.nan], [3.0]], b)
     said = [*_differences(one, two, a, b)]
     assert said == [
-        "The batches themselves differ: rows [1] of micro-batch 0 are the samples [7] in A, [8] in B"
+        "The batches themselves differ: rows [1] of micro-batch 0 are the samples [7] in A, "
+        "[8] in B"
     ]
     two = _replayed([4, 7, 9], [[1.0], [math.nan], [4.0]], b)
-    (said,) = _differences(one, two, a, b)
-    assert said.endswith("rows [2] (samples [9]) of micro-batch 0 have other values in `batch.0`")
+    (last,) = _differences(one, two, a, b)
+    assert last.endswith("rows [2] (samples [9]) of micro-batch 0 have other values in `batch.0`")
