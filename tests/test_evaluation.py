@@ -13,7 +13,7 @@ from torch.optim import SGD
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.helpers.ranks import run_ranks
-from trainkit import Callback, ConfigError, DataError, Run, Trainer
+from trainkit import Callback, ConfigError, DataError, Run, Trainer, rng
 
 CLASSES = 3
 
@@ -122,10 +122,12 @@ def states() -> tuple[Any, ...]:
 
 class Noisy(Classifier):
     fails = False
+    draws = 0
 
     def evaluation_step(self, model: nn.Module, batch: Any) -> Any:
         assert not model.training
         assert not torch.is_grad_enabled()
+        self.draws += 1
         random.random(), np.random.rand(), torch.rand(1)
         if self.fails:
             raise RuntimeError("boom")
@@ -137,14 +139,18 @@ def test_evaluation_disturbs_nothing(fails: bool) -> None:
     trainer, model = Noisy(max_steps=1, callbacks=[]), make_model()
     trainer.fails = fails
     model[1].eval()  # the user froze it
-    before, buffers = states(), [buffer.clone() for buffer in model.buffers()]
+    before, buffers = rng.save_host(), [buffer.clone() for buffer in model.buffers()]
     loader = DataLoader(make_data(9), batch_size=2, shuffle=True)
     if fails:
         with pytest.raises(RuntimeError, match="boom"):
             trainer.evaluate(model, loader)
     else:
         trainer.evaluate(model, loader)
-    assert states() == before
+    found = states()
+    rng.restore_host(before)
+    for _ in range(trainer.draws):  # nothing else has drawn
+        random.random(), np.random.rand(), torch.rand(1)
+    assert states() == found
     assert torch.is_grad_enabled()
     assert [part.training for part in model] == [True, False, True, True]
     assert all(torch.equal(a, b) for a, b in zip(buffers, model.buffers(), strict=True))

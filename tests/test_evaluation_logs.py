@@ -265,9 +265,17 @@ def test_the_rehearsal_leaves_nothing_behind(fails: bool) -> None:
 
 
 def test_an_evaluation_draws_nothing_from_the_streams_of_training() -> None:
-    before = random.getstate(), torch.get_rng_state().tolist()
-    Logs(max_steps=1, callbacks=[]).evaluate(toy_model(), toy_loaders()[1], metrics=[noisy])
-    assert (random.getstate(), torch.get_rng_state().tolist()) == before
+    states = []
+
+    class See(Callback):
+        def on_evaluation_start(self, run: Run) -> None:
+            states.append((random.getstate(), torch.get_rng_state().tolist()))
+
+        def on_evaluation_end(self, run: Run, metrics: Any) -> None:
+            self.on_evaluation_start(run)
+
+    fit(Logs(max_steps=1, callbacks=[Evaluation([noisy]), See()]))
+    assert states[0] == states[1]
 
 
 class Gap(Callback):

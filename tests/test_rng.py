@@ -29,7 +29,7 @@ def test_preserved_puts_every_generator_back() -> None:
     expected = draws()
     rng.restore_host(state)
     with rng.preserved():
-        rng.seed_all(1)
+        rng.seed_all(1, torch.device("cpu"))
         draws()
     assert draws() == expected
 

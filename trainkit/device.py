@@ -37,6 +37,7 @@ __all__ = [
     "move_module",
     "moves_in_place",
     "set_rng_state",
+    "siblings",
     "utilization",
     "wide_dtype",
 ]
@@ -194,6 +195,12 @@ def generator_kinds() -> tuple[str, ...]:
     """Return the types of accelerators that this torch knows: each has random generators."""
     added = torch._C._get_privateuse1_backend_name()
     return ("cuda", "mps", "xpu", *(() if added == "privateuseone" else (added,)))
+
+
+def siblings(device: torch.device) -> list[torch.device]:
+    """Return all accelerators of the type of a device; none for the CPU."""
+    count = 0 if device.type == "cpu" else torch.accelerator.device_count()
+    return [torch.device(device.type, index) for index in range(count)]
 
 
 def get_rng_state(device: torch.device) -> torch.Tensor:

@@ -7,18 +7,21 @@ resume, with other workers and on another number of processes (rule 12):
 - `order(epoch)` (equal on all processes) for samplers,
 - `sample(epoch, index)` for whatever is random inside a data set,
 - `device(rank)` for dropout and the like.
+
+A run's draws come from the global generators, because models and data sets draw from nothing else.
+They are lent to it: its caller's come back at its end.
 """
 
 import hashlib
 import random
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 
-from trainkit.device import get_rng_state, set_rng_state
+from trainkit.device import get_rng_state, set_rng_state, siblings
 
 __all__ = [
     "HostState",
@@ -26,6 +29,7 @@ __all__ = [
     "determinism",
     "device_seed",
     "in_stream",
+    "lent",
     "load_state_dict",
     "order_seed",
     "preserved",
@@ -36,12 +40,14 @@ __all__ = [
     "seed_all",
     "seed_host",
     "state_dict",
+    "undisturbed",
 ]
 
 _MASK = 2**64 - 1
 _modules: dict[str, Any] = sys.modules  # whoever does not use NumPy does not pay for it
 _python: Any = random.seed.__self__  # type: ignore[attr-defined]  # the global generator
 _python_seed = super(random.Random, _python).seed
+_runs = 0  # under way in this program
 
 HostState = tuple[Any, Any, torch.Tensor]
 """The states of the generators of Python, NumPy (None if never imported) and torch."""
@@ -98,15 +104,16 @@ def seed_host(value: int) -> None:
     torch.default_generator.manual_seed(value)
 
 
-def seed_all(value: int) -> None:
-    """Seed the generators of `seed_host` and those of every accelerator."""
+def seed_all(value: int, device: torch.device) -> None:
+    """Seed the generators of `seed_host`, and those of all accelerators of the type of `device`."""
     seed_host(value)
-    torch.manual_seed(value)
+    if device.type != "cpu":  # else nobody uses them, and torch would seed them when they are
+        torch.manual_seed(value)
 
 
 def save_host() -> HostState:
     """Return the states of the global generators of Python, NumPy and torch on the CPU."""
-    numpy = sys.modules.get("numpy")
+    numpy = _modules.get("numpy")
     numpy_state = None if numpy is None else numpy.random.get_state()
     return random.getstate(), numpy_state, torch.default_generator.get_state()
 
@@ -116,7 +123,9 @@ def restore_host(state: HostState) -> None:
     python_state, numpy_state, torch_state = state
     random.setstate(python_state)
     if numpy_state is not None:
-        sys.modules["numpy"].random.set_state(numpy_state)
+        _modules["numpy"].random.set_state(numpy_state)
+    elif "numpy" in _modules:
+        _modules["numpy"].random.seed()  # as it is after its import
     torch.default_generator.set_state(torch_state)
 
 
@@ -138,14 +147,36 @@ def load_state_dict(state: Mapping[str, Any], device: torch.device) -> None:
 
 
 @contextmanager
-def preserved(device: torch.device | None = None) -> Iterator[None]:
-    """Put the global generators back at the end, and that of `device` if it is an accelerator."""
-    device = device or torch.device("cpu")
-    state = state_dict(device)
+def preserved(*devices: torch.device) -> Iterator[None]:
+    """Put the global generators back at the end, and those of `devices` that are accelerators."""
+    host = save_host()
+    states = [(each, get_rng_state(each)) for each in devices if each.type != "cpu"]
     try:
         yield
     finally:
-        load_state_dict(state, device)
+        restore_host(host)
+        for device, state in states:
+            set_rng_state(state, device)
+
+
+@contextmanager
+def lent(device: torch.device) -> Iterator[None]:
+    """Let the global generators, and those of all such devices, be a run's; then put them back."""
+    global _runs
+    with preserved(*siblings(device)):
+        _runs += 1
+        try:
+            yield
+        finally:
+            _runs -= 1
+
+
+def undisturbed(device: torch.device) -> AbstractContextManager[None]:
+    """Return what keeps the streams of a run as they are while a user's code draws inside.
+
+    Outside of a run it does nothing: what that code draws moves the generators, as in any loop.
+    """
+    return preserved(device) if _runs else nullcontext()
 
 
 @contextmanager

@@ -320,7 +320,9 @@ class Trainer:
             resume, callbacks, finish = self._choose(run, how["resume"], restore_best, stack)
             stack.enter_context(watched(run, self._watchdog))
             check_outputs(run, callbacks)
-            rng.seed_all(rng.device_seed(self.config.seed, self.processes.process_index))
+            stack.enter_context(rng.lent(self.processes.device))
+            seed = rng.device_seed(self.config.seed, self.processes.process_index)
+            rng.seed_all(seed, self.processes.device)
             stack.enter_context(conditions(model, self.config, self._compile))
             if resume is not None:
                 from trainkit.training import checkpointing  # on demand

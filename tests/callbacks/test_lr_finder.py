@@ -44,7 +44,7 @@ class Noisy(nn.Module):
 
 
 class Trail(Callback):
-    """Keeps the samples, the rate and the loss of each step."""
+    """Keeps the samples, the rate and the loss of each step, and what is drawn after the last."""
 
     def __init__(self) -> None:
         self.steps: list[Any] = []
@@ -54,6 +54,9 @@ class Trail(Callback):
 
     def on_step_end(self, run: Run, result: StepResult) -> None:
         self.steps += [run.optimizer.param_groups[0]["lr"], result.loss.clone()]
+
+    def on_fit_end(self, run: Run) -> None:
+        self.steps += [random.random(), numpy.random.random(), torch.rand(2)]
 
 
 def train(*finders: Callback, loader: Any = None, **settings: Any) -> tuple[Any, Trainer]:
@@ -68,8 +71,7 @@ def train(*finders: Callback, loader: Any = None, **settings: Any) -> tuple[Any,
     run = trainer.run
     assert run is not None
     states = [*model.state_dict().values(), *run.optimizer.state_dict()["state"].values()]
-    drawn = [random.random(), numpy.random.random(), torch.rand(2)]
-    end = [trail.steps, states, model.forwards, run.state.state_dict(), result.metrics, drawn]
+    end = [trail.steps, states, model.forwards, run.state.state_dict(), result.metrics]
     end += [run.precision.state_dict(), run.weighting.reference]
     trainer.close()
     return end, trainer

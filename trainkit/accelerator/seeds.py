@@ -5,7 +5,7 @@ from contextlib import suppress
 import torch
 
 from trainkit.distributed.world import World
-from trainkit.rng import seed_all
+from trainkit.rng import seed_host
 
 with suppress(ModuleNotFoundError):
     import numpy  # noqa: F401  # else what imports it later would not be seeded
@@ -23,6 +23,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     """
     if device_specific:
         seed += World.current().rank
-    seed_all(seed)
+    seed_host(seed)
+    torch.manual_seed(seed)
     if deterministic:
         torch.use_deterministic_algorithms(True)

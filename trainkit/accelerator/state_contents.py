@@ -214,7 +214,7 @@ class StateContents:
             parameter = parameters[name]
             parameter.grad = as_parameter(gradient.to(parameter.device), parameter)
         if "seed" in own:
-            rng.seed_all(own["seed"])
+            rng.seed_all(own["seed"], self.device)
         else:
             rng.load_state_dict(own, self.device)
 

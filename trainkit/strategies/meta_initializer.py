@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from trainkit import rng
+from trainkit.device import siblings
 from trainkit.errors import ConfigError
 
 __all__ = ["MetaInitializer"]
@@ -45,7 +46,7 @@ class MetaInitializer:
         """
         left = set(wanted)
         unknown: list[str] = []
-        with torch.no_grad(), rng.preserved(self._device):
+        with torch.no_grad(), rng.preserved(*siblings(self._device)):
             for modules in self._units.values():
                 own = {
                     f"{name}.{key}" if name else key
@@ -82,7 +83,7 @@ class MetaInitializer:
                 if buffer is not None:
                     module._buffers[key] = self._make(buffer, made)
         for name, module in modules:
-            rng.seed_all(rng.derive(self._seed, "init", name))
+            rng.seed_all(rng.derive(self._seed, "init", name), self._device)
             self._initialize(name, module)
         values = [
             (f"{name}.{key}" if name else key, tensor.detach())

@@ -2,6 +2,7 @@
 
 import os
 import posixpath
+import random
 import re
 import time
 import warnings
@@ -74,7 +75,8 @@ class MLflowTracker(GeneralTracker):
         try:
             self.client = MlflowClient(self.tracking_uri)
             if self.run_id is None or not self._goes_on():
-                with rng.preserved():  # it draws a name
+                with rng.preserved():
+                    random.seed()  # it draws a name, which would be that of each run of this seed
                     run = self.client.create_run(self._experiment(), run_name=self.run_name)
                 self.run_id = run.info.run_id
             self._note(tags=[RunTag(*tag) for tag in _texts(self.tags).items()])

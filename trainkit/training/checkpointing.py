@@ -74,7 +74,8 @@ def collect(run: Run, callbacks: CallbackList) -> dict[str, Any]:
     processes = run.strategy.processes
     parts, alike, own = take_states(processes, owners_of(run, callbacks), take)
     parts["trainer"] |= alike
-    own |= rng.state_dict(run.strategy.device) | {"log_sums": run.logging.sums.state_dict()}
+    streams = run.streams or rng.state_dict(run.strategy.device)
+    own = {**streams, **own, "log_sums": run.logging.sums.state_dict()}
     return parts_of_rank(processes, parts, own, sharded=run.strategy.sharded)
 
 
@@ -348,7 +349,7 @@ def _apply_streams(run: Run, loaded: _Loaded) -> None:
     if run.is_main_process:
         for own in loaded.ranks.values():
             run.logging.sums.merge(own["log_sums"])
-    rng.seed_all(rng.device_seed(run.config.seed, rank, step))
+    rng.seed_all(rng.device_seed(run.config.seed, rank, step), run.strategy.device)
 
 
 def _load_optimizer(run: Run, loaded: _Loaded, *, rescaled: bool) -> None:

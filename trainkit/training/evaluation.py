@@ -1,7 +1,7 @@
 """Evaluation and prediction: every sample once, whatever the number of processes."""
 
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Evaluator", "RunEvaluation"]
 
+_NOTHING: AbstractContextManager[None] = nullcontext()
+
 EvaluationStep = Callable[[nn.Module, Batch], Mapping[str, Any]]
 
 GATHER_EVERY = 16
@@ -36,8 +38,8 @@ GATHER_EVERY = 16
 class Evaluator:
     """Runs an evaluation step over a loader.
 
-    No training state changes: random streams, the mode of every submodule and the gradient mode
-    are put back, also after an error (rule 21).
+    No training state changes: the random streams of a run, the mode of every submodule and the
+    gradient mode are put back, also after an error (rule 21).
 
     Args:
         communicator: Gathers over the processes.
@@ -134,7 +136,8 @@ class Evaluator:
             for micro_batch in watch(batches):
                 log.samples, log.zero_weight = micro_batch.count, micro_batch.count == 0
                 processes.repeats = log.zero_weight
-                with self.precision.autocast():
+                repeats = rng.preserved(self.communicator.device) if log.zero_weight else _NOTHING
+                with self.precision.autocast(), repeats:
                     outputs = _mapping(self.step(module, micro_batch.data))
                 processes.repeats = False
                 yield outputs, micro_batch.count
@@ -270,7 +273,7 @@ def _undisturbed(module: nn.Module, communicator: Communicator) -> Iterator[None
     modes = [(part, part.training) for part in module.modules()]
     repeats, communicator.processes.repeats = communicator.processes.repeats, False
     try:
-        with rng.preserved(communicator.device), communicator.loaders.apart(), torch.no_grad():
+        with rng.undisturbed(communicator.device), communicator.loaders.apart(), torch.no_grad():
             module.eval()
             yield
     finally:

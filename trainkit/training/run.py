@@ -188,7 +188,9 @@ class Run(RunServices):
     objects: Mapping[str, Stateful] = field(default_factory=dict)
     """What the user registered for checkpointing, by name."""
     interrupts: Interrupts = field(default_factory=Interrupts)
-    streams: Mapping[str, Any] | None = None  # of `rng`, to be put back at the start
+    streams: Mapping[str, Any] | None = None
+    """Where its random streams are, while the global generators are not the run's: a resume begins
+    with them, and after the end a save holds them."""
     number: int = field(default_factory=lambda: next(_fits))
     """Which `fit` of this process it is, from 1 on."""
     closure: Callable[[], Any] | None = None
@@ -383,6 +385,7 @@ class Run(RunServices):
 
     def close(self) -> None:
         """Give back the directory and the strategy's wrapper; a second fit makes its own."""
+        self.streams = rng.state_dict(self.strategy.device)
         if self.checkpoints.saver is not None:
             self.checkpoints.saver.close()
         self.model = self.module
