@@ -42,7 +42,6 @@ def facts(run: Run, counting: Counting) -> dict[str, Any]:
         "counters": run.state.state_dict(),
         "figures": (run.metrics, run.best_metrics),
         "marks": (run.logging.last_step, run.evaluation.last_attempt, run.checkpoints.last_attempt),
-        "reference": run.weighting.reference,
         "sums": run.logging.sums.state_dict(),
         "callback": counting.steps,
         "weights": [p.tolist() for p in run.module.parameters()],
@@ -152,7 +151,6 @@ def test_a_run_goes_on_from_all_that_it_had(step: int, tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         fit(0, tmp_path / "cut", step, None)
     resumed, _ = fit(0, tmp_path / "cut", None, "must")
-    assert whole.saved[step]["reference"] is not None
     assert whole.saved[step]["figures"][0] != whole.saved[step]["figures"][1]
     for name, value in whole.saved[step].items():
         assert resumed.loaded[name] == value, name

@@ -280,7 +280,7 @@ def test_several_optimizers_learn_from_the_loaders_that_they_name(size: int) -> 
     [
         ({"a": "", "b": ""}, 'one loss for .*run.optimize."trunk", loss, loader="a"'),
         ({"a": None, "b": None}, 'one loss for .*run.optimize."trunk", loss, loader="a"'),
-        ({"a": "a", "b": ""}, "a loss of one loader, and one of none"),
+        ({"a": "a", "b": ""}, "a loss with a name, of a loader or of a term, and one without"),
         ({"a": "a", "b": "c"}, "the loader 'c', but the training loaders are `a`, `b`"),
     ],
 )
@@ -311,26 +311,18 @@ def test_one_loss_for_several_loaders_is_exact_where_all_windows_are_full_or_ali
         assert difference(summed_alike, apart_alike) < LIMIT
 
 
-def counted(rank: int, batch: int) -> Any:
-    return {
-        policy: train(rank, policy, batch, trainer=Counted, strategy=unused) for policy in POLICIES
-    }
+def counted(rank: int, batch: int, accumulation: int) -> Any:
+    given: dict[str, Any] = {"trainer": Counted, "strategy": unused}
+    return {policy: train(rank, policy, batch, accumulation, **given) for policy in POLICIES}
 
 
-@pytest.mark.e2e
-def test_weights_of_ones_own_count_in_their_loader() -> None:
-    alone, together = (run_ranks(n, counted, WINDOW // n)[0] for n in (1, 2))
-    for policy, (parameters, notes) in alone.items():
-        assert difference(parameters, together[policy][0]) < LIMIT
-        for log, value in zip(together[policy][1].logs, notes.logs, strict=True):
+@pytest.mark.parametrize(("size", "split"), with_few([(1, (2, 3))], [(1, (2, 3)), (2, (1, 3))]))
+def test_weights_of_ones_own_count_in_their_loader(size: int, split: tuple[int, int]) -> None:
+    whole, cut = run_ranks(1, counted, WINDOW, 1)[0], run_ranks(size, counted, *split)[0]
+    for policy, (parameters, notes) in whole.items():
+        assert difference(parameters, cut[policy][0]) < LIMIT
+        for log, value in zip(cut[policy][1].logs, notes.logs, strict=True):
             assert log == pytest.approx(value, rel=1e-12)
-
-
-def test_weights_of_ones_own_need_one_micro_batch_where_a_step_has_several_loaders() -> None:
-    with pytest.raises(ConfigError, match=r"with weights of its own \(`a`\).*steps=1"):
-        train(0, "min", 2, 3, trainer=Counted)
-    parameters, _ = train(0, "sequential", 2, 3, trainer=Counted)
-    assert difference(parameters, train(0, "sequential", trainer=Counted)[0]) < LIMIT
 
 
 @pytest.mark.parametrize(
@@ -362,7 +354,7 @@ def differ(rank: int) -> None:
 
 @pytest.mark.e2e
 def test_processes_that_return_other_losses_are_told() -> None:
-    told = "process 0: of `a`, `b`; process 1: of `a` with a weight, `b` with a weight"
+    told = "process 0: `a`, `b`; process 1: `a` with a weight, `b` with a weight"
     with pytest.raises(RanksError, match=told):
         run_ranks(2, differ)
 

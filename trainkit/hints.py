@@ -28,6 +28,9 @@ _HINTS = (
      "`load_state_dict` of your own gets from a checkpoint is on the CPU: move it there."),
     (r"mixed torch.Tensor and DTensor", "Sharded parameters are whole only in the model's forward: "
      "a penalty on weights belongs there, or into the optimizer."),
+    (r"non-empty donated buffers", "Several terms of a loss, each with its weight, need several "
+     "backwards through one graph where a window has several micro-batches: set "
+     "`torch._functorch.config.donated_buffer = False`, or `gradient_accumulation_steps=1`."),
     (r"DDP expects same model across all ranks", "Some parameters are frozen on some processes "
      "only: freeze and thaw the same ones on all."),
     (r"'_FixedLayout' object has no attribute", "On several processes this is DDP around your "

@@ -575,7 +575,8 @@ class Trainer:
         model = self.strategy.wrap(module, self.precision, config.seed)
         # One process alone may have a logger, but all must reduce.
         log = Log(is_read=first_with(processes, self.callbacks.logs) is not None)
-        weighting = partial(make_weighting, loader, processes, config, log)
+        accumulation = config.gradient_accumulation_steps
+        weighting = partial(make_weighting, loader, accumulation, self.strategy, module, log)
         made = optimizer_arguments.make(self, Trainer, module, *optimizer, weighting)
         return Run(
             config=config,

@@ -62,6 +62,9 @@ class Stateful(Protocol):
 class StepOutput:
     """What a training step may return: a mean loss and how much it counts.
 
+    A step whose loss is a sum of means over different items returns a mapping with one of these,
+    or a loss without a weight, under the name of each term.
+
     Args:
         loss: Scalar with a graph: the mean loss over the micro-batch's items.
         weight: Number of items (samples, tokens, ...) that `loss` averages, at least 0. A tensor

@@ -72,7 +72,7 @@ def train(*finders: Callback, loader: Any = None, **settings: Any) -> tuple[Any,
     assert run is not None
     states = [*model.state_dict().values(), *run.optimizer.state_dict()["state"].values()]
     end = [trail.steps, states, model.forwards, run.state.state_dict(), result.metrics]
-    end += [run.precision.state_dict(), run.weighting.reference]
+    end += [run.precision.state_dict()]
     trainer.close()
     return end, trainer
 

@@ -42,7 +42,7 @@ _OF_RUN = {  # facts of the run, by what they are
 }
 _WORDS = ("in A", "in B")
 _STREAMS = {"python": "Python", "numpy": "NumPy", "torch": "torch", "device": "the device"}
-_SHARED = ("counters", "lr_scheduler", "precision", "weight_reference")  # in the part "trainer"
+_SHARED = ("counters", "lr_scheduler", "precision")  # in the part "trainer"
 _OWNED = ("callbacks", "objects", "data")  # there too; of these only tensors: others hold times
 _MOST = 5  # differences of one kind that a sentence lists
 

@@ -1,6 +1,7 @@
 """What the training loop gets from a loader: windows of micro-batches (rule 1)."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 __all__ = ["MicroBatch", "Window"]
@@ -20,6 +21,7 @@ class MicroBatch:
     """
 
     __slots__ = ("count", "counts", "data", "last", "size", "state", "total")
+    by_loader: "Mapping[str, MicroBatch]" = MappingProxyType({})  # the share of each of several
 
     def __init__(
         self,

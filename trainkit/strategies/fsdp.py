@@ -23,7 +23,7 @@ from trainkit.distributed.world import World
 from trainkit.errors import ConfigError, quoted
 from trainkit.precision import Precision
 from trainkit.strategies import single_process_group
-from trainkit.strategies.strategy import Strategy, on_meta
+from trainkit.strategies.strategy import Strategy, on_meta, zeros_for
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -214,13 +214,23 @@ class FSDP(Strategy):
 
     @override
     @contextmanager
+    def gradients_apart(self, model: nn.Module) -> Iterator[None]:
+        # What waits for its reduction is out of reach, so each backward reduces.
+        model.set_requires_gradient_sync(True)  # type: ignore[operator]
+        try:
+            yield
+        finally:
+            model.set_requires_gradient_sync(False)  # type: ignore[operator]
+
+    @override
+    @contextmanager
     def zero_gradients(self, module: nn.Module) -> Iterator[None]:
         hooks: list[RemovableHandle] = []
 
         def before_forward(inner: nn.Module, _: Any) -> None:
             # Gradients are computed for the full parameters, which are there only in a forward.
             trainable = [p for p in inner.parameters(recurse=False) if p.requires_grad]
-            hooks.extend(p.register_hook(torch.zeros_like) for p in trainable)  # type: ignore[no-untyped-call]
+            hooks.extend(p.register_hook(zeros_for) for p in trainable)  # type: ignore[no-untyped-call]
 
         hooks += [inner.register_forward_pre_hook(before_forward) for inner in module.modules()]
         try:

@@ -17,7 +17,7 @@ from trainkit.errors import ConfigError
 from trainkit.precision import Precision
 from trainkit.types import class_name
 
-__all__ = ["Strategy", "gradient_values", "on_meta"]
+__all__ = ["Strategy", "gradient_values", "on_meta", "zeros_for"]
 
 _NOTHING: AbstractContextManager[object] = nullcontext()
 
@@ -144,6 +144,14 @@ class Strategy(ABC):
             )
         return _NOTHING
 
+    def gradients_apart(self, model: nn.Module) -> AbstractContextManager[object]:
+        """Return a context in which backward leaves all it computes in `.grad`, to be taken away.
+
+        It is entered inside of `no_sync`, after the forward. Nothing is to be done where gradients
+        that wait for their reduction are in `.grad` anyway.
+        """
+        return _NOTHING
+
     @contextmanager
     def zero_gradients(self, module: nn.Module) -> Iterator[None]:
         """Let a backward inside make its collectives, but add exact zeros to the gradients.
@@ -152,7 +160,7 @@ class Strategy(ABC):
         or undefined gradients.
         """
         trainable = [p for p in module.parameters() if p.requires_grad]
-        hooks = [p.register_hook(torch.zeros_like) for p in trainable]  # type: ignore[no-untyped-call]
+        hooks = [p.register_hook(zeros_for) for p in trainable]  # type: ignore[no-untyped-call]
         try:
             yield
         finally:
@@ -260,6 +268,11 @@ def _device(device: torch.device | str) -> torch.device:
         except RuntimeError as error:
             raise ConfigError(f"`device` must be a device, but is {device!r}: {error}") from None
     raise ConfigError(f'`device` must be a device such as "cpu" or "mps", but is {device!r}.')
+
+
+def zeros_for(gradient: Tensor | None) -> Tensor | None:
+    """Return zeros in place of a gradient; DDP asks also where outputs are not used."""
+    return None if gradient is None else torch.zeros_like(gradient)
 
 
 def gradient_values(parameters: Iterable[Tensor]) -> list[Tensor]:

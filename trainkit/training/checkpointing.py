@@ -89,7 +89,6 @@ def _common(run: Run) -> dict[str, Any]:
             "counters": run.state.state_dict(),
             "lr_scheduler": run.lr_schedule and run.lr_schedule.scheduler.state_dict(),
             "precision": run.precision.state_dict(),
-            "weight_reference": run.weighting.reference,
             "metrics": run.metrics,
             "best_metrics": run.best_metrics,
             "last_logged_step": run.logging.last_step,
@@ -325,7 +324,6 @@ def _apply(run: Run, callbacks: CallbackList, loaded: _Loaded, schedule: str | N
             run.lr_schedule.scheduler.load_state_dict(trainer["lr_scheduler"])
     with applying("The precision", path):
         run.precision.load_state_dict(trainer["precision"])
-    run.weighting.reference = trainer["weight_reference"]
     run.metrics, run.best_metrics = trainer["metrics"], trainer["best_metrics"]
     run.logging.last_step = trainer["last_logged_step"]
     run.evaluation.last_attempt = trainer["last_evaluated_attempt"]

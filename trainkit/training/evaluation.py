@@ -19,7 +19,8 @@ from trainkit.errors import ConfigError, DataError
 from trainkit.metrics.metric import Metric
 from trainkit.precision import Precision
 from trainkit.training.logging import Log, LogSums
-from trainkit.types import Batch, LossFn, Scalars
+from trainkit.training.weighting import parse
+from trainkit.types import Batch, LossFn, Scalars, StepOutput
 
 if TYPE_CHECKING:
     from trainkit.metrics.model_outputs import Reading
@@ -46,8 +47,9 @@ class Evaluator:
         precision: Whose autocast the step runs in.
         step: Returns a mapping. `scores`, `predictions`, `probabilities` and `references` hold
             one entry for each sample. Every other entry is averaged: a scalar counts `weight`
-            times (default: the number of samples), a tensor with one number for each sample
-            counts each once.
+            times (default: the number of samples), a `StepOutput` by its own weight, a tensor
+            with one number for each sample counts each once. The `loss` may be what a training
+            step returns: of several terms it is the sum of their means.
         loss_fn: Says how `scores` are read, where a metric uses what the step does not return.
         log: What the step may log to: between the batches its values are averaged like those
             that it returns. In a prediction they are dropped.
@@ -89,6 +91,9 @@ class Evaluator:
             sums.join(logged)
             means = sums.reduce(self.communicator.processes)
             weight = means.pop(_LOSS_WEIGHT, 1.0)
+            if terms := [name for name in means if name.startswith(_LOSS_TERM)]:
+                found = {name.removeprefix("\0"): means.pop(name) for name in terms}
+                means |= {"loss": sum(found.values()), **found}
             values = _all_values(metrics, means, weight)
         prefix = f"eval/{name}/" if name else "eval/"
         return {f"{prefix}{key}": value for key, value in values.items()}
@@ -209,6 +214,7 @@ class RunEvaluation:
 
 _SHOWN_NAMES = 20
 _LOSS_WEIGHT = "\0loss weight"
+_LOSS_TERM = "\0loss/"
 _NOT_AVERAGED = ("scores", "predictions", "probabilities", "references", "weight")
 
 
@@ -297,11 +303,19 @@ def _mapping(outputs: object) -> Mapping[str, Any]:
 
 
 def _add_means(sums: LogSums, outputs: Mapping[str, Any], count: int) -> None:
-    weight = outputs.get("weight")
-    weight = count if weight is None else weight
+    common = outputs.get("weight")
+    common = count if common is None else common
+    loss = outputs.get("loss")
     for name, value in outputs.items():
-        if name in _NOT_AVERAGED:
+        if name in _NOT_AVERAGED or (value is loss and isinstance(loss, Mapping)):
             continue
+        weight = common
+        if isinstance(value, StepOutput):
+            value, own = parse(value)
+            weight = count if own is None else own
+        if name == "loss":
+            wide = weight if isinstance(weight, Tensor) else float(weight)
+            sums.add(_LOSS_WEIGHT, wide, 1, "sum")
         if isinstance(value, Tensor) and value.shape == (count,) and name != "loss":
             sums.add(name, value.mean(dtype=wide_dtype(value.device.type)), count)
         elif isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1):
@@ -312,8 +326,9 @@ def _add_means(sums: LogSums, outputs: Mapping[str, Any], count: int) -> None:
                 f"{count} samples. Return a scalar mean (with `weight`), or a tensor with one "
                 "number for each sample."
             )
-    if "loss" in outputs:
-        sums.add(_LOSS_WEIGHT, weight if isinstance(weight, Tensor) else float(weight), 1, "sum")
+    for term, each in loss.items() if isinstance(loss, Mapping) else ():
+        value, weight = parse(each)
+        sums.add(_LOSS_TERM + term, value, count if weight is None else weight)
 
 
 def _shape(value: object) -> str:

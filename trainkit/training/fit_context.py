@@ -15,12 +15,11 @@ from torch import nn
 from trainkit import rng
 from trainkit.config import TrainConfig
 from trainkit.data import PreparedLoader
-from trainkit.distributed import Processes, collective_guard, run_on_all, run_on_main
+from trainkit.distributed import collective_guard, run_on_all, run_on_main
 from trainkit.errors import ConfigError
 from trainkit.training import loop
 from trainkit.training.callback import CallbackList, Step
 from trainkit.training.default_steps import for_each_loader
-from trainkit.training.logging import Log
 from trainkit.training.run import FitResult, Run
 from trainkit.training.weighting import Weighting
 
@@ -52,16 +51,15 @@ def step_for(step: Callable[..., Any], loader: PreparedLoader) -> Callable[..., 
 
 
 def make_weighting(
-    loader: PreparedLoader, processes: Processes, config: TrainConfig, log: Log, of: str = ""
+    loader: PreparedLoader, accumulation: int, *parts: Any, of: str = ""
 ) -> Weighting:
-    """Return what weighs the losses of a loader, or of several; `of` one of several optimizers."""
-    accumulation = config.gradient_accumulation_steps
+    """Return what weighs the losses of a loader, or of several; see `Weighting`."""
+    kind: type[Weighting] = Weighting
     if loader.parts:
-        from trainkit.training.combined_weighting import CombinedWeighting  # few runs have several
+        from trainkit.training.combined_weighting import CombinedWeighting as kind  # few have it
 
-        return CombinedWeighting(processes, accumulation, log, of)
     nominal = loader.nominal_window(accumulation)
-    return Weighting(processes, nominal=nominal, accumulation=accumulation)
+    return kind(*parts, nominal=nominal, accumulation=accumulation, of=of)
 
 
 class Calls:

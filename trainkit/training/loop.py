@@ -95,7 +95,7 @@ def forward_backward(run: Run, micro_batch: MicroBatch) -> None:
         with run.precision.autocast():
             output = run.training_step(run.model, micro_batch.data)
             loss = run.weighting.weigh(output, micro_batch)
-        run.precision.backward(loss)
+        run.weighting.backward(loss, run.precision.backward)
 
 
 def update(run: Run, callbacks: CallbackList) -> None:

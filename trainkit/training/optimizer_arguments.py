@@ -29,7 +29,7 @@ def make(
     module: nn.Module,
     given: Any,
     alternate: Any,
-    weighting: Callable[[str], Weighting],
+    weighting: Callable[..., Weighting],
 ) -> Optimizer:
     """Return the optimizer of a module that the strategy has wrapped; several as one.
 
@@ -38,7 +38,7 @@ def make(
         base: `Trainer`, whose methods a user may have overridden.
         given: What `fit` was given as `optimizer`.
         alternate: What `fit` was given.
-        weighting: Makes the weighting of one, by its name.
+        weighting: Makes the weighting of one, `of` a name.
     """
     names, own = ("configure_optimizer", "configure_optimizers", "training_step"), type(trainer)
     overridden = [name for name in names if getattr(own, name) is not getattr(base, name)]
@@ -60,7 +60,7 @@ def make(
             name=name,
             optimizer=made[name],
             precision=_own_scale(precision, strategy, made[name]),
-            weighting=weighting(name),
+            weighting=weighting(of=name),
             parameter_names=held,
         )
         for name, held in _names_of(made, module).items()

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from trainkit.errors import ConfigError, quoted
 from trainkit.precision import Precision
-from trainkit.training.weighting import Weighting, loss_of
+from trainkit.training.weighting import Weighting, loss_of, parse
 from trainkit.types import StepOutput
 
 __all__ = [
@@ -58,17 +58,13 @@ class NamedOptimizer:
     def state_dict(self) -> dict[str, Any]:
         """Return what must survive a restart, but for the state of the optimizer itself."""
         counters = {name: getattr(self, name) for name in COUNTERS}
-        return counters | {
-            "precision": self.precision.state_dict(),
-            "weight_reference": self.weighting.reference,
-        }
+        return counters | {"precision": self.precision.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` returned."""
         for name in COUNTERS:
             setattr(self, name, state[name])
         self.precision.load_state_dict(state["precision"])
-        self.weighting.reference = state["weight_reference"]
 
 
 COUNTERS = ("steps", "skipped_steps", "consecutive_skips")
@@ -151,6 +147,10 @@ class Optimizers(Optimizer):
                 f"`run.optimize` was given the name {name!r}, but the optimizers are "
                 f"{quoted([*self.by_name])}."
             )
+        if isinstance(loss, Mapping) and "loss" not in loss and weight is None and not loader:
+            for term, each in loss.items():  # as under the names of loaders
+                self.take(name, *parse(each), term)
+            return
         if not isinstance(loss, Tensor) or not loss.requires_grad or loss.numel() != 1:
             raise ConfigError(
                 f"`run.optimize({name!r}, loss)` needs a tensor of one element with a graph, but "
@@ -166,8 +166,8 @@ class Optimizers(Optimizer):
             )
         if own and ("" in own) == bool(loader):
             raise ConfigError(
-                f"`run.optimize({name!r}, ...)` was given a loss of one loader, and one of none. "
-                'Name the loader of each, as in `loader="a"`, or of none.'
+                f"`run.optimize({name!r}, ...)` was given a loss with a name, of a loader or of a "
+                'term, and one without. Name each, as in `loader="a"`, or none.'
             )
         loss = loss.reshape(())
         own[loader] = (

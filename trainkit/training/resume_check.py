@@ -15,7 +15,6 @@ from trainkit.checkpoint.format.value_checks import (
     maybe,
     number,
     one_of,
-    positive,
     record,
     row,
     text,
@@ -87,7 +86,8 @@ _METADATA = record(
 )
 _DATA = each(STREAM)
 _OPTIMIZER = record(
-    dict.fromkeys(COUNTERS, whole) | {"precision": anything, "weight_reference": maybe(positive)},
+    dict.fromkeys(COUNTERS, whole) | {"precision": anything, "weight_reference": anything},
+    optional={"weight_reference"},  # older ones have it, and nothing reads it
     closed=True,
 )
 _OPTIMIZERS = record({"together": maybe(flag), "by_name": each(_OPTIMIZER)}, closed=True)
@@ -96,7 +96,6 @@ _TRAINER = record(
         "counters": record(dict.fromkeys(TrainState().state_dict(), whole), closed=True),
         "lr_scheduler": anything,
         "precision": anything,
-        "weight_reference": maybe(positive),
         "metrics": each(number),
         "best_metrics": each(number),
         "last_logged_step": whole,

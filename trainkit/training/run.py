@@ -29,7 +29,7 @@ from trainkit.training.logging import RunServices
 from trainkit.training.lr_schedule import LRSchedule, LRSchedules
 from trainkit.training.state import TrainState
 from trainkit.training.weighting import Weighting
-from trainkit.types import Batch, Scalars, Stateful
+from trainkit.types import Batch, Scalars, Stateful, StepOutput
 
 if TYPE_CHECKING:
     from trainkit.checkpoint.retention import Best, Retention
@@ -232,7 +232,13 @@ class Run(RunServices):
         """Several optimizers by name, with the updates of each; empty where there is one."""
         return getattr(self.optimizer, "by_name", {})
 
-    def optimize(self, name: str, loss: Tensor, weight: "Weight" = None, loader: str = "") -> None:
+    def optimize(
+        self,
+        name: str,
+        loss: "Tensor | Mapping[str, Tensor | StepOutput]",
+        weight: "Weight" = None,
+        loader: str = "",
+    ) -> None:
         """Give a loss to one of several optimizers; for a `training_step` that returns none.
 
         The gradients come when the step has returned, and reach the parameters of this optimizer
@@ -242,7 +248,8 @@ class Run(RunServices):
         Args:
             name: The optimizer's. All micro-batches of a window, on all processes, give losses to
                 the same ones; another window may do so to others.
-            loss: Scalar with a graph: a mean over the items of the micro-batch.
+            loss: Scalar with a graph: a mean over the items of the micro-batch. Several terms, each
+                with its weight: a mapping, as a step may return it.
             weight: As that of a `StepOutput`.
             loader: Of several training loaders the one whose samples the loss is a mean over, by
                 its name in the batch. Left out, the loss counts by the samples of all of them.

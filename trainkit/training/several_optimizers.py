@@ -149,14 +149,14 @@ def forward_backward(
     reducing = run.strategy.sync_in_backward if micro_batch.last else run.strategy.no_sync
     while losses:
         each, loss = losses.pop(0)
-        with (
-            _NOTHING if turn is not None else only(run.module, each.parameter_names),
-            reducing(each.model or run.module),
-        ):
-            if losses:  # they may share what was computed
-                each.precision.backward(loss, retain_graph=True)
-            else:
-                each.precision.backward(loss)
+
+        def run_backward(loss: Tensor, each: NamedOptimizer = each, **options: Any) -> None:
+            # Entered for each backward: before it, sharded parameters are whole, or they are not.
+            with _NOTHING if turn is not None else only(run.module, each.parameter_names):
+                each.precision.backward(loss, **options)
+
+        with reducing(each.model or run.module):  # those that follow share what was computed
+            each.weighting.backward(loss, run_backward, retain_graph=bool(losses))
 
 
 def _outputs(run: Run, micro_batch: MicroBatch, turn: NamedOptimizer | None) -> dict[str, Any]:
@@ -334,8 +334,6 @@ def only(module: nn.Module, names: Collection[str]) -> Iterator[None]:
 
 class _Weightings:
     """What is read of a window's weighting, of all its optimizers: the losses are added."""
-
-    reference: float | None = None  # each optimizer has its own
 
     def __init__(self, chosen: Sequence[NamedOptimizer]) -> None:
         self._weightings = [each.weighting for each in chosen]

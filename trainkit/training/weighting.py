@@ -1,212 +1,383 @@
-"""Rule 6: each item counts the same, however a step is split (rule 6).
+"""Rule 6: the applied gradient is that of the whole window, however it is split.
 
-The applied gradient is `sum(weight * grad loss) / sum(weight)` over all processes and
-micro-batches of a window. Each loss is multiplied by one factor before backward, so that the
-average that the strategy takes over processes gives that sum; where the total of weights is not
-known ahead, the reduced gradients are multiplied once more at the end of the window.
+    sum over the terms of the loss:  sum(w * gradient of l) / T,  where  T = sum(w)
+
+`l` is the mean loss of a micro-batch, `w` the number of items that it averages; the sums run over
+the micro-batches of a window on all W processes. The strategy takes the mean over processes, so
+what is run backward is `l * w * W / T`.
+
+T is known ahead where items are the samples of a map-style data set. Elsewhere T0 takes its place,
+which is T as the first micro-batch lets one expect it (so that fp16 sees factors near 1), and what
+was accumulated is multiplied by T0 / T: where all terms share one T, the reduced gradients at the
+end of the window (`correction`); else each T has gradients of its own until the last micro-batch,
+whose forward tells what each of them is (`backward`). No weight is read on the host.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from numbers import Real
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainkit.data import MicroBatch, Window
 from trainkit.device import wide_dtype
-from trainkit.distributed import Processes
 from trainkit.distributed.collectives import require_equal
-from trainkit.errors import ConfigError, DataError, named
+from trainkit.errors import ConfigError, DataError, by_process, quoted
+from trainkit.strategies import Strategy
+from trainkit.training.logging import Log
 from trainkit.types import StepOutput
 
-__all__ = ["Weighting", "check_loss", "loss_of", "on_device", "parse", "scalar"]
+__all__ = ["Term", "Weighting", "loss_of", "parse", "terms_of"]
+
+Weight: TypeAlias = Tensor | float
+"""A number on the host, or one on the device where only the step knows it."""
+
+
+class Term(NamedTuple):
+    """A mean loss over items of a micro-batch, of one of the terms that a step returned.
+
+    Args:
+        name: "" where the step returned one loss without a name.
+        weight: How many items it averages. None: the samples of `batch`.
+        batch: Whose items they are.
+        loader: Of several training loaders the one that `batch` is from.
+    """
+
+    name: str
+    loss: Tensor
+    weight: Tensor | float | None
+    batch: MicroBatch
+    loader: str = ""
+
+
+class _Sum:
+    """The losses of a window, on this process, that share one T.
+
+    Attributes:
+        total: T, or T0 until it is known.
+        weight: The weights so far.
+        gradients: What they accumulated, by parameter, where that is kept apart.
+    """
+
+    def __init__(self, total: Any) -> None:
+        self.total = total
+        self.weight: Weight = 0
+        self.gradients: list[Tensor | None] = []
+        self.losses: list[tuple[Tensor, Weight]] = []
+
+    def weigh(self, loss: Tensor, weight: Weight, size: int) -> Tensor:
+        """Take in a loss, and return what is to be run backward of it."""
+        self.losses.append((loss.detach(), weight))
+        self.weight = self.weight + weight if self.losses[1:] else weight
+        if not isinstance(weight, Tensor):
+            share = weight * size / self.total
+            return loss if share == 1 else loss * share
+        if self.total is not weight:
+            weighed = loss * (weight * size / self.total).to(loss.dtype)
+        else:  # one micro-batch on one process
+            weighed = loss
+        # A mean over no items is NaN; it must not reach the sum.
+        return torch.where(weight > 0, weighed, torch.zeros_like(loss))
+
+    def of_losses(self) -> Tensor:
+        """Return the sum of `w * l`."""
+        return torch.stack([_times(loss, weight) for loss, weight in self.losses]).sum()
 
 
 class Weighting:
     """Weighs the losses of a window.
 
     Args:
-        processes: The processes that share a window.
-        nominal: Samples of a full window, where known; the reference for streams.
+        strategy: Reduces the gradients.
+        module: Whose gradients they are.
+        log: Gets the mean of each term that has a name.
+        nominal: Samples of a full window, where known; T0 of streams.
         accumulation: Micro-batches of one process in a full window.
+        of: Which of several optimizers it is for.
 
     Attributes:
         samples: Real samples of the window so far, over all processes.
-        reference: T0 of rule 6: the total weight that losses are divided by before backward,
-            where the window's own total is not known ahead. It is set once in a run, so that
-            fp16 sees losses of ordinary size.
     """
 
-    def __init__(self, processes: Processes, *, nominal: int | None, accumulation: int) -> None:
-        self.reference: float | None = None
+    def __init__(
+        self,
+        strategy: Strategy,
+        module: nn.Module,
+        log: Log,
+        *,
+        nominal: int | None,
+        accumulation: int,
+        of: str = "",
+    ) -> None:
         self.samples = 0
-        self._processes = processes
-        self._nominal = nominal
-        self._accumulation = accumulation
-        self._losses: list[tuple[Tensor, Tensor | float]] = []
-        self._window_total: float | None = None
-        self._size: int | None = None
-        self._total: Tensor | None = None  # sum of the weights that the step returned, here
-        self._alone: bool | None = None  # one micro-batch on one process: never scaled
-        self._by_sample: bool | None = None  # None: no micro-batch was seen
+        self._strategy, self._module, self._log, self._of = strategy, module, log, of
+        self._processes = strategy.processes
+        # Between forward and backward a sharded module has others.
+        self._parameters = [*module.parameters()]
+        self._nominal, self._accumulation = nominal, accumulation
+        self._forms: dict[tuple[str, ...], list[tuple[str, bool]]] = {}  # of what steps return
+        self._is_plain = False  # whether steps return one loss, which counts by samples
+        self._sums: dict[str, _Sum] = {}
 
     def begin(self, window: Window) -> None:
         """Start a window."""
-        self._window_total = window.total
-        self._size = window.size
-        self.samples = 0
-        self._total = self._alone = None
-        self._losses = []
+        self._window = window
+        self._sums = {}
+        self._apart: list[tuple[_Sum, Tensor]] = []  # losses of this micro-batch, for `backward`
+        self._scales: dict[str, Tensor] = {}  # T0 / T of each sum, once they are known
+        self._own_samples = self.samples = 0
+        self._is_whole = False  # whether the window is one micro-batch
 
     def weigh(self, output: object, micro_batch: MicroBatch) -> Tensor:
-        """Return the loss to run backward on, for what the training step returned."""
-        loss, weight = parse(output)
-        if self._by_sample is None:
-            self._by_sample = self._agree(loss, weight)
-        if loss.ndim:
-            loss = scalar(loss)
-        if self._alone is None:
-            self._alone = self._processes.size == 1 and micro_batch.last
-        count = micro_batch.count
+        """Return the loss to run `backward` on, for what the training step returned."""
         self.samples += micro_batch.total
-        if not self._by_sample:
-            return self._by_weight(loss, count if weight is None else weight, count)
-        if weight is not None:
-            raise DataError(
-                "`training_step` returned a weight, after it had returned none for the first "
-                "micro-batch of the run. Return one always, or never."
-            )
-        self._losses.append((loss.detach(), count))
-        if self._alone:
-            return loss
-        factor = count * self._processes.size / self._base(micro_batch)
-        return loss if factor == 1 else loss * factor
+        self._own_samples += micro_batch.count
+        size = self._processes.size
+        if self._is_plain:
+            loss, weight = parse(output)
+            if weight is None:
+                loss = _scalar(loss) if loss.ndim else loss
+                if not self._sums:
+                    self._is_whole = micro_batch.last
+                    self._sums[""] = _Sum(self._window.total or self._guessed(micro_batch))
+                return self._sums[""].weigh(loss, micro_batch.count, size)
+        terms = self._terms(output, micro_batch)
+        self._check(terms, tuple(micro_batch.by_loader))
+        by_weight = any(term.weight is not None for term in terms)
+        losses: dict[str, Tensor] = {}  # by sum
+        weights: dict[str, Weight] = {}
+        for name, loss, weight, batch, loader in terms:
+            loss, key = _scalar(loss), loader if weight is None else name
+            losses[key] = losses[key] + loss if key in losses else loss
+            if weight is None and (not by_weight or self._known_total(loader) is not None):
+                weights[key] = batch.count
+            else:
+                given = _on_device(batch.count if weight is None else weight, loss)
+                weights[key] = given if batch.count else torch.zeros_like(given)
+        if not self._sums:
+            self._expect(weights, micro_batch)
+        open_sums = {key: w for key, w in weights.items() if isinstance(w, Tensor)}
+        is_split = bool(open_sums) and len(losses) > 1 and not self._is_whole
+        if is_split and micro_batch.last:
+            self._settle(open_sums)
+        weighed = {k: self._sums[k].weigh(loss, weights[k], size) for k, loss in losses.items()}
+        if is_split and not micro_batch.last:
+            self._apart = [(self._sums[key], weighed.pop(key)) for key in open_sums]
+        parts = [*weighed.values()] or [self._apart[-1][1]]
+        return parts[0] if len(parts) == 1 else torch.stack(parts).sum()
 
-    def correction(self) -> Tensor | float | None:
+    def backward(
+        self, loss: Tensor, run_backward: Callable[..., None], *, retain_graph: bool = False
+    ) -> None:
+        """Run the backward of what `weigh` returned, and of what it keeps apart.
+
+        Args:
+            loss: What `weigh` returned.
+            run_backward: That of the precision.
+            retain_graph: Whether another backward goes through the same graph afterwards.
+        """
+        options: Any = {"retain_graph": True} if retain_graph else {}  # else it is not said
+        if not self._apart:
+            if self._scales:
+                self._put_together()
+            run_backward(loss, **options)
+            return
+        apart, self._apart = self._apart, []
+        with self._strategy.gradients_apart(self._module):
+            for each, own in apart:
+                with self._gradients_of(each):
+                    run_backward(own, **(options if own is loss else {"retain_graph": True}))
+            if own is not loss:
+                run_backward(loss, **options)
+
+    def correction(self) -> Weight | None:
         """Return what the reduced gradients must be multiplied by, None for nothing.
 
         Every process must call it once a window: it sums the weights that steps returned.
         """
-        if self._alone:
+        if self._is_whole or len(self._sums) > 1:
             return None
-        if self._total is not None:
-            total = self._processes.all_reduce(self._total.clone())
-            scale = (self.reference or 1.0) / total
-            return torch.where(total > 0, scale, torch.zeros_like(scale))
-        if self._window_total is None and self.samples != self._base(None):
-            return self._base(None) / self.samples
-        return None
+        ((key, only),) = self._sums.items()
+        if isinstance(only.weight, Tensor):
+            return _ratio(only.total, self._processes.all_reduce(only.weight.clone()))
+        is_known = self._known_total(key) is not None or only.total == self.samples
+        return None if is_known else only.total / self.samples
 
-    def result(self) -> tuple[Tensor, Tensor | float]:
-        """Return this process's mean loss over the window, on the device, and its weight."""
-        if len(self._losses) == 1:
-            return self._losses[0]
-        weight: Tensor | float = sum((weight for _, weight in self._losses), 0.0)
+    def result(self) -> tuple[Tensor, Weight]:
+        """Return this process's mean loss over the window, on the device, and its weight.
+
+        The mean over the processes, by these weights, is the loss of the window.
+        """
+        sums = [*self._sums.values()]
+        if sums[1:]:
+            loss = torch.stack([_ratio(each.of_losses(), each.total) for each in sums]).sum()
+            own = self._own_samples
+            return loss * (self.samples / own if own else 1), own
+        losses, weight = sums[0].losses, sums[0].weight
+        if not losses[1:]:
+            return losses[0]
         if not isinstance(weight, Tensor) and weight == 0:
-            return self._losses[-1][0], 0
-        losses = [_times(loss, weight) for loss, weight in self._losses]
-        return torch.stack(losses).sum() / weight, weight
+            return losses[-1][0], 0
+        return sums[0].of_losses() / weight, weight
 
     def is_finite(self) -> bool:
         """Return whether the latest loss of this process is finite; reads the device."""
-        if not self._losses:
+        if not self._sums:
             return True  # no window yet
         loss, weight = self.result()
         return bool(torch.isfinite(loss)) or float(weight) == 0
 
-    def _base(self, micro_batch: MicroBatch | None) -> float:
-        """Return the total that sample weights are divided by before backward."""
-        if self._window_total is not None:
-            return self._window_total
-        if self._nominal is not None:
-            return self._nominal
-        if self.reference is None:
-            assert micro_batch is not None
-            self.reference = float(micro_batch.total * self._accumulation)
-        return self.reference
+    def _terms(self, output: object, micro_batch: MicroBatch) -> list[Term]:
+        """Return the terms of what the training step returned."""
+        return terms_of(output, micro_batch)
 
-    def _by_weight(self, loss: Tensor, given: Tensor | float, count: int) -> Tensor:
-        weight = on_device(given, loss)
-        if count == 0:
-            weight = torch.zeros_like(weight)
-        self._losses.append((loss.detach(), weight))
-        # A mean over no items is NaN; it must not reach the sum.
-        if self._alone:
-            return torch.where(weight > 0, loss, torch.zeros_like(loss))
-        self._total = weight if self._total is None else self._total + weight
-        if self.reference is None:
-            self._set_reference(weight)
-        factor = weight * (self._processes.size / (self.reference or 1.0))
-        return torch.where(weight > 0, loss * factor.to(loss.dtype), torch.zeros_like(loss))
+    def _known_total(self, loader: str) -> int | None:
+        """Return the samples of the window over all processes, where they are known ahead."""
+        return self._window.total
 
-    def _set_reference(self, weight: Tensor) -> None:
-        """Estimate a window's total from the first micro-batch that has any weight.
+    def _check(self, terms: list[Term], loaders: tuple[str, ...]) -> None:
+        """Raise, on all processes, where the losses are none, or others than before.
 
-        Once in a run the host reads it, so that every later window divides by a known number.
+        Args:
+            terms: Of a micro-batch.
+            loaders: Of several those that it has samples of.
         """
-        total = self._processes.all_reduce(weight.clone()).item()
-        if total > 0:
-            self.reference = total * (self._size or self._accumulation)
+        form = [(term.name, term.weight is not None) for term in terms]
+        if loaders not in self._forms:
+            for term in terms:
+                _check_term(term)
+            require_equal(self._processes, form, _differ)
+            self._forms[loaders] = form
+            self._is_plain = form == [("", False)] and not loaders
+        elif form != self._forms[loaders]:
+            of = f" of {quoted(loaders)}" if loaders else " of the run"
+            raise DataError(
+                f"`training_step` returned {_described(form)}, after it had returned "
+                f"{_described(self._forms[loaders])} for the first micro-batch{of}. Return the "
+                "same always, and a weight with the same ones."
+            )
+        if self._log.is_read:
+            for name, loss, weight, batch, _ in terms:
+                if name and batch.count:
+                    key = f"loss/{self._of}/{name}" if self._of else f"loss/{name}"
+                    self._log.add({key: loss}, batch.count if weight is None else weight, "mean")
 
-    def _agree(self, loss: Tensor, weight: Tensor | float | None) -> bool:
-        """Return whether the run weighs by samples, once all processes said the same."""
-        check_loss(loss, weight)
-        require_equal(self._processes, weight is None, _weights_on_some)
-        return weight is None
+    def _expect(self, weights: Mapping[str, Weight], micro_batch: MicroBatch) -> None:
+        """Begin the sums of a window, by its first micro-batch: T where known, else T0."""
+        self._is_whole = micro_batch.last
+        many = 1 if self._is_whole else self._window.size or self._accumulation
+        open_sums = {key: w for key, w in weights.items() if isinstance(w, Tensor)}
+        totals = self._over_processes(open_sums)
+        for key in weights:
+            if key not in totals:
+                self._sums[key] = _Sum(self._known_total(key) or self._guessed(micro_batch))
+            elif self._is_whole and self._processes.size == 1:
+                self._sums[key] = _Sum(totals[key])
+            else:
+                self._sums[key] = _Sum(_positive(totals[key] * many))
+
+    def _guessed(self, micro_batch: MicroBatch) -> int:
+        """Return the samples of a window, as its first micro-batch lets one expect them."""
+        if self._is_whole:
+            return micro_batch.total
+        return self._nominal or micro_batch.total * self._accumulation
+
+    def _settle(self, weights: Mapping[str, Tensor]) -> None:
+        """Put T in place of T0, by the weights of the last micro-batch."""
+        own = {key: self._sums[key].weight + weight for key, weight in weights.items()}
+        for key, total in self._over_processes(own).items():
+            self._scales[key] = _ratio(self._sums[key].total, total)
+            self._sums[key].total = _positive(total)
+
+    def _over_processes(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        if self._processes.size == 1 or not weights:
+            return dict(weights)
+        sums = self._processes.all_reduce(torch.stack([*weights.values()]))
+        return dict(zip(weights, sums, strict=True))
+
+    def _put_together(self) -> None:
+        """Add to `.grad` what was accumulated apart, divided by T instead of T0."""
+        parameters = self._parameters
+        scales, self._scales = self._scales, {}
+        for key, scale in scales.items():
+            with self._gradients_of(self._sums[key]):
+                self._strategy.scale_gradients(parameters, scale)
+            for parameter, gradient in zip(parameters, self._sums[key].gradients, strict=True):
+                if parameter.grad is None:
+                    parameter.grad = gradient
+                elif gradient is not None:
+                    parameter.grad += gradient
+
+    @contextmanager
+    def _gradients_of(self, each: _Sum) -> Iterator[None]:
+        """Let `.grad` be what one sum has accumulated."""
+        others = [parameter.grad for parameter in self._parameters]
+        given = each.gradients or [None] * len(others)
+        for parameter, gradient in zip(self._parameters, given, strict=True):
+            parameter.grad = gradient
+        try:
+            yield
+        finally:
+            each.gradients = [parameter.grad for parameter in self._parameters]
+            for parameter, gradient in zip(self._parameters, others, strict=True):
+                parameter.grad = gradient
 
 
-def _weights_on_some(without: Sequence[bool]) -> DataError:
-    ranks = [rank for rank, none in enumerate(without) if not none]
-    return DataError(
-        f"`training_step` returned a weight on {named(ranks)} of {len(without)} only. Return one "
-        "on all, or on none."
-    )
+def terms_of(output: object, batch: MicroBatch, name: str = "", loader: str = "") -> list[Term]:
+    """Return the terms of what a training step returned, which is about one micro-batch."""
+    if isinstance(output, Mapping) and output and "loss" not in output:
+        prefix = f"{name}/" if name else ""
+        return [Term(f"{prefix}{n}", *parse(each), batch, loader) for n, each in output.items()]
+    return [Term(name, *parse(output), batch, loader)]
 
 
 def loss_of(output: object) -> Tensor:
-    """Return the loss in what a training step returned; of several loaders their sum."""
+    """Return the loss in what a training step returned; of several terms or loaders their sum."""
     if isinstance(output, Mapping) and output and "loss" not in output:
-        return torch.stack([scalar(parse(each)[0]) for each in output.values()]).sum()
+        return torch.stack([loss_of(each).reshape(()) for each in output.values()]).sum()
     return parse(output)[0]
 
 
 def parse(output: object) -> tuple[Tensor, Tensor | float | None]:
-    """Take apart what a training step returned."""
-    if isinstance(output, Tensor):
-        return output, None
+    """Take apart one loss."""
     if isinstance(output, StepOutput):
         return output.loss, output.weight
+    if isinstance(output, Tensor):
+        return output, None
     if isinstance(output, Mapping):
         loss = output.get("loss")
         if isinstance(loss, Tensor):
             return loss, output.get("weight")
+    found = f"a {type(output).__name__!r}"
+    if isinstance(output, Mapping):
+        found = f"a mapping with the keys {sorted(map(str, output))}"
     raise ConfigError(
-        "`training_step` must return the loss as a tensor, a mapping with the tensor `loss`, or "
-        f"`StepOutput(loss, weight)`, but returned {_describe(output)}. For a model that computes "
-        "no loss by itself, pass `loss_fn` to `fit` or override `training_step`."
+        "`training_step` must return the loss as a tensor, a mapping with the tensor `loss`, "
+        "`StepOutput(loss, weight)`, or a mapping from the names of several terms to one of these "
+        f"each, but returned {found}. For a model that computes no loss by itself, pass `loss_fn` "
+        "to `fit` or override `training_step`."
     )
 
 
-def _describe(output: object) -> str:
-    if isinstance(output, Mapping):
-        return f"a mapping with the keys {sorted(map(str, output))}"
-    return f"{type(output).__name__!r}"
-
-
-def check_loss(loss: object, weight: Tensor | float | None) -> None:
+def _check_term(term: Term) -> None:
     """Raise where a training step must not return a loss, or its weight; reads the device."""
+    loss, weight = term.loss, term.weight
+    called = f"loss `{term.name}`" if term.name else "loss"
     if not isinstance(loss, Tensor):
         raise ConfigError(
-            f"The loss must be a tensor with a graph, but is {type(loss).__name__!r}. Return what "
-            "the loss function gives, not `loss.item()`."
+            f"The {called} must be a tensor with a graph, but is {type(loss).__name__!r}. Return "
+            "what the loss function gives, not `loss.item()`."
         )
-    scalar(loss)
+    _scalar(loss, called)
     if not loss.requires_grad:
         raise ConfigError(
-            "The loss has no graph: nothing that it was computed from requires a gradient. "
+            f"The {called} has no graph: nothing that it was computed from requires a gradient. "
             "Return the loss itself, not `loss.detach()` or `loss.item()`, and compute it "
-            "outside `torch.no_grad()`; in a turn of an optimizer, from its own parameters."
+            "outside `torch.no_grad()`; in a turn of an optimizer, from its own parameters. What "
+            "is only to be looked at goes to `run.log`."
         )
     if weight is None:
         return
@@ -215,7 +386,7 @@ def check_loss(loss: object, weight: Tensor | float | None) -> None:
             f"`weight` must be a number or a tensor of one, but is {type(weight).__name__!r}. It "
             "is the number of items that the loss averages."
         )
-    value = float(on_device(weight, loss))
+    value = float(_on_device(weight, loss))
     if not (math.isfinite(value) and value >= 0):
         raise DataError(
             f"`weight` must be a finite number of at least 0, but `training_step` returned "
@@ -223,17 +394,18 @@ def check_loss(loss: object, weight: Tensor | float | None) -> None:
         )
 
 
-def scalar(loss: Tensor) -> Tensor:
+def _scalar(loss: Tensor, called: str = "loss") -> Tensor:
     """Return a loss of one element without dimensions."""
     if loss.numel() != 1:
+        named = " Each entry of a mapping without `loss` is a loss." * (called != "loss")
         raise ConfigError(
-            f"The loss must be a scalar, but `training_step` returned the shape "
-            f"{tuple(loss.shape)}. Return its mean, for example `loss.mean()`."
+            f"The {called} must be a scalar, but `training_step` returned the shape "
+            f"{tuple(loss.shape)}. Return its mean, for example `loss.mean()`.{named}"
         )
-    return loss.reshape(())
+    return loss.reshape(()) if loss.ndim else loss
 
 
-def on_device(weight: Tensor | float, loss: Tensor) -> Tensor:
+def _on_device(weight: Tensor | float, loss: Tensor) -> Tensor:
     """Return a weight as a scalar of wide type beside the loss; numbers are not copied over."""
     if isinstance(weight, Tensor):
         if weight.numel() != 1:
@@ -246,7 +418,33 @@ def on_device(weight: Tensor | float, loss: Tensor) -> Tensor:
     return torch.full((), weight, dtype=wide_dtype(loss.device.type), device=loss.device)
 
 
-def _times(loss: Tensor, weight: Tensor | float) -> Tensor:
+def _differ(of_all: Sequence[list[tuple[str, bool]]]) -> DataError:
+    return DataError(
+        "The processes differ in the losses that a step gave: "
+        f"{by_process([_described(form) for form in of_all])}. Give the same on all, with a weight "
+        "on all or on none."
+    )
+
+
+def _described(form: list[tuple[str, bool]]) -> str:
+    """Return in words what a step returned, by names and whether they have a weight."""
+    return ", ".join(
+        f"{f'`{name}`' if name else 'one loss'}{' with a weight' * weighted}"
+        for name, weighted in form
+    )
+
+
+def _positive(total: Tensor) -> Tensor:
+    return torch.where(total > 0, total, torch.ones_like(total))
+
+
+def _ratio(value: Tensor, total: Weight) -> Tensor:
+    """Return `value / total`, and 0 where nothing had a weight."""
+    ratio = value / total
+    return torch.where(total > 0, ratio, 0) if isinstance(total, Tensor) else ratio
+
+
+def _times(loss: Tensor, weight: Weight) -> Tensor:
     """Return `loss * weight`, and 0 for a mean over no items, which is NaN."""
     if isinstance(weight, Tensor):
         return torch.where(weight > 0, loss * weight, torch.zeros_like(loss))
