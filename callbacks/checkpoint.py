@@ -12,7 +12,7 @@ from trainkit.callbacks.journal import Journal
 from trainkit.checkpoint import CheckpointStore, KeepPolicy
 from trainkit.checkpoint.format.names import CHECKPOINTS
 from trainkit.checkpoint.retention import Best
-from trainkit.checkpoint.saver import NonFinite
+from trainkit.checkpoint.saver import NonFinite, check_unused
 from trainkit.config import check_whole, checked
 from trainkit.errors import ConfigError
 from trainkit.packages import require
@@ -126,6 +126,8 @@ class Checkpoint(Callback):
             )
         if run.processes.is_local_main_process:  # every machine writes its part
             CheckpointStore(run.output_dir / CHECKPOINTS).probe()
+        if run.is_main_process and run.checkpoints.resumed_from is None:
+            check_unused(run.output_dir)  # before a logger begins its files anew
 
     @override
     def on_fit_start(self, run: Run) -> None:

@@ -17,7 +17,7 @@ LAYERS = (
     ("console", "errors", "formatting", "host", "lazy", "parsing", "signals", "types", "version"),
     ("device", "hints", "hparams", "packages"),
     ("argument_names", "containers", "launch_environment", "outputs", "rng", "starters"),
-    ("config", "memory"),
+    ("config", "lock", "memory"),
     ("journal", "metrics", "precision", "run_report", "trackers"),
     ("distributed",),
     ("checkpoint", "data"),

@@ -28,8 +28,6 @@ from trainkit.training.callback import Callback, CallbackList
 from trainkit.training.evaluation import Evaluator, RunEvaluation
 from trainkit.training.fit_context import (
     Calls,
-    check_outputs,
-    choose_folder,
     compiling,
     conditions,
     end,
@@ -305,7 +303,8 @@ class Trainer:
                 leaves the program with the code 143, 130 or 75. In a notebook, and wherever
                 somebody goes on typing, `fit` returns after SIGINT.
         """
-        from trainkit import console  # only where something runs
+        from trainkit import console
+        from trainkit.training.run_folder import check_outputs, own_folder  # where something runs
 
         how = arguments.check_how(resume, schedule, restore_best)
         with ExitStack() as stack:
@@ -318,8 +317,8 @@ class Trainer:
                 arguments.check_model(model), *prepared, (optimizer, alternate), schedule_for, how
             )
             resume, callbacks, finish = self._choose(run, how["resume"], restore_best, stack)
+            stack.enter_context(own_folder(run))
             stack.enter_context(watched(run, self._watchdog))
-            check_outputs(run, callbacks)
             stack.enter_context(rng.lent(self.processes.device))
             seed = rng.device_seed(self.config.seed, self.processes.process_index)
             rng.seed_all(seed, self.processes.device)
@@ -328,6 +327,7 @@ class Trainer:
                 from trainkit.training import checkpointing  # on demand
 
                 checkpointing.restore(run, callbacks, resume, schedule, schedule_for)
+            check_outputs(run, callbacks)
             stack.enter_context(run.interrupts)
             stack.callback(run.close)
             run.weights.train()
@@ -609,6 +609,8 @@ class Trainer:
 
             replay = Replay.started()
         if replay is None:
+            from trainkit.training.run_folder import choose_folder
+
             return choose_folder(run, resume, self.new_run), self.callbacks, end
         stack.enter_context(replay)
         return *replay.prepare(run, self.callbacks, self.new_run), replay.end

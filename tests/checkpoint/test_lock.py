@@ -9,14 +9,15 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint.toys import save_alone
-from trainkit.checkpoint import CheckpointStore, RunLock
+from trainkit.checkpoint import CheckpointStore
 from trainkit.errors import CheckpointError
+from trainkit.lock import RunLock
 
 HOLD = """
 import os, sys, time
 from pathlib import Path
-from trainkit.checkpoint import RunLock
-lock = RunLock(Path(sys.argv[1]), run_id="first")
+from trainkit.lock import RunLock
+lock = RunLock(Path(sys.argv[1]))
 try:
     lock.acquire()
 except Exception as error:
@@ -46,7 +47,9 @@ def test_a_second_run_is_told_who_holds_the_directory(tmp_path: Path) -> None:
     with hold(tmp_path / "run") as process:
         assert process.stdout is not None
         assert process.stdout.readline().startswith("held")
-        expected = rf"locked by process {process.pid} on host .+ since 20.+ \(run first\)"
+        expected = (
+            rf"locked by process {process.pid} on host .+ since 20.+ UTC, which writes there\."
+        )
         with pytest.raises(CheckpointError, match=expected):
             RunLock(tmp_path / "run").acquire()
         process.kill()

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from tests.checkpoint.toys import RUN, save_alone
-from trainkit.checkpoint import CheckpointStore, RunLock
+from trainkit.checkpoint import CheckpointStore
 from trainkit.checkpoint.format.shard_region import ShardRegion
 from trainkit.checkpoint.format.tensor_location import StoredTensor
 from trainkit.cli.main import main
+from trainkit.lock import RunLock
 
 ROOT = Path(__file__).resolve().parents[2]
 NO_TORCH = """

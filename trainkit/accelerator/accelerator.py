@@ -595,5 +595,6 @@ class Accelerator(Communicator):
     def end_training(self) -> None:
         """End all trackers, and wait for the other processes that call it too."""
         self._own.trackers.finish()
+        self._own.states.release()
         wait = self.processes.barrier
         run_on_all_or_main(self.processes, "end_training", wait, lambda: None)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from trainkit.accelerator.settings import ProjectConfiguration
-from trainkit.checkpoint import CheckpointStore, KeepPolicy, RunLock, rotate
+from trainkit.checkpoint import CheckpointStore, KeepPolicy, rotate
 from trainkit.checkpoint.candidates import first_verified
 from trainkit.checkpoint.format.names import MANIFEST
 from trainkit.checkpoint.io.files import remove_tree
@@ -15,6 +15,7 @@ from trainkit.checkpoint.listing import broken_folders
 from trainkit.distributed import Processes, run_on_main
 from trainkit.distributed.collectives import gather_on_main
 from trainkit.errors import CheckpointError, ConfigError
+from trainkit.lock import RunLock
 from trainkit.outputs import absolute, why
 
 __all__ = ["StateDirectory"]
@@ -38,6 +39,8 @@ class StateDirectory:
         self._project = project
         self._processes = processes
         self._continued = False  # whether an earlier training's folders are this one's own
+        self._project_dir: Any = None  # what the lock was taken for
+        self._lock: RunLock | None = None  # of the project, where states are numbered in it
 
     def for_saving(self, output_dir: Any, processes: Processes) -> Path:
         """Return the folder that the next state is saved to; it exists on return.
@@ -114,6 +117,10 @@ class StateDirectory:
         (folder, path), state = found
         return Path(folder), Path(path), state
 
+    def release(self) -> None:
+        """Let other programs save to the project."""
+        self._lock = None
+
     def continue_from(self, folder: Path) -> None:
         """Number the next states after a folder that has been loaded."""
         if self._project.automatic_checkpoint_naming and _NUMBERED.fullmatch(folder.name):
@@ -128,7 +135,11 @@ class StateDirectory:
                 "`ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)`."
             )
         automatic = f"checkpoint_{self._project.iteration}"
-        folder = self._automatic() / automatic if numbered else absolute(output_dir, "output_dir")
+        folder = (
+            self._automatic(saves=True) / automatic
+            if numbered
+            else absolute(output_dir, "output_dir")
+        )
         if numbered and not self._continued and _is_state(folder):
             raise ConfigError(
                 f"`{folder}` holds a state of an earlier training. Call `load_state()` to go on "
@@ -145,12 +156,25 @@ class StateDirectory:
             ) from error
         return folder
 
-    def _automatic(self) -> Path:
-        if self._project.project_dir is None:
+    def _automatic(self, *, saves: bool = False) -> Path:
+        """Return the folder of numbered states, of which other programs save none from now on.
+
+        Once something was saved it is the same folder, wherever a link on its path leads then.
+        """
+        given = self._project.project_dir
+        if given is None:
             raise ConfigError(
                 "`automatic_checkpoint_naming` needs a folder. Pass `project_dir` too."
             )
-        return Path(self._project.project_dir) / "checkpoints"
+        if given != self._project_dir:
+            self._project_dir, self._lock = given, None
+        project = self._lock.directory if self._lock else Path(given)
+        if saves:
+            advice = "give each program a `project_dir` of its own"
+            self._lock = RunLock.shared(project, advice=advice)
+            self._lock.check()
+            project = self._lock.directory
+        return project / "checkpoints"
 
     def _drop_oldest(self) -> None:
         limit = self._project.total_limit

@@ -110,6 +110,10 @@ class StateSaver:
             report(f"trainkit: `{path}`: {line}")
         directory.continue_from(folder)
 
+    def release(self) -> None:
+        """Let other programs save to the project."""
+        self._directory.release()
+
     def _verify(self, path: Path) -> None:
         """Compare this process's share of a state with its digests."""
         open_share(path, self._processes.world).verify_rest()

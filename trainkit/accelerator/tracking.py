@@ -8,9 +8,10 @@ from trainkit.accelerator.settings import ProjectConfiguration
 from trainkit.distributed import Processes, run_on_main
 from trainkit.distributed.shared_folder import check_shared
 from trainkit.errors import ConfigError
+from trainkit.lock import RunLock
 from trainkit.outputs import check_folder, claim
 from trainkit.packages import require
-from trainkit.trackers.files import CSVTracker, JSONLTracker
+from trainkit.trackers.files import CSVTracker, FileTracker, JSONLTracker
 from trainkit.trackers.mlflow import MLflowTracker
 from trainkit.trackers.tensorboard import TensorBoardTracker
 from trainkit.trackers.tracker import GeneralTracker
@@ -45,6 +46,7 @@ class Trackers:
         self._wanted = _checked(wanted)
         self._project = project
         self._processes = processes
+        self._locks: list[RunLock] = []  # of the files that are written, while they are
         if project.project_dir is not None:
             owner = "`Accelerator(project_dir=...)`"
             folder = Path(project.project_dir)
@@ -74,7 +76,12 @@ class Trackers:
         for number, tracker in enumerate(made):
             if tracker.place is not None:
                 claim(taken, tracker.place, f"`log_with[{number}]`")
-        self.at_work = [each for each in made if is_main or not each.main_process_only]
+        starting = [each for each in made if is_main or not each.main_process_only]
+        # Programs may write events of TensorBoard side by side: each has a file of its own.
+        for path in (each.path for each in starting if isinstance(each, FileTracker)):
+            advice = "give `init_trackers` another name"
+            self._locks.append(RunLock.shared(path.parent, path.name, advice=advice))
+        self.at_work = starting
         for tracker in self.at_work:
             tracker.start()
             if config is not None:
@@ -98,6 +105,7 @@ class Trackers:
         for tracker in self.at_work:
             tracker.finish()
         self.at_work.clear()
+        self._locks.clear()
 
 
 def _make_trackers(

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from trainkit.checkpoint.format.codec import check_encodable as check_encodable
     from trainkit.checkpoint.format.manifest import FileInfo as FileInfo, Manifest as Manifest
     from trainkit.checkpoint.listing import Entry as Entry
-    from trainkit.checkpoint.lock import RunLock as RunLock
     from trainkit.checkpoint.retention import (
         KeepPolicy as KeepPolicy,
         Retention as Retention,
@@ -28,7 +27,6 @@ __all__, __getattr__, __dir__ = lazy_exports(
         "format.codec": "check_encodable",
         "format.manifest": "FileInfo Manifest",
         "listing": "Entry",
-        "lock": "RunLock",
         "retention": "KeepPolicy Retention rotate",
         "store": "CheckpointStore",
     },

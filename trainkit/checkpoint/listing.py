@@ -8,9 +8,8 @@ from pathlib import Path
 from trainkit.checkpoint.format.manifest import Manifest, read_manifest
 from trainkit.checkpoint.format.names import CHECKPOINTS, WEIGHTS
 from trainkit.errors import CheckpointError
-from trainkit.outputs import why
 
-__all__ = ["Entry", "broken_folders", "committed", "folders", "of_run", "unwritable"]
+__all__ = ["Entry", "broken_folders", "committed", "folders", "of_run"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +63,3 @@ def broken_folders(directory: Path) -> Iterator[tuple[Path, CheckpointError]]:
                 read_manifest(path)
             except CheckpointError as error:
                 yield path, error
-
-
-def unwritable(directory: Path, error: OSError) -> CheckpointError:
-    """Return the error that says why nothing can be saved in a directory."""
-    return CheckpointError(
-        f"The directory `{directory}` cannot be written to: {why(directory, error)}. Choose "
-        "another `output_dir`, or make this one writable.",
-        path=directory,
-        errno=error.errno,
-    )

@@ -2,7 +2,7 @@
 
 import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -12,16 +12,17 @@ import torch
 
 from trainkit.checkpoint.format.manifest import Manifest
 from trainkit.checkpoint.format.names import CHECKPOINTS, WEIGHTS
-from trainkit.checkpoint.listing import Entry, of_run
-from trainkit.checkpoint.lock import RunLock
+from trainkit.checkpoint.io import files
+from trainkit.checkpoint.listing import Entry, committed, of_run
 from trainkit.checkpoint.retention import Best, KeepPolicy, Retention, ranked, rotate
 from trainkit.checkpoint.snapshot import Snapshot
 from trainkit.checkpoint.store import CheckpointStore
 from trainkit.distributed import Processes, run_on_all, run_on_main, with_own_group
 from trainkit.distributed.collectives import gather_on_main
 from trainkit.errors import CheckpointError, ConfigError, text_of
+from trainkit.formatting import count
 
-__all__ = ["NonFinite", "Saver"]
+__all__ = ["NonFinite", "Saver", "check_unused"]
 
 NonFinite: TypeAlias = Literal["mark", "raise", "allow"]
 """A checkpoint that is not finite is marked and never taken for a good one, or refused, or saved
@@ -38,8 +39,30 @@ class _Job:
     error: BaseException | None = None
 
 
+def check_unused(directory: Path) -> None:
+    """Raise where a new training would save beside the checkpoints of an earlier one.
+
+    Raises:
+        ConfigError: There are some; says how to go on from them.
+    """
+    resume = (
+        'Pass `fit(..., resume="auto")` to go on from it, `Trainer(..., new_run=True)` to give '
+        "each run a folder of its own in there, or"
+    )
+    for name, what, advice in (
+        (CHECKPOINTS, "", resume),
+        (WEIGHTS, "the weights of ", "Remove this folder, or"),
+    ):
+        if found := committed(directory / name):
+            raise ConfigError(
+                f"`{directory / name}` holds {what}{count(len(found), 'checkpoint')}, the newest "
+                f"of step {found[-1].step}, but a new training was asked for. {advice} choose "
+                "another `output_dir`."
+            )
+
+
 class Saver:
-    """Commits checkpoints of one run into its directory, which it locks (rules 24 to 27).
+    """Commits checkpoints of one run into its directory, which the run holds (rules 24 to 27).
 
     Every process makes one and calls the same methods in the same order.
 
@@ -57,6 +80,8 @@ class Saver:
         weights_only: Whether the best are kept as weights alone; for whoever saves.
         has_warned: Whether it was said that a checkpoint is not finite.
         check_replicas: Whether the processes first compare what they hold; for whoever saves.
+        check_folder: Called on process 0 before each save; raises where the directory is no longer
+            the run's.
     """
 
     def __init__(
@@ -78,16 +103,23 @@ class Saver:
         self.non_finite: NonFinite = non_finite
         self.has_warned = False
         self.check_replicas = True
+        self.check_folder: Callable[[], None] = lambda: None
         self._weights = CheckpointStore(directory / WEIGHTS)
         self._processes = processes
         self._writers = with_own_group(processes) if background else processes
         self._retention = retention
         self._run_id = run_id
-        self._resumed_from = resumed_from
         self._snapshot = Snapshot()
         self._job: _Job | None = None
-        self._lock = RunLock(directory, run_id=run_id)
-        run_on_main(processes, self._take_directory)
+
+        def prepare() -> None:
+            if resumed_from is None:
+                check_unused(directory)
+            files.make_directories(directory)
+            for store in (self.store, self._weights):
+                store.clean()
+
+        run_on_main(processes, prepare)
 
     def save(self, step: int, parts: Mapping[str, Any], metadata: Mapping[str, Any]) -> Path | None:
         """Save a checkpoint; return its folder, None where it is still under way.
@@ -162,7 +194,7 @@ class Saver:
         return job.path
 
     def close(self) -> None:
-        """Give the directory back; a save under way on one process alone is still completed.
+        """End what writes; a save under way on one process alone is still completed.
 
         A failure that nobody has heard of becomes a warning: another error is on its way.
         """
@@ -175,32 +207,6 @@ class Saver:
                 )
         if self._writers is not self._processes and self._job is None:
             self._writers.close()
-        self._lock.release()
-
-    def _take_directory(self) -> None:
-        self._lock.acquire()
-        try:
-            for store in (self.store, self._weights):
-                self._check_directory(store)
-                store.clean()
-        except BaseException:
-            self._lock.release()
-            raise
-
-    def _check_directory(self, store: CheckpointStore) -> None:
-        existing = store.checkpoints()
-        if existing and self._resumed_from is None:
-            held = f"{len(existing)} checkpoint{'s' * (len(existing) > 1)}"
-            advice = (
-                'Pass `fit(..., resume="auto")` to go on from it, `Trainer(..., new_run=True)` to '
-                "give each run a folder of its own in there, or"
-            )
-            if store is self._weights:
-                held, advice = f"the weights of {held}", "Remove this folder, or"
-            raise ConfigError(
-                f"`{store.directory}` holds {held}, the newest of step {existing[-1].step}, but a "
-                f"new training was asked for. {advice} choose another `output_dir`."
-            )
 
     def _write(
         self, job: _Job, step: int, parts: Mapping[str, Any], metadata: Mapping[str, Any]
@@ -219,6 +225,7 @@ class Saver:
         parts: Mapping[str, Any],
         metadata: Mapping[str, Any],
     ) -> Path:
+        run_on_main(processes, self.check_folder)
         path = store.save(
             step,
             parts,

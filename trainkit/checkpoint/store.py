@@ -13,8 +13,9 @@ from trainkit.checkpoint.format import strict_json
 from trainkit.checkpoint.format.names import PINS, TEMPORARY, TRASH
 from trainkit.checkpoint.io import files
 from trainkit.checkpoint.io.reading import open_directory, open_file
-from trainkit.checkpoint.listing import Entry, broken_folders, committed, unwritable
+from trainkit.checkpoint.listing import Entry, broken_folders, committed
 from trainkit.errors import CheckpointError, ConfigError
+from trainkit.outputs import why
 
 __all__ = ["CheckpointStore", "Entry"]
 
@@ -80,7 +81,13 @@ class CheckpointStore:
             files.rename(temporary, renamed)
             files.sync_directory(self.directory)
         except OSError as error:
-            raise unwritable(self.directory, error) from error
+            raise CheckpointError(
+                f"The directory `{self.directory}` cannot be written to: "
+                f"{why(self.directory, error)}. Choose another `output_dir`, or make this one "
+                "writable.",
+                path=self.directory,
+                errno=error.errno,
+            ) from error
         finally:
             for path in (temporary, renamed):
                 with suppress(OSError):

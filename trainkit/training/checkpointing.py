@@ -39,6 +39,7 @@ from trainkit.training.optimizers import Optimizers
 from trainkit.training.reference import check_base, describe_base, left_out, read_model
 from trainkit.training.resume_check import check_metadata, check_parts, check_states
 from trainkit.training.run import Run
+from trainkit.training.run_folder import own_folder
 
 __all__ = ["collect", "describe", "restore", "save_now", "save_weights"]
 
@@ -178,14 +179,12 @@ def save_now(run: Run | None, callbacks: CallbackList) -> Path:
 
     run.checkpoints.resumed_from = run.state.step  # what is in the directory is its own
     run.checkpoints.saver = None
-    run.save_checkpoints(KeepPolicy(keep_last=None))
-    assert run.checkpoints.saver is not None
-    try:
+    with own_folder(run):
+        run.save_checkpoints(KeepPolicy(keep_last=None))
+        assert run.checkpoints.saver is not None
         about = describe(run, callbacks)
         with run.evaluation_weights():
             path = run.checkpoints.saver.save(run.state.step, collect(run, callbacks), about)
-    finally:
-        run.checkpoints.saver.close()
     assert path is not None
     run.checkpoint, run.checkpoints.last_attempt = path, run.state.attempts
     return path

@@ -1,8 +1,5 @@
-"""What surrounds a fit: calls inside calls, the watch, compilation, where it writes."""
+"""What surrounds a fit: calls inside calls, the watch, compilation, its end."""
 
-import shutil
-import tempfile
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -15,10 +12,10 @@ from torch import nn
 from trainkit import rng
 from trainkit.config import TrainConfig
 from trainkit.data import PreparedLoader
-from trainkit.distributed import collective_guard, run_on_all, run_on_main
+from trainkit.distributed import collective_guard
 from trainkit.errors import ConfigError
 from trainkit.training import loop
-from trainkit.training.callback import CallbackList, Step
+from trainkit.training.callback import Step
 from trainkit.training.default_steps import for_each_loader
 from trainkit.training.run import FitResult, Run
 from trainkit.training.weighting import Weighting
@@ -28,8 +25,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Calls",
-    "check_outputs",
-    "choose_folder",
     "compiling",
     "conditions",
     "end",
@@ -37,7 +32,6 @@ __all__ = [
     "make_weighting",
     "step_for",
     "watched",
-    "write_apart",
 ]
 
 MOST_EVALUATIONS = 2
@@ -157,44 +151,6 @@ def _training_mode(model: nn.Module) -> Iterator[None]:
         model.eval()
 
 
-def choose_folder(run: Run, resume: str | Path | None, new_run: bool) -> str | Path | None:
-    """Choose where a run writes; return what it resumes, which in a dry run is nothing."""
-    if run.config.dry_run is not None:
-        _keep_nothing(run, resume)
-        return None
-    if new_run:
-        _take_own_folder(run, resume)
-    return resume
-
-
-def _take_own_folder(run: Run, resume: str | Path | None) -> None:
-    """Let a run write to a folder of its own in its output directory, the same on all processes."""
-    from trainkit.outputs import folder_of_run  # most runs have none
-
-    parent, processes = run.output_dir, run.strategy.processes
-    assert parent is not None
-    run.output_dir = Path(run_on_main(processes, lambda: str(folder_of_run(parent, resume))))
-
-
-def check_outputs(run: Run, callbacks: CallbackList) -> None:
-    """Raise, on all processes, where something that will be written cannot be."""
-
-    def check() -> None:
-        if run.output_dir is not None and run.is_main_process:
-            from trainkit.outputs import check_folder  # many runs write nothing
-
-            check_folder(run.output_dir, "`Trainer(output_dir=...)`")
-        for callback in callbacks.writers:
-            callback.check_output(run)
-
-    processes = run.strategy.processes
-    run_on_all(processes, check)
-    if run.output_dir is not None and processes.size > 1:
-        from trainkit.distributed.shared_folder import check_shared  # one process needs none of it
-
-        check_shared(processes, run.output_dir, "`Trainer(output_dir=...)`")
-
-
 def end(run: Run) -> FitResult:
     """Return what a training came to, its best weights in the model if wanted; raise a signal."""
     if run.requests.signal and (stop := run.interruption()) is not None:
@@ -208,43 +164,6 @@ def end(run: Run) -> FitResult:
 
         restore_best(run, result)
     return result
-
-
-def _keep_nothing(run: Run, resume: str | Path | None) -> None:
-    """Let a dry run write into a folder that goes with the program; nothing is resumed."""
-    from trainkit.formatting import count  # only a dry run needs it
-
-    write_apart(run, "dry run")
-    many = run.config.dry_run or 1
-    tried = "" if resume is None else f" It begins anew: `resume={str(resume)!r}` is not tried."
-    run.print(
-        f"trainkit: dry run: {count(many, 'step')} of training, {count(many, 'batch')} of each "
-        f"evaluation; nothing is kept.{tried}"
-    )
-
-
-def write_apart(run: Run, kind: str) -> None:
-    """Let a run write into a folder that goes with the program; every process calls it.
-
-    It is beside the output directory, where all machines see it. Callers may read it after `fit`.
-    """
-    place = run.output_dir or Path(tempfile.gettempdir())
-
-    def make() -> str:
-        above = next(each for each in (place, *place.parents) if each.exists())
-        try:
-            folder = tempfile.mkdtemp(prefix=f".trainkit-{kind.replace(' ', '-')}-", dir=above)
-        except OSError as error:
-            raise ConfigError(
-                f"A {kind} writes into a folder in `{above}`, but cannot make it: {error}. "
-                "Choose another `output_dir`, or make this place writable."
-            ) from error
-        weakref.finalize(run.processes, shutil.rmtree, folder, ignore_errors=True)
-        return folder
-
-    run.scratch = Path(run_on_main(run.strategy.processes, make))
-    if run.output_dir is not None:
-        run.output_dir = run.place(run.output_dir)
 
 
 def loop_step(run: Run) -> Step:

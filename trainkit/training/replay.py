@@ -24,12 +24,13 @@ from trainkit.formatting import count
 from trainkit.journal import Record
 from trainkit.outputs import absolute
 from trainkit.training.callback import Callback, CallbackList
-from trainkit.training.fit_context import end, write_apart
+from trainkit.training.fit_context import end
 from trainkit.training.observer import Observer, bad as bad_events
 from trainkit.training.optimizers import loss_given
 from trainkit.training.replay_plan import find_run, plan
 from trainkit.training.replay_report import Replayed, publish
 from trainkit.training.run import FitResult, Run
+from trainkit.training.run_folder import write_apart
 from trainkit.training.suspects import Fault, Part, find_fault, is_bad, parameter_sizes
 from trainkit.types import StepResult
 

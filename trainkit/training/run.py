@@ -34,6 +34,7 @@ from trainkit.types import Batch, Scalars, Stateful, StepOutput
 if TYPE_CHECKING:
     from trainkit.checkpoint.retention import Best, Retention
     from trainkit.checkpoint.saver import NonFinite, Saver
+    from trainkit.lock import RunLock
     from trainkit.training.optimizers import NamedOptimizer, Weight
 
 __all__ = ["FitResult", "Requests", "Run"]
@@ -171,6 +172,9 @@ class Run(RunServices):
     """What the user says of the run, in plain values."""
     outputs: dict[Path, str] = field(default_factory=dict)
     """Which logger writes which file or folder, on the main process."""
+    locks: list["RunLock"] = field(default_factory=list)
+    """What keeps other programs from writing there, on the main process; that of the output
+    directory is the first."""
     scratch: Path | None = None
     """Where a dry run writes; the folder is gone when the program ends."""
     state: TrainState = field(default_factory=TrainState)
@@ -344,7 +348,7 @@ class Run(RunServices):
         keep_best: "Best | None" = None,
         weights_only: bool = False,
     ) -> None:
-        """Make this run one that saves checkpoints, and lock its directory.
+        """Make this run one that saves checkpoints.
 
         Every process must call it, in `on_fit_start`; see `Checkpoint` for the arguments.
         """
@@ -369,6 +373,8 @@ class Run(RunServices):
             keep_best=keep_best,
         )
         checkpoints.saver.weights_only = weights_only
+        if self.locks:
+            checkpoints.saver.check_folder = self.locks[0].check
 
     def request_skip(self, reason: str) -> None:
         """Ask, inside `on_gradients`, that this window's update is not applied.
@@ -391,7 +397,7 @@ class Run(RunServices):
         return self.weights.held()
 
     def close(self) -> None:
-        """Give back the directory and the strategy's wrapper; a second fit makes its own."""
+        """Give back the strategy's wrapper; a second fit makes its own."""
         self.streams = rng.state_dict(self.strategy.device)
         if self.checkpoints.saver is not None:
             self.checkpoints.saver.close()
