@@ -303,8 +303,9 @@ class Trainer:
                 leaves the program with the code 143, 130 or 75. In a notebook, and wherever
                 somebody goes on typing, `fit` returns after SIGINT.
         """
-        from trainkit import console
-        from trainkit.training.run_folder import check_outputs, own_folder  # where something runs
+        from trainkit import console  # only where something runs
+        from trainkit.training.modes import in_training_mode
+        from trainkit.training.run_folder import check_outputs, own_folder
 
         how = arguments.check_how(resume, schedule, restore_best)
         with ExitStack() as stack:
@@ -313,8 +314,10 @@ class Trainer:
             stack.enter_context(console.lasting())
             prepared = self._prepare_all(stack, loaders, policy)
             schedule_for = partial(self._make_schedule, lr_scheduler, warmup)
+            # Before the strategy wraps: an own `train()` may freeze what it keeps still.
+            stack.enter_context(in_training_mode(arguments.check_model(model)))
             self.run = run = self._make_run(
-                arguments.check_model(model), *prepared, (optimizer, alternate), schedule_for, how
+                model, *prepared, (optimizer, alternate), schedule_for, how
             )
             resume, callbacks, finish = self._choose(run, how["resume"], restore_best, stack)
             stack.enter_context(own_folder(run))

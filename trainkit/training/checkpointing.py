@@ -35,6 +35,7 @@ from trainkit.training.fingerprint import (
 )
 from trainkit.training.finite import finiteness
 from trainkit.training.lr_schedule import LRSchedule, LRSchedules
+from trainkit.training.modes import in_training_mode
 from trainkit.training.optimizers import Optimizers
 from trainkit.training.reference import check_base, describe_base, left_out, read_model
 from trainkit.training.resume_check import check_metadata, check_parts, check_states
@@ -179,7 +180,7 @@ def save_now(run: Run | None, callbacks: CallbackList) -> Path:
 
     run.checkpoints.resumed_from = run.state.step  # what is in the directory is its own
     run.checkpoints.saver = None
-    with own_folder(run):
+    with own_folder(run), in_training_mode(run.module):
         run.save_checkpoints(KeepPolicy(keep_last=None))
         assert run.checkpoints.saver is not None
         about = describe(run, callbacks)

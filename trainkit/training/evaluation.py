@@ -276,17 +276,20 @@ class _Chunks:
 
 @contextmanager
 def _undisturbed(module: nn.Module, communicator: Communicator) -> Iterator[None]:
-    modes = [(part, part.training) for part in module.modules()]
+    from trainkit.training.modes import in_evaluation_mode  # only where something is evaluated
+
     repeats, communicator.processes.repeats = communicator.processes.repeats, False
     try:
-        with rng.undisturbed(communicator.device), communicator.loaders.apart(), torch.no_grad():
-            module.eval()
+        with (
+            rng.undisturbed(communicator.device),
+            communicator.loaders.apart(),
+            torch.no_grad(),
+            in_evaluation_mode(module),
+        ):
             yield
     finally:
         communicator.processes.repeats = repeats
         torch.clear_autocast_cache()  # else a forward around it takes casts that have no gradient
-        for part, training in modes:
-            part.training = training
 
 
 def _on_host(leaf: Any) -> Any:

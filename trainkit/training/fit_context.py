@@ -115,7 +115,6 @@ def conditions(
     with (
         compiling(model, options),
         rng.determinism(config.deterministic),
-        _training_mode(model),
         ExitStack() as stack,
     ):
         if config.gradient_checkpointing:
@@ -133,22 +132,6 @@ def compiling(model: nn.Module, options: Mapping[str, Any] | None) -> AbstractCo
     from trainkit.training.compile import compiled  # most runs need none of it
 
     return compiled(model, options)
-
-
-@contextmanager
-def _training_mode(model: nn.Module) -> Iterator[None]:
-    """Put a model that was left in evaluation mode into training mode, and back afterwards.
-
-    One in training mode is left alone, so that submodules which the user froze stay frozen.
-    """
-    if model.training:
-        yield
-        return
-    model.train()
-    try:
-        yield
-    finally:
-        model.eval()
 
 
 def end(run: Run) -> FitResult:

@@ -13,6 +13,7 @@ from trainkit.distributed import Processes, run_on_all, run_on_main
 from trainkit.errors import CheckpointError, ConfigError
 from trainkit.outputs import absolute, folder_of_run
 from trainkit.parsing import nearest
+from trainkit.training.modes import in_training_mode
 from trainkit.training.reference import load_onto_base
 from trainkit.training.run import FitResult, Run
 from trainkit.training.unchanged import kept_buffers
@@ -47,15 +48,15 @@ def held(
     path = Path(run_on_main(processes, lambda: str(_find(which, output_dir))))
     module.state_dict()  # shards what a forward has gathered
     before = [(parameter, parameter.detach().clone()) for parameter in module.parameters()]
-    with kept_buffers(module.modules()):
-        try:
+    try:
+        with kept_buffers(module.modules()), in_training_mode(module):
             run_on_all(processes, lambda: load_onto_base(module, path))
             yield
-        finally:
-            module.state_dict()
-            with torch.no_grad():
-                for parameter, weights in before:
-                    parameter.copy_(weights)
+    finally:
+        module.state_dict()
+        with torch.no_grad():
+            for parameter, weights in before:
+                parameter.copy_(weights)
 
 
 def _find(which: str | Path, output_dir: Path | None) -> Path:
@@ -100,7 +101,8 @@ def restore_best(run: Run, result: FitResult) -> None:
             "`restore_best=True` finds no best weights: no evaluation gave a number for the metric "
             f"of `keep_best`. The model holds the last ones, as does `{run.checkpoint}`."
         )
-    run_on_all(run.strategy.processes, lambda: load_onto_base(run.module, path))
+    with in_training_mode(run.module):
+        run_on_all(run.strategy.processes, lambda: load_onto_base(run.module, path))
     run.print(
         f"trainkit: the model holds the best weights, those of step {result.best_step} of "
         f"{result.step}, evaluated as {result.best_value:.6g}."
