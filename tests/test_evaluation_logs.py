@@ -1,6 +1,7 @@
 """`run.log` inside an evaluation, the rehearsal of it, and records that lack the loss."""
 
 import json
+import math
 import random
 from functools import partial
 from pathlib import Path
@@ -313,3 +314,21 @@ def test_what_is_logged_in_a_step_end_stays_a_figure_of_the_training() -> None:
     fit(trainer, toy_loaders()[0], optimizer=partial(SGD, lr=0.1))
     assert [values["step"] for values in watch.logged] == [1.5, 3.5]
     assert [values["weighted"] for values in watch.logged] == [5 / 3, 25 / 7]
+
+
+def test_a_mean_over_nothing_is_nan_and_is_no_reason_to_refuse_a_run() -> None:
+    labels = torch.tensor([2, 2, 0, 1, 0, 2])  # all of the first batch are ignored
+    loader = DataLoader(TensorDataset(torch.randn(6, 4), labels), batch_size=2)
+    watch, metrics = Watch(), ["perplexity", "accuracy"]
+    stopping = EarlyStopping("eval/perplexity", patience=9, mode="min")
+    trainer = Trainer(
+        max_epochs=1, log_every_n_steps=1, callbacks=[watch, Evaluation(metrics), stopping]
+    )
+    loss_fn = nn.CrossEntropyLoss(ignore_index=2)
+    model = nn.Linear(4, 3)
+    trainer.fit(model, (loader, loader), optimizer=partial(SGD, lr=0.1), loss_fn=loss_fn)
+    assert [math.isnan(values["loss"]) for values in watch.logged] == [True, False, False]
+    assert watch.evaluated[0].keys() == {"eval/loss", "eval/perplexity", "eval/accuracy"}
+    assert math.isfinite(watch.evaluated[0]["eval/perplexity"])
+    ignored = DataLoader(TensorDataset(torch.randn(2, 4), labels[:2]))
+    assert math.isnan(trainer.evaluate(model, ignored, loss_fn=loss_fn)["eval/loss"])

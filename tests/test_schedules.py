@@ -26,6 +26,7 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
     StepLR,
 )
+from torch.utils.data import DataLoader, IterableDataset
 
 from tests.helpers.ranks import run_ranks
 from tests.helpers.toys import fit, make_trainer, toy_loaders, toy_model
@@ -71,10 +72,6 @@ REFUSED: dict[str, tuple[Make, str]] = {
     "step of epochs": (lambda o: StepLR(o, 1), "`step_size=1`.*below a millionth"),
     "milestones of epochs": (lambda o: MultiStepLR(o, [1, 2, 3], 0.001), "below a millionth"),
     "exponential of epochs": (lambda o: ExponentialLR(o, 0.4), "below a millionth"),
-    "cosine of updates": (
-        lambda o: LRSchedule(CosineAnnealingLR(o, UPDATES), every="epoch"),
-        "advances with each epoch, and 5 epochs are planned: that is the number of updates",
-    ),
 }
 
 
@@ -87,9 +84,17 @@ def test_what_cannot_be_meant_is_refused_before_the_first_step(case: str) -> Non
         def on_step_start(self, run: Run) -> None:
             seen.append(run.state.step)
 
-    with pytest.raises(ConfigError, match=f"(?s){message}.*every=.epoch.*planned_steps"):
+    with pytest.raises(ConfigError, match=f"(?s){message}.*every=.epoch.*planned_steps") as caught:
         train(make, callbacks=[Starts()])
     assert not seen
+    # The error names what overrules it: the end of the run, or the unit said aloud.
+    if "total_steps" in message:
+        length = int(message.partition("=")[2].partition("`")[0])
+        assert f"`Trainer(max_steps={length})`" in str(caught.value)
+        train(make, max_steps=length)
+    else:
+        assert '`LRSchedule(scheduler, every="step")`' in str(caught.value)
+        train(lambda o: LRSchedule(make(o), every="step"))
 
 
 NAMED: dict[str, tuple[Make, str]] = {
@@ -99,6 +104,15 @@ NAMED: dict[str, tuple[Make, str]] = {
     "gentle step of epochs": (lambda o: StepLR(o, 1, 0.9), "looks like a number of epochs"),
     "gentle milestones": (lambda o: MultiStepLR(o, [2, 4], 0.3), "looks like a number of epochs"),
     "never a step": (lambda o: StepLR(o, 60), "over long before"),
+    "cosine of epochs, and the unit is said": (
+        lambda o: LRSchedule(CosineAnnealingLR(o, EPOCHS), every="step"),
+        "that is the number of epochs",
+    ),
+    "cosine of updates by epochs": (
+        lambda o: LRSchedule(CosineAnnealingLR(o, UPDATES), every="epoch"),
+        "5 epochs are planned: that is the number of updates",
+    ),
+    "gone early, and the unit is said": (lambda o: LRSchedule(StepLR(o, 1)), "below a millionth"),
 }
 
 
@@ -134,6 +148,33 @@ def test_nothing_is_said_of_a_schedule_that_fits(
     trainer = make_trainer(max_epochs=EPOCHS)
     fit(trainer, lr_scheduler=SILENT[case])
     assert capsys.readouterr().out == ""
+
+
+class Stream(IterableDataset[Any]):
+    """Eight samples, whose number nobody knows ahead."""
+
+    def __iter__(self) -> Any:
+        return iter([(torch.ones(4), 0)] * 8)
+
+
+def test_a_schedule_without_an_end_by_epochs_over_a_stream_is_let_be() -> None:
+    trainer = make_trainer(max_epochs=3)
+    loaders = {"train": DataLoader(Stream())}
+    fit(trainer, loaders, lr_scheduler=lambda o: LRSchedule(ExponentialLR(o, 0.5), every="epoch"))
+    assert trainer.run is not None
+    assert trainer.run.optimizer.param_groups[0]["lr"] == pytest.approx(0.1 / 8)
+
+
+def test_an_epoch_whose_windows_were_all_skipped_advances_a_schedule_without_a_warning() -> None:
+    class Skips(Callback):
+        def on_gradients(self, run: Run) -> None:
+            if run.state.epoch == 0:
+                run.request_skip("not now")
+
+    trainer = make_trainer(max_epochs=2, callbacks=[Skips()])
+    fit(trainer, lr_scheduler=lambda o: LRSchedule(StepLR(o, 1), every="epoch"))
+    assert trainer.run is not None
+    assert trainer.run.optimizer.param_groups[0]["lr"] == pytest.approx(0.001)
 
 
 def expected_rates(name: str, warmup: int, updates: int = UPDATES) -> list[float]:
@@ -177,11 +218,7 @@ def test_what_is_no_schedule_is_refused(
 
 
 def test_a_schedule_by_name_must_know_the_length_of_the_run() -> None:
-    class Stream(torch.utils.data.IterableDataset[Any]):
-        def __iter__(self) -> Any:
-            return iter([(torch.ones(4), 0)] * 8)
-
-    loader = {"train": torch.utils.data.DataLoader(Stream(), batch_size=2)}
+    loader = {"train": DataLoader(Stream(), batch_size=2)}
     with pytest.raises(ConfigError, match=r"unknown number of updates.*max_steps"):
         fit(make_trainer(), loader, lr_scheduler="cosine")
     assert fit(make_trainer(max_steps=3), loader, lr_scheduler="cosine", warmup=1).step == 3

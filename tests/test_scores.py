@@ -24,6 +24,7 @@ OUTPUTS = torch.randn(6, 3)
 IMAGES = torch.randn(2, 3, 3, 3)
 WORDS = torch.randn(2, 5, 3)
 ONE = torch.randn(6)
+NEXT = torch.tensor([1, 2, 3, 0])
 
 
 def own_loss(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -87,6 +88,24 @@ def test_what_cannot_be_told_is_refused(
 ) -> None:
     with pytest.raises(DataError, match=f"(?s){message}.*`evaluation_step`.*metrics.scores"):
         Reading(nn.Identity(), loss_fn)("predictions", outputs, references)
+
+
+def read_words(rank: int, lengths: list[int]) -> Tensor:
+    """Return the classes of words of so many positions, of four classes each."""
+    rows: Any = [(torch.eye(4).roll(1, 1)[:length], torch.arange(length)) for length in lengths]
+    loader: DataLoader[Any] = DataLoader(rows, batch_size=1)
+    trainer = Trainer(max_steps=1, callbacks=[])
+    found = trainer.predict(nn.Identity(), loader, outputs="classes", loss_fn=LastAxis())
+    assert isinstance(found, Tensor)
+    return found
+
+
+def test_as_many_words_as_classes_are_read_as_the_first_batch_was() -> None:
+    assert torch.equal(read_words(0, [3, 4])[1], NEXT)
+    with pytest.raises(DataError, match=r"both `outputs.argmax\(1\)` and"):
+        read_words(0, [4, 3])  # before the first step, where it is a fit
+    for found in run_ranks(2, read_words, [4, 3]):  # the first batch of process 1 tells
+        assert torch.equal(found[0], NEXT)
 
 
 @pytest.mark.parametrize(

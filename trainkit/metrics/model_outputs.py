@@ -50,17 +50,25 @@ class Reading:
     class say 1 above a threshold, those of regression take values. Models of transformers with a
     loss of their own have the classes last, and in dimension 1 for images. With any other loss
     the shape of whole-numbered references says it, and floating references are values, unless
-    those of the first batch are all 0 or 1.
+    those of the first batch are all 0 or 1. What could be read in two ways is read as the first
+    batch of any process tells.
 
     Args:
         loss_fn: Its loss; None: the model computes its own, or nobody knows.
+        smallest: Returns the smallest of the numbers that the processes call it with.
     """
 
-    def __init__(self, module: nn.Module, loss_fn: LossFn | None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        loss_fn: LossFn | None,
+        smallest: Callable[[int], int] = lambda number: number,
+    ) -> None:
         own_loss = loss_fn is None and hasattr(module, "loss_function")  # a model of transformers
         self._config = getattr(module, "config", None) if own_loss else None
         self._known = _of_loss(loss_fn)
-        self._seen = False  # whether references that are values were looked at: that waits for them
+        self._smallest = smallest
+        self._first: _Convention | None = None  # what the first batch has told
 
     def __call__(self, what: str, scores: Any, references: Any = None) -> Any:
         """Return what `scores` say.
@@ -150,19 +158,31 @@ class Reading:
     def _convention(self, scores: Tensor, references: Any) -> _Convention:
         found = self.known(scores)
         if found is None:
-            found = _of_shapes(scores, references)
-            if (
-                found is _VALUES
-                and not self._seen
-                and bool((references * (1 - references) == 0).all())
-            ):
-                raise _undecided(scores, references, _ONE_NUMBER)
-            self._seen = True
+            if self._first is None:
+                self._first = self._agreed(scores, references)
+            found = _of_shapes(scores, references, self._first)
         if found.axis is not None and (scores.dim() < 2 or scores.shape[found.axis] == 1):
             raise _undecided(scores, references, _ONE_NUMBER)
         return found
 
+    def _agreed(self, scores: Tensor, references: Any) -> _Convention:
+        """Return what the first batch of each process tells; every process calls it."""
+        error, found = None, len(_TOLD)
+        try:
+            told = _of_shapes(scores, references)
+            if told is _VALUES and bool((references * (1 - references) == 0).all()):
+                raise _undecided(scores, references, _ONE_NUMBER)
+            found = _TOLD.index(told)
+        except DataError as undecided:
+            error = undecided
+        found = self._smallest(found)
+        if found < len(_TOLD):
+            return _TOLD[found]
+        assert error is not None
+        raise error
 
+
+_TOLD = (_VALUES, _Convention(-1), _Convention(1))
 _RETURNED = {"raw": "scores", "classes": "predictions", "probabilities": "probabilities"}
 
 
@@ -186,7 +206,8 @@ def _of_transformers(config: Any, scores: Tensor) -> _Convention:
     return _LOGITS if scores.dim() == 4 else _LOGITS_LAST
 
 
-def _of_shapes(scores: Tensor, references: Any) -> _Convention:
+def _of_shapes(scores: Tensor, references: Any, first: _Convention | None = None) -> _Convention:
+    """Return what the shapes of a batch tell; where they tell two things, what the first did."""
     if not isinstance(references, Tensor):
         raise _undecided(scores, references, "the loss is none of torch's")
     if references.is_floating_point():
@@ -197,6 +218,8 @@ def _of_shapes(scores: Tensor, references: Any) -> _Convention:
     shape = scores.shape
     fitting = [a for a in axes if shape[:a] + shape[a:][1:] == references.shape]
     if len(fitting) == 2:
+        if first is not None and first.axis in fitting:
+            return first
         raise _undecided(
             scores, references, "both `outputs.argmax(1)` and `outputs.argmax(-1)` fit"
         )

@@ -126,8 +126,11 @@ class Evaluator:
 
         # What a step of the user's own returns as scores may be probabilities.
         is_default = getattr(self.step, "__module__", "").startswith("trainkit.")
-        reading = Reading(module, self.loss_fn)
+        reading = Reading(module, self.loss_fn, self._smallest)
         return _Chunks(self.communicator, loader, metrics, reading, is_default)
+
+    def _smallest(self, number: int) -> int:
+        return int(self.communicator.processes.all_reduce(torch.tensor(number), "min"))
 
     def _outputs(
         self,

@@ -1,5 +1,6 @@
 """The values of a run since its last log: kept on the device, reduced in one collective."""
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -86,7 +87,7 @@ class LogSums:
             values = _reduced(processes, packet)
         else:
             values = gather_on_main(processes, packet, _combined)
-        return {name: value for name, value in values.items() if value is not None}
+        return values
 
     def state_dict(self) -> dict[str, Any]:
         """Return the open sums of this process; reads the device once."""
@@ -286,7 +287,7 @@ def _maximum(first: Tensor | float, second: Tensor | float) -> Tensor | float:
     return first if first != first or first > second else second
 
 
-def _reduced(processes: Processes, packet: _Packet) -> dict[str, float | None]:
+def _reduced(processes: Processes, packet: _Packet) -> Scalars:
     """Return the values of names that all processes hold, in their order."""
     entries = dict(sorted(packet.items()))
     # The last value is that of process 0, as `_combine` takes it.
@@ -309,14 +310,14 @@ def _reduced(processes: Processes, packet: _Packet) -> dict[str, float | None]:
     return _combined([reduced])
 
 
-def _combined(packets: list[_Packet]) -> dict[str, float | None]:
+def _combined(packets: list[_Packet]) -> Scalars:
     """Put together what the processes hold."""
     names = sorted({name for packet in packets for name in packet})
     return {name: _combine(name, [p[name] for p in packets if name in p]) for name in names}
 
 
-def _combine(name: str, parts: list[tuple[str, float, float]]) -> float | None:
-    """Put together what the processes hold under one name; None where nothing had weight."""
+def _combine(name: str, parts: list[tuple[str, float, float]]) -> float:
+    """Put together what the processes hold under one name; a mean over nothing is NaN."""
     kinds = sorted({kind for kind, _, _ in parts})
     if len(kinds) > 1:
         raise ConfigError(
@@ -326,7 +327,7 @@ def _combine(name: str, parts: list[tuple[str, float, float]]) -> float | None:
     values = [value for _, value, _ in parts]
     if kinds[0] == "mean":
         weight = sum(weight for _, _, weight in parts)
-        return sum(values) / weight if weight else None
+        return sum(values) / weight if weight else math.nan
     if kinds[0] == "sum":
         return sum(values)
     if kinds[0] == "max":

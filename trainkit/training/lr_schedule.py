@@ -3,7 +3,8 @@
 import math
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -35,11 +36,13 @@ class LRSchedule:
         every: "step": after each applied update. "epoch": at the end of each epoch.
         metric: A metric such as "eval/loss"; the scheduler then advances after each evaluation
             and is given its value.
+        unit_is_assumed: Set for a scheduler that was given without an `LRSchedule`.
     """
 
     scheduler: AnyScheduler
     every: Literal["step", "epoch"] = "step"
     metric: str | None = None
+    unit_is_assumed: bool = field(default=False, kw_only=True, repr=False)
 
     def __post_init__(self) -> None:
         if self.every not in ("step", "epoch"):
@@ -82,14 +85,18 @@ class LRSchedule:
         """Bring a schedule that was made for a new horizon to where the training is."""
         if self.metric is not None:
             return
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch misses the updates, which were made before
+        with _without_update():
             for _ in range(state.step if self.every == "step" else state.epoch):
                 self.scheduler.step()  # type: ignore[call-arg]
 
     def advance(self, unit: Literal["step", "epoch"]) -> None:
         """Advance after an applied update or at the end of an epoch, if that is its pace."""
-        if self.metric is None and self.every == unit:
+        if self.metric is not None or self.every != unit:
+            return
+        if unit == "step":
+            self.scheduler.step()  # type: ignore[call-arg]
+            return
+        with _without_update():  # all windows of an epoch may have been skipped
             self.scheduler.step()  # type: ignore[call-arg]
 
     def advance_evaluation(self, metrics: Scalars) -> None:
@@ -100,6 +107,14 @@ class LRSchedule:
     def each(self, steps: int | None) -> Iterator[tuple[str, "LRSchedule", int | None]]:
         """Yield name, schedule and updates of each optimizer that has one, of `steps` windows."""
         yield "", self, steps
+
+
+@contextmanager
+def _without_update() -> Iterator[None]:
+    """Keep torch from warning that the optimizer it knows has made no update before."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
+        yield
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +248,7 @@ def make_lr_schedule(
     if callable(lr_scheduler):
         lr_scheduler = lr_scheduler(optimizer)
     if isinstance(lr_scheduler, LRScheduler | ReduceLROnPlateau):
-        lr_scheduler = LRSchedule(lr_scheduler)
+        lr_scheduler = LRSchedule(lr_scheduler, unit_is_assumed=True)
     if not isinstance(lr_scheduler, LRSchedule):
         raise ConfigError(
             "`lr_scheduler` must be an LRScheduler, an `LRSchedule`, a callable `optimizer -> "

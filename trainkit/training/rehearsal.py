@@ -72,6 +72,8 @@ class _Rehearsed(Metric):
         except Exception:
             self.refused = True
             return {}
-        # Values for each class are those of the classes in this one batch.
+        # Values for each class are those of the classes in this one batch, which may hold nothing
+        # that counts, such as ignored labels alone.
+        self.refused |= not values
         self.refused |= self.metric.keys is None and any("/" in name for name in values)
         return values

@@ -60,38 +60,49 @@ def _check_plan(
 ) -> None:
     scheduler, by_step = schedule.scheduler, schedule.every == "step"
     count, other = (steps, epochs or 0) if by_step else (epochs, steps or 0)
-    if schedule.metric is not None or not count or not _is_known(scheduler):
+    if schedule.metric is not None or count is None or not _is_known(scheduler):
         return
     unit, others = ("update", "epochs") if by_step else ("epoch", "updates")
     name, length = _length(scheduler)
-    few = name in ("step_size", "milestones") and not (by_step and length < other)
-    early = not few and length < count * _ENDS.get(name, 0)
-    gone = type(scheduler).__name__ in _FALLING
-    if gone:
-        rates = zip(_rates(scheduler, count // 2 + 1)[count // 2], scheduler.base_lrs, strict=True)
-        gone = all(rate <= 1e-6 * base for rate, base in rates)
-    refused = {
-        "it cannot go on after its end": early and name == "total_steps",
-        f"that is the number of {others}": length == other != count and (early or not by_step),
-        "after half of them the rate is below a millionth of the optimizer's": gone,
-    }
-    strange = {
-        f"that looks like a number of {others}": early and length <= other,
-        "it ends long before": early,
-        "the run is over long before its end": length > count * 1.1,
-    }
-    problem = next((text for text, holds in (refused | strange).items() if holds), None)
+    repeats = name in ("step_size", "milestones") and not (by_step and length < other)
+    early = not repeats and length < count * _ENDS.get(name, 0)
+    # Nobody has said the unit: then a length that fits the other one is taken for a mistake.
+    refused = schedule.unit_is_assumed
+    meant = ', or if it is meant so, return `LRSchedule(scheduler, every="step")`' * refused
+    if early and name == "total_steps":
+        problem, refused = "it cannot go on after its end", True
+        meant = f", or let the run end with it by `Trainer(max_steps={length})`" * by_step
+    elif 0 < length == other != count and (early or not by_step):
+        problem = f"that is the number of {others}"
+    elif _is_gone(scheduler, count):
+        problem = "after half of them the rate is below a millionth of the optimizer's"
+    elif early:
+        problem = (
+            "it ends long before" if length > other else f"that looks like a number of {others}"
+        )
+        refused = False
+    elif length > count * 1.1:
+        problem, refused = "the run is over long before its end", False
+    else:
+        return
     text = (
         f"`{schedule.name}`{f' has `{name}={length}`,' if name else ''} advances with each {unit}, "
         f"and {count} {unit}s are planned: {problem}. To advance it by epochs, return "
         '`LRSchedule(scheduler, every="epoch")` from the `lr_scheduler` callable; by updates, take '
         "its length from `trainer.planned_steps`, or pass a schedule by name, such as "
-        '`lr_scheduler="cosine"`. A resume stretches it with `schedule="rescale"`.'
+        f'`lr_scheduler="cosine"`{meant}. A resume stretches it with `schedule="rescale"`.'
     )
-    if problem in refused:
+    if refused:
         raise ConfigError(text)
-    if problem is not None:
-        say(f"trainkit: {text}")
+    say(f"trainkit: {text}")
+
+
+def _is_gone(scheduler: Any, count: int) -> bool:
+    """Return whether nothing is left of the rates after half of `count` advances."""
+    if type(scheduler).__name__ not in _FALLING:
+        return False
+    rates = zip(_rates(scheduler, count // 2 + 1)[count // 2], scheduler.base_lrs, strict=True)
+    return all(rate <= 1e-6 * base for rate, base in rates)
 
 
 def settings_of(optimizer: Optimizer) -> Optimizer:
