@@ -1,0 +1,213 @@
+"""Runs a program by hand, by trainkit, and once more from a checkpoint, and compares."""
+
+import contextlib
+import io
+import math
+import shutil
+import traceback
+import warnings
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.helpers.ranks import RanksError, run_ranks
+from tests.right_programs import by_hand, by_trainkit
+from tests.right_programs.by_hand import Outcome
+from tests.right_programs.models import make_model
+from tests.right_programs.program import Program, draw
+
+__all__ = ["problems", "run_seeds"]
+
+_OF_TORCH = ("Sparse invariant checks", "FSDP2-wrapped module")
+"""What torch warns of by itself."""
+
+
+def run_seeds(seeds: list[int], processes: int, folder: Path) -> dict[int, list[str]]:
+    """Return what is wrong with the programs of some seeds, where anything is."""
+    if processes == 1:
+        found = [_run_here(0, seeds, 1, folder)]
+    else:
+        try:
+            found = run_ranks(processes, _run_here, seeds, processes, folder, timeout=600)
+        except RanksError as error:  # some wait for one that has left: the others run again
+            if len(seeds) == 1:
+                return {seeds[0]: [str(error)]}
+            half = len(seeds) // 2
+            return {
+                seed: texts
+                for index, part in enumerate((seeds[:half], seeds[half:]))
+                for seed, texts in run_seeds(part, processes, folder / str(index)).items()
+            }
+    by_seed = {
+        seed: [f"process {rank}: {text}" for rank, own in enumerate(found) for text in own[seed]]
+        for seed in seeds
+    }
+    return {seed: texts for seed, texts in by_seed.items() if texts}
+
+
+def _run_here(rank: int, seeds: list[int], processes: int, folder: Path) -> dict[int, list[str]]:
+    return {seed: problems(draw(seed, processes), folder / str(seed), rank) for seed in seeds}
+
+
+def problems(program: Program, folder: Path, rank: int = 0) -> list[str]:
+    """Return, in words, what is wrong with how trainkit runs a program; every process calls it.
+
+    A warning is an error.
+    """
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for text in _OF_TORCH:
+                warnings.filterwarnings("ignore", text)
+            found = by_trainkit.fit(program, folder)
+            resumed = _resumed(program, folder)
+    except Exception:
+        return [traceback.format_exc()]
+    if rank:
+        return []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of schedules, where the first step is skipped
+        expected = by_hand.train(program)
+    return [*_differences(program, expected, found), *_after_resume(found, *resumed)]
+
+
+def _resumed(p: Program, folder: Path) -> tuple[int, Outcome | None]:
+    """Go on from one of the checkpoints; return its step, and what that comes to."""
+    saved = sorted((folder / "checkpoints").glob("step-*"))
+    if not saved:
+        return 0, None
+    chosen = saved[p.flags % len(saved)]
+    step = int(chosen.name.removeprefix("step-").partition(".")[0])
+    if p.processes > 1:
+        return step, by_trainkit.fit(p, folder / "resumed", chosen)
+    for later in saved[saved.index(chosen) + 1 :]:
+        shutil.rmtree(later)
+    return step, by_trainkit.fit(p, folder, "must")
+
+
+def _after_resume(whole: Outcome, step: int, resumed: Outcome | None) -> Iterator[str]:
+    if resumed is None:
+        return
+    for name in ("weights", "state", "average", "rates", "counters", "predictions"):
+        first, second = (dict(_entries(getattr(each, name))) for each in (whole, resumed))
+        wrong = [k for k in {*first, *second} if not _is_same(first.get(k), second.get(k))]
+        if wrong:
+            yield f"resumed from step {step}: {name} {wrong} differ"
+    for name in ("evaluations", "logs"):
+        # Where the run was at its end, what was logged after the save is logged again.
+        one, other = ([e for e in getattr(o, name) if e[0] > step] for o in (whole, resumed))
+        if repr(one) != repr(other):
+            yield f"resumed from step {step}: {name} {one}, then {other}"
+
+
+def _entries(values: dict[str, Any] | list[Any]) -> Iterable[tuple[Any, Any]]:
+    return values.items() if isinstance(values, dict) else enumerate(values)
+
+
+def _is_same(one: object, other: object) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one.nan_to_num(1e9), other.nan_to_num(1e9))
+    return one == other
+
+
+def _differences(p: Program, expected: Outcome, found: Outcome) -> Iterator[str]:
+    """Yield what trainkit and the loop by hand do not have in common."""
+    start = make_model(p).state_dict()
+    moved = max(_distance(x, start[name]) for name, x in expected.weights.items())
+    halves = p.precision != "fp32"
+    # Sums in another order round otherwise, which in half precision may flip a rounding.
+    of_weights, of_state, of_metrics, noise = 0.0, 0.0, 1e-5, 0.0
+    if not p.is_exact:
+        of_weights, of_state, of_metrics, noise = 1e-8, 1e-7, 1e-8, 1e-6
+    if not p.is_exact and halves:
+        of_weights, of_state, of_metrics, noise = 0.1 * moved, 0.2, 0.1, 0.01
+    if expected.counters != found.counters:
+        yield f"counters: {expected.counters} by hand, {found.counters} by trainkit"
+    yield from _tensors("weights", expected.weights, found.weights, of_weights)
+    yield from _tensors("state", expected.state, found.state, 0.0, of_state, noise)
+    if p.ema is not None:
+        one, other = (
+            {str(index): x for index, x in enumerate(each.average)} for each in (expected, found)
+        )
+        yield from _tensors("average", one, other, of_weights)
+    if not all(map(_is_near, expected.rates, found.rates)):
+        yield f"rates: {expected.rates} by hand, {found.rates} by trainkit"
+    for name in ("evaluations", "logs"):
+        records = getattr(expected, name), getattr(found, name)
+        yield from _records(name, *records, of_metrics, counts=p.is_exact or not halves)
+    yield from _predictions(expected.predictions, found.predictions[0], of_metrics)
+
+
+def _tensors(
+    what: str,
+    expected: dict[str, Tensor],
+    found: dict[str, Tensor],
+    limit: float,
+    relative: float = 0.0,
+    noise: float = 0.0,
+) -> Iterator[str]:
+    """Yield which tensors differ by more than a limit, or a part of their size.
+
+    Args:
+        noise: What is smaller counts as so large: sums that should be 0.
+    """
+    if expected.keys() != found.keys():
+        yield f"{what}: {sorted(expected.keys() ^ found.keys())} are there in one only"
+    for name in expected.keys() & found.keys():
+        allowed = limit + relative * max(_size(expected[name]), noise)
+        if (distance := _distance(expected[name], found[name])) > allowed:
+            yield f"{what}: {name} differs by {distance:.3g}, more than {allowed:.3g}"
+
+
+Records = list[tuple[int, dict[str, float]]]
+
+
+def _records(
+    what: str, expected: Records, found: Records, near: float, *, counts: bool
+) -> Iterator[str]:
+    """Yield which figures differ; `counts` says whether those that jump are looked at."""
+    keys = [[(step, sorted(values)) for step, values in each] for each in (expected, found)]
+    if keys[0] != keys[1]:
+        yield f"{what}: {keys[0]} by hand, {keys[1]} by trainkit"
+        return
+    for (step, values), (_, others) in zip(expected, found, strict=True):
+        for name, value in values.items():
+            if name in ("eval/accuracy", "eval/share") and not counts:
+                continue
+            if not _is_near(value, others[name], near):
+                yield f"{what} at {step}: {name} {value} by hand, {others[name]} by trainkit"
+
+
+def _predictions(batches: list[Tensor], found: Tensor, near: float) -> Iterator[str]:
+    """Yield which scores differ; those of ragged rows are filled up to the longest of all."""
+    begin = 0
+    for batch in batches:
+        own = found[begin : begin + len(batch)]
+        own = own[:, : batch.shape[1]] if batch.ndim == 3 else own
+        if (distance := _distance(batch, own)) > near * max(1.0, _size(batch)):
+            yield f"predictions from {begin} on differ by {distance:.3g}"
+        begin += len(batch)
+    if begin != len(found):
+        yield f"{len(found)} predictions of {begin} samples"
+
+
+def _is_near(one: float, other: float, near: float = 1e-12) -> bool:
+    both_nan = math.isnan(one) and math.isnan(other)
+    return both_nan or math.isclose(one, other, rel_tol=near, abs_tol=near * 1e-2)
+
+
+def _size(x: Tensor) -> float:
+    return float(x.double().nan_to_num(0.0).abs().max()) if x.numel() else 0.0
+
+
+def _distance(one: Tensor, other: Tensor) -> float:
+    """Return the largest difference; infinite where shapes, dtypes or places of NaN differ."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return math.inf
+    one, other = one.double(), other.double()
+    if not torch.equal(one.isnan(), other.isnan()):
+        return math.inf
+    return _size(torch.where(one == other, 0.0, one - other))

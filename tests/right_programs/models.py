@@ -1,0 +1,224 @@
+"""Small models of all kinds: rows of `FEATURES` numbers become scores of `CLASSES` classes."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
+
+from tests.right_programs.program import Program
+
+__all__ = ["CLASSES", "FEATURES", "make_model"]
+
+FEATURES, CLASSES = 12, 4
+
+
+def make_model(program: Program) -> nn.Module:
+    """Return the model of a program with its first weights."""
+    torch.manual_seed(program.seed)
+    model: nn.Module = _MAKE[program.model]()
+    if program.loss == "the model's own":
+        model = WithLoss(model)
+    return model.double() if program.double else model
+
+
+def _dense(drops: float = 0.0) -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(FEATURES, 6), nn.Tanh(), nn.Dropout(drops), nn.Linear(6, CLASSES)
+    )
+
+
+class Reshaped(nn.Module):
+    """Layers that take another shape than rows."""
+
+    def __init__(self, shape: tuple[int, ...], *layers: nn.Module) -> None:
+        super().__init__()
+        self.shape = shape
+        self.layers = nn.Sequential(*layers)
+        self.head = nn.LazyLinear(CLASSES)
+        self(torch.zeros(2, FEATURES))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.head(self.layers(inputs.reshape(-1, *self.shape)).flatten(1))
+        return outputs
+
+
+class Attention(nn.Module):
+    """Attention between the parts of a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(4, 4)
+        self.attend = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.head = nn.Linear(4, CLASSES)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        parts = self.embed(inputs.reshape(-1, 3, 4))
+        outputs: Tensor = self.head(self.attend(parts, parts, parts)[0].mean(1))
+        return outputs
+
+
+class Blocks(nn.Module):
+    """Blocks of one class, one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(FEATURES, 6)
+        self.blocks = nn.ModuleList([_block() for _ in range(3)])
+        self.head = nn.Linear(6, CLASSES)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.embed(inputs)
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        outputs: Tensor = self.head(hidden)
+        return outputs
+
+
+def _block() -> nn.Module:
+    return nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 6), nn.GELU(), nn.Dropout(0.2))
+
+
+class Embedded(nn.Module):
+    """A mean over embeddings."""
+
+    def __init__(self, *, sparse: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 5, sparse=sparse)
+        self.head = nn.Linear(5, CLASSES)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        tokens = inputs.mul(2).long().abs().clamp(max=6)
+        outputs: Tensor = self.head(self.embed(tokens).mean(1))
+        return outputs
+
+
+class Recurrent(nn.Module):
+    """A recurrent layer over the parts of a row."""
+
+    def __init__(self, kind: type[nn.LSTM] | type[nn.GRU]) -> None:
+        super().__init__()
+        self.layer = kind(3, 5, batch_first=True)
+        self.head = nn.Linear(5, CLASSES)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.head(self.layer(inputs.reshape(-1, 4, 3))[0][:, -1])
+        return outputs
+
+
+class Tied(nn.Module):
+    """Two layers with one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(FEATURES, CLASSES)
+        self.second = nn.Linear(CLASSES, CLASSES)
+        self.third = nn.Linear(CLASSES, CLASSES)
+        self.third.weight = self.second.weight
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.third(self.second(self.first(inputs)).tanh())
+        return outputs
+
+
+class PartFrozen(nn.Module):
+    """A first layer that is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(FEATURES, 6).requires_grad_(False)
+        self.head = nn.Linear(6, CLASSES)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.head(self.base(inputs).tanh())
+        return outputs
+
+
+class UnusedHead(nn.Module):
+    """A second head that no loss looks at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(FEATURES, 6)
+        self.head = nn.Linear(6, CLASSES)
+        self.unused = nn.Linear(6, 2)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.head(self.body(inputs).tanh())
+        return outputs
+
+
+class SeveralOutputs(nn.Module):
+    """Two heads that the loss both uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(FEATURES, 6)
+        self.heads = nn.ModuleDict({"main": nn.Linear(6, CLASSES), "other": nn.Linear(6, CLASSES)})
+
+    def forward(self, inputs: Tensor) -> dict[str, Tensor]:
+        hidden = self.body(inputs).tanh()
+        return {name: head(hidden) for name, head in self.heads.items()}
+
+
+class Counting(nn.Module):
+    """Buffers that count calls and keep a mean, and a parameter without dimensions."""
+
+    mean: Tensor
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.head = nn.Linear(FEATURES, CLASSES)
+        self.register_buffer("mean", torch.zeros(FEATURES))
+        self.register_buffer("calls", torch.tensor(0))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.training:
+            self.calls += 1
+            self.mean = self.mean.lerp(inputs.detach().mean(0).to(self.mean.dtype), 0.1)
+        outputs: Tensor = self.head((inputs - self.mean) * self.scale)
+        return outputs
+
+
+class WithLoss(nn.Module):
+    """A model that computes its own loss, as those for mappings do."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.model(inputs)
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+_MAKE: dict[str, Callable[[], Any]] = {
+    "dense": _dense,
+    "dropout": lambda: _dense(0.3),
+    "normalised": lambda: nn.Sequential(
+        nn.Linear(FEATURES, 6), nn.LayerNorm(6), nn.GELU(), nn.Linear(6, CLASSES)
+    ),
+    "blocks": Blocks,
+    "tied": Tied,
+    "part frozen": PartFrozen,
+    "reparametrised": lambda: nn.Sequential(
+        weight_norm(nn.Linear(FEATURES, 6)), nn.Tanh(), nn.Linear(6, CLASSES)
+    ),
+    "convolution": lambda: Reshaped(
+        (3, 4), nn.Conv1d(3, 4, 2), nn.BatchNorm1d(4), nn.ReLU(), nn.Conv1d(4, 4, 2)
+    ),
+    "images": lambda: Reshaped(
+        (1, 3, 4), nn.Conv2d(1, 4, 2), nn.BatchNorm2d(4, momentum=None), nn.ReLU()
+    ),
+    "attention": Attention,
+    "embedding": Embedded,
+    "sparse embedding": lambda: Embedded(sparse=True),
+    "lstm": lambda: Recurrent(nn.LSTM),
+    "gru": lambda: Recurrent(nn.GRU),
+    "unused head": UnusedHead,
+    "several outputs": SeveralOutputs,
+    "counting": Counting,
+}
