@@ -12,7 +12,9 @@ class CSVLogger(FileLogger):
     The columns `step`, `epoch`, `samples`, `kind` and `time/seconds` are those of `JSONLLogger`;
     each value has a column of its own, which is empty where it was not logged. Where a name comes
     for the first time the file is written anew with one more column. What is not finite is "NaN",
-    "Infinity" or "-Infinity". Hyperparameters go into `metrics.hparams.json` beside it.
+    "Infinity" or "-Infinity". Before a name that a spreadsheet would take for a formula, as it
+    begins with `=`, `+`, `-` or `@`, stands a `'`. Hyperparameters go into `metrics.hparams.json`
+    beside it.
 
     A resumed run first cuts what was written after its step. A new run moves the file of an older
     one to `<name>.1`, or the next number that is free. Only the main process writes.

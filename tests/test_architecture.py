@@ -14,8 +14,8 @@ ROOT = Path(__file__).resolve().parent.parent
 # Lowest first. A room is a folder of trainkit, or a file beside them. It sees the rows below its
 # own, and itself; inside of it, files may see each other without a circle.
 LAYERS = (
-    ("console", "errors", "formatting", "host", "lazy", "parsing", "signals", "types", "version"),
-    ("device", "hints", "hparams", "packages"),
+    ("errors", "formatting", "host", "lazy", "parsing", "run_files", "signals", "types", "version"),
+    ("console", "device", "hints", "hparams", "packages"),
     ("argument_names", "containers", "launch_environment", "outputs", "rng", "starters"),
     ("config", "lock", "memory"),
     ("journal", "metrics", "precision", "run_report", "trackers"),

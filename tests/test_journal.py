@@ -11,6 +11,7 @@ from tests.helpers.toys import fit, make_trainer
 from trainkit import Callback, ConfigError, Run, StepResult
 from trainkit.callbacks import Checkpoint, Journal
 from trainkit.journal import JOURNAL, cut, read
+from trainkit.run_files import LeftOut
 
 MOST_BYTES = 100  # a step
 
@@ -120,13 +121,21 @@ def test_only_one_is_written_and_a_list_without_any_writes_none(tmp_path: Path) 
         read(tmp_path / "none")
 
 
-def test_what_is_no_journal_is_refused(tmp_path: Path) -> None:
-    (tmp_path / JOURNAL).write_text("1 2 3\n")
-    with pytest.raises(ConfigError, match="line 1: `1 2 3` is no line of a journal"):
+def test_what_is_no_journal_is_refused_and_a_line_that_is_none_left_out(tmp_path: Path) -> None:
+    train(tmp_path / "real", Journal())
+    header, *windows = (tmp_path / "real" / JOURNAL).read_text().splitlines()
+    (tmp_path / JOURNAL).write_text(f"1 2 3\n{windows[0]}\n")
+    with (
+        pytest.warns(LeftOut, match=r"line 1 was left out \(no window\)"),
+        pytest.raises(ConfigError, match="does not say how the run was started"),
+    ):
         read(tmp_path)
-    (tmp_path / JOURNAL).write_text("1 0 0 0 4 0.5 -\n")
-    with pytest.raises(ConfigError, match="does not say how the run was started"):
-        read(tmp_path)
+    other = header.replace('"folder"', '"place"')
+    (tmp_path / JOURNAL).write_text("\n".join([header, windows[0], "1 2", other, *windows[1:], ""]))
+    with pytest.warns(LeftOut, match=r"line 3 was left out \(no window\), and 1 more"):
+        journal = read(tmp_path)
+    assert [record.line() for record in journal.records] == windows
+    assert len(journal.headers) == 1
     cut(tmp_path / JOURNAL, 0)
     assert (tmp_path / JOURNAL).read_text() == ""
 

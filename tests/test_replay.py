@@ -18,7 +18,7 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.toys import FEATURES, make_trainer, toy_dataset
 from trainkit import ConfigError
 from trainkit.callbacks import Checkpoint, Journal, NaNGuard
-from trainkit.cli.main import main
+from trainkit.cli.main import _parser, main
 from trainkit.cli.replay import _command as command_of
 from trainkit.journal import JOURNAL, read
 from trainkit.training import run as runs
@@ -297,3 +297,10 @@ def test_the_command_starts_the_processes_again(tmp_path: Path) -> None:
     found = {path.name for path in (tmp_path / "run" / "replay" / "step-00000006").iterdir()}
     assert {"replay.json", "process-0.json", "process-1.json"} <= found
     assert not [*tmp_path.rglob(".trainkit-replay-*")]
+
+
+def test_a_command_behind_two_dashes_is_taken_as_it_is() -> None:
+    words = ["replay", "runs/a", "--step", "3", "--", "python", "train.py", "--lr", "1", "--", "x"]
+    options = _parser("replay").parse_args(words)
+    assert (options.folder, options.step) == (Path("runs/a"), 3)
+    assert options.command == ["python", "train.py", "--lr", "1", "--", "x"]

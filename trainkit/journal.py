@@ -7,14 +7,15 @@ gradients (`-` where nothing clips), and for a skipped one why.
 """
 
 import hashlib
-import json
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from trainkit.errors import ConfigError
+from trainkit.run_files import MALFORMED, json_object, lines, lines_from_end, parsed
 
 __all__ = ["JOURNAL", "VERSION", "Journal", "Record", "cut", "digest", "is_of", "read"]
 
@@ -106,51 +107,63 @@ class Journal:
 def read(run: str | os.PathLike[str]) -> Journal:
     """Read the journal in a run's directory; a run may be under way.
 
+    A line that is none of a journal is left out, with a warning that names the first.
+
     Raises:
-        ConfigError: There is none, or it is none of ours.
+        ConfigError: There is none, or it does not say how the run was started.
     """
     path = Path(run) / JOURNAL
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
-    except OSError as error:
+    if not path.is_file():
         raise ConfigError(
-            f"`{run}` holds no journal: {error.strerror}. Pass the `output_dir` of a run that was "
-            "trained with `Checkpoint(...)` or `Journal()` among its callbacks."
-        ) from None
+            f"`{run}` holds no journal. Pass the `output_dir` of a run that was trained with "
+            "`Checkpoint(...)` or `Journal()` among its callbacks."
+        )
     headers: list[Mapping[str, Any]] = []
     records: list[Record] = []
-    for number, line in enumerate(lines, 1):
-        found = _header(line) if line.startswith("{") else _record(line)
+    for found in parsed(path, _entry):
         if isinstance(found, Record):
             records.append(found)
         elif found is not None:
             headers.append(found)
-        else:
-            raise ConfigError(
-                f"{path}, line {number}: `{line:.60}` is no line of a journal that this version "
-                "reads. Pass the `output_dir` of a run, or move this file away."
-            )
     if not headers:
         raise ConfigError(f"`{path}` does not say how the run was started. Pass another run.")
     return Journal(path=path, headers=headers, records=records)
 
 
-def _header(line: str) -> Mapping[str, Any] | None:
-    try:
-        found = json.loads(line)
-    except ValueError:
-        return None
-    known = found.get("journal") == VERSION and isinstance(found.get("after"), int)
-    return found if known else None
+_GROUPS = ("files", "hparams", "modules", "config", "run", "optimizer", "versions", "started")
+_HEADER = {"run_id": str, "after": int, "start": dict, **dict.fromkeys(_GROUPS, dict)}
+_START = {"folder": str, "launched": bool, "threads": int}
+_RUN = {"processes": int, "device": str, "strategy": str, "precision": str}
 
 
-def _record(line: str) -> Record | None:
-    parts = line.split(" ", 7)
-    try:
-        loss, norm = float(parts[5]), None if parts[6] == "-" else float(parts[6])
-        step, skipped, epoch, first, stop = map(int, parts[:5])
-    except (ValueError, IndexError):
-        return None
+def _entry(line: bytes) -> Mapping[str, Any] | Record:
+    """Return what a line says; an error of Python: it is no line of a journal."""
+    return _header(line) if line.startswith(b"{") else _record(line)
+
+
+def _header(line: bytes) -> Mapping[str, Any]:
+    found = json_object(line)
+    if found.get("journal") != VERSION:
+        raise ValueError("of another version")
+    for values, kinds in ((found, _HEADER), (found["start"], _START), (found["run"], _RUN)):
+        for name, kind in kinds.items():
+            if type(values[name]) is not kind:
+                raise ValueError(f"`{name}` is no {kind.__name__}")
+    start, digests = found["start"], found["files"].values()
+    words = [start["folder"], *start.get("command", ()), *digests]
+    if "\0" in "".join(words) or type(start.get("command", [])) is not list:
+        raise ValueError("`start` is no command")
+    return found
+
+
+def _record(line: bytes) -> Record:
+    parts = line.decode(errors="replace").split(" ", 7)
+    if len(parts) < 7:
+        raise ValueError("no window")
+    loss, norm = float(parts[5]), None if parts[6] == "-" else float(parts[6])
+    step, skipped, epoch, first, stop = map(int, parts[:5])
+    if min(step, skipped, epoch, first, stop) < 0:
+        raise ValueError("a negative count")
     skip = parts[7] if len(parts) > 7 else None
     return Record(step, skipped, epoch, first, stop, loss, norm, skip)
 
@@ -158,23 +171,19 @@ def _record(line: str) -> Record | None:
 def is_of(path: Path, run_id: str) -> bool:
     """Return whether there is a journal, and a run of this name began it."""
     try:
-        with path.open(encoding="utf-8", errors="replace") as file:
-            header = _header(file.readline())
-    except OSError:
+        return bool(_header(next(lines(path), b""))["run_id"] == run_id)
+    except (OSError, *MALFORMED):
         return False
-    return header is not None and header.get("run_id") == run_id
 
 
 def cut(path: Path, attempts: int) -> None:
     """Take away what was written after so many windows, and half a line at the end."""
-    content = path.read_bytes()
-    end = content.rfind(b"\n") + 1
-    while end:
-        start = content.rfind(b"\n", 0, end - 1) + 1
-        record = _record(content[start : end - 1].decode(errors="replace"))
-        if record is not None and record.attempt <= attempts:
-            break
-        end = start
+    end = 0
+    for start, line in lines_from_end(path):
+        with suppress(*MALFORMED):
+            if _record(line).attempt <= attempts:
+                end = start + len(line) + 1
+                break
     os.truncate(path, end)
 
 

@@ -5,7 +5,7 @@ import re
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -170,8 +170,12 @@ def folder_of_run(parent: Path, resume: str | Path | None) -> Path:
             raise _refusal(folder, "`Trainer(output_dir=..., new_run=True)`", error) from error
 
 
-def replace_file(path: Path, content: bytes) -> None:
+def replace_file(path: Path, content: bytes | Iterable[bytes]) -> None:
     """Write a file, all of it or nothing, so that a power cut keeps it; an earlier one goes.
+
+    Args:
+        path: Where.
+        content: The whole, or its pieces in order.
 
     Raises:
         OSError: It cannot be written; the earlier one is as it was.
@@ -179,7 +183,7 @@ def replace_file(path: Path, content: bytes) -> None:
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with scratch.open("wb") as file:
-            file.write(content)
+            file.writelines([content] if isinstance(content, bytes) else content)
             file.flush()
             os.fsync(file.fileno())
         scratch.replace(path)

@@ -2,6 +2,7 @@
 
 import json
 import time
+import warnings
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from trainkit.callbacks.logger import Logger
 from trainkit.config import checked
 from trainkit.formatting import json_value
 from trainkit.outputs import Lines, absolute, check_file, claim
+from trainkit.run_files import drop_half_line
 from trainkit.trackers.files import FileTracker
 from trainkit.training.run import Run
 from trainkit.training.state import TrainState
@@ -53,8 +55,13 @@ class FileLogger(Logger):
         tracker.owner = f"`{self.name}`"
         if run.state.attempts == 0:
             move_away(*self._files(path))
-        elif path.is_file():
-            tracker.cut(partial(_is_up_to, run.state))
+        elif path.is_file() and not tracker.cut(partial(_is_up_to, run.state)):
+            warnings.warn(
+                f"`{path}` holds no line that `{self.name}` wrote. It was moved away, and the run "
+                "goes on in a new file.",
+                stacklevel=2,
+            )
+            move_away(path)
         return tracker
 
     @override
@@ -97,10 +104,9 @@ class EventLog:
 
     def __init__(self, path: Path, run: Run) -> None:
         self._run = run
-        is_torn = path.exists() and not path.read_bytes().endswith(b"\n")
+        if path.is_file():
+            drop_half_line(path)
         self._file = Lines(path, "`JSONLLogger`")
-        if is_torn:
-            self._file.write("")  # the process before was killed while it wrote
         came_from = run.checkpoints.resumed_from
         facts = {"hparams": run.hparams, **run_facts(run)}
         self.write("start", time=time.time(), resumed_from=came_from, **facts)

@@ -64,8 +64,7 @@ def test_a_resumed_run_adds_to_the_events_and_cuts_the_figures(tmp_path: Path) -
     callbacks = [JSONLLogger(), Checkpoint(every_n_steps=3)]
     fit(make_trainer(callbacks=callbacks, **settings), resume="auto")
     lines = (tmp_path / "metrics.events.jsonl").read_text().splitlines()
-    assert lines.count('{"kind": "lo') == 1
-    events = [json.loads(line) for line in lines if line != '{"kind": "lo']
+    events = [json.loads(line) for line in lines]  # half a line is not among them
     logged = [event["step"] for event in events if event["kind"] == "log"]
     assert logged == [1, 2, 3, 4, 4, 5, 6, 7, 8]
     assert [e["resumed_from"] for e in events if e["kind"] == "start"] == [None, 3]

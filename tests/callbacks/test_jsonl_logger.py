@@ -102,11 +102,23 @@ def test_half_a_line_of_a_killed_run_goes(tmp_path: Path) -> None:
     assert steps == [2, 4, 4, 6, 6]
 
 
-def test_a_foreign_file_is_left_as_it_is(tmp_path: Path) -> None:
+def test_a_foreign_file_is_moved_away(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("dear diary\n")
-    with pytest.raises(ConfigError, match=r"line 1: this is no line of `JSONLLogger`"):
-        _run(tmp_path, _Resumed(4), max_steps=6)
-    assert (tmp_path / "metrics.jsonl").read_text() == "dear diary\n"
+    with pytest.warns(UserWarning, match=r"holds no line that `JSONLLogger` wrote. It was moved"):
+        lines = _run(tmp_path, _Resumed(4), max_steps=6)
+    assert (tmp_path / "metrics.jsonl.1").read_text() == "dear diary\n"
+    assert [line["step"] for line in lines] == [6, 6]
+
+
+def test_a_line_that_cannot_be_read_stays_and_stops_nothing(tmp_path: Path) -> None:
+    _run(tmp_path, max_steps=8)
+    path, odd = tmp_path / "metrics.jsonl", ["dear diary", "[" * 50_000, '{"step": 1e999}']
+    first, *rest = path.read_text().splitlines()
+    path.write_text("\n".join([first, *odd, rest[0], *odd, *rest[1:], ""]))
+    fit(make_trainer(callbacks=[_Resumed(4), JSONLLogger()], output_dir=tmp_path, max_steps=6))
+    kept = path.read_text().splitlines()
+    assert kept[:8] == [first, *odd, rest[0], *odd]
+    assert [json.loads(line)["step"] for line in kept[8:]] == [6, 6]
 
 
 def test_a_new_run_keeps_the_file_of_the_old(tmp_path: Path) -> None:

@@ -347,13 +347,34 @@ def test_a_new_run_keeps_the_table_of_the_old_with_its_hyperparameters(tmp_path:
     assert [json.loads(path.read_text()) for path in kept] == [{"lr": 1}, {"lr": 2}]
 
 
-def test_a_foreign_table_is_left_as_it_is(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("content", "is_ours", "kept"),
+    [
+        ("dear,diary\n1,2\n", False, 2),
+        ("dear,diary\n", False, 1),
+        ("step,a\n", True, 1),
+        ("step,a\n1,2\nodd\n2,3\nodd\n3,4\nodd\n", True, 5),
+        ("step,a\n3,4\n", True, 1),
+    ],
+)
+def test_a_table_is_cut_behind_the_last_wanted_row(
+    tmp_path: Path, content: str, is_ours: bool, kept: int
+) -> None:
     path = tmp_path / "metrics.csv"
-    path.write_text("dear,diary\n1,2\n")
-    tracker = CSVTracker("", tmp_path)
-    with pytest.raises(ConfigError, match=r"metrics.csv, line 2: this is no line of"):
-        tracker.cut(lambda entry: int(entry["step"]) > 0)
-    assert path.read_text() == "dear,diary\n1,2\n"
+    path.write_text(content)
+    assert CSVTracker("", tmp_path).cut(lambda entry: int(entry["step"]) <= 2) == is_ours
+    assert path.read_text().splitlines() == content.splitlines()[:kept]
+
+
+def test_no_name_and_no_text_becomes_a_formula(tmp_path: Path) -> None:
+    for _ in range(2):  # the second goes on in the table of the first
+        tracker = CSVTracker("run", tmp_path)
+        tracker.start()
+        tracker.log({"=cmd": -1.5, "+a": "=1+1", "low": -math.inf, "b": "@x"}, step=1)
+        tracker.finish()
+    head, *rows = _rows(tmp_path / "run" / "metrics.csv")
+    assert head == ["step", "'=cmd", "'+a", "low", "b", "time/seconds"]
+    assert [row[:5] for row in rows] == [["1", "-1.5", "'=1+1", "-Infinity", "'@x"]] * 2
 
 
 def test_a_table_cannot_be_a_pipe(tmp_path: Path) -> None:

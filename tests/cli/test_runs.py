@@ -151,7 +151,7 @@ def test_torn_and_foreign_files_are_said(
     assert _ls(tmp_path) == 0
     told = capsys.readouterr()
     assert "finished" in told.out
-    assert told.err == f"{run}: 1 line left out that cannot be read\n"
+    assert told.err == f"trainkit: `{events}`: line 2 was left out (no JSON).\n"
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "metrics.jsonl").write_text("dear diary\n")
     (tmp_path / "c" / "checkpoints").mkdir(parents=True)

@@ -1,6 +1,7 @@
 """What a run has written is read, whatever state it is in."""
 
 import math
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from tests.helpers.toys import fit, make_trainer
 from tests.report.logs import event, line, write_run
 from trainkit import ConfigError
 from trainkit.callbacks import JSONLLogger
+from trainkit.run_files import LeftOut
 from trainkit.run_report import read_run, read_runs
 
 
@@ -41,7 +43,7 @@ def test_a_folder_of_runs_stands_for_those_in_it(tmp_path: Path) -> None:
 def test_a_run_that_wrote_nothing_yet_does_not_spoil_the_report_of_others(tmp_path: Path) -> None:
     write_run(tmp_path / "a", [line(1, loss=1.0)])
     write_run(tmp_path / "b")
-    assert [len(run.lines) for run in read_runs([tmp_path])] == [1, 0]
+    assert [run.is_empty for run in read_runs([tmp_path])] == [False, True]
     with pytest.raises(ConfigError, match="holds no line"):
         read_runs([tmp_path / "b"])
 
@@ -50,7 +52,11 @@ def test_a_run_that_wrote_nothing_yet_does_not_spoil_the_report_of_others(tmp_pa
 def test_a_log_with_nothing_in_it_is_an_error(tmp_path: Path, text: str) -> None:
     write_run(tmp_path)
     (tmp_path / "metrics.jsonl").write_text(text)
-    with pytest.raises(ConfigError, match="holds no line that `JSONLLogger` wrote"):
+    told = pytest.warns(LeftOut, match=r"line 1 was left out \(no JSON\), and 1 more")
+    with (
+        told if "diary" in text else nullcontext(),
+        pytest.raises(ConfigError, match="holds no line that `JSONLLogger` wrote"),
+    ):
         read_run(tmp_path)
 
 
@@ -58,9 +64,19 @@ def test_half_a_last_line_is_left_out_and_foreign_ones_are_counted(tmp_path: Pat
     write_run(tmp_path, [line(1, loss=1.0)])
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('dear diary\n{"step": "two"}\n{"step": 2, "lo')
-    run = read_run(tmp_path)
+    with pytest.warns(LeftOut, match=r"line 2 was left out \(no JSON\), and 1 more"):
+        run = read_run(tmp_path)
     assert run.curves == {"loss": [(1, 1.0)]}
     assert run.unreadable == 2
+
+
+def test_a_run_that_cannot_be_read_hides_no_other(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", [line(1, loss=1.0)])
+    (tmp_path / "b").mkdir()
+    with pytest.warns(LeftOut, match=r"Left out: `.*b` holds no `metrics.jsonl`"):
+        assert [run.name for run in read_runs([tmp_path / "a", tmp_path / "b"])] == ["a"]
+    with pytest.raises(ConfigError, match="does not exist"):
+        read_runs([tmp_path / "a", tmp_path / "typo"])
 
 
 def test_what_is_not_finite_is_read_as_such(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.report.logs import event, line, write_run
+from trainkit.run_files import LeftOut
 from trainkit.run_report import RunLog, read_run, read_runs
 from trainkit.run_report.curves import charts_of
 from trainkit.run_report.page import make_page
@@ -99,7 +100,12 @@ def test_hyperparameters_of_a_loop_of_ones_own_stand_beside_its_metrics(tmp_path
     for name, text in (("a", '{"lr": 0.1, "net": {"depth": 2}}'), ("b", '{"lr": 0.2'), ("c", "[]")):
         write_run(tmp_path / name, [line(1, loss=1.0)])
         (tmp_path / name / "metrics.hparams.json").write_text(text)
-    rows = varied(read_runs([tmp_path]))  # that of "b" is torn
+    with pytest.warns(LeftOut) as told:
+        rows = varied(read_runs([tmp_path]))
+    assert [str(each.message).rpartition(":")[2] for each in told] == [
+        " it was left out (no JSON).",
+        " it was left out (no JSON object).",
+    ]
     assert {row.name: row.values for row in rows} == {
         "lr": [0.1, None, None],
         "net.depth": [2, None, None],

@@ -22,7 +22,11 @@ class Entry:
 
 
 def folders(directory: Path) -> list[Path]:
-    """Return the visible folders in a directory; links are left out."""
+    """Return the visible folders in a directory; links are left out.
+
+    Raises:
+        CheckpointError: The directory cannot be read.
+    """
     try:
         with os.scandir(directory) as found:
             names = [
@@ -32,6 +36,12 @@ def folders(directory: Path) -> list[Path]:
             ]
     except (FileNotFoundError, NotADirectoryError):
         return []  # nothing has been saved yet
+    except OSError as error:
+        raise CheckpointError(
+            f"`{directory}` cannot be read: {error.strerror}. Make it readable, or pass another.",
+            path=directory,
+            errno=error.errno,
+        ) from error
     return [directory / name for name in sorted(names)]
 
 

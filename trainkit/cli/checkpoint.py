@@ -4,10 +4,10 @@ import argparse
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from trainkit.checkpoint.checkpoint import check_sizes, verify
-from trainkit.checkpoint.format.names import CHECKPOINTS, MANIFEST, WEIGHTS
+from trainkit.checkpoint.format.names import CHECKPOINTS, MANIFEST, PINS, WEIGHTS
 from trainkit.checkpoint.listing import Entry, broken_folders
 from trainkit.checkpoint.retention import Best, KeepPolicy, best_of, removable, rotate
 from trainkit.checkpoint.store import CheckpointStore
@@ -18,6 +18,8 @@ from trainkit.formatting import readable_size
 from trainkit.lock import RunLock
 
 __all__ = ["add_to"]
+
+T = TypeVar("T")
 
 _MOST_METRICS = 5  # that `ls` prints
 _MOST_VALUES = 20  # of one part that `show` prints
@@ -115,16 +117,17 @@ def _single(path: Path, *, best: bool = False) -> Path:
 def _list(options: argparse.Namespace) -> int:
     listed = [(store, store.checkpoints()) for store in _stores(options.dir)]
     entries = [entry for _, found in listed for entry in found]
-    metric, best = best_of(entries)
+    broken: list[tuple[str, str]] = []
+    nothing: tuple[str, list[Entry]] = "", []
+    metric, best = _read(lambda: best_of(entries), nothing, broken, "keep_best")
     last = [entry for entry in entries if entry.manifest.is_resumable][-1:]
     others = {name for entry in entries for name in entry.manifest.metrics} - {metric}
     names = [*([metric] if metric else []), *sorted(others)][:_MOST_METRICS]
     rows: list[tuple[object, ...]] = []
-    broken: list[tuple[str, str]] = []
     for store, found in listed:
         prefix = "" if store is listed[0][0] else f"{WEIGHTS}/"
-        pinned = store.pinned()
         broken += [(prefix + path.name, str(why)) for path, why in broken_folders(store.directory)]
+        pinned = _read(store.pinned, frozenset[int](), broken, prefix + PINS)
         for entry in found:
             manifest, folder = entry.manifest, prefix + entry.path.name
             problem = _problem(check_sizes, entry.path)
@@ -144,6 +147,15 @@ def _list(options: argparse.Namespace) -> int:
     for name, problem in broken:
         print(f"BROKEN {name}: {problem}")
     return int(bool(broken))
+
+
+def _read(read: Callable[[], T], instead: T, broken: list[tuple[str, str]], name: str) -> T:
+    """Return what `read` does; where it raises, note why and return `instead`."""
+    try:
+        return read()
+    except (CheckpointError, ConfigError) as error:
+        broken.append((name, str(error)))
+        return instead
 
 
 def _problem(check: Callable[[Path], object], path: Path) -> str:

@@ -2,11 +2,14 @@
 
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from importlib import import_module
+from typing import Any
 
 from trainkit.cli.parser import CommandParser
 from trainkit.errors import TrainkitError
+from trainkit.run_files import LeftOut
 from trainkit.version import __version__
 
 __all__ = ["main"]
@@ -35,7 +38,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     options = _parser(arguments[0] if arguments else "").parse_args(arguments)
     try:
-        code: int = options.run(options)
+        with warnings.catch_warnings():
+            warnings.simplefilter("always", LeftOut)
+            warnings.showwarning = _show
+            code: int = options.run(options)
         sys.stdout.flush()
         return code
     except TrainkitError as error:
@@ -47,6 +53,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
+
+
+def _show(message: Warning | str, *_: Any, **__: Any) -> None:
+    """Tell a warning as all else is told, without the line of the program."""
+    print(f"trainkit: {message}", file=sys.stderr)
 
 
 def _parser(command: str) -> CommandParser:

@@ -22,6 +22,10 @@ class CommandParser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
         parsed, rest = super().parse_known_args(args, namespace)
+        if "--" in rest and getattr(parsed, "command", None) == []:
+            # Before 3.13 argparse has filled a positional of any length before it comes there.
+            cut = rest.index("--")
+            parsed.command, rest = rest[cut + 1 :], rest[:cut]
         unknown = [each.partition("=")[0] for each in rest if each.startswith("-")]
         if unknown:
             hint = nearest(unknown[0], self._option_string_actions)

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from os.path import realpath
 from pathlib import Path
 from typing import Any
 
@@ -73,14 +74,18 @@ def find_parting(a: Path, b: Path) -> Parting:
     Raises:
         ConfigError: One is no such run, or they have no window in common.
     """
-    if a.resolve() == b.resolve():
+    if realpath(a) == realpath(b):
         raise ConfigError(f"`{a}` and `{b}` are one run. Pass two.")
     journals = _journal(a), _journal(b)
     pairs, notes = _aligned(*journals)
     equal = next((i for i, (x, y) in enumerate(pairs) if _in_words(x, y)), len(pairs))
     first = pairs[equal] if equal < len(pairs) else None
     reached = min(r.step - (r.skip is None) for r in first) if first else pairs[-1][0].step
-    before, after = _common_checkpoints(a, b, reached)
+    try:
+        before, after = _common_checkpoints(a, b, reached)
+    except CheckpointError as error:
+        before, after = [], []
+        notes.append(str(error))
     causes, told = _state_causes(before)
     headers = [j.header_of(r) for j, r in zip(journals, first or pairs[-1], strict=True)]
     made, harmless = _made_differences(*map(_made, headers, (a, b)))
@@ -88,7 +93,7 @@ def find_parting(a: Path, b: Path) -> Parting:
         causes += [*made, *_order_differences([*before, *after]), *_late_settings(after)]
         if all(cause.kind == "machine" for cause in causes):
             causes.append(Cause("unknown", _unexplained(first, headers)))
-        if len({header.get("run", {}).get("processes") for header in headers}) > 1:
+        if len({header["run"]["processes"] for header in headers}) > 1:
             notes.append(OTHER_PROCESSES)
     else:
         harmless += [f"What changed nothing: {cause.kind}: {cause.text}" for cause in made]
@@ -187,22 +192,21 @@ def _made_differences(left: Made, right: Made) -> tuple[list[Cause], list[str]]:
 
 def _made(header: Facts, folder: Path) -> Made:
     """Return what a process was started with, by kind of cause and name."""
-    run, files = header.get("run", {}), dict[str, list[str]]()
-    start = header.get("start", {})
-    for path, digest in header.get("files", {}).items():
+    run, start, files = header["run"], header["start"], dict[str, list[str]]()
+    for path, digest in header["files"].items():
         files.setdefault(Path(path).name, []).append(digest)
     found = {kind: {n: run[n] for n in names if n in run} for kind, names in _OF_RUN.items()}
-    found["settings"] |= header.get("config", {})
-    found["settings"] |= {f"optimizer.{n}": v for n, v in flat(header.get("optimizer", {})).items()}
-    found["settings"] |= {f"hparams.{n}": v for n, v in flat(header.get("hparams", {})).items()}
-    found["model"] |= header.get("modules", {})
-    found["environment"] |= {"CPU threads": start.get("threads"), **header.get("versions", {})}
+    found["settings"] |= header["config"]
+    found["settings"] |= {f"optimizer.{n}": v for n, v in flat(header["optimizer"]).items()}
+    found["settings"] |= {f"hparams.{n}": v for n, v in flat(header["hparams"]).items()}
+    found["model"] |= header["modules"]
+    found["environment"] |= {"CPU threads": start["threads"], **header["versions"]}
     found["code"] = {name: " ".join(sorted(digests)) for name, digests in files.items()}
     words = [word for word in start.get("command", ())[1:] if word != "-u"]  # of a launcher
-    place = Path(start.get("folder", ""))
-    given = (w for w in words if (place / w.rpartition("=")[2]).resolve() != folder.resolve())
+    place, own = Path(start["folder"]), realpath(folder)
+    given = (w for w in words if realpath(place / w.rpartition("=")[2]) != own)
     found["command"] = dict(Counter(f"`{word}`" for word in given))
-    found["machine"] = {"host": header.get("started", {}).get("host")}
+    found["machine"] = {"host": header["started"].get("host")}
     return found
 
 
@@ -216,8 +220,8 @@ def _unexplained(first: tuple[Record, Record], headers: Sequence[Facts]) -> str:
     words = ["nothing that is recorded differs before it."]
     if first[0].attempt == 1:
         words.append("Seed the first weights: `torch.manual_seed` before the model is made.")
-    run, config = headers[0].get("run", {}), headers[0].get("config", {})
-    if run.get("device") != "cpu" and not config.get("deterministic"):
+    run, config = headers[0]["run"], headers[0]["config"]
+    if run["device"] != "cpu" and not config.get("deterministic"):
         words.append("On accelerators runs repeat only with `Trainer(deterministic=True)`.")
     if repr(first[0].loss) == repr(first[1].loss):
         words.append("The loss of process 0 is equal: its backward differs, or another process.")

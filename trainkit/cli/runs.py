@@ -11,13 +11,13 @@ from typing import Any
 
 from trainkit.checkpoint.listing import committed
 from trainkit.cli.tables import print_table
-from trainkit.errors import ConfigError
-from trainkit.formatting import count, duration, json_value
+from trainkit.errors import ConfigError, TrainkitError
+from trainkit.formatting import duration, json_value
 from trainkit.hparams import flat
 from trainkit.parsing import nearest
 from trainkit.run_report.listing import CHECKPOINTS, facts, find_runs
-from trainkit.run_report.records import METRICS, RunLog, read_run
-from trainkit.run_report.tables import mapping, number
+from trainkit.run_report.records import METRICS, RunLog, mapping, read_run
+from trainkit.run_report.tables import number
 
 __all__ = ["add_to"]
 
@@ -44,22 +44,19 @@ def add_to(commands: Any) -> None:
 
 def _list(options: argparse.Namespace) -> int:
     found = [row for folder in options.folders for row in _read(folder)]
-    read = [row for row in found if not isinstance(row, ConfigError)]
+    read = [row for row in found if not isinstance(row, TrainkitError)]
     rows = _sorted(read, options.sort, options.reverse)
     if options.json:
         print(json.dumps(json_value(rows), indent=2))
     elif rows:
         _print(rows, options.sort)
-    for row in found:
-        if isinstance(row, ConfigError):
-            print(f"left out: {row}", file=sys.stderr)
-        elif row["unreadable"]:
-            lines = count(row["unreadable"], "line")
-            print(f"{row['run']}: {lines} left out that cannot be read", file=sys.stderr)
+    for error in found:
+        if isinstance(error, TrainkitError):
+            print(f"left out: {error}", file=sys.stderr)
     return int(len(rows) < len(found))
 
 
-def _read(folder: Path) -> Iterator[Facts | ConfigError]:
+def _read(folder: Path) -> Iterator[Facts | TrainkitError]:
     """Yield what is known of each run in a folder; where one cannot be read, why."""
     places = find_runs(folder)
     if not places:
@@ -72,18 +69,20 @@ def _read(folder: Path) -> Iterator[Facts | ConfigError]:
         try:
             known = _of_checkpoints(place) if place.name == CHECKPOINTS else facts(read_run(place))
             yield {"run": name, **known}
-        except ConfigError as error:
+        except TrainkitError as error:
             yield error
 
 
 def _of_checkpoints(folder: Path) -> Facts:
     """Return what the manifests in a folder tell of a run that has no log."""
-    told = [(entry.step, entry.manifest.metadata) for entry in committed(folder)]
+    told = [(entry.step, entry.manifest) for entry in committed(folder)]
     if not told:
         raise ConfigError(f"`{folder}` holds no checkpoint that is complete.")
-    lines = [{"step": step, "epoch": m.get("epoch"), **m.get("metrics", {})} for step, m in told]
-    run = RunLog(name="", path=folder, lines=lines)
-    return {**facts(run), "hparams": flat(mapping(told[-1][1].get("hparams")))}
+    run = RunLog(name="", path=folder)
+    for step, manifest in told:
+        epoch = manifest.metadata.get("epoch")
+        run.add_lines([{**manifest.metrics, "step": step, "epoch": epoch}])
+    return {**facts(run), "hparams": flat(mapping(manifest.metadata.get("hparams")))}
 
 
 def _sorted(rows: Sequence[Facts], by: str, turned: bool) -> list[Facts]:
@@ -107,7 +106,7 @@ def _values(row: Facts) -> dict[str, Any]:
     """Return what a run can be sorted by, by name: of a metric the best value, else the last."""
     best = {name: point["value"] for name, point in row["best"].items()}
     last = {name: value for name, value in row["last"].items() if not math.isnan(value)}
-    return {**last, **best, **_hparams(row), **{name: row[name] for name in _PLAIN}}
+    return {**last, **best, **_hparams(row), **{name: row.get(name) for name in _PLAIN}}
 
 
 def _hparams(row: Facts) -> dict[str, Any]:

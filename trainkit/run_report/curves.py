@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from trainkit.formatting import json_value
 from trainkit.run_report.goodput import throughput
-from trainkit.run_report.records import Point, RunLog
+from trainkit.run_report.records import DRAWABLE, Point, RunLog
 
 __all__ = ["MOST_CHARTS", "Chart", "Series", "charts_of", "thin"]
 
@@ -14,7 +14,6 @@ MOST_POINTS = 1200  # of a curve on the page
 ALL_POINTS = 150_000  # of all curves: two megabytes
 LEAST_POINTS = 50  # of each, however many there are
 MOST_MARKS = 200
-DRAWABLE = 1e100  # no axis reaches further
 MOST_CHARTS = 24  # that are shown at once
 
 

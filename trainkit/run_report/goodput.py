@@ -1,10 +1,10 @@
 """Where the time of a run went: steps that count, and everything else."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from trainkit.run_report.records import SECONDS, Event, RunLog, Session, as_number
+from trainkit.run_report.records import RunLog, Session
 
 __all__ = ["PARTS", "Goodput", "Lost", "goodput", "progress", "throughput", "together"]
 
@@ -77,13 +77,7 @@ def goodput(run: RunLog) -> Goodput | None:
             name = "step" if phase == "train" else phase if phase in PARTS else "end"
             seconds[name] += counted
             again += spent - counted
-        trained = cut.get("train", 0.0)
-        waits = [
-            share * max(0.0, min(end, trained) - start) for start, end, share in _waits(session)
-        ]
-        divided = divided or bool(waits)
-        seconds["data_wait"] += sum(waits)
-        seconds["step"] -= sum(waits)
+        divided = divided or "data_wait" in session.last.seconds
         seconds["again"] += again
         lost.append(Lost(max(0, session.last.attempts - kept), again))
     down = [0.0, *(max(0.0, b.time[0] - a.time[1]) for a, b in pairwise(sessions))]
@@ -125,16 +119,6 @@ def _seconds_at(session: Session, window: int) -> dict[str, float]:
     }
 
 
-def _waits(session: Session) -> Iterator[tuple[float, float, float]]:
-    """Yield the stretches of training, in seconds of it, and the share that was spent waiting."""
-    start = 0.0
-    for event in _logs(session):
-        end, share = event.seconds.get("train", 0.0), event.values.get("data_wait")
-        if isinstance(share, int | float):
-            yield start, end, min(1.0, max(0.0, share))
-        start = end
-
-
 def progress(run: RunLog) -> list[tuple[int, float, float]]:
     """Return steps in their order, each with the samples and seconds of running time until then.
 
@@ -142,22 +126,15 @@ def progress(run: RunLog) -> list[tuple[int, float, float]]:
     tells, which begins anew at each resume.
     """
     found: dict[int, tuple[float, float]] = {}
-    before = latest = 0.0
+    before = 0.0
     for session, kept in zip(run.sessions, _kept_windows(run.sessions), strict=True):
         for event in session.events:
             if event.attempts <= kept:
                 found.setdefault(event.step, (event.samples, before + event.total))
         before += session.last.total
-    for line in run.lines if not found else ():
-        now = as_number(line.get(SECONDS))
-        before += latest if now < latest else 0.0
-        latest = now
-        found.setdefault(line["step"], (as_number(line.get("samples")), before + now))
+    for place in run.places if not found else ():
+        found.setdefault(place.step, (place.samples, place.seconds))
     return [(step, *found[step]) for step in sorted(found)]
-
-
-def _logs(session: Session) -> Iterator[Event]:
-    return (event for event in session.events if event.kind == "log")
 
 
 def throughput(run: RunLog) -> list[tuple[int, float]]:
@@ -167,8 +144,9 @@ def throughput(run: RunLog) -> list[tuple[int, float]]:
     """
     points = []
     for session, kept in zip(run.sessions, _kept_windows(run.sessions), strict=True):
-        for first, second in pairwise([session.start, *_logs(session)]):
-            spent = second.seconds.get("train", 0.0) - first.seconds.get("train", 0.0)
+        logs = [event for event in session.events if event.kind in ("start", "log")]
+        for first, second in pairwise(logs):
+            spent = second.trained - first.trained
             if spent > 0 and second.attempts <= kept and second.samples > first.samples:
                 points.append((second.step, (second.samples - first.samples) / spent))
     return points

@@ -4,15 +4,16 @@ import math
 import os
 import sys
 import time
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from socket import gethostname
 from typing import Any
 
 from trainkit.hparams import flat
+from trainkit.run_files import LeftOut
 from trainkit.run_report.goodput import goodput
-from trainkit.run_report.records import METRICS, RunLog, Session
-from trainkit.run_report.tables import mapping
+from trainkit.run_report.records import METRICS, RunLog, Session, mapping
 
 __all__ = ["CHECKPOINTS", "facts", "find_runs"]
 
@@ -24,12 +25,16 @@ _CLOCK_STEPS = 10.0  # seconds by which the clock may have been set since a run 
 def find_runs(folder: Path) -> list[Path]:
     """Return the runs in a folder and below: files of metrics, or folders of checkpoints alone."""
     found: list[Path] = []
-    for place, folders, names in os.walk(folder):
+    for place, folders, names in os.walk(folder, onerror=_leave_out):
         logs = {METRICS, *(n.replace(_EVENTS, ".jsonl") for n in names if n.endswith(_EVENTS))}
         parts = sorted(logs.intersection(names)) or sorted({CHECKPOINTS}.intersection(folders))
         found += [Path(place, part) for part in parts]
         folders[:] = sorted({*folders} - {CHECKPOINTS})  # which hold no run
     return found
+
+
+def _leave_out(error: OSError) -> None:
+    warnings.warn(f"`{error.filename}`: it was left out ({error.strerror}).", LeftOut, stacklevel=2)
 
 
 def facts(run: RunLog) -> dict[str, Any]:

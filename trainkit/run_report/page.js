@@ -454,7 +454,7 @@ function tiles(place) {
     tile("goodput", run.goodput === null ? "not known" : `${(100 * run.goodput).toFixed(1)} %`);
     tile("resumes", run.resumes.length);
   }
-  tile("skipped steps", run.skips.length);
+  tile("skipped steps", run.skipped);
 }
 if (!several) tiles(document.getElementById("tiles"));
 

@@ -73,7 +73,8 @@ def _data(runs: Sequence[RunLog], splits: Sequence[Goodput | None], charts: Sequ
     data = {
         "runs": [
             {
-                **{"name": run.name, "resumes": run.resumes, "skips": run.skips},
+                **{"name": run.name, "resumes": run.resumes},
+                **{"skips": run.skips, "skipped": run.skipped},
                 **{"axes": axes(run, most), "counters": run.counters},
                 "seconds": split and split.running,
                 "goodput": split.share if split and split.divided else None,
@@ -189,9 +190,9 @@ def _events(runs: Sequence[RunLog], splits: Sequence[Goodput | None]) -> str:
 
 def _skips(run: RunLog) -> str:
     shown = ", ".join(f"{step:,}" for step in run.skips[:MOST_SKIPS])
-    more = ", ..." if len(run.skips) > MOST_SKIPS else ""
+    more = ", ..." if run.skipped > MOST_SKIPS else ""
     return (
-        f"<p><b>{len(run.skips):,} windows were skipped</b>, after step {shown}{more}. Their "
+        f"<p><b>{run.skipped:,} windows were skipped</b>, after step {shown}{more}. Their "
         "gradients overflowed, or a callback asked for it.</p>"
     )
 

@@ -1,27 +1,48 @@
-"""Reads what a run has written: its metrics, and its life session by session."""
+"""Reads what a run has written: its metrics, and its life session by session.
 
-import json
+However much that is, what is kept of it stays small: a file is read in stretches, and a curve keeps
+the lowest and the highest point of each.
+"""
+
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from os.path import basename, isfile, lexists, realpath
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from trainkit.errors import ConfigError
+from trainkit.run_files import LeftOut, json_object, stretches, whole_object
 
-__all__ = ["Event", "Point", "RunLog", "Session", "as_number", "read_run", "read_runs"]
+__all__ = [
+    "DRAWABLE",
+    "Event",
+    "Place",
+    "Point",
+    "RunLog",
+    "Session",
+    "as_number",
+    "mapping",
+    "read_run",
+    "read_runs",
+]
 
 METRICS = "metrics.jsonl"
 SECONDS = "time/seconds"
 NOT_CURVES = {"step", "epoch", "samples", "kind", "skipped_steps", SECONDS}
+STRETCHES = 2048  # that a file is read in
+DRAWABLE = 1e100  # no axis reaches further
+_MOST_SECONDS = 1e11  # of a clock: three thousand years
+_MOST_COUNT = 2**53  # up to which all whole numbers are floats, too
 
 Point: TypeAlias = tuple[int, float]
 """A step and a value."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class Event:
     """A line of the event log: something happened when the counters stood so."""
 
@@ -29,35 +50,71 @@ class Event:
     step: int
     attempts: int  # windows, applied or skipped
     samples: int
-    seconds: Mapping[str, float]  # of this session so far, by phase
+    seconds: dict[str, float]  # of this session so far, by phase
     values: Mapping[str, Any]  # the whole line
+
+    @classmethod
+    def parse(cls, line: bytes) -> "Event":
+        """Return what a line says.
+
+        Raises:
+            Exception: One of `MALFORMED`: it is no event.
+        """
+        entry = json_object(line)
+        step, skipped = _count_in(entry, "step"), _count_in(entry, "skipped_steps")
+        seconds = {phase: float(spent) for phase, spent in entry["seconds"].items()}
+        if not all(0 <= spent < _MOST_SECONDS for spent in seconds.values()):
+            raise ValueError("`seconds` are no times")
+        return cls(
+            kind=str(entry["kind"]),
+            step=step,
+            attempts=step + skipped,
+            samples=_count_in(entry, "samples"),
+            seconds=seconds,
+            values=entry,
+        )
 
     @property
     def total(self) -> float:
         """Seconds of the session so far."""
         return sum(self.seconds.values())
 
+    @property
+    def trained(self) -> float:
+        """Seconds of training so far, waiting for data included."""
+        return self.seconds.get("train", 0.0) + self.seconds.get("data_wait", 0.0)
 
-@dataclass(frozen=True, slots=True)
+
 class Session:
-    """What one start of a run did, from its line "start" to its last sign of life."""
+    """What one start of a run did, from its line "start" to its last sign of life.
 
-    events: Sequence[Event]
+    Args:
+        start: The first line, which says what the run is made of.
+    """
 
-    @property
-    def start(self) -> Event:
-        """The first line, which says what the run is made of."""
-        return self.events[0]
+    def __init__(self, start: Event) -> None:
+        self.start = self.last = start
+        self.events = [start]
+        """The first, the last, and those between that stand for the others."""
+        self._logged = self._waited = 0.0  # seconds of training until the last log
 
-    @property
-    def last(self) -> Event:
-        """The last sign of life."""
-        return self.events[-1]
+    def add(self, event: Event, *, is_kept: bool) -> None:
+        """Add a line, which is the last for now."""
+        trained, share = event.seconds.get("train", 0.0), event.values.get("data_wait")
+        if event.kind == "log":
+            if isinstance(share, int | float):
+                self._waited += min(1.0, max(0.0, share)) * (trained - self._logged)
+            self._logged = trained
+        if self._waited:  # which the clock counts as training
+            event.seconds |= {"train": trained - self._waited, "data_wait": self._waited}
+        self.last = event
+        if is_kept:
+            self.events.append(event)
 
     @property
     def time(self) -> tuple[float, float]:
         """When it began and was last heard of, in seconds since 1970."""
-        begin = as_number(self.start.values.get("time")) - self.start.total
+        begin = _within(_MOST_SECONDS, self.start.values.get("time")) - self.start.total
         return begin, begin + self.last.total
 
     @property
@@ -74,6 +131,16 @@ class Session:
         return str(error or self.last.values.get("reason") or "an error before the first step")
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a run was by its metrics alone, at one of their lines."""
+
+    step: int
+    samples: float
+    epoch: float
+    seconds: float  # of running time
+
+
 @dataclass(kw_only=True)
 class RunLog:
     """All that is known of a run.
@@ -81,31 +148,66 @@ class RunLog:
     Args:
         name: Tells the run from the others of a report.
         path: The file of metrics.
-        lines: Its lines as they are.
-        sessions: The starts of the run; empty where no events were written.
-        unreadable: Lines that are no entries, in both files.
     """
 
     name: str
     path: Path
-    lines: Sequence[Mapping[str, Any]]
-    sessions: Sequence[Session] = field(default_factory=list)
+    curves: dict[str, list[Point]] = field(default_factory=dict)
+    """The curves by name, in the order in which they first appear; of long ones the ends of each
+    stretch, and the last point."""
+    places: list[Place] = field(default_factory=list)
+    skips: list[int] = field(default_factory=list)
+    """Steps after which a window was skipped, or those that stand for all of them."""
+    skipped: int = 0
+    sessions: list[Session] = field(default_factory=list)
+    """The starts of the run; empty where no events were written."""
+    higher_is_better: dict[str, bool] = field(default_factory=dict)
+    """Whether higher values of a metric are the better ones, where the run has said it."""
     unreadable: int = 0
+    """Lines that are no entries, in both files."""
+    _last: Mapping[str, Any] = field(default_factory=dict)  # line of metrics
+    _ran: float = 0.0  # seconds, until the last line
+    _clock: float = 0.0  # of the process that wrote it
 
-    @cached_property
-    def curves(self) -> dict[str, list[Point]]:
-        """The curves by name, in the order in which they first appear."""
-        found: dict[str, list[Point]] = {}
-        for line in self.lines:
-            for name, value in line.items():
-                if name not in NOT_CURVES and (number := as_number(value, None)) is not None:
-                    found.setdefault(name, []).append((line["step"], number))
-        return found
+    def add_lines(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        """Add a stretch of the metrics, whose lines have steps."""
+        if not lines:
+            return
+        for name in dict.fromkeys(name for line in lines for name in line):
+            points = [
+                (line["step"], number)
+                for line in lines
+                if name in line and (number := as_number(line[name], None)) is not None
+            ]
+            if points and name not in NOT_CURVES:
+                curve = self.curves.setdefault(name, points[:1])
+                curve += _standing_for(points[curve[0] is points[0] :])
+        skips = [line["step"] for line in lines if line.get("kind") == "skip"]
+        self.skips += skips if len(self.skips) < STRETCHES else skips[:1]
+        self.skipped += len(skips)
+        for line in () if self.sessions else lines:  # whose clocks are better
+            now = _within(_MOST_SECONDS, line.get(SECONDS))
+            self._ran += now if now < self._clock else now - self._clock  # else one began anew
+            self._clock = now
+        self._last = lines[-1]
+        samples, epoch = (_within(_MOST_COUNT, self._last.get(n)) for n in ("samples", "epoch"))
+        self.places.append(Place(self._last["step"], samples, epoch, self._ran))
 
-    @cached_property
-    def skips(self) -> list[int]:
-        """Steps after which a window was skipped."""
-        return [line["step"] for line in self.lines if line.get("kind") == "skip"]
+    def add_events(self, events: Sequence[Event]) -> None:
+        """Add a stretch of the events; what stands before the first start has no clock."""
+        for number, event in enumerate(events, 1):
+            higher = mapping(event.values.get("higher_is_better"))
+            self.higher_is_better |= {name: value is True for name, value in higher.items()}
+            if event.kind == "start":
+                self.sessions.append(Session(event))
+            elif self.sessions:
+                is_last = number == len(events) or events[number].kind == "start"
+                self.sessions[-1].add(event, is_kept=is_last)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is known of the run."""
+        return not (self._last or self.sessions)
 
     @property
     def resumes(self) -> list[int]:
@@ -120,47 +222,59 @@ class RunLog:
     @cached_property
     def hparams(self) -> Mapping[str, Any]:
         """The hyperparameters; those of a loop of one's own stand in a file beside the metrics."""
-        said = self.facts.get("hparams")
-        if said is None:
-            file = self.path.with_name(f"{self.path.stem}.hparams.json")
-            try:
-                said = json.loads(file.read_bytes())
-            except (OSError, ValueError):
-                said = None
-        return said if isinstance(said, Mapping) else {}
-
-    @cached_property
-    def higher_is_better(self) -> dict[str, bool]:
-        """Whether higher values of a metric are the better ones, where the run has said it."""
-        known: dict[str, bool] = {}
-        for session in self.sessions:
-            for event in session.events:
-                said = event.values.get("higher_is_better")
-                known |= said if isinstance(said, Mapping) else {}
-        return known
+        if "hparams" in self.facts:
+            return mapping(self.facts["hparams"])
+        file = self.path.with_name(f"{self.path.stem}.hparams.json")
+        return whole_object(file) if file.exists() else {}
 
     @property
     def counters(self) -> dict[str, int]:
         """Those of `step`, `epoch`, `samples` that are known, as they were last written."""
-        ends = [self.sessions[-1].last.values] if self.sessions else []
-        source = [*self.lines[-1:], *ends][-1] if self.lines or ends else {}
-        names = [name for name in ("step", "epoch", "samples") if name in source]
-        return {name: int(as_number(source[name])) for name in names}
+        source = self.sessions[-1].last.values if self.sessions else self._last
+        values = {name: as_number(source.get(name), -1) for name in ("step", "epoch", "samples")}
+        return {name: int(value) for name, value in values.items() if 0 <= value < _MOST_COUNT}
+
+
+def _standing_for(points: list[Point]) -> list[Point]:
+    """Return those of a stretch of a curve that stand for all: its ends, and what is odd."""
+    if len(points) <= 3:
+        return points
+    values = [value for _, value in points]
+    kept = {len(values) - 1}
+    if math.isfinite(sum(values)) and min(values) > -DRAWABLE and max(values) < DRAWABLE:
+        kept |= {values.index(min(values)), values.index(max(values))}
+    else:
+        odd = [index for index, value in enumerate(values) if not abs(value) < DRAWABLE]
+        for of_these in (range(len(values)), sorted({*range(len(values))} - {*odd})):
+            finite = [index for index in of_these if math.isfinite(values[index])]
+            kept |= {f(finite, key=values.__getitem__) for f in (min, max) if finite}
+        kept |= {*odd[:1]}
+    return [points[index] for index in sorted(kept)]
 
 
 def read_runs(paths: Iterable[Path]) -> list[RunLog]:
     """Read several runs, and call each by the shortest end of its path that no other has.
 
     A folder of runs stands for those in it, up to two levels deep. A run that has written nothing
-    yet is empty.
+    yet is empty; one without a log is left out, with a warning.
 
     Raises:
-        ConfigError: One of them has no log, none has a line, or one was named twice.
+        ConfigError: One does not exist or was named twice, or none has a line.
     """
-    runs = [_read(run) for path in paths for run in _places(path)]
-    if not any(run.lines or run.sessions for run in runs):
-        raise ConfigError(_nothing(runs[0]))
-    places = [run.path.resolve() for run in runs]
+    runs: list[RunLog] = []
+    missing: list[ConfigError] = []
+    for place in (place for path in paths for place in _places(path)):
+        try:
+            runs.append(_read(place))
+        except ConfigError as error:
+            if not lexists(place):
+                raise
+            missing.append(error)
+    if all(run.is_empty for run in runs):
+        raise missing[0] if missing else ConfigError(_nothing(runs[0]))
+    for why in missing:
+        warnings.warn(f"Left out: {why}", LeftOut, stacklevel=2)
+    places = [Path(realpath(run.path)) for run in runs]
     twice = [run.path for run, place in zip(runs, places, strict=True) if places.count(place) > 1]
     if twice:
         raise ConfigError(f"The run `{twice[0]}` was given twice. Name each run once.")
@@ -181,23 +295,25 @@ def _short_name(folder: Path, folders: Sequence[Path]) -> str:
 def read_run(path: Path) -> RunLog:
     """Read a run's directory, or the file that a `JSONLLogger` wrote.
 
-    A run may be under way: half a line at the end is left out.
+    A run may be under way: half a line at the end is left out. Lines that are no entries are named
+    by a warning.
 
     Raises:
         ConfigError: There is no log, or nothing in it can be read.
     """
     run = _read(path)
-    if not (run.lines or run.sessions):
+    if run.is_empty:
         raise ConfigError(_nothing(run))
     return run
 
 
 def _places(path: Path) -> list[Path]:
     """Return the runs that a path stands for: itself, or those below it."""
-    if (path / METRICS).is_file():
+    if isfile(path / METRICS):
         return [path]
-    below = [*path.glob(f"*/{METRICS}"), *path.glob(f"*/*/{METRICS}")]
-    return sorted((found.parent for found in below), key=_counted) or [path]
+    below = [*path.glob(f"*/*/{METRICS}"), *path.glob(f"*/{METRICS}")]
+    runs = {realpath(found): found.parent for found in below}  # links may lead to one twice
+    return sorted(runs.values(), key=_counted) or [path]
 
 
 def _counted(path: Path) -> list[Any]:
@@ -213,21 +329,22 @@ def _nothing(run: RunLog) -> str:
 
 
 def _read(path: Path) -> RunLog:
-    file = path if path.is_file() else path / METRICS
-    if not file.is_file():
+    file = path if isfile(path) else path / METRICS
+    if not isfile(file):
         raise ConfigError(_no_log(path))
-    lines = [entry for entry in _entries(file) if entry is None or entry.get("step") is not None]
+    run = RunLog(name=basename(realpath(path)), path=file)
     events = file.with_name(f"{file.stem}.events.jsonl")
-    written = list(_entries(events)) if events.is_file() else []
-    good = [line for line in lines if line is not None and isinstance(line["step"], int)]
-    known = [event for entry in written if entry and (event := _event(entry)) is not None]
-    bad = len(lines) - len(good) + len(written) - len(known)
-    name = path.resolve().name
-    return RunLog(name=name, path=file, lines=good, sessions=_sessions(known), unreadable=bad)
+    for found in stretches(events, Event.parse, STRETCHES) if lexists(events) else ():
+        run.unreadable += found.count(None)
+        run.add_events([event for event in found if event is not None])
+    for lines in stretches(file, _line, STRETCHES):
+        run.unreadable += lines.count(None)
+        run.add_lines([line for line in lines if line])
+    return run
 
 
 def _no_log(path: Path) -> str:
-    if not path.exists():
+    if not lexists(path):
         return f"`{path}` does not exist. Pass the `output_dir` of a run."
     return (
         f"`{path}` holds no `{METRICS}`, so there is nothing to report. Train with "
@@ -235,42 +352,43 @@ def _no_log(path: Path) -> str:
     )
 
 
-def _entries(file: Path) -> Iterator[dict[str, Any] | None]:
-    """Yield the objects of the lines; None for a line that holds none, but for half a last one."""
-    for line in file.read_bytes().split(b"\n")[:-1]:
-        try:
-            entry = json.loads(line) if line.strip() else {}
-        except ValueError:
-            entry = None
-        if entry != {}:
-            yield entry if isinstance(entry, dict) else None
+def _line(line: bytes) -> dict[str, Any]:
+    """Return the entry of a line of metrics; an empty one where it belongs to no step.
+
+    Raises:
+        Exception: One of `MALFORMED`: it is none.
+    """
+    entry = json_object(line)
+    if entry.get("step") is None:
+        return {}
+    _count_in(entry, "step")
+    return entry
 
 
-def _event(entry: Mapping[str, Any]) -> Event | None:
-    try:
-        return Event(
-            kind=str(entry["kind"]),
-            step=int(entry["step"]),
-            attempts=int(entry["step"]) + int(entry["skipped_steps"]),
-            samples=int(entry["samples"]),
-            seconds={str(phase): float(spent) for phase, spent in entry["seconds"].items()},
-            values=entry,
-        )
-    except (KeyError, ValueError, TypeError, AttributeError):
-        return None
+def _count_in(entry: Mapping[str, Any], name: str) -> int:
+    value = entry[name]
+    if type(value) is not int or not 0 <= value < _MOST_COUNT:
+        raise ValueError(f"`{name}` is no count")
+    return value
 
 
-def _sessions(events: Sequence[Event]) -> list[Session]:
-    """Cut the events at each "start"; what stands before the first has no clock and is left out."""
-    starts = [index for index, event in enumerate(events) if event.kind == "start"]
-    ends = [*starts, len(events)][1:]
-    return [Session(events[start:end]) for start, end in zip(starts, ends, strict=True)]
+def _within(most: float, value: Any) -> float:
+    """Return a number of [0, most), and 0 for what is none."""
+    number: float = as_number(value)
+    return number if 0 <= number < most else 0.0
+
+
+def mapping(value: object) -> Mapping[str, Any]:
+    """Return what is no mapping as an empty one."""
+    return value if isinstance(value, Mapping) else {}
 
 
 def as_number(value: Any, default: Any = 0.0) -> Any:
     """Return a number as it was logged, "NaN" and "Infinity" included; else the default."""
-    if isinstance(value, int | float) and not isinstance(value, bool):
+    if isinstance(value, float):
+        return value
+    if isinstance(value, int) and not isinstance(value, bool):
+        return float(value) if abs(value) < DRAWABLE else math.inf if value > 0 else -math.inf
+    if value in ("NaN", "Infinity", "-Infinity"):
         return float(value)
-    if isinstance(value, str) and value in ("NaN", "Infinity", "-Infinity"):
-        return math.nan if value == "NaN" else float(value)
     return default

@@ -65,7 +65,7 @@ class RunTable {
       ({ title, values: runs.map((r) => read(r) ?? null), write });
     const best = runs.map((_, run) => bestOf(run)), last = metrics[goal.metric]?.last ?? [];
     const counts = [figure("resumes", (r) => r.resumes.length),
-      figure("skipped steps", (r) => r.skips.length)];
+      figure("skipped steps", (r) => r.skipped)];
     const found = [
       { title: `best ${goalName()}`, values: best.map((b) => b && b[0]) },
       { title: "at step", values: best.map((b) => b && b[1]), write: whole },

@@ -7,8 +7,8 @@ from typing import Any
 
 from trainkit.formatting import json_value
 from trainkit.run_report.goodput import progress
-from trainkit.run_report.records import Point, RunLog, as_number
-from trainkit.run_report.tables import Row, configuration, mapping
+from trainkit.run_report.records import Point, RunLog, as_number, mapping
+from trainkit.run_report.tables import Row, configuration
 
 __all__ = ["axes", "metrics", "varied"]
 
@@ -78,8 +78,8 @@ def axes(run: RunLog, most: int) -> dict[str, list[Point]]:
         epochs = [(step, round(seen / size, 6)) for step, seen in samples]
     else:  # when each was first seen to be complete
         ends: dict[float, int] = {}
-        for line in run.lines:
-            ends.setdefault(as_number(line.get("epoch")), line["step"])
+        for place in run.places:
+            ends.setdefault(place.epoch, place.step)
         epochs = [(0 if epoch == 0 else step, epoch) for epoch, step in ends.items()]
     times = [(step, round(seconds, 3)) for step, _, seconds in known]
     found = {"time": times, "epoch": epochs, "samples": samples}

@@ -10,9 +10,9 @@ from trainkit.config import TrainConfig
 from trainkit.formatting import duration
 from trainkit.hparams import flat
 from trainkit.run_report.goodput import Goodput
-from trainkit.run_report.records import RunLog
+from trainkit.run_report.records import DRAWABLE, RunLog, mapping
 
-__all__ = ["Row", "configuration", "mapping", "number", "sessions"]
+__all__ = ["Row", "configuration", "number", "sessions"]
 
 _GROUPS = ("hparams", "config", "run", "optimizer", "versions", "started")
 _PID = ("started", "pid")
@@ -67,18 +67,13 @@ def _facts(run: RunLog, group: str) -> Mapping[str, Any]:
     return run.hparams if group == "hparams" else mapping(run.facts.get(group))
 
 
-def mapping(value: object) -> Mapping[str, Any]:
-    """Return what is no mapping as an empty one."""
-    return value if isinstance(value, Mapping) else {}
-
-
 def _plain(values: Mapping[str, Any], name: str) -> float | str | None:
     if name not in values:
         return None
     value = values[name]
     if isinstance(value, bool):
         return "yes" if value else "no"
-    if isinstance(value, int | float) and math.isfinite(value):
+    if isinstance(value, int | float) and abs(value) < DRAWABLE:
         return value
     return "none" if value is None else str(value)
 

@@ -3,9 +3,12 @@
 import csv
 import io
 import json
+import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,14 @@ from typing_extensions import override
 from trainkit.errors import ConfigError
 from trainkit.formatting import json_value
 from trainkit.outputs import Lines, absolute, giving_up, replace_file
+from trainkit.run_files import (
+    MALFORMED,
+    complete_size,
+    drop_half_line,
+    json_object,
+    lines,
+    lines_from_end,
+)
 from trainkit.trackers.tracker import GeneralTracker, has_one
 
 __all__ = ["CSVTracker", "FileTracker", "JSONLTracker"]
@@ -32,7 +43,6 @@ class FileTracker(GeneralTracker, ABC):
     """
 
     requires_logging_directory = True
-    _heads = 0  # lines before the first entry
 
     def __init__(self, run_name: str, logging_dir: str | Path, file_name: str = "") -> None:
         super().__init__()
@@ -49,8 +59,8 @@ class FileTracker(GeneralTracker, ABC):
     @override
     def start(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        if self.path.is_file() and not self.path.read_bytes().endswith(b"\n"):
-            self._replace(self._lines())
+        if self.path.is_file():
+            drop_half_line(self.path)
         self._file = Lines(self.path, self._called)
 
     @override
@@ -73,39 +83,41 @@ class FileTracker(GeneralTracker, ABC):
             self._file.close()
             self._file = None
 
-    def cut(self, is_wanted: Callable[[Mapping[str, Any]], bool]) -> None:
-        """Keep the lines whose values are wanted, before `start`.
+    def cut(self, is_wanted: Callable[[Mapping[str, Any]], bool]) -> bool:
+        """Take away the entries behind the last one that is wanted, before `start`.
 
-        Raises:
-            ConfigError: A line is none of this tracker, which `is_wanted` may say by an error of
-                Python; the file is as it was.
+        Lines that are no entries stay where they are before it. Returns False, and leaves the file
+        as it is, where it holds no entry at all.
+
+        Args:
+            is_wanted: Says it of the values of an entry; by an error of Python, that they are none.
         """
-        kept = []
-        for number, line in enumerate(self._lines(), 1):
+        end = None
+        for start, line in lines_from_end(self.path):
             try:
-                if number <= self._heads or is_wanted(self._values(line)):
-                    kept.append(line)
-            except (ValueError, KeyError, TypeError, AttributeError):
-                raise ConfigError(
-                    f"{self.path}, line {number}: this is no line of {self._called}, so the file "
-                    "was left as it is. Pass another `path`, or move the file away."
-                ) from None
-        self._replace(kept)
+                if is_wanted(self._values(line)):
+                    break
+                end = start
+            except MALFORMED:
+                continue
+        else:
+            if end is None and not self._is_fresh():
+                return False
+        if end is not None:
+            os.truncate(self.path, end)
+        return True
 
-    def _lines(self) -> list[str]:
-        """Return the lines, but for half a one at the end, which a killed process left."""
-        return self.path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
-
-    def _replace(self, lines: Iterable[str]) -> None:
-        replace_file(self.path, "".join(f"{line}\n" for line in lines).encode())
+    def _is_fresh(self) -> bool:
+        """Return whether nothing was written to the file but what stands before all entries."""
+        return complete_size(self.path) == 0
 
     @abstractmethod
     def _line(self, entry: dict[str, Any]) -> str:
         """Return an entry as a line, without its end."""
 
     @abstractmethod
-    def _values(self, line: str) -> Any:
-        """Return the entry of a line."""
+    def _values(self, line: bytes) -> dict[str, Any]:
+        """Return the entry of a line; an error of Python: it is none."""
 
 
 class JSONLTracker(FileTracker):
@@ -118,19 +130,19 @@ class JSONLTracker(FileTracker):
         return json.dumps(entry, allow_nan=False)
 
     @override
-    def _values(self, line: str) -> Any:
-        return json.loads(line)
+    def _values(self, line: bytes) -> dict[str, Any]:
+        return json_object(line)
 
 
 class CSVTracker(FileTracker):
     """Writes one row each time, under the names of all values so far.
 
     Where a name comes for the first time the file is written anew with one more column, which is
-    empty in the rows before. A list or a mapping is JSON in its cell.
+    empty in the rows before. A list or a mapping is JSON in its cell. A name or a text that a
+    spreadsheet would take for a formula has a `'` before it.
     """
 
     name = "csv"
-    _heads = 1
     _columns: tuple[str, ...] = ()
 
     @override
@@ -138,38 +150,60 @@ class CSVTracker(FileTracker):
         if self.path.exists() and not self.path.is_file():
             raise ConfigError(f"`{self.path}` is no ordinary file, which a table needs to grow in.")
         super().start()
-        self._lines()
+        self._read_columns()
 
     @override
-    def _lines(self) -> list[str]:
-        lines = super()._lines()
-        self._columns = tuple(next(csv.reader(lines[:1]), ()))
-        return lines
+    def cut(self, is_wanted: Callable[[Mapping[str, Any]], bool]) -> bool:
+        self._read_columns()
+        return super().cut(is_wanted)
+
+    def _read_columns(self) -> None:
+        with suppress(ValueError):  # no table: what is logged begins one
+            self._columns = tuple(_cells(next(lines(self.path), b"")))
+
+    @override
+    def _is_fresh(self) -> bool:
+        return "step" in self._columns and sum(1 for _ in islice(lines(self.path), 2)) == 1
 
     @override
     def _line(self, entry: dict[str, Any]) -> str:
-        entry = {name.replace("\n", " "): value for name, value in entry.items()}
+        entry = {_harmless(name.replace("\n", " ")): value for name, value in entry.items()}
         if new := [name for name in entry if name not in self._columns]:
             with giving_up(self._called, lambda: None, f"the table lacks {new} for now"):
                 self._widen((*self._columns, *new))
         return _row(map(entry.get, self._columns))
 
     @override
-    def _values(self, line: str) -> Any:
-        return dict(zip(self._columns, next(csv.reader([line])), strict=True))
+    def _values(self, line: bytes) -> dict[str, Any]:
+        return dict(zip(self._columns, _cells(line), strict=True))
 
     def _widen(self, columns: tuple[str, ...]) -> None:
         """Write the file anew with more columns, which are the last."""
         assert self._file is not None
-        blank = "," * (len(columns) - len(self._columns))
-        self._replace([_row(columns), *(f"{row}{blank}" for row in self._lines()[1:])])
+        blank = b"," * (len(columns) - len(self._columns)) + b"\n"
+        rows = islice(lines(self.path), bool(self._columns), None)
+        head = _row(columns).encode() + b"\n"
+        replace_file(self.path, chain([head], (row + blank for row in rows)))
         self._columns = columns
         self._file.close()
         self._file = Lines(self.path, self._called)
 
 
+def _cells(line: bytes) -> list[str]:
+    try:
+        return next(csv.reader([line.decode(errors="replace")]), [])
+    except csv.Error as error:
+        raise ValueError(error) from None
+
+
 def _row(values: Iterable[Any]) -> str:
     text = io.StringIO()
     cells = [json.dumps(v) if isinstance(v, list | dict) else v for v in values]
+    cells = [_harmless(v) if isinstance(v, str) and v != "-Infinity" else v for v in cells]
     csv.writer(text, lineterminator="").writerow(cells)
     return text.getvalue().replace("\n", " ")  # so that a text stays one line of the file
+
+
+def _harmless(text: str) -> str:
+    """Return a text that no spreadsheet takes for a formula."""
+    return f"'{text}" if text.startswith(("=", "+", "-", "@", "\t", "\r")) else text

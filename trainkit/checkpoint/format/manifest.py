@@ -31,6 +31,7 @@ FORMAT_VERSION = 4
 """The newest version. Written is the least that has what is in the checkpoint: 2 where tensors
 are sharded, 3 where one does not lie row by row in memory, 4 with packed files, else 1."""
 
+_MOST = 1e308  # that a float can be
 _HEAD = b'{"manifest_xxh3_128": "'
 _HEAD_SIZE = len(_HEAD) + 32 + len(b'",\n')
 
@@ -89,7 +90,11 @@ class Manifest:
         """Return what its evaluation gave, as far as that is numbers."""
         found = self.metadata.get("metrics")
         values = found if isinstance(found, dict) else {}
-        return {name: value for name, value in values.items() if type(value) in (int, float)}
+        return {
+            name: value
+            for name, value in values.items()
+            if type(value) is float or (type(value) is int and abs(value) < _MOST)
+        }
 
     @property
     def size(self) -> int:
