@@ -322,7 +322,7 @@ def test_weights_of_ones_own_count_in_their_loader(size: int, split: tuple[int, 
     for policy, (parameters, notes) in whole.items():
         assert difference(parameters, cut[policy][0]) < LIMIT
         for log, value in zip(cut[policy][1].logs, notes.logs, strict=True):
-            assert log == pytest.approx(value, rel=1e-12)
+            assert log == pytest.approx(value, rel=1e-12, nan_ok=True)  # a mean over nothing
 
 
 @pytest.mark.parametrize(

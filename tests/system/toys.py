@@ -5,7 +5,7 @@ import os
 import pickle
 import random
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -169,6 +169,15 @@ class Announcer(Callback):
         self.say(read_manifest(path).step)
 
 
+class Draws(Callback):
+    """Draws from the run's streams at its end: they show where these are."""
+
+    found: Sequence[Any] = ()
+
+    def on_fit_end(self, run: Run) -> None:
+        self.found = [torch.rand(3), random.random(), float(numpy.random.random())]
+
+
 class Noisy(Trainer):
     most_samples: int | None = None  # for which there is memory
 
@@ -202,6 +211,7 @@ class Training:
         self.model = nn.Sequential(nn.Linear(5, 9), nn.ReLU(), nn.Dropout(0.2), nn.Linear(9, 1))
         self.ema = Ema(self.model)
         folder.mkdir(parents=True, exist_ok=True)
+        self.draws = Draws()
         callbacks = [
             Announcer(rank, pipe),
             Journal(folder / f"journal-{rank}", self.ema),
@@ -209,6 +219,7 @@ class Training:
             JSONLLogger(),
             LRMonitor(),
             *self.make_gallery(),
+            self.draws,
             Checkpoint(**asdict(saving), every_n_epochs=None if saving.every_n_steps else 1000),
             *([] if minutes is None else [TimeLimit(minutes)]),
             *more,
@@ -282,7 +293,7 @@ class Training:
                 "metrics": [run.metrics, run.best_metrics],
                 "gallery": self.settings.gallery
                 and [self.average.state_dict(), self.stopping.state_dict(), run.stop_reason],
-                "draws": [torch.rand(3), random.random(), float(numpy.random.random())],
+                "draws": self.draws.found,
             }
         )
 

@@ -3,7 +3,8 @@
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -40,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("always", LeftOut)
-            warnings.showwarning = _show
+            warnings.showwarning = partial(_show, warnings.showwarning)
             code: int = options.run(options)
         sys.stdout.flush()
         return code
@@ -55,9 +56,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _show(message: Warning | str, *_: Any, **__: Any) -> None:
-    """Tell a warning as all else is told, without the line of the program."""
-    print(f"trainkit: {message}", file=sys.stderr)
+def _show(
+    otherwise: Callable[..., None], message: Warning | str, kind: type[Warning], *place: Any
+) -> None:
+    """Tell what could not be read as all else is told, without the line of the program."""
+    if issubclass(kind, LeftOut):
+        print(f"trainkit: {message}", file=sys.stderr)
+    else:
+        otherwise(message, kind, *place)
 
 
 def _parser(command: str) -> CommandParser:
