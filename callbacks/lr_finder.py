@@ -173,17 +173,20 @@ def _windows(run: Run) -> Generator[Window, None, None]:
         isinstance(one, Iterator) for one in (loader.source, getattr(loader.source, "dataset", 0))
     ):
         raise ConfigError("`LRFinder` needs data that can be read twice, not an iterator.")
-    position = None if stream is None else stream.state_dict()
+    position = {} if stream is None else stream.state_dict()
     while True:
         run.state.epoch_samples = 0
+        if stream is not None:
+            stream.is_trial = True
         try:
             with closing(run.windows()) as windows:
                 yield from windows
         finally:
             loader.keep_order()
-            if stream is not None and position is not None:
+            if stream is not None:
                 loader.close()  # lasting workers have gone on
                 stream.load_state_dict(position)
+                stream.is_trial = False
 
 
 def _smoothed(losses: list[float]) -> list[float]:

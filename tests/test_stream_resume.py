@@ -63,7 +63,7 @@ def train(
     with suppress(Killed):
         trainer.fit(
             nn.Linear(2, 1).double(),
-            DataLoader(data, batch, **workers),
+            DataLoader(data, batch, collate_fn=streams.collate, **workers),
             optimizer=partial(torch.optim.SGD, lr=1e-3),
             loss_fn=nn.MSELoss(),
             **options,
@@ -85,6 +85,7 @@ def kill_and_resume(rank: int, folder: Path, cases: list[tuple[str, str, int]]) 
 
 
 STATEFUL = ["Counting", "Shuffling", "Buffering", "Drawing", "Walking"]
+STATEFUL += ["Continuing", "Epochs", "Ending", "Sticking", "Wrapping", "huggingface"]
 
 
 @pytest.mark.parametrize("kind", with_few([], STATEFUL))

@@ -5,8 +5,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from datasets import Dataset, interleave_datasets
 from torch import Tensor
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, default_collate
 
 Sample = tuple[Tensor, Tensor]
 
@@ -45,6 +46,63 @@ class Shuffling(Counting):
             self.position += 1
             yield sample(index)
         self.position = 0
+
+
+class Continuing(Counting):
+    """Each pass yields what comes next."""
+
+    def __iter__(self) -> Iterator[Sample]:
+        while True:
+            self.position += 1
+            yield sample(self.position - 1)
+            if self.position % self.length == 0:
+                return
+
+
+class Epochs(Counting):
+    """Counts its passes, and orders each in its own way."""
+
+    def __init__(self, length: int = 22) -> None:
+        super().__init__(length)
+        self.passes = 0
+
+    def __iter__(self) -> Iterator[Sample]:
+        order = random.Random(self.passes).sample(range(self.length), self.length)
+        for index in order[self.position :]:
+            self.position += 1
+            yield sample(index)
+        self.position = 0
+        self.passes += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position, "passes": self.passes}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position, self.passes = state["position"], state["passes"]
+
+
+class Ending(Counting):
+    """Begins anew, but after a load; so after a pass the state is its end."""
+
+    start = 0
+
+    def __iter__(self) -> Iterator[Sample]:
+        self.position, self.start = self.start, 0
+        while self.position < self.length:
+            self.position += 1
+            yield sample(self.position - 1)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.start = state["position"]
+
+
+class Sticking(Ending):
+    """Begins each pass where a state was loaded, as those of Hugging Face do in the same epoch."""
+
+    def __iter__(self) -> Iterator[Sample]:
+        for index in range(self.start, self.length):
+            self.position = index + 1
+            yield sample(index)
 
 
 class Buffering(IterableDataset[Sample]):
@@ -114,6 +172,44 @@ class Walking(IterableDataset[Sample]):
 
     def __iter__(self) -> _Walk:
         return _Walk(self.length)
+
+
+class Wrapping(IterableDataset[Sample]):
+    """One of Hugging Face inside, which hears of no epochs."""
+
+    def __init__(self, length: int = 22) -> None:
+        self.inner = huggingface(length)
+
+    def __iter__(self) -> Iterator[Sample]:
+        return (sample(row["x"]) for row in self.inner)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"inner": self.inner.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state["inner"])
+
+
+def huggingface(length: int = 22) -> Any:
+    """Return the numbers from 0 on as an iterable data set of `datasets`, in two shards."""
+    return Dataset.from_dict({"x": [*range(length)]}).to_iterable_dataset(num_shards=2)
+
+
+def interleaved() -> Any:
+    """Return two of Hugging Face in turns, drawn anew in each epoch."""
+    parts = [huggingface(), huggingface()]
+    return interleave_datasets(parts, probabilities=[0.5, 0.5], seed=1)
+
+
+def shuffled() -> Any:
+    """Return one of Hugging Face with a shuffle buffer."""
+    return huggingface().shuffle(seed=3, buffer_size=4)
+
+
+def collate(items: list[Any]) -> Any:
+    """Return a batch of samples, or of the rows of Hugging Face."""
+    rows = isinstance(items[0], dict)
+    return default_collate([sample(item["x"]) for item in items] if rows else items)
 
 
 class Stateless(IterableDataset[Sample]):

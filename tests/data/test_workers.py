@@ -85,6 +85,30 @@ def test_a_loader_left_early_starts_anew(persistent: bool) -> None:
     prepared.close()
 
 
+class Marked(Noisy):
+    """Tells what was set on it."""
+
+    mark = 0
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor([self.mark, self.epoch])
+
+
+def test_what_is_set_on_a_data_set_reaches_workers_when_they_start() -> None:
+    seen: list[Any] = []
+    for options in ({}, {"num_workers": 1}, {"num_workers": 1, "persistent_workers": True}):
+        dataset = Marked(2)
+        prepared = prepare(loader_of(dataset, batch_size=1, **options))
+        seen.append([])
+        for _ in range(2):
+            for batch in prepared:
+                seen[-1] += batch.tolist()
+                dataset.mark += 1
+    assert seen[0] == [[0, 0], [1, 0], [2, 1], [3, 1]]
+    assert seen[1] == [[0, 0], [0, 0], [2, 1], [2, 1]]
+    assert seen[2] == [[0, 0], [0, 0], [0, 1], [0, 1]]
+
+
 def test_workers_end_when_the_loop_raises() -> None:
     prepared = prepare(loader_of(Numbers(20), batch_size=2, num_workers=2))
 

@@ -63,6 +63,12 @@ class StreamedShare(SharedLoader):
             self._inner.stream.load_state_dict(state_dict["stream"])
 
     @override
+    def _leave(self) -> None:
+        super()._leave()
+        if self._inner.stream is not None:
+            self._inner.stream.left()
+
+    @override
     def _batches(self, skip: int, resumption: Resumption | None) -> Iterator[MicroBatch]:
         share, stream = self._inner.batch_size, self._inner.stream
         jumps = share is not None and skip > 0

@@ -12,10 +12,10 @@ import torch
 from typing_extensions import override
 
 from trainkit.data.batch_sources import BatchSource
+from trainkit.data.fetch import RankBatch
 from trainkit.data.loader import PreparedLoader, length_of
 from trainkit.data.loader_context import LoaderContext
 from trainkit.data.padding_batch import PaddingBatch
-from trainkit.data.stream import RankBatch
 from trainkit.data.transfer import transfer_for
 from trainkit.data.window import MicroBatch, Window
 from trainkit.distributed.collectives import are_alike
@@ -186,10 +186,13 @@ class AgreedLoader(PreparedLoader):
 
     def _begin(self, epoch: int, position: int) -> tuple[int, Iterator[_GlobalBatch]]:
         """Return how many samples were consumed where the batches begin, and the batches."""
-        start = None
-        if self.stream is not None:
-            start, self.stream.start = self.stream.start, None
-        if start is not None and start["state"] is not None:
+        start, stream = None, self.stream
+        if stream is not None:
+            start, stream.start = stream.start, None
+        if stream is not None and start is not None and start["state"] is not None:
+            if start["inside"] and start["state"]["ended"] and not stream.is_sharded:
+                stream.start = {**start, "inside": False}  # the next pass follows this one
+                return position, repeat(_GlobalBatch((0,) * self.processes.size, 0))
             passed = start["state"].get("batches", 0) if start["inside"] else 0
             batches = self._batch_source.rank_batches(epoch, position, start)
             return position, self._limited(self._read(batches), passed)

@@ -13,14 +13,14 @@ from typing_extensions import override
 
 from trainkit import rng
 from trainkit.containers.tree import count_samples
-from trainkit.data.fetch import Fetch
+from trainkit.data.fetch import Fetch, RankBatch
 from trainkit.data.loader_context import LoaderContext
 from trainkit.data.order import KeyedOrder, set_epoch_on
-from trainkit.data.stream import RankBatch, StreamReader
 from trainkit.data.workers import Fetcher, datasets_of, fetcher_for
 
 if TYPE_CHECKING:
     from trainkit.data.position import StreamPosition
+    from trainkit.data.stream import StreamReader
 
 __all__ = [
     "BatchSource",
@@ -77,7 +77,7 @@ class StreamSource(BatchSource):
     advice = "Give the data set at least as many shards with samples as there are processes."
 
     def __init__(
-        self, reader: StreamReader, loader: DataLoader[Any], context: LoaderContext
+        self, reader: "StreamReader", loader: DataLoader[Any], context: LoaderContext
     ) -> None:
         self._reader = reader
         self._loader = loader
@@ -95,26 +95,30 @@ class StreamSource(BatchSource):
 
     @override
     def rank_batches(self, epoch: int, position: int, start: Any = None) -> Iterator[RankBatch]:
-        dataset: Any = self._loader.dataset
         if start is not None:
             self.close()  # workers under way would not hear of it
-            if not start["inside"]:
-                dataset.load_state_dict(copy.deepcopy(start["state"]["dataset"]))
         if self._forwards_epoch:
-            set_epoch_on(datasets_of(dataset), epoch)
+            set_epoch_on(datasets_of(self._loader.dataset), epoch)
         run = next(self._runs)
-        self._reader.start = (run, start["state"]) if start and start["inside"] else None
-        tasks = partial(map, lambda index: (run, position, index), count())
+        self._reader.start = None if start is None else (run, start)
+        follows, self._reader.is_over = self._reader.is_over, False
+        tasks = partial(map, lambda index: (run, position, index, follows), count())
         if self._loader.num_workers > 0:
-            self._workers = self._workers or self._fetcher_of(self._reader)
-            yield from self._workers.batches(epoch, tasks)
-            return
-        # A reader of its own, so that passes at the same time do not disturb each other.
-        reader = copy.copy(self._reader)
-        self._readers.append(reader)
+            reader = self._reader
+            fetcher = self._workers = self._workers or self._fetcher_of(reader)
+        else:
+            # A reader of its own, so that passes at the same time do not disturb each other.
+            reader = copy.copy(self._reader)
+            reader.returns |= self.stream is not None and self.stream.is_trial
+            fetcher = self._fetcher_of(reader)
+            self._readers.append(reader)
+        batches = fetcher.batches(epoch, tasks)
         try:
-            yield from self._fetcher_of(reader).batches(epoch, tasks)
+            for batch in batches:
+                reader.is_over = not batch.count or (batch.state or {}).get("ended", False)
+                yield batch
         finally:
+            batches.close()
             reader.leave()
             self._readers = [one for one in self._readers if one is not reader]
 

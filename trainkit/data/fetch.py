@@ -1,6 +1,7 @@
 """Turns the indices of a batch into a batch, under the keys of its samples (rules 13, 18)."""
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +20,25 @@ from typing_extensions import override
 from trainkit import rng
 from trainkit.errors import DataError
 
-__all__ = ["Fetch", "collates_silently", "fetch_for", "sample_key"]
+__all__ = ["Fetch", "RankBatch", "collates_silently", "fetch_for", "sample_key"]
+
+
+@dataclass(frozen=True, slots=True)
+class RankBatch:
+    """What one process has of a global batch.
+
+    Args:
+        count: Its samples; 0 where it has none.
+        data: Their batch; None where it has none.
+        fallback: A batch of the stream's first samples and their number, for a process that never
+            had any.
+        state: Where the data set is after it; None where it has no `state_dict`.
+    """
+
+    count: int
+    data: Any = None
+    fallback: tuple[Any, int] | None = None
+    state: Any = None
 
 
 class Fetch(ABC):

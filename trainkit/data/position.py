@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from trainkit.data.stream import is_stateful
+from trainkit.data.stream_start import begins_anew, is_stateful
 from trainkit.errors import CheckpointError, ConfigError
 
 __all__ = ["StreamPosition"]
@@ -29,6 +29,9 @@ class StreamPosition:
         self.state: Any = None  # after the batch consumed last, or the end of the latest epoch
         self.end: Any = None  # after the epoch, where its end comes next
         self.start: dict[str, Any] | None = None  # what was loaded, until a pass begins with it
+        self.is_trial = False
+        """Whether passes leave the data set as they found it."""
+        self._has_read = False  # whether a pass has ended since a state was loaded
 
     def check_evaluations(self, loaders: Iterable[Any]) -> None:
         """Raise ConfigError where one of these reads the same object, while training does."""
@@ -43,7 +46,13 @@ class StreamPosition:
 
     def ended(self) -> None:
         """Note that nothing of the epoch is left."""
-        self.inside, self.state = False, self.end
+        self.inside, self.state, self._has_read = False, self.end, True
+
+    def left(self) -> None:
+        """Note that nobody goes on with the pass, if one is under way."""
+        if self.inside:
+            self.end = None
+            self.ended()
 
     @property
     def is_sharded(self) -> bool:
@@ -56,7 +65,7 @@ class StreamPosition:
         return True if self.inside and self._shards > 1 else None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the data set is; between two epochs, what the next one begins with."""
+        """Return where the data set is; between two epochs, where the latest one has left it."""
         state = self.state if self.inside else self._between()
         return {"shards": self._shards, "inside": self.inside, "state": state}
 
@@ -74,6 +83,7 @@ class StreamPosition:
         """Let the next pass go on from a state."""
         self.start = self._fitting(state)
         self.inside, self.state = self.start["inside"], self.start["state"]
+        self._has_read = False
 
     def merge_state_dicts(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Return one state for all shards, by `merge_state_dicts` of the data set."""
@@ -101,9 +111,12 @@ class StreamPosition:
         return state
 
     def _between(self) -> Any:
-        if self._shards > 1 or not is_stateful(self._dataset):
+        if self.start is not None:
+            return self.start["state"]
+        goes_on = self._has_read and self._shards == 1 and is_stateful(self._dataset)
+        if not goes_on or begins_anew(self._dataset):
             return None
-        if self._lasts and self.state and "dataset" in self.state:
-            return self.state  # the copies in the workers go on
+        if not self._is_here:  # the copies in lasting workers go on, others are made anew
+            return self.state if self._lasts and "dataset" in (self.state or {}) else None
         state = copy.deepcopy(self._dataset.state_dict())
         return {"items": 0, "ended": False, "before_last": None, "dataset": state}

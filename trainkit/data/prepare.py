@@ -15,7 +15,6 @@ from trainkit.data.loader import PreparedLoader, length_of
 from trainkit.data.loader_context import LoaderContext
 from trainkit.data.mapped import MappedLoader
 from trainkit.data.order import KeyedOrder, divide
-from trainkit.data.stream import StreamReader
 from trainkit.data.workers import fetcher_for
 from trainkit.distributed.active_batches import ActiveLoaders
 from trainkit.errors import ConfigError
@@ -121,6 +120,8 @@ def _prepared(loader: Any, context: LoaderContext) -> PreparedLoader:
 
 
 def _streamed(loader: DataLoader[Any], context: LoaderContext) -> PreparedLoader:
+    from trainkit.data.stream import StreamReader  # other data needs none of it
+
     processes, size = context.processes, loader.batch_size
     if context.split_batches and size is not None:
         size = divide(size, processes.size)

@@ -2,39 +2,29 @@
 
 import copy
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from itertools import islice
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import chain, islice
 from typing import Any
-from weakref import WeakValueDictionary
 
 from torch.utils.data import DataLoader
+from torch.utils.data._utils import worker
 from typing_extensions import override
 
 from trainkit import rng
 from trainkit.containers.tree import count_samples
-from trainkit.data.fetch import Fetch, collates_silently
+from trainkit.data.fetch import Fetch, RankBatch, collates_silently
 from trainkit.data.loader_context import LoaderContext
+from trainkit.data.stream_start import (
+    StreamStart,
+    forget_loaded,
+    is_huggingface,
+    is_same,
+    is_stateful,
+)
 from trainkit.errors import DataError
 
-__all__ = ["RankBatch", "StreamReader", "is_stateful"]
-
-
-@dataclass(frozen=True, slots=True)
-class RankBatch:
-    """What one process has of a global batch.
-
-    Args:
-        count: Its samples; 0 where it has none.
-        data: Their batch; None where it has none.
-        fallback: A batch of the stream's first samples and their number, for a process that never
-            had any.
-        state: Where the data set is after it; None where it has no `state_dict`.
-    """
-
-    count: int
-    data: Any = None
-    fallback: tuple[Any, int] | None = None
-    state: Any = None
+__all__ = ["StreamReader"]
 
 
 class StreamReader(Fetch):
@@ -66,53 +56,61 @@ class StreamReader(Fetch):
         self._run: int | None = None
         self._iterator: Iterator[Any] = iter(())
         self._data: Any = self.dataset  # what is read: the data set, or the shard of this process
-        self._found: dict[str, Any] | None = None  # the state that the pass has found it in
+        self._start: StreamStart | None = None  # where the pass has begun, if that has a state
         self._owner: Any = None  # who tells the state: the iterator, or the data set
         self._prior: Any = None  # the state before the latest item
         self._state: dict[str, Any] | None = None  # after the latest batch
-        self.start: tuple[int, Any] | None = None  # a pass, and the state that it goes on from
+        self.start: tuple[int, Any] | None = None  # a pass, and what it begins with
+        self.returns = not context.trains  # whether a pass leaves the data set as it was
+        self.is_over = False  # whether the latest pass was used to its end
 
     @override
-    def fetch(self, epoch: int, task: tuple[int, int, int]) -> RankBatch:
+    def fetch(self, epoch: int, task: tuple[int, int, int, bool]) -> RankBatch:
         """Return this process's share of a global batch.
 
         Args:
             epoch: The epoch of the samples' keys.
             task: The pass (any number that differs between passes), the samples that were
-                consumed before the pass, and the global batch, counted from there, not falling.
+                consumed before the pass, the global batch, counted from there, not falling, and
+                whether the pass before was read to its end. (What was read ahead may have come
+                to the end of one that was left.)
         """
-        run, position, index = task
+        run, position, index, follows = task
         if run != self._run:
-            self._begin(run, epoch, position)
+            self.is_over = follows
+            with _in_no_worker():
+                self.leave()
+                self._begin(run, epoch, position)
             self._run = run
         batch = self._rank_batch(index)
         state = self._taken_state()
         return batch if state is None else replace(batch, state=state)
 
     def leave(self) -> None:
-        """Put a data set back to where the pass found it, if left in the middle or evaluated.
-
-        Where another pass has begun to read the same object, nothing is done.
-        """
-        found, self._found = self._found, None
+        """Let the data set come back to where the pass began, unless one of training is over."""
+        start, self._start = self._start, None
         self._iterator = iter(())
-        is_mine = _latest.get(id(self._data)) is self
-        if found is not None and is_mine and not (self._complete and self.in_training):
-            self._data.load_state_dict(found["state"])
+        if start is not None:
+            with rng.preserved():
+                start.leave(self._peek, is_over=self.is_over and not self.returns)
 
     def _begin(self, run: int, epoch: int, position: int) -> None:
-        self.leave()
         self._epoch, self._at, self._next = epoch, 0, 0
-        self._ended = self._complete = False
+        self._ended = False
         self._first: list[Any] = []
         self._prior = self._state = self._owner = None
-        self._data = self._shard() if self.is_sharded else self.dataset
-        if is_stateful(self._data):
-            self._found = {"state": copy.deepcopy(self._data.state_dict())}
-            _latest[id(self._data)] = self
-        if self.start is not None and self.start[0] == run:
-            self._go_on(self.start[1])
+        self._data = data = self._shard() if self.is_sharded else self.dataset
+        # Nobody reads a shard again, and those of Hugging Face begin anew by themselves.
+        if data is self.dataset and is_stateful(data) and not is_huggingface(data):
+            self._start = StreamStart(data)
+        start = self.start[1] if self.start is not None and self.start[0] == run else None
+        if start is not None and start["inside"]:
+            if self._start is not None:
+                self._start.resume()
+            self._go_on(start["state"])
             return
+        if start is not None and self._start is not None and "dataset" in start["state"]:
+            self._start.follow(start["state"]["dataset"])
         self._open()
         done = 0
         while done < position:
@@ -138,12 +136,27 @@ class StreamReader(Fetch):
         self._owner = owners[0] if owners else None
         if kind == "iterator":
             self._owner.load_state_dict(copy.deepcopy(state))
+        if kind == "dataset":
+            self._iterator = _read_once(self._iterator, self._data)
+
+    def _peek(self) -> Any:
+        """Return the state after the first sample of a new iterator; None where it has none."""
+        try:
+            self._open()
+            if self.seeds:
+                rng.seed_host(self._key(0))
+            next(self._iterator)
+        except Exception:  # also its end
+            return None
+        finally:
+            self._iterator = iter(())
+        return copy.deepcopy(self._data.state_dict())
 
     def _go_on(self, state: dict[str, Any]) -> None:
         """Begin where a state was taken."""
         self._at = state["items"]
         if state["ended"]:
-            self._state, self._ended, self._complete = state, True, True
+            self._state, self._ended = state, True
             return
         kind = "iterator" if "iterator" in state else "dataset"
         if state["before_last"] is not None:
@@ -151,9 +164,11 @@ class StreamReader(Fetch):
             # the next sample must be under its own. So the last one is read again, and dropped.
             self._open(kind, state["before_last"])
             rng.seed_host(self._key(0))
-            if next(self._iterator, self) is not self and _is_same(
+            if next(self._iterator, self) is not self and is_same(
                 self._owner.state_dict(), state[kind]
             ):
+                if self._start is not None:
+                    self._start.is_elsewhere(is_empty=False)
                 return
         self._open(kind, state[kind])
 
@@ -177,10 +192,11 @@ class StreamReader(Fetch):
         share = self._batch_size or 1  # items of one process, perhaps whole batches
         start = 0 if self.is_sharded else self._rank * share
         many = share if self.is_sharded else self._size * share
-        self._skip((index - self._next) * many)
+        with _in_no_worker():
+            self._skip((index - self._next) * many)
+            key = self._key(self._at + start)
+            items = self._read(many, keeps_prior=True)
         self._next = index + 1
-        key = self._key(self._at + start)
-        items = self._read(many, keeps_prior=True)
         mine = items[start : start + share]
         if mine and not (self._whole and len(mine) < share):
             return self._made(mine, key)
@@ -215,12 +231,15 @@ class StreamReader(Fetch):
                     self._prior = copy.deepcopy(self._owner.state_dict())
                 if self.seeds:
                     rng.seed_host(self._key(self._at))
-                item = next(self._iterator)
-                self._at += 1
-                if self._batch_size is not None or count_samples(item):
-                    items.append(item)
-        except StopIteration:
-            self._ended = self._complete = True
+                item = next(self._iterator, _END)
+                if self._start is not None and self._start.is_elsewhere(is_empty=item is _END):
+                    self._open()
+                elif item is _END:
+                    self._ended = True
+                else:
+                    self._at += 1
+                    if self._batch_size is not None or count_samples(item):
+                        items.append(item)
         except Exception as error:
             self._ended = True
             error.add_note(
@@ -250,28 +269,27 @@ class StreamReader(Fetch):
             raise
 
 
-_latest: "WeakValueDictionary[int, StreamReader]" = WeakValueDictionary()
-"""Who began last to read a data set that has a state, by the identity of the data set."""
+_END = object()
 
 
-def is_stateful(thing: Any) -> bool:
-    """Return whether `thing` has `state_dict` and `load_state_dict`, and says in them all it needs.
+@contextmanager
+def _in_no_worker() -> Iterator[None]:
+    """Let a data set read as in the main process, which torch has no public way for.
 
-    The shuffle buffers of `datasets` are left out of their states: their samples would be lost.
+    Those of Hugging Face shuffle otherwise even in the only worker.
     """
-    part = getattr(thing, "_ex_iterable", None)
-    while part is not None:
-        if type(part).__name__ == "BufferShuffledExamplesIterable":
-            return False
-        part = getattr(part, "ex_iterable", None)
-    return all(callable(getattr(thing, name, None)) for name in ("state_dict", "load_state_dict"))
-
-
-def _is_same(one: Any, other: Any) -> bool:
+    present, worker._worker_info = worker._worker_info, None
     try:
-        return bool(one == other)
-    except Exception:  # of arrays, such as the states of generators: not known
-        return False
+        yield
+    finally:
+        worker._worker_info = present
+
+
+def _read_once(iterator: Iterator[Any], dataset: Any) -> Iterator[Any]:
+    """Yield what `iterator` does, of a data set that was given a state for it alone."""
+    first = list(islice(iterator, 1))
+    forget_loaded(dataset)
+    yield from chain(first, iterator)
 
 
 def _can_shard(dataset: Any, size: int) -> bool:

@@ -11,7 +11,7 @@ import threading
 import time
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from typing import Any, TypeAlias
@@ -49,7 +49,7 @@ class Fetcher(ABC):
         self._fetch = fetch
 
     @abstractmethod
-    def batches(self, epoch: int, tasks: Tasks) -> Iterator[Any]:
+    def batches(self, epoch: int, tasks: Tasks) -> Generator[Any, None, None]:
         """Yield the batch of each task, in order; None for a task that is None.
 
         Args:
@@ -73,7 +73,7 @@ class InProcess(Fetcher):
     """Fetches in this process, when a batch is asked for."""
 
     @override
-    def batches(self, epoch: int, tasks: Tasks) -> Iterator[Any]:
+    def batches(self, epoch: int, tasks: Tasks) -> Generator[Any, None, None]:
         fetch = self.fetch if self._fetch.seeds else self._fetch.fetch
         for task in tasks():
             yield None if task is None else fetch(epoch, task)
@@ -123,7 +123,7 @@ class WorkerPool(Fetcher):
         finalize(self, _dismiss, dismissal, self._pid)
 
     @override
-    def batches(self, epoch: int, tasks: Tasks) -> Iterator[Any]:
+    def batches(self, epoch: int, tasks: Tasks) -> Generator[Any, None, None]:
         if self._inner is None:
             self._inner = self._make()
         # Set before each pass: else the loader would draw from the global generators.
