@@ -45,9 +45,19 @@ def planned(p: Program) -> int:
     return p.max_steps or sum(len(windows(p, epoch)) for epoch in epochs)
 
 
-def train(p: Program) -> Outcome:
-    """Train a program by hand."""
-    return _Loop(p).train()
+def train(p: Program, moved: float = 0.0) -> Outcome:
+    """Train a program by hand.
+
+    Args:
+        p: The program.
+        moved: By how much of its size each of the first weights is moved, up or down.
+    """
+    loop = _Loop(p)
+    chance = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for x in loop.model.parameters() if moved else []:
+            x.mul_(1 + moved * (2 * torch.randint(2, x.shape, generator=chance).double() - 1))
+    return loop.train()
 
 
 class _Loop:

@@ -246,7 +246,7 @@ def _global_batches(p: Program, epoch: int) -> list[list[Part]]:
     collate, stream = _collate(p), rng.sample_stream(p.seed, epoch)
     share = p.batch_size // (p.processes if p.split_batches else 1)
 
-    def part(keyed: list[tuple[int, Any]]) -> Part:
+    def part(keyed: list[tuple[int | str, Any]]) -> Part:
         if not keyed:
             return None
         with _seeded(rng.in_stream(stream, keyed[0][0])):
@@ -267,9 +267,12 @@ def _global_batches(p: Program, epoch: int) -> list[list[Part]]:
             return [_filled(some, p.processes) for some in _cut(parts, p.processes)]
         keyed = [(index, fetch(index)) for index in order]
     if p.source == "shards" and p.processes > 1:
-        rows = [row for _, row in keyed]
-        shards = [[*enumerate(rows[rank :: p.processes])] for rank in range(p.processes)]
-        of_each = [_cut(shard, share) for shard in shards]  # places are those in the shard
+        rows, count = [row for _, row in keyed], p.processes
+        shards = [  # keyed by the place in the shard
+            [(f"{at} of shard {rank} of {count}", row) for at, row in enumerate(rows[rank::count])]
+            for rank in range(count)
+        ]
+        of_each = [_cut(shard, share) for shard in shards]
         many = max(map(len, of_each))
         batches = [[own[k] if k < len(own) else [] for own in of_each] for k in range(many)]
     else:

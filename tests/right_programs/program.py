@@ -334,6 +334,7 @@ _RULES: list[_Rule] = [
         lambda p: (
             p.schedule not in BY_NAME
             or (type(p.warmup) is int and (p.max_steps or p.samples // _window(p)) <= p.warmup)
+            or (type(p.warmup) is int and p.max_steps is None and (p.limit or p.overfit))
         ),
         _to(warmup=0),
     ),

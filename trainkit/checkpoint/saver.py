@@ -226,12 +226,16 @@ class Saver:
         metadata: Mapping[str, Any],
     ) -> Path:
         run_on_main(processes, self.check_folder)
-        path = store.save(
-            step,
-            parts,
-            metadata=metadata,
-            agree=partial(gather_on_main, processes),
-        )
+        try:
+            path = store.save(
+                step,
+                parts,
+                metadata=metadata,
+                agree=partial(gather_on_main, processes),
+            )
+        except CheckpointError:
+            run_on_main(processes, self.check_folder)  # which may have been moved meanwhile
+            raise
         run_on_main(processes, partial(self._rotate, store))
         return path
 
