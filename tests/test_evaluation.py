@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.helpers.ranks import run_ranks
 from trainkit import Callback, ConfigError, DataError, Run, Trainer, rng
+from trainkit.data import presharded
 
 CLASSES = 3
 
@@ -65,10 +66,18 @@ def test_metrics_are_equal_on_one_to_four_processes(samples: int, batch_size: in
                     assert result[name] == value
 
 
-def test_an_empty_data_set_gives_no_figures() -> None:
+def evaluate_nothing(rank: int) -> None:
     trainer = Classifier(max_steps=1, callbacks=[])
-    loader = DataLoader(make_data(0), batch_size=2)
-    assert trainer.evaluate(make_model(), loader, metrics=["accuracy"]) == {}
+    short, used_up = DataLoader(make_data(1), 2, drop_last=True), iter(DataLoader(make_data(1)))
+    next(used_up)
+    for data in (DataLoader(make_data(0)), short, presharded(used_up)):
+        with pytest.raises(DataError, match=r"'b', of a .* gave no batch: .* `drop_last`"):
+            trainer.evaluate(make_model(), {"a": DataLoader(make_data(1)), "b": data})
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_evaluation_without_a_batch_is_an_error(size: int) -> None:
+    run_ranks(size, evaluate_nothing)
 
 
 def predict(rank: int, samples: int, shuffle: bool) -> Tensor:

@@ -77,17 +77,28 @@ class Evaluator:
             metrics: Computed from all predictions and references, or from the mean loss.
             name: Of the loader, where it has one: stands in the metrics' names.
             watch: Stands between the loader's batches and the evaluation.
+
+        Raises:
+            DataError: The loader had no batch.
         """
         for metric in metrics:
             metric.reset()
-        sums, chunks = LogSums(), self._chunks(module, loader, metrics)
+        sums, chunks, is_empty = LogSums(), self._chunks(module, loader, metrics), True
         with _undisturbed(module, self.communicator), self.log.apart() as logged:
             with closing(self._outputs(module, loader, watch)) as results:
                 for outputs, count in results:
+                    is_empty = False
                     chunks.add(outputs)
                     if count:
                         _add_means(sums, outputs, count)
                 chunks.flush()
+            if is_empty:  # on all processes
+                data = type(getattr(loader.source, "dataset", loader.source)).__name__
+                raise DataError(
+                    f"The evaluation loader{f' {name!r}' if name else ''}, of a `{data}`, gave no "
+                    "batch: the data is empty, or used up (an iterator can be read once), or "
+                    "`drop_last` leaves nothing of it."
+                )
             sums.join(logged)
             means = sums.reduce(self.communicator.processes)
             weight = means.pop(_LOSS_WEIGHT, 1.0)
