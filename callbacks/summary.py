@@ -9,7 +9,7 @@ from pathlib import Path
 from typing_extensions import override
 
 from trainkit.callbacks._support.formatting import values_by_loader
-from trainkit.formatting import clock, count
+from trainkit.formatting import clock, count, visible
 from trainkit.training.callback import Callback
 from trainkit.training.facts import describe_window, parameter_counts
 from trainkit.training.run import Run
@@ -61,7 +61,7 @@ def _block(title: str, rows: dict[str, str]) -> str:
         for part in text.splitlines():
             cut = textwrap.wrap(part, width, break_long_words=False, break_on_hyphens=False)
             lines += (f"  {next(labels):<13} {line}" for line in cut)
-    return "\n".join(lines)
+    return visible("\n".join(lines))
 
 
 def _what_is_trained(run: Run) -> dict[str, str]:

@@ -4,12 +4,15 @@ import atexit
 import errno
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
 from typing import Any
 
-__all__ = ["lasting", "lost", "put"]
+from trainkit.formatting import visible
 
+__all__ = ["lasting", "lost", "put", "visibly"]
+
+_NAMES = ("stdout", "stderr")
 _lost: dict[str, str] = {}
 
 
@@ -17,26 +20,55 @@ class _Lasting:
     """A standard stream that is written to as before when nobody can read it any more.
 
     Args:
-        stream: The real one; all but writing is left to it.
+        stream: The real one, or what a program has put in its place; all but writing is left to it.
+        name: Which it is.
     """
 
-    def __init__(self, stream: Any) -> None:
+    def __init__(self, stream: Any, name: str) -> None:
         self._stream = stream
+        self._name = name
 
     def write(self, text: str) -> int:
         """Write; what cannot be written is left out."""
         try:
             self._stream.write(text)
         except (OSError, ValueError) as error:
-            _lose(self._stream, error)
+            _lose(self._stream, self._name, error)
         return len(text)
 
+    def writelines(self, lines: Iterable[str]) -> None:
+        """Write texts, one after the other."""
+        for line in lines:
+            self.write(line)
+
     def flush(self) -> None:
-        """Pass on what was written."""
+        """Pass on what was written, where the stream knows how."""
         try:
-            self._stream.flush()
+            _flush(self._stream)
         except (OSError, ValueError) as error:
-            _lose(self._stream, error)
+            _lose(self._stream, self._name, error)
+
+    def isatty(self) -> bool:
+        """Return whether it is a terminal; what a program has made may not know, or be closed."""
+        try:
+            return bool(self._stream.isatty())
+        except (AttributeError, OSError, ValueError):
+            return False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+class _Visible:
+    """A stream to which what a terminal would obey is written so that it is seen."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Write; names in files of other people may hold anything."""
+        self._stream.write(visible(text))
+        return len(text)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -45,11 +77,11 @@ class _Lasting:
 @contextmanager
 def lasting() -> Iterator[None]:
     """Let `print` go on inside when the reader of the standard streams has left."""
-    ours: dict[str, Any] = {}
-    for name in ("stdout", "stderr"):
+    ours: dict[str, _Lasting] = {}
+    for name in _NAMES:
         stream = getattr(sys, name)
-        if stream is not None and stream is getattr(sys, f"__{name}__"):
-            ours[name] = _Lasting(stream)
+        if stream is not None and not isinstance(stream, _Lasting):
+            ours[name] = _Lasting(stream, name)
             setattr(sys, name, ours[name])
     try:
         yield
@@ -61,11 +93,23 @@ def lasting() -> Iterator[None]:
                 setattr(sys, name, stream._stream)
 
 
+@contextmanager
+def visibly() -> Iterator[None]:
+    """Let `print` show what a terminal would obey, such as the escape sequences of a name."""
+    with ExitStack() as stack:
+        for stream, redirect in ((sys.stdout, redirect_stdout), (sys.stderr, redirect_stderr)):
+            if stream is not None:
+                stack.enter_context(redirect(_Visible(stream)))
+        yield
+
+
 def put(*values: Any, file: Any = None, **options: Any) -> None:
     """Print as `print` does; a standard stream that nobody reads any more is no error."""
     stream = sys.stdout if file is None else file
-    is_standard = stream is not None and any(stream is each for each in (sys.stdout, sys.stderr))
-    print(*values, file=_Lasting(stream) if is_standard else stream, **options)
+    for name in _NAMES:
+        if stream is not None and stream is getattr(sys, name):
+            stream = _Lasting(stream, name)
+    print(*values, file=stream, **options)
 
 
 def lost() -> dict[str, str]:
@@ -73,20 +117,24 @@ def lost() -> dict[str, str]:
     return dict(_lost)
 
 
-def _lose(stream: Any, error: Exception, *, ends: bool = False) -> None:
+def _lose(stream: Any, name: str, error: Exception, *, ends: bool = False) -> None:
     """Note once that a stream cannot be written to; what is still written to it goes nowhere."""
-    if isinstance(error, ValueError) and not stream.closed:
+    if isinstance(error, UnicodeError):
         raise error  # text that the encoding does not have
-    name = "stderr" if stream is sys.__stderr__ else "stdout"
-    known = name in _lost
+    is_known, is_real = name in _lost, stream is getattr(sys, f"__{name}__")
     _lost.setdefault(name, str(error))
-    if isinstance(error, OSError):
+    if is_real and isinstance(error, OSError):
         # A full disk may take more later; whoever has left does not come back.
         _drain(stream, for_good=ends or error.errno != errno.ENOSPC)
-    if not known and name == "stdout":
-        note = f"trainkit: stdout cannot be written to ({error}); the program goes on without it.\n"
+    if not is_known and not (is_real and name == "stderr"):
+        note = f"trainkit: {name} cannot be written to ({error}); the program goes on without it.\n"
         with suppress(OSError):
             os.write(2, note.encode())
+
+
+def _flush(stream: Any) -> None:
+    if hasattr(stream, "flush"):  # which little programs leave out
+        stream.flush()
 
 
 def _drain(stream: Any, *, for_good: bool) -> None:
@@ -104,14 +152,16 @@ def _drain(stream: Any, *, for_good: bool) -> None:
 
 def _finish() -> None:
     """Write what is left; where Python itself fails to, it ends with the code 120."""
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            if stream is not None:
-                stream.flush()
-        except OSError as error:
-            _lose(stream, error, ends=True)
-        except ValueError:  # closed
-            continue
+    for name in _NAMES:
+        for stream in (getattr(sys, name), getattr(sys, f"__{name}__")):
+            try:
+                _flush(stream)
+            except OSError as error:
+                _lose(stream, name, error, ends=True)
+                if stream is not getattr(sys, f"__{name}__"):
+                    setattr(sys, name, None)  # Python would fail where this has
+            except ValueError:  # closed
+                continue
 
 
 def _occupy() -> None:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from typing import Any
 
-__all__ = ["clock", "count", "duration", "first_few", "json_value", "readable_size"]
+__all__ = ["clock", "count", "duration", "first_few", "json_value", "readable_size", "visible"]
 
 
 def count(number: int, noun: str) -> str:
@@ -65,3 +65,10 @@ def json_value(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else f"{'-' * (value < 0)}Infinity"
     return value if isinstance(value, str | int | float | bool | None) else str(value)
+
+
+def visible(text: str) -> str:
+    """Return text in which what a terminal would obey is seen: all but new lines and tabs."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)

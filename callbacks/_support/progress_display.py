@@ -91,7 +91,7 @@ class _Bar:
         """Draw `progress` as wide as the terminal."""
         try:
             columns = os.get_terminal_size(self._stream.fileno()).columns or USUAL_COLUMNS
-        except (OSError, ValueError):  # the console of some editors
+        except (AttributeError, OSError, ValueError):  # the console of some editors
             columns = USUAL_COLUMNS
         # In the last column some begin a new line.
         self._draw(progress.bar(columns - 1))

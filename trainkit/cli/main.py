@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import Any
 
 from trainkit.cli.parser import CommandParser
+from trainkit.console import visibly
 from trainkit.errors import TrainkitError
 from trainkit.run_files import LeftOut
 from trainkit.version import __version__
@@ -39,15 +40,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     options = _parser(arguments[0] if arguments else "").parse_args(arguments)
     try:
-        with warnings.catch_warnings():
+        with visibly(), warnings.catch_warnings():
             warnings.simplefilter("always", LeftOut)
             warnings.showwarning = partial(_show, warnings.showwarning)
-            code: int = options.run(options)
-        sys.stdout.flush()
-        return code
-    except TrainkitError as error:
-        print(f"trainkit: {error}", file=sys.stderr)
-        return 1
+            try:
+                code: int = options.run(options)
+            except TrainkitError as error:
+                print(f"trainkit: {error}", file=sys.stderr)
+                return 1
+            print(end="", flush=True)
+            return code
     except BrokenPipeError:
         # The reader, such as `head`, has seen enough; nothing more may be written at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
