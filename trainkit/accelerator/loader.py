@@ -83,6 +83,7 @@ class SharedLoader(ABC):
         """Complete passes, or what `set_epoch` was told."""
         self.is_stateful = sharing.configuration.use_stateful_dataloader
         self._inner: Any = inner
+        self._rows_vary: bool = getattr(inner, "rows_vary", False)
         self._sharing = sharing
         self._position = 0  # batches yielded by the pass under way
         self._length: int | None = None  # batches of the pass under way; None: not known
@@ -130,8 +131,9 @@ class SharedLoader(ABC):
                 self._position += 1
                 self._has_ended = batch.last
                 left = None if self._length is None else self._length - self._position
-                is_full = batch.total == batch.size * len(batch.counts)
-                active.yielded(this, batch.counts, batch.size, self.full_size)
+                is_full = batch.total == max(batch.counts) * len(batch.counts)
+                own = batch.count if self._rows_vary else None
+                active.yielded(this, batch.counts, batch.size, self.full_size, own)
                 accumulation.yielded(
                     this,
                     self,

@@ -147,7 +147,8 @@ class MappedShare(SharedLoader):
         batches = self._inner.micro_batches(plan, self.epoch, first, stop, stop - first)
         for index, batch in enumerate(batches, first):
             if index not in plan.lacking:
-                batch.size = plan.local_size(index)
+                if not self._rows_vary:
+                    batch.size = plan.local_size(index)  # with what fills it up
                 yield batch
 
     @override

@@ -12,7 +12,7 @@ import torch
 from typing_extensions import override
 
 from trainkit.data.batch_sources import BatchSource
-from trainkit.data.fetch import RankBatch
+from trainkit.data.fetch import RankBatch, counted
 from trainkit.data.loader import PreparedLoader, length_of
 from trainkit.data.loader_context import LoaderContext
 from trainkit.data.padding_batch import PaddingBatch
@@ -72,6 +72,7 @@ class AgreedLoader(PreparedLoader):
         self.samples_per_epoch = samples_per_epoch
         self.batches_per_epoch = batches_per_epoch
         self._batch_source = batch_source
+        self.rows_vary = batch_source.rows_vary
         self.stream = batch_source.stream
         self._least = 1  # samples of a global batch that is not the end
         if whole and batch_size is not None:
@@ -150,7 +151,8 @@ class AgreedLoader(PreparedLoader):
         """Yield micro-batches, which may have been read ahead; each is under way from then on."""
         for micro_batch in micro_batches:
             if self.active is not None:
-                self.active.yielded(self, micro_batch.counts, micro_batch.size)
+                own = micro_batch.count if self.rows_vary else None
+                self.active.yielded(self, micro_batch.counts, micro_batch.size, own=own)
             if self.stream is not None:
                 self.stream.inside, self.stream.state = True, micro_batch.state
             yield micro_batch
@@ -164,8 +166,9 @@ class AgreedLoader(PreparedLoader):
         done, reading = self._begin(epoch, position)
         for current, ahead in self._global_batches(epoch, reading, accumulation):
             data, count = None, current.counts[rank]
-            if count:
-                data = self._transfer.finish(current.pending)
+            is_own = count > 0
+            if is_own:
+                data, count = counted(self._transfer.finish(current.pending), count)
                 if ahead is None or not ahead.counts[rank]:
                     padding.keep(data, count)
             if done < position:
@@ -173,10 +176,10 @@ class AgreedLoader(PreparedLoader):
                 if done > position:
                     break
                 continue
-            if not count:
+            if not is_own:
                 data = self._padding(padding, epoch, current)
             last = ahead is None or self._is_end(ahead)
-            size = count or padding.size
+            size = count if is_own else padding.size
             yield MicroBatch(data, count, current.total, last, current.counts, size, current.state)
         if done != position and position:
             raise DataError(

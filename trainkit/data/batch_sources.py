@@ -37,6 +37,7 @@ class BatchSource(ABC):
 
     finds_position: bool = False  # whether `rank_batches` begins after `position` by itself
     has_fallback: bool = False  # whether `fallback_batch` works
+    rows_vary: bool = False  # whether its batches may be `Recounted`
     stream: "StreamPosition | None" = None  # what a checkpoint keeps of an iterable data set
     advice: str  # for users where a process never had a batch
 
@@ -80,6 +81,7 @@ class StreamSource(BatchSource):
         self, reader: "StreamReader", loader: DataLoader[Any], context: LoaderContext
     ) -> None:
         self._reader = reader
+        self.rows_vary = reader.rows_vary
         self._loader = loader
         self._forwards_epoch = context.trains
         self._runs = count()

@@ -183,6 +183,7 @@ class CombinedLoader(PreparedLoader):
     ) -> None:
         super().__init__({name: part.source for name, part in parts.items()}, context)
         self.parts: Mapping[str, MappedLoader] = parts
+        self.rows_vary = any(part.rows_vary for part in parts.values())
         for part in parts.values():
             part.repeats_last = False  # beside samples of others, what is repeated is seen
         self._policy = policy

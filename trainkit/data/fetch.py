@@ -1,8 +1,11 @@
 """Turns the indices of a batch into a batch, under the keys of its samples (rules 13, 18)."""
 
+import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from numbers import Number
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,9 +21,26 @@ from torch.utils.data import (
 from typing_extensions import override
 
 from trainkit import rng
+from trainkit.containers.tree import children, is_array, is_container, is_opaque
 from trainkit.errors import DataError
 
-__all__ = ["Fetch", "RankBatch", "collates_silently", "fetch_for", "sample_key"]
+__all__ = [
+    "Fetch",
+    "RankBatch",
+    "Recounted",
+    "collates_silently",
+    "counted",
+    "fetch_for",
+    "recounted",
+    "sample_key",
+]
+
+
+class Recounted(NamedTuple):
+    """A batch that has other rows than one for each sample that was asked for."""
+
+    data: Any
+    rows: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +49,8 @@ class RankBatch:
 
     Args:
         count: Its samples; 0 where it has none.
-        data: Their batch; None where it has none.
-        fallback: A batch of the stream's first samples and their number, for a process that never
+        data: Their batch, perhaps `Recounted`; None where it has none.
+        fallback: A batch of the stream's first samples and its rows, for a process that never
             had any.
         state: Where the data set is after it; None where it has no `state_dict`.
     """
@@ -51,6 +71,7 @@ class Fetch(ABC):
 
     in_training = True  # an evaluation has no epochs to speak of
     seeds: bool = False  # whether it seeds the global generators and leaves them changed
+    rows_vary: bool = False  # whether a batch may be `Recounted`
 
     def __init__(self, dataset: Any, seed: int) -> None:
         self.dataset = dataset
@@ -102,10 +123,15 @@ class _CollatedFetch(Fetch):
         self._mapping = mapping
         self._collate, self._seeds_collate, self._seeds_samples = collation
         self.seeds = self._seeds_collate or self._seeds_samples
+        self.rows_vary = self._collate is not default_collate
 
 
 class _BatchFetch(_CollatedFetch):
     """Asks the data set once per batch, by `__getitems__`."""
+
+    def __init__(self, dataset: Any, seed: int, base: Any, mapping: Any, collation: Any) -> None:
+        super().__init__(dataset, seed, base, mapping, collation)
+        self.rows_vary = self.rows_vary or not _is_silent(base)
 
     @override
     def fetch(self, epoch: int, task: Any) -> Any:
@@ -121,7 +147,8 @@ class _BatchFetch(_CollatedFetch):
             raise
         if self._seeds_collate:
             rng.seed_host(sample_key(stream, indices[0]))
-        return _collated(self, self._collate, samples, indices, epoch)
+        data = _collated(self, self._collate, samples, indices, epoch)
+        return recounted(data, samples, len(indices)) if self.rows_vary else data
 
 
 class _SampleFetch(_CollatedFetch):
@@ -145,7 +172,8 @@ class _SampleFetch(_CollatedFetch):
             raise
         if self._seeds_collate:
             rng.seed_host(sample_key(stream, indices[0]))
-        return _collated(self, self._collate, samples, indices, epoch)
+        data = _collated(self, self._collate, samples, indices, epoch)
+        return recounted(data, samples, len(indices)) if self.rows_vary else data
 
 
 class _KeyFetch(Fetch):
@@ -190,6 +218,80 @@ def fetch_for(loader: DataLoader[Any], seed: int, sample_seeding: bool) -> Fetch
     if _hands_out_batches(base):
         return _BatchFetch(dataset, seed, base, mapping, collation)
     return _SampleFetch(dataset, seed, base, mapping, collation)
+
+
+def counted(data: Any, asked: int) -> tuple[Any, int]:
+    """Return a batch, and its rows: as many as samples were asked for, where none were counted."""
+    return data if type(data) is Recounted else (data, asked)
+
+
+def recounted(data: Any, samples: Any, asked: int) -> Any:
+    """Return a batch, `Recounted` where it has other rows than samples were asked for.
+
+    It has one for each sample that is not None. If all that it holds has another length, that
+    counts, where something says that it is rows: so many samples came, an array has no other
+    dimension or those of images, or behind the first those of a sample. What may as well be packed
+    in one row, have time in dimension 0, or be a graph, counts by samples.
+
+    Args:
+        data: What the collate function made.
+        samples: Of these; what `__getitems__` returned may be no list of them.
+        asked: How many samples were asked for.
+    """
+    came = [one for one in samples if one is not None] if isinstance(samples, list) else []
+    rows = len(came) if isinstance(samples, list) and len(samples) == asked else asked
+    if rows == asked and {s and s[:1] for s in _shapes(data, _length)} <= {(), (asked,)}:
+        return data
+    of_samples = {shape for one in came for shape in _shapes(one, lambda _, shapes: shapes)}
+
+    def entries(items: Any, shapes: list[_Shape]) -> list[_Shape]:
+        """Take a list for samples, or for fields of samples, if shapes say so."""
+        if of_samples.intersection(shapes):
+            return _length(items, shapes)
+        return shapes if of_samples >= {s and s[1:] for s in shapes} else [None]
+
+    are_samples = any(item is one for item in children(data) for one in came)
+    shapes = [(len(data),)] if are_samples else [s for s in _shapes(data, entries) if s != ()]
+    sizes = {shape[0] if shape else None for shape in shapes}
+    size = next(iter(sizes), None)
+    if len(sizes) == 1 and size is not None and size != rows:
+        behind = {shape[1:] for shape in shapes if shape}
+        is_rows = any(math.prod(shape) == 1 or len(shape) > 2 for shape in behind)
+        is_time = any(shape[:1] == (rows,) for shape in behind)
+        if size in (0, len(came)) or (is_rows and not is_time) or behind & of_samples:
+            rows = size
+    return data if rows == asked else Recounted(data, rows)
+
+
+_Shape: TypeAlias = tuple[int, ...] | None
+"""None: of an object that holds arrays in its own way, or of a list of which nothing is known."""
+
+
+def _shapes(
+    tree: Any, entries: Callable[[Any, list[_Shape]], list[_Shape]], inner: bool = False
+) -> list[_Shape]:
+    """Return the shapes of arrays and numbers, and the lengths of lists of other leaves.
+
+    `entries` says what counts of a list of arrays or containers, but for the outermost one, which
+    is one of fields.
+    """
+    if is_array(tree):
+        return [tuple(tree.shape)]
+    if isinstance(tree, Number):
+        return [()]
+    if is_opaque(tree):
+        return [None]
+    inside = [*children(tree)]
+    shapes = [shape for child in inside for shape in _shapes(child, entries, True)]
+    if isinstance(tree, list | tuple) and not hasattr(tree, "_fields"):
+        if not any(is_array(i) or is_container(i) or is_opaque(i) for i in inside):
+            return _length(tree, shapes)
+        return entries(tree, shapes) if inner else shapes
+    return shapes
+
+
+def _length(items: Any, _: list[_Shape]) -> list[_Shape]:
+    return [(len(items),)]
 
 
 def collates_silently(collate: Any) -> bool:

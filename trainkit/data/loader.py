@@ -33,6 +33,7 @@ class PreparedLoader(ABC):
     stream: "StreamPosition | None" = None  # where an iterable data set of training is
     limit: int | None = None  # micro-batches that are used of an epoch; None: all
     found: tuple[int, int, int] | None = None  # of an epoch: windows left, in all, and samples
+    rows_vary: bool = False  # whether a batch may have other rows than samples were asked for
     parts: "Mapping[str, PreparedLoader] | None" = None  # that it is combined of, by name
 
     def __init__(self, source: Any, context: LoaderContext) -> None:

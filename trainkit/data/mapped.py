@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from trainkit.data.fetch import fetch_for
+from trainkit.data.fetch import counted, fetch_for
 from trainkit.data.loader import PreparedLoader, length_of
 from trainkit.data.loader_context import LoaderContext
 from trainkit.data.order import KeyedOrder, divide, set_epoch_on
@@ -42,6 +42,7 @@ class MappedLoader(PreparedLoader):
         fetch = fetch_for(loader, seed, context.sample_seeding)
         fetch.in_training = self._trains
         self._fetcher = fetcher_for(fetch, loader, context)
+        self.rows_vary = fetch.rows_vary
         self._transfer = transfer_for(self.device)
         self._latest: tuple[int, Plan] | None = None  # the epoch under way in training
         self._is_ready = False  # whether no pass has used it
@@ -129,20 +130,37 @@ class MappedLoader(PreparedLoader):
             index = first
             for data in self._transfer.ahead(fetched):
                 counts, total = plan.shares(index)
+                count = size = counts[rank]
                 index += 1
                 until_last -= 1
                 if index - 1 in lacking:
                     data = self._padding(padding, plan, epoch)
-                elif index in lacking and self.repeats_last:
-                    padding.keep(data, counts[rank])
+                    size = padding.size
+                else:
+                    if self.rows_vary:
+                        data, size = counted(data, plan.local_size(index - 1))
+                        count = self._real_rows(plan, epoch, index - 1, size)
+                    if index in lacking and self.repeats_last:
+                        padding.keep(data, size)
                 if active is not None:
-                    active.yielded(self, counts, counts[rank] or padding.size)
+                    active.yielded(self, counts, size, own=count if self.rows_vary else None)
                 last = until_last == 0 or index == stop
-                yield MicroBatch(data, counts[rank], total, last, counts)
+                yield MicroBatch(data, count, total, last, counts, size)
                 until_last = until_last or accumulation
         finally:
             if active is not None:
                 active.ended(self)
+
+    def _real_rows(self, plan: Plan, epoch: int, index: int, rows: int) -> int:
+        """Return how many of the rows of a batch are of real samples, which come first."""
+        real, asked = plan.shares(index)[0][self.processes.rank], plan.local_size(index)
+        if rows == asked or real == 0:
+            return real
+        if real == asked:
+            return rows
+        (indices,) = plan.tasks(index, index + 1)  # the others fill up, by rows not known apart
+        assert indices is not None
+        return counted(self._fetcher.fetch(epoch, indices[:real]), real)[1]
 
     def _fresh_plan(self, epoch: int) -> Plan:
         """Return a plan of an epoch that no pass has used."""
@@ -171,8 +189,8 @@ class MappedLoader(PreparedLoader):
     def _padding(self, padding: PaddingBatch, plan: Plan, epoch: int) -> Any:
         if not padding.size:
             indices = plan.fallback_batch()
-            fetched = self._fetcher.fetch(epoch, indices)
-            padding.keep(self._transfer.finish(self._transfer.start(fetched)), len(indices))
+            fetched, size = counted(self._fetcher.fetch(epoch, indices), len(indices))
+            padding.keep(self._transfer.finish(self._transfer.start(fetched)), size)
         return padding.take()
 
     def _plan(self, epoch: int) -> Plan:

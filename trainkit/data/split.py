@@ -94,18 +94,21 @@ def _pieces(window: Window, loader: PreparedLoader, size: int) -> Iterator[Micro
 def _cut(
     micro_batch: MicroBatch, loader: PreparedLoader, step: int, largest: int
 ) -> Iterator[MicroBatch]:
-    rank, data = loader.processes.rank, micro_batch.data
-    whole = micro_batch.count or count_samples(data)
-    for start in range(0, largest, step):
+    data, rows = micro_batch.data, micro_batch.count
+    whole = rows or count_samples(data)
+    starts = range(0, largest, step)
+    own_step = max(step, -(-rows // len(starts)))  # a collate function may have added rows
+    for number, start in enumerate(starts):
         counts = tuple(min(max(count - start, 0), step) for count in micro_batch.counts)
-        count = counts[rank]
-        first = start if count else 0  # a repeat is of the first samples
+        count = min(max(rows - number * own_step, 0), own_step)
+        first = number * own_step if count else 0  # a repeat is of the first samples
         stop = min(first + (count or step), whole)
+        own = count if loader.rows_vary else None
         if loader.active is not None:
-            loader.active.yielded(loader, counts, stop - first)
+            loader.active.yielded(loader, counts, stop - first, own=own)
         last = micro_batch.last and start + step >= largest
         piece = slice_samples(data, first, stop, whole)
-        yield MicroBatch(piece, count, sum(counts), last, counts)
+        yield MicroBatch(piece, count, sum(counts), last, counts, stop - first)
 
 
 def _may_be_fields(entries: Any, count: int, outermost: bool) -> bool:

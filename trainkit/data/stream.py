@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from trainkit import rng
 from trainkit.containers.tree import count_samples
-from trainkit.data.fetch import Fetch, RankBatch, collates_silently
+from trainkit.data.fetch import Fetch, RankBatch, collates_silently, counted, recounted
 from trainkit.data.loader_context import LoaderContext
 from trainkit.data.stream_start import (
     StreamStart,
@@ -52,6 +52,7 @@ class StreamReader(Fetch):
         self._collate: Any = loader.collate_fn
         self._seeds_collate = self.seeds and not collates_silently(self._collate)
         self._batch_size = batch_size
+        self.rows_vary = batch_size is not None and not collates_silently(self._collate)
         self._whole = loader.drop_last and not self.in_training  # keeps no incomplete batch
         self._run: int | None = None
         self._iterator: Iterator[Any] = iter(())
@@ -206,12 +207,13 @@ class StreamReader(Fetch):
         if not first:
             return RankBatch(0)
         fallback = self._made(first, self._key(0))
-        return RankBatch(0, fallback=(fallback.data, fallback.count))
+        return RankBatch(0, fallback=counted(fallback.data, fallback.count))
 
     def _made(self, items: list[Any], key: int) -> RankBatch:
         data = items if self._batch_size is not None else items[0]
         size = len(items) if self._batch_size is not None else count_samples(data)
-        return RankBatch(size, self._collated(data, key))
+        batch = self._collated(data, key)
+        return RankBatch(size, recounted(batch, items, size) if self.rows_vary else batch)
 
     def _shard(self) -> Any:
         return self.dataset.shard(num_shards=self._size, index=self._rank)

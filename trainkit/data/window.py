@@ -12,11 +12,12 @@ class MicroBatch:
 
     Args:
         data: The batch, on the device.
-        count: Real samples of this process; 0 for a zero-weight repeat (rule 16).
+        count: Rows of this process that count: its real samples, or what a collate function made
+            of them; 0 for a zero-weight repeat (rule 16).
         total: Real samples over all processes, at least 1.
         last: Whether no further micro-batch follows in this window.
         counts: Real samples of each process, by rank.
-        size: Samples in `data`: `count`, which is the default, or those of the repeat.
+        size: Rows of `data`: `count`, which is the default, or those of the repeat.
         state: Where an iterable data set is after it, if that has a state.
     """
 

@@ -12,6 +12,7 @@ from trainkit.distributed.collectives import (
 )
 from trainkit.distributed.gather import (
     Refusal,
+    agreed_counts,
     concatenate,
     gather_all,
     gather_samples,
@@ -23,6 +24,7 @@ __all__ = [
     "AsyncFlags",
     "Processes",
     "Refusal",
+    "agreed_counts",
     "check_called_by_all",
     "concatenate",
     "gather_all",

@@ -19,11 +19,14 @@ class BatchInfo:
         local_size: Samples in this process's batch: its count, or the size of the zero-weight
             repeat where that is 0.
         full_size: Samples of a full batch of one process; None where that is not known.
+        own: Rows that this process has for its real samples, where a collate function may make
+            more or fewer of them, so that other processes do not know it (see `agreed_counts`).
     """
 
     counts: tuple[int, ...]
     local_size: int
     full_size: int | None = None
+    own: int | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -77,14 +80,19 @@ class ActiveLoaders:
         self._passes.append(_Pass(key, loader, self._changes if since is None else since))
 
     def yielded(
-        self, key: Any, counts: tuple[int, ...], local_size: int, full_size: int | None = None
+        self,
+        key: Any,
+        counts: tuple[int, ...],
+        local_size: int,
+        full_size: int | None = None,
+        own: int | None = None,
     ) -> None:
         """Note that a pass hands out a batch; see `BatchInfo`."""
         found = self._find(key)
         if found is None:
             return  # it has read to its end before its batches are used
         self._changes += 1
-        found.batch = BatchInfo(counts, local_size, full_size)
+        found.batch = BatchInfo(counts, local_size, full_size, own)
         found.earlier, found.latest = found.latest, self._changes
 
     def ended(self, key: Any) -> None:

@@ -12,6 +12,7 @@ from trainkit.containers.tree import map_tensors, named_tensors
 from trainkit.distributed import (
     Processes,
     Refusal,
+    agreed_counts,
     collective_guard,
     equal_length,
     gather_all,
@@ -20,6 +21,7 @@ from trainkit.distributed import (
 )
 from trainkit.distributed.active_batches import ActiveLoaders, BatchInfo
 from trainkit.distributed.collectives import require_equal
+from trainkit.distributed.gather import ROWS_VARY
 from trainkit.distributed.processes import Reduction
 from trainkit.errors import ConfigError, DataError, by_process
 
@@ -156,12 +158,12 @@ class Communicator:
         return gather_samples(
             self.processes,
             [Refusal(doubt) if doubt else input_data],
-            [info.counts],
+            agreed_counts(self.processes, [info]),
             [info.local_size if strict else _rows_of(input_data, info)],
             pad_value=pad_value,
             name="input_data",
             use_gather_object=use_gather_object,
-            hint=hint,
+            hint=hint or ROWS_VARY * (info.own is not None),
         )
 
     def gather_object(self, object: Any) -> Any:

@@ -25,10 +25,24 @@ from trainkit.containers.sample_rows import (
 )
 from trainkit.containers.tree import is_array, is_named, parts
 from trainkit.distributed import collective_guard
+from trainkit.distributed.active_batches import BatchInfo
 from trainkit.distributed.processes import Processes
 from trainkit.errors import DataError, text_of
 
-__all__ = ["Refusal", "concatenate", "gather_all", "gather_samples", "gather_tensors"]
+__all__ = [
+    "Refusal",
+    "agreed_counts",
+    "concatenate",
+    "gather_all",
+    "gather_samples",
+    "gather_tensors",
+]
+
+ROWS_VARY = (
+    " Where its collate function leaves samples out or adds some, let every tensor of the batch "
+    "have a row for each that is left."
+)
+"""Follows what is said of a value that does not fit a batch of a collate function of the user's."""
 
 
 @dataclass(slots=True)
@@ -92,6 +106,19 @@ def gather_samples(
     if whole and entries[0][0] is mine[0]:
         return batches[0]  # as it is: not even a container is made anew
     return Merge(known, pad_value=pad_value)(nodes, origins, name)
+
+
+def agreed_counts(processes: Processes, batches: Sequence[BatchInfo]) -> list[tuple[int, ...]]:
+    """Return the rows that each process has for its real samples, of consecutive batches.
+
+    Where a collate function may make others than were asked for, the processes tell each other, in
+    one collective.
+    """
+    own = [batch.own for batch in batches if batch.own is not None]
+    if not own:
+        return [batch.counts for batch in batches]
+    everywhere = processes.all_gather(torch.tensor([own]), (1,) * processes.size)
+    return [tuple(counts) for counts in everywhere.T.tolist()]
 
 
 def gather_all(

@@ -7,7 +7,7 @@ from typing_extensions import override
 
 from trainkit.data import MicroBatch
 from trainkit.data.combined import CombinedBatch, CombinedWindow
-from trainkit.errors import ConfigError, quoted
+from trainkit.errors import ConfigError, DataError, quoted
 from trainkit.training.weighting import Term, Weighting, terms_of
 
 __all__ = ["CombinedWeighting"]
@@ -40,16 +40,30 @@ class CombinedWeighting(Weighting):
         else:
             self._check_one_loss([*parts])
             return terms_of(output, micro_batch)
-        return [
+        terms = [
             term
             for name, batch in parts.items()
             if name in outputs
             for term in terms_of(outputs[name], batch, name, name)
         ]
+        if self._rows_vary and len(terms) > 1:
+            self._check_rows(terms)
+        return terms
 
     @override
     def _known_total(self, loader: str) -> int | None:
         return (self._window.windows[loader] if loader else self._window).total
+
+    def _check_rows(self, terms: list[Term]) -> None:
+        """Raise where a loss counts by samples, and has other rows than were asked for."""
+        for name, _, weight, batch, _ in terms:
+            asked = batch.counts[self._processes.rank]
+            if weight is None and batch.count != asked:
+                raise DataError(
+                    f"The collate function of the training loader `{name}` made {batch.count} rows "
+                    f"of {asked} samples. Among several loaders the rows of a step must be known "
+                    f'ahead, or said: return `{{"{name}": StepOutput(loss, weight=rows), ...}}`.'
+                )
 
     def _check_one_loss(self, names: list[str]) -> None:
         """Raise where one loss for several loaders cannot be weighed exactly."""

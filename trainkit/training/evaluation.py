@@ -13,8 +13,9 @@ from trainkit import rng
 from trainkit.containers.tree import map_leaves
 from trainkit.data import BatchInfo, MicroBatch, PreparedLoader
 from trainkit.device import wide_dtype
-from trainkit.distributed import concatenate, gather_samples
+from trainkit.distributed import agreed_counts, concatenate, gather_samples
 from trainkit.distributed.communicator import Communicator
+from trainkit.distributed.gather import ROWS_VARY
 from trainkit.errors import ConfigError, DataError
 from trainkit.metrics.metric import Metric
 from trainkit.precision import Precision
@@ -272,20 +273,22 @@ class _Chunks:
         """Gather what is held, feed the metrics, and return it with its number of samples."""
         if not self.outputs:
             return []
+        processes = self.communicator.processes
+        counts = agreed_counts(processes, self.infos)
         gathered = gather_samples(
-            self.communicator.processes,
+            processes,
             self.outputs,
-            [info.counts for info in self.infos],
+            counts,
             [info.local_size for info in self.infos],
+            hint=ROWS_VARY * self.loader.rows_vary,
         )
         scores = gathered.get("scores") if self.knows_scores else None
         known = self.reading.known(scores) if isinstance(scores, Tensor) else None
         for metric in self.metrics:
             metric.convention = known
             metric.update(gathered[self.keys[metric.uses]], gathered["references"])
-        samples = sum(sum(info.counts) for info in self.infos)
         self.outputs, self.infos = [], []
-        return [(gathered, samples)]
+        return [(gathered, sum(map(sum, counts)))]
 
 
 @contextmanager

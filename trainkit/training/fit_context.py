@@ -52,8 +52,13 @@ def make_weighting(
     if loader.parts:
         from trainkit.training.combined_weighting import CombinedWeighting as kind  # few have it
 
-    nominal = loader.nominal_window(accumulation)
-    return kind(*parts, nominal=nominal, accumulation=accumulation, of=of)
+    return kind(
+        *parts,
+        nominal=loader.nominal_window(accumulation),
+        accumulation=accumulation,
+        rows_vary=loader.rows_vary,
+        of=of,
+    )
 
 
 class Calls:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from trainkit.data import MicroBatch, Window
 from trainkit.device import wide_dtype
 from trainkit.distributed.collectives import require_equal
+from trainkit.distributed.processes import Pending
 from trainkit.errors import ConfigError, DataError, by_process, quoted
 from trainkit.strategies import Strategy
 from trainkit.training.logging import Log
@@ -96,6 +97,8 @@ class Weighting:
         log: Gets the mean of each term that has a name.
         nominal: Samples of a full window, where known; T0 of streams.
         accumulation: Micro-batches of one process in a full window.
+        rows_vary: Whether a batch may have other rows than samples were asked for. Those count,
+            and what other processes have is known at the end of the window.
         of: Which of several optimizers it is for.
 
     Attributes:
@@ -110,6 +113,7 @@ class Weighting:
         *,
         nominal: int | None,
         accumulation: int,
+        rows_vary: bool = False,
         of: str = "",
     ) -> None:
         self.samples = 0
@@ -118,6 +122,7 @@ class Weighting:
         # Between forward and backward a sharded module has others.
         self._parameters = [*module.parameters()]
         self._nominal, self._accumulation = nominal, accumulation
+        self._rows_vary = rows_vary
         self._forms: dict[tuple[str, ...], list[tuple[str, bool]]] = {}  # of what steps return
         self._is_plain = False  # whether steps return one loss, which counts by samples
         self._sums: dict[str, _Sum] = {}
@@ -130,11 +135,12 @@ class Weighting:
         self._scales: dict[str, Tensor] = {}  # T0 / T of each sum, once they are known
         self._own_samples = self.samples = 0
         self._is_whole = False  # whether the window is one micro-batch
+        self._rows: Pending | None = None  # those of the window over all processes
 
     def weigh(self, output: object, micro_batch: MicroBatch) -> Tensor:
         """Return the loss to run `backward` on, for what the training step returned."""
         self.samples += micro_batch.total
-        self._own_samples += micro_batch.count
+        self._own_samples += micro_batch.counts[self._processes.rank]
         size = self._processes.size
         if self._is_plain:
             loss, weight = parse(output)
@@ -142,8 +148,12 @@ class Weighting:
                 loss = _scalar(loss) if loss.ndim else loss
                 if not self._sums:
                     self._is_whole = micro_batch.last
-                    self._sums[""] = _Sum(self._window.total or self._guessed(micro_batch))
-                return self._sums[""].weigh(loss, micro_batch.count, size)
+                    known = None if self._rows_vary else self._window.total
+                    self._sums[""] = _Sum(known or self._guessed(micro_batch))
+                loss = self._sums[""].weigh(loss, micro_batch.count, size)
+                if self._rows_vary and micro_batch.last:
+                    self._rows = self._begin_rows(self._sums[""])  # while the backward runs
+                return loss
         terms = self._terms(output, micro_batch)
         self._check(terms, tuple(micro_batch.by_loader))
         by_weight = any(term.weight is not None for term in terms)
@@ -198,13 +208,19 @@ class Weighting:
 
         Every process must call it once a window: it sums the weights that steps returned.
         """
-        if self._is_whole or len(self._sums) > 1:
+        if len(self._sums) > 1 or (self._is_whole and not self._rows_vary):
             return None
         ((key, only),) = self._sums.items()
         if isinstance(only.weight, Tensor):
+            if self._is_whole:
+                return None
             return _ratio(only.total, self._processes.all_reduce(only.weight.clone()))
-        is_known = self._known_total(key) is not None or only.total == self.samples
-        return None if is_known else only.total / self.samples
+        total = self.samples
+        if self._rows_vary:
+            total = int((self._rows or self._begin_rows(only)).wait())
+        elif self._known_total(key) is not None:
+            total = only.total
+        return None if total in (0, only.total) else only.total / total
 
     def result(self) -> tuple[Tensor, Weight]:
         """Return this process's mean loss over the window, on the device, and its weight.
@@ -230,13 +246,16 @@ class Weighting:
         loss, weight = self.result()
         return bool(torch.isfinite(loss)) or float(weight) == 0
 
+    def _begin_rows(self, only: _Sum) -> Pending:
+        return self._processes.all_reduce_async(torch.tensor(only.weight))
+
     def _terms(self, output: object, micro_batch: MicroBatch) -> list[Term]:
         """Return the terms of what the training step returned."""
         return terms_of(output, micro_batch)
 
     def _known_total(self, loader: str) -> int | None:
         """Return the samples of the window over all processes, where they are known ahead."""
-        return self._window.total
+        return None if self._rows_vary else self._window.total
 
     def _check(self, terms: list[Term], loaders: tuple[str, ...]) -> None:
         """Raise, on all processes, where the losses are none, or others than before.
@@ -282,8 +301,8 @@ class Weighting:
     def _guessed(self, micro_batch: MicroBatch) -> int:
         """Return the samples of a window, as its first micro-batch lets one expect them."""
         if self._is_whole:
-            return micro_batch.total
-        return self._nominal or micro_batch.total * self._accumulation
+            return (micro_batch.count or 1) if self._processes.size == 1 else micro_batch.total
+        return self._window.total or self._nominal or micro_batch.total * self._accumulation
 
     def _settle(self, weights: Mapping[str, Tensor]) -> None:
         """Put T in place of T0, by the weights of the last micro-batch."""
