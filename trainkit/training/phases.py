@@ -135,13 +135,14 @@ def finish(run: Run, callbacks: CallbackList) -> None:
     asked = run.requests.evaluation and not run.is_evaluated
     if asked or run.lacks_last_evaluation:
         _evaluate(run, callbacks)
-    if logs:
-        _write_log(run, callbacks)
+        run.checkpoints.last_attempt = -1  # else each start of a finished run would evaluate anew
     run.strategy.share_buffers(run.module)
     if run.checkpoints.saver is not None:
         run.requests.checkpoint |= run.checkpoints.last_attempt != run.state.attempts
         _save(run, callbacks)
         _note_saved(run, callbacks, run.checkpoints.saver.wait())
+    if logs:
+        _write_log(run, callbacks)
     if run.flags is not None:  # a signal may have come since the last window
         run.requests.send(run.flags, run.interrupts.received)
     _read_requests(run)
@@ -234,6 +235,9 @@ def _save(run: Run, callbacks: CallbackList) -> None:
     phase, run.phase = run.phase, "save"
     callbacks.emit(Callback.on_checkpoint_start, run)
     _note_saved(run, callbacks, saver.wait())
+    stops = run.requests.stop is not None or run.stop_reason is not None
+    if stops and run.logging.is_read and not _is_interrupted(run):
+        _write_log(run, callbacks)  # what the checkpoint held of it would be written again
     about = describe(run, callbacks)
     with run.evaluation_weights():
         path = saver.save(run.state.step, collect(run, callbacks), about)
