@@ -32,7 +32,7 @@ class Breaks(Callback):
 
 
 def _name(number: int) -> str:
-    return f"{time.strftime('%Y-%m-%d')}_{number}"
+    return f"{time.strftime('%Y-%m-%d', time.gmtime())}_{number}"
 
 
 def test_each_fit_has_a_folder_of_its_own(tmp_path: Path) -> None:
@@ -95,6 +95,22 @@ def test_numbers_count_and_other_names_do_not(tmp_path: Path) -> None:
     assert folder_of_run(tmp_path, None) == tmp_path / _name(1)
     (tmp_path / _name(7)).mkdir()
     assert folder_of_run(tmp_path, None) == tmp_path / _name(8)
+
+
+def test_the_newest_began_last_whatever_zones_and_clocks_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for zone in ("Etc/GMT-14", "Etc/GMT+12"):  # their dates differ at any time
+        monkeypatch.setenv("TZ", zone)
+        time.tzset()
+        newest = folder_of_run(tmp_path, None)
+        assert folder_of_run(tmp_path, "auto") == newest
+    (tmp_path / "2999-12-31_9").mkdir()  # since then the clock was set right
+    for number in (10, 11):
+        assert folder_of_run(tmp_path, None) == tmp_path / f"2999-12-31_{number}"
+        assert folder_of_run(tmp_path, "must") == tmp_path / f"2999-12-31_{number}"
+    monkeypatch.undo()
+    time.tzset()
 
 
 def _take(folder: Path, start: Any, found: Any) -> None:

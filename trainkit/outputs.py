@@ -157,10 +157,12 @@ def folder_of_run(parent: Path, resume: str | Path | None) -> Path:
                 "begin one in this case.",
                 path=parent,
             )
-    today = time.strftime("%Y-%m-%d")
-    number = 1 + max((number for day, number, _ in runs if day == today), default=0)
+    # No name sorts before an older one, whatever the clock of this machine or its time zone says.
+    day, number = time.strftime("%Y-%m-%d", time.gmtime()), 1
+    if runs and runs[-1][0] >= day:
+        day, number = runs[-1][0], runs[-1][1] + 1
     while True:
-        folder = parent / f"{today}_{number}"
+        folder = parent / f"{day}_{number}"
         try:
             folder.mkdir(parents=True)
             return folder
