@@ -575,6 +575,7 @@ class Trainer:
         consistency.check_alike(processes, settings)
         self.planned_steps = steps = arguments.planned_steps(config, loader)
         self.precision.setup(self.processes.device)  # its state is that of one training
+        self.strategy.called_apart = [one for one in [self.loss_fn] if isinstance(one, nn.Module)]
         model = self.strategy.wrap(module, self.precision, config.seed)
         # One process alone may have a logger, but all must reduce.
         log = Log(is_read=first_with(processes, self.callbacks.logs) is not None)

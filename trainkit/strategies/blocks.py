@@ -15,7 +15,9 @@ WrapPolicy = Collection[type[nn.Module]] | Callable[[str, nn.Module], bool]
 """Classes of the modules to shard on their own, or `(name, module) -> bool`."""
 
 
-def find_blocks(model: nn.Module, policy: WrapPolicy | None = None) -> dict[str, nn.Module]:
+def find_blocks(
+    model: nn.Module, policy: WrapPolicy | None = None, also: Collection[nn.Module] = ()
+) -> dict[str, nn.Module]:
     """Return the modules to shard on their own by name, inner ones before those around them.
 
     A module that shares a parameter with something outside of it is left out: the parameter can
@@ -25,11 +27,13 @@ def find_blocks(model: nn.Module, policy: WrapPolicy | None = None) -> dict[str,
         model: The whole model, which is never among its blocks.
         policy: None: the classes that a transformers model names as its blocks, else the
             repeated children of the largest list of modules.
+        also: Further ones, where they are in the model.
 
     Raises:
         ConfigError: The policy matches no module.
     """
     chosen = _by_default(model) if policy is None else _by_policy(model, policy)
+    chosen |= {name: m for name, m in model.named_modules() if name and m in also}
     names = _names_of_parameters(model)
     return {
         name: module

@@ -5,7 +5,6 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves
@@ -14,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from trainkit.distributed import Processes
 from trainkit.distributed.collectives import require_equal
 from trainkit.errors import ConfigError, quoted
+from trainkit.strategies.strategy import leaves_behind
 
 __all__ = ["watch_forward"]
 
@@ -55,7 +55,8 @@ class _Forward:
         for hook in self.hooks:
             hook.remove()
         self._compare_place("the end")
-        used = sorted(self._names[p] for p in _reached(outputs) if p in self._names)
+        tensors = [t for t in tree_leaves(outputs) if isinstance(t, Tensor)]
+        used = sorted(self._names[p] for p in leaves_behind(tensors) if p in self._names)
         self._names.clear()
         require_equal(self._processes, used, _used_by_some)
 
@@ -79,20 +80,3 @@ def _in_another_order(places: Sequence[str]) -> ConfigError:
         f"forward process 0 came to {places[0]}, process {other} to {places[other]}. Call each "
         "block on all processes, and multiply by 0 what is not to count."
     )
-
-
-def _reached(outputs: Any) -> set[Tensor]:
-    """Return the leaves of the graph behind some outputs."""
-    tensors = [t for t in tree_leaves(outputs) if isinstance(t, Tensor)]
-    waiting: list[Any] = [t.grad_fn for t in tensors if t.grad_fn is not None]
-    seen: set[Any] = set()
-    leaves: set[torch.Tensor] = set()
-    while waiting:
-        node = waiting.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            leaves.add(node.variable)
-        waiting += [inner for inner, _ in node.next_functions if inner is not None]
-    return leaves

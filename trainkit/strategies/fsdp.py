@@ -296,7 +296,7 @@ class FSDP(Strategy):
 
         if not moves_in_place(self.device) and not on_meta(model):
             move_module(model, self.device)  # else torch moves it, one block after the other
-        blocks = find_blocks(model, self.wrap_policy)
+        blocks = find_blocks(model, self.wrap_policy, self.called_apart)
         device = torch.device("cpu") if self.cpu_offload else self.device
         initializer = ParameterInitializer(
             model, blocks, self.processes, device, self.weights, seed

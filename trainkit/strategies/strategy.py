@@ -1,9 +1,9 @@
 """The interface of strategies."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from trainkit.errors import ConfigError
 from trainkit.precision import Precision
 from trainkit.types import class_name
 
-__all__ = ["Strategy", "gradient_values", "on_meta", "zeros_for"]
+__all__ = ["Strategy", "gradient_values", "leaves_behind", "on_meta", "zeros_for"]
 
 _NOTHING: AbstractContextManager[object] = nullcontext()
 
@@ -35,6 +35,10 @@ class Strategy(ABC):
     name: ClassVar[str]
     sharded: ClassVar[bool] = False
     """Whether processes hold parts of the parameters, and each one saves its own."""
+
+    called_apart: Collection[nn.Module] = ()
+    """What is called outside of the model's forward, perhaps a part of it: a loss that learns. Set
+    before `wrap`."""
 
     device: torch.device
     processes: Processes
@@ -268,6 +272,22 @@ def _device(device: torch.device | str) -> torch.device:
         except RuntimeError as error:
             raise ConfigError(f"`device` must be a device, but is {device!r}: {error}") from None
     raise ConfigError(f'`device` must be a device such as "cpu" or "mps", but is {device!r}.')
+
+
+def leaves_behind(tensors: Iterable[Tensor]) -> set[Tensor]:
+    """Return the leaves of the graph behind some tensors, such as parameters."""
+    waiting: list[Any] = [tensor.grad_fn for tensor in tensors]
+    seen: set[Any] = {None}
+    leaves: set[Tensor] = set()
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            leaves.add(node.variable)
+        waiting += [inner for inner, _ in node.next_functions]
+    return leaves
 
 
 def zeros_for(gradient: Tensor | None) -> Tensor | None:

@@ -356,7 +356,9 @@ def check_optimizer(optimizer: Optimizer, module: nn.Module) -> None:
             f"`{class_name(module)}` (the first has the shape {foreign[0]}): training would "
             "not change the model. Make the optimizer from `model.parameters()` of the model that "
             "is passed to `fit`, or pass a callable such as `partial(AdamW, lr=3e-4)`. What else "
-            "is learned, such as a temperature, must be an `nn.Parameter` in the model."
+            "is learned, such as a temperature, must be an `nn.Parameter` in the model, and a loss "
+            "that learns a part of it: `self.loss_fn = ...` in its constructor, then "
+            "`fit(..., loss_fn=model.loss_fn)`."
         )
 
 

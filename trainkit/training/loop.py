@@ -6,7 +6,7 @@ from torch import Tensor
 
 from trainkit.data import MicroBatch, Window
 from trainkit.training.callback import Callback, CallbackList, Step
-from trainkit.training.phases import begin, finish, first_window, follow_plan, serve
+from trainkit.training.phases import begin, check_reached, finish, first_window, follow_plan, serve
 from trainkit.training.run import Run
 from trainkit.types import StepResult
 
@@ -78,6 +78,8 @@ def train_step(run: Run, callbacks: CallbackList, window: Window) -> None:
         run.strategy.scale_gradients(run.parameters, correction)
     if state.attempts == 0:
         run.strategy.check_gradients(run.module)
+    if weighting.reached is not None:
+        check_reached(run, weighting)
     overflowed = run.precision.unscale(run.optimizer, run.strategy.reduce_overflow)
     if not overflowed:
         callbacks.emit(Callback.on_gradients, run)

@@ -1,17 +1,22 @@
 """What is served between two windows: log, evaluate, checkpoint, stop (rule 5)."""
 
+import gc
 import math
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
+from torch import nn
+from torch.optim import Optimizer
+
 from trainkit.data import MicroBatch, Window
 from trainkit.distributed.collectives import require_equal
-from trainkit.errors import ConfigError, DataError, by_process
+from trainkit.errors import ConfigError, DataError, by_process, quoted
 from trainkit.training.callback import Callback, CallbackList
 from trainkit.training.run import Run
+from trainkit.training.weighting import Weighting
 from trainkit.types import Scalars
 
-__all__ = ["begin", "finish", "first_window", "follow_plan", "serve"]
+__all__ = ["begin", "check_reached", "finish", "first_window", "follow_plan", "serve"]
 
 
 def begin(run: Run, callbacks: CallbackList) -> None:
@@ -66,6 +71,43 @@ def first_window(run: Run) -> tuple[Generator[Window, None, None], Window | None
     window = next(windows, None)
     follow_plan(run)
     return windows, window
+
+
+def check_reached(run: Run, weighting: Weighting) -> None:
+    """Raise where the first backward went to parameters that nothing trains (rule 6).
+
+    What an optimizer of the user's own holds is trained in a way of theirs.
+    """
+    known = {id(parameter) for parameter in (*weighting.parameters, *run.parameters)}
+    reached, weighting.reached = weighting.reached or (), None
+    strays = [
+        leaf
+        for leaf in reached
+        if isinstance(leaf, nn.Parameter) and leaf.grad is not None and id(leaf) not in known
+    ]
+    if strays:
+        optimizers = [each for each in gc.get_objects() if issubclass(type(each), Optimizer)]
+        groups = [group for each in optimizers for group in each.param_groups]
+        held = {id(parameter) for group in groups for parameter in group["params"]}
+        strays = [parameter for parameter in strays if id(parameter) not in held]
+    if not strays:
+        return
+    trainer = getattr(run.evaluation.evaluator.step, "__self__", None)
+    named = {
+        id(parameter): f"{holder}.{name}"
+        for holder, module in getattr(trainer, "__dict__", {}).items()
+        if isinstance(module, nn.Module)
+        for name, parameter in module.named_parameters()
+    }
+    named |= {id(parameter): name for name, parameter in run.module.named_parameters()}
+    names = sorted(named.get(id(p), f"one of the shape {tuple(p.shape)}") for p in strays)
+    raise ConfigError(
+        f"The loss depends on {len(strays)} parameters that nothing would update or save: "
+        f"{quoted(names)}. They were not in the model when `fit` began, and no optimizer holds "
+        "them. Make them in the constructor of the model; let a loss that learns be a part of the "
+        "model (`self.loss_fn = ...` in its constructor, then `fit(..., loss_fn=model.loss_fn)`). "
+        "What is not to learn, such as a teacher: `requires_grad_(False)`."
+    )
 
 
 def follow_plan(run: Run) -> None:

@@ -17,6 +17,7 @@ from trainkit.training import loop
 from trainkit.training.callback import Callback, CallbackList
 from trainkit.training.lr_schedule import LRSchedules
 from trainkit.training.optimizers import NamedOptimizer, Optimizers
+from trainkit.training.phases import check_reached
 from trainkit.training.run import Run
 from trainkit.types import StepResult
 
@@ -269,6 +270,8 @@ def _count_together(run: Run, optimizers: Optimizers) -> None:
 def reduce_and_unscale(run: Run, each: NamedOptimizer) -> bool:
     """Make the gradients of one optimizer final; return whether they overflowed."""
     strategy, parameters = run.strategy, each.parameters
+    if each.weighting.reached is not None:
+        check_reached(run, each.weighting)
     if each.model is None:
         with only(run.module, each.parameter_names):
             strategy.check_gradients(run.module)

@@ -28,6 +28,7 @@ from trainkit.distributed.collectives import require_equal
 from trainkit.distributed.processes import Pending
 from trainkit.errors import ConfigError, DataError, by_process, quoted
 from trainkit.strategies import Strategy
+from trainkit.strategies.strategy import leaves_behind
 from trainkit.training.logging import Log
 from trainkit.types import StepOutput
 
@@ -103,6 +104,8 @@ class Weighting:
 
     Attributes:
         samples: Real samples of the window so far, over all processes.
+        parameters: Those of the module, before its first forward.
+        reached: The leaves behind losses of a form that no window before had; None: no such.
     """
 
     def __init__(
@@ -120,7 +123,8 @@ class Weighting:
         self._strategy, self._module, self._log, self._of = strategy, module, log, of
         self._processes = strategy.processes
         # Between forward and backward a sharded module has others.
-        self._parameters = [*module.parameters()]
+        self.parameters = [*module.parameters()]
+        self.reached: set[Tensor] | None = None
         self._nominal, self._accumulation = nominal, accumulation
         self._rows_vary = rows_vary
         self._forms: dict[tuple[str, ...], list[tuple[str, bool]]] = {}  # of what steps return
@@ -268,6 +272,7 @@ class Weighting:
         if loaders not in self._forms:
             for term in terms:
                 _check_term(term)
+            self.reached = leaves_behind(term.loss for term in terms) | (self.reached or set())
             require_equal(self._processes, form, _differ)
             self._forms[loaders] = form
             self._is_plain = form == [("", False)] and not loaders
@@ -319,7 +324,7 @@ class Weighting:
 
     def _put_together(self) -> None:
         """Add to `.grad` what was accumulated apart, divided by T instead of T0."""
-        parameters = self._parameters
+        parameters = self.parameters
         scales, self._scales = self._scales, {}
         for key, scale in scales.items():
             with self._gradients_of(self._sums[key]):
@@ -333,15 +338,15 @@ class Weighting:
     @contextmanager
     def _gradients_of(self, each: _Sum) -> Iterator[None]:
         """Let `.grad` be what one sum has accumulated."""
-        others = [parameter.grad for parameter in self._parameters]
+        others = [parameter.grad for parameter in self.parameters]
         given = each.gradients or [None] * len(others)
-        for parameter, gradient in zip(self._parameters, given, strict=True):
+        for parameter, gradient in zip(self.parameters, given, strict=True):
             parameter.grad = gradient
         try:
             yield
         finally:
-            each.gradients = [parameter.grad for parameter in self._parameters]
-            for parameter, gradient in zip(self._parameters, others, strict=True):
+            each.gradients = [parameter.grad for parameter in self.parameters]
+            for parameter, gradient in zip(self.parameters, others, strict=True):
                 parameter.grad = gradient
 
 
