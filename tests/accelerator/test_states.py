@@ -153,6 +153,68 @@ def test_a_new_training_does_not_overwrite_the_states_of_an_old_one(tmp_path: Pa
     assert Path(continued.save_state()).name == "checkpoint_1"
 
 
+def _rolls_back(rank: int, project: Path) -> list[float]:
+    """Return the values of the states that loads have taken, each in a program of its own."""
+
+    def program() -> tuple[Accelerator, nn.Linear]:
+        settings = ProjectConfiguration(project, automatic_checkpoint_naming=True)
+        accelerator, model = Accelerator(cpu=True, project_config=settings), nn.Linear(1, 1)
+        accelerator.prepare(model)
+        return accelerator, model
+
+    def save(value: float) -> str:
+        torch.nn.init.constant_(model.weight, value)
+        return Path(accelerator.save_state()).name
+
+    def loaded(name: str | None) -> float:
+        accelerator.load_state(name and project / "checkpoints" / name)
+        return model.weight.item()
+
+    accelerator, model = program()
+    for value in range(4):
+        save(value)
+    found = [loaded("checkpoint_1")]
+    assert save(11) == "checkpoint_4"
+    assert save(12) == "checkpoint_5"
+    accelerator.end_training()
+    for broken in ("checkpoint_5", "checkpoint_4"):  # then the one that it came from
+        accelerator, model = program()
+        found.append(loaded(None))
+        accelerator.wait_for_everyone()
+        if rank == 0:
+            _break(project / "checkpoints" / broken)
+        accelerator.wait_for_everyone()
+    accelerator, model = program()
+    found.append(loaded(None))
+    found.append(loaded("checkpoint_3"))  # back to what was left
+    assert save(14) == "checkpoint_6"
+    found.append(loaded(None))
+    return found
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_rollback_overwrites_nothing_and_leaves_its_branch(
+    size: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run_ranks(size, _rolls_back, tmp_path) == [[1, 12, 11, 1, 3, 14]] * size
+    assert len(_names(tmp_path)) == 7
+    told = [line for line in capfd.readouterr().out.splitlines() if "another branch" in line]
+    assert "`checkpoint_2` to `checkpoint_3` left as another branch" in told[0]
+    assert "the next state is `checkpoint_4`" in told[0]
+
+
+def test_of_a_branch_that_was_left_the_states_go_first(tmp_path: Path) -> None:
+    accelerator = _project(tmp_path, total_limit=3)
+    for _ in range(3):
+        accelerator.save_state()
+    accelerator.load_state(tmp_path / "checkpoints" / "checkpoint_0")
+    left = []
+    for _ in range(4):
+        accelerator.save_state()
+        left.append([int(name[-1]) for name in _names(tmp_path)])
+    assert left == [[0, 2, 3], [0, 3, 4], [3, 4, 5], [4, 5, 6]]
+
+
 def _break(folder: Path) -> None:
     (file,) = folder.rglob("model.safetensors")
     content = bytearray(file.read_bytes())
@@ -521,7 +583,7 @@ def test_loading_the_newest_goes_back_to_the_one_before(
     size: int, part: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     found = run_ranks(size, _goes_back, tmp_path, part, False, False)
-    assert found == [(1, 1.0, "checkpoint_2", [])] * size
+    assert found == [(1, 1.0, "checkpoint_3", [])] * size
     told = [line for line in capfd.readouterr().out.splitlines() if "skipped" in line]
     assert ["checkpoint_2" in line and f"`{part}.json`" in line for line in told] == [True]
 

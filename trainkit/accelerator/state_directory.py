@@ -1,7 +1,7 @@
 """Where `save_state` writes, where `load_state` reads, and which folders stay."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,6 +23,7 @@ __all__ = ["StateDirectory"]
 T = TypeVar("T")
 
 _NUMBERED = re.compile(r"checkpoint_(\d+)")
+_NONE = -1
 
 
 class StateDirectory:
@@ -38,7 +39,7 @@ class StateDirectory:
     def __init__(self, project: ProjectConfiguration, processes: Processes) -> None:
         self._project = project
         self._processes = processes
-        self._continued = False  # whether an earlier training's folders are this one's own
+        self._follows = _NONE  # the number of the state that the next one comes after
         self._project_dir: Any = None  # what the lock was taken for
         self._lock: RunLock | None = None  # of the project, where states are numbered in it
 
@@ -78,7 +79,7 @@ class StateDirectory:
             store.save(
                 run_on_main(processes, begin),
                 parts,
-                metadata=metadata,
+                metadata={**metadata, "follows": self._follows},
                 agree=partial(gather_on_main, processes),
             )
             run_on_main(processes, lambda: _keep_last(store))
@@ -92,7 +93,8 @@ class StateDirectory:
         """Number the next state after one that was saved."""
         number = _NUMBERED.fullmatch(folder.name)
         if self._project.automatic_checkpoint_naming and number is not None:
-            self._project.iteration = int(number[1]) + 1
+            self._follows = int(number[1])
+            self._project.iteration = self._follows + 1
 
     def load(
         self, input_dir: Any, read: Callable[[Path], T], report: Callable[[str], None]
@@ -121,11 +123,31 @@ class StateDirectory:
         """Let other programs save to the project."""
         self._lock = None
 
-    def continue_from(self, folder: Path) -> None:
-        """Number the next states after a folder that has been loaded."""
-        if self._project.automatic_checkpoint_naming and _NUMBERED.fullmatch(folder.name):
-            self.saved(folder)
-            self._continued = True
+    def continue_from(self, folder: Path, report: Callable[[str], None]) -> None:
+        """Save the next state after one that has been loaded, under a number that is free.
+
+        Every process must call it; `report` is told which states it leaves behind.
+        """
+        number, project = _NUMBERED.fullmatch(folder.name), self._project
+        if number is None or not project.automatic_checkpoint_naming or not project.project_dir:
+            return
+
+        def look() -> tuple[bool, list[int]]:
+            states = self._automatic()
+            numbers = [_number_of(state) for state in _numbered(states) if _is_state(state)]
+            return folder.resolve().parent == states.resolve(), numbers
+
+        is_own, numbers = run_on_main(self._processes, look)
+        loaded = int(number[1])
+        self._follows = loaded if is_own else _NONE
+        project.iteration = max([loaded, *numbers]) + 1
+        if later := [number for number in numbers if is_own and number > loaded]:
+            last = f" to `checkpoint_{later[-1]}`" if len(later) > 1 else ""
+            report(
+                f"trainkit: `checkpoint_{loaded}` was loaded, and `checkpoint_{later[0]}`{last} "
+                f"left as another branch: the next state is `checkpoint_{project.iteration}`, and "
+                "once it is there `load_state()` takes nothing of that branch by itself."
+            )
 
     def _make(self, output_dir: Any) -> Path:
         numbered = self._project.automatic_checkpoint_naming
@@ -140,7 +162,7 @@ class StateDirectory:
             if numbered
             else absolute(output_dir, "output_dir")
         )
-        if numbered and not self._continued and _is_state(folder):
+        if numbered and _is_state(folder):
             raise ConfigError(
                 f"`{folder}` holds a state of an earlier training. Call `load_state()` to go on "
                 "from it, or choose another `project_dir`."
@@ -182,6 +204,8 @@ class StateDirectory:
             return
         # Folders without a committed state, of saves that were stopped, do not count.
         states = [folder for folder in _numbered(self._automatic()) if _is_state(folder)]
+        branch = {*_branch(self._automatic())}
+        states.sort(key=lambda folder: folder in branch)  # a branch that was left goes first
         for folder in states[: max(0, len(states) - limit)]:
             remove_tree(folder)
 
@@ -192,10 +216,10 @@ class StateDirectory:
         """
         if input_dir is not None:
             where = absolute(input_dir, "input_dir")
-            folders = [where]
+            folders: Iterable[Path] = [where]
         elif self._project.automatic_checkpoint_naming:
             where = self._automatic()
-            folders = _numbered(where)[::-1]
+            folders = _branch(where)
         else:
             raise ConfigError(
                 "`load_state` needs a folder. Pass `input_dir`, or use "
@@ -225,6 +249,20 @@ def _numbered(directory: Path) -> list[Path]:
     found = [(_NUMBERED.fullmatch(path.name), path) for path in directory.iterdir()]
     numbered = [(int(match[1]), path) for match, path in found if match and path.is_dir()]
     return [path for _, path in sorted(numbered)]
+
+
+def _number_of(folder: Path) -> int:
+    return int(folder.name.removeprefix("checkpoint_"))
+
+
+def _branch(directory: Path) -> Iterator[Path]:
+    """Yield the numbered folders of the newest state and of those that it came from."""
+    follows: Any = None  # not known of states of older versions: the one before
+    for folder in reversed(_numbered(directory)):
+        if not isinstance(follows, int) or _number_of(folder) <= follows:
+            yield folder
+            if entries := CheckpointStore(folder).checkpoints():
+                follows = entries[-1].manifest.metadata.get("follows")
 
 
 def _is_state(folder: Path) -> bool:

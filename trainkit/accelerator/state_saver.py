@@ -108,7 +108,7 @@ class StateSaver:
         contents.apply(loaded, models)
         for line in loaded.news:
             report(f"trainkit: `{path}`: {line}")
-        directory.continue_from(folder)
+        directory.continue_from(folder, report)
 
     def release(self) -> None:
         """Let other programs save to the project."""
