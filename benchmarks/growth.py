@@ -7,9 +7,10 @@ Run it in the root of the repository:
 Each row is one size. A step must cost the same however many callbacks override nothing; it may
 cost a little for every figure that is logged and, in torch itself, for every tensor of parameters.
 Set-up draws an order of all samples, but handles none of them one by one, and a resume in the
-middle of an epoch reads no sample of a map-style data set again. Calls are Python and C calls of
-all threads; a step's are what a long run has more than a short one. Exits with 1 where something
-grows that should not.
+middle of an epoch reads no sample of a map-style data set again. Whoever reads what runs have
+logged needs the same memory however long that is, and `trainkit runs ls`, here of 100 such runs,
+the same time. Calls are Python and C calls of all threads; a step's are what a long run has more
+than a short one. Exits with 1 where something grows that should not.
 """
 
 import argparse
@@ -17,6 +18,7 @@ import itertools
 import json
 import platform
 import statistics
+import subprocess
 import sys
 import tempfile
 import threading
@@ -33,7 +35,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from typing_extensions import override
 
 from trainkit import Callback, Run, StepResult, Trainer
-from trainkit.callbacks import Checkpoint
+from trainkit.callbacks import Checkpoint, JSONLLogger
 from trainkit.types import Scalars
 
 SHORT, LONG = 100, 300  # steps
@@ -41,6 +43,7 @@ LOG_EVERY = 50
 ROUNDS = 5
 MANY = 1000  # tensors of parameters, from which fewer steps will do
 FEATURES, BATCH = 8, 4
+RUNS = 100  # in a folder
 
 Figures = dict[str, float]
 
@@ -236,9 +239,83 @@ def _reach(folder: Path, steps: int, number: int) -> None:
     fit(steps + 1, data=Counting(number), callbacks=[Jump(), Checkpoint()], output_dir=folder)
 
 
+class Histories(Callback):
+    """Writes lines of a long run in a short one, by the logger itself; an evaluation in 1000."""
+
+    def __init__(self, logger: JSONLLogger, lines: int) -> None:
+        self._logger, self._lines = logger, lines
+
+    @override
+    def on_step_end(self, run: Run, result: StepResult) -> None:
+        for step in range(1, self._lines + 1):
+            run.state.step = step
+            if step % 1000:
+                self._logger.on_log(run, {f"figure {index}": 1 / step for index in range(13)})
+            else:
+                self._logger.on_evaluation_end(run, {"eval/loss": 1 / step, "eval/accuracy": 0.5})
+        run.request_stop("far enough", agreed=True)
+
+
+def lines_of_history(number: int) -> Figures:
+    """Return what it costs to read what a run logged, and to resume in the middle of that.
+
+    The runs of a folder are links to one, whose ends are read from the cache of the disk.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        one, many = Path(folder) / "one", Path(folder) / "many"
+        logger = JSONLLogger()
+        fit(number, data=Counting(8), callbacks=[logger, Histories(logger, number)], output_dir=one)
+        files = [path for path in one.iterdir() if path.suffix == ".jsonl"]
+        for index in range(RUNS):
+            (many / f"{index}").mkdir(parents=True)
+            for file in files:
+                (many / f"{index}" / file.name).hardlink_to(file)
+        size = sum(file.stat().st_size for file in files)
+        listed = _measured(COMMAND, "runs", "ls", str(many))
+        reported = _measured(COMMAND, "report", str(one), "-o", f"{folder}/page.html")
+        cut = _measured(CUTS, str(one), str(number // 2))
+    return {
+        "MB": round(size / 1e6, 1),
+        f"ls {RUNS} runs s": listed[0],
+        "ls MB": listed[1],
+        "report s": reported[0],
+        "report MB": reported[1],
+        "cut s": cut[0],
+        "cut MB": cut[1],
+    }
+
+
+CUTS = """
+import sys
+from pathlib import Path
+from trainkit.trackers.files import JSONLTracker
+folder, step = Path(sys.argv[1]), int(sys.argv[2])
+assert JSONLTracker(folder.name, folder.parent).cut(lambda values: values["step"] <= step)
+"""
+COMMAND = """
+import sys
+from trainkit.cli.main import main
+assert not main(sys.argv[1:])
+"""
+COST = """
+import time
+peak = [line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")]
+print(time.process_time(), *peak)
+"""
+
+
+def _measured(code: str, *arguments: str) -> tuple[float, float]:
+    """Return the seconds of a processor and the highest memory in MB that a program takes."""
+    command = [sys.executable, "-c", code + COST, *arguments]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    spent, peak = done.stdout.split()[-2:]
+    return round(float(spent), 2), round(int(peak) * 1024 / 1e6, 1)
+
+
 TABLES: dict[str, tuple[Callable[[int], Figures], tuple[int, ...]]] = {
     "callbacks that override nothing": (idle_callbacks, (0, 10, 100, 1000)),
     "figures logged each step": (logged_figures, (1, 10, 100)),
+    "lines of history": (lines_of_history, (1000, 100_000, 1_000_000)),
     "samples": (samples, (8, 1_000, 100_000, 1_000_000)),
     "tensors of parameters": (parameter_tensors, (1, 10, 100, 1000, 5000)),
 }
@@ -255,6 +332,10 @@ def check(tables: dict[str, dict[int, Figures]]) -> list[str]:
     each = (logged[most]["calls a step"] - logged[fewest]["calls a step"]) / (most - fewest)
     if each > 15:
         found.append(f"a logged value takes {each:.1f} calls a step")
+    for size, row in tables["lines of history"].items():
+        for name in ("ls MB", "report MB", "cut MB"):
+            if row[name] > 100:
+                found += [f"{row[name]} {name} for {size} lines of history"]
     over = [row["calls over raw"] for row in tables["tensors of parameters"].values()]
     if max(over) > 60:
         found.append(f"a step takes {over} calls over a raw loop with more and more tensors")

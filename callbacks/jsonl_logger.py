@@ -61,7 +61,8 @@ class JSONLLogger(FileLogger):
     @override
     def on_evaluation_end(self, run: Run, metrics: Scalars) -> None:
         super().on_evaluation_end(run, metrics)
-        self._note("evaluation", higher_is_better=run.evaluation.higher_is_better)
+        if self._events is not None:
+            self._events.evaluated(metrics, run.evaluation.higher_is_better)
 
     @override
     def on_checkpoint_saved(self, run: Run, path: Path) -> None:

@@ -19,6 +19,7 @@ from tests.helpers.toys import fit, make_trainer
 from tests.test_forged import sign_body
 from trainkit.callbacks import Checkpoint, CSVLogger, Evaluation, JSONLLogger, TensorBoardLogger
 from trainkit.cli.main import main
+from trainkit.run_report import listing
 
 METRICS, EVENTS, TABLE = "metrics.jsonl", "metrics.events.jsonl", "metrics.csv"
 JOURNAL, PINS = "journal.txt", "checkpoints/pins.json"
@@ -195,6 +196,22 @@ def test_every_command_shows_what_can_be_read(
     for seed in range(part, len(forges), 8):
         folder = tmp_path / f"{seed}"
         _check_commands(_forged(good, folder, name, forges[seed], seed), capfd)
+        shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("name", [METRICS, EVENTS])
+def test_runs_of_which_only_the_ends_are_read_are_listed_too(
+    good: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+) -> None:
+    monkeypatch.setattr(listing, "_SHORT", -1)
+    for seed, forge in enumerate([*LINES, *WHOLE, *OTHER_KINDS]):
+        folder = _forged(good, tmp_path / f"{seed}", name, forge, seed)
+        assert main(["runs", "ls", str(folder)]) in (0, 1)
+        assert str(folder / "good") in capfd.readouterr().out
         shutil.rmtree(folder)
 
 

@@ -46,17 +46,28 @@ def test_tensors_of_parameters_cost_what_they_cost_in_a_raw_loop() -> None:
     assert abs(many["calls over raw"] - few["calls over raw"]) <= 2
 
 
+def test_a_long_history_takes_no_more_memory_than_a_short_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(growth, "RUNS", 3)
+    few, many = growth.lines_of_history(1000), growth.lines_of_history(20_000)
+    assert many["MB"] > 10
+    for name in ("ls MB", "report MB", "cut MB"):
+        assert many[name] - few[name] < many["MB"]
+
+
 def test_what_grows_is_named() -> None:
     tables = {
         "callbacks that override nothing": {0: {"calls a step": 1.0}, 10: {"calls a step": 9.0}},
         "figures logged each step": {1: {"calls a step": 1.0}, 3: {"calls a step": 90.0}},
+        "lines of history": {9: {"ls MB": 20.0, "report MB": 101.0, "cut MB": 15.0}},
         "samples": {
             8: {"read on resume": 4.0, "set-up calls": 10.0},
             9: {"read on resume": 9.0, "set-up calls": 90.0},
         },
         "tensors of parameters": {1: {"calls over raw": 10.0}, 9: {"calls over raw": 100.0}},
     }
-    assert len(growth.check(tables)) == 5
+    assert len(growth.check(tables)) == 6
 
 
 @pytest.mark.e2e

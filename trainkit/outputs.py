@@ -229,6 +229,10 @@ class Lines:
                     stacklevel=2,
                 )
 
+    def size(self) -> int:
+        """Return the bytes of the file."""
+        return os.fstat(self._file.fileno()).st_size
+
     def sync(self) -> None:
         """Let what was written survive a power cut."""
         with suppress(OSError):  # a pipe has no disk

@@ -9,7 +9,7 @@ import os
 import stat
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -20,8 +20,10 @@ __all__ = [
     "complete_size",
     "drop_half_line",
     "json_object",
+    "last_object",
     "lines",
     "lines_from_end",
+    "object_at",
     "parsed",
     "stretches",
     "whole_object",
@@ -35,6 +37,8 @@ _DEEPEST = 100  # objects inside of each other; those who walk through them recu
 _BLOCK = 1 << 12  # bytes that are looked through at once for the end of a line
 
 T = TypeVar("T")
+
+_decoder = json.JSONDecoder()
 
 
 class LeftOut(UserWarning):
@@ -98,11 +102,14 @@ def json_object(line: bytes) -> dict[str, Any]:
         ValueError: It is none, or nested too deep.
     """
     try:
-        found = json.loads(line)
+        text = line.decode().strip()
+        found, end = _decoder.raw_decode(text)
     except RecursionError:
         raise ValueError("nested too deep") from None
     except ValueError:
         raise ValueError("no JSON") from None
+    if end < len(text):
+        raise ValueError("no JSON")
     if not isinstance(found, dict):
         raise ValueError("no JSON object")
     if line.count(b"{") + line.count(b"[") > _DEEPEST and _depth(found) > _DEEPEST:
@@ -149,6 +156,34 @@ def lines_from_end(path: Path) -> Iterator[tuple[int, bytes]]:
             file.seek(start)
             yield start, file.read(min(end - 1 - start, _LONGEST))
             end = start
+
+
+def last_object(path: Path) -> tuple[int, dict[str, Any]]:
+    """Return where the last line of a file that is a JSON object begins, and the object.
+
+    Raises:
+        LookupError: There is none.
+        OSError: It is no ordinary file, or cannot be read.
+    """
+    for start, line in lines_from_end(path):
+        with suppress(ValueError):
+            return start, json_object(line)
+    raise LookupError("no line that can be read")
+
+
+def object_at(path: Path, start: int, kind: str) -> dict[str, Any]:
+    """Return the JSON object of a `kind` in the line of a file that begins at a byte.
+
+    Raises:
+        Exception: One of `MALFORMED`: there is none.
+        OSError: It is no ordinary file, or cannot be read.
+    """
+    with _opened(path) as file:
+        file.seek(start)
+        found = json_object(file.readline(_LONGEST))
+    if found["kind"] != kind:
+        raise ValueError(f"no {kind}")
+    return found
 
 
 def complete_size(path: Path) -> int:

@@ -1,6 +1,7 @@
 """What loggers share that write a file of lines."""
 
 import json
+import math
 import time
 import warnings
 from collections.abc import Mapping
@@ -16,7 +17,7 @@ from trainkit.callbacks.logger import Logger
 from trainkit.config import checked
 from trainkit.formatting import json_value
 from trainkit.outputs import Lines, absolute, check_file, claim
-from trainkit.run_files import drop_half_line
+from trainkit.run_files import MALFORMED, drop_half_line, last_object, object_at
 from trainkit.trackers.files import FileTracker
 from trainkit.training.run import Run
 from trainkit.training.state import TrainState
@@ -24,6 +25,7 @@ from trainkit.types import StepResult
 
 __all__ = ["EventLog", "FileLogger", "events_path"]
 
+_LED_TO = ("start", "evaluation")  # lines to which all others lead
 RESERVED = ("step", "epoch", "samples", "kind", "time/seconds")
 
 
@@ -98,18 +100,45 @@ class EventLog:
     """Appends what happens to a run, with the seconds that each phase has taken by then.
 
     Each line has `kind`, the counters, and `seconds`: those of this fit by phase. The line "start"
-    has besides `time` (seconds since 1970) and what the run is made of. A resumed run adds to the
-    file, so that it tells what was done twice; `metrics.jsonl` is cut.
+    has besides `time` (seconds since 1970), the seconds that earlier fits `ran`, and what the run
+    is made of; the line "evaluation" the metrics, and the best until then with their steps. A
+    resumed run adds to the file, so that it tells what was done twice; that of the metrics is cut.
+
+    In each line `before` says at which bytes the latest "start" and "evaluation" before it are, so
+    that from the end of a file of any length all is found that `trainkit runs ls` shows.
     """
 
     def __init__(self, path: Path, run: Run) -> None:
         self._run = run
+        self._before: dict[str, int] | None = {}  # None: an older version began the file
+        self._best: dict[str, tuple[float, int]] = {}
+        ran: float | None = 0.0
         if path.is_file():
             drop_half_line(path)
+            try:
+                ran = self._go_on(path) if path.stat().st_size else 0.0
+            except (OSError, *MALFORMED):
+                self._before = ran = None
         self._file = Lines(path, "`JSONLLogger`")
         came_from = run.checkpoints.resumed_from
         facts = {"hparams": run.hparams, **run_facts(run)}
-        self.write("start", time=time.time(), resumed_from=came_from, **facts)
+        self.write("start", time=time.time(), ran=ran, resumed_from=came_from, **facts)
+
+    def _go_on(self, path: Path) -> float:
+        """Take over what led to the step of the run; return the seconds that earlier fits ran."""
+        at, last = last_object(path)
+        before = {**last["before"], last["kind"]: at}
+        start, evaluated = before["start"], before.get("evaluation")
+        while evaluated is not None:
+            found = object_at(path, evaluated, "evaluation")
+            if found["step"] <= self._run.state.step:
+                best = found["best"].items()
+                self._best = {name: (float(value), step) for name, (value, step) in best}
+                break
+            earlier = found["before"].get("evaluation")
+            evaluated = None if earlier is None else min(earlier, evaluated - 1)
+        self._before = {"start": start} | ({} if evaluated is None else {"evaluation": evaluated})
+        return float(object_at(path, start, "start")["ran"] + sum(last["seconds"].values()))
 
     def write(self, kind: str, **values: Any) -> None:
         """Add a line."""
@@ -121,8 +150,22 @@ class EventLog:
             "samples": state.samples_seen,
             "skipped_steps": state.skipped_steps,
             "seconds": {phase: round(spent, 4) for phase, spent in run.clock.seconds().items()},
+            "before": self._before,
         }
+        if self._before is not None and kind in _LED_TO:
+            self._before = self._before | {kind: self._file.size()}
         self._file.write(json.dumps(json_value(entry | values), allow_nan=False))
+
+    def evaluated(self, metrics: Mapping[str, float], higher_is_better: Mapping[str, bool]) -> None:
+        """Add the line of an evaluation; of NaN nothing is the best."""
+        for name, is_higher in higher_is_better.items():
+            if math.isnan(value := metrics.get(name, math.nan)):
+                continue
+            best, _ = self._best.setdefault(name, (value, self._run.state.step))
+            if value > best if is_higher else value < best:
+                self._best[name] = value, self._run.state.step
+        known = {"metrics": metrics, "best": self._best, "higher_is_better": higher_is_better}
+        self.write("evaluation", **known)
 
     def close(self) -> None:
         """Close the file."""

@@ -15,8 +15,8 @@ from trainkit.errors import ConfigError, TrainkitError
 from trainkit.formatting import duration, json_value
 from trainkit.hparams import flat
 from trainkit.parsing import nearest
-from trainkit.run_report.listing import CHECKPOINTS, facts, find_runs
-from trainkit.run_report.records import METRICS, RunLog, mapping, read_run
+from trainkit.run_report.listing import CHECKPOINTS, facts, facts_of, find_runs
+from trainkit.run_report.records import METRICS, RunLog, mapping
 from trainkit.run_report.tables import number
 
 __all__ = ["add_to"]
@@ -67,7 +67,8 @@ def _read(folder: Path) -> Iterator[Facts | TrainkitError]:
     for place in places:
         name = str(place.parent if place.name in (CHECKPOINTS, METRICS) else place)
         try:
-            known = _of_checkpoints(place) if place.name == CHECKPOINTS else facts(read_run(place))
+            is_log = place.name != CHECKPOINTS
+            known = facts_of(place) if is_log else _of_checkpoints(place)
             yield {"run": name, **known}
         except TrainkitError as error:
             yield error

@@ -6,19 +6,38 @@ import sys
 import time
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
+from itertools import islice
+from os.path import getsize, isfile
 from pathlib import Path
 from socket import gethostname
 from typing import Any
 
 from trainkit.hparams import flat
-from trainkit.run_files import LeftOut
+from trainkit.run_files import (
+    MALFORMED,
+    LeftOut,
+    last_object,
+    lines_from_end,
+    object_at,
+)
 from trainkit.run_report.goodput import goodput
-from trainkit.run_report.records import METRICS, RunLog, Session, mapping
+from trainkit.run_report.records import (
+    METRICS,
+    Event,
+    RunLog,
+    Session,
+    events_of,
+    parse_line,
+    read_run,
+)
 
-__all__ = ["CHECKPOINTS", "facts", "find_runs"]
+__all__ = ["CHECKPOINTS", "facts", "facts_of", "find_runs"]
 
 CHECKPOINTS = "checkpoints"
 _EVENTS = ".events.jsonl"
+_SHORT = 1 << 18  # bytes of a run of which all is read
+_LAST_LINES = 100  # that are looked through for the last values
 _CLOCK_STEPS = 10.0  # seconds by which the clock may have been set since a run began
 
 
@@ -35,6 +54,52 @@ def find_runs(folder: Path) -> list[Path]:
 
 def _leave_out(error: OSError) -> None:
     warnings.warn(f"`{error.filename}`: it was left out ({error.strerror}).", LeftOut, stacklevel=2)
+
+
+def facts_of(path: Path) -> dict[str, Any]:
+    """Return what the run with this file of metrics came to, as `facts` does.
+
+    Of long files only the ends are read, from which the events lead to the rest; all of them where
+    they do not, as an older version or a loop of one's own wrote them.
+
+    Raises:
+        ConfigError: Nothing in it can be read.
+    """
+    events = events_of(path)
+    if sum(getsize(file) for file in (path, events) if isfile(file)) > _SHORT:
+        with suppress(OSError, *MALFORMED):
+            return _facts_of_ends(path, events)
+    return facts(read_run(path))
+
+
+def _facts_of_ends(path: Path, events: Path) -> dict[str, Any]:
+    at, last = last_object(events)
+    before = {**last["before"], last["kind"]: at}
+    evaluation: dict[str, Any] = {"step": 0, "metrics": {}, "best": {}}
+    if "evaluation" in before:
+        evaluation = object_at(events, before["evaluation"], "evaluation")
+    first, start = (object_at(events, each, "start") for each in (0, before["start"]))
+    run = RunLog(name="", path=path)
+    run.add_events([Event.of(each) for each in (first, start, last)])
+    run.add_lines([{**evaluation["metrics"], "step": evaluation["step"]}, *_last_lines(path)])
+    best = {
+        name: {
+            "value": float(value),
+            "step": step,
+            "higher_is_better": evaluation["higher_is_better"][name],
+        }
+        for name, (value, step) in evaluation["best"].items()
+    }
+    ran = float(start["ran"]) + run.sessions[-1].last.total
+    return {**facts(run), "seconds": ran, "best": best}
+
+
+def _last_lines(path: Path) -> list[dict[str, Any]]:
+    found = []
+    for _, line in islice(lines_from_end(path), _LAST_LINES):
+        with suppress(*MALFORMED):
+            found.append(parse_line(line))
+    return [line for line in reversed(found) if line]
 
 
 def facts(run: RunLog) -> dict[str, Any]:
@@ -56,7 +121,7 @@ def facts(run: RunLog) -> dict[str, Any]:
         "unreadable": run.unreadable,
         "best": _best(run),
         "last": {name: points[-1][1] for name, points in run.curves.items()},
-        "hparams": flat(mapping(run.facts.get("hparams"))),
+        "hparams": flat(run.hparams),
     }
 
 

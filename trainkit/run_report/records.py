@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from os.path import basename, isfile, lexists, realpath
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -25,7 +26,9 @@ __all__ = [
     "RunLog",
     "Session",
     "as_number",
+    "events_of",
     "mapping",
+    "parse_line",
     "read_run",
     "read_runs",
 ]
@@ -54,16 +57,15 @@ class Event:
     values: Mapping[str, Any]  # the whole line
 
     @classmethod
-    def parse(cls, line: bytes) -> "Event":
+    def of(cls, entry: Mapping[str, Any]) -> "Event":
         """Return what a line says.
 
         Raises:
             Exception: One of `MALFORMED`: it is no event.
         """
-        entry = json_object(line)
         step, skipped = _count_in(entry, "step"), _count_in(entry, "skipped_steps")
         seconds = {phase: float(spent) for phase, spent in entry["seconds"].items()}
-        if not all(0 <= spent < _MOST_SECONDS for spent in seconds.values()):
+        if not (min(seconds.values(), default=0) >= 0 and sum(seconds.values()) < _MOST_SECONDS):
             raise ValueError("`seconds` are no times")
         return cls(
             kind=str(entry["kind"]),
@@ -173,15 +175,20 @@ class RunLog:
         """Add a stretch of the metrics, whose lines have steps."""
         if not lines:
             return
-        for name in dict.fromkeys(name for line in lines for name in line):
-            points = [
-                (line["step"], number)
-                for line in lines
-                if name in line and (number := as_number(line[name], None)) is not None
-            ]
-            if points and name not in NOT_CURVES:
-                curve = self.curves.setdefault(name, points[:1])
-                curve += _standing_for(points[curve[0] is points[0] :])
+        steps = [line["step"] for line in lines]
+        for name in dict.fromkeys(chain.from_iterable(lines)):
+            if name in NOT_CURVES:
+                continue
+            values: list[Any] = [line.get(name) for line in lines]
+            at = steps
+            if {*map(type, values)} != {float}:  # as nearly all are
+                values = [as_number(value, None) for value in values]
+                at = [step for step, value in zip(steps, values, strict=True) if value is not None]
+                values = [value for value in values if value is not None]
+            if values:
+                curve = self.curves.setdefault(name, [])
+                kept = _standing_for(values) | ({0} if not curve else set())
+                curve += [(at[index], values[index]) for index in sorted(kept)]
         skips = [line["step"] for line in lines if line.get("kind") == "skip"]
         self.skips += skips if len(self.skips) < STRETCHES else skips[:1]
         self.skipped += len(skips)
@@ -196,8 +203,9 @@ class RunLog:
     def add_events(self, events: Sequence[Event]) -> None:
         """Add a stretch of the events; what stands before the first start has no clock."""
         for number, event in enumerate(events, 1):
-            higher = mapping(event.values.get("higher_is_better"))
-            self.higher_is_better |= {name: value is True for name, value in higher.items()}
+            if "higher_is_better" in event.values:
+                higher = mapping(event.values["higher_is_better"])
+                self.higher_is_better |= {name: value is True for name, value in higher.items()}
             if event.kind == "start":
                 self.sessions.append(Session(event))
             elif self.sessions:
@@ -235,21 +243,18 @@ class RunLog:
         return {name: int(value) for name, value in values.items() if 0 <= value < _MOST_COUNT}
 
 
-def _standing_for(points: list[Point]) -> list[Point]:
-    """Return those of a stretch of a curve that stand for all: its ends, and what is odd."""
-    if len(points) <= 3:
-        return points
-    values = [value for _, value in points]
+def _standing_for(values: list[float]) -> set[int]:
+    """Return which of a stretch of a curve stand for all: its end, and what is odd."""
+    if len(values) <= 3:
+        return {*range(len(values))}
     kept = {len(values) - 1}
     if math.isfinite(sum(values)) and min(values) > -DRAWABLE and max(values) < DRAWABLE:
-        kept |= {values.index(min(values)), values.index(max(values))}
-    else:
-        odd = [index for index, value in enumerate(values) if not abs(value) < DRAWABLE]
-        for of_these in (range(len(values)), sorted({*range(len(values))} - {*odd})):
-            finite = [index for index in of_these if math.isfinite(values[index])]
-            kept |= {f(finite, key=values.__getitem__) for f in (min, max) if finite}
-        kept |= {*odd[:1]}
-    return [points[index] for index in sorted(kept)]
+        return kept | {values.index(min(values)), values.index(max(values))}
+    odd = [index for index, value in enumerate(values) if not abs(value) < DRAWABLE]
+    for of_these in (range(len(values)), sorted({*range(len(values))} - {*odd})):
+        finite = [index for index in of_these if math.isfinite(values[index])]
+        kept |= {f(finite, key=values.__getitem__) for f in (min, max) if finite}
+    return kept | {*odd[:1]}
 
 
 def read_runs(paths: Iterable[Path]) -> list[RunLog]:
@@ -333,11 +338,11 @@ def _read(path: Path) -> RunLog:
     if not isfile(file):
         raise ConfigError(_no_log(path))
     run = RunLog(name=basename(realpath(path)), path=file)
-    events = file.with_name(f"{file.stem}.events.jsonl")
-    for found in stretches(events, Event.parse, STRETCHES) if lexists(events) else ():
+    events = events_of(file)
+    for found in stretches(events, _event, STRETCHES) if lexists(events) else ():
         run.unreadable += found.count(None)
         run.add_events([event for event in found if event is not None])
-    for lines in stretches(file, _line, STRETCHES):
+    for lines in stretches(file, parse_line, STRETCHES):
         run.unreadable += lines.count(None)
         run.add_lines([line for line in lines if line])
     return run
@@ -352,7 +357,16 @@ def _no_log(path: Path) -> str:
     )
 
 
-def _line(line: bytes) -> dict[str, Any]:
+def events_of(metrics: Path) -> Path:
+    """Return the file of the events that belong to a file of metrics."""
+    return metrics.with_name(f"{metrics.stem}.events.jsonl")
+
+
+def _event(line: bytes) -> Event:
+    return Event.of(json_object(line))
+
+
+def parse_line(line: bytes) -> dict[str, Any]:
     """Return the entry of a line of metrics; an empty one where it belongs to no step.
 
     Raises:
