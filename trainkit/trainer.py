@@ -202,7 +202,9 @@ class Trainer:
             model: As wrapped by the strategy. Call it; the user's own module is `run.module`.
             batch: What the loader yields, on the device.
         """
-        return default_steps.training_step(model, self.strategy.unwrap(model), batch, self.loss_fn)
+        return default_steps.training_step(
+            model, self.strategy.unwrap(model), batch, self.loss_fn, self._is_first
+        )
 
     def evaluation_step(self, model: nn.Module, batch: Batch) -> Mapping[str, Any]:
         """Return `scores`, `references` and `loss` of `batch`; see `Evaluator.evaluate`.
@@ -211,7 +213,7 @@ class Trainer:
         loss, where a metric wants some, unless `predictions` say what every metric gets.
         """
         return default_steps.evaluation_step(
-            model, self.strategy.unwrap(model), batch, self.loss_fn
+            model, self.strategy.unwrap(model), batch, self.loss_fn, self._is_first
         )
 
     def configure_optimizer(
@@ -556,6 +558,10 @@ class Trainer:
         self.strategy.close()
 
     # How the parts are put together.
+
+    def _is_first(self) -> bool:
+        """Return whether no update of a `fit` was tried."""
+        return not isinstance(self.run, Run) or self.run.state.attempts == 0
 
     def _make_run(
         self,

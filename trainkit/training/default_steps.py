@@ -22,7 +22,11 @@ _OVER_LABELS = (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward, F.cross_entropy
 
 
 def training_step(
-    model: nn.Module, module: nn.Module, batch: Batch, loss_fn: LossFn | None
+    model: nn.Module,
+    module: nn.Module,
+    batch: Batch,
+    loss_fn: LossFn | None,
+    is_first: Callable[[], bool] = bool,
 ) -> StepOutput:
     """Return the loss of `batch`: that of `loss_fn`, or the model's own.
 
@@ -31,6 +35,7 @@ def training_step(
         module: The user's module behind it.
         batch: `(inputs, targets)` with `loss_fn`; else keyword arguments of the model.
         loss_fn: `(outputs, targets) -> loss`, a mean over the samples, or torch's over labels.
+        is_first: Whether there is time to look at what may not fit the loss; never by default.
     """
     if loss_fn is not None:
         if not isinstance(batch, tuple | list | Sequence) or len(batch) != 2:
@@ -38,7 +43,7 @@ def training_step(
                 "`loss_fn` was given, so the loader must yield pairs `(inputs, targets)`, but it "
                 f"yields {type(batch).__name__!r}. Override `training_step` for anything else."
             )
-        return _mean_loss(loss_fn, model(batch[0]), batch[1])
+        return _mean_loss(loss_fn, model(batch[0]), batch[1], is_first)
     if not isinstance(batch, Mapping):
         raise ConfigError(
             f"The loader yields {type(batch).__name__!r}, and no `loss_fn` was given. Pass "
@@ -61,7 +66,11 @@ def for_each_loader(step: Callable[..., Any], model: nn.Module, batch: Batch) ->
 
 
 def evaluation_step(
-    model: nn.Module, module: nn.Module, batch: Batch, loss_fn: LossFn | None
+    model: nn.Module,
+    module: nn.Module,
+    batch: Batch,
+    loss_fn: LossFn | None,
+    is_first: Callable[[], bool] = bool,
 ) -> dict[str, Any]:
     """Return `scores`, which is what the model returns, and `references`, `loss`, its `weight`.
 
@@ -81,7 +90,7 @@ def evaluation_step(
         scores = model(inputs)
         result = {}
         if loss_fn is not None:
-            output = _mean_loss(loss_fn, scores, references)
+            output = _mean_loss(loss_fn, scores, references, is_first)
             result = {"loss": output.loss, "weight": output.weight}
     else:
         inputs = batch[0] if isinstance(batch, Sequence) and len(batch) == 1 else batch
@@ -106,13 +115,29 @@ def make_loss_fn(loss_fn: LossFn, device: torch.device) -> LossFn:
     return loss_fn
 
 
-def _mean_loss(loss_fn: Any, outputs: Any, targets: Any) -> StepOutput:
+def _mean_loss(
+    loss_fn: Any, outputs: Any, targets: Any, is_first: Callable[[], bool]
+) -> StepOutput:
     """Return a loss, with what its mean divides by where that is not the number of samples."""
     bound = loss_fn.__class__ is partial
     get = loss_fn.keywords.get if bound else partial(getattr, loss_fn)
     if (reduction := get("reduction", "mean")) != "mean":
         _refuse_reduction("loss_fn", reduction)
-    loss = loss_fn(outputs, targets)
+    try:
+        loss = loss_fn(outputs, targets)
+    except Exception as error:
+        from trainkit.training.loss_shapes import note_given  # on demand
+
+        note_given(error, outputs, targets)
+        raise
+    try:
+        ours, theirs = outputs.shape, targets.shape
+    except AttributeError:
+        ours = theirs = ()
+    if ours != theirs and (ours == (*theirs, 1) or theirs == (*ours, 1)) and is_first():
+        from trainkit.training.loss_shapes import refuse_all_pairs  # few programs look so
+
+        refuse_all_pairs(loss_fn, outputs, targets)
     computes = loss_fn.func if bound else getattr(type(loss_fn), "forward", loss_fn)
     if computes not in _OVER_LABELS or targets.is_floating_point():
         return StepOutput(loss)
