@@ -81,6 +81,7 @@ def test_one_step_of_everything_as_the_real_run_begins() -> None:
 def test_several_steps_but_no_second_epoch(settings: dict[str, Any], steps: int) -> None:
     assert fit(make_trainer(max_epochs=5, **settings)).step == steps
     assert fit(make_trainer(max_steps=2, **settings)).stop_reason == "max_steps"
+    assert fit(make_trainer(max_epochs=1, **settings)).stop_reason == "dry_run"
 
 
 def test_what_comes_seldom_comes_too() -> None:

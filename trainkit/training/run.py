@@ -289,9 +289,10 @@ class Run(RunServices):
         config, state = self.config, self.state
         if config.max_steps is not None and state.step >= config.max_steps:
             return "max_steps"
-        if config.max_epochs is not None and state.epoch >= config.max_epochs:
-            return "max_epochs"
-        return "dry_run" if config.dry_run is not None and state.epoch else None
+        if config.dry_run is not None and state.epoch:
+            return "dry_run"
+        is_last = config.max_epochs is not None and state.epoch >= config.max_epochs
+        return "max_epochs" if is_last else None
 
     @property
     def is_log_step(self) -> bool:
