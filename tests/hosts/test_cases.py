@@ -13,6 +13,8 @@ CASES = {case.name: case for case in (*SETUPS, *FAULTS)}
 FEW = {
     "own name is docker0's address": 12.0,
     "unknown name": 3.0,
+    "machine_rank 0 twice": 12.0,
+    "machine_rank 1 twice": 12.0,
     "firewall drops gloo": 12.0,
     "machine 1 dies": 12.0,
 }

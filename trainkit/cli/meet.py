@@ -132,7 +132,8 @@ class _Host:
         except OSError:
             raise DistributedError(
                 f"Port {self._port} of this machine, machine 0, is taken by another program, such "
-                "as another job. Pass another `--main_process_port`, the same on all machines."
+                "as another job. Pass another `--main_process_port`, the same on all machines; or "
+                "another `--machine_rank`, if this is not machine 0."
             ) from None
         self._store = PrefixStore(PREFIX, self._server)
         self._store.set("host", json.dumps([job.num_machines, card["who"]]))
@@ -145,7 +146,10 @@ class _Host:
             self._store.set("verdict", json.dumps([fault, self._cards]))
             if fault or self._link is None:
                 end = time.monotonic() + _HEARD_SECONDS
-                while self._store.add("heard", 0) < len(self._cards) - 1 and time.monotonic() < end:
+                # More may have come than have a card: two of one number.
+                while time.monotonic() < end:
+                    if self._store.add("heard", 0) >= self._store.add("guests", 0):
+                        break
                     time.sleep(_PAUSE)
                 raise DistributedError(fault)
         except BaseException:
@@ -294,6 +298,7 @@ class _Guest:
                 f"the job at {self._place} (machine 0: {known}) has begun without this machine, or "
                 "ends. Another job needs another `--main_process_port`"
             )
+        store.add("guests", 1)
         mine = self._card["who"]
         if size != self._job.num_machines:
             return f"num_machines: {size} (machine 0), {self._job.num_machines} ({self._name})"
