@@ -14,6 +14,7 @@ from trainkit.checkpoint.format.value_checks import record, tensor_like, whole
 from trainkit.config import check_whole, checked
 from trainkit.errors import CheckpointError, ConfigError
 from trainkit.strategies import Strategy
+from trainkit.torch_internals import copy_each, lerp_each
 from trainkit.training.callback import Callback
 from trainkit.training.run import Run
 from trainkit.types import Scalars, Size, StepResult
@@ -120,7 +121,7 @@ class EMA(Callback):
         tensors = self._tensors()
         if self._casts:
             tensors = [t.to(a.dtype) for t, a in zip(tensors, self._average, strict=True)]
-        torch._foreach_lerp_(self._average, tensors, 1 - decay)
+        lerp_each(self._average, tensors, 1 - decay)
         self.updates += 1
 
     @override
@@ -143,7 +144,7 @@ class EMA(Callback):
         self._put_back()
         if self.keep_at_end and self._average and not self._failed:
             with torch.no_grad():
-                torch._foreach_copy_(self._tensors(), self._average)
+                copy_each(self._tensors(), self._average)
             self._is_left = True
 
     @override
@@ -256,12 +257,12 @@ class EMA(Callback):
     def _apply(self) -> None:
         tensors = self._tensors()
         self._own = [tensor.clone() for tensor in tensors]
-        torch._foreach_copy_(tensors, self._average)
+        copy_each(tensors, self._average)
 
     @torch.no_grad()
     def _put_back(self) -> None:
         if self._own is not None:
-            torch._foreach_copy_(self._tensors(), self._own)
+            copy_each(self._tensors(), self._own)
             self._own = None
 
 

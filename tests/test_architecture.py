@@ -14,7 +14,8 @@ ROOT = Path(__file__).resolve().parent.parent
 # Lowest first. A room is a folder of trainkit, or a file beside them. It sees the rows below its
 # own, and itself; inside of it, files may see each other without a circle.
 LAYERS = (
-    ("errors", "formatting", "host", "lazy", "parsing", "run_files", "signals", "types", "version"),
+    ("errors", "formatting", "host", "lazy", "parsing", "run_files", "signals", "torch_internals"),
+    ("types", "version"),
     ("console", "device", "hints", "hparams", "packages"),
     ("argument_names", "containers", "launch_environment", "outputs", "rng", "starters"),
     ("config", "lock", "memory"),
@@ -50,6 +51,23 @@ FORBIDDEN_ATTRIBUTES = {
 }
 # The one place that pickles: objects that a user hands to a gather, and nothing of ours.
 PICKLES_FOR_USERS = "trainkit/containers/wire_format.py"
+# The one place that uses what torch does not document.
+INTERNALS = "trainkit/torch_internals.py"
+USES_INTERNALS = {
+    "trainkit/strategies/ddp.py": "is a class of torch's wrapper, and lays its buckets out",
+    "trainkit/strategies/fsdp.py": "starts torch's states before a forward does",
+    "trainkit/strategies/strategy.py": "its gradients",
+    "trainkit/training/several_optimizers.py": "asks what is compiled",
+    "trainkit/accelerator/preparer.py": "asks whether a wrapper was called",
+    "trainkit/cli/agent.py": "is a class of torch's agent",
+    "trainkit/cli/elastic.py": "is a class of torch's agent",
+    "trainkit/cli/rendezvous.py": "answers as torch's rendezvous does",
+}
+"""Files that are still to give such names to that place."""
+NOT_OF_TORCH = {
+    *("_exit", "_current_frames", "_run_exitfuncs", "_asdict", "_option_string_actions"),
+    "_init_weights",  # transformers
+}
 # The one place that calls these: torch's own files, read without unpickling, written on request.
 TORCH_FILES = "trainkit/export/pickled.py"
 
@@ -204,6 +222,41 @@ def test_torch_reads_its_files_without_unpickling() -> None:
     uses = {use.split(" uses ")[1] for use in _forbidden(tree)}
     assert uses == {"torch.load", "torch.save"}
     assert _always_restricts(tree)
+
+
+@cache
+def _own_names() -> frozenset[str]:
+    """Return what is defined anywhere in trainkit: functions, classes, variables, attributes."""
+    found: set[str] = set()
+    for path in _files():
+        for node in ast.walk(_tree(path)):
+            match node:
+                case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.arg(arg=name):
+                    found.add(name)
+                case ast.Name(id=name, ctx=ast.Store()):
+                    found.add(name)
+                case ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store()):
+                    found.add(name)
+    return frozenset(found)
+
+
+def _undocumented(tree: ast.Module) -> Iterator[str]:
+    """Yield the uses of names with an underscore that are not ours."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(attr=name) if re.match("_[^_]", name):
+                if name not in _own_names() | NOT_OF_TORCH:
+                    yield f"line {node.lineno} uses {name}"
+    for line, name in _imports(tree):
+        if name.startswith("torch.") and re.search(r"\._[^_]", name):
+            yield f"line {line} imports {name}"
+
+
+def test_what_torch_does_not_document_is_used_in_one_file() -> None:
+    users = {_name(path): list(_undocumented(_tree(path))) for path in _files()}
+    beside = {INTERNALS, *USES_INTERNALS}
+    assert not {name: found for name, found in users.items() if found and name not in beside}
+    assert not [name for name in beside if not users[name]], "need it no more"
 
 
 def _words(tree: ast.Module) -> Iterator[str]:

@@ -14,6 +14,7 @@ import torch.distributed
 from torch import nn
 
 from trainkit.errors import ConfigError
+from trainkit.torch_internals import extension_kind, moves_in_place, try_loss_scaling
 
 __all__ = [
     "accelerator_count",
@@ -143,20 +144,7 @@ def _make_wide(device: torch.device) -> None:
 
 def has_loss_scaling(device: torch.device) -> bool:
     """Return whether `GradScaler` can work with gradients on a device."""
-    return torch.amp.is_autocast_available(device.type) and _works(device.type, _scale)
-
-
-def _scale(device: torch.device) -> None:
-    scale, found = torch.ones(1, device=device), torch.zeros(1, device=device)
-    torch._amp_foreach_non_finite_check_and_unscale_([torch.ones(1, device=device)], found, scale)
-    growth = torch.zeros(1, dtype=torch.int32, device=device)
-    torch._amp_update_scale_(scale, growth, found, 2.0, 0.5, 1)
-
-
-def moves_in_place(device: torch.device) -> bool:
-    """Return whether a parameter can move from the CPU to a device and stay the same object."""
-    there = torch.empty(0, device=device)
-    return bool(torch._has_compatible_shallow_copy_type(torch.empty(0), there))
+    return torch.amp.is_autocast_available(device.type) and _works(device.type, try_loss_scaling)
 
 
 def move_module(module: nn.Module, device: torch.device) -> nn.Module:
@@ -193,7 +181,7 @@ def forgets_random_state() -> bool:
 
 def generator_kinds() -> tuple[str, ...]:
     """Return the types of accelerators that this torch knows: each has random generators."""
-    added = torch._C._get_privateuse1_backend_name()
+    added = extension_kind()
     return ("cuda", "mps", "xpu", *(() if added == "privateuseone" else (added,)))
 
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from trainkit.distributed.collectives import ranks_with
 from trainkit.errors import NonFiniteError, named
+from trainkit.torch_internals import norm_of_each, stored_values
 from trainkit.training.run import Run
 
 __all__ = ["FirstBad"]
@@ -45,9 +46,7 @@ class FirstBad:
         if not present:
             return
         # The largest element, not the L2 norm: the square of a finite number may be infinite.
-        norms = torch._foreach_norm(
-            [g._values() if g.is_sparse else g for g in present.values()], float("inf")
-        )
+        norms = norm_of_each([*map(stored_values, present.values())], float("inf"))
         if len(norms) < len(self._parameters):
             # The device is not told which are there, which would wait in every turn of a GAN.
             of = dict(zip(present, norms, strict=True))

@@ -2,11 +2,11 @@
 
 from typing import Any
 
-import torch
 from torch import nn
 
 from trainkit.callbacks._support.model_table import is_compiled
 from trainkit.errors import ConfigError
+from trainkit.torch_internals import attention_on_cpu
 
 __all__ = ["FlopCounter"]
 
@@ -43,12 +43,10 @@ class FlopCounter:
         from torch.utils import flop_counter
 
         known: Any = flop_counter
-        aten = torch.ops.aten  # of attention torch leaves out that on the CPU
+        forward, backward = attention_on_cpu()  # which torch leaves out
         formulas = {
-            aten._scaled_dot_product_flash_attention_for_cpu: (
-                lambda q, k, v, *_, **__: known.sdpa_flop_count(q, k, v)
-            ),
-            aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+            forward: (lambda q, k, v, *_, **__: known.sdpa_flop_count(q, k, v)),
+            backward: (
                 lambda grad, q, k, v, *_, **__: known.sdpa_backward_flop_count(grad, q, k, v)
             ),
         }

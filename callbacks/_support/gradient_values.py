@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from trainkit.device import wide_dtype
+from trainkit.torch_internals import norm_of_each
 from trainkit.training.run import Run
 
 __all__ = ["GradientValues", "Histogram", "HistogramLogger"]
@@ -85,7 +86,7 @@ class GradientValues:
         if parts:
             present = [self._gradients[i] for i in parts]
             wide = any(gradient.dtype == torch.float64 for gradient in present)
-            norms = torch._foreach_norm(present, 2, None if wide else torch.float32)
+            norms = norm_of_each(present, 2, None if wide else torch.float32)
             # In fp64 the square of a finite fp32 norm is finite too.
             shares = torch.tensor([self._copies[i] for i in parts], device=device).to(dtype)
             own = torch.stack([norm.to(device) for norm in norms]).to(dtype).square() / shares

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from trainkit.checkpoint.resharding.sharding_spec import local_part
 from trainkit.containers.tree import children
 from trainkit.formatting import readable_size
+from trainkit.torch_internals import compiled_call
 from trainkit.types import class_name
 
 __all__ = ["describe_output", "is_compiled", "model_table"]
@@ -187,6 +188,5 @@ def _sizes(tensors: Sequence[Tensor]) -> str:
 def is_compiled(module: nn.Module) -> bool:
     """Return whether any part of a model goes through `torch.compile`."""
     return any(
-        part._compiled_call_impl is not None or hasattr(part, "_orig_mod")
-        for part in module.modules()
+        compiled_call(part) is not None or hasattr(part, "_orig_mod") for part in module.modules()
     )

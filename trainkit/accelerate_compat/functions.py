@@ -13,6 +13,7 @@ from trainkit.device import generator_kinds, get_rng_state, set_rng_state
 from trainkit.distributed import Processes
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigError
+from trainkit.torch_internals import buffers_of, parameters_of
 
 
 class DummyOptim:
@@ -111,7 +112,7 @@ def set_module_tensor_to_device(
     """
     path, _, name = tensor_name.rpartition(".")
     owner = module.get_submodule(path)
-    old = owner._parameters.get(name, owner._buffers.get(name))
+    old = parameters_of(owner).get(name, buffers_of(owner).get(name))
     if old is None:
         raise ConfigError(f"`{type(module).__name__}` has no parameter or buffer `{tensor_name}`.")
     if value is None and old.is_meta and torch.device(device).type != "meta":
@@ -129,6 +130,6 @@ def set_module_tensor_to_device(
         cast = dtype is None or value.is_floating_point()
         new = value.detach().to(device, (dtype or old.dtype) if cast else value.dtype)
     if isinstance(old, nn.Parameter):
-        owner._parameters[name] = nn.Parameter(new, requires_grad=old.requires_grad)
+        parameters_of(owner)[name] = nn.Parameter(new, requires_grad=old.requires_grad)
     else:
-        owner._buffers[name] = new
+        buffers_of(owner)[name] = new

@@ -14,6 +14,7 @@ from trainkit.precision import FP16, Precision
 from trainkit.precision.fp16 import scaled_loss
 from trainkit.strategies import Strategy
 from trainkit.strategies.strategy import gradient_values
+from trainkit.torch_internals import unscaled_optimizers
 
 __all__ = ["Gradients"]
 
@@ -103,7 +104,7 @@ class Gradients:
         """Note that an optimizer has made its step, or has left it out."""
         self._unscaled.pop(id(optimizer), None)
         if self.scaler is not None and not self._unscaled:
-            unscaled = self.scaler._per_optimizer_states
+            unscaled = unscaled_optimizers(self.scaler)
             if all(id(known) in unscaled for known in self.optimizers):
                 self._refresh()
 
@@ -111,7 +112,7 @@ class Gradients:
         """Begin anew: what was made final no longer counts."""
         self._unscaled.clear()
         if self.scaler is not None:
-            self.scaler._per_optimizer_states.clear()
+            unscaled_optimizers(self.scaler).clear()
 
     def clip_norm(
         self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float
@@ -154,6 +155,5 @@ class Gradients:
 
     def _refresh(self) -> None:
         """Let the scale follow the gradients that were unscaled since it last did."""
-        # torch has no public name for what `unscale_` notes of each optimizer.
-        if self.scaler is not None and self.scaler._per_optimizer_states:
+        if self.scaler is not None and unscaled_optimizers(self.scaler):
             self.scaler.update()

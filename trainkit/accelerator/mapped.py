@@ -20,6 +20,7 @@ from trainkit.data.plan import BatchPlan, FlatPlan, Plan
 from trainkit.data.workers import datasets_of
 from trainkit.device import get_rng_state, set_rng_state
 from trainkit.errors import CheckpointError
+from trainkit.torch_internals import samples_asked_for
 
 __all__ = ["MappedShare"]
 
@@ -319,7 +320,7 @@ def _seedable(sampler: RandomSampler) -> RandomSampler:
     return RandomSampler(
         sampler.data_source,
         replacement=sampler.replacement,
-        num_samples=sampler._num_samples,
+        num_samples=samples_asked_for(sampler),
         generator=torch.Generator(),
     )
 

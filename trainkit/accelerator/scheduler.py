@@ -7,6 +7,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from trainkit.accelerator.accumulation import Accumulation
 from trainkit.accelerator.optimizer import PreparedOptimizer
+from trainkit.torch_internals import steps_of_schedule
 
 __all__ = ["PreparedScheduler"]
 
@@ -54,7 +55,7 @@ class PreparedScheduler:
         follows_metric = isinstance(self.scheduler, ReduceLROnPlateau)
         for _ in range(1 if follows_metric else self._steps):
             # A one-cycle schedule raises beyond its end, where the last steps may lead.
-            if total is None or self.scheduler._step_count <= total:
+            if total is None or steps_of_schedule(self.scheduler) <= total:
                 self.scheduler.step(*args, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:

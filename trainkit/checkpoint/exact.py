@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainkit.checkpoint.format.tensors import kept_strides
+from trainkit.torch_internals import buffers_of, is_saved
 
 __all__ = [
     "as_parameter",
@@ -121,8 +122,8 @@ def as_parameter(value: Tensor, parameter: Tensor, was: Tensor | None = None) ->
 def saved_buffers(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor | None]]:
     """Yield the name of each buffer that is saved with a module, whose it is, its key there, it."""
     for prefix, part in module.named_modules():
-        for key, buffer in part._buffers.items():
-            if key not in part._non_persistent_buffers_set:
+        for key, buffer in buffers_of(part).items():
+            if is_saved(part, key):
                 yield f"{prefix}.{key}" if prefix else key, part, key, buffer
 
 
@@ -145,7 +146,7 @@ def load_model(module: nn.Module, saved: Mapping[str, Any], *, older: bool = Fal
     device = next((p.device for p in module.parameters()), None)
     for key, (part, name) in empty_buffers(module).items():
         if key in saved:
-            part._buffers[name] = torch.empty_like(saved[key], device=device)
+            buffers_of(part)[name] = torch.empty_like(saved[key], device=device)
     module.load_state_dict(saved)
     for name, buffer in module.named_buffers():
         was = saved.get(name)

@@ -10,6 +10,7 @@ from trainkit.checkpoint.format.codec import DEEPEST, MOST_VALUES
 from trainkit.checkpoint.format.strides import row_major
 from trainkit.checkpoint.format.tensors import kept_strides, refused_tensor
 from trainkit.device import can_pin, is_accelerator
+from trainkit.torch_internals import copy_each
 
 __all__ = ["Snapshot"]
 
@@ -35,7 +36,7 @@ class Snapshot:
             # One call for all: with many small tensors, calls take longer than copies.
             with torch.no_grad():
                 late = bool(walk.devices) and all(map(is_accelerator, walk.devices))
-                torch._foreach_copy_(walk.targets, walk.sources, non_blocking=late)
+                copy_each(walk.targets, walk.sources, non_blocking=late)
         self._last = None if walk.refused else result
         for device in walk.devices if late else ():
             torch.accelerator.synchronize(device)

@@ -15,7 +15,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from trainkit.cli.link import Link
 from trainkit.cli.meeting import BACKLOG, PREFIX, PROBE_SECONDS, Card, Meeting, open_store, probe

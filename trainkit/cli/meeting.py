@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from trainkit.cli.link import Link
 from trainkit.cli.network import job_interface, reach

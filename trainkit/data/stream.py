@@ -2,13 +2,11 @@
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain, islice
 from typing import Any
 
 from torch.utils.data import DataLoader
-from torch.utils.data._utils import worker
 from typing_extensions import override
 
 from trainkit import rng
@@ -23,6 +21,7 @@ from trainkit.data.stream_start import (
     is_stateful,
 )
 from trainkit.errors import DataError
+from trainkit.torch_internals import in_no_worker
 
 __all__ = ["StreamReader"]
 
@@ -79,7 +78,7 @@ class StreamReader(Fetch):
         run, position, index, follows = task
         if run != self._run:
             self.is_over = follows
-            with _in_no_worker():
+            with in_no_worker():
                 self.leave()
                 self._begin(run, epoch, position)
             self._run = run
@@ -193,7 +192,7 @@ class StreamReader(Fetch):
         share = self._batch_size or 1  # items of one process, perhaps whole batches
         start = 0 if self.is_sharded else self._rank * share
         many = share if self.is_sharded else self._size * share
-        with _in_no_worker():
+        with in_no_worker():
             self._skip((index - self._next) * many)
             key = self._key(self._at + start)
             items = self._read(many, keeps_prior=True)
@@ -272,19 +271,6 @@ class StreamReader(Fetch):
 
 
 _END = object()
-
-
-@contextmanager
-def _in_no_worker() -> Iterator[None]:
-    """Let a data set read as in the main process, which torch has no public way for.
-
-    Those of Hugging Face shuffle otherwise even in the only worker.
-    """
-    present, worker._worker_info = worker._worker_info, None
-    try:
-        yield
-    finally:
-        worker._worker_info = present
 
 
 def _read_once(iterator: Iterator[Any], dataset: Any) -> Iterator[Any]:

@@ -20,7 +20,6 @@ from weakref import WeakSet, finalize
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, get_worker_info
-from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from typing_extensions import override
 
 from trainkit import rng
@@ -30,6 +29,7 @@ from trainkit.data.order import set_epoch_on
 from trainkit.device import can_pin
 from trainkit.errors import ConfigError, DataError, text_of
 from trainkit.signals import CAUGHT
+from trainkit.torch_internals import WorkersIterator, end_workers, workers_of
 
 _DEATH_SECONDS = 0.3  # from the first sign of a worker's end until it is known
 
@@ -159,8 +159,8 @@ class WorkerPool(Fetcher):
         # cycle; then it may run much later, or in a forked child, and wait for seconds.
         if self._pid != os.getpid():
             return
-        iterator._shutdown_workers()
-        for worker in iterator._workers:
+        end_workers(iterator)
+        for worker in workers_of(iterator):
             if worker.is_alive():  # stuck in the data set; torch has tried SIGTERM in vain
                 worker.kill()
                 worker.join()
@@ -193,7 +193,7 @@ class _Loader(DataLoader[Any]):
         return _Iterator(self)
 
 
-class _Iterator(_MultiProcessingDataLoaderIter):
+class _Iterator(WorkersIterator):
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._made_by = os.getpid()
         super().__init__(loader)
@@ -376,12 +376,12 @@ def _death(iterator: Any) -> str | None:
     dead: list[Any] = []
     deadline = time.monotonic() + _DEATH_SECONDS
     while not dead and time.monotonic() < deadline:
-        dead = [worker for worker in iterator._workers if not worker.is_alive()]
+        dead = [worker for worker in workers_of(iterator) if not worker.is_alive()]
         time.sleep(0.0 if dead else 0.02)
     if not dead:
         return None
     worker = max(dead, key=lambda worker: worker.exitcode != 0)
-    number = iterator._workers.index(worker)
+    number = workers_of(iterator).index(worker)
     from trainkit.hints import hint_for  # only failures need it
 
     end = f"ended by itself with the exit code {worker.exitcode}"

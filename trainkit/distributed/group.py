@@ -23,6 +23,7 @@ from trainkit.device import (
 )
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigError, DistributedError
+from trainkit.torch_internals import begun_collectives, group_backends, set_backend_timeout
 
 if TYPE_CHECKING:
     from trainkit.distributed.rendezvous import Rendezvous
@@ -78,8 +79,8 @@ class Membership:
     def position(self) -> tuple[int, ...] | None:
         """Return how many collectives this process has begun in each group; None without one."""
         groups = (self.default, self.control)
-        backends = [b for group in groups if group is not None for b in _backends(group)]
-        numbers = (backend._get_sequence_number_for_group() for backend in backends)
+        backends = [b for group in groups if group is not None for b in group_backends(group)]
+        numbers = map(begun_collectives, backends)
         return tuple(numbers) if backends and self.lives() else None
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -101,7 +102,7 @@ class Membership:
             return
         default, control = self.default, self.control
         owned = [default, control] if self.owned and default is not None else [control]
-        backends = [backend for group in owned for backend in _backends(group)]
+        backends = [backend for group in owned for backend in group_backends(group)]
         if self.lives():
             torch.distributed.destroy_process_group(None if self.owned else control)
         self.default = self.control = None
@@ -120,13 +121,12 @@ def set_group_timeout(group: ProcessGroup, timeout: timedelta) -> None:
     Raises:
         ConfigError: Its backend has a time-out that cannot be changed.
     """
-    for backend in _backends(group):
-        if not hasattr(backend, "_set_default_timeout"):
+    for backend in group_backends(group):
+        if not set_backend_timeout(backend, timeout):
             raise ConfigError(
                 f"The time-out of collectives cannot be changed on a `{type(backend).__name__}`. "
                 "Give it to `torch.distributed.init_process_group(timeout=...)`, which made it."
             )
-        backend._set_default_timeout(timeout)
 
 
 def as_timeout(value: Any, name: str) -> timedelta:
@@ -260,16 +260,6 @@ def _raise_descriptor_limit(size: int) -> None:
             f"processes it may need {needed}. Raise the limit (`ulimit -Hn`, or `LimitNOFILE` and "
             "`--ulimit nofile` of what starts it), or start fewer processes."
         )
-
-
-def _backends(group: ProcessGroup) -> list[Any]:
-    """Return what does the work of a group: one backend, or one for each type of device."""
-    found: list[Any] = []
-    for device in group._device_types:
-        backend = group._get_backend(device)
-        if all(backend is not other for other in found):
-            found.append(backend)
-    return found
 
 
 def _default_group() -> ProcessGroup | None:

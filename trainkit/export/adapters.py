@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from trainkit.errors import ConfigError
 from trainkit.export.state import tensors_of, whole
+from trainkit.torch_internals import parameters_of
 from trainkit.types import class_name
 
 __all__ = ["adapter_folders", "adapter_tensors", "is_adapted", "merged", "write_adapter_config"]
@@ -91,7 +92,7 @@ def merged(model: Any) -> tuple[dict[str, Tensor], Callable[[str], Tensor]]:
 def _whole_copies(layer: Any) -> Iterator[None]:
     """Let a layer hold whole copies of its parameters inside, which may be merged."""
     was_merged = list(layer.merged_adapters)
-    before = [(part._parameters, dict(part._parameters)) for part in layer.modules()]
+    before = [(parameters_of(part), dict(parameters_of(part))) for part in layer.modules()]
     try:
         for present, own in before:
             for name, p in own.items():

@@ -36,8 +36,7 @@ def unwrapped(model: nn.Module, *, keep_torch_compile: bool = False) -> nn.Modul
     parallel = (nn.parallel.DistributedDataParallel, nn.DataParallel)
     while True:
         # Not by `getattr`, which some modules pass on to what is inside of them.
-        is_compiled = not keep_torch_compile and "_orig_mod" in model._modules
-        compiled = model._modules["_orig_mod"] if is_compiled else None
+        compiled = None if keep_torch_compile else dict(model.named_children()).get("_orig_mod")
         inner = model.module if isinstance(model, parallel) else compiled
         if not isinstance(inner, nn.Module):
             return model

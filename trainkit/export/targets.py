@@ -12,6 +12,7 @@ from trainkit.checkpoint.exact import as_parameter
 from trainkit.checkpoint.resharding.sharding_spec import is_sharded
 from trainkit.device import moves_in_place
 from trainkit.export.state import plain_name, same_memory
+from trainkit.torch_internals import buffers_of, is_saved, parameters_of
 
 __all__ = ["TensorTarget", "put_tensor", "targets_of"]
 
@@ -63,7 +64,8 @@ class TensorTarget:
 
 def put_tensor(module: nn.Module, name: str, value: Tensor) -> None:
     """Make `value` itself a parameter or buffer of a module."""
-    tensors: dict[str, Any] = module._parameters if name in module._parameters else module._buffers
+    parameters: dict[str, Any] = parameters_of(module)
+    tensors = parameters if name in parameters else buffers_of(module)
     tensors[name] = value
 
 
@@ -75,8 +77,8 @@ def targets_of(model: nn.Module) -> dict[str, TensorTarget]:
     found: dict[str, TensorTarget] = {}
     known: dict[Hashable, TensorTarget] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
-        for name, tensor in chain(module._parameters.items(), module._buffers.items()):
-            if tensor is None or name in module._non_persistent_buffers_set:
+        for name, tensor in chain(parameters_of(module).items(), buffers_of(module).items()):
+            if tensor is None or not is_saved(module, name):
                 continue
             target = known.setdefault(same_memory(tensor), TensorTarget(tensor))
             full = plain_name(f"{prefix}.{name}" if prefix else name)

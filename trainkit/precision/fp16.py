@@ -14,6 +14,7 @@ from trainkit.config import checked
 from trainkit.device import has_loss_scaling
 from trainkit.errors import ConfigError
 from trainkit.precision.precision import Precision
+from trainkit.torch_internals import found_inf, loss_scale, make_loss_scale
 
 __all__ = ["FP16", "place_scale", "scaled_loss"]
 
@@ -107,9 +108,8 @@ class FP16(Precision):
         if not any(p.grad is not None for g in optimizer.param_groups for p in g["params"]):
             return False  # the scaler would wait for an update that cannot come
         self.scaler.unscale_(optimizer)
-        # torch has no public name for the flag that GradScaler.step reads.
-        (found,) = self.scaler._found_inf_per_device(optimizer).values()
-        overflowed = reduce_overflow(found).item() != 0  # the one read a step that fp16 costs
+        flag = reduce_overflow(found_inf(self.scaler, optimizer))
+        overflowed = flag.item() != 0  # the one read a step that fp16 costs
         self.exhausted = overflowed and self.is_lowest()
         if update:
             self.scaler.update()
@@ -135,12 +135,11 @@ def place_scale(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> None:
     """
     groups = optimizer.param_groups
     places = {p.device for group in groups for p in group["params"] if p.requires_grad}
-    if len(places) == 1 and scaler._scale is None:
-        # torch has no public name for it, and would make the scale beside the first loss.
-        scaler._lazy_init_scale_growth_tracker(*places)
+    if len(places) == 1 and loss_scale(scaler) is None:
+        make_loss_scale(scaler, *places)
     kinds = {place.type for place in places}
-    if places and scaler._scale is not None:
-        kinds.add(scaler._scale.device.type)
+    if places and (scale := loss_scale(scaler)) is not None:
+        kinds.add(scale.device.type)
     if len(places) > 1 or len(kinds) > 1:
         raise ConfigError(
             "Trainable parameters are on several devices "
@@ -151,7 +150,7 @@ def place_scale(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> None:
 
 def scaled_loss(scaler: torch.amp.GradScaler, loss: Tensor) -> Tensor:
     """Return the loss times the scale; the scale itself is never copied to the CPU."""
-    scale = scaler._scale
+    scale = loss_scale(scaler)
     if scale is not None and scale.is_cpu:
         return loss * scale  # a device takes the number along with the call
     if scale is not None and loss.is_cpu:

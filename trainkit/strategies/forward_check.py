@@ -7,13 +7,13 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from trainkit.distributed import Processes
 from trainkit.distributed.collectives import require_equal
 from trainkit.errors import ConfigError, quoted
 from trainkit.strategies.strategy import leaves_behind
+from trainkit.torch_internals import tree_leaves
 
 __all__ = ["watch_forward"]
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from trainkit import rng
 from trainkit.device import siblings
 from trainkit.errors import ConfigError
+from trainkit.torch_internals import buffers_of, parameters_of
 
 __all__ = ["MetaInitializer"]
 
@@ -51,7 +52,7 @@ class MetaInitializer:
                 own = {
                     f"{name}.{key}" if name else key
                     for name, module in modules
-                    for key in (*module._parameters, *module._buffers)
+                    for key in (*parameters_of(module), *buffers_of(module))
                 }
                 if not own & left:
                     continue
@@ -73,27 +74,27 @@ class MetaInitializer:
         """Make modules real, let them initialise themselves, and return what they hold."""
         made: dict[int, Tensor] = {}
         before = [
-            (module, dict(module._parameters), dict(module._buffers)) for _, module in modules
+            (module, dict(parameters_of(module)), dict(buffers_of(module))) for _, module in modules
         ]
         for module, parameters, buffers in before:
             for key, parameter in parameters.items():
                 if parameter is not None:
-                    module._parameters[key] = self._make(parameter, made)  # type: ignore[assignment]
+                    parameters_of(module)[key] = self._make(parameter, made)  # type: ignore[assignment]
             for key, buffer in buffers.items():
                 if buffer is not None:
-                    module._buffers[key] = self._make(buffer, made)
+                    buffers_of(module)[key] = self._make(buffer, made)
         for name, module in modules:
             rng.seed_all(rng.derive(self._seed, "init", name), self._device)
             self._initialize(name, module)
         values = [
             (f"{name}.{key}" if name else key, tensor.detach())
             for name, module in modules
-            for key, tensor in (*module._parameters.items(), *module._buffers.items())
+            for key, tensor in (*parameters_of(module).items(), *buffers_of(module).items())
             if tensor is not None
         ]
         for module, parameters, buffers in before:
-            module._parameters.update(parameters)
-            module._buffers.update(buffers)
+            parameters_of(module).update(parameters)
+            buffers_of(module).update(buffers)
         return values
 
     def _make(self, tensor: Tensor, made: dict[int, Tensor]) -> Tensor:

@@ -4,8 +4,7 @@ import atexit
 
 import torch
 import torch.distributed
-from torch._C._distributed_c10d import HashStore
-from torch.distributed import ProcessGroup
+from torch.distributed import HashStore, ProcessGroup  # type: ignore[attr-defined]
 
 from trainkit.device import collective_backend
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from trainkit.errors import ConfigError
 from trainkit.parsing import nearest
+from trainkit.torch_internals import call_module, compiled_call, set_compiled_call
 
 __all__ = ["compile_options", "compiled"]
 
@@ -51,7 +52,7 @@ def compiled(module: nn.Module, options: Mapping[str, Any]) -> Iterator[None]:
     Raises:
         ConfigError: torch refuses the options.
     """
-    before = module._compiled_call_impl
+    before = compiled_call(module)
     try:
         _compile(module, options)
     except Exception as error:  # torch has one class for each kind of bad option
@@ -61,7 +62,7 @@ def compiled(module: nn.Module, options: Mapping[str, Any]) -> Iterator[None]:
     try:
         yield
     finally:
-        module._compiled_call_impl = before
+        set_compiled_call(module, before)
 
 
 def _compile(module: nn.Module, options: Mapping[str, Any]) -> None:
@@ -70,7 +71,7 @@ def _compile(module: nn.Module, options: Mapping[str, Any]) -> None:
         return
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+        return call_module(module, *args, **kwargs)
 
     # torch never starts to compile at functions of its own, such as `nn.Sequential.forward`.
-    module._compiled_call_impl = torch.compile(call, **options)
+    set_compiled_call(module, torch.compile(call, **options))

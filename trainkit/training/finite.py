@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from trainkit.errors import NonFiniteError
+from trainkit.torch_internals import norm_of_each
 from trainkit.training.run import Run
 
 __all__ = ["finiteness"]
@@ -49,7 +50,7 @@ def _is_finite(run: Run) -> bool:
             if real.numel() and real.is_floating_point() and real.dtype.itemsize > 1:
                 groups.setdefault((real.device, real.dtype), []).append(real)
         # The norm of a tensor is here its largest magnitude, which cannot overflow.
-        norms = [torch.stack(torch._foreach_norm(each, math.inf)) for each in groups.values()]
+        norms = [torch.stack(norm_of_each(each, math.inf)) for each in groups.values()]
         finite = all(bool(torch.isfinite(each).all()) for each in norms)
         if run.state.consecutive_skips == 0:
             finite = finite and run.weighting.is_finite()

@@ -11,6 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from trainkit.containers.tree import children, is_container
 from trainkit.device import wide_dtype
+from trainkit.torch_internals import stored_values
 from trainkit.types import class_name
 
 __all__ = ["Event", "Observer", "bad", "named_numbers", "numbers_of"]
@@ -168,8 +169,7 @@ def tensors_in(tree: Any) -> Iterator[Tensor]:
 
 def numbers_of(tensor: Tensor) -> Tensor:
     """Return what is kept of a tensor, see `_NUMBERS`, on its device."""
-    values = tensor.detach()
-    values = values._values() if values.is_sparse else values
+    values = stored_values(tensor.detach())
     wide = values.to(wide_dtype(values.device.type))
     bits = values.contiguous().view(_WHOLE[values.element_size()]).to(torch.int64).sum() % _MODULUS
     if not values.numel():

@@ -8,6 +8,7 @@ from torch import Tensor
 from trainkit.distributed.collectives import first_with
 from trainkit.errors import NonFiniteError
 from trainkit.strategies import Strategy
+from trainkit.torch_internals import stored_values
 
 __all__ = ["low_scale"]
 
@@ -19,7 +20,7 @@ def low_scale(
     parameters = dict(named)
     with torch.no_grad():
         parts = [strategy.local_gradients([p]) for p in parameters.values()]
-        values = [[g._values() if g.is_sparse else g for g in part] for part in parts]
+        values = [[*map(stored_values, part)] for part in parts]
         bad = [i for i, part in enumerate(values) if not all(g.isfinite().all() for g in part)]
     processes = strategy.processes
     # A process without any gives the index after the last, and the one before the first.

@@ -23,6 +23,7 @@ from trainkit.errors import ConfigError
 from trainkit.formatting import count
 from trainkit.journal import Record
 from trainkit.outputs import absolute
+from trainkit.torch_internals import compiled_call, set_compiled_call
 from trainkit.training.callback import Callback, CallbackList
 from trainkit.training.fit_context import end
 from trainkit.training.observer import Observer, bad as bad_events
@@ -238,14 +239,14 @@ class Replay(Callback):
         part = self._parts[-1] if self._parts else None
         if part is None or part.micro_batch.count == 0 or part.is_seen:
             return step(model, batch)
-        part.is_seen, compiled = True, run.module._compiled_call_impl
-        run.module._compiled_call_impl = None  # compiled code shows nothing of its inside
+        part.is_seen, compiled = True, compiled_call(run.module)
+        set_compiled_call(run.module, None)  # compiled code shows nothing of its inside
         try:
             part.observer.begin(batch)
             output = step(model, batch)
             part.observer.end_forward(loss_given(run.optimizer, output))
         finally:
-            run.module._compiled_call_impl = compiled
+            set_compiled_call(run.module, compiled)
         return output
 
     def _look(self, run: Run, attempt: int) -> None:

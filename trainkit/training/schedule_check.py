@@ -10,6 +10,7 @@ import torch
 from torch.optim import SGD, Optimizer, lr_scheduler
 
 from trainkit.errors import ConfigError
+from trainkit.torch_internals import parts_of_schedule, set_parts_of_schedule
 from trainkit.training.lr_schedule import LRSchedule, LRSchedules
 
 __all__ = ["check_plan", "describe", "settings_of"]
@@ -148,15 +149,16 @@ def _rates(scheduler: Any, count: int) -> dict[int, list[float]]:
 def _twin(scheduler: Any, optimizer: Optimizer) -> Any:
     twin = copy.copy(scheduler)
     twin.optimizer = optimizer
-    if hasattr(twin, "_schedulers"):
-        twin._schedulers = [_twin(part, optimizer) for part in twin._schedulers]
+    if parts := parts_of_schedule(twin)[0]:
+        set_parts_of_schedule(twin, [_twin(part, optimizer) for part in parts])
     return twin
 
 
 def _move(twin: Any, step: int) -> None:
     if isinstance(twin, lr_scheduler.SequentialLR):
-        index = bisect_right(twin._milestones, step)
-        _move(twin._schedulers[index], step - [0, *twin._milestones][index])
+        parts, milestones = parts_of_schedule(twin)
+        index = bisect_right(milestones, step)
+        _move(parts[index], step - [0, *milestones][index])
     else:
         twin.step(step)
 

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainkit.torch_internals import buffers_of
+
 __all__ = ["kept", "kept_buffers"]
 
 _MISSING = object()
@@ -16,7 +18,8 @@ _HOOKS = {name for name in vars(nn.Module()) if "hooks" in name}  # one may remo
 @contextmanager
 def kept_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Put the buffers of modules back: which ones they have, and what is in them."""
-    names = [(module._buffers, dict(module._buffers)) for module in modules if module._buffers]
+    own = [buffers_of(module) for module in modules]
+    names = [(now, dict(now)) for now in own if now]
     with _kept_tensors(t for _, before in names for t in before.values() if t is not None):
         try:
             yield

@@ -1,0 +1,264 @@
+"""The names of torch that it does not document and trainkit needs: nothing else uses such names.
+
+Each says why there is no other way. What one version of torch has no more fails here, by its name.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils.data import RandomSampler
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter as WorkersIterator
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = [
+    "WorkersIterator",
+    "attention_on_cpu",
+    "begun_collectives",
+    "buffers_of",
+    "call_module",
+    "compiled_call",
+    "copy_each",
+    "end_workers",
+    "extension_kind",
+    "found_inf",
+    "group_backends",
+    "in_no_worker",
+    "is_saved",
+    "lerp_each",
+    "loss_scale",
+    "make_loss_scale",
+    "moves_in_place",
+    "multiply_each",
+    "norm_of_each",
+    "parameters_of",
+    "parts_of_schedule",
+    "samples_asked_for",
+    "set_backend_timeout",
+    "set_compiled_call",
+    "set_parts_of_schedule",
+    "steps_of_schedule",
+    "stored_values",
+    "tree_leaves",
+    "try_loss_scaling",
+    "unscaled_optimizers",
+    "workers_of",
+]
+
+# Many tensors in one call, as torch's own optimizers do: over small ones a loop takes ten times
+# as long.
+
+
+def copy_each(targets: list[Tensor], sources: list[Tensor], *, non_blocking: bool = False) -> None:
+    """Copy each source into its target."""
+    torch._foreach_copy_(targets, sources, non_blocking=non_blocking)
+
+
+def lerp_each(targets: list[Tensor], ends: list[Tensor], weight: float) -> None:
+    """Move each target towards its end by a part of the way."""
+    torch._foreach_lerp_(targets, ends, weight)
+
+
+def multiply_each(tensors: list[Tensor], factor: Tensor | float) -> None:
+    """Multiply each tensor in place."""
+    torch._foreach_mul_(tensors, factor)
+
+
+def norm_of_each(
+    tensors: list[Tensor], order: float, dtype: torch.dtype | None = None
+) -> tuple[Tensor, ...]:
+    """Return the norm of each tensor."""
+    return tuple(torch._foreach_norm(tensors, order, dtype))
+
+
+def stored_values(tensor: Tensor) -> Tensor:
+    """Return what a tensor stores; of a sparse one an index may come several times.
+
+    `values()` is documented, but wants these added up first, which copies them.
+    """
+    return tensor._values() if tensor.is_sparse else tensor
+
+
+# The own parameters and buffers of a module as dicts that can be written to. `register_parameter`
+# and `register_buffer` refuse names that are there, and change what is saved.
+
+
+def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """Return the parameters of a module without those of its parts."""
+    return module._parameters
+
+
+def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
+    """Return the buffers of a module without those of its parts."""
+    return module._buffers
+
+
+def is_saved(module: nn.Module, buffer: str) -> bool:
+    """Return whether a buffer of a module is part of its state dict."""
+    return buffer not in module._non_persistent_buffers_set
+
+
+# `Module.compile` has no way back, and none to ask.
+
+
+def compiled_call(module: nn.Module) -> Any:
+    """Return what a module that is compiled in place calls; None where it is not."""
+    return module._compiled_call_impl
+
+
+def set_compiled_call(module: nn.Module, call: Any) -> None:
+    """Let a module call something compiled; None: nothing."""
+    module._compiled_call_impl = call
+
+
+def call_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Call a module with its hooks, past what is compiled."""
+    return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+
+# `GradScaler` decides on each process alone, and tells nobody what it found.
+
+
+def found_inf(scaler: GradScaler, optimizer: Optimizer) -> Tensor:
+    """Return the flag that `unscale_` has set for an optimizer, and that `step` will read."""
+    found: Tensor
+    (found,) = scaler._found_inf_per_device(optimizer).values()
+    return found
+
+
+def loss_scale(scaler: GradScaler) -> Tensor | None:
+    """Return the scale, on its device; None before it is used. `get_scale` reads the device."""
+    return scaler._scale
+
+
+def make_loss_scale(scaler: GradScaler, device: torch.device) -> None:
+    """Make the scale on a device; torch makes it where the first loss is."""
+    scaler._lazy_init_scale_growth_tracker(device)
+
+
+def unscaled_optimizers(scaler: GradScaler) -> dict[int, Any]:
+    """Return what a scaler notes of optimizers since its last `update`, by their identity."""
+    return scaler._per_optimizer_states
+
+
+def try_loss_scaling(device: torch.device) -> None:
+    """Call what `GradScaler` does on a device; raises where there is none of it."""
+    scale, found = torch.ones(1, device=device), torch.zeros(1, device=device)
+    torch._amp_foreach_non_finite_check_and_unscale_([torch.ones(1, device=device)], found, scale)
+    growth = torch.zeros(1, dtype=torch.int32, device=device)
+    torch._amp_update_scale_(scale, growth, found, 2.0, 0.5, 1)
+
+
+# Devices that torch knows by an extension.
+
+
+def moves_in_place(device: torch.device) -> bool:
+    """Return whether a parameter can move from the CPU to a device and stay the same object."""
+    there = torch.empty(0, device=device)
+    return bool(torch._has_compatible_shallow_copy_type(torch.empty(0), there))
+
+
+def extension_kind() -> str:
+    """Return the type of devices that an extension of torch adds; "privateuseone" without one."""
+    name: str = torch._C._get_privateuse1_backend_name()
+    return name
+
+
+# Operators.
+
+
+def attention_on_cpu() -> tuple[Any, Any]:
+    """Return the operators of attention on the CPU, forward and backward."""
+    aten = torch.ops.aten
+    forward = aten._scaled_dot_product_flash_attention_for_cpu
+    return forward, aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+# Schedules of torch that are made of others.
+
+
+def parts_of_schedule(scheduler: Any) -> tuple[list[Any], list[int]]:
+    """Return what a `SequentialLR` or `ChainedScheduler` is made of, and when each next begins."""
+    return getattr(scheduler, "_schedulers", []), getattr(scheduler, "_milestones", [])
+
+
+def set_parts_of_schedule(scheduler: Any, parts: list[Any]) -> None:
+    """Let a schedule be made of other parts."""
+    scheduler._schedulers = parts
+
+
+def steps_of_schedule(scheduler: Any) -> int:
+    """Return how often a schedule was advanced, its making included: `OneCycleLR` has an end."""
+    steps: int = scheduler._step_count
+    return steps
+
+
+# Process groups. `torch.distributed` has a time-out for new groups alone, and no number of what
+# a group has begun, by which a report says which process lags.
+
+
+def group_backends(group: "ProcessGroup") -> list[Any]:
+    """Return what does the work of a group: one backend, or one for each type of device."""
+    found: list[Any] = []
+    for device in group._device_types:
+        backend = group._get_backend(device)
+        if all(backend is not other for other in found):
+            found.append(backend)
+    return found
+
+
+def begun_collectives(backend: Any) -> int:
+    """Return how many collectives this process has begun by a backend."""
+    number: int = backend._get_sequence_number_for_group()
+    return number
+
+
+def set_backend_timeout(backend: Any, timeout: timedelta) -> bool:
+    """Let the collectives of a backend raise after a time; False where it cannot be changed."""
+    if not hasattr(backend, "_set_default_timeout"):
+        return False
+    backend._set_default_timeout(timeout)
+    return True
+
+
+# Loaders.
+
+
+def samples_asked_for(sampler: RandomSampler) -> int | None:
+    """Return the number that a sampler was given; None: as many as its data set has."""
+    asked: int | None = sampler._num_samples
+    return asked
+
+
+def workers_of(iterator: Any) -> list[Any]:
+    """Return the worker processes of a pass of a `DataLoader`; torch tells of none that died."""
+    workers: list[Any] = iterator._workers
+    return workers
+
+
+def end_workers(iterator: Any) -> None:
+    """End the workers of a pass now; torch leaves that to the garbage collector."""
+    iterator._shutdown_workers()
+
+
+@contextmanager
+def in_no_worker() -> Iterator[None]:
+    """Let a data set read inside as in the main process: `get_worker_info` gives None.
+
+    Data sets of Hugging Face shuffle otherwise even in the only worker.
+    """
+    from torch.utils.data._utils import worker
+
+    present, worker._worker_info = worker._worker_info, None
+    try:
+        yield
+    finally:
+        worker._worker_info = present
