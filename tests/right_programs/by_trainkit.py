@@ -86,7 +86,8 @@ class MakesSchedule(Trainer):
 
 
 def share(predictions: Tensor, references: Tensor) -> float:
-    """A metric of one's own."""
+    """A metric of one's own, which draws: training must not see that."""
+    torch.rand(3)
     counted = references != -100
     return float((predictions[counted] == 1).double().mean())
 

@@ -111,6 +111,24 @@ class StatefulStream(Stream):
         self.at = state["at"]
 
 
+class LastingStream(Stream):
+    """One as those of `datasets`: its state at the end is the end, and each pass begins there."""
+
+    start = at = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.at = self.start
+        while self.at < len(self.rows):
+            self.at += 1
+            yield self.rows[self.at - 1]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.start = state["at"]
+
+
 class Shards(Stream):
     """One that gives each process a part of its own."""
 
@@ -182,8 +200,14 @@ def training_loader(program: Program) -> DataLoader[Any]:
     if p.order != "keys of batches":
         options |= {"batch_size": p.batch_size, "drop_last": p.drop_last}
     if p.is_stream:
-        kind = {"stateful stream": StatefulStream, "shards": Shards}.get(p.source, Stream)
-        return DataLoader(kind(rows, augmented=p.source == "random stream"), **options)
+        kinds: dict[str, type[Stream]] = {
+            "stateful stream": StatefulStream,
+            "lasting stream": LastingStream,
+            "shards": Shards,
+        }
+        return DataLoader(
+            kinds.get(p.source, Stream)(rows, augmented=p.source == "random stream"), **options
+        )
     data: Any = Rows(rows, augmented=p.source == "augmented")
     if p.source == "tensors":
         data = TensorDataset(*(torch.stack(part) for part in zip(*rows, strict=True)))
@@ -211,6 +235,8 @@ def evaluation_loader(program: Program) -> DataLoader[Any]:
     rows = _rows(program, program.evaluation_samples, program.seed + 1)
     collate = pad if program.form == "ragged" else default_collate
     data: Any = Stream(rows) if program.is_stream else Rows(rows)
+    if program.source == "lasting stream":
+        data = LastingStream(rows)
     return DataLoader(data, batch_size=program.evaluation_batch, collate_fn=collate)
 
 

@@ -12,7 +12,6 @@ LATER: dict[str, str] = {
     "several terms": "a step has one weight for all its terms",
     "a loss with parameters": "they are neither trained nor refused",
     "models of transformers": "some average over other items than the labels that count",
-    "streams that stay at their end": "what they say there is not where a pass begins",
     "batch norm under gradient checkpointing": "its statistics are counted twice",
     "unused parameters and a process without samples": "its repeat uses what nobody else did",
 }
@@ -36,7 +35,7 @@ LOSSES = (
 STEPS = ("step", "step as mapping", "step by weight", "step by number")
 
 MAPS = ("tensors", "map", "augmented", "subset")
-STREAMS = ("stream", "random stream", "stateful stream", "shards")
+STREAMS = ("stream", "random stream", "stateful stream", "lasting stream", "shards")
 ORDERS = ("in order", "shuffled", "own generator", "own sampler", "by epoch", "weighted")
 BATCHES = ("uneven batches", "keys of batches")
 
