@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from tests.data import streams
 from tests.helpers.ranks import run_ranks
-from trainkit import Callback, ConfigError, Run, Trainer
+from trainkit import Callback, ConfigError, DataError, Run, Trainer
 from trainkit.callbacks import Evaluation
 
 
@@ -72,14 +72,15 @@ class _Identity(Trainer):
 def _nothing_left(rank: int) -> Any:
     trainer = Trainer(max_steps=1, callbacks=[])
     loader: Any = DataLoader(streams.Stateless(3), 4, drop_last=True)
-    options: dict[str, Any] = {"metrics": [_count], "loss_fn": nn.MSELoss()}
     model = nn.Linear(2, 1).double()
-    return trainer.evaluate(model, loader, **options), trainer.predict(model, loader)
+    with pytest.raises(DataError, match="of a `Stateless`, gave no batch"):
+        trainer.evaluate(model, loader, metrics=[_count], loss_fn=nn.MSELoss())
+    return trainer.predict(model, loader)
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_an_evaluation_of_nothing_has_no_figures(size: int) -> None:
-    assert run_ranks(size, _nothing_left) == [({}, [])] * size
+def test_an_evaluation_of_nothing_is_an_error(size: int) -> None:
+    assert run_ranks(size, _nothing_left) == [[]] * size
 
 
 def _fit(train: Any, evaluation: Any, **workers: Any) -> dict[str, float]:
