@@ -208,3 +208,52 @@ def test_an_error_whose_text_fails_is_reported_as_any_other(tmp_path: Path) -> N
     assert report["error"]["type"] == "Unspeakable"
     assert report["error"]["message"] == "(its `__str__` raised ValueError)"
     assert "Unspeakable" in report["cause"]
+
+
+class OfLightning(Trainer):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:  # type: ignore[override]
+        return batch_idx
+
+
+class Validated(Trainer):
+    def validation_step(self, model: nn.Module, batch: Any) -> None: ...
+
+
+class Logs(Trainer):
+    def training_step(self, model: nn.Module, batch: Any) -> Any:
+        self.log("loss", 1.0)  # type: ignore[attr-defined]
+
+
+def test_names_of_other_frameworks_are_answered_by_ours() -> None:
+    with pytest.raises(ConfigError, match=r"`def training_step\(self, model, batch\)`"):
+        OfLightning(max_epochs=1)
+    with pytest.warns(UserWarning, match="`Validated.validation_step` is never called.*evaluation"):
+        Validated(max_epochs=1)
+    with pytest.raises(AttributeError, match=r"no attribute 'log'\. Here that is `self\.run\.log"):
+        fit(Logs(max_epochs=1, callbacks=[]))
+    trainer = make_trainer()
+    with pytest.raises(AttributeError, match=r"Here that is.*`self\.run\.module`"):
+        trainer.model  # type: ignore[attr-defined]  # noqa: B018
+    assert not hasattr(trainer, "anything")
+    with pytest.raises(ConfigError, match="Did you mean `fp16`"):
+        Trainer(max_epochs=1, precision="16-mixed")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="Did you mean `cosine`"):
+        fit(make_trainer(), lr_scheduler="cosin")
+    with pytest.raises(TypeError) as caught:
+        fit(make_trainer(), optimizer=partial(SGD, lr="1e-3"))  # type: ignore[arg-type]
+    assert any("`1.0e-3`" in note for note in caught.value.__notes__)
+
+
+def test_what_is_likely_no_use_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    trainer, data = make_trainer(), TensorDataset(torch.rand(8, 4), torch.zeros(8, 1))
+    with pytest.warns(UserWarning, match="this loader shuffles"):
+        trainer.predict(nn.Linear(4, 1), DataLoader(data, shuffle=True))
+    with pytest.warns(UserWarning, match="nothing to compute"):
+        assert trainer.evaluate(nn.Linear(4, 1), DataLoader(data)) == {}
+    trainer.fit(
+        nn.Linear(4, 1),
+        DataLoader(data),
+        optimizer=partial(SGD, lr=0.1),
+        loss_fn=lambda outputs, targets: (outputs - targets).mean() * math.nan,
+    )
+    assert "loss of the last step is not finite" in "".join(capsys.readouterr())

@@ -154,6 +154,7 @@ class Trainer:
         watchdog: Watchdog | None = None,
         process_group_timeout: timedelta | float | None = None,
     ) -> None:
+        arguments.check_steps(type(self), Trainer)
         self.config = TrainConfig(
             max_epochs=max_epochs,
             max_steps=max_steps,
@@ -372,6 +373,8 @@ class Trainer:
                     values |= evaluator.evaluate(
                         self.strategy.to_device(model), prepared, chosen, name
                     )
+        if not values and type(self).evaluation_step is Trainer.evaluation_step:
+            arguments.warn_of_nothing()
         return values
 
     def test(self, model: nn.Module, loader: Any, **options: Any) -> Scalars:
@@ -405,6 +408,7 @@ class Trainer:
             ConfigError: `outputs` is none of these.
             DataError: It cannot be told which classes the outputs stand for.
         """
+        arguments.warn_of_shuffling(loader)
         with (
             self._evaluation("predict", model, loss_fn, checkpoint) as evaluator,
             self._to_evaluate(arguments.check_one_loader(loader)) as prepared,
@@ -558,6 +562,12 @@ class Trainer:
         self.strategy.close()
 
     # How the parts are put together.
+
+    if not TYPE_CHECKING:  # which would take every name for one
+
+        def __getattr__(self, name: str) -> Any:
+            text = arguments.missing_attribute(type(self), name)
+            raise AttributeError(text, name=name, obj=self)
 
     def _is_first(self) -> bool:
         """Return whether no update of a `fit` was tried."""

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from trainkit import notebook_launcher
+from trainkit import Accelerator, notebook_launcher
 from trainkit.distributed.group import SECRET
 from trainkit.errors import ConfigError, DistributedError
 
@@ -111,6 +112,22 @@ def test_a_process_that_dies_ends_the_others() -> None:
     with pytest.raises(DistributedError, match="Process 1 ended without a word, exit code -9"):
         notebook_launcher(_die, num_processes=2)
     assert time.monotonic() - began < 300
+
+
+def _raise_while_others_wait() -> None:
+    accelerator = Accelerator()
+    accelerator.wait_for_everyone()
+    if accelerator.process_index == 1:
+        raise ValueError("mine")
+    accelerator.gather(torch.ones(2))
+
+
+def test_the_others_hear_why_a_process_raised(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(DistributedError, match=r"Process 1 raised:[\s\S]*ValueError: mine"):
+        notebook_launcher(_raise_while_others_wait, num_processes=2)
+    told = capsys.readouterr().err
+    assert "ValueError: mine" in told
+    assert "without a word" not in told
 
 
 def test_what_cannot_work_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

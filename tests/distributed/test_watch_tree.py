@@ -165,7 +165,7 @@ def _break_for_one(rank: int, pipe: int, folder: Path) -> int:
         _die()
     if rank == 1:
         assert isinstance(processes.watch, JobWatch)
-        processes.watch._fail_for_good(
+        processes.watch.fail_for_good(
             RuntimeError("[../gloo/pair.cc:547] Read error: Connection reset by peer")
         )
         return 0

@@ -212,11 +212,14 @@ def _be_child(
     try:
         function(*args)
         _leave_group()
-    except SystemExit as error:
-        if error.code not in (None, 0):
+    except BaseException as error:
+        if not isinstance(error, SystemExit):
+            words = traceback.format_exc().encode("utf-8", "replace")
+        elif error.code not in (None, 0):
             words = f"SystemExit: {error.code}".encode()
-    except BaseException:
-        words = traceback.format_exc().encode("utf-8", "replace")
+        live = Processes._live
+        if words != b"+" and live is not None and live.watch is not None:
+            live.watch.fail_for_good(error)  # else the others would say that it is just gone
     sys.stdout.flush()
     sys.stderr.flush()
     with open(writers[2], "wb") as verdict:

@@ -63,5 +63,8 @@ class Watch(Protocol):
     def unfollow(self) -> None:
         """Watch the run before it again, if any."""
 
+    def fail_for_good(self, error: BaseException) -> None:
+        """Report an error that nobody will catch, and tell the others."""
+
     def close(self, how: str = ...) -> None:
         """Tell the others that this process ends in order, and `how`; stop to watch."""

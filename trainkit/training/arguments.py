@@ -1,6 +1,7 @@
 """Turns what users pass to a Trainer into its parts, with an error where that cannot work."""
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -8,7 +9,7 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, RandomSampler
 
 from trainkit import precision as precisions, strategies
 from trainkit.config import TrainConfig, check_argument
@@ -31,15 +32,19 @@ __all__ = [
     "check_one_loader",
     "check_override",
     "check_stateful",
+    "check_steps",
     "make_metrics",
     "make_optimizer",
     "make_precision",
     "make_strategy",
+    "missing_attribute",
     "name_loaders",
     "planned_steps",
     "read_hparams",
     "set_up",
     "split_loaders",
+    "warn_of_nothing",
+    "warn_of_shuffling",
 ]
 
 T = TypeVar("T")
@@ -105,11 +110,31 @@ def _look_up(
     if isinstance(name, str):
         from trainkit.parsing import nearest  # only errors need it
 
-        hint = nearest(name.lower(), names)
+        bare = name.lower().removesuffix("-mixed").removesuffix("-true")
+        hint = nearest({"16": "fp16", "32": "fp32"}.get(bare, bare), names)
     elif isinstance(name, type):
         hint = f" Pass an instance: `{name.__name__}(...)`."
     raise ConfigError(
         f"`{argument}` must be one of {names} or a `{interface}`, but is {name!r}.{hint}"
+    )
+
+
+def warn_of_shuffling(loader: Any) -> None:
+    """Warn where what `predict` returns cannot be matched with the rows of the data set."""
+    if isinstance(getattr(loader, "sampler", None), RandomSampler):
+        warnings.warn(
+            "`predict` returns what it says in the loader's order, and this loader shuffles: row 0 "
+            "is not that of the data set's first sample. Pass one with `shuffle=False`.",
+            stacklevel=4,
+        )
+
+
+def warn_of_nothing() -> None:
+    """Warn of an evaluation that computes nothing."""
+    warnings.warn(
+        "`evaluate` had nothing to compute: it was given neither `metrics` nor `loss_fn`, and the "
+        "model returns no loss.",
+        stacklevel=3,
     )
 
 
@@ -331,7 +356,15 @@ def make_optimizer(optimizer: Optimizer | OptimizerFactory | None, module: nn.Mo
                 "`optimizer` must be an Optimizer, a callable `params -> Optimizer`, or several of "
                 f"them by name, `{{'a': ..., 'b': ...}}`, but is {type(optimizer).__name__!r}."
             )
-        optimizer = optimizer([p for p in module.parameters() if p.requires_grad])
+        try:
+            optimizer = optimizer([p for p in module.parameters() if p.requires_grad])
+        except TypeError as error:
+            if "'str'" in str(error):
+                error.add_note(
+                    "trainkit: the `optimizer` callable was given text where it needs a number. "
+                    'YAML reads `lr: 1e-3` as text: write `1.0e-3`, or `float("1e-3")`.'
+                )
+            raise
         if not isinstance(optimizer, Optimizer):
             raise ConfigError(
                 "The `optimizer` callable must return a `torch.optim.Optimizer`, but returned "
@@ -360,6 +393,43 @@ def check_optimizer(optimizer: Optimizer, module: nn.Module) -> None:
             "that learns a part of it: `self.loss_fn = ...` in its constructor, then "
             "`fit(..., loss_fn=model.loss_fn)`."
         )
+
+
+def check_steps(kind: type, default: type) -> None:
+    """Raise where a step of a `Trainer` has other arguments; warn of one that is never called."""
+    for name in ("training_step", "evaluation_step"):
+        step = getattr(kind, name)
+        names = [*inspect.signature(step).parameters][1:]
+        if names[:1] == ["batch"] or names[1:2] == ["batch_idx"]:
+            raise ConfigError(
+                f"`{kind.__name__}.{name}({', '.join(['self', *names])})` is called with the model "
+                f"and the batch. Write `def {name}(self, model, batch)`, and call `model(...)`; "
+                "how far the run is stands in `self.run.state`."
+            )
+    unknown = [name for name in ("validation_step", "test_step") if hasattr(kind, name)]
+    if unknown and kind.evaluation_step is default.evaluation_step:  # type: ignore[attr-defined]
+        warnings.warn(
+            f"`{kind.__name__}.{unknown[0]}` is never called: here that step is called "
+            "`evaluation_step(self, model, batch)`, for `evaluate`, `test` and `fit`. Rename it.",
+            stacklevel=4,
+        )
+
+
+def missing_attribute(kind: type, name: str) -> str:
+    """Return what to say of an attribute that a trainer does not have."""
+    others = {
+        "log": '`self.run.log({"name": value})`',
+        "log_dict": "`self.run.log(values)`",
+        "model": "the argument `model` of the step; the module that `fit` was given is "
+        "`self.run.module`",
+        "optimizer": "`self.run.optimizer`",
+        "device": "`self.processes.device`",
+        "global_step": "`self.run.state.step`",
+        "current_epoch": "`self.run.state.epoch`",
+        "trainer": "the trainer itself, `self`",
+    }
+    hint = f" Here that is {others[name]}." if name in others else ""
+    return f"{kind.__name__!r} object has no attribute {name!r}.{hint}"
 
 
 def planned_steps(config: TrainConfig, loader: PreparedLoader) -> int | None:

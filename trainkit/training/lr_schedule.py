@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from trainkit.config import check_argument
 from trainkit.errors import ConfigError
+from trainkit.parsing import nearest
 from trainkit.training.evaluation import RunEvaluation
 from trainkit.training.state import TrainState
 from trainkit.types import AnyScheduler, Scalars, SchedulerFactory
@@ -205,9 +206,10 @@ class NamedLR(LRScheduler):
         limit = 1 if by_fraction else total_steps or math.inf
         known = total_steps is not None or (name == "constant" and not by_fraction)
         if name not in NAMES or not known or not 0 <= warmup < limit:
+            near = nearest(str(name), NAMES) if name not in NAMES else ""
             raise ConfigError(
                 f"`lr_scheduler={name!r}` with `warmup={warmup!r}` is no schedule by name for "
-                f"{total_steps or 'an unknown number of'} updates. The names are "
+                f"{total_steps or 'an unknown number of'} updates.{near} The names are "
                 f"{', '.join(NAMES)}; `warmup` is a fraction of the run, such as 0.1, or a whole "
                 "number of updates, fewer than the run has. Where these are not known, pass "
                 "`Trainer(max_steps=...)`."

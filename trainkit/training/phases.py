@@ -179,6 +179,11 @@ def finish(run: Run, callbacks: CallbackList) -> None:
         _evaluate(run, callbacks)
         run.checkpoints.last_attempt = -1  # else each start of a finished run would evaluate anew
     run.strategy.share_buffers(run.module)
+    if not run.weighting.is_finite():
+        run.print(
+            "trainkit: the loss of the last step is not finite. `callbacks=[NaNGuard()]` ends a "
+            "run where that begins, and says where it comes from."
+        )
     if run.checkpoints.saver is not None:
         run.requests.checkpoint |= run.checkpoints.last_attempt != run.state.attempts
         _save(run, callbacks)

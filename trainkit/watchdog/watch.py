@@ -150,13 +150,13 @@ class JobWatch:
         ends = getattr(sys, "last_value", None) is error and self._is_at_work()
         try:
             if ends:  # else somebody only wants it to be printed
-                self._fail_for_good(error)
+                self.fail_for_good(error)
         finally:
             self._hook_before(kind, error, trace)
         if ends and not (hasattr(sys, "ps1") or sys.flags.interactive):
             exit.end_after(error)
 
-    def _fail_for_good(self, error: BaseException) -> None:
+    def fail_for_good(self, error: BaseException) -> None:
         """Report an error that nobody will catch."""
         if not self._is_at_work():
             return
@@ -179,6 +179,6 @@ class JobWatch:
         if isinstance(error, SystemExit):
             error = (error.__context__ or error) if error.code else None
         if error is not None:
-            self._fail_for_good(error)
+            self.fail_for_good(error)
         elif not is_failing():
             self.close("ended with code 0")
