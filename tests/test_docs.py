@@ -9,6 +9,7 @@ import json
 import multiprocessing
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -153,6 +154,19 @@ def test_commands_name_files_and_targets_that_exist(page: Path) -> None:
                 r"(?<![\w./-])(?:examples|benchmarks|docs|tests)/[\w./-]+", block.code
             )
             assert not [name for name in named if not (ROOT / name).exists()]
+
+
+@pytest.mark.parametrize("page", ALL_PAGES, ids=_name)
+def test_commands_beside_figures_can_be_started(page: Path) -> None:
+    made = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text("utf-8"), re.M))
+    for command in re.findall(r"`((?:make|pytest|python) [^`]+)`", page.read_text("utf-8")):
+        first, *words = shlex.split(command)
+        if first == "make":
+            assert {word for word in words if "=" not in word} <= made, command
+        for place in (word for word in words if word.startswith(("tests/", "benchmarks/"))):
+            assert (ROOT / place.partition("::")[0]).exists(), command
+        if words[:1] == ["-m"] and words[1].startswith(("benchmarks", "tests")):
+            assert find_spec(words[1]) is not None, command
 
 
 @pytest.mark.e2e
