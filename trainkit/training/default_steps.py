@@ -57,7 +57,7 @@ def training_step(
             f"{sorted(map(str, batch))}. Models of transformers need `labels`; for others pass "
             "`loss_fn=` to `fit` or override `training_step`."
         )
-    return StepOutput(loss, _label_count(module, batch))
+    return StepOutput(loss, item_count(module, batch))
 
 
 def for_each_loader(step: Callable[..., Any], model: nn.Module, batch: Batch) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def evaluation_step(
         outputs = _outputs(model, module, batch)
         loss, logits = _get(outputs, "loss"), _get(outputs, "logits")
         references = batch.get("labels")
-        result = {"loss": loss, "weight": _label_count(module, batch) if loss is not None else None}
+        result = {"loss": loss, "weight": item_count(module, batch) if loss is not None else None}
         scores = outputs if logits is None else logits
         if isinstance(references, Tensor) and _shifts_labels(module):
             references = nn.functional.pad(references[..., 1:], (0, 1), value=IGNORED)
@@ -178,26 +178,39 @@ def _get(outputs: Any, name: str) -> Any:
     return getattr(outputs, name, None)
 
 
-def _label_count(module: nn.Module, batch: Mapping[str, Any]) -> Tensor | None:
-    """Return how many labels the loss of a transformers model averages, on the device.
+def item_count(module: nn.Module, batch: Mapping[str, Any]) -> Tensor | float | None:
+    """Return how many items the loss of a transformers model averages, on the device.
 
-    None, which means the number of samples, for models and labels that are not of that kind.
+    None, which means the number of samples, for models and batches that are not of that kind.
     """
-    labels = batch.get("labels")
-    if not isinstance(labels, Tensor) or labels.is_floating_point():
-        return None
     module = _adapted(module)
     if not hasattr(module, "loss_function"):  # not a model of transformers
         return None
+    if "start_positions" in batch and "input_ids" in batch:  # ends outside of the text are ignored
+        ends = torch.stack([batch["start_positions"], batch["end_positions"]])
+        return torch.sum(ends < batch["input_ids"].shape[1]) / 2
+    labels = batch.get("labels")
+    if "bool_masked_pos" in batch and labels is None:
+        return torch.sum(batch["bool_masked_pos"])
+    if isinstance(labels, list | tuple) and labels:
+        first = labels[0]
+        if isinstance(first, Mapping) and "class_labels" in first:  # of objects
+            return max(1, sum(len(each["class_labels"]) for each in labels))
+    if not isinstance(labels, Tensor) or labels.is_floating_point():
+        return None
     config: Any = getattr(module, "config", None)
-    if _reads_ctc_reduction(type(module).forward):
+    names = _names_in(type(module).forward)
+    if "ctc_loss_reduction" in names:
         _refuse_reduction("ctc_loss", config.ctc_loss_reduction)
         return None
-    if _shifts_labels(module):
-        labels = labels[..., 1:]
     # Segmentation models have an ignored label of their own.
-    ignored = getattr(config, "semantic_loss_ignore_index", IGNORED)
-    return (labels != ignored).sum()
+    counted = labels != getattr(config, "semantic_loss_ignore_index", IGNORED)
+    if "active_loss" in names and "attention_mask" in batch:
+        attended = batch["attention_mask"] == 1
+        counted = attended if "BCEWithLogitsLoss" in names else counted & attended
+    if _shifts_labels(module):
+        counted = counted[..., 1:]
+    return counted.sum()
 
 
 def _adapted(module: nn.Module) -> nn.Module:
@@ -215,30 +228,25 @@ def _adapted(module: nn.Module) -> nn.Module:
 
 
 def _shifts_labels(module: nn.Module) -> bool:
-    module = _adapted(module)
-    return hasattr(module, "loss_function") and _shifts(
-        type(module).forward, getattr(module, "loss_type", None)
-    )
-
-
-@cache
-def _reads_ctc_reduction(forward: Callable[..., Any]) -> bool:
-    code = getattr(inspect.unwrap(forward), "__code__", None)
-    return code is not None and "ctc_loss_reduction" in code.co_names
-
-
-@cache
-def _shifts(forward: Callable[..., Any], loss_type: str | None) -> bool:
     """Whether the loss of a transformers model compares each position with the next label.
 
     The shift is in `ForCausalLMLoss`, which models reach by `self.loss_function` where their
-    `loss_type` names it or nothing at all; a few shift by themselves. Others, such as XLNet and
-    T5, have a loss of their own that does not.
+    `loss_type` names it or nothing at all; a few shift by themselves. Others, such as XLNet, have
+    a loss of their own that does not; encoders with a decoder shift what the decoder is given.
     """
-    code = getattr(inspect.unwrap(forward), "__code__", None)
-    if code is None:
+    module = _adapted(module)
+    if not hasattr(module, "loss_function") or getattr(module.config, "is_encoder_decoder", False):
         return False
-    if "shift_labels" in code.co_varnames:
-        return True
-    by_name = loss_type in (None, "ForCausalLM", "ForConditionalGeneration")
-    return by_name and "loss_function" in code.co_names
+    names = _names_in(type(module).forward)
+    by_name = getattr(module, "loss_type", None) in _SHIFTING and "loss_function" in names
+    return by_name or "shift_labels" in names
+
+
+_SHIFTING = (None, "ForCausalLM", "ForConditionalGeneration")
+
+
+@cache
+def _names_in(forward: Callable[..., Any]) -> frozenset[str]:
+    """Return the names that the code of a forward uses."""
+    code = getattr(inspect.unwrap(forward), "__code__", None)
+    return frozenset() if code is None else frozenset(code.co_names + code.co_varnames)

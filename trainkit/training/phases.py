@@ -70,6 +70,10 @@ def first_window(run: Run) -> tuple[Generator[Window, None, None], Window | None
     windows = run.windows()
     window = next(windows, None)
     follow_plan(run)
+    if window is not None and run.state.attempts == 0:
+        from trainkit.training.loss_check import check_loss  # only a fit needs it
+
+        check_loss(run, window)
     return windows, window
 
 
