@@ -181,7 +181,7 @@ class _Loop:
     def _gradients(self, window: list[list[Part]]) -> tuple[float, float]:
         """Leave the gradient of the mean over a window; return the mean, and what it counts."""
         p, count = self.p, self.p.processes
-        weights = [[weight_of(p, *part) if part else 0.0 for part in batch] for batch in window]
+        weights = [[weight_of(p, part[1]) if part else 0.0 for part in batch] for batch in window]
         total, sum_of_losses = sum(map(sum, weights)), 0.0
         buffers = _copies(self.model)
         of_main, own = buffers, list[list[Tensor | None]]()
@@ -281,10 +281,10 @@ class _Loop:
         p, model, sums, right, ones, labels = self.p, self.model, [0.0, 0.0], 0, 0, 0
         parts = []
         model.eval()
-        for samples, batch in evaluation_batches(p, limited=limited):
+        for batch in evaluation_batches(p, limited=limited):
             with self._autocast():
                 scores, loss = mean_loss(p, model, batch)
-            weight = weight_of(p, samples, batch)
+            weight = weight_of(p, batch)
             sums = [sums[0] + float(loss) * weight if weight else sums[0], sums[1] + weight]
             references = batch["labels"] if isinstance(batch, dict) else batch[1]
             classes = scores.argmax(-1)

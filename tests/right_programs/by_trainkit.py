@@ -51,7 +51,7 @@ class Steps(Trainer):
     def training_step(self, model: nn.Module, batch: Any) -> Any:
         p = self.program
         _, loss = mean_loss(p, model, batch)
-        weight = weight_of(p, 0, batch)
+        weight = weight_of(p, batch)
         if p.loss == "step by weight":
             return StepOutput(loss, torch.tensor(weight))
         if p.loss == "step by number":
@@ -63,7 +63,7 @@ class Steps(Trainer):
         references = batch["labels"] if isinstance(batch, dict) else batch[1]
         found = {"scores": scores, "references": references, "loss": loss}
         if self.program.by_weight:
-            found["weight"] = torch.tensor(weight_of(self.program, 0, batch))
+            found["weight"] = torch.tensor(weight_of(self.program, batch))
         return found
 
 
@@ -192,7 +192,7 @@ def fit(p: Program, folder: Path, resume: Path | str | None = None) -> Outcome:
         optimizer=None if p.optimizer_as == "override" else optimizer,
         lr_scheduler=None if p.schedule_as == "override" else schedule,
         warmup=p.warmup,
-        loss_fn=loss_fn(p),
+        loss_fn=loss_fn(p, model),
         resume=resume,
     )
     assert torch.equal(random_state, torch.get_rng_state()), "the caller's random numbers"

@@ -188,9 +188,20 @@ def noisy_collate(collate: Callable[[list[Any]], Any], rows: list[Any]) -> Any:
     return batch[0] + noise, batch[1]
 
 
-def _collate(program: Program) -> Callable[[list[Any]], Any]:
+def others(collate: Callable[[list[Any]], Any], times: int, rows: list[Any]) -> Any:
+    """Return a batch that has some rows so many times, but at least one row."""
+    inputs = [row["inputs"] if isinstance(row, dict) else row[0] for row in rows]
+    many = [times if x.sum() < 0 else 1 for x in inputs]
+    kept = [row for row, number in zip(rows, many, strict=True) for _ in range(number)]
+    return collate(kept or rows[:1])
+
+
+def _collate(program: Program, *, trains: bool = True) -> Callable[[list[Any]], Any]:
     collate = pad if program.form == "ragged" else default_collate
-    return partial(noisy_collate, collate) if program.collate == "noisy" else collate
+    if program.collate == "noisy" and trains:
+        return partial(noisy_collate, collate)
+    times = {"drops": 0, "repeats": 3}.get(program.collate)
+    return collate if times is None else partial(others, collate, times)
 
 
 def training_loader(program: Program) -> DataLoader[Any]:
@@ -233,21 +244,20 @@ def training_loader(program: Program) -> DataLoader[Any]:
 def evaluation_loader(program: Program) -> DataLoader[Any]:
     """Return the loader of an evaluation: other rows, in order."""
     rows = _rows(program, program.evaluation_samples, program.seed + 1)
-    collate = pad if program.form == "ragged" else default_collate
+    collate = _collate(program, trains=False)
     data: Any = Stream(rows) if program.is_stream else Rows(rows)
     if program.source == "lasting stream":
         data = LastingStream(rows)
     return DataLoader(data, batch_size=program.evaluation_batch, collate_fn=collate)
 
 
-def evaluation_batches(program: Program, *, limited: bool) -> list[tuple[int, Any]]:
-    """Return the batches of an evaluation, with their samples; limited as those of `fit` are."""
+def evaluation_batches(program: Program, *, limited: bool) -> list[Any]:
+    """Return the batches of an evaluation; limited as those of `fit` are."""
     rows = _rows(program, program.evaluation_samples, program.seed + 1)
-    collate = pad if program.form == "ragged" else default_collate
     parts = _cut(rows, program.evaluation_batch)
     if limited and (limit := program.overfit or program.limit_evaluation):
         parts = parts[: limit * program.processes]
-    return [(len(part), collate(part)) for part in parts]
+    return [*map(_collate(program, trains=False), parts)]
 
 
 def windows(program: Program, epoch: int) -> list[list[list[Part]]]:

@@ -37,10 +37,12 @@ class Squares(nn.Module):
         return loss
 
 
-def loss_fn(program: Program) -> Any:
+def loss_fn(program: Program, model: nn.Module) -> Any:
     """Return what `fit` is given; None where the step or the model computes the loss."""
     if program.loss not in LOSSES:
         return None
+    if program.loss == "learned":
+        return model.loss_fn
     known: dict[str, Any] = {
         "cross entropy": nn.CrossEntropyLoss(),
         "smoothed": nn.CrossEntropyLoss(label_smoothing=0.1),
@@ -59,7 +61,7 @@ def _class_weights(program: Program) -> Tensor:
     return torch.linspace(0.5, 2.0, CLASSES, dtype=torch.float64 if program.double else None)
 
 
-def weight_of(program: Program, samples: int, batch: Any) -> float:
+def weight_of(program: Program, batch: Any) -> float:
     """Return what the mean over a batch counts."""
     labels = batch["labels"] if isinstance(batch, dict) else batch[1]
     counted = labels != -100
@@ -71,7 +73,7 @@ def weight_of(program: Program, samples: int, batch: Any) -> float:
         return float(counted.sum())
     if program.loss == "step by number":
         return float((1.0 + labels[counted]).sum())
-    return samples
+    return len(labels)
 
 
 def mean_loss(program: Program, model: nn.Module, batch: Any) -> tuple[Any, Tensor]:
@@ -83,7 +85,7 @@ def mean_loss(program: Program, model: nn.Module, batch: Any) -> tuple[Any, Tens
     outputs = model(inputs)
     scores = outputs["main"] if isinstance(outputs, dict) else outputs
     if program.loss in LOSSES:
-        return scores, loss_fn(program)(outputs, labels)
+        return scores, loss_fn(program, model)(outputs, labels)
     counted = labels != -100
     items = functional.cross_entropy(scores[counted], labels[counted], reduction="none")
     if isinstance(outputs, dict):

@@ -20,6 +20,8 @@ def make_model(program: Program) -> nn.Module:
     model: nn.Module = _MAKE[program.model]()
     if program.loss == "the model's own":
         model = WithLoss(model)
+    if program.loss == "learned":
+        model = WithLearnedLoss(model)
     return model.double() if program.double else model
 
 
@@ -57,6 +59,29 @@ class Attention(nn.Module):
         parts = self.embed(inputs.reshape(-1, 3, 4))
         outputs: Tensor = self.head(self.attend(parts, parts, parts)[0].mean(1))
         return outputs
+
+
+class Angles(nn.Module):
+    """A loss with parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.centres = nn.Parameter(torch.randn(CLASSES, CLASSES))
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(outputs @ self.centres, targets)
+
+
+class WithLearnedLoss(nn.Module):
+    """A model and its loss, which is called beside it."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+        self.loss_fn = Angles()
+
+    def forward(self, inputs: Tensor) -> Any:
+        return self.body(inputs)
 
 
 class Blocks(nn.Module):

@@ -8,9 +8,7 @@ from typing import Any
 __all__ = ["LATER", "MODELS", "Program", "draw", "fitting"]
 
 LATER: dict[str, str] = {
-    "rows dropped or repeated in collate": "a window is weighed by the samples asked for",
     "several terms": "a step has one weight for all its terms",
-    "a loss with parameters": "they are neither trained nor refused",
     "models of transformers": "some average over other items than the labels that count",
     "batch norm under gradient checkpointing": "its statistics are counted twice",
     "unused parameters and a process without samples": "its repeat uses what nobody else did",
@@ -30,7 +28,7 @@ MODELS = (
 
 LOSSES = (
     *("cross entropy", "smoothed", "class weights", "ignored class", "partial", "function"),
-    *("module", "margin", "yes or no"),
+    *("module", "margin", "yes or no", "learned"),
 )
 STEPS = ("step", "step as mapping", "step by weight", "step by number")
 
@@ -75,7 +73,7 @@ class Program:
     form: str = "pairs"  # of a batch; or "mapping", "ragged"
     source: str = "tensors"
     order: str = "in order"
-    collate: str = "usual"  # or "noisy"
+    collate: str = "usual"  # or "noisy", "drops", "repeats"
     samples: int = 8
     batch_size: int = 2
     workers: int = 0
@@ -141,6 +139,7 @@ class Program:
         that a line search looks at.
         """
         known = not (self.by_weight or self.is_stream or self.order in BATCHES[1:])
+        known &= self.collate not in ("drops", "repeats")
         alone = self.processes == 1 and self.accumulation == 1
         by_torch = self.processes > 1 and (self.model == "sparse embedding" or self.is_sharded)
         by_torch |= self.model == "sparse embedding" and self.max_grad_norm is not None
@@ -190,7 +189,7 @@ def draw(seed: int, processes: int = 1) -> Program:
         form=of("pairs", "pairs", "mapping", "ragged"),
         source=of(*MAPS, *MAPS, *STREAMS),
         order=of(*ORDERS, *ORDERS, *BATCHES),
-        collate=rarely("noisy", "usual", 0.1),
+        collate=rarely(of("noisy", "drops", "repeats"), "usual", 0.3),
         samples=chance.randint(processes, 22),
         batch_size=chance.randint(1, 5),
         workers=rarely(1, 0, 0.03),
@@ -270,6 +269,10 @@ _RULES: list[_Rule] = [
     (
         lambda p: p.model == "several outputs" and p.loss not in ("function", *STEPS),
         lambda p: {"loss": "function" if p.form == "pairs" else "step"},
+    ),
+    (  # torch's reducer finds unused ones by the outputs, before the loss
+        lambda p: p.loss == "learned" and p.model in ("unused head", "sparse embedding"),
+        _to(model="dense"),
     ),
     # How it comes.
     (lambda p: p.is_stream, _to(order="in order", overfit=None)),
