@@ -35,8 +35,6 @@ class FreezeUntil(Callback):
     what is frozen at the end of `fit` is handed back trainable.
 
     What is frozen follows from the counters alone, so nothing is saved, and a resume is exact.
-    Under DDP the model is wrapped anew at each thaw, since its reducer waits for the gradients
-    that it expects.
 
     Args:
         step: Updates to be made before a parameter is trained, by the full name of a module or
@@ -79,10 +77,8 @@ class FreezeUntil(Callback):
                 f"`FreezeUntil` freezes all {len(trained)} parameters that are trained, so the "
                 "first step would change nothing. Leave at least one out."
             )
-        if self._frozen:
-            for p in self._frozen.values():
-                p.requires_grad_(False)
-            run.model = run.strategy.rebuild_after_freeze(run.model, run.precision)
+        for p in self._frozen.values():
+            p.requires_grad_(False)
 
     @override
     def on_step_end(self, run: Run, result: StepResult) -> None:
@@ -102,11 +98,8 @@ class FreezeUntil(Callback):
 
     def _thaw(self, run: Run) -> None:
         """Thaw what is not to wait any longer."""
-        thawed = [name for name in self._frozen if not self._waits(name, run)]
-        for name in thawed:
+        for name in [name for name in self._frozen if not self._waits(name, run)]:
             self._frozen.pop(name).requires_grad_(True)
-        if thawed:
-            run.model = run.strategy.rebuild_after_freeze(run.model, run.precision)
 
     def _waits(self, name: str, run: Run) -> bool:
         """Return whether the time of a parameter has not come."""

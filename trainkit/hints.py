@@ -33,8 +33,8 @@ _HINTS = (
      "`torch._functorch.config.donated_buffer = False`, or `gradient_accumulation_steps=1`."),
     (r"DDP expects same model across all ranks", "Some parameters are frozen on some processes "
      "only: freeze and thaw the same ones on all."),
-    (r"'_FixedLayout' object has no attribute", "On several processes this is DDP around your "
-     "model: call it as a whole, and let its `forward` call the parts."),
+    (r"'Reducing' object has no attribute", "On several processes this is DDP around your "
+     "model: call it as a whole, or take the part of `self.run.module`."),
     (r"(MPS|device).*float64", "This device has no float64: make the model and its inputs "
      "float32 (`.float()`), or train with `device=\"cpu\"`."),
 )  # fmt: skip

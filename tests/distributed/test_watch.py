@@ -581,7 +581,7 @@ BATCH_NORM = "Expected more than 1 value per channel when training, got input si
         ("RuntimeError", "Expected all tensors to be on the same device, but", "is on the CPU"),
         ("RuntimeError", "aten.add got mixed torch.Tensor and DTensor, need", "model's forward"),
         ("RuntimeError", "DDP expects same model across all ranks, but Rank 0", "frozen on some"),
-        ("AttributeError", "'_FixedLayout' object has no attribute 'head'", "as a whole"),
+        ("AttributeError", "'Reducing' object has no attribute 'head'", "as a whole"),
         ("ValueError", "plain", ""),
     ],
 )

@@ -1,14 +1,15 @@
 """Every strategy of trainkit keeps the contract, and broken ones are told what they break."""
 
 import threading
-from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from tests.helpers.tiers import with_few
+from trainkit.precision import Precision
 from trainkit.strategies import DDP, FSDP, SingleDevice
 from trainkit.testing import check_strategy
 
@@ -38,9 +39,14 @@ class Alone(DDP):
 
 
 class AlwaysReduces(DDP):
+    """Lets each forward make the reducer of torch ready, as torch itself does."""
+
     @override
-    def no_sync(self, model: nn.Module) -> AbstractContextManager[object]:
-        return nullcontext()
+    def wrap(self, model: nn.Module, precision: Precision, seed: int = 0) -> nn.Module:
+        wrapped = super().wrap(model, precision, seed)
+        assert isinstance(wrapped, DistributedDataParallel)
+        wrapped.require_backward_grad_sync = True
+        return wrapped
 
 
 class Prefixed(DDP):

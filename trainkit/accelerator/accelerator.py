@@ -336,9 +336,12 @@ class Accelerator(Communicator):
         """Return a context in which backward accumulates without reducing over processes."""
         return self._own.strategy.no_sync(model)
 
-    def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[object]:
-        """Return a context in which backward reduces, also of forwards under `no_sync`."""
-        return self._own.strategy.sync_in_backward(model)
+    @contextmanager
+    def trigger_sync_in_backward(self, model: nn.Module) -> Iterator[None]:
+        """Let a backward inside reduce, also of forwards under `no_sync`."""
+        self._own.strategy.begin_reduction(model)
+        yield
+        self._own.strategy.finish_reduction(model, self._own.preparer.precision)
 
     def profile(self, profile_handler: Any = None) -> AbstractContextManager["profile"]:
         """Return a context whose code is recorded; see `ProfileKwargs`."""

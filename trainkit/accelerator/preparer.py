@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence, Sized
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -31,6 +32,7 @@ from trainkit.errors import ConfigError
 from trainkit.export.state import unwrapped
 from trainkit.precision import FP32, Precision
 from trainkit.strategies import DDP, Strategy
+from trainkit.strategies.ddp import Reducing
 from trainkit.training.arguments import check_initialised
 from trainkit.training.consistency import check_alike, describe_model
 from trainkit.training.settings import optimizer_settings, program, settings
@@ -82,9 +84,22 @@ class ConfiguredDDP(DDP):
     def wrap(self, model: nn.Module, precision: Precision, seed: int = 0) -> nn.Module:
         wrapped = super().wrap(model, precision, seed)
         given = self._settings
-        if isinstance(wrapped, DistributedDataParallel) and given.comm_hook != "no":
-            register(wrapped, given.comm_hook, given.comm_wrapper, given.comm_state_option)
+        if isinstance(wrapped, Reducing):
+            wrapped.require_backward_grad_sync = True  # a loop calls `backward` as it likes
+            wrapped.register_forward_pre_hook(self._follow_thaw)
+            if given.comm_hook != "no":
+                register(wrapped, given.comm_hook, given.comm_wrapper, given.comm_state_option)
         return wrapped
+
+    def _follow_thaw(self, model: nn.Module, _: Any) -> None:
+        assert isinstance(model, Reducing)
+        if model.has_thawed:  # what froze may thaw again before its turn, as in adversarial loops
+            self._check_frozen(dict(model.module.named_parameters()))
+            model.renew()
+
+    @override
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[object]:
+        return model.no_sync() if isinstance(model, Reducing) else super().no_sync(model)
 
     @override
     def _options(self) -> dict[str, Any]:

@@ -2,9 +2,11 @@
 
 import math
 import re
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from operator import attrgetter
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +18,9 @@ from trainkit.errors import ConfigError, quoted
 from trainkit.precision import Precision
 from trainkit.strategies.strategy import Strategy
 
-__all__ = ["DDP"]
+__all__ = ["DDP", "Reducing"]
+
+_is_trained = attrgetter("requires_grad")  # asked of each parameter, each window
 
 
 class DDP(Strategy):
@@ -24,8 +28,8 @@ class DDP(Strategy):
 
     Args:
         device: Where the model runs; None: the accelerator of the local rank, else the CPU.
-        find_unused_parameters: Set it where a step does not use every parameter; costs a walk
-            over the graph each forward.
+        find_unused_parameters: Set it where a step does not use every parameter; all gradients are
+            then sent at the end of a window, none while backward goes on.
         bucket_cap_mb: Size of a gradient bucket in MiB.
     """
 
@@ -46,14 +50,20 @@ class DDP(Strategy):
             )
         self.find_unused_parameters = find_unused_parameters
         self.bucket_cap_mb = bucket_cap_mb
+        self._begun: Reducing | None = None  # what the last backward of this window reduces
+        self._held: list[tuple[nn.Parameter, Tensor | None]] = []  # before the step of a repeat
+        self._made: list[nn.Parameter] = []  # what had no gradient before the backward of a repeat
 
     @override
     def wrap(self, model: nn.Module, precision: Precision, seed: int = 0) -> nn.Module:
         self.check_whole(model)
+        self._begun = None  # of a run that failed
         model = self.to_device(model)
         if self.processes.size == 1 or not any(p.requires_grad for p in model.parameters()):
             return model  # there is nothing to reduce
-        return _FixedLayout(model, **self._options())
+        wrapped = Reducing(model, **self._options())
+        wrapped.require_backward_grad_sync = False  # a step need not call its forward
+        return wrapped
 
     def _options(self) -> dict[str, Any]:
         """Return the arguments of DistributedDataParallel but for the model."""
@@ -65,12 +75,73 @@ class DDP(Strategy):
         }
 
     @override
-    def rebuild_after_freeze(self, model: nn.Module, precision: Precision) -> nn.Module:
-        # The reducer waits for the gradients of those parameters that it found when it was made.
-        if isinstance(model, DistributedDataParallel):
-            # Else the old one would go on taking gradients.
-            model._remove_autograd_hooks()  # type: ignore[no-untyped-call]
-        return self.wrap(self.unwrap(model), precision)
+    def begin_reduction(self, model: nn.Module) -> None:
+        self._put_back()
+        if self._begun is not None and self._begun.stage == "begun":
+            self._begun.complete()  # else it would take the next backward for a part of its own
+        reducing = _reducing(model)
+        if reducing is not None and not reducing.is_stale:
+            reducing.begin()
+            self._begun = reducing
+
+    @override
+    def finish_reduction(self, model: nn.Module, precision: Precision) -> nn.Module:
+        reducing, self._begun = _reducing(model), None
+        if reducing is None:
+            model = self.wrap(model, precision)
+            if (reducing := _reducing(model)) is None:
+                return model  # still nothing is trained
+            reducing.shares_buffers = False  # several optimizers do so before each window
+        late: list[nn.Parameter] = []
+        if reducing.stage == "idle" and reducing.is_stale:
+            self._check_frozen(dict(reducing.module.named_parameters()))
+            late = self._frozen_late(reducing)
+            for p in late:
+                p.requires_grad_(True)
+            reducing.renew()
+        reducing.complete()
+        reducing.stage = "idle"
+        for p in late:
+            p.requires_grad_(False)
+        return model
+
+    def _frozen_late(self, reducing: "Reducing") -> list[nn.Parameter]:
+        """Return what has frozen after it had got a gradient in this window, on any process."""
+        held = torch.tensor([p.grad is not None for p in reducing.reduced])
+        anywhere = self.processes.all_reduce(held.int(), "max").tolist()
+        each = zip(reducing.reduced, anywhere, strict=True)
+        return [p for p, is_held in each if is_held and not p.requires_grad]
+
+    @override
+    @contextmanager
+    def zero_gradients(self, module: nn.Module) -> Iterator[None]:
+        # A step may assign gradients, and what only a repeat has used must not seem to be used.
+        self._held = [(p, p.grad) for p in module.parameters()]
+        for p, _ in self._held:
+            p.grad = None
+        trained = [p for p, _ in self._held if p.requires_grad]
+        hooks = [p.register_hook(partial(self._note_first, p)) for p in trained]  # type: ignore[no-untyped-call]
+        try:
+            with super().zero_gradients(module):
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+            for p in self._made if self.find_unused_parameters else ():
+                p.grad = None
+            self._put_back()
+
+    def _note_first(self, p: nn.Parameter, _: Tensor) -> None:
+        if p.grad is None:
+            self._made.append(p)
+
+    def _put_back(self) -> None:
+        """Let gradients be what they were before a repeat; zeros where its step made the first."""
+        for p, gradient in self._held:
+            if gradient is None and p.grad is not None and not self.find_unused_parameters:
+                gradient = torch.zeros_like(p.grad)
+            p.grad = gradient
+        self._held, self._made = [], []
 
     @override
     def unwrap(self, model: nn.Module) -> nn.Module:
@@ -86,88 +157,160 @@ class DDP(Strategy):
             return
         names = sorted({name for own in self._without_gradient(module) for name in own})
         if names:
-            raise _no_gradient(names, "the first step")
-
-    @override
-    def no_sync(self, model: nn.Module) -> AbstractContextManager[object]:
-        if isinstance(model, DistributedDataParallel):
-            return model.no_sync()
-        return super().no_sync(model)
-
-    @override
-    def sync_in_backward(self, model: nn.Module) -> AbstractContextManager[object]:
-        if isinstance(model, _FixedLayout):
-            return model.reducing()
-        return super().sync_in_backward(model)
+            raise _no_gradient(names)
 
 
-class _FixedLayout(DistributedDataParallel):
-    """One whose buckets of gradients are those of its last step from the first step on.
+class Reducing(DistributedDataParallel):
+    """One whose buckets never change, and that reduces every gradient, however it came.
 
     Torch lays buckets out anew after the first backward, and an element is summed over processes
     in an order that depends on its place: a resumed run would differ in the last bit from one
     that was never stopped (rule 30). Here the buckets are laid out at once, as if gradients came
     in the reverse order of registration. With `find_unused_parameters` torch never changes them.
+
+    In torch the forward makes ready for the backward. Here `begin` does, so that a step may call
+    the user's own module. What the backward has not reduced, `complete` does: gradients that were
+    assigned, or, with `find_unused_parameters`, all. Only then is it known what is unused: torch
+    looks for it in the outputs, which the loss need not use, and which need not be all.
+
+    Attributes:
+        reduced: The parameters, in the order in which their gradients are expected.
+        stage: Of a window: whether its last backward reduces, and whether all is reduced.
+        shares_buffers: Whether all processes take the buffers of process 0 in each window.
     """
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
-        held = [(p, p.grad) for p in model.parameters()]
-        model.zero_grad()  # torch would divide those in its buckets, where it multiplies others
-        super().__init__(model, **options)
+        self.stage: Literal["idle", "begun", "complete"] = "idle"
+        self.shares_buffers = True
+        with _without_gradients(model):
+            super().__init__(model, **options)
+            self._fix_layout()
+
+    def renew(self) -> None:
+        """Follow what froze or thawed."""
+        self._remove_autograd_hooks()  # type: ignore[no-untyped-call]
+        with _without_gradients(self.module):
+            self.__setstate__(self.__getstate__())  # type: ignore[no-untyped-call]
+            self._fix_layout()
+        hooks, self._comm_hooks = self._comm_hooks, []
+        for hook, state in hooks:
+            self.register_comm_hook(state, hook)
+
+    def _fix_layout(self) -> None:
         self.reducer._push_all_rebuilt_params()
         self._has_rebuilt_buckets = self.reducer._rebuild_buckets()
-        for p, gradient in held:
-            p.grad = gradient
+        self._frozen = [p for p in self.module.parameters() if not p.requires_grad]
 
     @override
     def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
         parameters, are_sparse = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]
         backwards = slice(None, None, 1 if self.find_unused_parameters else -1)
-        self._reduced = parameters[backwards]
-        return self._reduced, are_sparse[backwards]
+        self.reduced, are_sparse = parameters[backwards], are_sparse[backwards]
+        self._sparse = [p for p, sparse in zip(self.reduced, are_sparse, strict=True) if sparse]
+        dense = [p for p in self.reduced if p.numel() and not any(p is s for s in self._sparse)]
+        self._smallest = sorted(dense, key=torch.numel)[:1]  # its gradient says whether any came
+        return self.reduced, are_sparse
 
-    @contextmanager
-    def reducing(self) -> Iterator[None]:
-        """Reduce in the backward inside; at the end where none came, or some may be unused."""
-        first, held = self._reduced[0], self._reduced[0].grad
-        if not self.find_unused_parameters:
-            self.reducer.prepare_for_backward([])  # no forward has done it
-        yield
-        try:  # torch would say it in the next forward, after an update
+    @property
+    def is_stale(self) -> bool:
+        """Whether parameters froze or thawed since the layout was made."""
+        return self.has_thawed or not all(map(_is_trained, self.reduced))
+
+    @property
+    def has_thawed(self) -> bool:
+        """Whether parameters are trained whose gradients are not expected."""
+        return any(map(_is_trained, self._frozen))
+
+    def begin(self) -> None:
+        """Let the next backward reduce while it goes on, where that can be."""
+        if self.find_unused_parameters or not self._smallest:
+            return
+        (p,) = self._smallest
+        if p.grad is not None:  # it may be the view into a bucket that torch is to put there
+            p.grad = p.grad.clone()
+        self._before = p.grad
+        self.reducer.prepare_for_backward([])
+        self.stage = "begun"
+
+    def complete(self) -> None:
+        """Reduce what the backward has not: all, where that was not begun."""
+        if self.stage == "complete":
+            return
+        begun, self.stage = self.stage == "begun", "complete"
+        missing = self._missing() if begun else []
+        came = begun and self._smallest[0].grad is not self._before
+        if missing or not (came or self.static_graph):
+            self._reduce_held(begun, missing)
+        # In this window no forward has.
+        if self.shares_buffers and self.will_sync_module_buffers():  # type: ignore[no-untyped-call]
+            self._sync_buffers()  # type: ignore[no-untyped-call]
+        self.require_forward_param_sync = True
+
+    def _missing(self) -> list[int]:
+        """Return which gradients have not come, where some have."""
+        try:
             self.reducer._check_reducer_finalized()
         except RuntimeError as error:
             indices = str(error).rpartition("did not receive grad for rank")[2]
-            raise self._unreduced(map(int, re.findall(r"\d+", indices)[1:])) from error
-        if self.find_unused_parameters or (first.grad is held and not self.static_graph):
-            self._reduce_held()
+            return [*map(int, re.findall(r"\d+", indices))][1:]
+        return []
 
-    def _reduce_held(self) -> None:
-        """Reduce the gradients that there are, by a backward that computes none."""
-        without = {index for index, p in enumerate(self._reduced) if p.grad is None}
-        used = [index for index in range(len(self._reduced)) if index not in without] or [0]
+    def _reduce_held(self, begun: bool, missing: list[int]) -> None:
+        """Reduce the gradients that there are, by a backward that computes none.
+
+        Args:
+            begun: Whether a backward was to reduce them.
+            missing: Those that it has not; empty where it has reduced none.
+        """
+        without = {index for index, p in enumerate(self.reduced) if p.grad is None}
         if self.find_unused_parameters:
-            self.reducer._reset_state()  # the backwards of other optimizers left marks
-            self.reducer.prepare_for_backward([self._reduced[index][...] for index in used])
-        elif without:
-            raise self._unreduced(without)
+            send = [i for i in range(len(self.reduced)) if i not in without] or [0]
+            self.reducer._reset_state()  # of backwards, which torch takes notes of
+            self.reducer.prepare_for_backward([self.reduced[index][...] for index in send])
+        else:
+            send = missing or [*range(len(self.reduced))]
+            if unused := without.intersection(send):
+                ids = {id(self.reduced[index]) for index in unused}
+                raise _no_gradient([n for n, p in self.module.named_parameters() if id(p) in ids])
+            if not begun:
+                self.reducer.prepare_for_backward([])
+        unused_tables = [p for p in self._sparse if p.grad is None]
+        for p in unused_tables:  # torch needs a gradient
+            no_rows = torch.empty(1, 0, dtype=torch.int64, device=p.device)
+            p.grad = torch.sparse_coo_tensor(
+                no_rows, p.detach()[:0], p.shape, check_invariants=True
+            )
 
         def take(_: Tensor) -> None:
-            for index in used:
+            for index in send:
                 self.reducer._autograd_hook(index)  # type: ignore[attr-defined]
 
         start = torch.zeros((), device=self.device, requires_grad=True)
         start.register_hook(take)  # type: ignore[no-untyped-call]
         start.backward()  # type: ignore[no-untyped-call]
-
-    def _unreduced(self, indices: Iterable[int]) -> ConfigError:
-        missing = {id(self._reduced[index]) for index in indices}
-        names = [name for name, p in self.module.named_parameters() if id(p) in missing]
-        return _no_gradient(names, "the last micro-batch of this window")
+        for p in unused_tables:
+            if p.grad is not None and p.grad._nnz() == 0:  # no process has used it
+                p.grad = None
 
 
-def _no_gradient(names: list[str], when: str) -> ConfigError:
+@contextmanager
+def _without_gradients(model: nn.Module) -> Iterator[None]:
+    """Take gradients away; torch would divide those in its buckets, where it multiplies others."""
+    held = [(p, p.grad) for p in model.parameters()]
+    model.zero_grad()
+    yield
+    for p, gradient in held:
+        p.grad = gradient
+
+
+def _reducing(model: nn.Module) -> Reducing | None:
+    """Return what reduces in a model that was wrapped, by a strategy derived from this one too."""
+    return next((module for module in model.modules() if isinstance(module, Reducing)), None)
+
+
+def _no_gradient(names: list[str]) -> ConfigError:
     return ConfigError(
-        f"{len(names)} trainable parameters got no gradient in {when} ({quoted(names)}), so the "
-        "gradients of the processes would not be averaged. Freeze what the step does not use by "
-        "`requires_grad_(False)`, or pass `strategy=DDP(find_unused_parameters=True)`."
+        f"{len(names)} trainable parameters got no gradient in this window ({quoted(names)}), so "
+        "the gradients of the processes would not be averaged. Freeze what the step does not use "
+        "by `requires_grad_(False)`, or pass `strategy=DDP(find_unused_parameters=True)`."
     )

@@ -2,7 +2,7 @@
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from trainkit.checkpoint.resharding.sharding_spec import local_part
+from trainkit.checkpoint.resharding.sharding_spec import is_sharded, local_part
 from trainkit.config import checked
 from trainkit.device import collective_backend, move_module, moves_in_place, wide_dtype
 from trainkit.distributed import Processes
@@ -57,12 +57,16 @@ class _Sharded:
         dtype: That of its parameters while they are used; None: their own.
         replaced: The full parameters that were there before, by the name of the sharded one;
             weak, so that they do not stay in memory.
+        parameters: Those of the model while they are sharded, and what has no dimension.
+        trained: Which of them trained, in each way that the processes have compared.
         phase: Begins anew with each `wrap`.
         hooks: Those of the strategy that the model was last wrapped by.
     """
 
     dtype: torch.dtype | None
     replaced: dict[str, "weakref.ref[nn.Parameter]"]
+    parameters: dict[str, nn.Parameter]
+    trained: set[tuple[bool, ...]] = field(default_factory=set)
     phase: _Phase = field(default_factory=_Phase)
     hooks: list[RemovableHandle] = field(default_factory=list)
 
@@ -213,6 +217,18 @@ class FSDP(Strategy):
             model.set_requires_gradient_sync(True)  # type: ignore[operator]
 
     @override
+    def begin_reduction(self, model: nn.Module) -> None:
+        known = _models[model]
+        trained = tuple(p.requires_grad for p in known.parameters.values())
+        if trained in known.trained:
+            return  # torch sees by itself what froze or thawed
+        from trainkit.strategies.sharding import check_scalars
+
+        self._check_frozen(known.parameters)
+        check_scalars(known.parameters)
+        known.trained.add(trained)
+
+    @override
     @contextmanager
     def gradients_apart(self, model: nn.Module) -> Iterator[None]:
         # What waits for its reduction is out of reach, so each backward reduces.
@@ -312,10 +328,14 @@ class FSDP(Strategy):
             activation_checkpointing=self.activation_checkpointing,
         )
         initializer.fill(model)
-        # torch has no public name for it. At the first forward a callback may have frozen all of a
-        # block, which would not learn in which dtype its gradients are reduced after a thaw.
-        model._get_fsdp_state()._lazy_init()  # type: ignore[operator]
-        return _Sharded(dtype, replaced)
+        # A block of which all is frozen would not learn in which dtype to reduce after a thaw.
+        thawed = _first_of_frozen(model, blocks)
+        for p in thawed:
+            p.requires_grad_(True)
+        model._get_fsdp_state()._lazy_init()  # type: ignore[operator] # it has no public name
+        for p in thawed:
+            p.requires_grad_(False)
+        return _Sharded(dtype, replaced, dict(model.named_parameters()))
 
     def _before_forward(self, model: nn.Module, known: _Sharded) -> None:
         """Take the buffers of process 0, once for each reduction; compare the first forward."""
@@ -329,6 +349,15 @@ class FSDP(Strategy):
                 from trainkit.strategies.forward_check import watch_forward
 
                 known.hooks += watch_forward(model, self.processes)
+
+
+def _first_of_frozen(model: nn.Module, blocks: Mapping[str, nn.Module]) -> list[nn.Parameter]:
+    """Return a parameter of each block that has none to train."""
+    outer_first: list[nn.Module] = [model, *reversed([*blocks.values()])]
+    owners = {p: index for index, block in enumerate(outer_first) for p in block.parameters()}
+    trains = {index for p, index in owners.items() if p.requires_grad}
+    sharded = [p for p in owners if is_sharded(p) and p.is_floating_point()]
+    return [*{owners[p]: p for p in sharded if owners[p] not in trains}.values()]
 
 
 def _after_forward(model: nn.Module, inputs: Any, outputs: Any) -> None:

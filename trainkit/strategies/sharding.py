@@ -17,7 +17,7 @@ from trainkit.device import can_pin
 from trainkit.errors import ConfigError, quoted
 from trainkit.strategies.activation_checkpointing import checkpoint_activations
 
-__all__ = ["shard"]
+__all__ = ["check_scalars", "shard"]
 
 
 def shard(
@@ -47,7 +47,7 @@ def shard(
     """
     _check_rows(model)
     _check_dense(model)
-    frozen_scalars = _scalars(model)
+    frozen_scalars = check_scalars(dict(model.named_parameters()))
     if activation_checkpointing:
         checkpoint_activations(model, blocks.values())
     pin = cpu_offload and can_pin(torch.device(mesh.device_type))
@@ -66,9 +66,9 @@ def shard(
     apply(model, reshard_after_forward=False)
 
 
-def _scalars(model: nn.Module) -> set[nn.Parameter]:
-    """Return the parameters without dimensions, which cannot be cut into rows."""
-    scalars = {name: p for name, p in model.named_parameters() if p.ndim == 0}
+def check_scalars(parameters: Mapping[str, nn.Parameter]) -> set[nn.Parameter]:
+    """Return those without a dimension, which cannot be cut into rows; raise where one trains."""
+    scalars = {name: p for name, p in parameters.items() if p.ndim == 0}
     trainable = [name for name, p in scalars.items() if p.requires_grad]
     if trainable:
         raise ConfigError(

@@ -1,8 +1,9 @@
 """The interface of strategies."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain
 from typing import Any, ClassVar
 
 import torch
@@ -11,9 +12,10 @@ from torch.optim import Optimizer
 
 from trainkit.device import move_module
 from trainkit.distributed import Processes
+from trainkit.distributed.collectives import check_called_by_all, require_equal
 from trainkit.distributed.group import default_device
 from trainkit.distributed.world import World
-from trainkit.errors import ConfigError
+from trainkit.errors import ConfigError, quoted
 from trainkit.precision import Precision
 from trainkit.types import class_name
 
@@ -115,18 +117,6 @@ class Strategy(ABC):
         Nothing is to be done where `wrap` keeps the parameters. The optimizer object stays.
         """
 
-    def rebuild_after_freeze(self, model: nn.Module, precision: Precision) -> nn.Module:
-        """Return what the training step calls from now on, after parameters froze or thawed.
-
-        Every process must call it, between two windows, when `requires_grad` of parameters has
-        changed. Nothing is to be done where gradients are reduced without a list made in `wrap`.
-
-        Args:
-            model: What `wrap`, or this method, returned before; it is not used any more.
-            precision: As in `wrap`.
-        """
-        return model
-
     def unwrap(self, model: nn.Module) -> nn.Module:
         """Return the user's own module behind what `wrap` returned."""
         return model
@@ -135,18 +125,28 @@ class Strategy(ABC):
         """Return a context in which backward accumulates without reducing over processes."""
         return _NOTHING
 
-    def sync_in_backward(self, model: nn.Module) -> AbstractContextManager[object]:
-        """Return a context in which backward reduces, also of forwards outside of `model`.
+    def begin_reduction(self, model: nn.Module) -> None:
+        """Let the next backward, the last of a window, reduce gradients while it goes on.
 
-        Where no backward comes inside, what the parameters hold is reduced at its end. Several
-        optimizers need it, whose step calls the user's own module.
+        Called, as `finish_reduction` is, where there are several processes. Neither may count on a
+        forward of `model`: a step may call the user's own module. Where the gradients reduce
+        themselves, nothing is to be done.
+
+        Args:
+            model: What `wrap`, or `finish_reduction`, returned.
         """
-        if self.unwrap(model) is not model:
-            raise ConfigError(
-                f"`{type(self).__name__}` does not say how backward reduces where the module that "
-                "it puts around the user's is not called. Override `sync_in_backward`."
-            )
-        return _NOTHING
+
+    def finish_reduction(self, model: nn.Module, precision: Precision) -> nn.Module:
+        """Reduce what the backwards of a window have not; return what the step calls from now on.
+
+        Called once a window; it need not have been begun. Parameters may have frozen or thawed
+        since the last one.
+
+        Args:
+            model: As in `begin_reduction`; the user's own where nothing was trained before.
+            precision: As in `wrap`.
+        """
+        return model
 
     def gradients_apart(self, model: nn.Module) -> AbstractContextManager[object]:
         """Return a context in which backward leaves all it computes in `.grad`, to be taken away.
@@ -158,7 +158,7 @@ class Strategy(ABC):
 
     @contextmanager
     def zero_gradients(self, module: nn.Module) -> Iterator[None]:
-        """Let a backward inside make its collectives, but add exact zeros to the gradients.
+        """Let a backward inside make its collectives, but add nothing but zeros to the gradients.
 
         A loss that counts for nothing is multiplied by 0, which does not make zeros of infinite
         or undefined gradients.
@@ -241,6 +241,12 @@ class Strategy(ABC):
         """Give back what `setup` took."""
         self.processes.close()
 
+    def _check_frozen(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Raise, on all processes, where parameters froze or thawed on some of them only."""
+        check_called_by_all(self.processes, "requires_grad_")
+        frozen = [name for name, p in parameters.items() if not p.requires_grad]
+        require_equal(self.processes, frozen, _frozen_otherwise)
+
     def _default_device(self) -> torch.device:
         """Return the device that was asked for, else that of this process."""
         return default_device(World.current(), self._asked_device)
@@ -255,6 +261,14 @@ class Strategy(ABC):
             [name for name, missing in zip(parameters, row, strict=True) if missing]
             for row in (everywhere, anywhere)
         ]
+
+
+def _frozen_otherwise(of_all: Sequence[list[str]]) -> ConfigError:
+    names = sorted({*chain(*of_all)} - set(of_all[0]).intersection(*of_all))
+    return ConfigError(
+        f"{len(names)} parameters are frozen on some processes only ({quoted(names)}). Freeze and "
+        "thaw the same ones on all."
+    )
 
 
 def _by_kind(tensors: Iterable[Tensor]) -> list[list[Tensor]]:

@@ -41,7 +41,7 @@ STEPS = 2 * STEPS_PER_EPOCH
 TRAININGS = {
     "plain": "plain",
     "accumulated": "accumulated, weighted",
-    "thawed": "first partly frozen (see `Strategy.rebuild_after_freeze`)",
+    "thawed": "first partly frozen (see `Strategy.finish_reduction`)",
 }
 SPOILED_STEP = 2  # counted from 0; the last full one, which a process may repeat
 
@@ -148,7 +148,6 @@ class _Thaws(_Unwraps):
 
     def _set(self, run: Run, *, trains: bool) -> None:
         run.module.get_submodule("first").requires_grad_(trains)
-        run.model = run.strategy.rebuild_after_freeze(run.model, run.precision)
 
 
 def _train(

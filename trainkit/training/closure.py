@@ -96,8 +96,7 @@ class Closure:
                         loop.forward_backward(run, micro_batch)
         finally:
             run.logging.zero_weight = present
-        if (correction := run.weighting.correction()) is not None:
-            run.strategy.scale_gradients(run.parameters, correction)
+        run.reduce_gradients()
         loop.clip(run)
         return self._loss()
 

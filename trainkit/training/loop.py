@@ -74,10 +74,7 @@ def train_step(run: Run, callbacks: CallbackList, window: Window) -> None:
             forward_backward(run, micro_batch)
             callbacks.emit(Callback.on_microbatch_end, run, micro_batch.data)
     run.logging.samples = 1
-    if (correction := weighting.correction()) is not None:
-        run.strategy.scale_gradients(run.parameters, correction)
-    if state.attempts == 0:
-        run.strategy.check_gradients(run.module)
+    run.reduce_gradients()
     if weighting.reached is not None:
         check_reached(run, weighting)
     overflowed = run.precision.unscale(run.optimizer, run.strategy.reduce_overflow)
@@ -97,6 +94,8 @@ def forward_backward(run: Run, micro_batch: MicroBatch) -> None:
         with run.precision.autocast():
             output = run.training_step(run.model, micro_batch.data)
             loss = run.weighting.weigh(output, micro_batch)
+        if micro_batch.last and run.strategy.processes.size > 1:
+            run.strategy.begin_reduction(run.model)
         run.weighting.backward(loss, run.precision.backward)
 
 

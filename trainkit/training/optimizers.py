@@ -1,7 +1,7 @@
 """Several optimizers of one training, each under a name; together they look like one."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, TypeAlias
 
@@ -40,8 +40,7 @@ class NamedOptimizer:
     weighting: Weighting
     parameter_names: frozenset[str]  # of its parameters, in the model
     model: nn.Module | None = None
-    """What the strategy has wrapped for these alone; None before its first window."""
-    trained: list[bool] = field(default_factory=list)  # whether each was, when it was wrapped
+    """What `finish_reduction` returned for these alone; None before its first window."""
     training_step: Callable[[nn.Module, Any], Any] | None = None  # where optimizers take turns
     steps: int = 0
     """Updates that it has applied."""

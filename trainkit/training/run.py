@@ -452,6 +452,15 @@ class Run(RunServices):
             raise low_scale(self.strategy, named, loss, step=self.state.step)
         return "the gradients overflowed"
 
+    def reduce_gradients(self) -> None:
+        """Make the gradients of a window those of all processes."""
+        if self.strategy.processes.size > 1:
+            self.model = self.strategy.finish_reduction(self.model, self.precision)
+        if (correction := self.weighting.correction()) is not None:
+            self.strategy.scale_gradients(self.parameters, correction)
+        if self.state.step == self.state.skipped_steps == 0:
+            self.strategy.check_gradients(self.module)
+
     def refuse_more_skips(self, reason: str, of: "NamedOptimizer | None" = None) -> None:
         """Raise where too many windows in a row were skipped, the last one for `reason`."""
         skips, limit = (of or self.state).consecutive_skips, self.config.max_consecutive_skips

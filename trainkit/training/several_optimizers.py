@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from trainkit.data import MicroBatch, Window
 from trainkit.distributed.collectives import require_equal
 from trainkit.errors import ConfigError, by_process
+from trainkit.strategies import Strategy
 from trainkit.training import loop
 from trainkit.training.callback import Callback, CallbackList
 from trainkit.training.lr_schedule import LRSchedules
@@ -40,7 +41,9 @@ def train_step(run: Run, callbacks: CallbackList, window: Window) -> None:
     with _NOTHING if turn is None else only(run.module, turn.parameter_names):
         chosen = accumulate(run, callbacks, window, turn)
         for each in chosen:
-            if reduce_and_unscale(run, each):
+            with _NOTHING if turn is not None else only(run.module, each.parameter_names):
+                overflowed = reduce_and_unscale(run, each)
+            if overflowed:
                 results[each.name] = skip(run, each)
     left = [each for each in chosen if each.name not in results]
     if left:
@@ -95,8 +98,10 @@ def accumulate(
 ) -> list[NamedOptimizer]:
     """Accumulate the gradients of a window; return the optimizers that have some."""
     chosen: list[NamedOptimizer] = []
+    samples = 0
     for micro_batch in window:
         run.logging.samples = micro_batch.count
+        samples += micro_batch.count
         if micro_batch.count == 0:
             with run.as_zero_weight():
                 forward_backward(run, window, micro_batch, turn, chosen)
@@ -108,7 +113,7 @@ def accumulate(
     for each in chosen:
         trained = [p for p in each.parameters if p.requires_grad]
         is_first = each.steps + each.skipped_steps == 0
-        if is_first and trained and all(p.grad is None for p in trained):
+        if is_first and samples and trained and all(p.grad is None for p in trained):
             raise ConfigError(
                 f"The loss of the optimizer `{each.name}` reaches none of its parameters: its "
                 "update would change nothing. Compute it from what they compute, not detached, or "
@@ -147,16 +152,24 @@ def forward_backward(
         losses = [
             (each, each.weighting.weigh(outputs.pop(each.name), micro_batch)) for each in chosen
         ]
-    reducing = run.strategy.sync_in_backward if micro_batch.last else run.strategy.no_sync
+
+    def alone(each: NamedOptimizer) -> AbstractContextManager[object]:
+        return _NOTHING if turn is not None else only(run.module, each.parameter_names)
+
     while losses:
         each, loss = losses.pop(0)
 
         def run_backward(loss: Tensor, each: NamedOptimizer = each, **options: Any) -> None:
             # Entered for each backward: before it, sharded parameters are whole, or they are not.
-            with _NOTHING if turn is not None else only(run.module, each.parameter_names):
+            with alone(each):
                 each.precision.backward(loss, **options)
 
-        with reducing(each.model or run.module):  # those that follow share what was computed
+        model = each.model or run.module
+        if micro_batch.last and run.strategy.processes.size > 1:
+            with alone(each):
+                run.strategy.begin_reduction(model)
+        with _NOTHING if micro_batch.last else run.strategy.no_sync(model):
+            # Those that follow share what was computed.
             each.weighting.backward(loss, run_backward, retain_graph=bool(losses))
 
 
@@ -214,20 +227,22 @@ def _choose(
             )
         chosen = [optimizers.by_name[name] for name in names]
         # What reduces the gradients of all is not needed: each optimizer reduces its own.
-        run.model = run.strategy.unwrap(run.model)
+        wrapped, run.model = run.model, run.strategy.unwrap(run.model)
+        by_forward = type(run.strategy).finish_reduction is Strategy.finish_reduction
+        if by_forward and run.model is not wrapped:
+            raise ConfigError(
+                f"`{type(run.strategy).__name__}` does not say how gradients are reduced where the "
+                "module that it puts around the user's is not called. Override `finish_reduction`."
+            )
         run.weighting = _Weightings(chosen)  # type: ignore[assignment]
     for each in chosen:
         each.weighting.begin(window)
-        own = each.parameters
-        now = [p.requires_grad for p in own]
-        if each.trained != now:  # at first, and after some froze or thawed
-            if each.name and len(set(own)) != len(each.parameter_names):
-                raise ConfigError(
-                    f"The optimizer `{each.name}` has other parameters than when the fit began. "
-                    "Give each of several optimizers all that it will train from the start, and "
-                    "freeze by `FreezeUntil` what it is to train later."
-                )
-            each.model, each.trained = None, now
+        if each.name and len(set(each.parameters)) != len(each.parameter_names):
+            raise ConfigError(
+                f"The optimizer `{each.name}` has other parameters than when the fit began. "
+                "Give each of several optimizers all that it will train from the start, and "
+                "freeze by `FreezeUntil` what it is to train later."
+            )
     return chosen
 
 
@@ -273,14 +288,10 @@ def reduce_and_unscale(run: Run, each: NamedOptimizer) -> bool:
     if each.weighting.reached is not None:
         check_reached(run, each.weighting)
     if each.model is None:
-        with only(run.module, each.parameter_names):
-            strategy.check_gradients(run.module)
-            each.model = run.model  # where parameters are sharded, or there is one loss for all
-            if not strategy.sharded and each.optimizer is not run.optimizer:
-                # Only now: `wrap` sends parameters, and no graph must wait for its backward.
-                each.model = strategy.wrap(run.module, run.precision)
-            with strategy.sync_in_backward(each.model):
-                pass  # the backwards of this window have reduced nothing
+        strategy.check_gradients(run.module)
+        each.model = run.model
+    if strategy.processes.size > 1:
+        each.model = strategy.finish_reduction(each.model, run.precision)
     if (correction := each.weighting.correction()) is not None:
         strategy.scale_gradients(parameters, correction)
     return each.precision.unscale(each.optimizer, strategy.reduce_overflow)
