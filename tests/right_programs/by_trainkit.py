@@ -43,14 +43,42 @@ class Recorder(Callback):
         self.out.evaluations.append((run.state.step, dict(metrics)))
 
 
+class Freezes(Callback):
+    """Sets `requires_grad` by itself."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+
+    def on_fit_start(self, run: Run) -> None:
+        freeze(self.program, run)
+
+    def on_step_end(self, run: Run, result: Any) -> None:
+        freeze(self.program, run)
+
+    def on_epoch_end(self, run: Run) -> None:
+        freeze(self.program, run)
+
+
+def freeze(p: Program, run: Run) -> None:
+    """Freeze the first layer until its time has come."""
+    if p.freeze is not None:
+        unit, until = p.freeze
+        for name, x in run.module.named_parameters():
+            if first_layer(p) in name:
+                x.requires_grad_(getattr(run.state, unit) >= until)
+
+
 class Steps(Trainer):
     """What computes its losses in steps of its own."""
 
     program: Program
 
     def training_step(self, model: nn.Module, batch: Any) -> Any:
-        p = self.program
-        _, loss = mean_loss(p, model, batch)
+        p, run = self.program, self.run
+        assert isinstance(run, Run)
+        if p.frozen_by == "step":
+            freeze(p, run)
+        _, loss = mean_loss(p, run.module if p.past else model, batch)
         weight = weight_of(p, batch)
         if p.loss == "step by weight":
             return StepOutput(loss, torch.tensor(weight))
@@ -116,7 +144,9 @@ def _callbacks(p: Program, out: Outcome) -> list[Callback]:
         found.append(Evaluation(metrics, at_end=p.at_end, **whens[p.evaluated]))
     if p.ema is not None:
         found.append(EMA(p.ema, average_buffers=p.ema_of_buffers))
-    if p.freeze is not None:
+    if p.freeze is not None and p.frozen_by == "hooks":
+        found.append(Freezes(p))
+    if p.freeze is not None and p.frozen_by == "FreezeUntil":
         found.append(FreezeUntil(**{p.freeze[0]: {f"*{first_layer(p)}*": p.freeze[1]}}))
     if p.skips_nan:
         found.append(callbacks.NaNGuard("skip"))
@@ -142,7 +172,7 @@ def fit(p: Program, folder: Path, resume: Path | str | None = None) -> Outcome:
     bases = [kind for kind, wanted in overrides.items() if wanted]
     kind: Any = type("Own", (*bases, Trainer), {"program": p}) if bases else Trainer
     strategy: Any = p.strategy
-    if p.model == "unused head" and p.strategy == "ddp":
+    if p.model in ("unused head", "unused output") and p.strategy == "ddp":
         strategy = DDP(find_unused_parameters=True)
     precision: Any = p.precision
     if precision == "fp16" and not p.is_exact:

@@ -17,10 +17,9 @@ IGNORED = 2  # a class
 
 def main_loss(outputs: Any, targets: Tensor) -> Tensor:
     """A function of one's own, also of several outputs."""
-    if isinstance(outputs, dict):
-        other: Tensor = outputs["other"].pow(2).mean()
-        return functional.cross_entropy(outputs["main"], targets) + 0.1 * other
-    return functional.cross_entropy(outputs, targets)
+    scores = outputs["main"] if isinstance(outputs, dict) else outputs
+    loss = functional.cross_entropy(scores, targets)
+    return loss + 0.1 * outputs["other"].pow(2).mean() if _has_other(outputs) else loss
 
 
 class Squares(nn.Module):
@@ -88,9 +87,13 @@ def mean_loss(program: Program, model: nn.Module, batch: Any) -> tuple[Any, Tens
         return scores, loss_fn(program, model)(outputs, labels)
     counted = labels != -100
     items = functional.cross_entropy(scores[counted], labels[counted], reduction="none")
-    if isinstance(outputs, dict):
+    if _has_other(outputs):
         items = items + 0.1 * outputs["other"].pow(2).mean(-1)[counted]
     if program.loss == "step by number":
         weights = 1.0 + labels[counted]
         return scores, (items * weights).sum() / weights.sum()
     return scores, items.mean()
+
+
+def _has_other(outputs: Any) -> bool:
+    return isinstance(outputs, dict) and "other" in outputs

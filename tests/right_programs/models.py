@@ -175,12 +175,12 @@ class UnusedHead(nn.Module):
 
 
 class SeveralOutputs(nn.Module):
-    """Two heads that the loss both uses."""
+    """Two heads; the loss uses both, or that of another name not."""
 
-    def __init__(self) -> None:
+    def __init__(self, other: str = "other") -> None:
         super().__init__()
         self.body = nn.Linear(FEATURES, 6)
-        self.heads = nn.ModuleDict({"main": nn.Linear(6, CLASSES), "other": nn.Linear(6, CLASSES)})
+        self.heads = nn.ModuleDict({"main": nn.Linear(6, CLASSES), other: nn.Linear(6, CLASSES)})
 
     def forward(self, inputs: Tensor) -> dict[str, Tensor]:
         hidden = self.body(inputs).tanh()
@@ -245,5 +245,6 @@ _MAKE: dict[str, Callable[[], Any]] = {
     "gru": lambda: Recurrent(nn.GRU),
     "unused head": UnusedHead,
     "several outputs": SeveralOutputs,
+    "unused output": lambda: SeveralOutputs("unused"),
     "counting": Counting,
 }

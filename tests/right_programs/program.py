@@ -11,7 +11,6 @@ LATER: dict[str, str] = {
     "several terms": "a step has one weight for all its terms",
     "models of transformers": "some average over other items than the labels that count",
     "batch norm under gradient checkpointing": "its statistics are counted twice",
-    "unused parameters and a process without samples": "its repeat uses what nobody else did",
 }
 """What is not drawn yet, and why."""
 
@@ -23,8 +22,9 @@ MODELS = (
     *BY_POSITION,
     *BATCH_NORM,
     *("attention", "embedding", "sparse embedding", "lstm", "gru", "unused head"),
-    *("several outputs", "counting"),
+    *("several outputs", "unused output", "counting"),
 )
+SEVERAL = ("several outputs", "unused output")
 
 LOSSES = (
     *("cross entropy", "smoothed", "class weights", "ignored class", "partial", "function"),
@@ -113,6 +113,8 @@ class Program:
     ema: float | None = None
     ema_of_buffers: bool = False
     freeze: tuple[str, int] | None = None  # the unit, and when it thaws
+    frozen_by: str = "FreezeUntil"  # or "hooks", "step"
+    past: bool = False  # whether the step calls the user's own module
     skips_nan: bool = False
     patience: int | None = None
     callbacks: tuple[str, ...] = ()
@@ -230,6 +232,8 @@ def draw(seed: int, processes: int = 1) -> Program:
         callbacks=tuple(chance.sample(CALLBACKS, of(0, 0, 1, 2, 4))),
         saves=of(0, 1, 2, 3),
         background=of(True, False),
+        frozen_by=of("FreezeUntil", "hooks", "step"),
+        past=rarely(True, False, 0.3),
     )
     return fitting(program)
 
@@ -267,7 +271,7 @@ _RULES: list[_Rule] = [
     (lambda p: p.form != "mapping" and p.loss == "the model's own", _to(loss="step")),
     (lambda p: p.form != "pairs" and p.loss in LOSSES, _to(loss="step by weight")),
     (
-        lambda p: p.model == "several outputs" and p.loss not in ("function", *STEPS),
+        lambda p: p.model in SEVERAL and p.loss not in ("function", *STEPS),
         lambda p: {"loss": "function" if p.form == "pairs" else "step"},
     ),
     (  # torch's reducer finds unused ones by the outputs, before the loss
@@ -384,7 +388,7 @@ _RULES: list[_Rule] = [
     (lambda p: p.evaluated in ("never", "asked for"), _to(patience=None)),
     (lambda p: p.evaluated in ("never", "by default"), _to(metrics=())),
     (
-        lambda p: p.loss == "yes or no" or (p.model == "several outputs" and p.loss in LOSSES),
+        lambda p: p.loss == "yes or no" or (p.model in SEVERAL and p.loss in LOSSES),
         lambda p: {"metrics": tuple(each for each in p.metrics if each == "perplexity")},
     ),
     (
@@ -395,6 +399,8 @@ _RULES: list[_Rule] = [
     (lambda p: p.model not in BATCH_NORM, _to(ema_of_buffers=False)),
     (lambda p: p.model not in ("dense", "dropout", "attention", "blocks"), _to(freeze=None)),
     (lambda p: p.optimizer == "Muon", _to(freeze=None)),
+    (lambda p: p.loss not in STEPS and p.frozen_by == "step", _to(frozen_by="hooks")),
+    (lambda p: p.loss not in STEPS or p.is_sharded, _to(past=False)),
     (
         lambda p: (
             p.model in (*BATCH_NORM, "counting", "embedding", "sparse embedding")
