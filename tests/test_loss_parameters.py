@@ -113,6 +113,7 @@ def fit_all(rank: int, size: int) -> dict[Any, Any]:
 
 @pytest.mark.parametrize("size", with_few([1, 2], [1, 2, 3]))
 def test_a_loss_that_is_a_part_of_the_model_is_trained(size: int) -> None:
+    results = run_ranks(size, fit_all, size)
     model, (inputs, targets) = WithLoss(), make_data().tensors
     optimizer = adamw(model.parameters())
     for first in (*range(0, SAMPLES, WINDOW), *range(0, SAMPLES, WINDOW)):
@@ -121,7 +122,7 @@ def test_a_loss_that_is_a_part_of_the_model_is_trained(size: int) -> None:
         model.loss_fn(model(inputs[part]), targets[part]).backward()
         optimizer.step()
     loss = model.loss_fn(model(inputs), targets).item()
-    for found in run_ranks(size, fit_all, size):
+    for found in results:
         for case, (parameters, mean) in found.items():
             assert mean == pytest.approx(loss, rel=1e-9), case
             for ours, theirs in zip(parameters, model.parameters(), strict=True):
@@ -150,13 +151,13 @@ class Holding(Trainer):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         if self.where == "trainer":
-            self.head = nn.Linear(WIDTH, CLASSES).double()
+            self.head = nn.Linear(WIDTH, CLASSES).double().to(self.strategy.device)
 
     def training_step(self, model: nn.Module, batch: Any) -> Any:
         assert isinstance(self.run, Run)
         holder: Any = self if self.where == "trainer" else self.run.module
         if not hasattr(holder, "head"):
-            holder.head = nn.Linear(WIDTH, CLASSES).double()
+            holder.head = nn.Linear(WIDTH, CLASSES).double().to(batch[0].device)
         return F.cross_entropy(holder.head(model(batch[0])), batch[1])
 
 
@@ -173,7 +174,7 @@ class Late(Embedding):
 
     def forward(self, inputs: Tensor) -> Tensor:
         if not hasattr(self, "late"):
-            self.late = nn.Linear(WIDTH, CLASSES).double()
+            self.late = nn.Linear(WIDTH, CLASSES).double().to(inputs.device)
         found: Tensor = self.late(super().forward(inputs))
         return found
 
@@ -183,9 +184,15 @@ def scaled(outputs: Tensor, targets: Tensor, *, weight: Tensor) -> Tensor:
 
 
 angles = Angles()
+
+
+def by_angles(outputs: Tensor, targets: Tensor) -> Any:
+    return angles.to(outputs.device)(outputs, targets)
+
+
 STRAYS: dict[str, tuple[type[Trainer], type[nn.Module], Any, str]] = {
     "module": (Trainer, Embedding, Angles(), r"1 parameters .*`loss_fn.weight`"),
-    "function": (Trainer, Embedding, lambda o, t: angles(o, t), r"`one of the shape \(3, 4\)`"),
+    "function": (Trainer, Embedding, by_angles, r"`one of the shape \(3, 4\)`"),
     "bound": (
         Trainer,
         Embedding,
@@ -254,7 +261,7 @@ class WithOwnOptimizer(Trainer):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.critic = nn.Linear(WIDTH, 1).double()
+        self.critic = nn.Linear(WIDTH, 1).double().to(self.strategy.device)
         self.by_hand = adamw(self.critic.parameters())
 
     def training_step(self, model: nn.Module, batch: Any) -> Any:
