@@ -68,7 +68,7 @@ def _repeated(model: nn.Module) -> dict[str, nn.Module]:
         if not isinstance(container, nn.ModuleList | nn.Sequential):
             continue
         children = {name: child for name, child in container.named_children() if _size(child)}
-        if len(children) < 2 or len({type(child) for child in children.values()}) > 1:
+        if len(children) < 2 or len({class_name(child) for child in children.values()}) > 1:
             continue
         if _size(container) > largest:
             largest = _size(container)
