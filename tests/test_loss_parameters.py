@@ -1,6 +1,7 @@
 """What a loss depends on is trained and saved, or refused before the first update."""
 
 import re
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -97,8 +98,9 @@ def fit(
     return [p.detach().cpu().clone() for p in whole], loss
 
 
-STRATEGIES: dict[str, type[Strategy]] = {
+STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "ddp": DDP,
+    "unused": lambda: DDP(find_unused_parameters=True),
     "fsdp": FSDP,
 }
 
@@ -107,7 +109,7 @@ def fit_all(rank: int, size: int) -> dict[Any, Any]:
     return {
         (kind, strategy): fit(kind, make(), WINDOW // size // 2, 2)
         for kind in ("callable", "own", "several")
-        for strategy, make in list(STRATEGIES.items())[:size]  # FSDP has nothing to do alone
+        for strategy, make in list(STRATEGIES.items())[: size + 1]  # FSDP has nothing to do alone
     }
 
 

@@ -274,8 +274,8 @@ _RULES: list[_Rule] = [
         lambda p: p.model in SEVERAL and p.loss not in ("function", *STEPS),
         lambda p: {"loss": "function" if p.form == "pairs" else "step"},
     ),
-    (  # torch's reducer finds unused ones by the outputs, before the loss
-        lambda p: p.loss == "learned" and p.model in ("unused head", "sparse embedding"),
+    (
+        lambda p: p.loss == "learned" and p.model == "sparse embedding",
         _to(model="dense"),
     ),
     # How it comes.
