@@ -41,7 +41,7 @@ class Meter:
 
     def __init__(self, mode: Mode = "time") -> None:
         self.mode = mode
-        self._clock = time.process_time if mode == "cpu" else time.perf_counter
+        self.clock = time.process_time if mode == "cpu" else time.perf_counter
         self.stamps: list[Stamp] = []
         self._calls = 0
         self._syncs = 0
@@ -64,7 +64,7 @@ class Meter:
 
     def stamp(self, *_: object) -> None:
         """Note the present state."""
-        self.stamps.append(Stamp(self._clock(), self._calls, self._syncs))
+        self.stamps.append(Stamp(self.clock(), self._calls, self._syncs))
 
     def _profile(self, frame: Any, event: str, argument: Any) -> None:
         if event == "call" or event == "c_call":
