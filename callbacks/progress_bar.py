@@ -67,6 +67,11 @@ class ProgressBar(Callback):
         self._next_refresh = min(self._next_refresh, now)  # the first step is shown at once
 
     @override
+    def on_step_start(self, run: Run) -> None:
+        if run.state.step + 1 == run.planned_steps:
+            self._rate = _learning_rate(run)  # after this update the schedule is at its end
+
+    @override
     def on_step_end(self, run: Run, result: StepResult) -> None:
         if self._display is None:
             return
@@ -75,7 +80,7 @@ class ProgressBar(Callback):
         is_due = is_last or now >= self._next_refresh
         if is_due if self._is_cpu else is_last or run.is_log_step:
             self._loss = result.loss.item()
-            self._rate = _learning_rate(run)
+            self._rate = self._rate if is_last else _learning_rate(run)
         if is_due:
             self._show(run, now)
 

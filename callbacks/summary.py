@@ -1,5 +1,6 @@
 """Say what is about to be trained, and what came of it."""
 
+import shutil
 import sys
 import textwrap
 import time
@@ -19,7 +20,7 @@ from trainkit.types import class_name
 __all__ = ["Summary"]
 
 SHOWN_FILES = 8
-COLUMNS = 63  # of a text in a terminal, so that a line fits into 80
+BEFORE = 16  # columns in front of a text
 
 
 class Summary(Callback):
@@ -55,7 +56,8 @@ class Summary(Callback):
 
 def _block(title: str, rows: dict[str, str]) -> str:
     lines, in_terminal = [title], sys.stdout is not None and sys.stdout.isatty()
-    width = COLUMNS if in_terminal else sys.maxsize
+    columns = shutil.get_terminal_size().columns if in_terminal else sys.maxsize
+    width = max(columns - BEFORE - 1, BEFORE)  # narrower ones break lines themselves
     for name, text in rows.items():
         labels = chain([name], repeat(""))  # only the first line of a text has it
         for part in text.splitlines():

@@ -225,6 +225,11 @@ def test_a_log_file_gets_plain_lines(capsys: pytest.CaptureFixture[str]) -> None
     assert len(lines) == 1
 
 
+def test_the_last_rate_is_that_of_the_last_update(capsys: pytest.CaptureFixture[str]) -> None:
+    fit(make_trainer(max_steps=4, callbacks=[ProgressBar()]), lr_scheduler="linear")
+    assert "lr 0.025" in capsys.readouterr().err  # the schedule is at 0 after it
+
+
 def test_each_named_loader_has_its_line(capsys: pytest.CaptureFixture[str]) -> None:
     train, evaluation = toy_loaders()
     loaders = {"train": train, "eval": {"dev": evaluation, "test": evaluation}}

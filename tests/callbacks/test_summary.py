@@ -11,6 +11,7 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.toys import fit, make_trainer, toy_loaders, toy_model
 from trainkit import Callback, ConfigError, Run, StepResult
 from trainkit.callbacks import Evaluation, JSONLLogger, Summary
+from trainkit.callbacks.summary import _block
 
 
 class _Fails(Callback):
@@ -98,3 +99,13 @@ def test_only_the_main_process_prints(tmp_path: Path) -> None:
     run_ranks(2, _train, tmp_path)
     assert "ddp, 2 processes, cpu" in (tmp_path / "0").read_text()
     assert (tmp_path / "1").read_text() == ""
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_lines_are_as_long_as_the_terminal_is_wide(
+    monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    lines = _block("title", {"data": "word " * 100}).splitlines()
+    assert columns - 6 < max(map(len, lines)) < columns
