@@ -143,6 +143,14 @@ def test_what_is_asked_of_a_finished_run_is_done_once(tmp_path: Path) -> None:
         assert [line["kind"] for line in _lines(tmp_path)].count("eval") == 1, number
 
 
+def test_a_resume_says_that_nothing_is_trained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for ended in (False, True):
+        _start(tmp_path)
+        assert ("this run has ended" in capsys.readouterr().out) == ended
+
+
 class Counts(Callback):
     """Counts steps in what is logged; perhaps ends the run after the first evaluation."""
 

@@ -234,6 +234,11 @@ def restore(
         run.scheduled_steps = planned
     run_on_all(processes, lambda: _apply(run, callbacks, loaded, schedule))
     say_changes(metadata, run)
+    if run.end_reached is not None:
+        run.print(
+            f"trainkit: this run has ended ({run.end_reached}): nothing is trained, and the model "
+            "has its weights. Another training, such as of other data, needs another `output_dir`."
+        )
     run.checkpoint = Path(folder)
 
 
