@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from typing import Any, Literal
@@ -77,7 +78,7 @@ class DDP(Strategy):
     @override
     def begin_reduction(self, model: nn.Module) -> None:
         self._put_back()
-        if self._begun is not None and self._begun.stage == "begun":
+        if self._begun is not None and self._begun.window.stage == "begun":
             self._begun.complete()  # else it would take the next backward for a part of its own
         reducing = _reducing(model)
         if reducing is not None and not reducing.is_stale:
@@ -93,14 +94,14 @@ class DDP(Strategy):
                 return model  # still nothing is trained
             reducing.shares_buffers = False  # several optimizers do so before each window
         late: list[nn.Parameter] = []
-        if reducing.stage == "idle" and reducing.is_stale:
+        if reducing.window.stage == "idle" and reducing.is_stale:
             self._check_frozen(dict(reducing.module.named_parameters()))
             late = self._frozen_late(reducing)
             for p in late:
                 p.requires_grad_(True)
             reducing.renew()
         reducing.complete()
-        reducing.stage = "idle"
+        reducing.window.stage = "idle"
         for p in late:
             p.requires_grad_(False)
         return model
@@ -160,6 +161,14 @@ class DDP(Strategy):
             raise _no_gradient(names)
 
 
+@dataclass(slots=True)
+class _Window:
+    """What has been reduced in a window; no attributes of a module, which are slow to set."""
+
+    stage: Literal["idle", "begun", "complete"] = "idle"
+    before: Tensor | None = None  # the gradient that tells whether any has come
+
+
 class Reducing(DistributedDataParallel):
     """One whose buckets never change, and that reduces every gradient, however it came.
 
@@ -175,12 +184,12 @@ class Reducing(DistributedDataParallel):
 
     Attributes:
         reduced: The parameters, in the order in which their gradients are expected.
-        stage: Of a window: whether its last backward reduces, and whether all is reduced.
+        window: Whether its last backward reduces, and whether all is reduced.
         shares_buffers: Whether all processes take the buffers of process 0 in each window.
     """
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
-        self.stage: Literal["idle", "begun", "complete"] = "idle"
+        self.window = _Window()
         self.shares_buffers = True
         with _without_gradients(model):
             super().__init__(model, **options)
@@ -228,17 +237,17 @@ class Reducing(DistributedDataParallel):
         (p,) = self._smallest
         if p.grad is not None:  # it may be the view into a bucket that torch is to put there
             p.grad = p.grad.clone()
-        self._before = p.grad
+        self.window.before = p.grad
         self.reducer.prepare_for_backward([])
-        self.stage = "begun"
+        self.window.stage = "begun"
 
     def complete(self) -> None:
         """Reduce what the backward has not: all, where that was not begun."""
-        if self.stage == "complete":
+        if self.window.stage == "complete":
             return
-        begun, self.stage = self.stage == "begun", "complete"
+        begun, self.window.stage = self.window.stage == "begun", "complete"
         missing = self._missing() if begun else []
-        came = begun and self._smallest[0].grad is not self._before
+        came = begun and self._smallest[0].grad is not self.window.before
         if missing or not (came or self.static_graph):
             self._reduce_held(begun, missing)
         # In this window no forward has.
@@ -305,6 +314,8 @@ def _without_gradients(model: nn.Module) -> Iterator[None]:
 
 def _reducing(model: nn.Module) -> Reducing | None:
     """Return what reduces in a model that was wrapped, by a strategy derived from this one too."""
+    if isinstance(model, Reducing):
+        return model
     return next((module for module in model.modules() if isinstance(module, Reducing)), None)
 
 
