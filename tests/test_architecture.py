@@ -55,10 +55,6 @@ PICKLES_FOR_USERS = "trainkit/containers/wire_format.py"
 INTERNALS = "trainkit/torch_internals.py"
 USES_INTERNALS = {
     "trainkit/strategies/ddp.py": "is a class of torch's wrapper, and lays its buckets out",
-    "trainkit/strategies/fsdp.py": "starts torch's states before a forward does",
-    "trainkit/strategies/strategy.py": "its gradients",
-    "trainkit/training/several_optimizers.py": "asks what is compiled",
-    "trainkit/accelerator/preparer.py": "asks whether a wrapper was called",
     "trainkit/cli/agent.py": "is a class of torch's agent",
     "trainkit/cli/elastic.py": "is a class of torch's agent",
     "trainkit/cli/rendezvous.py": "answers as torch's rendezvous does",

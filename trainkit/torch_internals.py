@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils.data import RandomSampler
@@ -45,11 +46,13 @@ __all__ = [
     "set_backend_timeout",
     "set_compiled_call",
     "set_parts_of_schedule",
+    "start_sharded",
     "steps_of_schedule",
     "stored_values",
     "tree_leaves",
     "try_loss_scaling",
     "unscaled_optimizers",
+    "was_called",
     "workers_of",
 ]
 
@@ -199,6 +202,20 @@ def steps_of_schedule(scheduler: Any) -> int:
     """Return how often a schedule was advanced, its making included: `OneCycleLR` has an end."""
     steps: int = scheduler._step_count
     return steps
+
+
+# Wrappers.
+
+
+def was_called(model: DistributedDataParallel) -> bool:
+    """Return whether the forward of a wrapper has run: without it nothing is averaged."""
+    return bool(model._lazy_init_ran)
+
+
+def start_sharded(model: nn.Module) -> None:
+    """Make ready what `fully_shard` makes ready in the first forward, while parameters may thaw."""
+    state: Any = model._get_fsdp_state()  # type: ignore[operator]
+    state._lazy_init()
 
 
 # Process groups. `torch.distributed` has a time-out for new groups alone, and no number of what

@@ -33,6 +33,7 @@ from trainkit.export.state import unwrapped
 from trainkit.precision import FP32, Precision
 from trainkit.strategies import DDP, Strategy
 from trainkit.strategies.ddp import Reducing
+from trainkit.torch_internals import was_called
 from trainkit.training.arguments import check_initialised
 from trainkit.training.consistency import check_alike, describe_model
 from trainkit.training.settings import optimizer_settings, program, settings
@@ -329,7 +330,7 @@ def _look_at_gradients(optimizer: Optimizer, models: Sequence[DistributedDataPar
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for model in models:
         used = (p for p in model.parameters() if p.grad is not None)
-        if not model._lazy_init_ran and any(id(p) in held for p in used):
+        if not was_called(model) and any(id(p) in held for p in used):
             warnings.warn(
                 f"The first step of `{type(optimizer).__name__}` uses gradients of a "
                 f"`{type(model.module).__name__}` that were not averaged over the processes: what "

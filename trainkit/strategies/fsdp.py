@@ -24,6 +24,7 @@ from trainkit.errors import ConfigError, quoted
 from trainkit.precision import Precision
 from trainkit.strategies import single_process_group
 from trainkit.strategies.strategy import Strategy, on_meta, zeros_for
+from trainkit.torch_internals import compiled_call, start_sharded
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -332,7 +333,7 @@ class FSDP(Strategy):
         thawed = _first_of_frozen(model, blocks)
         for p in thawed:
             p.requires_grad_(True)
-        model._get_fsdp_state()._lazy_init()  # type: ignore[operator] # it has no public name
+        start_sharded(model)
         for p in thawed:
             p.requires_grad_(False)
         return _Sharded(dtype, replaced, dict(model.named_parameters()))
@@ -345,7 +346,7 @@ class FSDP(Strategy):
                 self.share_buffers(model)
             phase.shares_buffers = phase.reduces
             compares, phase.compares = phase.compares, False
-            if compares and self.processes.size > 1 and model._compiled_call_impl is None:
+            if compares and self.processes.size > 1 and compiled_call(model) is None:
                 from trainkit.strategies.forward_check import watch_forward
 
                 known.hooks += watch_forward(model, self.processes)

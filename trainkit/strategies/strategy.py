@@ -17,6 +17,7 @@ from trainkit.distributed.group import default_device
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigError, quoted
 from trainkit.precision import Precision
+from trainkit.torch_internals import multiply_each
 from trainkit.types import class_name
 
 __all__ = ["Strategy", "gradient_values", "leaves_behind", "on_meta", "zeros_for"]
@@ -213,7 +214,7 @@ class Strategy(ABC):
         """Multiply all gradients by one number, in place."""
         for gradients in _by_kind(self.local_gradients(parameters)):
             like = gradients[0]
-            torch._foreach_mul_(gradients, scale.to(like) if isinstance(scale, Tensor) else scale)
+            multiply_each(gradients, scale.to(like) if isinstance(scale, Tensor) else scale)
 
     def clip_grad_norm(self, parameters: Iterable[Tensor], max_norm: float) -> Tensor:
         """Clip the global L2 norm of the gradients; return the norm before, on the device."""

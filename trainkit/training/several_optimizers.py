@@ -14,6 +14,7 @@ from trainkit.data import MicroBatch, Window
 from trainkit.distributed.collectives import require_equal
 from trainkit.errors import ConfigError, by_process
 from trainkit.strategies import Strategy
+from trainkit.torch_internals import compiled_call
 from trainkit.training import loop
 from trainkit.training.callback import Callback, CallbackList
 from trainkit.training.lr_schedule import LRSchedules
@@ -377,7 +378,7 @@ def _optimizers(run: Run) -> Optimizers:
 def _allows_one_backward(run: Run) -> bool:
     """Return whether a backward must be the only one, and find what the forward has seen."""
     recomputes = getattr(run.strategy, "activation_checkpointing", False)
-    compiled = any(part._compiled_call_impl is not None for part in run.module.modules())
+    compiled = any(compiled_call(part) is not None for part in run.module.modules())
     return run.config.gradient_checkpointing or bool(recomputes) or compiled
 
 
