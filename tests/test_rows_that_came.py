@@ -280,6 +280,9 @@ none = [None, None]
         (packed, [(torch.zeros(5), torch.zeros(5))] * 8, 8),
         (packed, [(torch.zeros(5), torch.zeros(5))] * 6 + none, 6),
         ([nodes, edges, torch.zeros(8)], [(vector, 0)] * 8, 8),
+        # Graphs of two nodes each, joined.
+        ([torch.zeros(16, 3), torch.zeros(16)], [nodes[:2]] * 8, 8),
+        ([torch.zeros(12, 3), torch.zeros(12)], [(nodes[:2], 0)] * 6 + none, 6),
     ],
 )
 def test_what_counts_as_rows(data: Any, samples: list[Any], rows: int) -> None:

@@ -231,7 +231,7 @@ def recounted(data: Any, samples: Any, asked: int) -> Any:
     It has one for each sample that is not None. If all that it holds has another length, that
     counts, where something says that it is rows: so many samples came, an array has no other
     dimension or those of images, or behind the first those of a sample. What may as well be packed
-    in one row, have time in dimension 0, or be a graph, counts by samples.
+    in one row, have time in dimension 0, or be joined, as graphs are, counts by samples.
 
     Args:
         data: What the collate function made.
@@ -242,7 +242,8 @@ def recounted(data: Any, samples: Any, asked: int) -> Any:
     rows = len(came) if isinstance(samples, list) and len(samples) == asked else asked
     if rows == asked and {s and s[:1] for s in _shapes(data, _length)} <= {(), (asked,)}:
         return data
-    of_samples = {shape for one in came for shape in _shapes(one, lambda _, shapes: shapes)}
+    of_each = [_shapes(one, lambda _, shapes: shapes) for one in came]
+    of_samples = {shape for shapes in of_each for shape in shapes}
 
     def entries(items: Any, shapes: list[_Shape]) -> list[_Shape]:
         """Take a list for samples, or for fields of samples, if shapes say so."""
@@ -258,7 +259,10 @@ def recounted(data: Any, samples: Any, asked: int) -> Any:
         behind = {shape[1:] for shape in shapes if shape}
         is_rows = any(math.prod(shape) == 1 or len(shape) > 2 for shape in behind)
         is_time = any(shape[:1] == (rows,) for shape in behind)
-        if size in (0, len(came)) or (is_rows and not is_time) or behind & of_samples:
+        fields = zip(*of_each, strict=False)
+        is_joined = any(sum(shape[0] for shape in field if shape) == size for field in fields)
+        is_rows = is_rows and not is_time and not is_joined
+        if size in (0, len(came)) or is_rows or behind & of_samples - {()}:
             rows = size
     return data if rows == asked else Recounted(data, rows)
 

@@ -15,7 +15,6 @@ from typing_extensions import override
 
 from trainkit.config import check_argument
 from trainkit.errors import ConfigError
-from trainkit.parsing import nearest
 from trainkit.training.evaluation import RunEvaluation
 from trainkit.training.state import TrainState
 from trainkit.types import AnyScheduler, Scalars, SchedulerFactory
@@ -206,6 +205,8 @@ class NamedLR(LRScheduler):
         limit = 1 if by_fraction else total_steps or math.inf
         known = total_steps is not None or (name == "constant" and not by_fraction)
         if name not in NAMES or not known or not 0 <= warmup < limit:
+            from trainkit.parsing import nearest  # only errors need it
+
             near = nearest(str(name), NAMES) if name not in NAMES else ""
             raise ConfigError(
                 f"`lr_scheduler={name!r}` with `warmup={warmup!r}` is no schedule by name for "
