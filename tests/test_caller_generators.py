@@ -118,6 +118,7 @@ CALLS: dict[str, Callable[[Path], None]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:`predict` returns")
 @pytest.mark.parametrize("call", CALLS)
 def test_a_call_leaves_the_generators_where_they_were(call: str, tmp_path: Path) -> None:
     toy_model()  # seeds what accelerators there are, whenever one is made

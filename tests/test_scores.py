@@ -248,9 +248,9 @@ def gathered_for(outputs: Tensor, targets: Tensor, loss_fn: Any) -> list[str]:
     seen: list[str] = []
     before = gather_samples
 
-    def watched(processes: Any, batches: Any, *arguments: Any) -> Any:
+    def watched(processes: Any, batches: Any, *arguments: Any, **options: Any) -> Any:
         seen.extend(batches[0])
-        return before(processes, batches, *arguments)
+        return before(processes, batches, *arguments, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(evaluation, "gather_samples", watched)

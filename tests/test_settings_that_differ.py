@@ -246,11 +246,11 @@ def traffic(rank: int) -> list[int]:
 
 
 def test_facts_that_are_alike_travel_as_one_number() -> None:
-    # Settings before and after the optimizer is made, weights, lengths, names of the log.
+    # Settings before and after the optimizer is made, order, weights, lengths, names of the log.
     first, second = run_ranks(2, traffic)
     assert first == second
     assert set(first) == {16}
-    assert len(first) <= 6
+    assert len(first) <= 7
 
 
 def test_a_script_is_told_by_its_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,3 +267,30 @@ def test_a_script_is_told_by_its_content(tmp_path: Path, monkeypatch: pytest.Mon
     assert first == script(b"#!/b/python\r\nx = 1\r\n")
     assert first != script(b"x = 2\n")
     assert script(None) is None
+
+
+def parts(rank: int, kind: str) -> nn.Module:
+    """Return a model of the same tensors, with something else in it on process 1."""
+    middle: list[nn.Module] = [nn.ReLU(), nn.Tanh()]
+    if kind == "order" and rank:
+        middle.reverse()
+    slope = nn.LeakyReLU(0.1 + 0.1 * rank * (kind == "slope"))
+    norm = nn.BatchNorm1d(8, eps=1e-5 + rank * (kind == "eps"))
+    drop = nn.Dropout(0.1 + 0.5 * rank * (kind == "dropout"))
+    return nn.Sequential(nn.Linear(4, 8), middle[0], norm, slope, middle[1], drop, nn.Linear(8, 2))
+
+
+def refuse_parts(rank: int, kind: str, place: str) -> None:
+    message = f"differ in the module `{place}` of the model: process 0: "
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        fit(make_trainer(), model=parts(rank, kind))
+    accelerator, model = Accelerator(), parts(rank, kind)
+    with pytest.raises(ConfigError, match=re.escape(f"differ in the module `{place}` of")):
+        accelerator.prepare(model, SGD(model.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize(
+    ("kind", "place"), [("order", "1"), ("eps", "2"), ("slope", "3"), ("dropout", "5")]
+)
+def test_modules_that_are_set_otherwise_are_refused(kind: str, place: str) -> None:
+    run_ranks(2, refuse_parts, kind, place)

@@ -373,7 +373,7 @@ class Trainer:
                     values |= evaluator.evaluate(
                         self.strategy.to_device(model), prepared, chosen, name
                     )
-        if not values and type(self).evaluation_step is Trainer.evaluation_step:
+        if not (values or chosen) and type(self).evaluation_step is Trainer.evaluation_step:
             arguments.warn_of_nothing()
         return values
 

@@ -601,3 +601,25 @@ def _rates_of_a_falling_loss(_: int) -> list[float]:
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_plateau_counts_each_figure_once(size: int) -> None:
     assert run_ranks(size, _rates_of_a_falling_loss) == [[0.5] * 4] * size
+
+
+def _evaluated(rank: int, strategy: str) -> list[float]:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+    accelerator = Accelerator(cpu=True, strategy=FSDP(device="cpu") if strategy == "fsdp" else None)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in range(3):
+        inputs = torch.randn(6, 4, generator=torch.Generator().manual_seed(10 * step + rank))
+        accelerator.backward(model(inputs).pow(2).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    model.eval()
+    with torch.no_grad():
+        outputs: list[float] = model(torch.ones(2, 4)).flatten().tolist()
+    return outputs
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_an_evaluation_of_an_own_loop_is_of_one_model(strategy: str) -> None:
+    first, second = run_ranks(2, _evaluated, strategy)
+    assert first == second

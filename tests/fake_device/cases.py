@@ -332,8 +332,10 @@ class Nested(Trainer):
 
 
 def test_predictions_are_on_the_host() -> None:
-    scores = Trainer(max_steps=1, callbacks=[]).predict(network(), data())
-    nested = Nested(max_steps=1, callbacks=[]).predict(network(), data())
+    with pytest.warns(match="this loader shuffles"):
+        scores = Trainer(max_steps=1, callbacks=[]).predict(network(), data())
+    with pytest.warns(match="this loader shuffles"):
+        nested = Nested(max_steps=1, callbacks=[]).predict(network(), data())
     for tensor in (scores, *nested["pair"], *(row["row"] for row in nested["rows"])):
         assert tensor.device.type == "cpu"
 

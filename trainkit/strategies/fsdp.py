@@ -339,11 +339,16 @@ class FSDP(Strategy):
         return _Sharded(dtype, replaced, dict(model.named_parameters()))
 
     def _before_forward(self, model: nn.Module, known: _Sharded) -> None:
-        """Take the buffers of process 0, once for each reduction; compare the first forward."""
+        """Take the buffers of process 0, once for each reduction, and in an evaluation after it.
+
+        The first forward of a training is compared over the processes.
+        """
         phase = known.phase
-        if torch.is_grad_enabled() and model.training:
-            if phase.shares_buffers:
-                self.share_buffers(model)
+        trains = torch.is_grad_enabled() and model.training
+        if phase.shares_buffers and (trains or not model.training):
+            self.share_buffers(model)
+            phase.shares_buffers = False
+        if trains:
             phase.shares_buffers = phase.reduces
             compares, phase.compares = phase.compares, False
             if compares and self.processes.size > 1 and compiled_call(model) is None:

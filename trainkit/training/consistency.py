@@ -87,6 +87,10 @@ def describe_model(name: str, module: nn.Module) -> Iterator[tuple[str, str]]:
     code = {code_of(kind.forward) for kind in {type(each) for each in module.modules()}}
     digests = f"names {digest(repr([*tensors]))}, code {digest(repr(sorted(code)))}"
     yield name, f"{class_name(module)} with {len(tensors)} tensors ({digests})"
+    for path, part in module.named_modules():
+        # What those of a user's own say of themselves may be of one process, such as its device.
+        told = part.extra_repr() if type(part).__module__.startswith("torch.nn.") else ""
+        yield f"the module `{path}` of {name}", f"{class_name(part)}({told})"
     for path, t in tensors.items():
         trained = "trainable" if t.requires_grad else "frozen"
         yield f"`{path}` of {name}", f"{t.dtype} of {tuple(t.shape)}, {trained}"

@@ -1,15 +1,17 @@
-"""The order of the epoch that a checkpoint was made in, and that of the run which resumes it."""
+"""The order of an epoch: on all processes, of a checkpoint, and of the run which resumes it."""
 
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
+from trainkit.data import PreparedLoader
 from trainkit.data.order_facts import OWN, changed_facts, run_to
-from trainkit.errors import CheckpointError
+from trainkit.distributed.collectives import require_equal
+from trainkit.errors import CheckpointError, ConfigError, by_process
 from trainkit.hparams import changed
 from trainkit.training.run import Run
 
-__all__ = ["order_of", "order_problems", "say_changes"]
+__all__ = ["check_order", "order_of", "order_problems", "say_changes"]
 
 _SETTINGS = (
     "sample_seeding",
@@ -21,6 +23,30 @@ _SETTINGS = (
     "limit_eval_batches",
 )
 """Settings that change samples or updates, and that a resume takes from the run, not the save."""
+
+
+def check_order(run: Run) -> None:
+    """Raise, on all processes, where they draw other orders, of which each takes its part."""
+    loader, processes = run.train_loader, run.strategy.processes
+    parts = [p for p in (loader.parts or {"": loader}).values() if _is_map_style(p)]
+    if processes.size == 1 or not parts:
+        return
+    epoch, accumulation = run.state.epoch, run.config.gradient_accumulation_steps
+    digest = " ".join(part.order_digest(epoch, accumulation) or "" for part in parts)
+
+    def complain(digests: list[str]) -> ConfigError:
+        return ConfigError(
+            "The processes draw other orders of the training samples (by digest: "
+            f"{by_process(digests)}), so some samples would be "
+            "read twice and others never. Seed the sampler, its weights and its generator alike on "
+            "all of them; without a generator of its own `fit` seeds it."
+        )
+
+    require_equal(processes, digest, complain)
+
+
+def _is_map_style(loader: PreparedLoader) -> bool:
+    return loader.order_facts().get("data") == "map-style"
 
 
 def order_of(run: Run) -> dict[str, Any]:

@@ -71,8 +71,10 @@ def first_window(run: Run) -> tuple[Generator[Window, None, None], Window | None
     window = next(windows, None)
     follow_plan(run)
     if window is not None and run.state.attempts == 0:
-        from trainkit.training.loss_check import check_loss  # only a fit needs it
+        from trainkit.training.epoch_order import check_order  # only a fit needs these
+        from trainkit.training.loss_check import check_loss
 
+        check_order(run)
         check_loss(run, window)
     return windows, window
 
