@@ -38,6 +38,7 @@ from trainkit.distributed import Processes
 from trainkit.precision import BF16, FP16
 from trainkit.strategies import DDP, FSDP, SingleDevice, Strategy
 from trainkit.testing import check_precision, check_strategy
+from trainkit.training.consistency import describe_model
 
 LACKS = set(os.environ.get("FAKE_LACKS", "").split())
 STEPS, WARM = 12, 4  # steps of a training, those before it is steady
@@ -434,3 +435,10 @@ class TestLesserDevice:
     def test_it_has_no_loss_scale(self) -> None:
         with pytest.raises(ConfigError, match="no gradient scaler"):
             train(precision="fp16")
+
+
+def test_what_is_compared_of_a_model_names_no_device() -> None:
+    """Each process has a device of its own, which lists of parameters tell of."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.ParameterList([torch.zeros(2)])).to("fake:0")
+    assert "fake:0" in repr(model)
+    assert "fake:0" not in repr([*describe_model("the model", model)])

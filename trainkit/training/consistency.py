@@ -88,8 +88,11 @@ def describe_model(name: str, module: nn.Module) -> Iterator[tuple[str, str]]:
     digests = f"names {digest(repr([*tensors]))}, code {digest(repr(sorted(code)))}"
     yield name, f"{class_name(module)} with {len(tensors)} tensors ({digests})"
     for path, part in module.named_modules():
-        # What those of a user's own say of themselves may be of one process, such as its device.
-        told = part.extra_repr() if type(part).__module__.startswith("torch.nn.") else ""
+        # Those of a user's own, and lists of parameters, may name the device of this process.
+        is_told = type(part).__module__.startswith("torch.nn.") and not isinstance(
+            part, nn.ParameterList | nn.ParameterDict
+        )
+        told = part.extra_repr() if is_told else ""
         yield f"the module `{path}` of {name}", f"{class_name(part)}({told})"
     for path, t in tensors.items():
         trained = "trainable" if t.requires_grad else "frozen"

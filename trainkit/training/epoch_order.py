@@ -37,9 +37,9 @@ def check_order(run: Run) -> None:
     def complain(digests: list[str]) -> ConfigError:
         return ConfigError(
             "The processes draw other orders of the training samples (by digest: "
-            f"{by_process(digests)}), so some samples would be "
-            "read twice and others never. Seed the sampler, its weights and its generator alike on "
-            "all of them; without a generator of its own `fit` seeds it."
+            f"{by_process(digests)}), so some samples would be read twice and others never. Seed "
+            "the sampler, its weights and its generator alike on all of them; without a generator "
+            "of its own `fit` seeds it."
         )
 
     require_equal(processes, digest, complain)
