@@ -28,7 +28,7 @@ LAYERS = (
     ("accelerator",),
     ("callbacks",),
     ("trainer",),
-    ("accelerate_compat", "testing", "watchdog"),
+    ("accelerate_compat", "testing", "watch"),
     ("cli",),
 )
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}

@@ -16,7 +16,7 @@ from tests.helpers.toys import fit, make_trainer, toy_dataset, toy_loaders, toy_
 from trainkit import Callback, ConfigError, DistributedError, Run, Trainer
 from trainkit.callbacks import Checkpoint, MainProcess
 from trainkit.training.callback import HOOKS, PARTIAL_HOOKS
-from trainkit.watchdog.watch import JobWatch
+from trainkit.watch.job_watch import JobWatch
 
 EVERYWHERE = [name for name in HOOKS if name not in (*PARTIAL_HOOKS, "on_exception")]
 

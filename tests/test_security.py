@@ -27,8 +27,8 @@ from trainkit.containers import wire_format
 from trainkit.distributed import Processes
 from trainkit.distributed.group import SECRET
 from trainkit.errors import DataError, DistributedError
-from trainkit.watchdog import connections, start
-from trainkit.watchdog.watch import JobWatch
+from trainkit.watch import connections, start
+from trainkit.watch.job_watch import JobWatch
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 

@@ -114,7 +114,7 @@ __all__, __getattr__, __dir__ = lazy_exports(
 )
 provide(
     {
-        "report_failure": "trainkit.watchdog.failure",
-        "start_watch": "trainkit.watchdog.start",
+        "report_failure": "trainkit.watch.failure",
+        "start_watch": "trainkit.watch.start",
     }
 )

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from trainkit.cli.link import ASKED, LOST, Link
-from trainkit.watchdog.connections import open_server, reach_server
+from trainkit.watch.connections import open_server, reach_server
 
 
 @pytest.fixture

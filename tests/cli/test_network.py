@@ -10,7 +10,7 @@ from trainkit.cli import meeting
 from trainkit.cli.machine import free_port
 from trainkit.cli.network import interface_to, is_own, job_interface, kernel_ports, reach
 from trainkit.errors import DistributedError
-from trainkit.watchdog.listening import listen, ports
+from trainkit.watch.listening import listen, ports
 
 
 def test_the_interface_is_that_of_the_route() -> None:

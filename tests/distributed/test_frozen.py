@@ -24,13 +24,13 @@ from tests.system.harness import Job, running
 from trainkit import Accelerator
 from trainkit.cli import agent
 from trainkit.distributed import Processes
-from trainkit.watchdog import connections, crossed, inquiry, line, stalls
-from trainkit.watchdog.exit import EXIT_OTHER_FAILED, EXIT_STALLED
-from trainkit.watchdog.inquiry import is_frozen
-from trainkit.watchdog.line import Line
-from trainkit.watchdog.report import first_of, read_all
-from trainkit.watchdog.stalls import Member, started_at
-from trainkit.watchdog.watch import JobWatch
+from trainkit.watch import connections, crossed, inquiry, line, stalls
+from trainkit.watch.exit import EXIT_OTHER_FAILED, EXIT_STALLED
+from trainkit.watch.inquiry import is_frozen
+from trainkit.watch.job_watch import JobWatch
+from trainkit.watch.line import Line
+from trainkit.watch.report import first_of, read_all
+from trainkit.watch.stalls import Member, started_at
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 

@@ -35,11 +35,11 @@ from trainkit.cli import failure
 from trainkit.distributed import Processes
 from trainkit.errors import ConfigError
 from trainkit.hints import hint_for
-from trainkit.watchdog import connections, crossed, stalls
-from trainkit.watchdog.connections import GONE, Address, Links, open_server, reach_server
-from trainkit.watchdog.exit import EXIT_OTHER_FAILED
-from trainkit.watchdog.report import Report, first_of, read_all
-from trainkit.watchdog.stalls import Member, judge
+from trainkit.watch import connections, crossed, stalls
+from trainkit.watch.connections import GONE, Address, Links, open_server, reach_server
+from trainkit.watch.exit import EXIT_OTHER_FAILED
+from trainkit.watch.report import Report, first_of, read_all
+from trainkit.watch.stalls import Member, judge
 
 
 def _watchers() -> list[threading.Thread]:

@@ -19,10 +19,10 @@ from tests.helpers.tiers import with_few
 from tests.system.harness import Job, running
 from trainkit import Callback, Run, StepResult, Trainer, Watchdog
 from trainkit.distributed import Processes, check_called_by_all
-from trainkit.watchdog.exit import EXIT_OTHER_FAILED, EXIT_STALLED
-from trainkit.watchdog.report import first_of, read_all
-from trainkit.watchdog.stalls import Member
-from trainkit.watchdog.watch import JobWatch
+from trainkit.watch.exit import EXIT_OTHER_FAILED, EXIT_STALLED
+from trainkit.watch.job_watch import JobWatch
+from trainkit.watch.report import first_of, read_all
+from trainkit.watch.stalls import Member
 
 PER_MACHINE = 2
 

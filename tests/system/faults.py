@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, default_collate
 from tests.system.harness import running
 from trainkit import Callback, Run, Trainer, Watchdog
 from trainkit.callbacks import Checkpoint, Evaluation
-from trainkit.watchdog.report import first_of, read_all
+from trainkit.watch.report import first_of, read_all
 
 STEP = 3  # updates before the fault
 BATCH = 2

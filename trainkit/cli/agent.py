@@ -36,10 +36,10 @@ from trainkit.console import put
 from trainkit.distributed.group import SECRET
 from trainkit.errors import DistributedError
 from trainkit.signals import CAUGHT, exit_code
-from trainkit.watchdog.exit import EXIT_OTHER_FAILED
-from trainkit.watchdog.listening import ADDRESS_VARIABLE
-from trainkit.watchdog.report import FOLDER_VARIABLE
-from trainkit.watchdog.stalls import Member
+from trainkit.watch.exit import EXIT_OTHER_FAILED
+from trainkit.watch.listening import ADDRESS_VARIABLE
+from trainkit.watch.report import FOLDER_VARIABLE
+from trainkit.watch.stalls import Member
 
 __all__ = ["GRACE_SECONDS", "Agent", "run"]
 
@@ -202,7 +202,7 @@ class Agent(LocalElasticAgent):
     def _look_for_stopped(self) -> None:
         """Kill a process that the kernel has not run at many looks, some seconds apart.
 
-        What others of its machine would find by `trainkit.watchdog.inquiry` it may have nobody for.
+        What others of its machine would find by `trainkit.watch.inquiry` it may have nobody for.
         """
         if time.monotonic() - self._looked_at < _LOOK_PAUSE:
             return

@@ -32,8 +32,8 @@ from trainkit.cli.rendezvous import send_no_pickles
 from trainkit.cli.settings import JobSettings
 from trainkit.errors import DistributedError
 from trainkit.signals import CAUGHT, EXIT_LATER, exit_code
-from trainkit.watchdog.listening import listen, ports
-from trainkit.watchdog.stalls import Member
+from trainkit.watch.listening import listen, ports
+from trainkit.watch.stalls import Member
 
 __all__ = ["find_way", "run_elastic"]
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from trainkit.cli.link import FAILED
 from trainkit.console import put
 from trainkit.outputs import replace_file
-from trainkit.watchdog import report as reports
-from trainkit.watchdog.report import Report
+from trainkit.watch import report as reports
+from trainkit.watch.report import Report
 
 if TYPE_CHECKING:
     from trainkit.cli.meeting import Meeting

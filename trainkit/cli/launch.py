@@ -17,7 +17,7 @@ from trainkit.cli.resolving import Resolved, add_options, resolve
 from trainkit.cli.settings import JobSettings
 from trainkit.cli.tables import print_table
 from trainkit.errors import ConfigError, TrainkitError
-from trainkit.watchdog.report import FOLDER_VARIABLE
+from trainkit.watch.report import FOLDER_VARIABLE
 
 __all__ = ["add_to", "start"]
 

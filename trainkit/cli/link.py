@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from trainkit.watchdog.connections import GONE, Links
+from trainkit.watch.connections import GONE, Links
 
 __all__ = ["ASKED", "FAILED", "LOST", "End", "JobEnded", "Link"]
 

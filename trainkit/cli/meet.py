@@ -24,9 +24,9 @@ from trainkit.cli.plan import port_of, ports_of
 from trainkit.cli.settings import JobSettings
 from trainkit.errors import DistributedError, listed
 from trainkit.version import __version__
-from trainkit.watchdog.connections import Address, Links
-from trainkit.watchdog.listening import listen
-from trainkit.watchdog.stalls import Member
+from trainkit.watch.connections import Address, Links
+from trainkit.watch.listening import listen
+from trainkit.watch.stalls import Member
 
 __all__ = ["meet"]
 

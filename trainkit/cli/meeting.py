@@ -23,8 +23,8 @@ from trainkit.cli.settings import JobSettings
 from trainkit.distributed.group import SECRET
 from trainkit.errors import DistributedError
 from trainkit.version import __version__
-from trainkit.watchdog.listening import listen
-from trainkit.watchdog.stalls import Member
+from trainkit.watch.listening import listen
+from trainkit.watch.stalls import Member
 
 __all__ = [
     "BACKLOG",

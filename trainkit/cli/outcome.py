@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from trainkit.signals import exit_code
-from trainkit.watchdog.exit import EXIT_OTHER_FAILED
+from trainkit.watch.exit import EXIT_OTHER_FAILED
 
 __all__ = ["Outcome", "described", "not_told", "shell_code"]
 

@@ -19,7 +19,7 @@ from trainkit.cli.machine import (
 from trainkit.cli.resolving import Resolved
 from trainkit.cli.settings import JobSettings
 from trainkit.errors import ConfigError
-from trainkit.watchdog.listening import PORTS_VARIABLE, ports
+from trainkit.watch.listening import PORTS_VARIABLE, ports
 
 __all__ = [
     "Plan",

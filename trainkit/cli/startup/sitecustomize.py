@@ -24,7 +24,7 @@ def _report() -> None:
     from trainkit.errors import text_of
     from trainkit.hints import hint_for
     from trainkit.host import process_memory
-    from trainkit.watchdog import exit, report as reports, stalls
+    from trainkit.watch import exit, report as reports, stalls
 
     folder = reports.folder_for(None)
     if folder is None or any(folder.glob(f"*-{_PID}.json")):

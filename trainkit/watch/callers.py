@@ -13,9 +13,9 @@ from typing import Any
 
 from trainkit.distributed.watch import Answer
 from trainkit.errors import DistributedError
-from trainkit.watchdog.connections import GONE
-from trainkit.watchdog.line import Message
-from trainkit.watchdog.stalls import where
+from trainkit.watch.connections import GONE
+from trainkit.watch.line import Message
+from trainkit.watch.stalls import where
 
 __all__ = ["Callers", "Position", "ahead", "position_of"]
 

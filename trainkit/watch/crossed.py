@@ -8,9 +8,9 @@ or both have begun equally many, and the latest are not the same.
 from collections.abc import Callable
 from typing import NamedTuple
 
-from trainkit.watchdog.callers import Position, ahead, position_of
-from trainkit.watchdog.line import Message
-from trainkit.watchdog.stalls import where
+from trainkit.watch.callers import Position, ahead, position_of
+from trainkit.watch.line import Message
+from trainkit.watch.stalls import where
 
 __all__ = ["TICK_SECONDS", "Crossed"]
 

@@ -16,11 +16,11 @@ from trainkit.errors import text_of
 from trainkit.hints import hint_for, tells_of_lost_peer
 from trainkit.host import process_memory
 from trainkit.signals import is_failing
-from trainkit.watchdog import exit, report as reports, stalls
-from trainkit.watchdog.callers import Position
-from trainkit.watchdog.connections import Links
-from trainkit.watchdog.monitor import WatchThread
-from trainkit.watchdog.report import Report
+from trainkit.watch import exit, report as reports, stalls
+from trainkit.watch.callers import Position
+from trainkit.watch.connections import Links
+from trainkit.watch.monitor import WatchThread
+from trainkit.watch.report import Report
 
 __all__ = ["JobWatch"]
 

@@ -14,14 +14,14 @@ from typing import Any
 
 from trainkit.distributed.watch import Progress
 from trainkit.host import kernel_kills, process_memory
-from trainkit.watchdog import crossed, exit, report as reports, stalls
-from trainkit.watchdog.callers import Callers, Position
-from trainkit.watchdog.connections import GONE, Links
-from trainkit.watchdog.exit import EXIT_FAILED, EXIT_OTHER_FAILED, EXIT_STALLED
-from trainkit.watchdog.inquiry import Inquiry, is_frozen
-from trainkit.watchdog.line import Message
-from trainkit.watchdog.report import Report
-from trainkit.watchdog.stalls import Member, Verdict
+from trainkit.watch import crossed, exit, report as reports, stalls
+from trainkit.watch.callers import Callers, Position
+from trainkit.watch.connections import GONE, Links
+from trainkit.watch.exit import EXIT_FAILED, EXIT_OTHER_FAILED, EXIT_STALLED
+from trainkit.watch.inquiry import Inquiry, is_frozen
+from trainkit.watch.line import Message
+from trainkit.watch.report import Report
+from trainkit.watch.stalls import Member, Verdict
 
 __all__ = ["WatchThread"]
 

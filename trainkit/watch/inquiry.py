@@ -8,10 +8,10 @@ it is connected to, which is on its machine and can look closer.
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from trainkit.watchdog.connections import Links
-from trainkit.watchdog.exit import say
-from trainkit.watchdog.line import UNREACHABLE_SECONDS, Line, Message
-from trainkit.watchdog.stalls import Member, Unanswered, Verdict, examples, judge, stands, where
+from trainkit.watch.connections import Links
+from trainkit.watch.exit import say
+from trainkit.watch.line import UNREACHABLE_SECONDS, Line, Message
+from trainkit.watch.stalls import Member, Unanswered, Verdict, examples, judge, stands, where
 
 __all__ = ["Inquiry", "is_frozen", "silence"]
 

@@ -8,8 +8,8 @@ from trainkit.distributed import Processes
 from trainkit.errors import text_of
 from trainkit.hints import hint_for
 from trainkit.host import process_memory
-from trainkit.watchdog import exit, report as reports
-from trainkit.watchdog.watch import JobWatch
+from trainkit.watch import exit, report as reports
+from trainkit.watch.job_watch import JobWatch
 
 __all__ = ["report_failure"]
 

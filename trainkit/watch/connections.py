@@ -19,10 +19,10 @@ from hashlib import blake2b
 from typing import Any
 from weakref import WeakSet
 
-from trainkit.watchdog.exit import say
-from trainkit.watchdog.line import SEND_SECONDS, Line, Message
-from trainkit.watchdog.listening import ADDRESS_VARIABLE, listen, ports
-from trainkit.watchdog.stalls import Member
+from trainkit.watch.exit import say
+from trainkit.watch.line import SEND_SECONDS, Line, Message
+from trainkit.watch.listening import ADDRESS_VARIABLE, listen, ports
+from trainkit.watch.stalls import Member
 
 __all__ = ["GONE", "Address", "Links", "open_server", "reach_server"]
 

@@ -5,10 +5,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from trainkit.watchdog.connections import Address, Links, open_server, reach_server
-from trainkit.watchdog.exit import say
-from trainkit.watchdog.stalls import Member
-from trainkit.watchdog.watch import JobWatch
+from trainkit.watch.connections import Address, Links, open_server, reach_server
+from trainkit.watch.exit import say
+from trainkit.watch.job_watch import JobWatch
+from trainkit.watch.stalls import Member
 
 __all__ = ["start_watch"]
 

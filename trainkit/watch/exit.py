@@ -14,9 +14,9 @@ from typing import Any
 from trainkit.errors import text_of
 from trainkit.hints import tells_of_lost_peer
 from trainkit.signals import exit_code, kill_workers
-from trainkit.watchdog.listening import ADDRESS_VARIABLE
-from trainkit.watchdog.report import Report
-from trainkit.watchdog.stalls import Member
+from trainkit.watch.listening import ADDRESS_VARIABLE
+from trainkit.watch.report import Report
+from trainkit.watch.stalls import Member
 
 __all__ = ["EXIT_FAILED", "EXIT_OTHER_FAILED", "EXIT_STALLED", "kill", "leave", "publish", "say"]
 
