@@ -34,8 +34,8 @@ import torch.distributed.run
 from torch._C._distributed_c10d import TCPStore
 
 from tests.cli.launcher import Launcher
-from trainkit.run_report import read_run
-from trainkit.run_report.goodput import PARTS, goodput
+from trainkit.inspect.report import read_run
+from trainkit.inspect.report.goodput import PARTS, goodput
 
 SAMPLES, BATCH = 240, 24  # ten updates an epoch; 24 is divided by 1, 2, 3 and 4 machines
 REST_SECONDS = 1200.0  # for what is left of the training after the last loss

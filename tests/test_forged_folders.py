@@ -19,7 +19,7 @@ from tests.helpers.toys import fit, make_trainer
 from tests.test_forged import sign_body
 from trainkit.callbacks import Checkpoint, CSVLogger, Evaluation, JSONLLogger, TensorBoardLogger
 from trainkit.cli.main import main
-from trainkit.run_report import listing
+from trainkit.inspect.report import listing
 
 METRICS, EVENTS, TABLE = "metrics.jsonl", "metrics.events.jsonl", "metrics.csv"
 JOURNAL, PINS = "journal.txt", "checkpoints/pins.json"

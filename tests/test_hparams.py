@@ -21,7 +21,7 @@ from trainkit import ConfigError
 from trainkit.callbacks import Checkpoint, JSONLLogger
 from trainkit.checkpoint import CheckpointStore
 from trainkit.hparams import changed, flat, plain
-from trainkit.run_report.records import read_run
+from trainkit.inspect.report.records import read_run
 
 
 class Kind(Enum):

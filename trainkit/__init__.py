@@ -114,6 +114,9 @@ __all__, __getattr__, __dir__ = lazy_exports(
 )
 provide(
     {
+        "Explanation": "trainkit.inspect.explain",
+        "Replay": "trainkit.inspect.replay",
+        "default_callbacks": "trainkit.callbacks",
         "report_failure": "trainkit.watch.failure",
         "start_watch": "trainkit.watch.start",
     }

@@ -20,6 +20,7 @@ from trainkit.distributed.collectives import first_with
 from trainkit.distributed.communicator import Communicator
 from trainkit.distributed.group import as_timeout
 from trainkit.errors import ConfigError
+from trainkit.lazy import ask
 from trainkit.metrics.metric import Metric
 from trainkit.precision import Precision
 from trainkit.strategies import Strategy
@@ -53,7 +54,7 @@ from trainkit.types import (
 )
 
 if TYPE_CHECKING:
-    from trainkit.training.replay import Replay, Replayed
+    from trainkit.inspect.replay import Replay, Replayed
 
 __all__ = ["Trainer"]
 
@@ -443,9 +444,7 @@ class Trainer:
         Raises:
             ConfigError: There is no such step, no checkpoint, or no journal of `Checkpoint`.
         """
-        from trainkit.training.replay import Replay  # few programs need it
-
-        self._replay = Replay(step=step, process=process, until_nonfinite=until_nonfinite)
+        self._replay = ask("Replay")(step=step, process=process, until_nonfinite=until_nonfinite)
         try:
             self.fit(model, loaders, **as_fit)
             assert self._replay.result is not None
@@ -464,8 +463,6 @@ class Trainer:
             **given: `policy`, `optimizer`, `lr_scheduler`, `alternate` and `warmup`, as for `fit`;
                 with model and loaders the learning rates are then known.
         """
-        from trainkit.training.explain import Explanation
-
         with ExitStack() as stack:
             policy = given.pop("policy", None)
             prepared = None if loaders is None else self._prepare_all(stack, loaders, policy)
@@ -473,7 +470,7 @@ class Trainer:
             if prepared is not None:  # a callable that makes a schedule may ask for it
                 self.planned_steps = arguments.planned_steps(self.config, prepared[0])
             stack.callback(setattr, self, "planned_steps", present)
-            Explanation(
+            ask("Explanation")(
                 processes=self.processes,
                 callbacks=self.callbacks,
                 config=self.config,
@@ -625,9 +622,7 @@ class Trainer:
         run.checkpoints.restore_best = restore_best
         replay = self._replay
         if replay is None and "TRAINKIT_REPLAY" in os.environ:  # which started the program
-            from trainkit.training.replay import Replay  # on demand
-
-            replay = Replay.started()
+            replay = ask("Replay").started()
         if replay is None:
             from trainkit.training.run_folder import choose_folder
 
@@ -753,6 +748,4 @@ def _list_callbacks(callbacks: Iterable[Callback] | None, output_dir: Path | Non
     arguments.check_callbacks(callbacks)
     if callbacks is not None:
         return CallbackList(callbacks)
-    from trainkit.callbacks import default_callbacks  # the one place that knows callbacks
-
-    return CallbackList(default_callbacks(output_dir))
+    return CallbackList(ask("default_callbacks")(output_dir))

@@ -59,6 +59,6 @@ def test_what_cannot_be_done_is_a_line_and_a_code(
 def test_without_matplotlib_the_error_names_the_extra(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("trainkit.run_report.picture.find_spec", lambda name: None)
+    monkeypatch.setattr("trainkit.inspect.report.picture.find_spec", lambda name: None)
     assert main(["report", str(run), "--png", "run.png"]) == 1
     assert "pip install 'trainkit[report]'" in capsys.readouterr().err

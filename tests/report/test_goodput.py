@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.report.logs import event, write_run
-from trainkit.run_report import read_run
-from trainkit.run_report.goodput import Lost, goodput, throughput
+from trainkit.inspect.report import read_run
+from trainkit.inspect.report.goodput import Lost, goodput, throughput
 
 ROOT = Path(__file__).resolve().parents[2]
 

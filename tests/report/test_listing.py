@@ -9,9 +9,9 @@ import pytest
 
 from tests.helpers.toys import fit, make_trainer
 from trainkit.callbacks import Checkpoint, Evaluation, JSONLLogger
-from trainkit.run_report import listing
-from trainkit.run_report.listing import facts, facts_of
-from trainkit.run_report.records import read_run
+from trainkit.inspect.report import listing
+from trainkit.inspect.report.listing import facts, facts_of
+from trainkit.inspect.report.records import read_run
 
 METRICS, EVENTS = "metrics.jsonl", "metrics.events.jsonl"
 

@@ -12,10 +12,10 @@ from tests.helpers.toys import fit, make_trainer
 from tests.report.logs import event, line, write_run
 from trainkit import Callback, Run
 from trainkit.callbacks import Checkpoint, JSONLLogger, LRMonitor
-from trainkit.run_report import read_run, read_runs
-from trainkit.run_report.curves import charts_of, thin
-from trainkit.run_report.page import make_page
-from trainkit.run_report.picture import make_picture
+from trainkit.inspect.report import read_run, read_runs
+from trainkit.inspect.report.curves import charts_of, thin
+from trainkit.inspect.report.page import make_page
+from trainkit.inspect.report.picture import make_picture
 
 EVIL = "</script><img src=x onerror=alert(1)>"
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from trainkit.errors import ConfigError
 from trainkit.formatting import readable_size
-from trainkit.run_report.page import make_page
-from trainkit.run_report.records import read_runs
+from trainkit.inspect.report.page import make_page
+from trainkit.inspect.report.records import read_runs
 
 __all__ = ["add_to"]
 
@@ -37,7 +37,7 @@ def _run(options: argparse.Namespace) -> int:
     if page is not None:
         _write(page, make_page(runs).encode("utf-8"))
     if options.png is not None:
-        from trainkit.run_report.picture import make_picture  # needs matplotlib
+        from trainkit.inspect.report.picture import make_picture  # needs matplotlib
 
         _write(options.png, make_picture(runs))
     return 0

@@ -14,10 +14,10 @@ from trainkit.cli.tables import print_table
 from trainkit.errors import ConfigError, TrainkitError
 from trainkit.formatting import duration, json_value
 from trainkit.hparams import flat
+from trainkit.inspect.report.listing import CHECKPOINTS, facts, facts_of, find_runs
+from trainkit.inspect.report.records import METRICS, RunLog, mapping
+from trainkit.inspect.report.tables import number
 from trainkit.parsing import nearest
-from trainkit.run_report.listing import CHECKPOINTS, facts, facts_of, find_runs
-from trainkit.run_report.records import METRICS, RunLog, mapping
-from trainkit.run_report.tables import number
 
 __all__ = ["add_to"]
 

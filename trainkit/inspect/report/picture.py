@@ -7,9 +7,9 @@ from typing import Any
 
 from trainkit.errors import ConfigError
 from trainkit.formatting import duration
-from trainkit.run_report.curves import Chart, charts_of
-from trainkit.run_report.goodput import PARTS, Goodput, goodput
-from trainkit.run_report.records import RunLog
+from trainkit.inspect.report.curves import Chart, charts_of
+from trainkit.inspect.report.goodput import PARTS, Goodput, goodput
+from trainkit.inspect.report.records import RunLog
 
 __all__ = ["make_picture"]
 

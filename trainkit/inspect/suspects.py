@@ -13,8 +13,8 @@ from trainkit.data import MicroBatch
 from trainkit.data.split import slice_samples
 from trainkit.distributed import collective_guard
 from trainkit.errors import ConfigError, text_of
+from trainkit.inspect.observer import Event, Observer
 from trainkit.training.failure import indices_of
-from trainkit.training.observer import Event, Observer
 from trainkit.training.run import Run
 from trainkit.training.weighting import loss_of
 from trainkit.types import class_name

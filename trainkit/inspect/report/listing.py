@@ -14,15 +14,8 @@ from socket import gethostname
 from typing import Any
 
 from trainkit.hparams import flat
-from trainkit.run_files import (
-    MALFORMED,
-    LeftOut,
-    last_object,
-    lines_from_end,
-    object_at,
-)
-from trainkit.run_report.goodput import goodput
-from trainkit.run_report.records import (
+from trainkit.inspect.report.goodput import goodput
+from trainkit.inspect.report.records import (
     METRICS,
     Event,
     RunLog,
@@ -30,6 +23,13 @@ from trainkit.run_report.records import (
     events_of,
     parse_line,
     read_run,
+)
+from trainkit.run_files import (
+    MALFORMED,
+    LeftOut,
+    last_object,
+    lines_from_end,
+    object_at,
 )
 
 __all__ = ["CHECKPOINTS", "facts", "facts_of", "find_runs"]

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from trainkit.formatting import json_value
-from trainkit.run_report.goodput import progress
-from trainkit.run_report.records import Point, RunLog, as_number, mapping
-from trainkit.run_report.tables import Row, configuration
+from trainkit.inspect.report.goodput import progress
+from trainkit.inspect.report.records import Point, RunLog, as_number, mapping
+from trainkit.inspect.report.tables import Row, configuration
 
 __all__ = ["axes", "metrics", "varied"]
 

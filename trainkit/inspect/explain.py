@@ -17,11 +17,11 @@ from trainkit.config import TrainConfig
 from trainkit.data import PreparedLoader
 from trainkit.distributed.communicator import Communicator
 from trainkit.formatting import count, first_few
+from trainkit.inspect.explain_settings import describe_settings
 from trainkit.precision import Precision
 from trainkit.strategies import Strategy
 from trainkit.training import arguments
 from trainkit.training.callback import Callback, CallbackList
-from trainkit.training.explain_settings import describe_settings
 from trainkit.training.facts import describe_window, parameter_counts
 from trainkit.training.lr_schedule import by_name, make_lr_schedule
 from trainkit.types import class_name

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from trainkit.run_report.records import RunLog, Session
+from trainkit.inspect.report.records import RunLog, Session
 
 __all__ = ["PARTS", "Goodput", "Lost", "goodput", "progress", "throughput", "together"]
 

@@ -9,11 +9,11 @@ from importlib.resources import files
 from typing import Any
 
 from trainkit.formatting import duration
-from trainkit.run_report.curves import MOST_CHARTS, MOST_POINTS, Chart, Series, charts_of
-from trainkit.run_report.goodput import PARTS, Goodput, goodput, together
-from trainkit.run_report.records import RunLog
-from trainkit.run_report.sweep import axes, metrics, varied
-from trainkit.run_report.tables import Row, configuration, sessions
+from trainkit.inspect.report.curves import MOST_CHARTS, MOST_POINTS, Chart, Series, charts_of
+from trainkit.inspect.report.goodput import PARTS, Goodput, goodput, together
+from trainkit.inspect.report.records import RunLog
+from trainkit.inspect.report.sweep import axes, metrics, varied
+from trainkit.inspect.report.tables import Row, configuration, sessions
 
 __all__ = ["make_page"]
 
@@ -64,7 +64,7 @@ def make_page(runs: Sequence[RunLog]) -> str:
 
 
 def _asset(name: str) -> str:
-    return (files("trainkit.run_report") / name).read_text(encoding="utf-8")
+    return (files("trainkit.inspect.report") / name).read_text(encoding="utf-8")
 
 
 def _data(runs: Sequence[RunLog], splits: Sequence[Goodput | None], charts: Sequence[Chart]) -> str:

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from trainkit.formatting import json_value
-from trainkit.run_report.goodput import throughput
-from trainkit.run_report.records import DRAWABLE, Point, RunLog
+from trainkit.inspect.report.goodput import throughput
+from trainkit.inspect.report.records import DRAWABLE, Point, RunLog
 
 __all__ = ["MOST_CHARTS", "Chart", "Series", "charts_of", "thin"]
 

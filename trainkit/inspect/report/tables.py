@@ -9,8 +9,8 @@ from typing import Any
 from trainkit.config import TrainConfig
 from trainkit.formatting import duration
 from trainkit.hparams import flat
-from trainkit.run_report.goodput import Goodput
-from trainkit.run_report.records import DRAWABLE, RunLog, mapping
+from trainkit.inspect.report.goodput import Goodput
+from trainkit.inspect.report.records import DRAWABLE, RunLog, mapping
 
 __all__ = ["Row", "configuration", "number", "sessions"]
 

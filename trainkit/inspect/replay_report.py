@@ -10,11 +10,11 @@ from torch import Tensor
 
 from trainkit.containers.tree import map_leaves
 from trainkit.formatting import json_value
+from trainkit.inspect.observer import named_numbers, numbers_of
+from trainkit.inspect.suspects import Fault, Part
 from trainkit.outputs import replace_file
 from trainkit.training.failure import indices_of
-from trainkit.training.observer import named_numbers, numbers_of
 from trainkit.training.run import Run
-from trainkit.training.suspects import Fault, Part
 
 __all__ = ["Replayed", "publish"]
 

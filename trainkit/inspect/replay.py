@@ -21,18 +21,18 @@ from trainkit.distributed import run_on_main
 from trainkit.distributed.collectives import first_with
 from trainkit.errors import ConfigError
 from trainkit.formatting import count
+from trainkit.inspect.observer import Observer, bad as bad_events
+from trainkit.inspect.replay_plan import find_run, plan
+from trainkit.inspect.replay_report import Replayed, publish
+from trainkit.inspect.suspects import Fault, Part, find_fault, is_bad, parameter_sizes
 from trainkit.journal import Record
 from trainkit.outputs import absolute
 from trainkit.torch_internals import compiled_call, set_compiled_call
 from trainkit.training.callback import Callback, CallbackList
 from trainkit.training.fit_context import end
-from trainkit.training.observer import Observer, bad as bad_events
 from trainkit.training.optimizers import loss_given
-from trainkit.training.replay_plan import find_run, plan
-from trainkit.training.replay_report import Replayed, publish
 from trainkit.training.run import FitResult, Run
 from trainkit.training.run_folder import write_apart
-from trainkit.training.suspects import Fault, Part, find_fault, is_bad, parameter_sizes
 from trainkit.types import StepResult
 
 __all__ = ["Replay", "Replayed"]

@@ -1,5 +1,5 @@
 """Reports of runs: a page and a picture, from the files that `JSONLLogger` leaves behind."""
 
-from trainkit.run_report.records import RunLog, read_run, read_runs
+from trainkit.inspect.report.records import RunLog, read_run, read_runs
 
 __all__ = ["RunLog", "read_run", "read_runs"]

@@ -1,0 +1,1 @@
+"""What looks at a run from outside: explained before, replayed and reported after it."""
