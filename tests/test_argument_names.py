@@ -36,6 +36,11 @@ def fit(**options: Any) -> None:
             "`Trainer` has no argument `accumulate_grad_batches`: it is "
             "`gradient_accumulation_steps` here.",
         ),
+        (
+            Trainer,
+            {"process_group_timeout": 60},
+            r"write `Trainer\(watchdog=Watchdog\(process_group_timeout=...\)\)`",
+        ),
         (Trainer, {"gradient_clip_val": 1.0}, "it is `max_grad_norm` here"),
         (Trainer, {"num_train_epochs": 2}, "it is `max_epochs` here"),
         (Trainer, {"devices": 2}, "write `trainkit launch --num_processes N SCRIPT`"),

@@ -31,7 +31,8 @@ PLACES = {
         "limit_val_batches validation_steps",
     "Trainer(gradient_checkpointing=...)": "activation_checkpointing gradient_checkpointing_kwargs",
     "Trainer(hparams=...)": "config hyperparameters",
-    "Trainer(process_group_timeout=...)": "ddp_timeout timeout",
+    "Trainer(watchdog=Watchdog(process_group_timeout=...))": "ddp_timeout process_group_timeout "
+        "timeout",
     "fit(model=...)": "module",
     "fit(loaders=...)": "data datamodule dataloaders dataset eval_dataset loader train_dataloader "
         "train_dataloaders train_dataset train_loader val_dataloaders val_loader validation_data "

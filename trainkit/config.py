@@ -6,6 +6,7 @@ import numbers
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from datetime import timedelta
 from functools import wraps
 from pathlib import Path
 from types import NoneType, UnionType
@@ -17,6 +18,7 @@ __all__ = [
     "TrainConfig",
     "Watchdog",
     "as_path",
+    "as_timeout",
     "check_argument",
     "check_whole",
     "checked",
@@ -164,7 +166,7 @@ class Watchdog:
     process alone is not watched.
 
     Raises:
-        ConfigError: A limit is not a positive number.
+        ConfigError: A limit is not a positive number, or the time-out is none.
     """
 
     setup: float = 3600.0
@@ -179,9 +181,13 @@ class Watchdog:
     """For one checkpoint."""
     end: float = 3600.0
     """From the last step to the return of `fit`."""
+    process_group_timeout: timedelta | float | None = None
+    """How long a collective may wait before it raises, in every process group: a `timedelta` or
+    seconds. None: torch's default, half an hour on the CPU."""
 
     def __post_init__(self) -> None:
-        for field in fields(self):
+        self.group_timeout()
+        for field in fields(self)[:-1]:
             value = getattr(self, field.name)
             if not _is_number(value) or value <= 0:
                 raise ConfigError(
@@ -189,12 +195,36 @@ class Watchdog:
                     f"{value!r}. Use `math.inf` for no limit."
                 )
 
+    def group_timeout(self) -> timedelta | None:
+        """Return `process_group_timeout` as torch takes it."""
+        timeout = self.process_group_timeout
+        if timeout is None:
+            return None
+        return as_timeout(timeout, "Watchdog(process_group_timeout=...)")
+
     def limit(self, phase: str, *, first: bool) -> float:
         """Return the seconds of a phase; `first` says that no step was made yet."""
         if phase == "train":
             return max(self.step, self.first_step) if first else self.step
         limit: float = getattr(self, "evaluation" if phase == "evaluate" else phase, math.inf)
         return limit
+
+
+def as_timeout(value: Any, name: str) -> timedelta:
+    """Return a setting that is a `timedelta` or a number of seconds.
+
+    Raises:
+        ConfigError: It is neither, or not positive.
+    """
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    # A thousandth of a second is the smallest that torch counts.
+    if number and 1e-3 <= value <= 1e9:
+        return timedelta(seconds=value)
+    if isinstance(value, timedelta) and value >= timedelta(milliseconds=1):
+        return value
+    raise ConfigError(
+        f"`{name}` must be a positive `datetime.timedelta` or number of seconds, but is {value!r}."
+    )
 
 
 def checked(target: T) -> T:

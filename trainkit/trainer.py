@@ -3,7 +3,6 @@
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,7 +17,6 @@ from trainkit.data.prepare import training_loaders
 from trainkit.distributed import check_called_by_all
 from trainkit.distributed.collectives import first_with
 from trainkit.distributed.communicator import Communicator
-from trainkit.distributed.group import as_timeout
 from trainkit.errors import ConfigError
 from trainkit.lazy import ask
 from trainkit.metrics.metric import Metric
@@ -100,9 +98,8 @@ class Trainer:
         overfit_batches: Both limits, and every epoch has the batches of the first one.
         dry_run: A try that ends after one update, or so many, and as many batches of each
             evaluation. All callbacks run; what anything writes is gone when the program ends.
-        watchdog: How long several processes may stand still before the job is ended.
-        process_group_timeout: How long a collective may wait before it raises, in every process
-            group: a `timedelta` or seconds. None: torch's default, half an hour on the CPU.
+        watchdog: How long several processes may stand still before the job is ended, and how long
+            a collective may wait before it raises.
 
     Raises:
         ConfigError: Where a setting cannot work.
@@ -153,7 +150,6 @@ class Trainer:
         overfit_batches: int | float | None = None,
         dry_run: bool | int = False,
         watchdog: Watchdog | None = None,
-        process_group_timeout: timedelta | float | None = None,
     ) -> None:
         arguments.check_steps(type(self), Trainer)
         self.config = TrainConfig(
@@ -184,8 +180,7 @@ class Trainer:
         self._compile = arguments.check_compile(compile)
         self._watchdog = watchdog
         self.strategy, self.precision = arguments.set_up(strategy, precision)
-        if process_group_timeout is not None:
-            timeout = as_timeout(process_group_timeout, "process_group_timeout")
+        if watchdog is not None and (timeout := watchdog.group_timeout()) is not None:
             self.strategy.processes.set_timeout(timeout)
         device = self.strategy.device
         self.processes = Communicator(processes=self.strategy.processes, device=device)

@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import FileStore
 
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiers import with_few
-from trainkit import Accelerator, ConfigError, InitProcessGroupKwargs, Trainer
+from trainkit import Accelerator, ConfigError, InitProcessGroupKwargs, Trainer, Watchdog
 from trainkit.distributed import Processes, with_own_group
 from trainkit.strategies import FSDP
 
@@ -76,7 +76,8 @@ def _background() -> Any:
 
 
 def _of_trainer() -> Any:
-    trainer = Trainer(max_steps=1, strategy="ddp", process_group_timeout=SECONDS)
+    watchdog = Watchdog(process_group_timeout=SECONDS)
+    trainer = Trainer(max_steps=1, strategy="ddp", watchdog=watchdog)
     trainer.processes.wait_for_everyone()
     return trainer.processes.wait_for_everyone, LIMIT
 
@@ -132,8 +133,8 @@ def test_a_collective_raises_after_the_time_out(name: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("value", [0, -1.0, True, "60", float("nan"), float("inf"), timedelta(0)])
 def test_a_time_out_that_is_none_is_refused(value: Any) -> None:
-    with pytest.raises(ConfigError, match="`process_group_timeout` must be a positive"):
-        Trainer(max_steps=1, process_group_timeout=value)
+    with pytest.raises(ConfigError, match=r"`Watchdog\(process_group_timeout=\.\.\.\)` must be"):
+        Watchdog(process_group_timeout=value)
     with pytest.raises(ConfigError, match="timeout` must be "):
         Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=value)])
 

@@ -22,9 +22,9 @@ from trainkit.accelerator.settings import (
     InitProcessGroupKwargs,
     ProjectConfiguration,
 )
+from trainkit.config import as_timeout
 from trainkit.device import generator_kinds
 from trainkit.distributed import Processes
-from trainkit.distributed.group import as_timeout
 from trainkit.distributed.rendezvous import INIT_METHOD
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigError

@@ -32,7 +32,6 @@ __all__ = [
     "DEBUG",
     "SECRET",
     "Membership",
-    "as_timeout",
     "cpu_group",
     "default_device",
     "join",
@@ -127,23 +126,6 @@ def set_group_timeout(group: ProcessGroup, timeout: timedelta) -> None:
                 f"The time-out of collectives cannot be changed on a `{type(backend).__name__}`. "
                 "Give it to `torch.distributed.init_process_group(timeout=...)`, which made it."
             )
-
-
-def as_timeout(value: Any, name: str) -> timedelta:
-    """Return a setting that is a `timedelta` or a number of seconds.
-
-    Raises:
-        ConfigError: It is neither, or not positive.
-    """
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    # A thousandth of a second is the smallest that torch counts.
-    if number and 1e-3 <= value <= 1e9:
-        return timedelta(seconds=value)
-    if isinstance(value, timedelta) and value >= timedelta(milliseconds=1):
-        return value
-    raise ConfigError(
-        f"`{name}` must be a positive `datetime.timedelta` or number of seconds, but is {value!r}."
-    )
 
 
 def default_device(world: World, device: torch.device | None = None) -> torch.device:
