@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.hosts.harness import ROOT, WHY_NOT, Host, Program, hosts, launch
-from trainkit.cli.settings import SETTINGS
+from trainkit.launch.settings import SETTINGS
 
 MEETING_SECONDS = 12.0  # in which the machines must meet; the default is a minute
 START_SECONDS = 90.0  # until the first steps, on a busy machine

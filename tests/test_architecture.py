@@ -33,7 +33,7 @@ CORE = (
 WRITERS = (("journal", "trackers"), ("callbacks",))
 TOOLS = (
     ("accelerator", "inspect", "testing", "watch"),
-    ("accelerate_compat",),
+    ("accelerate_compat", "launch"),
     ("cli",),
 )
 LAYERS = (*CORE, *WRITERS, *TOOLS)
@@ -63,9 +63,9 @@ PICKLES_FOR_USERS = "trainkit/containers/wire_format.py"
 INTERNALS = "trainkit/torch_internals.py"
 USES_INTERNALS = {
     "trainkit/strategies/ddp.py": "is a class of torch's wrapper, and lays its buckets out",
-    "trainkit/cli/agent.py": "is a class of torch's agent",
-    "trainkit/cli/elastic.py": "is a class of torch's agent",
-    "trainkit/cli/rendezvous.py": "answers as torch's rendezvous does",
+    "trainkit/launch/agent.py": "is a class of torch's agent",
+    "trainkit/launch/elastic.py": "is a class of torch's agent",
+    "trainkit/launch/rendezvous.py": "answers as torch's rendezvous does",
 }
 """Files that are still to give such names to that place."""
 NOT_OF_TORCH = {
@@ -80,8 +80,8 @@ KINDS_OF_DEVICES = {"cuda", "hip", "nccl", "npu", "xccl", "xpu"}
 NAMES_DEVICES = {
     "trainkit/argument_names.py": "other libraries' names of arguments",
     "trainkit/device.py": "asks torch, and is asked by all others",
-    "trainkit/cli/machine.py": "looks for drivers where torch is not imported",
-    "trainkit/cli/accelerate_keys.py": "knows the keys of another program's file",
+    "trainkit/launch/machine.py": "looks for drivers where torch is not imported",
+    "trainkit/launch/accelerate_keys.py": "knows the keys of another program's file",
     "trainkit/accelerate_compat/availability.py": "another library's functions for them",
     "trainkit/accelerate_compat/names.py": "their names",
     "trainkit/accelerator/settings.py": "another library's kinds of jobs",

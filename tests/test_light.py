@@ -85,7 +85,7 @@ said("evaluate", lambda: load("blue"), "There is no metric 'blue'")
 said("tensorboard", TensorBoardLogger, "`TensorBoardLogger`", "or use `JSONLLogger`")
 said("xxhash", Checkpoint, "`Checkpoint`")
 said("xxhash", lambda: accelerator.save_state("state"))
-said("pyyaml", lambda: importlib.import_module("trainkit.cli.config_file").write("c.yaml", {}))
+said("pyyaml", lambda: importlib.import_module("trainkit.launch.config_file").write("c.yaml", {}))
 tracked = Accelerator(log_with="tensorboard", project_dir="tracked")
 said("tensorboard", lambda: tracked.init_trackers("it"), "or log with jsonl")
 """

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from trainkit.cli import config, config_file
 from trainkit.cli.main import main
+from trainkit.launch import config, config_file
 
 
 @pytest.fixture

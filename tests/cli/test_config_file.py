@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from trainkit.cli import accelerate_keys, config_file
-from trainkit.cli.settings import SETTINGS
 from trainkit.errors import ConfigError
+from trainkit.launch import accelerate_keys, config_file
+from trainkit.launch.settings import SETTINGS
 
 ACCELERATE = """\
 compute_environment: LOCAL_MACHINE

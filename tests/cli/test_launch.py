@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.cli.test_config_file import ACCELERATE, FSDP
-from trainkit.cli import config_file, machine, plan, settings
 from trainkit.cli.main import main
-from trainkit.cli.settings import SETTINGS
+from trainkit.launch import config_file, machine, plan, settings
+from trainkit.launch.settings import SETTINGS
 
 ROOT = Path(__file__).resolve().parents[2]
 LIGHT = """

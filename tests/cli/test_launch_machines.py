@@ -12,9 +12,9 @@ import torch
 from tests.cli.launcher import Launcher, lives
 from tests.cli.test_launch_processes import ACTS, TRAINS
 from tests.helpers.tiers import with_few
-from trainkit.cli import agent
-from trainkit.cli.machine import free_port
 from trainkit.distributed.group import SECRET
+from trainkit.launch import agent
+from trainkit.launch.machine import free_port
 
 
 def launch(

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from trainkit.cli.link import ASKED, LOST, Link
+from trainkit.launch.link import ASKED, LOST, Link
 from trainkit.watch.connections import open_server, reach_server
 
 

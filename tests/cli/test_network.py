@@ -6,10 +6,10 @@ import time
 
 import pytest
 
-from trainkit.cli import meeting
-from trainkit.cli.machine import free_port
-from trainkit.cli.network import interface_to, is_own, job_interface, kernel_ports, reach
 from trainkit.errors import DistributedError
+from trainkit.launch import meeting
+from trainkit.launch.machine import free_port
+from trainkit.launch.network import interface_to, is_own, job_interface, kernel_ports, reach
 from trainkit.watch.listening import listen, ports
 
 

@@ -22,8 +22,8 @@ from tests.cli.launcher import Launcher
 from tests.helpers.tiers import with_few
 from tests.system.harness import Job, running
 from trainkit import Accelerator
-from trainkit.cli import agent
 from trainkit.distributed import Processes
+from trainkit.launch import agent
 from trainkit.watch import connections, crossed, inquiry, line, stalls
 from trainkit.watch.exit import EXIT_OTHER_FAILED, EXIT_STALLED
 from trainkit.watch.inquiry import is_frozen

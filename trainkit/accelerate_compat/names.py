@@ -56,7 +56,7 @@ _HOMES = {
     "accelerator.scheduler": "AcceleratedScheduler=PreparedScheduler",
     "accelerator.settings": "KwargsHandler",
     "accelerator.state": "AcceleratorState GradientState is_initialized",
-    "cli.config": "write_basic_config",
+    "launch.config": "write_basic_config",
     "trackers.mlflow": "MLflowTracker",
     "trackers.tensorboard": "TensorBoardTracker",
     "trackers.wandb": "WandBTracker",

@@ -12,7 +12,7 @@ from trainkit.checkpoint.listing import Entry, broken_folders
 from trainkit.checkpoint.retention import Best, KeepPolicy, best_of, removable, rotate
 from trainkit.checkpoint.store import CheckpointStore
 from trainkit.cli.contents import Contents, TensorSummary, leaves, read_contents
-from trainkit.cli.tables import print_table
+from trainkit.console import print_table
 from trainkit.errors import CheckpointError, ConfigError
 from trainkit.formatting import readable_size
 from trainkit.lock import RunLock

@@ -11,8 +11,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from trainkit.cli import config_file
-from trainkit.cli.machine import (
+from trainkit.errors import TrainkitError
+from trainkit.formatting import readable_size
+from trainkit.launch import config_file
+from trainkit.launch.machine import (
     COLLECTIVE_PACKAGES,
     DRIVER_WORDS,
     core_count,
@@ -20,8 +22,6 @@ from trainkit.cli.machine import (
     gpu_names,
     torch_builds,
 )
-from trainkit.errors import TrainkitError
-from trainkit.formatting import readable_size
 
 __all__ = ["add_to"]
 

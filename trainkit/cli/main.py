@@ -17,16 +17,16 @@ from trainkit.version import __version__
 __all__ = ["main"]
 
 _COMMANDS = {
-    "launch": ("launch", "start a script on several processes, on one machine or more"),
-    "config": ("config", "answer questions once, for `launch` to read"),
-    "env": ("env", "print what a report of a bug needs"),
-    "test": ("selftest", "check that the processes of a job work together here"),
-    "checkpoint": ("checkpoint", "list, verify, show, compare and thin out checkpoints"),
-    "diff": ("diff", "say where two runs part, and why"),
-    "migrate": ("migrate", "rewrite the imports of scripts that were written for Accelerate"),
-    "report": ("report", "show what runs did, on one page"),
-    "replay": ("replay", "make a step of a run once more, and open it"),
-    "runs": ("runs", "list runs: best metrics, steps, time, how they ended, hyperparameters"),
+    "launch": ("launch.command", "start a script on several processes, on one machine or more"),
+    "config": ("launch.config", "answer questions once, for `launch` to read"),
+    "env": ("cli.env", "print what a report of a bug needs"),
+    "test": ("cli.selftest", "check that the processes of a job work together here"),
+    "checkpoint": ("cli.checkpoint", "list, verify, show, compare and thin out checkpoints"),
+    "diff": ("cli.diff", "say where two runs part, and why"),
+    "migrate": ("cli.migrate", "rewrite the imports of scripts that were written for Accelerate"),
+    "report": ("cli.report", "show what runs did, on one page"),
+    "replay": ("cli.replay", "make a step of a run once more, and open it"),
+    "runs": ("cli.runs", "list runs: best metrics, steps, time, how they ended, hyperparameters"),
 }
 """The module of each command, and what it does."""
 
@@ -77,7 +77,7 @@ def _parser(command: str) -> CommandParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name, (module, help_text) in _COMMANDS.items():
         if name == command:
-            import_module(f"trainkit.cli.{module}").add_to(commands)
+            import_module(f"trainkit.{module}").add_to(commands)
         else:
             commands.add_parser(name, help=help_text)
     return parser

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.checkpoint.listing import committed
-from trainkit.cli.tables import print_table
+from trainkit.console import print_table
 from trainkit.errors import ConfigError, TrainkitError
 from trainkit.formatting import duration, json_value
 from trainkit.hparams import flat

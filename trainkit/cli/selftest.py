@@ -7,11 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trainkit.cli.launch import start
-from trainkit.cli.plan import Plan, Script, make_plan
-from trainkit.cli.resolving import Resolved, add_options, resolve
-from trainkit.cli.tables import print_table
+from trainkit.console import print_table
 from trainkit.errors import ConfigError
+from trainkit.launch.command import start
+from trainkit.launch.plan import Plan, Script, make_plan
+from trainkit.launch.resolving import Resolved, add_options, resolve
 
 __all__ = ["add_to"]
 

@@ -17,12 +17,12 @@ from typing import Any, TypeVar
 
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from trainkit.cli.link import Link
-from trainkit.cli.meeting import BACKLOG, PREFIX, PROBE_SECONDS, Card, Meeting, open_store, probe
-from trainkit.cli.network import addresses_of, is_own, kernel_ports, reach
-from trainkit.cli.plan import port_of, ports_of
-from trainkit.cli.settings import JobSettings
 from trainkit.errors import DistributedError, listed
+from trainkit.launch.link import Link
+from trainkit.launch.meeting import BACKLOG, PREFIX, PROBE_SECONDS, Card, Meeting, open_store, probe
+from trainkit.launch.network import addresses_of, is_own, kernel_ports, reach
+from trainkit.launch.plan import port_of, ports_of
+from trainkit.launch.settings import JobSettings
 from trainkit.version import __version__
 from trainkit.watch.connections import Address, Links
 from trainkit.watch.listening import listen

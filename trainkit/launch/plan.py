@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trainkit.cli.machine import (
+from trainkit.errors import ConfigError
+from trainkit.launch.machine import (
     core_count,
     free_port,
     gpu_count,
@@ -16,9 +17,8 @@ from trainkit.cli.machine import (
     no_gpus,
     port_is_free,
 )
-from trainkit.cli.resolving import Resolved
-from trainkit.cli.settings import JobSettings
-from trainkit.errors import ConfigError
+from trainkit.launch.resolving import Resolved
+from trainkit.launch.settings import JobSettings
 from trainkit.watch.listening import PORTS_VARIABLE, ports
 
 __all__ = [

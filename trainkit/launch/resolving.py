@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from trainkit import starters
-from trainkit.cli import config_file
-from trainkit.cli.settings import SETTINGS, JobSettings, Setting, least_and_most
 from trainkit.errors import ConfigError
+from trainkit.launch import config_file
+from trainkit.launch.settings import SETTINGS, JobSettings, Setting, least_and_most
 
 __all__ = ["Resolved", "add_options", "gathered", "resolve"]
 

@@ -16,12 +16,12 @@ from typing import Any, TypeAlias
 import torch
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from trainkit.cli.link import Link
-from trainkit.cli.network import job_interface, reach
-from trainkit.cli.plan import Plan, ports_of
-from trainkit.cli.settings import JobSettings
 from trainkit.distributed.group import SECRET
 from trainkit.errors import DistributedError
+from trainkit.launch.link import Link
+from trainkit.launch.network import job_interface, reach
+from trainkit.launch.plan import Plan, ports_of
+from trainkit.launch.settings import JobSettings
 from trainkit.version import __version__
 from trainkit.watch.listening import listen
 from trainkit.watch.stalls import Member

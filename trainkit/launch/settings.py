@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from trainkit.cli import accelerate_keys
 from trainkit.errors import ConfigError
+from trainkit.launch import accelerate_keys
 from trainkit.launch_environment import MIXED_PRECISIONS
 from trainkit.parsing import (
     boolean,

@@ -11,12 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trainkit.cli import failure
-from trainkit.cli.plan import Plan, Script, check_here, make_plan
-from trainkit.cli.resolving import Resolved, add_options, resolve
-from trainkit.cli.settings import JobSettings
-from trainkit.cli.tables import print_table
+from trainkit.console import print_table
 from trainkit.errors import ConfigError, TrainkitError
+from trainkit.launch import failure
+from trainkit.launch.plan import Plan, Script, check_here, make_plan
+from trainkit.launch.resolving import Resolved, add_options, resolve
+from trainkit.launch.settings import JobSettings
 from trainkit.watch.report import FOLDER_VARIABLE
 
 __all__ = ["add_to", "start"]
@@ -122,7 +122,7 @@ def _tell_others(job: JobSettings, error: ConfigError) -> None:
     if job.is_elastic:  # the others go on without it
         return
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch is imported
-    from trainkit.cli.meet import meet
+    from trainkit.launch.meet import meet
 
     print("trainkit: this machine cannot do its part, and tells the others", file=sys.stderr)
     with suppress(TrainkitError):
@@ -145,14 +145,14 @@ def _report_folder(parent: str | None) -> Path:
 def _run_processes(plan: Plan, job: JobSettings) -> tuple[int, bool]:
     """Return the exit code, and whether there are reports to keep."""
     os.environ.update(plan.environment)  # before torch looks for GPUs
-    from trainkit.cli.agent import GRACE_SECONDS, run
-    from trainkit.cli.elastic import find_way, run_elastic
-    from trainkit.cli.link import LOST
-    from trainkit.cli.meet import meet
-    from trainkit.cli.meeting import alone, to_compare
-    from trainkit.cli.orphan_killer import OrphanKiller
-    from trainkit.cli.outcome import Outcome
     from trainkit.device import accelerator_count
+    from trainkit.launch.agent import GRACE_SECONDS, run
+    from trainkit.launch.elastic import find_way, run_elastic
+    from trainkit.launch.link import LOST
+    from trainkit.launch.meet import meet
+    from trainkit.launch.meeting import alone, to_compare
+    from trainkit.launch.orphan_killer import OrphanKiller
+    from trainkit.launch.outcome import Outcome
 
     is_alone = job.num_machines == 1 or job.is_elastic  # nobody waits for it
     try:

@@ -25,16 +25,16 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler
 from torch.distributed.launcher.api import LaunchConfig
 from typing_extensions import override
 
-from trainkit.cli.link import ASKED, FAILED, LOST, JobEnded
-from trainkit.cli.machine import INTERFACE_VARIABLES
-from trainkit.cli.meeting import Meeting
-from trainkit.cli.orphan_killer import OrphanKiller
-from trainkit.cli.outcome import Outcome, described, not_told, shell_code
-from trainkit.cli.plan import Plan
-from trainkit.cli.rendezvous import Rendezvous
 from trainkit.console import put
 from trainkit.distributed.group import SECRET
 from trainkit.errors import DistributedError
+from trainkit.launch.link import ASKED, FAILED, LOST, JobEnded
+from trainkit.launch.machine import INTERFACE_VARIABLES
+from trainkit.launch.meeting import Meeting
+from trainkit.launch.orphan_killer import OrphanKiller
+from trainkit.launch.outcome import Outcome, described, not_told, shell_code
+from trainkit.launch.plan import Plan
+from trainkit.launch.rendezvous import Rendezvous
 from trainkit.signals import CAUGHT, exit_code
 from trainkit.watch.exit import EXIT_OTHER_FAILED
 from trainkit.watch.listening import ADDRESS_VARIABLE

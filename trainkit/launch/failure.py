@@ -10,15 +10,15 @@ from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
-from trainkit.cli.link import FAILED
 from trainkit.console import put
+from trainkit.launch.link import FAILED
 from trainkit.outputs import replace_file
 from trainkit.watch import report as reports
 from trainkit.watch.report import Report
 
 if TYPE_CHECKING:
-    from trainkit.cli.meeting import Meeting
-    from trainkit.cli.outcome import Outcome
+    from trainkit.launch.meeting import Meeting
+    from trainkit.launch.outcome import Outcome
 
 __all__ = ["explain", "show"]
 

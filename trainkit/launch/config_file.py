@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainkit.cli import accelerate_keys
-from trainkit.cli.settings import SETTINGS
 from trainkit.errors import ConfigError
+from trainkit.launch import accelerate_keys
+from trainkit.launch.settings import SETTINGS
 from trainkit.outputs import replace_file
 from trainkit.packages import require
 from trainkit.parsing import nearest

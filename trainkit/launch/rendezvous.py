@@ -14,7 +14,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
 from typing_extensions import override
 
-from trainkit.cli.meeting import Meeting
+from trainkit.launch.meeting import Meeting
 
 __all__ = ["Json", "Rendezvous", "send_no_pickles"]
 

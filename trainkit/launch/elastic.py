@@ -21,16 +21,16 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.launcher.api import LaunchConfig
 from typing_extensions import override
 
-from trainkit.cli.agent import Agent, run
-from trainkit.cli.link import Link
-from trainkit.cli.meeting import Meeting, to_compare
-from trainkit.cli.network import addresses_of, is_own, job_interface, reach
-from trainkit.cli.orphan_killer import OrphanKiller
-from trainkit.cli.outcome import Outcome
-from trainkit.cli.plan import Plan, port_of
-from trainkit.cli.rendezvous import send_no_pickles
-from trainkit.cli.settings import JobSettings
 from trainkit.errors import DistributedError
+from trainkit.launch.agent import Agent, run
+from trainkit.launch.link import Link
+from trainkit.launch.meeting import Meeting, to_compare
+from trainkit.launch.network import addresses_of, is_own, job_interface, reach
+from trainkit.launch.orphan_killer import OrphanKiller
+from trainkit.launch.outcome import Outcome
+from trainkit.launch.plan import Plan, port_of
+from trainkit.launch.rendezvous import send_no_pickles
+from trainkit.launch.settings import JobSettings
 from trainkit.signals import CAUGHT, EXIT_LATER, exit_code
 from trainkit.watch.listening import listen, ports
 from trainkit.watch.stalls import Member

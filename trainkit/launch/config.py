@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from trainkit.cli import config_file
-from trainkit.cli.machine import gpu_count
-from trainkit.cli.plan import processes_here
-from trainkit.cli.resolving import add_options, gathered
-from trainkit.cli.settings import SETTINGS, JobSettings
 from trainkit.errors import ConfigError
+from trainkit.launch import config_file
+from trainkit.launch.machine import gpu_count
+from trainkit.launch.plan import processes_here
+from trainkit.launch.resolving import add_options, gathered
+from trainkit.launch.settings import SETTINGS, JobSettings
 
 __all__ = ["add_to", "write_basic_config"]
 

@@ -1,0 +1,1 @@
+"""`trainkit launch`: starting a job on one machine or more, and looking after it until its end."""
