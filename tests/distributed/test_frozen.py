@@ -29,8 +29,8 @@ from trainkit.watch.exit import EXIT_OTHER_FAILED, EXIT_STALLED
 from trainkit.watch.inquiry import is_frozen
 from trainkit.watch.job_watch import JobWatch
 from trainkit.watch.line import Line
+from trainkit.watch.member import Member, started_at
 from trainkit.watch.report import first_of, read_all
-from trainkit.watch.stalls import Member, started_at
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 

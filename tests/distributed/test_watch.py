@@ -38,8 +38,9 @@ from trainkit.launch import failure
 from trainkit.watch import connections, crossed, stalls
 from trainkit.watch.connections import GONE, Address, Links, open_server, reach_server
 from trainkit.watch.exit import EXIT_OTHER_FAILED
+from trainkit.watch.member import Member
 from trainkit.watch.report import Report, first_of, read_all
-from trainkit.watch.stalls import Member, judge
+from trainkit.watch.stalls import judge
 
 
 def _watchers() -> list[threading.Thread]:

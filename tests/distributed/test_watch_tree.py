@@ -21,8 +21,8 @@ from trainkit import Callback, Run, StepResult, Trainer, Watchdog
 from trainkit.distributed import Processes, check_called_by_all
 from trainkit.watch.exit import EXIT_OTHER_FAILED, EXIT_STALLED
 from trainkit.watch.job_watch import JobWatch
+from trainkit.watch.member import Member
 from trainkit.watch.report import first_of, read_all
-from trainkit.watch.stalls import Member
 
 PER_MACHINE = 2
 

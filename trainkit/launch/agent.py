@@ -38,8 +38,8 @@ from trainkit.launch.rendezvous import Rendezvous
 from trainkit.signals import CAUGHT, exit_code
 from trainkit.watch.exit import EXIT_OTHER_FAILED
 from trainkit.watch.listening import ADDRESS_VARIABLE
+from trainkit.watch.member import Member
 from trainkit.watch.report import FOLDER_VARIABLE
-from trainkit.watch.stalls import Member
 
 __all__ = ["GRACE_SECONDS", "Agent", "run"]
 

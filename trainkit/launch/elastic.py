@@ -33,7 +33,7 @@ from trainkit.launch.rendezvous import send_no_pickles
 from trainkit.launch.settings import JobSettings
 from trainkit.signals import CAUGHT, EXIT_LATER, exit_code
 from trainkit.watch.listening import listen, ports
-from trainkit.watch.stalls import Member
+from trainkit.watch.member import Member
 
 __all__ = ["find_way", "run_elastic"]
 

@@ -26,7 +26,7 @@ from trainkit.launch.settings import JobSettings
 from trainkit.version import __version__
 from trainkit.watch.connections import Address, Links
 from trainkit.watch.listening import listen
-from trainkit.watch.stalls import Member
+from trainkit.watch.member import Member
 
 __all__ = ["meet"]
 

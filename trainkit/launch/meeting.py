@@ -24,7 +24,7 @@ from trainkit.launch.plan import Plan, ports_of
 from trainkit.launch.settings import JobSettings
 from trainkit.version import __version__
 from trainkit.watch.listening import listen
-from trainkit.watch.stalls import Member
+from trainkit.watch.member import Member
 
 __all__ = [
     "BACKLOG",

@@ -22,7 +22,7 @@ from weakref import WeakSet
 from trainkit.watch.exit import say
 from trainkit.watch.line import SEND_SECONDS, Line, Message
 from trainkit.watch.listening import ADDRESS_VARIABLE, listen, ports
-from trainkit.watch.stalls import Member
+from trainkit.watch.member import Member
 
 __all__ = ["GONE", "Address", "Links", "open_server", "reach_server"]
 

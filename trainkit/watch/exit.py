@@ -15,8 +15,8 @@ from trainkit.errors import text_of
 from trainkit.hints import tells_of_lost_peer
 from trainkit.signals import exit_code, kill_workers
 from trainkit.watch.listening import ADDRESS_VARIABLE
+from trainkit.watch.member import Member
 from trainkit.watch.report import Report
-from trainkit.watch.stalls import Member
 
 __all__ = ["EXIT_FAILED", "EXIT_OTHER_FAILED", "EXIT_STALLED", "kill", "leave", "publish", "say"]
 

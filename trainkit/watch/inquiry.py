@@ -11,7 +11,8 @@ from typing import Any
 from trainkit.watch.connections import Links
 from trainkit.watch.exit import say
 from trainkit.watch.line import UNREACHABLE_SECONDS, Line, Message
-from trainkit.watch.stalls import Member, Unanswered, Verdict, examples, judge, stands, where
+from trainkit.watch.member import Member
+from trainkit.watch.stalls import Unanswered, Verdict, examples, judge, stands, where
 
 __all__ = ["Inquiry", "is_frozen", "silence"]
 

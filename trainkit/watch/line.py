@@ -7,7 +7,7 @@ import time
 from contextlib import suppress
 from typing import Any, TypeAlias
 
-from trainkit.watch.stalls import Member
+from trainkit.watch.member import Member
 
 __all__ = ["SEND_SECONDS", "UNREACHABLE_SECONDS", "Line", "Message"]
 

@@ -20,8 +20,9 @@ from trainkit.watch.connections import GONE, Links
 from trainkit.watch.exit import EXIT_FAILED, EXIT_OTHER_FAILED, EXIT_STALLED
 from trainkit.watch.inquiry import Inquiry, is_frozen
 from trainkit.watch.line import Message
+from trainkit.watch.member import Member
 from trainkit.watch.report import Report
-from trainkit.watch.stalls import Member, Verdict
+from trainkit.watch.stalls import Verdict
 
 __all__ = ["WatchThread"]
 

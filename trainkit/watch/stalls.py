@@ -12,12 +12,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from typing_extensions import override
-
 from trainkit.errors import MOST_NAMED
+from trainkit.watch.member import Member, stat_of
 
 __all__ = [
-    "Member",
     "Stillness",
     "Unanswered",
     "Verdict",
@@ -35,7 +33,6 @@ _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}"
 _LONGEST_STACK = 6000  # characters
 _OWN_SECONDS = 1.0  # of the processor, in which a process could have answered
 _CALM_SECONDS = 2.0  # in which none of its threads waited for a processor or a disk
-_EXITING = 4  # the kernel's flag of a process that has begun to end: PF_EXITING
 
 _TORCH = "torch.distributed.distributed_c10d"
 # Modules whose functions wait for other processes, and what a report calls that; "": by its name.
@@ -50,103 +47,6 @@ _UNUSED = (
     ". Perhaps parameters are frozen on some processes only, or a step uses other parameters on "
     "some processes than on others: then pass `strategy=DDP(find_unused_parameters=True)`"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Member:
-    """One process of a job, as it was when the job began.
-
-    Args:
-        host: The name of its machine.
-        machine: Equal for processes that can see and signal each other.
-        pid: Its number there.
-        started: When it began, so that no later process of the same number is meant.
-        number: Of its machine in the job, where a launcher has counted them.
-    """
-
-    host: str
-    machine: str
-    pid: int
-    started: str
-    number: str = ""
-
-    @classmethod
-    def this(cls) -> "Member":
-        """Return this process."""
-        parts = [os.uname().nodename]
-        with suppress(OSError):
-            parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
-            parts += [os.readlink(f"/proc/self/ns/{space}") for space in ("pid", "net")]
-        number = os.environ.get("GROUP_RANK", "")
-        return cls(parts[0], " ".join(parts), os.getpid(), started_at(os.getpid()), number)
-
-    @classmethod
-    def parse(cls, told: Any) -> "Member | None":
-        """Return the process that another one is, by what it has told; None where that is none."""
-        kinds = [type(part) for part in told] if isinstance(told, list) else []
-        return cls(*told) if kinds == [str, str, int, str, str] else None
-
-    def as_list(self) -> list[Any]:
-        """Return what travels: the arguments of `Member`."""
-        return [self.host, self.machine, self.pid, self.started, self.number]
-
-    @override
-    def __str__(self) -> str:
-        return f"pid {self.pid} on {self.host}"
-
-    def place(self) -> str:
-        """Return which machine it runs on, in words."""
-        return f"machine {self.number} ({self.host})" if self.number else f"machine {self.host}"
-
-    def is_here(self) -> bool:
-        """Return whether it runs on this machine, where this process can look at it."""
-        return self.machine == Member.this().machine
-
-    def lives(self) -> bool:
-        """Return whether this process of the own machine has not begun to end; not if unknown."""
-        stat = _stat(self.pid)
-        same = len(stat) > 19 and stat[19] == self.started
-        return same and stat[0] not in "ZX" and not int(stat[6]) & _EXITING
-
-    def used(self) -> float:
-        """Return for how many seconds this process of the own machine has used a processor."""
-        return sum(map(int, _stat(self.pid)[11:13])) / os.sysconf("SC_CLK_TCK")
-
-    def doing(self) -> str:
-        """Return why a process of this machine does not answer, in words."""
-        return {
-            "T": "it is stopped (SIGSTOP)",
-            "t": "a debugger holds it",
-            "D": "it waits for a disk or a file system",
-            "Z": "it has ended",
-            "R": "it holds the interpreter lock, or the machine is too busy to run it",
-        }.get("".join(_stat(self.pid)[:1]), "it holds the interpreter lock, and lets nobody in")
-
-    def is_stopped(self, state: str = "T") -> bool:
-        """Return whether this process of the own machine does not run; "t": for a debugger."""
-        return _stat(self.pid)[:1] == [state]
-
-    def kill(self, signum: int) -> bool:
-        """Send a signal to this process of the own machine, if it still is the one."""
-        if started_at(self.pid) != self.started:
-            return False
-        with suppress(OSError):
-            os.kill(self.pid, signum)
-            return True
-        return False
-
-
-def started_at(pid: int) -> str:
-    """Return when a process of this machine began, in the kernel's own count."""
-    fields = _stat(pid)
-    return fields[19] if len(fields) > 19 else ""
-
-
-def _stat(pid: int | str) -> list[str]:
-    """Return what the kernel says of a process or thread, from its state on."""
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return []
 
 
 def where(thread: int) -> dict[str, str]:
@@ -191,7 +91,7 @@ class Stillness:
         frame = sys._current_frames().get(self._thread)
         place = (id(frame), frame.f_lasti if frame is not None else 0)
         # On a busy machine a thread may wait for its turn: the kernel knows that it could run.
-        if place != self._place or _stat(os.getpid())[:1] == ["R"]:
+        if place != self._place or stat_of(os.getpid())[:1] == ["R"]:
             self._place, self._since = place, now
         return now - self._since
 
@@ -215,7 +115,7 @@ class Unanswered:
         threads: list[str] = []
         with suppress(OSError):  # it may end while it is looked at
             threads = os.listdir(tasks)
-        states = [_stat(f"{self._member.pid}/task/{thread}")[:1] for thread in threads]
+        states = [stat_of(f"{self._member.pid}/task/{thread}")[:1] for thread in threads]
         if not states or ["R"] in states or ["D"] in states:
             self._waited = now
         return (

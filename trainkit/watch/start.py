@@ -8,7 +8,7 @@ from torch import Tensor
 from trainkit.watch.connections import Address, Links, open_server, reach_server
 from trainkit.watch.exit import say
 from trainkit.watch.job_watch import JobWatch
-from trainkit.watch.stalls import Member
+from trainkit.watch.member import Member
 
 __all__ = ["start_watch"]
 
