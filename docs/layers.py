@@ -42,7 +42,12 @@ def _room(path: Path) -> str:
 
 
 def _imported(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    """Yield the rooms that a file imports, but for what only type checkers see."""
+    todo: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
+    while todo:
+        node = todo.pop()
+        if not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"):
+            todo += ast.iter_child_nodes(node)
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("trainkit"):
             parts = (node.module or "").split(".")
             yield from [parts[1]] if len(parts) > 1 else [alias.name for alias in node.names]

@@ -32,15 +32,16 @@ CORE = (
 )
 WRITERS = (("journal", "trackers"), ("callbacks",))
 TOOLS = (
-    ("accelerator", "inspect", "testing", "watch"),
+    ("accelerator", "inspect", "large_models", "testing", "watch"),
     ("accelerate_compat", "launch"),
     ("cli",),
 )
 LAYERS = (*CORE, *WRITERS, *TOOLS)
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 CALLBACKS = "callbacks"
-# What `Trainer.replay` returns has its type there; nothing is imported for it.
-FOR_TYPES = [("trainer", "inspect")]
+# What `Trainer.replay` returns has its type there, and the face of `export` names functions of the
+# other: for type checkers, and nothing is imported.
+FOR_TYPES = [("trainer", "inspect"), ("export", "large_models")]
 
 PICKLERS = {"pickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 FORBIDDEN_NAMES = {"eval", "exec", "compile", "__import__"}

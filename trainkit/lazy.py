@@ -20,14 +20,17 @@ def lazy_exports(
 
     Args:
         package: Its `__name__`.
-        homes: The names that each of its modules gives, separated by blanks.
+        homes: The names that each of its modules gives, separated by blanks; one of another
+            package by its whole name.
     """
     home = {name: module for module, names in homes.items() for name in names.split()}
 
     def load(name: str) -> Any:
         if name not in home:
             raise AttributeError(f"module `{package}` has no attribute {name!r}")
-        return getattr(import_module(f"{package}.{home[name]}"), name)
+        module = home[name]
+        whole = module if module.startswith("trainkit.") else f"{package}.{module}"
+        return getattr(import_module(whole), name)
 
     return sorted(home), load, lambda: sorted([*home])
 

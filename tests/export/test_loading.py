@@ -24,7 +24,7 @@ from trainkit.export import (
     load_checkpoint_in_model,
     save_model,
 )
-from trainkit.export.devices import infer_device_map
+from trainkit.large_models.devices import infer_device_map
 
 
 @pytest.fixture

@@ -90,9 +90,9 @@ class ParameterInitializer:
 
     def _read(self, model: nn.Module, folder: Path) -> None:
         """Read this process's part of each tensor, and compute what is in no file."""
-        from trainkit.export.loading import load_checkpoint_in_model  # rarely needed
+        from trainkit.export.loading import Loading  # rarely needed
 
-        keys = run_on_all(self._processes, lambda: load_checkpoint_in_model(model, folder))
+        keys = run_on_all(self._processes, lambda: Loading(model).run(folder))
         if keys.missing_keys:
             raise ConfigError(
                 f"`weights={str(folder)!r}` does not hold {', '.join(keys.missing_keys)}. Pass a "

@@ -1,0 +1,1 @@
+"""Models that are larger than the memory of a device, for inference."""
