@@ -1,25 +1,28 @@
 """Metrics by name, and whatever can serve as a metric as one."""
 
 import sys
+from pkgutil import resolve_name
 from typing import Any
 
 from trainkit.errors import ConfigError
-from trainkit.metrics.accuracy import Accuracy
-from trainkit.metrics.class_scores import F1, Precision, Recall
 from trainkit.metrics.evaluate_metric import EvaluateMetric
 from trainkit.metrics.function_metric import FunctionMetric
 from trainkit.metrics.local_metric import LocalMetric
 from trainkit.metrics.metric import Metric
-from trainkit.metrics.perplexity import Perplexity
-from trainkit.metrics.regression import MAE, MSE
 from trainkit.metrics.torch_metric import TorchMetric
 from trainkit.packages import require
 from trainkit.parsing import nearest
 
 __all__ = ["as_metric", "load"]
 
-_SHIPPED: dict[str, type[LocalMetric]] = {
-    metric.name: metric for metric in (Accuracy, F1, MAE, MSE, Perplexity, Precision, Recall)
+_SHIPPED = {
+    "accuracy": "trainkit.metrics.accuracy:Accuracy",
+    "f1": "trainkit.metrics.class_scores:F1",
+    "mae": "trainkit.metrics.regression:MAE",
+    "mse": "trainkit.metrics.regression:MSE",
+    "perplexity": "trainkit.metrics.perplexity:Perplexity",
+    "precision": "trainkit.metrics.class_scores:Precision",
+    "recall": "trainkit.metrics.class_scores:Recall",
 }
 
 
@@ -37,7 +40,8 @@ def load(name: str, **options: Any) -> LocalMetric | EvaluateMetric:
     """
     if name not in _SHIPPED:
         return _load_from_evaluate(name, options)
-    return _SHIPPED[name].of(options)
+    shipped: type[LocalMetric] = resolve_name(_SHIPPED[name])
+    return shipped.of(options)
 
 
 def as_metric(thing: Any) -> Metric:
