@@ -1,5 +1,7 @@
 """A resumed stream goes on with the sample after the last one consumed (rule 15)."""
 
+import random
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -7,14 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from tests.data import streams
 from tests.helpers.ranks import RanksError, run_ranks
 from tests.helpers.tiers import with_few
-from trainkit import Callback, Run, Trainer
+from trainkit import Accelerator, Callback, Run, Trainer, set_seed
 from trainkit.callbacks import Checkpoint
+from trainkit.data import presharded
+from trainkit.data.batch_sources import Presharded
 
 WORKERS: dict[str, dict[str, Any]] = {
     "none": {},
@@ -63,7 +67,9 @@ def train(
     with suppress(Killed):
         trainer.fit(
             nn.Linear(2, 1).double(),
-            DataLoader(data, batch, collate_fn=streams.collate, **workers),
+            data
+            if isinstance(data, Presharded)
+            else DataLoader(data, batch, collate_fn=streams.collate, **workers),
             optimizer=partial(torch.optim.SGD, lr=1e-3),
             loss_fn=nn.MSELoss(),
             **options,
@@ -145,3 +151,48 @@ def test_shards_that_do_not_say_how_are_refused_before_the_first_step(
         assert f"read as {before} shard(s)" in text
         assert f"now they are {after}" in text
         assert "`merge_state_dicts(states)`" in text
+
+
+class Shuffling:
+    """No `DataLoader`: batches from a buffer, with noise."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        buffer = [torch.full((2, 2), number, dtype=torch.float64) for number in range(9)]
+        while buffer:
+            inputs = buffer.pop(random.randrange(len(buffer))) + 0.1 * torch.rand(2, 2)
+            yield inputs, inputs.sum(1, keepdim=True)
+
+
+def _go_on_with_another_loader(rank: int, folder: Path, accumulation: int) -> None:
+    settings: dict[str, Any] = {"settings": {"gradient_accumulation_steps": accumulation}}
+    whole = train(presharded(Shuffling()), folder / "whole", **settings)
+    for kill_at in (1, 3):
+        place = folder / str(kill_at)
+        first = train(presharded(Shuffling()), place, kill_at, **settings)
+        rest = train(presharded(Shuffling()), place, resume="must", **settings)
+        assert first + rest == whole
+
+
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.e2e)])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_what_a_loader_of_another_kind_draws_is_as_in_the_unbroken_run(
+    accumulation: int, size: int, tmp_path: Path
+) -> None:
+    run_ranks(size, _go_on_with_another_loader, tmp_path, accumulation)
+
+
+def test_what_it_draws_in_a_loop_of_ones_own_is_as_in_the_unbroken_loop(tmp_path: Path) -> None:
+    def read(done: int) -> list[list[float]]:
+        accelerator, seen = Accelerator(cpu=True), []
+        set_seed(5)
+        loader = accelerator.prepare(presharded(Shuffling()))
+        if done:
+            accelerator.load_state(tmp_path)
+        for inputs, _ in accelerator.skip_first_batches(loader, done) if done else loader:
+            seen.append([*inputs.flatten().tolist(), torch.rand(()).item()])
+            if len(seen) == 4 and not done:
+                accelerator.save_state(tmp_path)
+        return seen
+
+    whole = read(0)
+    assert read(4) == whole[4:]

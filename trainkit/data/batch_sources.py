@@ -3,8 +3,9 @@
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
-from itertools import chain, count, islice
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -201,6 +202,8 @@ class CustomSource(BatchSource):
         self._seed = context.seed
         self._rank = context.processes.rank
         self._forwards_epoch = context.trains
+        # Batches that are there already draw nothing.
+        self._draws = context.sample_seeding and not isinstance(loader, list | tuple)
 
     @override
     def rank_batches(self, epoch: int, position: int, start: Any = None) -> Iterator[RankBatch]:
@@ -210,12 +213,26 @@ class CustomSource(BatchSource):
             parts = [loader, getattr(loader, "sampler", None), batch_sampler]
             parts += [getattr(batch_sampler, "sampler", None)]
             set_epoch_on(parts + datasets_of(getattr(loader, "dataset", None)), epoch)
-        with rng.preserved():
-            # Most iterators draw what they need when they are made, or for their first batch.
-            rng.seed_host(rng.derive(rng.order_seed(self._seed, epoch), "process", self._rank))
-            iterator = iter(loader)
-            first = list(islice(iterator, 1))
-        yield from _filled(chain(first, iterator))
+        stream = rng.derive(rng.order_seed(self._seed, epoch), "process", self._rank)
+        yield from _filled(self._batches(stream))
+
+    def _batches(self, stream: int) -> Iterator[Any]:
+        """Yield the batches; what the loader draws for each is under the key of its number.
+
+        So what a resume reads again comes as before, and moves none of the run's own streams.
+        """
+        iterator: Iterator[Any] | None = None
+        for number in count():
+            keyed = self._draws or iterator is None
+            with rng.preserved() if keyed else nullcontext():
+                if keyed:
+                    rng.seed_host(rng.in_stream(stream, number) if number else stream)
+                iterator = iter(self._loader) if iterator is None else iterator
+                try:
+                    batch = next(iterator)
+                except StopIteration:
+                    return
+            yield batch
 
 
 class Presharded:
