@@ -68,7 +68,7 @@ def train(
         trainer.fit(
             nn.Linear(2, 1).double(),
             data
-            if isinstance(data, Presharded)
+            if isinstance(data, Presharded | DataLoader)
             else DataLoader(data, batch, collate_fn=streams.collate, **workers),
             optimizer=partial(torch.optim.SGD, lr=1e-3),
             loss_fn=nn.MSELoss(),
@@ -196,3 +196,30 @@ def test_what_it_draws_in_a_loop_of_ones_own_is_as_in_the_unbroken_loop(tmp_path
 
     whole = read(0)
     assert read(4) == whole[4:]
+
+
+def _go_on_with_torchdata(rank: int, size: int, folder: Path, iterable: bool) -> list[list[float]]:
+    torchdata = pytest.importorskip("torchdata.stateful_dataloader")
+    torch.manual_seed(1)  # from which its own sampler takes the seed of its generator
+    data: Any = streams.Counting(12) if iterable else [streams.sample(index) for index in range(12)]
+
+    def make(**options: Any) -> Any:
+        torch.manual_seed(1)
+        shuffle = {} if iterable else {"shuffle": True}
+        return torchdata.StatefulDataLoader(data, 4 // size, **shuffle, **options)
+
+    whole = train(make(), folder / "whole")
+    first = train(make(), folder, 4)  # inside the second epoch
+    assert first + train(make(num_workers=2), folder, resume="must") == whole
+    return whole[: 12 // size]
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # of torchdata
+@pytest.mark.parametrize("iterable", [False, True])
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.e2e)])
+def test_a_loader_of_torchdata_is_shared_out_and_resumed_like_one_of_torch(
+    size: int, iterable: bool, tmp_path: Path
+) -> None:
+    pytest.importorskip("torchdata")
+    found = run_ranks(size, _go_on_with_torchdata, size, tmp_path, iterable)
+    assert together(found) == [*range(12)]

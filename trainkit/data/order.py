@@ -16,7 +16,15 @@ from torch.utils.data import (
 from trainkit import rng
 from trainkit.errors import ConfigError
 
-__all__ = ["Indices", "KeyedOrder", "divide", "refuse_shared", "set_epoch_on"]
+__all__ = [
+    "Indices",
+    "KeyedOrder",
+    "divide",
+    "is_of_torchdata",
+    "is_plain",
+    "refuse_shared",
+    "set_epoch_on",
+]
 
 Indices: TypeAlias = Tensor | list[Any]
 
@@ -48,6 +56,17 @@ def refuse_shared(samplers: Sequence[Any]) -> None:
         )
 
 
+def is_of_torchdata(thing: Any) -> bool:
+    """Return whether a loader or batch sampler is one of torchdata, which yields as torch's do."""
+    own = getattr(type(thing), "__iter__", None)
+    return getattr(own, "__module__", "").startswith("torchdata.stateful_dataloader.")
+
+
+def is_plain(batch_sampler: Any) -> bool:
+    """Return whether batches are so many indices of the sampler in a row."""
+    return type(batch_sampler) is BatchSampler or is_of_torchdata(batch_sampler)
+
+
 class KeyedOrder:
     """Runs a loader's own sampler under the key of an epoch.
 
@@ -67,7 +86,7 @@ class KeyedOrder:
         ]
         refuse_shared(self.samplers)
         self.seed = seed
-        self.yields_batches = batch_sampler is not None and type(batch_sampler) is not BatchSampler
+        self.yields_batches = batch_sampler is not None and not is_plain(batch_sampler)
         self.sampler: Any = loader.sampler
         if batch_sampler is not None:
             self.sampler = batch_sampler if self.yields_batches else inner

@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from trainkit.containers import wire_format
+from trainkit.data.order import is_plain
 from trainkit.device import memory_of
 
 __all__ = ["CHANGED", "OWN", "changed_facts", "digest_of", "order_facts", "run_to"]
@@ -39,7 +40,7 @@ def order_facts(loader: Any) -> dict[str, Any]:
     facts: dict[str, Any] = {"data": "map-style"}
     batch_sampler: Any = loader.batch_sampler
     sampler = loader.sampler if batch_sampler is None else getattr(batch_sampler, "sampler", None)
-    if type(batch_sampler) is not BatchSampler:
+    if batch_sampler is None or not is_plain(batch_sampler):
         facts["batch sampler"] = batch_sampler and type(batch_sampler).__name__
     if sampler is not None:
         facts["sampler"] = type(sampler).__name__

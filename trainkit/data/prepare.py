@@ -14,7 +14,7 @@ from trainkit.data.fetch import fetch_for
 from trainkit.data.loader import PreparedLoader, length_of
 from trainkit.data.loader_context import LoaderContext
 from trainkit.data.mapped import MappedLoader
-from trainkit.data.order import KeyedOrder, divide
+from trainkit.data.order import KeyedOrder, divide, is_of_torchdata
 from trainkit.data.workers import fetcher_for
 from trainkit.distributed.active_batches import ActiveLoaders
 from trainkit.errors import ConfigError
@@ -105,7 +105,10 @@ def _prepared(loader: Any, context: LoaderContext) -> PreparedLoader:
             "The loader is prepared already, and would be shared out twice. Give the loader that "
             "it was made from."
         )
-    if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
+    is_ordinary = isinstance(loader, DataLoader) and (
+        type(loader).__iter__ is DataLoader.__iter__ or is_of_torchdata(loader)
+    )
+    if not is_ordinary:
         return _custom(loader, context)
     if context.split_batches and loader.batch_size is None and loader.batch_sampler is None:
         raise ConfigError(
