@@ -10,12 +10,14 @@ from trainkit.accelerator.preparer import Registry
 from trainkit.checkpoint import Checkpoint
 from trainkit.checkpoint.format.names import process_part
 from trainkit.checkpoint.format.value_checks import (
+    anything,
     each,
     flag,
     listed,
     maybe,
     record,
     row,
+    tensor,
     text,
     whole,
     within,
@@ -24,11 +26,9 @@ from trainkit.checkpoint.forms import (
     SCALE,
     STREAM,
     STREAMS,
-    anything,
     blaming,
     check_optimizer_form,
     check_schedule_form,
-    tensor,
     torch_state,
 )
 from trainkit.checkpoint.training_state import parameter_names, same_torch
@@ -95,9 +95,6 @@ def check_form(
         parameters: The parameters by their names in states of optimizers.
         goes_on: Whether passes of loaders go on where they were.
         scaled: Whether losses are scaled now.
-
-    Raises:
-        CheckpointCorrupt: Something is not what `save_state` writes; names file and key.
     """
     strict = same_torch(checkpoint)
     for name, model in models.items():
@@ -107,27 +104,24 @@ def check_form(
         with blaming(checkpoint, name):
             check_optimizer_form(parts[name], optimizer.optimizer, parameters, strict=strict)
     with blaming(checkpoint, "loop"):
-        _check_loop_form(parts["loop"], registry, strict=strict, scaled=scaled)
+        loop = parts["loop"]
+        _LOOP(loop)
+        if scaled and loop["scaler"]:
+            within(SCALE, loop["scaler"], "scaler")
+        pairs = zip(registry.schedulers, loop["schedulers"], strict=False)
+        for index, (scheduler, state) in enumerate(pairs):
+            check = partial(check_schedule_form, scheduler=scheduler.scheduler, strict=strict)
+            within(check, state, "schedulers", index)
     states = {"objects", *models}
-    check = record(
+    of_process = record(
         _PROCESS | dict.fromkeys(states, each(anything)),
         optional={"loaders", "accumulation", *states},  # older ones have none
     )
     for rank, part in ranks.items():
         with blaming(checkpoint, process_part(rank)):
-            check(part)
+            of_process(part)
             if goes_on:
-                _check_generators(part.get("loaders", parts["loop"]["loaders"]), registry)
-
-
-def _check_loop_form(loop: Any, registry: Registry, *, strict: bool, scaled: bool) -> None:
-    _LOOP(loop)
-    if scaled and loop["scaler"]:
-        within("scaler", SCALE, loop["scaler"])
-    pairs = zip(registry.schedulers, loop["schedulers"], strict=False)
-    for index, (scheduler, state) in enumerate(pairs):
-        check = partial(check_schedule_form, scheduler=scheduler.scheduler, strict=strict)
-        within("schedulers", partial(within, index, check), state)
+                _check_generators(part.get("loaders", loop["loaders"]), registry)
 
 
 def _check_generators(states: Sequence[Any], registry: Registry) -> None:
@@ -141,7 +135,7 @@ def _check_generators(states: Sequence[Any], registry: Registry) -> None:
         began = row(*[torch_state] * len(order.get("generators", ())))
         of_order = record(dict.fromkeys(_GENERATORS, began))
         check = record({"generators": generators, "order": maybe(of_order)})
-        within("loaders", partial(within, index, check), state)
+        within(check, state, "loaders", index)
 
 
 def problems(

@@ -113,9 +113,6 @@ class StateContents:
             models: The models by their parts.
             strict: False: entries that a model lacks are left out, and those that the state lacks
                 keep their values.
-
-        Raises:
-            CheckpointError: It is broken, or does not fit.
         """
         checkpoint = open_share(path, self.processes.world)
         optimizers, parameters = self._optimizers(), self._parameters()

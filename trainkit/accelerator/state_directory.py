@@ -62,11 +62,7 @@ class StateDirectory:
         metadata: dict[str, Any],
         processes: Processes,
     ) -> None:
-        """Commit `parts`, then delete the previous state of this folder.
-
-        Raises:
-            CheckpointError: It failed on some process; raised by all, and nothing has changed.
-        """
+        """Commit `parts`, then delete the previous state of this folder."""
         store, lock = CheckpointStore(folder), RunLock(folder)
 
         def begin() -> int:
@@ -105,9 +101,6 @@ class StateDirectory:
             input_dir: What the user said; by default the newest state that is whole.
             read: Reads a checkpoint.
             report: Told of each state that is passed over.
-
-        Raises:
-            CheckpointError: Nothing is there, or nothing that is whole; on all processes.
         """
         found = first_verified(
             self._processes,

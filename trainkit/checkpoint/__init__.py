@@ -2,6 +2,10 @@
 
 Importing this package, listing and verifying need no torch; values are turned into bytes and
 back in `codec`, which asks for it only where a value does.
+
+What cannot be saved, found or removed raises `CheckpointError`; what is broken, or of a form that
+trainkit does not write, its subclass `CheckpointCorrupt`, which names the file. Docstrings tell
+errors where they are others, or where all processes raise them.
 """
 
 from typing import TYPE_CHECKING

@@ -70,11 +70,6 @@ class Checkpoint:
                 `DTensor` in it the same is returned, and no more of it read than this process
                 holds. One in the place of a dict or list stands for all tensors of its shape in
                 there. All others are put together from their shards.
-
-        Raises:
-            CheckpointCorrupt: A file has changed since it was saved, or is not of the form that
-                trainkit writes.
-            CheckpointError: There is no such part.
         """
         with self._reader() as reader:
             tree, own = self._tree(reader, part)
@@ -82,11 +77,7 @@ class Checkpoint:
                 return PartReader(reader, own).read(tree, like)
 
     def verify_rest(self) -> None:
-        """Compare what has not been read, and is not left to others, with the manifest.
-
-        Raises:
-            CheckpointCorrupt: A file has changed; names it.
-        """
+        """Compare what has not been read, and is not left to others, with the manifest."""
         files = self.manifest.files
         with open_directory(self.path) as directory:
             for name in [name for name in files if name not in self._left_out | self._verified]:
@@ -100,9 +91,6 @@ class Checkpoint:
         Args:
             part: Its name.
             others: Takes the names of what is no tensor, which is an error without it.
-
-        Raises:
-            CheckpointError: There is no such part, or it is no flat dict of tensors.
         """
         with self._reader() as reader:
             nodes, own = self._nodes(reader, part)
@@ -124,10 +112,6 @@ class Checkpoint:
         """Return one tensor of a flat part, whole; no other is held in memory.
 
         Its digest is not compared again: that would need the whole file for each tensor.
-
-        Raises:
-            CheckpointCorrupt: A file has not the size or the header that it should have.
-            CheckpointError: There is no such part, or no such tensor in it.
         """
         with self._reader() as reader:
             nodes, own = self._nodes(reader, part)
@@ -184,13 +168,7 @@ class Checkpoint:
 
 
 def verify(path: Path) -> Manifest:
-    """Read every file of a checkpoint and compare it with the manifest, which is returned.
-
-    Raises:
-        CheckpointCorrupt: A file is missing, added, cut, changed, exchanged or a link; the
-            message names it.
-        CheckpointError: A newer version of the format.
-    """
+    """Read every file of a checkpoint and compare it with the manifest, which is returned."""
     checkpoint = Checkpoint(path, check_sizes(path))
     checkpoint.verify_rest()
     return checkpoint.manifest
@@ -201,9 +179,6 @@ def open_share(path: Path, world: "World") -> Checkpoint:
 
     Each compares what was written by the process of its own number. What all have alike, all read:
     on each machine its processes share out who compares it. Process 0 looks at names and sizes.
-
-    Raises:
-        CheckpointError: As `verify` does.
     """
     manifest = check_sizes(path) if world.is_main else read_manifest(path)
     files = manifest.files
@@ -219,11 +194,7 @@ def open_share(path: Path, world: "World") -> Checkpoint:
 
 
 def check_sizes(path: Path) -> Manifest:
-    """Compare names and sizes, but not contents, with the manifest, which is returned.
-
-    Raises:
-        CheckpointError: As `verify` does.
-    """
+    """Compare names and sizes, but not contents, with the manifest, which is returned."""
     with open_directory(path) as directory:
         manifest = read_manifest_in(directory, path)
         present, sizes = set(names_in(directory)) - {MANIFEST}, manifest.sizes()

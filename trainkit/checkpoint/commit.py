@@ -253,11 +253,7 @@ class Save:
         return target.name
 
     def _replaced(self) -> list[Entry]:
-        """Return earlier saves of this step by this run.
-
-        Raises:
-            CheckpointError: Another run, or a newer version of trainkit, has saved this step.
-        """
+        """Return earlier saves of this step by this run."""
         same = [entry for entry in committed(self._directory) if entry.step == self._step]
         for entry in same:
             if entry.manifest.run_id != self._run_id:

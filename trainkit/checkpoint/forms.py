@@ -5,10 +5,10 @@ signed again: everything that a resume uses is looked at before anything is appl
 """
 
 import inspect
+import math
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +21,18 @@ from trainkit.checkpoint.format.names import JSON_SUFFIX, MANIFEST, TENSOR_SUFFI
 from trainkit.checkpoint.format.value_checks import (
     Check,
     Unfit,
+    anything,
+    between,
     each,
     finite,
     flag,
     like,
     listed,
     maybe,
-    positive,
+    must_be,
     record,
     row,
+    tensor,
     tensor_like,
     text,
     whole,
@@ -41,13 +44,11 @@ __all__ = [
     "SCALE",
     "STREAM",
     "STREAMS",
-    "anything",
     "applying",
     "blaming",
     "check_optimizer_form",
     "check_schedule_form",
     "refuse",
-    "tensor",
     "torch_state",
 ]
 
@@ -92,59 +93,39 @@ def refuse(path: Path, problems: Sequence[str]) -> None:
         raise CheckpointError(f"The checkpoint `{path}` does not fit:\n{listed}", path=path)
 
 
-def anything(value: Any) -> None:
-    """Whatever its owner makes of it."""
+def _state_of(what: str, take: Callable[[Any], object]) -> Check:
+    """A state of a generator, which `take` accepts."""
+
+    def check(value: Any) -> None:
+        try:
+            take(value)
+        except Exception as error:
+            raise Unfit(f"is no state of {what} generator ({error})") from None
+
+    return check
 
 
-def _python_state(value: Any) -> None:
-    try:
-        random.Random().setstate(value)
-    except Exception as error:
-        raise Unfit(f"is no state of Python's generator ({error})") from None
-
-
-def _numpy_state(value: Any) -> None:
+def _take_numpy(value: Any) -> None:
     import numpy
 
-    try:
-        _, keys, position, _, _ = value
-        if not 0 <= position <= 624 or keys.shape != (624,):
-            raise ValueError("its position or its words are wrong")
-        numpy.random.RandomState(0).set_state(value)
-    except Exception as error:
-        raise Unfit(f"is no state of NumPy's generator ({error})") from None
+    _, keys, position, _, _ = value
+    if not 0 <= position <= 624 or keys.shape != (624,):  # which NumPy does not look at
+        raise ValueError("its position or its words are wrong")
+    numpy.random.RandomState(0).set_state(value)
 
 
-def torch_state(value: Any) -> None:
-    """A state of a generator of torch on the CPU."""
-    try:
-        torch.Generator().set_state(value)
-    except Exception as error:
-        raise Unfit(f"is no state of torch's generator ({error})") from None
-
-
-def _device_state(value: Any) -> None:
-    if not isinstance(value, Tensor) or value.dtype != torch.uint8 or value.ndim != 1:
-        raise Unfit("is no state of a device's generator")
-
-
-def _growth(value: Any) -> None:
-    finite(value)
-    if value <= 1:
-        raise Unfit(f"must be above 1, but is {value}")
-
-
-def _backoff(value: Any) -> None:
-    positive(value)
-    if value >= 1:
-        raise Unfit(f"must be below 1, but is {value}")
-
+torch_state = _state_of("torch's", lambda value: torch.Generator().set_state(value))
 
 STREAMS: dict[str, Check] = {
-    "python": _python_state,
-    "numpy": maybe(_numpy_state),
+    "python": _state_of("Python's", lambda value: random.Random().setstate(value)),
+    "numpy": maybe(_state_of("NumPy's", _take_numpy)),
     "torch": torch_state,
-    "device": maybe(_device_state),
+    "device": maybe(
+        must_be(
+            "a state of a device's generator",
+            lambda v: isinstance(v, Tensor) and v.dtype == torch.uint8 and v.ndim == 1,
+        )
+    ),
 }
 
 _OF_STREAM = record(
@@ -155,9 +136,9 @@ STREAM = record({"shards": whole, "inside": flag, "state": maybe(_OF_STREAM)})
 
 SCALE = record(
     {
-        "scale": positive,
-        "growth_factor": _growth,
-        "backoff_factor": _backoff,
+        "scale": between(0, math.inf),
+        "growth_factor": between(1, math.inf),
+        "backoff_factor": between(0, 1),
         "growth_interval": whole,
         "_growth_tracker": whole,
     }
@@ -181,7 +162,7 @@ def check_schedule_form(saved: Any, scheduler: Any, *, strict: bool) -> None:
     record(table, optional=() if strict else set(present) - {"last_epoch"})(saved)
     for key in ("base_lrs", "_last_lr"):
         if key in saved and isinstance(present.get(key), list):
-            within(key, row(*[_rate] * len(present[key])), saved[key])
+            within(row(*[_rate] * len(present[key])), saved[key], key)
 
 
 def _loosely(key: str, present: Any) -> Check:
@@ -210,29 +191,28 @@ def check_optimizer_form(
         strict: Whether the same version of torch wrote it, which knows the same keys.
     """
     groups = listed(record({"params": listed(text)}))
-    record({"state": each(each(anything)), "groups": groups})(saved)
+    other = record({"keys": record({}), "state": record({})})
+    form = {"state": each(each(anything)), "groups": groups}
+    form |= {"parts": each(each(each(tensor))), "other": other}
+    record(form, optional={"parts", "other"})(saved)
     names = [name for group in saved["groups"] for name in group["params"]]
     if len(set(names)) != len(names):
         raise Unfit("has one parameter twice", "groups")
-    within("parts", each(each(each(tensor))), saved.get("parts", {}))
-    if "other" in saved:
-        within("other", record({"keys": record({}), "state": record({})}), saved["other"])
     for key in ("state", "parts"):
         unknown = [name for name in saved.get(key, {}) if name not in names]
         if unknown:
             raise Unfit("belongs to no group", key, unknown[0])
     if "training_weights" in saved:
         table = {name: tensor_like(parameters[name]) for name in names if name in parameters}
-        within("training_weights", record(table), saved["training_weights"])
-    of_torch = type(optimizer).__module__.startswith("torch.optim")
-    present = optimizer.param_groups
-    for index, (group, mine) in enumerate(zip(saved["groups"], present, strict=False)):
-        if of_torch:  # what an option of another one may become, only that one knows
-            options = (*optimizer.defaults, "lr")
-            checks = {key: _option(key, value) for key, value in mine.items() if key in options}
-            known = record(checks, optional=() if strict else checks)
-            within("groups", partial(within, index, known), group)
-            _check_states(index, group, optimizer, saved["state"], parameters, strict=strict)
+        within(record(table), saved["training_weights"], "training_weights")
+    if not type(optimizer).__module__.startswith("torch.optim"):
+        return  # what an option or a state of another one may become, only that one knows
+    pairs = zip(saved["groups"], optimizer.param_groups, strict=False)
+    for index, (group, present) in enumerate(pairs):
+        options = (*optimizer.defaults, "lr")
+        checks = {key: _option(key, value) for key, value in present.items() if key in options}
+        within(record(checks, optional=() if strict else checks), group, "groups", index)
+        _check_states(index, group, optimizer, saved["state"], parameters, strict=strict)
 
 
 def _option(key: str, present: Any) -> Check:
@@ -268,12 +248,12 @@ def _check_states(
         expected = made[kind]
         if expected is None:
             return
-        table = {key: _state_of(key, value, parameter) for key, value in expected.items()}
+        table = {key: _made_like(key, value, parameter) for key, value in expected.items()}
         check = record(table, optional=() if strict else table)
-        within("state", partial(within, name, check), state)
+        within(check, state, "state", name)
 
 
-def _state_of(key: str, made: Any, parameter: Tensor) -> Check:
+def _made_like(key: str, made: Any, parameter: Tensor) -> Check:
     if key == "step":
         return _step
     if not isinstance(made, Tensor):
@@ -281,12 +261,6 @@ def _state_of(key: str, made: Any, parameter: Tensor) -> Check:
     if made.shape == (2,) * parameter.ndim:
         return tensor_like(torch.empty(parameter.shape, dtype=made.dtype, device="meta"))
     return tensor
-
-
-def tensor(value: Any) -> None:
-    """A tensor."""
-    if not isinstance(value, Tensor):
-        raise Unfit(f"must be a tensor, but is {value!r:.60}")
 
 
 def _step(value: Any) -> None:
@@ -306,26 +280,24 @@ def _made(
 ) -> dict[str, Any] | None:
     """Return the state that an optimizer makes of one small parameter; None if it cannot."""
     kind: Any = type(optimizer)
-    accepted = inspect.signature(kind).parameters
+    accepted = inspect.signature(kind).parameters.keys() - {"params"}
 
-    def make(options: Mapping[str, Any]) -> Any:
+    def make(options: Mapping[str, Any]) -> dict[str, Any]:
         dummy = nn.Parameter(torch.zeros((2,) * ndim, dtype=dtype, device=device))
-        chosen = {k: v for k, v in options.items() if k in accepted and k != "params"}
+        dummy.grad = torch.zeros_like(dummy)
+        chosen = {key: value for key, value in options.items() if key in accepted}
         if "lr" in optimizer.defaults:  # schedules make of it what they like
             chosen["lr"] = optimizer.defaults["lr"]
         one = kind([dummy], **chosen)
-        dummy.grad = torch.zeros_like(dummy)
-        return one, dummy
+        with torch.no_grad():
+            one.step()
+        return dict(one.state[dummy])
 
     try:
-        with torch.no_grad():
-            make(optimizer.param_groups[index])[0].step()
+        make(optimizer.param_groups[index])
     except Exception:  # needs more than that, such as sparse gradients
         return None
     try:
-        with torch.no_grad():
-            one, dummy = make(group)
-            one.step()
+        return make(group)
     except Exception as error:
         raise Unfit(f"is refused by `{kind.__name__}`: {error}", "groups", index) from None
-    return dict(one.state[dummy])

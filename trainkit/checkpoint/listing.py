@@ -22,11 +22,7 @@ class Entry:
 
 
 def folders(directory: Path) -> list[Path]:
-    """Return the visible folders in a directory; links are left out.
-
-    Raises:
-        CheckpointError: The directory cannot be read.
-    """
+    """Return the visible folders in a directory; links are left out."""
     try:
         with os.scandir(directory) as found:
             names = [

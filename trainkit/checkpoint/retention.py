@@ -100,11 +100,7 @@ def ranked(entries: Sequence[Entry], best: Best) -> list[Entry]:
 
 
 def rotate(store: CheckpointStore, policy: Retention, more: Set[int] = frozenset()) -> list[Entry]:
-    """Remove what `removable` returns, and return it; call it after a commit, on process 0.
-
-    Raises:
-        CheckpointError: The list of pins is broken, or something cannot be removed.
-    """
+    """Remove what `removable` returns, and return it; call it after a commit, on process 0."""
     entries = removable(store, policy, more)
     for entry in entries:
         store.remove(entry)
@@ -119,9 +115,6 @@ def removable(
     Kept beside what `policy` keeps: `more` steps, what is pinned, the newest one that is valid,
     the newest one that is finite too, the one saved last, and those of other runs. What holds
     weights alone is not taken for the newest where a run can be resumed from another.
-
-    Raises:
-        CheckpointError: The list of pins is broken.
     """
     every = store.checkpoints()
     whole = [entry for entry in every if entry.manifest.is_resumable]

@@ -170,9 +170,6 @@ class Saver:
 
         Every process must call it. A collective, but only while a save is under way: processes
         that learned of a failure at different steps would leave each other waiting.
-
-        Raises:
-            CheckpointError: The save failed.
         """
         if self._job is None:
             return None
@@ -180,11 +177,7 @@ class Saver:
         return None if self._processes.all_reduce(alive, "max").item() else self.wait()
 
     def wait(self) -> Path | None:
-        """Block until the save under way is committed; return its folder, once.
-
-        Raises:
-            CheckpointError: The save failed.
-        """
+        """Block until the save under way is committed; return its folder, once."""
         job, self._job = self._job, None
         if job is None:
             return None

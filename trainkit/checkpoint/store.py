@@ -68,11 +68,7 @@ class CheckpointStore:
         return path
 
     def probe(self) -> None:
-        """Make the directory and try out there all that a save does; call it before training.
-
-        Raises:
-            CheckpointError: The directory cannot be written to; says why.
-        """
+        """Make the directory and try out there all that a save does; call it before training."""
         temporary = self.directory / f"{TEMPORARY}probe-{uuid.uuid4().hex[:12]}"
         renamed = temporary.with_name(f"{temporary.name}-renamed")
         try:
@@ -134,12 +130,7 @@ class CheckpointStore:
             yield checkpoint
 
     def open(self, path: Path) -> Checkpoint:
-        """Return a checkpoint after every byte of it was verified.
-
-        Raises:
-            CheckpointCorrupt: Something is broken; names the file and says why.
-            CheckpointError: A newer version of the format.
-        """
+        """Return a checkpoint after every byte of it was verified."""
         checkpoint = self.open_unverified(path)
         checkpoint.verify_rest()
         return checkpoint
@@ -149,19 +140,11 @@ class CheckpointStore:
 
         For whoever reads all of it at once, which verifies what is read: it saves reading it
         twice. The rest is verified by `Checkpoint.verify_rest`.
-
-        Raises:
-            CheckpointCorrupt: Something is missing, added or cut; names the file.
-            CheckpointError: A newer version of the format.
         """
         return Checkpoint(Path(path), check_sizes(Path(path)))
 
     def clean(self) -> None:
-        """Remove what interrupted saves and removals left; the caller holds the run's lock.
-
-        Raises:
-            CheckpointError: Something cannot be removed.
-        """
+        """Remove what interrupted saves and removals left; the caller holds the run's lock."""
         try:
             names = os.listdir(self.directory)
         except FileNotFoundError:
@@ -171,11 +154,7 @@ class CheckpointStore:
                 _removing(self.directory / name, files.remove_tree)
 
     def remove(self, entry: Entry) -> None:
-        """Remove a checkpoint; links are not followed.
-
-        Raises:
-            CheckpointError: It is not a folder in this directory, or cannot be removed.
-        """
+        """Remove a checkpoint; links are not followed."""
         path = entry.path
         if path.parent != self.directory or path.is_symlink() or not path.is_dir():
             raise CheckpointError(
@@ -184,19 +163,11 @@ class CheckpointStore:
         _removing(path, throw_away)
 
     def pinned(self) -> frozenset[int]:
-        """Return the steps that rotation never removes.
-
-        Raises:
-            CheckpointError: `pins.json` is broken.
-        """
+        """Return the steps that rotation never removes."""
         return _read_pins(self.directory)
 
     def pin(self, step: int) -> None:
-        """Let rotation never remove a step.
-
-        Raises:
-            CheckpointError: There is no checkpoint of that step, or `pins.json` fails.
-        """
+        """Let rotation never remove a step."""
         steps = [entry.step for entry in self.checkpoints()]
         if step not in steps:
             raise CheckpointError(
@@ -206,11 +177,7 @@ class CheckpointStore:
         _write_pins(self.directory, self.pinned() | {step})
 
     def unpin(self, step: int) -> None:
-        """Let rotation decide on a step again.
-
-        Raises:
-            CheckpointError: `pins.json` fails.
-        """
+        """Let rotation decide on a step again."""
         _write_pins(self.directory, self.pinned() - {step})
 
 
@@ -226,11 +193,7 @@ def _removing(path: Path, remove: Callable[[Path], None]) -> None:
 
 
 def _read_pins(directory: Path) -> frozenset[int]:
-    """Return the pinned steps; none where there is no file.
-
-    Raises:
-        CheckpointError: The file is broken, so nobody knows what must stay.
-    """
+    """Return the pinned steps; none where there is no file."""
     path = directory / PINS
     if not path.exists() and not path.is_symlink():
         return frozenset()
@@ -251,11 +214,7 @@ def _read_pins(directory: Path) -> frozenset[int]:
 
 
 def _write_pins(directory: Path, steps: Iterable[int]) -> None:
-    """Replace the pinned steps, so that a power cut leaves the old ones or the new ones.
-
-    Raises:
-        CheckpointError: It failed; the old ones stay.
-    """
+    """Replace the pinned steps, so that a power cut leaves the old ones or the new ones."""
     temporary = directory / f"{TEMPORARY}pins-{uuid.uuid4().hex[:12]}"
     content = strict_json.dump({"pinned": sorted(steps)}) + b"\n"
     try:

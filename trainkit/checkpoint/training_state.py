@@ -56,9 +56,6 @@ def parts_of_rank(
         parts: What all have alike, or hold together; process 0 writes it, all write their shards.
         own: What this process has for itself, which becomes a part of its own; None: no part.
         sharded: Whether there are tensors of which each process holds a shard.
-
-    Raises:
-        CheckpointError: The sharded tensors are not the same on all processes.
     """
     mine = {} if own is None else {process_part(processes.rank): own}
     if sharded:

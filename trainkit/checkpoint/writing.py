@@ -48,11 +48,7 @@ class PlannedFile:
 
 
 def plan(parts: Mapping[str, Any]) -> list[PlannedFile]:
-    """Return the files of some parts; tensors are copied when they are written, not before.
-
-    Raises:
-        CheckpointError: A name is not allowed, or a state has no form; names its path.
-    """
+    """Return the files of some parts; tensors are copied when they are written, not before."""
     planned = []
     for name, state in parts.items():
         why = why_refused(name)
@@ -116,11 +112,7 @@ def pack(contents: Mapping[str, bytes]) -> tuple[PlannedFile, dict[str, FileInfo
 
 
 def check_unique(names: Iterable[Iterable[str]]) -> None:
-    """Check the names of the files of each process.
-
-    Raises:
-        CheckpointError: Two have one name, or names that differ only in case.
-    """
+    """Check the names of the files of each process."""
     owners: dict[str, int] = {}
     for rank, mine in enumerate(names):
         for name in mine:

@@ -1,6 +1,7 @@
 """Whether a run can take what was read from a checkpoint: looked at before any of it is applied."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -9,14 +10,17 @@ from trainkit.checkpoint import Checkpoint
 from trainkit.checkpoint.format.names import process_part
 from trainkit.checkpoint.format.value_checks import (
     Unfit,
+    anything,
     each,
     flag,
     listed,
     maybe,
+    must_be,
     number,
     one_of,
     record,
     row,
+    tensor,
     text,
     whole,
     within,
@@ -25,12 +29,10 @@ from trainkit.checkpoint.forms import (
     SCALE,
     STREAM,
     STREAMS,
-    anything,
     blaming,
     check_optimizer_form,
     check_schedule_form,
     refuse,
-    tensor,
 )
 from trainkit.checkpoint.training_state import check_rank_parts, same_torch
 from trainkit.errors import CheckpointError
@@ -41,16 +43,6 @@ from trainkit.training.run import Run
 from trainkit.training.state import TrainState
 
 __all__ = ["check_metadata", "check_model_form", "check_parts", "check_states"]
-
-
-def _integer(value: Any) -> None:
-    if type(value) is not int:
-        raise Unfit(f"must be a whole number, but is {value!r:.60}")
-
-
-def _after_nothing(value: Any) -> None:
-    if value != -1 or type(value) is not int:
-        whole(value)
 
 
 _METADATA = record(
@@ -71,7 +63,7 @@ _METADATA = record(
                 "precision": text,
                 "data set length": maybe(whole),
                 "global batch": maybe(whole),
-                "seed": _integer,
+                "seed": must_be("a whole number", lambda v: type(v) is int),
                 "training loaders": maybe(text),
             },
             # Older ones have none.
@@ -99,7 +91,9 @@ _TRAINER = record(
         "metrics": each(number),
         "best_metrics": each(number),
         "last_logged_step": whole,
-        "last_evaluated_attempt": _after_nothing,
+        "last_evaluated_attempt": must_be(
+            "a whole number from -1 on", lambda v: type(v) is int and v >= -1
+        ),
         "callbacks": each(anything),
         "objects": each(anything),
         "optimizer_states": whole,
@@ -123,12 +117,7 @@ _PROCESS = record(
 
 
 def check_metadata(checkpoint: Checkpoint) -> None:
-    """Check the manifest, and that the parts are there that every checkpoint of a run has.
-
-    Raises:
-        CheckpointCorrupt: It is not what a run writes; names file and key.
-        CheckpointError: It holds weights alone.
-    """
+    """Check the manifest, and that the parts are there that every checkpoint of a run has."""
     if not checkpoint.manifest.is_resumable:
         raise CheckpointError(
             f"`{checkpoint.path}` holds the weights alone, without optimizer and counters: no "
@@ -141,7 +130,7 @@ def check_metadata(checkpoint: Checkpoint) -> None:
         missing = [name for name in ("model", "optimizer", "trainer") if name not in names]
         if missing:
             raise Unfit(f"has no part {missing[0]!r}", "files")
-        within("metadata", _METADATA, checkpoint.manifest.metadata)
+        within(_METADATA, checkpoint.manifest.metadata, "metadata")
     check_rank_parts(checkpoint)
 
 
@@ -153,11 +142,7 @@ def check_parts(
     trainer: Any,
     ranks: Mapping[int, Any],
 ) -> None:
-    """Check all that a run takes by itself.
-
-    Raises:
-        CheckpointCorrupt: Something is not what a run writes; names file and key.
-    """
+    """Check all that a run takes by itself."""
     with blaming(checkpoint, "trainer"):
         _check_trainer(run, checkpoint, trainer)
     told = checkpoint.manifest.metadata["fingerprint"]
@@ -182,79 +167,53 @@ def check_parts(
 
 
 def _check_trainer(run: Run, checkpoint: Checkpoint, trainer: Any) -> None:
+    """Check counters, also against the manifest and each other, and the states of plug-ins."""
     _TRAINER(trainer)
-    counters = trainer["counters"]
-    limits = {
-        "consecutive_skips": counters["skipped_steps"],
-        "epoch_samples": counters["samples_seen"],
-    }
-    for name, limit in limits.items():
-        if counters[name] > limit:
-            raise Unfit(f"is {counters[name]}, more than {limit} can be", "counters", name)
-    _check_told(run, checkpoint, trainer)
-    _check_plugins(run, checkpoint, trainer)
-
-
-def _check_told(run: Run, checkpoint: Checkpoint, trainer: Any) -> None:
-    """Compare the counters with the manifest and with each other."""
     counters, manifest = trainer["counters"], checkpoint.manifest
-    attempts = counters["step"] + counters["skipped_steps"]
-    told = {"step": manifest.step, "epoch": manifest.metadata["epoch"]}
-    for name, value in told.items():
+    told, fingerprint = manifest.metadata, manifest.metadata["fingerprint"]
+    for name, value in {"step": manifest.step, "epoch": told["epoch"]}.items():
         if counters[name] != value:
             raise Unfit(f"is {counters[name]}, but {value} in the manifest", "counters", name)
-    for name, limit in (
-        ("last_logged_step", counters["step"]),
-        ("last_evaluated_attempt", attempts),
+    attempts, position = counters["step"] + counters["skipped_steps"], counters["epoch_samples"]
+    for value, limit, *keys in (
+        (counters["consecutive_skips"], counters["skipped_steps"], "counters", "consecutive_skips"),
+        (position, counters["samples_seen"], "counters", "epoch_samples"),
+        (trainer["last_logged_step"], counters["step"], "last_logged_step"),
+        (trainer["last_evaluated_attempt"], attempts, "last_evaluated_attempt"),
     ):
-        if trainer[name] > limit:
-            raise Unfit(f"is {trainer[name]}, more than {limit} can be", name)
-    _check_position(run, counters, manifest.metadata["fingerprint"])
+        if value > limit:
+            raise Unfit(f"is {value}, more than {limit} can be", *keys)
+    length, batch = fingerprint["data set length"], fingerprint["global batch"]
+    if run.train_loader.order_facts().get("data") == "map-style" and length and batch:
+        ends = position >= length and not counters["epoch"]  # later ones may grow
+        if position % batch or ends:
+            why = f"is {position}, where no step of {batch} of {length} samples begins"
+            raise Unfit(why, "counters", "epoch_samples")
+    _check_plugins(run, trainer, fingerprint, strict=same_torch(checkpoint))
 
 
-def _check_plugins(run: Run, checkpoint: Checkpoint, trainer: Any) -> None:
+def _check_plugins(
+    run: Run, trainer: Mapping[str, Any], fingerprint: Mapping[str, Any], *, strict: bool
+) -> None:
     """Check the states of the scheduler and of the precision."""
-    manifest = checkpoint.manifest
-    scheduler, saved = run.lr_schedule, trainer["lr_scheduler"]
-    named = manifest.metadata["fingerprint"]["scheduler"]
+    scheduler, saved, named = run.lr_schedule, trainer["lr_scheduler"], fingerprint["scheduler"]
     if (saved is None) != (named is None):
         raise Unfit(f"must be that of {named}", "lr_scheduler")
     if scheduler is not None and scheduler.kind == named:
-        strict = same_torch(checkpoint)
-        within(
-            "lr_scheduler",
-            lambda value: check_schedule_form(value, scheduler.scheduler, strict=strict),
-            saved,
-        )
-    if isinstance(run.precision, FP16) and manifest.metadata["fingerprint"]["precision"] == "fp16":
+        check = partial(check_schedule_form, scheduler=scheduler.scheduler, strict=strict)
+        within(check, saved, "lr_scheduler")
+    if isinstance(run.precision, FP16) and fingerprint["precision"] == "fp16":
         scale = SCALE
-    elif not run.precision.state_dict():
-        scale = record({}, closed=True)
     else:
-        scale = anything
-    within("precision", scale, trainer["precision"])
-    if run.optimizers and described(run.optimizer) == manifest.metadata["fingerprint"]["optimizer"]:
+        scale = anything if run.precision.state_dict() else record({}, closed=True)
+    within(scale, trainer["precision"], "precision")
+    if run.optimizers and described(run.optimizer) == fingerprint["optimizer"]:
         by_name = record(dict.fromkeys(run.optimizers, record({"precision": scale})), closed=True)
         record({"optimizers": record({"by_name": by_name})})(trainer)
 
 
-def _check_position(run: Run, counters: Mapping[str, int], told: Mapping[str, Any]) -> None:
-    position = counters["epoch_samples"]
-    length, batch = told["data set length"], told["global batch"]
-    if run.train_loader.order_facts().get("data") != "map-style" or not length or not batch:
-        return
-    if position % batch or (position >= length and not counters["epoch"]):  # later ones may grow
-        why = f"is {position}, where no step of {batch} of {length} samples begins"
-        raise Unfit(why, "counters", "epoch_samples")
-
-
 def check_model_form(checkpoint: Checkpoint, part: str, saved: Any, module: nn.Module) -> None:
-    """Check that a part holds tensors of the dtypes of a model, where that has tensors.
-
-    Raises:
-        CheckpointCorrupt: There is something else.
-        CheckpointError: They have other dtypes.
-    """
+    """Check that a part holds tensors of the dtypes of a model, where that has tensors."""
     state = {name: v for name, v in module.state_dict().items() if isinstance(v, Tensor)}
     with blaming(checkpoint, part):
         record({})(saved)
@@ -270,11 +229,7 @@ def check_states(
     checkpoint: Checkpoint,
     states: Mapping[str, Mapping[str, Any]],
 ) -> None:
-    """Let callbacks and registered objects look at their states, by `check_state_dict`.
-
-    Raises:
-        CheckpointError: One cannot take its state; names it.
-    """
+    """Let callbacks and registered objects look at their states, by `check_state_dict`."""
     for kind in owners:
         for name, state in states[kind].items():
             check = getattr(owners[kind][name], "check_state_dict", None)

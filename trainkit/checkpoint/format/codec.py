@@ -58,9 +58,6 @@ def encode(state: Any, path: str) -> Encoded:
 
     Args:
         path: Names `state` in errors.
-
-    Raises:
-        CheckpointError: Something in `state` has no form; the message names its path.
     """
     encoder = _Encoder(path)
     tree = encoder.put(state)
@@ -80,11 +77,7 @@ def is_plain(tree: Any) -> bool:
 
 
 def encode_inline(state: Any, path: str) -> Any:
-    """Return `state` in JSON's own types alone.
-
-    Raises:
-        CheckpointError: Something in `state` has no form, or is a tensor or an array.
-    """
+    """Return `state` in JSON's own types alone."""
     return _Encoder(path, inline=True).put(state)
 
 
@@ -93,9 +86,6 @@ def check_encodable(state: Any, path: str) -> None:
 
     Args:
         path: Names `state` in errors, such as `callbacks.MyCallback`.
-
-    Raises:
-        CheckpointError: Something in `state` has no form; the message names its path.
     """
     encode(state, path)
 

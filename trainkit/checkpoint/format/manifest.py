@@ -109,11 +109,7 @@ class Manifest:
         return found
 
     def encode(self) -> bytes:
-        """Return the content of `manifest.json`.
-
-        Raises:
-            CheckpointError: Something in `metadata` has no form in JSON, or it is too large.
-        """
+        """Return the content of `manifest.json`."""
         body = {
             "format_version": self.format_version,
             "step": self.step,
@@ -139,10 +135,6 @@ class Manifest:
 
         Args:
             path: The checkpoint's folder, for errors.
-
-        Raises:
-            CheckpointCorrupt: It is not what `encode` returned.
-            CheckpointError: A newer version of the format.
         """
         rest = content[_HEAD_SIZE:]
         head = _HEAD + xxh3_128_hexdigest(rest).encode() + b'",\n'
@@ -160,12 +152,7 @@ class Manifest:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Return the manifest of the checkpoint in the folder `path`; nothing else is checked.
-
-    Raises:
-        CheckpointCorrupt: There is none, or it is broken.
-        CheckpointError: A newer version of the format.
-    """
+    """Return the manifest of the checkpoint in the folder `path`; nothing else is checked."""
     with open_directory(path) as directory:
         return read_manifest_in(directory, path)
 
@@ -184,11 +171,7 @@ def read_manifest_in(directory: int, path: Path) -> Manifest:
 
 @contextmanager
 def open_listed(directory: int, name: str, path: Path, info: FileInfo) -> Iterator[HashedFile]:
-    """Open a file of a checkpoint as `open_file` does, by what the manifest says of it.
-
-    Raises:
-        CheckpointCorrupt: Also where it has another number of bytes.
-    """
+    """Open a file of a checkpoint as `open_file` does, by what the manifest says of it."""
     with open_file(directory, info.pack or name, path) as file:
         if info.pack is not None:
             file.narrow(name, info.begin, info.bytes)

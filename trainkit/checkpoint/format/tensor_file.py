@@ -119,11 +119,9 @@ def _file_order(pieces: Mapping[str, Piece]) -> list[str]:
 
 
 def read_header(file: HashedFile) -> Header:
-    """Read and check the header of a file from its beginning.
+    """Read the header of a file from its beginning, and check it.
 
-    Raises:
-        CheckpointCorrupt: The file is not what the format allows: every byte after the header
-            belongs to exactly one tensor, and each tensor has as many as its shape needs.
+    Every byte after it belongs to exactly one tensor, and each has as many as its shape needs.
     """
     if file.size < 8:
         raise file.broken(f"{file.size} bytes are too few for a safetensors file")

@@ -165,11 +165,7 @@ class Sharing:
         return node
 
     def settle(self, pieces: dict[str, Piece], path: str) -> None:
-        """Turn tensors that lie inside another one into views of it, and drop their pieces.
-
-        Raises:
-            CheckpointError: Two overlap, and neither contains the other.
-        """
+        """Turn tensors that lie inside another one into views of it, and drop their pieces."""
         storages: dict[tuple[str, int], list[_Seen]] = {}
         for seen in self._seen.values():
             storages.setdefault(seen.memory.storage, []).append(seen)

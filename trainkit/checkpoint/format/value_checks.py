@@ -9,17 +9,20 @@ from torch import Tensor
 __all__ = [
     "Check",
     "Unfit",
+    "anything",
+    "between",
     "each",
     "finite",
     "flag",
     "like",
     "listed",
     "maybe",
+    "must_be",
     "number",
     "one_of",
-    "positive",
     "record",
     "row",
+    "tensor",
     "tensor_like",
     "text",
     "whole",
@@ -47,22 +50,22 @@ class Unfit(ValueError):
         self.keys = keys
 
 
-def within(key: Any, check: Check, value: Any) -> None:
-    """Check what stands under a key; an error names the key."""
+def within(check: Check, value: Any, *keys: Any) -> None:
+    """Check what stands under some keys, which an error names."""
     try:
         check(value)
     except Unfit as error:
-        raise Unfit(error.why, key, *error.keys) from None
+        raise Unfit(error.why, *keys, *error.keys) from None
 
 
-def _must(holds: bool, what: str, value: Any) -> None:
-    if not holds:
-        raise Unfit(f"must be {what}, but is {_shown(value)}")
+def must_be(what: str, holds: Callable[[Any], bool]) -> Check:
+    """A value of which `holds` is true; `what` says in errors what that is."""
 
+    def check(value: Any) -> None:
+        if not holds(value):
+            raise Unfit(f"must be {what}, but is {_shown(value)}")
 
-def whole(value: Any) -> None:
-    """A whole number from 0 on."""
-    _must(type(value) is int and 0 <= value < _MOST, "a whole number from 0 on", value)
+    return check
 
 
 def _is_number(value: Any) -> bool:
@@ -70,39 +73,28 @@ def _is_number(value: Any) -> bool:
     return type(value) is float or (type(value) is int and abs(value) <= _MOST)
 
 
-def number(value: Any) -> None:
-    """A number, also NaN or infinite."""
-    _must(_is_number(value), "a number", value)
+def anything(value: Any) -> None:
+    """Whatever its owner makes of it."""
 
 
-def finite(value: Any) -> None:
-    """A finite number."""
-    _must(_is_number(value) and math.isfinite(value), "a finite number", value)
+whole = must_be("a whole number from 0 on", lambda v: type(v) is int and 0 <= v < _MOST)
+number = must_be("a number", _is_number)  # also NaN or infinite
+finite = must_be("a finite number", lambda v: _is_number(v) and math.isfinite(v))
+flag = must_be("true or false", lambda v: type(v) is bool)
+text = must_be("a text", lambda v: type(v) is str)
+tensor = must_be("a tensor", lambda v: isinstance(v, Tensor))
+_mapping = must_be("a dict", lambda v: isinstance(v, Mapping))
+_sequence = must_be("a list", lambda v: isinstance(v, list | tuple))
 
 
-def positive(value: Any) -> None:
-    """A finite number above 0."""
-    finite(value)
-    _must(value > 0, "above 0", value)
-
-
-def flag(value: Any) -> None:
-    """True or False."""
-    _must(type(value) is bool, "true or false", value)
-
-
-def text(value: Any) -> None:
-    """A text."""
-    _must(type(value) is str, "a text", value)
+def between(low: float, high: float) -> Check:
+    """A number between two others, and neither of them."""
+    return must_be(f"between {low} and {high}", lambda v: _is_number(v) and low < v < high)
 
 
 def one_of(*allowed: Any) -> Check:
     """One of some values."""
-
-    def check(value: Any) -> None:
-        _must(any(type(value) is type(a) and value == a for a in allowed), f"in {allowed}", value)
-
-    return check
+    return must_be(f"in {allowed}", lambda v: any(type(v) is type(a) and v == a for a in allowed))
 
 
 def maybe(inner: Check) -> Check:
@@ -121,10 +113,10 @@ def record(
     """A dict with these keys; others are ignored unless `closed`."""
 
     def check(value: Any) -> None:
-        _must(isinstance(value, Mapping), "a dict", value)
+        _mapping(value)
         for key, inner in table.items():
             if key in value:
-                within(key, inner, value[key])
+                within(inner, value[key], key)
             elif key not in optional:
                 raise Unfit(f"lacks the key {key!r}")
         extra = [key for key in value if key not in table]
@@ -138,10 +130,10 @@ def each(inner: Check) -> Check:
     """A dict from texts to what `inner` says."""
 
     def check(value: Any) -> None:
-        _must(isinstance(value, Mapping), "a dict", value)
+        _mapping(value)
         for key, item in value.items():
             text(key)
-            within(key, inner, item)
+            within(inner, item, key)
 
     return check
 
@@ -150,21 +142,22 @@ def listed(inner: Check) -> Check:
     """A list, or a tuple, of what `inner` says."""
 
     def check(value: Any) -> None:
-        _must(isinstance(value, list | tuple), "a list", value)
+        _sequence(value)
         for index, item in enumerate(value):
-            within(index, inner, item)
+            within(inner, item, index)
 
     return check
 
 
 def row(*inner: Check) -> Check:
-    """A tuple of as many values, each of its own kind."""
+    """A list, or a tuple, of as many values, each of its own kind."""
 
     def check(value: Any) -> None:
-        is_row = isinstance(value, list | tuple) and len(value) == len(inner)
-        _must(is_row, f"a row of {len(inner)} values", value)
+        _sequence(value)
+        if len(value) != len(inner):
+            raise Unfit(f"must have {len(inner)} values, but has {len(value)}")
         for index, (one, item) in enumerate(zip(inner, value, strict=True)):
-            within(index, one, item)
+            within(one, item, index)
 
     return check
 
@@ -181,39 +174,30 @@ def like(present: Any) -> Check:
     if isinstance(present, bool):
         return flag
     if isinstance(present, int | float):
-        return _scalar
+        return must_be("a number", _is_scalar)
     if isinstance(present, Tensor):
         return tensor_like(present)
     if isinstance(present, str):
         return text
-    return _anything
+    return must_be("no dict", lambda v: not isinstance(v, Mapping))
 
 
 def tensor_like(present: Tensor) -> Check:
     """A tensor of the same shape and type; a number where it has one element."""
+    dtype, shape = present.dtype, present.shape
 
-    def check(value: Any) -> None:
-        if present.numel() == 1 and not isinstance(value, Tensor):
-            _scalar(value)
-            return
-        wanted = f"a tensor of {present.dtype} with the shape {list(present.shape)}"
-        same = isinstance(value, Tensor) and (value.dtype, value.shape) == (
-            present.dtype,
-            present.shape,
-        )
-        _must(same, wanted, value)
+    def holds(value: Any) -> bool:
+        if isinstance(value, Tensor):
+            return (value.dtype, value.shape) == (dtype, shape)
+        return present.numel() == 1 and _is_number(value)
 
-    return check
+    return must_be(f"a tensor of {dtype} with the shape {list(shape)}", holds)
 
 
-def _scalar(value: Any) -> None:
-    if isinstance(value, Tensor) and value.numel() == 1 and not value.dtype.is_complex:
-        return
-    number(value)
-
-
-def _anything(value: Any) -> None:
-    _must(not isinstance(value, Mapping), "no dict", value)
+def _is_scalar(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and not value.dtype.is_complex
+    return _is_number(value)
 
 
 def _shown(value: Any) -> str:

@@ -24,11 +24,7 @@ def broken(path: Path, file: str, why: str, errno: int | None = None) -> Checkpo
 
 @contextmanager
 def open_directory(path: Path) -> Iterator[int]:
-    """Open the folder `path`, which must not be a link; close it at the end.
-
-    Raises:
-        CheckpointCorrupt: It is missing, a link, or no folder.
-    """
+    """Open the folder `path`, which must not be a link; close it at the end."""
     try:
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor = os.open(path, flags)
@@ -58,10 +54,6 @@ def open_file(directory: int, name: str, path: Path) -> Iterator["HashedFile"]:
 
     Args:
         path: The folder's path, for errors.
-
-    Raises:
-        CheckpointCorrupt: The file is missing, a link, a pipe or a device, or cannot be read,
-            also where that shows while the caller reads.
     """
     descriptor = -1
     try:
@@ -112,11 +104,7 @@ class HashedFile:
         return bytes(data)
 
     def read_into(self, target: memoryview) -> None:
-        """Fill `target` with the next bytes, and hash them while the disk brings those after them.
-
-        Raises:
-            CheckpointCorrupt: The file ends before.
-        """
+        """Fill `target` with the next bytes, hashing them while the disk brings more."""
         for begin in range(0, len(target), _CHUNK):
             chunk = target[begin : begin + _CHUNK]
             if self._asked < self._place + _AHEAD < self.size:
@@ -132,11 +120,7 @@ class HashedFile:
         self._asked += _AHEAD
 
     def read_at(self, begin: int, target: memoryview) -> None:
-        """Fill `target` with the bytes from `begin` on, without hashing them.
-
-        Raises:
-            CheckpointCorrupt: The file ends before.
-        """
+        """Fill `target` with the bytes from `begin` on, without hashing them."""
         left = target
         while left:
             place = self._begin + begin + len(target) - len(left)

@@ -30,9 +30,6 @@ def split(parts: Mapping[str, Any], rank: int) -> tuple[dict[str, Any], str]:
     Args:
         parts: The state by name of the part; alike on all processes.
         rank: Which process this is.
-
-    Raises:
-        CheckpointError: A tensor is placed, or of a type, that has no form in a file.
     """
     digest = xxh3_128()
     mine: dict[str, Any] = {}
@@ -47,11 +44,7 @@ def split(parts: Mapping[str, Any], rank: int) -> tuple[dict[str, Any], str]:
 
 
 def split_alike(processes: Processes, parts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what `split` does, after all processes have found the same sharded tensors.
-
-    Raises:
-        CheckpointError: They have not, or it failed on one; on all processes.
-    """
+    """Return what `split` does, after all processes have found the same sharded tensors."""
     mine, digest = run_on_all(processes, lambda: split(parts, processes.rank))
     if not are_alike(processes, number_of(digest)):
         raise CheckpointError(

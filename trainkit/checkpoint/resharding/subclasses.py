@@ -47,9 +47,6 @@ def put_parts(
         optimizer: Has the rest of its state.
         saved: What `take_parts` returned.
         parameters: By the names in it.
-
-    Raises:
-        CheckpointError: The optimizer makes others than were saved.
     """
     for name, values in saved.get(_KEY, {}).items():
         owner_of = getattr(optimizer, "owner_of", lambda _: optimizer)  # where there are several

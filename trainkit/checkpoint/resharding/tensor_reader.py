@@ -51,11 +51,7 @@ class TensorReader:
         self._left_out = left_out
 
     def header(self, part: str) -> Header:
-        """Return what the tensor file of a part says of itself.
-
-        Raises:
-            CheckpointCorrupt: There is no such file, or its header is wrong.
-        """
+        """Return what the tensor file of a part says of itself."""
         if part not in self._headers:
             self._check_is_listed(part)
             name = part + TENSOR_SUFFIX
@@ -64,11 +60,7 @@ class TensorReader:
         return self._headers[part]
 
     def read_whole(self, name: str) -> bytes:
-        """Return the content of a file after it was hashed.
-
-        Raises:
-            CheckpointCorrupt: It has changed.
-        """
+        """Return the content of a file after it was hashed."""
         with self._open(name) as file:
             content = file.read(file.size)
             file.check_digest(self._files[name].xxh3_128)
@@ -88,9 +80,6 @@ class TensorReader:
         """Compare a region of a tensor with the headers of the files that hold it.
 
         Without it, nothing says that a tensor is no larger than its files.
-
-        Raises:
-            CheckpointCorrupt: A shard is missing, or is not what it should be; names the file.
         """
         for part, shard in stored.shards:
             self._check_is_listed(part)
@@ -111,9 +100,6 @@ class TensorReader:
             hashed: Read each file that is needed to its end, and compare its digest with the
                 manifest: what fills the memory is what was hashed. Else, and of files that are
                 left to other processes, only what is needed.
-
-        Raises:
-            CheckpointCorrupt: A file has changed, or does not fit its header or the tensor.
         """
         stretches: dict[str, list[_Stretch]] = {}
         for stored, region, target in jobs:
