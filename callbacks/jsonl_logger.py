@@ -62,7 +62,7 @@ class JSONLLogger(FileLogger):
     def on_evaluation_end(self, run: Run, metrics: Scalars) -> None:
         super().on_evaluation_end(run, metrics)
         if self._events is not None:
-            self._events.evaluated(metrics, run.evaluation.higher_is_better)
+            self._events.evaluated(metrics)
 
     @override
     def on_checkpoint_saved(self, run: Run, path: Path) -> None:

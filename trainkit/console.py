@@ -3,16 +3,19 @@
 import atexit
 import errno
 import os
+import shutil
 import sys
+import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
 from typing import Any
 
 from trainkit.formatting import visible
 
-__all__ = ["lasting", "lost", "print_table", "put", "visibly"]
+__all__ = ["lasting", "lost", "print_table", "print_text", "put", "visibly"]
 
 _NAMES = ("stdout", "stderr")
+_INDENT = 2
 _lost: dict[str, str] = {}
 
 
@@ -179,17 +182,51 @@ atexit.register(_finish)
 
 
 def print_table(titles: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Print rows under titles, each column as wide as it needs; a column of numbers is right."""
+    """Print rows under titles, each column as wide as it needs; a column of numbers is right.
+
+    Columns that the terminal has no room for go on in lines of their own below, and no value is
+    torn unless it is wider than the terminal.
+    """
     cells = [[_plain(cell) for cell in row] for row in rows]
     columns = list(zip(titles, *cells, strict=True))
     widths = [max(len(cell) for cell in column) for column in columns]
     numeric = [bool(cells) and all(_is_number(cell) for cell in column[1:]) for column in columns]
+    most = _terminal_columns()
+    lines, taken = [[0]], widths[0]  # the columns of each line
+    for index, width in enumerate(widths[1:], 1):
+        taken += 2 + width
+        if taken > most:
+            lines.append([])
+            taken = _INDENT + width
+        lines[-1].append(index)
     for row in ([*titles], *cells):
-        parts = [
-            cell.rjust(width) if is_number else cell.ljust(width)
-            for cell, width, is_number in zip(row, widths, numeric, strict=True)
-        ]
-        print("  ".join(parts).rstrip())
+        for number, line in enumerate(lines):
+            parts = [
+                row[index].rjust(widths[index])
+                if numeric[index]
+                else row[index].ljust(widths[index])
+                for index in line
+            ]
+            text = "  ".join(parts).rstrip()
+            print_text([" " * _INDENT * (number > 0) + text] if text else [])
+
+
+def print_text(lines: Iterable[str]) -> None:
+    """Print lines, in a terminal broken between words; what is indented stays so."""
+    most = _terminal_columns()
+    for line in lines:
+        if len(line) <= most:
+            print(line)
+            continue
+        indent = " " * (len(line) - len(line.lstrip()) + _INDENT)
+        wrapped = textwrap.wrap(
+            line, most, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+        )
+        print("\n".join(wrapped))
+
+
+def _terminal_columns() -> int:
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
 
 
 def _plain(cell: object) -> str:

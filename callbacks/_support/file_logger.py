@@ -156,8 +156,10 @@ class EventLog:
             self._before = self._before | {kind: self._file.size()}
         self._file.write(json.dumps(json_value(entry | values), allow_nan=False))
 
-    def evaluated(self, metrics: Mapping[str, float], higher_is_better: Mapping[str, bool]) -> None:
+    def evaluated(self, metrics: Mapping[str, float]) -> None:
         """Add the line of an evaluation; of NaN nothing is the best."""
+        evaluation = self._run.evaluation
+        higher_is_better, chosen = evaluation.ends(), evaluation.keep_best
         for name, is_higher in higher_is_better.items():
             if math.isnan(value := metrics.get(name, math.nan)):
                 continue
@@ -165,7 +167,7 @@ class EventLog:
             if value > best if is_higher else value < best:
                 self._best[name] = value, self._run.state.step
         known = {"metrics": metrics, "best": self._best, "higher_is_better": higher_is_better}
-        self.write("evaluation", **known)
+        self.write("evaluation", **known, **({} if chosen is None else {"keep_best": chosen[0]}))
 
     def close(self) -> None:
         """Close the file."""

@@ -11,13 +11,19 @@ from socket import gethostname
 from typing import Any
 
 import pytest
+import torch
 
 from tests.cli.test_checkpoint import NO_TORCH, ROOT
 from tests.helpers.toys import fit, make_trainer
 from tests.report.logs import event, line, write_run
 from trainkit import Callback, Run, StepResult
 from trainkit.callbacks import Checkpoint, EarlyStopping, Evaluation, JSONLLogger
+from trainkit.checkpoint.format.names import CHECKPOINTS
+from trainkit.checkpoint.listing import committed
 from trainkit.cli.main import main
+from trainkit.inspect.report.records import read_runs
+from trainkit.inspect.report.sweep import metrics
+from trainkit.metrics import FunctionMetric
 
 
 def _ls(*arguments: object) -> int:
@@ -112,6 +118,34 @@ def test_the_best_comes_first_whichever_end_is_better(
     assert lines[0].split()[2:] == titles
     assert lines[1].split()[1:6] == ["finished", "1", "0.7", "1", "1"]
     assert lines[1].split()[-1] == "0.01"
+
+
+def distance(predictions: torch.Tensor, references: torch.Tensor) -> float:
+    return float((predictions - references).abs().float().mean())
+
+
+@pytest.mark.parametrize("has_log", [True, False])
+def test_the_best_is_what_keep_best_says(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], has_log: bool
+) -> None:
+    best = Checkpoint(keep_best=("eval/distance", "max"), keep_last=None)
+    callbacks = [Evaluation([FunctionMetric(distance), "accuracy"]), best]
+    result = fit(
+        make_trainer(
+            callbacks=[*callbacks, *[JSONLLogger()] * has_log], output_dir=tmp_path, max_epochs=3
+        )
+    )
+    capsys.readouterr()
+    (found,) = _json(capsys, tmp_path)
+    seen = [entry.manifest.metrics["eval/distance"] for entry in committed(tmp_path / CHECKPOINTS)]
+    assert min(seen) < max(seen) == found["best"]["eval/distance"]["value"]
+    assert found["keep_best"] == "eval/distance"
+    assert result.best_metrics["eval/distance"] == max(seen)
+    _ls(tmp_path)
+    assert capsys.readouterr().out.split()[2] == "eval/distance"
+    if has_log:
+        first = metrics(read_runs([tmp_path]))[0]
+        assert (first["name"], first["is_low"]) == ("eval/distance", False)
 
 
 def test_a_metric_of_unknown_worth_and_hyperparameters_named_like_columns_can_be_sorted_by(

@@ -12,7 +12,7 @@ from trainkit.checkpoint.listing import Entry, broken_folders
 from trainkit.checkpoint.retention import Best, KeepPolicy, best_of, removable, rotate
 from trainkit.checkpoint.store import CheckpointStore
 from trainkit.cli.contents import Contents, TensorSummary, leaves, read_contents
-from trainkit.console import print_table
+from trainkit.console import print_table, print_text
 from trainkit.errors import CheckpointError, ConfigError
 from trainkit.formatting import readable_size
 from trainkit.lock import RunLock
@@ -193,8 +193,9 @@ def _show(options: argparse.Namespace) -> int:
     path = _single(options.ckpt)
     contents = read_contents(path)
     manifest = contents.manifest
-    print(f"{path}: step {manifest.step}, made {manifest.created} by {manifest.world_size}", end="")
-    print(f" process(es) of the run {manifest.run_id!r}, {readable_size(manifest.size)}")
+    made = f"made {manifest.created} by {manifest.world_size} process(es)"
+    of = f"of the run {manifest.run_id!r}, {readable_size(manifest.size)}"
+    print_text([f"{path}: step {manifest.step}, {made} {of}"])
     _print_values("metadata", _metadata(contents))
     rows = [
         (part, name, tensor.dtype, list(tensor.shape), readable_size(tensor.size))

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainkit.console import print_text
 from trainkit.errors import ConfigError
 from trainkit.formatting import count, json_value
 
@@ -47,11 +48,10 @@ def _run(options: argparse.Namespace) -> int:
         known = {"a": str(options.a), "b": str(options.b), **asdict(found), "replay": replayed}
         print(json.dumps(json_value(known), indent=2))
         return int(parts)
-    for name, steps in zip("ab", found.steps, strict=True):
-        print(f"{name.upper()}: {getattr(options, name)}, {count(steps, 'step')}")
-    print("\n".join(_told(found)))
-    if replayed is not None:
-        print(f"Replayed: {replayed}")
+    runs = zip("AB", (options.a, options.b), found.steps, strict=True)
+    lines = [f"{name}: {folder}, {count(steps, 'step')}" for name, folder, steps in runs]
+    lines += _told(found)
+    print_text(lines if replayed is None else [*lines, f"Replayed: {replayed}"])
     return int(parts)
 
 

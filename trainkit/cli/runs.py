@@ -80,6 +80,9 @@ def _of_checkpoints(folder: Path) -> Facts:
     if not told:
         raise ConfigError(f"`{folder}` holds no checkpoint that is complete.")
     run = RunLog(name="", path=folder)
+    match told[-1][1].metadata.get("keep_best"):
+        case [str(name), ("min" | "max") as mode, *_]:
+            run.keep_best, run.higher_is_better[name] = name, mode == "max"
     for step, manifest in told:
         epoch = manifest.metadata.get("epoch")
         run.add_lines([{**manifest.metrics, "step": step, "epoch": epoch}])
@@ -121,7 +124,8 @@ def _print(rows: Sequence[Facts], by: str) -> None:
         found.update(str(_hparams(row).get(name)) for row in rows if row["hparams"])
     differing = [name for name, found in texts.items() if name == by or len(found) > 1]
     metrics = {name for row in rows for name in row["best"]} | {by} - {*_PLAIN, *texts}
-    first = sorted(metrics, key=lambda name: (name != by, name == "eval/loss", name))
+    chosen = {row["keep_best"] for row in rows}
+    first = sorted(metrics, key=lambda n: (n != by, n not in chosen, n == "eval/loss", n))
     names = ["run", "state", *first[:_MOST_METRICS], "step", "seconds", "started", *differing]
     titles = [name.upper() if name in _PLAIN else name for name in names]
     print_table(titles, [[_cell(row, name) for name in names] for row in rows])

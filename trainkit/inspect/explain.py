@@ -56,7 +56,7 @@ class Explanation:
 
     def print(self) -> None:
         """Print it, on the main process."""
-        width = min(100, max(80, shutil.get_terminal_size((96, 24)).columns))
+        width = min(100, max(60, shutil.get_terminal_size((96, 24)).columns))
         settings = describe_settings(
             self.config, self.callbacks, self.precision, self.processes.num_processes, self.model
         )

@@ -177,6 +177,8 @@ class RunEvaluation:
     last_attempt: int = -1  # `TrainState.attempts` at the latest evaluation
     higher_is_better: dict[str, bool] = field(default_factory=dict)
     """Of each metric of which that is known."""
+    keep_best: tuple[str, str] | None = None
+    """By which metric checkpoints are kept, and whether its "min" or "max" is the best."""
     _watched: list[tuple[str, str, str | None]] = field(default_factory=list)
 
     def watch(self, watcher: str, metric: str, mode: str | None = None) -> None:
@@ -190,6 +192,11 @@ class RunEvaluation:
             mode: Begins with "min" or "max": which end is taken for the good one; None: neither.
         """
         self._watched.append((watcher, metric, mode))
+
+    def ends(self) -> dict[str, bool]:
+        """Return of each metric whether higher is better: the user's `keep_best` is asked first."""
+        chosen = () if self.keep_best is None else (self.keep_best,)
+        return {**self.higher_is_better, **{name: mode == "max" for name, mode in chosen}}
 
     def learn(self, metrics: Iterable[Metric], names: Iterable[str]) -> None:
         """Note of the `names` that an evaluation by `metrics` gave which are better when higher."""

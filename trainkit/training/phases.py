@@ -242,7 +242,7 @@ def _evaluate(run: Run, callbacks: CallbackList) -> None:
 def _keep_best(run: Run, metrics: Scalars) -> None:
     """Note the best value of the metrics of which it is known what is better."""
     run.evaluation.learn(run.evaluation.metrics, metrics)
-    for name, is_higher_better in run.evaluation.higher_is_better.items():
+    for name, is_higher_better in run.evaluation.ends().items():
         if not math.isnan(value := metrics.get(name, math.nan)):
             best = run.best_metrics.get(name, value)
             run.best_metrics[name] = (max if is_higher_better else min)(best, value)

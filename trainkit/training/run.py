@@ -55,7 +55,8 @@ class FitResult:
     metrics: Scalars
     """Metrics of the last evaluation."""
     best_metrics: Scalars
-    """Best value of each metric of which it is known what is better."""
+    """Best value of each metric of which it is known what is better: what `keep_best` says, else
+    what the metric says itself."""
     stop_reason: str
     """"max_epochs", "max_steps", or the reason that `request_stop` was given."""
     output_dir: Path | None
@@ -374,6 +375,7 @@ class Run(RunServices):
             keep_best=keep_best,
         )
         checkpoints.saver.weights_only = weights_only
+        self.evaluation.keep_best = None if keep_best is None else keep_best[:2]
         if self.locks:
             checkpoints.saver.check_folder = self.locks[0].check
 

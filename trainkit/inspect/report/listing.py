@@ -91,7 +91,8 @@ def _facts_of_ends(path: Path, events: Path) -> dict[str, Any]:
         for name, (value, step) in evaluation["best"].items()
     }
     ran = float(start["ran"]) + run.sessions[-1].last.total
-    return {**facts(run), "seconds": ran, "best": best}
+    chosen = evaluation.get("keep_best")
+    return {**facts(run), "seconds": ran, "keep_best": chosen, "best": best}
 
 
 def _last_lines(path: Path) -> list[dict[str, Any]]:
@@ -119,6 +120,7 @@ def facts(run: RunLog) -> dict[str, Any]:
         "seconds": None if split is None else split.running,
         **run.counters,
         "unreadable": run.unreadable,
+        "keep_best": run.keep_best,
         "best": _best(run),
         "last": {name: points[-1][1] for name, points in run.curves.items()},
         "hparams": flat(run.hparams),

@@ -165,6 +165,8 @@ class RunLog:
     """The starts of the run; empty where no events were written."""
     higher_is_better: dict[str, bool] = field(default_factory=dict)
     """Whether higher values of a metric are the better ones, where the run has said it."""
+    keep_best: str | None = None
+    """The metric by which the run kept its best checkpoints."""
     unreadable: int = 0
     """Lines that are no entries, in both files."""
     _last: Mapping[str, Any] = field(default_factory=dict)  # line of metrics
@@ -206,6 +208,8 @@ class RunLog:
             if "higher_is_better" in event.values:
                 higher = mapping(event.values["higher_is_better"])
                 self.higher_is_better |= {name: value is True for name, value in higher.items()}
+            if isinstance(chosen := event.values.get("keep_best"), str):
+                self.keep_best = chosen
             if event.kind == "start":
                 self.sessions.append(Session(event))
             elif self.sessions:

@@ -22,7 +22,8 @@ _EVALUATION = re.compile(r"eval|val|test")
 def metrics(runs: Sequence[RunLog]) -> list[dict[str, Any]]:
     """Return for each metric and run the lowest, highest and last value, each with its step.
 
-    The first is the one to judge by: of an evaluation, where half as many runs have it as have any.
+    The first is the one to judge by: that of `keep_best`, else one of an evaluation, where half as
+    many runs have it as have any.
     `is_low`, whether lower is better, is what the runs say, else a guess from the name. Times are
     left out.
     """
@@ -30,10 +31,12 @@ def metrics(runs: Sequence[RunLog]) -> list[dict[str, Any]]:
     owners = {name: sum(name in run.curves for run in runs) for name in names}
     most = max(owners.values(), default=0)
     known = {name: not higher for run in runs for name, higher in run.higher_is_better.items()}
+    chosen = {run.keep_best for run in runs}
 
-    def rank(name: str) -> tuple[bool, bool, int]:
+    def rank(name: str) -> tuple[bool, bool, bool, int]:
         is_wanted = bool(_EVALUATION.match(name)) and 2 * owners[name] >= most
-        return not is_wanted, name == "lr" or name.startswith("lr/"), -owners[name]
+        is_rate = name == "lr" or name.startswith("lr/")
+        return name not in chosen, not is_wanted, is_rate, -owners[name]
 
     return [
         {
