@@ -53,6 +53,8 @@ class BatchSizeFinder(Keeps):
 
     _kept: ClassVar = {"size": maybe(whole), "_tried": flag}
 
+    alike = ()
+
     def __init__(self) -> None:
         self.size: int | None = None
         self._tried = False

@@ -50,6 +50,17 @@ class Checkpoint(Callback):
             checkpoint has their digests, and where they came from, and a resume needs the same.
     """
 
+    # The clock of process 0 counts the minutes.
+    alike = (
+        "every_n_steps",
+        "every_n_epochs",
+        "policy",
+        "weights_only",
+        "background",
+        "non_finite",
+        "frozen",
+    )
+
     @checked
     def __init__(
         self,

@@ -31,6 +31,8 @@ class EarlyStopping(Keeps):
 
     _kept: ClassVar = {"_best": number, "_bad_evaluations": whole}
 
+    alike = ("metric", "patience", "mode", "min_delta")
+
     @checked
     def __init__(
         self,

@@ -64,6 +64,8 @@ class EMA(Callback):
     evaluated_weights = "average"
     per_process = False  # alike, and too large to be compared; buffers are those of process 0
 
+    alike = ("decay", "warmup", "every_n_steps", "average_buffers", "keep_at_end")
+
     @checked
     def __init__(
         self,

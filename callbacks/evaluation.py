@@ -32,6 +32,8 @@ class Evaluation(Callback):
 
     schedules_evaluation = True
 
+    alike = ("every_n_steps", "every_n_epochs", "at_end")
+
     @checked
     def __init__(
         self,

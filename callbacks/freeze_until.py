@@ -47,6 +47,8 @@ class FreezeUntil(Callback):
             `fit`: a name matches no parameter that is trained, or nothing is left to train.
     """
 
+    alike = ("step", "epoch")
+
     def __init__(
         self, *, step: Mapping[str, int] | None = None, epoch: Mapping[str, int] | None = None
     ) -> None:

@@ -57,6 +57,8 @@ class LRFinder(Callback):
         ConfigError: The rates are not in order; the data can be read only once.
     """
 
+    alike = ("min_lr", "max_lr", "num_steps", "stop")
+
     @checked
     def __init__(
         self, *, min_lr: float = 1e-7, max_lr: float = 1.0, num_steps: int = 100, stop: bool = True

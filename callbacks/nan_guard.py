@@ -30,6 +30,8 @@ class NaNGuard(Callback):
             Buffers that the forward changed, such as batch statistics, stay changed.
     """
 
+    alike = ("policy",)
+
     @checked
     def __init__(self, policy: Literal["raise", "skip"] = "raise") -> None:
         self.policy = policy

@@ -29,6 +29,8 @@ class OptunaPruning(Keeps):
 
     _kept: ClassVar = {"_evaluations": whole}
 
+    alike = ("metric",)
+
     @checked
     def __init__(self, trial: Any, metric: str) -> None:
         if trial is not None and not hasattr(trial, "should_prune"):

@@ -63,6 +63,8 @@ class Predictions(Keeps):
 
     _kept: ClassVar = {"_evaluations": whole}
 
+    alike = ("every",)
+
     @checked
     def __init__(
         self, path: str | Path | None = None, *, every: int = 1, extra: Extra | None = None

@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiers import with_few
-from tests.helpers.toys import fit, toy_dataset
+from tests.helpers.toys import fit, toy_dataset, toy_loaders
 from trainkit import Accelerator, DistributedError, Run, StepResult, Trainer
 from trainkit.callbacks import EMA, Checkpoint, FreezeUntil, ReplicaCheck
 from trainkit.strategies import DDP, FSDP
@@ -69,6 +69,11 @@ def saved(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "checkpoints").glob("step-*"))
 
 
+def unevaluated() -> Any:
+    """Return loaders without an evaluation, which would be the first to compare the processes."""
+    return toy_loaders()[0], None
+
+
 def diverge(rank: int, folder: Path) -> list[tuple[str, list[str]]]:
     found = []
     for index, edit in enumerate(EDITS.values()):
@@ -76,7 +81,7 @@ def diverge(rank: int, folder: Path) -> list[tuple[str, list[str]]]:
         output_dir = folder / str(index)
         trainer = Trainer(max_steps=6, callbacks=[Edits(edit), save], output_dir=output_dir)
         with pytest.raises(DistributedError) as caught:
-            fit(trainer, optimizer=partial(AdamW, lr=0.01))
+            fit(trainer, unevaluated(), optimizer=partial(AdamW, lr=0.01))
         found.append((str(caught.value), saved(output_dir)))
     return found
 
@@ -98,13 +103,18 @@ def find_first(rank: int, folder: Path) -> list[Any]:
     edit = next(iter(EDITS.values()))
     texts: list[Any] = []
     for every in (1, 100):  # the last planned step is looked at too
+        trainer = Trainer(max_steps=6, callbacks=[Edits(edit), ReplicaCheck(every_n_steps=every)])
         with pytest.raises(DistributedError, match=r"parameter `0\.weight`") as caught:
-            fit(Trainer(max_steps=6, callbacks=[Edits(edit), ReplicaCheck(every_n_steps=every)]))
+            fit(trainer, unevaluated())
         texts.append(str(caught.value).partition("hold different models ")[2].partition(":")[0])
     quiet = [Edits(edit), ReplicaCheck(at_checkpoints=False), Checkpoint(every_n_steps=6)]
     fit(Trainer(max_steps=6, callbacks=quiet, output_dir=folder))
-    trainer = Trainer(max_steps=6, callbacks=[Edits(edit)], output_dir=folder / "late")
+    trainer = Trainer(max_steps=6, callbacks=[], output_dir=folder / "late")
     fit(trainer)
+    assert trainer.run is not None
+    if rank == 1:
+        with torch.no_grad():
+            edit(trainer.run)
     with pytest.raises(DistributedError, match="after step 6"):
         trainer.save_checkpoint()
     return [*texts, saved(folder), saved(folder / "late")]

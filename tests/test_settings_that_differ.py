@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import LambdaLR, SequentialLR, StepLR
+from torch.utils.data import ConcatDataset, DataLoader, Subset, default_collate, random_split
 
 from tests.helpers.ranks import run_ranks
-from tests.helpers.toys import fit, make_trainer
+from tests.helpers.toys import fit, make_trainer, toy_dataset, toy_model
 from trainkit import Accelerator, ConfigError, GradScalerKwargs, LRSchedule, Run, Trainer
 from trainkit.precision import FP16
 from trainkit.strategies import DDP
@@ -246,11 +247,12 @@ def traffic(rank: int) -> list[int]:
 
 
 def test_facts_that_are_alike_travel_as_one_number() -> None:
-    # Settings before and after the optimizer is made, order, weights, lengths, names of the log.
+    # Settings before and after the optimizer is made, order, weights, lengths, names of the log,
+    # and what the one evaluation evaluates.
     first, second = run_ranks(2, traffic)
     assert first == second
     assert set(first) == {16}
-    assert len(first) <= 7
+    assert len(first) <= 8
 
 
 def test_a_script_is_told_by_its_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,3 +296,74 @@ def refuse_parts(rank: int, kind: str, place: str) -> None:
 )
 def test_modules_that_are_set_otherwise_are_refused(kind: str, place: str) -> None:
     run_ranks(2, refuse_parts, kind, place)
+
+
+class Views(Subset[Any]):
+    """A part of a data set, as users write them, with a function that reads it."""
+
+    def __init__(self, data: Any, indices: Any, read: Any = None) -> None:
+        super().__init__(data, indices)
+        self.read = read
+
+
+class Rows(torch.utils.data.Dataset[Any]):
+    def __init__(self, transform: Any) -> None:
+        self.transform = transform
+
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> Any:
+        return self.transform(torch.ones(4) * index), index % 2
+
+
+def halves(batch: list[Any]) -> Any:
+    features, targets = default_collate(batch)
+    return features / 2, targets
+
+
+def data_of(rank: int, kind: str) -> DataLoader[Any]:
+    """Return a loader of 32 samples that is another one on process 1."""
+    data, generator = toy_dataset(64), torch.Generator().manual_seed(rank)
+    half = random_split(data, [0.5, 0.5], generator=generator)[0]
+    whole = {
+        "split": half,
+        "nested": Subset(random_split(data, [0.75, 0.25], generator=generator)[0], range(32)),
+        "joined": ConcatDataset([Subset(half, range(16))] * 2),
+        "views": Views(data, range(rank, 32 + rank)),
+        "collate": toy_dataset(32),
+        "transform": Rows(steps[rank]),
+    }
+    collate = halves if kind == "collate" and rank else default_collate
+    return DataLoader(whole[kind], 4, shuffle=True, collate_fn=collate)
+
+
+steps = (lambda value: value / 32, lambda value: value / 16)
+
+
+def refuse_data(rank: int, kind: str) -> None:
+    remedy = r".*Every process must build the same"
+    with pytest.raises(ConfigError, match=f"differ in the training loader: {remedy}"):
+        fit(make_trainer(), (data_of(rank, kind), None))
+    with pytest.raises(ConfigError, match=f"differ in the evaluation loader: {remedy}"):
+        fit(make_trainer(), (data_of(0, kind), data_of(rank, kind)))
+    model = toy_model()
+    given = model, SGD(model.parameters(), lr=0.1), data_of(rank, kind)
+    with pytest.raises(ConfigError, match=f"differ in the loader at position 2 of .*{remedy}"):
+        Accelerator(cpu=True).prepare(*given)
+
+
+@pytest.mark.parametrize("kind", ["split", "nested", "joined", "views", "collate", "transform"])
+def test_other_samples_or_code_that_reads_them_are_refused(kind: str) -> None:
+    run_ranks(2, refuse_data, kind)
+
+
+def same_data(rank: int) -> None:
+    for kind in ("split", "nested", "joined", "views", "collate", "transform"):
+        fit(make_trainer(), (data_of(0, kind), data_of(0, kind)))
+        model = toy_model()
+        Accelerator(cpu=True).prepare(model, SGD(model.parameters(), lr=0.1), data_of(1, kind))
+
+
+def test_the_same_samples_on_all_processes_are_trained_on() -> None:
+    run_ranks(2, same_data)

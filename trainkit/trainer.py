@@ -579,7 +579,9 @@ class Trainer:
         config, processes = self.config, self.strategy.processes
         arguments.check_evaluations(evaluations)
         others = {**how, "compile": self._compile} | {name: getattr(self, name) for name in _ALIKE}
-        settings = consistency.settings_by_name(config, module, loader, evaluations, others)
+        settings = consistency.settings_by_name(
+            config, module, loader, evaluations, others, self.callbacks.alike
+        )
         consistency.check_alike(processes, settings)
         self.planned_steps = steps = arguments.planned_steps(config, loader)
         self.precision.setup(self.processes.device)  # its state is that of one training
@@ -715,8 +717,14 @@ class Trainer:
                     self._take_loss_fn(loss_fn)
                 own = present.evaluation_weights() if is_trained else nullcontext()
                 with self._weights(model, checkpoint), own:
-                    if is_trained and present.phase != "done":  # as in the evaluations of the fit
+                    if is_trained:  # as in the evaluations of the fit
                         self.strategy.share_buffers(present.module)
+                    if self.processes.num_processes > 1 and (
+                        not isinstance(present, Run) or present.evaluation.check_replicas
+                    ):
+                        from trainkit.training.replicas import check_parameters  # on demand
+
+                        check_parameters(self.strategy, model, f"in `{call}`")
                     yield self._evaluator(present.logging)
             finally:
                 self.run, self.loss_fn = run, given

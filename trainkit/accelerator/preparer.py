@@ -35,7 +35,7 @@ from trainkit.strategies import DDP, Strategy
 from trainkit.strategies.ddp import Reducing
 from trainkit.torch_internals import was_called
 from trainkit.training.arguments import check_initialised
-from trainkit.training.consistency import check_alike, describe_model
+from trainkit.training.consistency import check_alike, describe_model, describe_samples
 from trainkit.training.settings import optimizer_settings, program, settings
 from trainkit.types import class_name
 
@@ -190,8 +190,10 @@ class Preparer:
             place = f"prepare(...)[{index}]"
             data = thing.dataset if isinstance(thing, DataLoader) else None
             if isinstance(data, Sized) and not isinstance(data, IterableDataset):
-                text = f"{len(data)} samples, batch size {thing.batch_size}"
-                yield f"the loader at position {index} of `prepare`", text
+                words = [f"{len(data)} samples, batch size {thing.batch_size}"]
+                if not self.sharing.configuration.dispatch_batches:  # else process 0 reads for all
+                    words += describe_samples(thing)
+                yield f"the loader at position {index} of `prepare`", ", ".join(words)
             if isinstance(thing, nn.Module) and not self._is_prepared(thing):
                 yield from describe_model(f"`{place}`", thing)
             if isinstance(thing, Optimizer):

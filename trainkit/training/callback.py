@@ -62,6 +62,11 @@ class Callback:
     process 0 speaks for all, and nothing is compared.
     """
 
+    alike: Sequence[str] | None = None
+    """Of a callback that acts on all processes at once (it makes collectives, asks `agreed=True`,
+    or changes what is trained or evaluated): the attributes which must be equal on all of them, and
+    so must be its place among the others of its kind. None: a process may have its own."""
+
     evaluated_weights: str | None = None
     """In a callback that puts other weights into the model for an evaluation: the key of its
     state under which they are, tensors by name. Whoever loads the best weights takes these."""
@@ -250,6 +255,17 @@ class CallbackList:
     def logs(self) -> bool:
         """Whether any callback takes what is logged."""
         return self.listens(Callback.on_log) or self.listens(Callback.on_late_log)
+
+    @property
+    def alike(self) -> dict[str, dict[str, Any]]:
+        """What all processes must have alike: settings by the name of the callback, or its kind."""
+        found = {}
+        for each in self.callbacks:
+            if each.alike is not None:
+                # A process may do more with one, in a class of its own.
+                kind = next(kind.__name__ for kind in type(each).mro() if "alike" in vars(kind))
+                found[each._name or kind] = {name: getattr(each, name) for name in each.alike}
+        return found
 
     def names(self, hook: str) -> list[str]:
         """Return the names of the callbacks that override `hook`, in the order they run in."""

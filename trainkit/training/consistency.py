@@ -3,11 +3,12 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import ConcatDataset, DataLoader, Subset
 
 from trainkit.config import TrainConfig
 from trainkit.data import PreparedLoader
@@ -18,12 +19,23 @@ from trainkit.errors import ConfigError, by_process
 from trainkit.training.settings import SCRIPT, code_of, digest, program, settings
 from trainkit.types import class_name
 
-__all__ = ["check_alike", "check_evaluation", "describe_model", "settings_by_name"]
+__all__ = [
+    "check_alike",
+    "check_evaluation",
+    "describe_model",
+    "describe_samples",
+    "settings_by_name",
+]
 
+_SAME_DATA = (
+    "Every process must build the same; seed what is random in it, such as "
+    "`random_split(..., generator=...)`."
+)
 _REMEDIES = {
     "`output_dir`": "Give all of them one folder that they share.",
-    "the training loader": "Every process must build the same; seed what is random in it, such as "
-    "`random_split(..., generator=...)`.",
+    "the training loader": _SAME_DATA,
+    "the evaluation loader": _SAME_DATA,
+    "the loader": _SAME_DATA,
 }
 
 
@@ -33,19 +45,29 @@ def settings_by_name(
     loader: PreparedLoader,
     evaluations: Mapping[str, PreparedLoader],
     parts: Mapping[str, Any],
+    callbacks: Mapping[str, Any],
 ) -> Iterator[tuple[str, str]]:
-    """Yield what a training depends on before its optimizer is made; `parts` counts too."""
+    """Yield what a training depends on before its optimizer is made; `parts` counts too.
+
+    Args:
+        callbacks: `CallbackList.alike`.
+    """
     yield from program()
     yield from ((f"`{name}`", repr(value)) for name, value in asdict(config).items())
     yield from describe_model("the model", module)
     yield from _describe_loader("the training loader", loader)
     yield "the names of the evaluation loaders", repr(list(evaluations))
     for name, evaluation in evaluations.items():
-        yield from _describe_loader(f"the evaluation loader {name!r}", evaluation)
+        yield from _describe_loader(
+            f"the evaluation loader {name!r}".removesuffix(" ''"), evaluation
+        )
     for name, part in parts.items():
         if isinstance(part, Path):
             yield f"`{name}`", str(part.resolve())
         yield from settings(name, part, whole=False)
+    yield "the callbacks that act on all processes at once", repr([*callbacks])
+    for name, attributes in callbacks.items():
+        yield from settings(name, attributes)
 
 
 def check_alike(processes: Processes, by_name: Iterable[tuple[str, str]]) -> None:
@@ -114,8 +136,22 @@ def _describe_loader(name: str, loader: PreparedLoader) -> Iterator[tuple[str, s
         words.append(f"{loader.samples_per_epoch} samples an epoch")
     words.append(f"batch size {source.batch_size}")
     words.append(f"sampler {type(source.sampler).__name__}")
-    dataset: Any = source.dataset
-    if type(dataset) is Subset:
-        indices = torch.as_tensor(dataset.indices)
-        words.append(f"indices with digest {digest(bytes(memory_of(indices.contiguous())))}")
-    yield name, ", ".join(words)
+    yield name, ", ".join([*words, *describe_samples(source)])
+
+
+def describe_samples(source: DataLoader[Any]) -> Iterator[str]:
+    """Yield what a loader reads of its data set, and by which functions."""
+    datasets: list[Any] = [source.dataset]
+    functions: list[Any] = [source.collate_fn]
+    for dataset in datasets:
+        if isinstance(dataset, Subset):
+            datasets.append(dataset.dataset)
+            indices = torch.as_tensor(dataset.indices)
+            yield f"indices with digest {digest(bytes(memory_of(indices.contiguous())))}"
+        elif isinstance(dataset, ConcatDataset):
+            datasets += dataset.datasets
+        else:
+            functions.append(getattr(type(dataset), "__getitem__", None))
+            held = getattr(dataset, "__dict__", {}).values()
+            functions += [one for one in held if isinstance(one, FunctionType | MethodType)]
+    yield f"code of functions {digest(repr([*map(code_of, functions)]))}"

@@ -172,6 +172,7 @@ class RunEvaluation:
     metrics: list[Metric] = field(default_factory=list)
     after_epochs: bool = False  # whether epochs end with an evaluation by themselves
     at_end: bool = False  # whether the last step is evaluated in any case
+    check_replicas: bool = True  # whether the processes first compare what they hold
     is_planned: bool = True
     """Whether the latest evaluation was asked for, and not only made because the run stops."""
     last_attempt: int = -1  # `TrainState.attempts` at the latest evaluation

@@ -194,6 +194,8 @@ def finish(run: Run, callbacks: CallbackList) -> None:
         run.requests.checkpoint |= run.checkpoints.last_attempt != run.state.attempts
         _save(run, callbacks)
         _note_saved(run, callbacks, run.checkpoints.saver.wait())
+    elif not run.is_evaluated:
+        _check_replicas(run)
     if logs:
         _write_log(run, callbacks)
     if run.flags is not None:  # a signal may have come since the last window
@@ -211,6 +213,7 @@ def _evaluate(run: Run, callbacks: CallbackList) -> None:
         run.strategy.share_buffers(run.module)
         callbacks.emit(Callback.on_evaluation_start, run)
         evaluation = run.evaluation
+        _check_replicas(run)
 
         def announce(batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
             for micro_batch in batches:
@@ -237,6 +240,15 @@ def _evaluate(run: Run, callbacks: CallbackList) -> None:
             save_weights(run, callbacks)
         callbacks.emit(Callback.on_evaluation_end, run, metrics)
         run.phase = phase
+
+
+def _check_replicas(run: Run) -> None:
+    """Raise where the processes hold different models; each save does so by itself."""
+    if run.processes.num_processes > 1 and run.evaluation.check_replicas:
+        from trainkit.training.replicas import check_replicas  # one process needs none of it
+
+        parameters = dict(run.module.named_parameters())
+        check_replicas(run.strategy, parameters, [run.optimizer], f"after step {run.state.step}")
 
 
 def _keep_best(run: Run, metrics: Scalars) -> None:

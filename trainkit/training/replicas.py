@@ -5,7 +5,8 @@ from numbers import Number
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from trainkit.checkpoint.exact import parameter_states
@@ -18,7 +19,7 @@ from trainkit.errors import DistributedError, named
 from trainkit.strategies import Strategy
 from trainkit.training.settings import group_settings
 
-__all__ = ["check_replicas", "digests_of"]
+__all__ = ["check_parameters", "check_replicas", "digests_of"]
 
 _CHUNK = 2**22  # elements that a device works on at once: 32 MB in between
 
@@ -58,6 +59,13 @@ def check_replicas(
         _compare(processes, split, part, parts, when)
 
 
+def check_parameters(strategy: Strategy, module: nn.Module, when: str) -> None:
+    """Do the same as `check_replicas` for the parameters of a model alone."""
+    # Values of the others are elsewhere, or come with the first batch.
+    known = {n: p for n, p in module.named_parameters() if not (p.is_meta or is_lazy(p))}
+    check_replicas(strategy, known, [], when)
+
+
 def _compare(
     processes: Processes, entries: Mapping[str, Any], part: int, parts: int, when: str
 ) -> None:
@@ -71,9 +79,9 @@ def _error(differences: Sequence[str], when: str) -> DistributedError:
     return DistributedError(
         f"The processes hold different models {when}: {'; '.join(differences[:5])}{rest}. "
         "Something has changed it on some of them only, such as an edit under "
-        "`if is_main_process:`, or other hardware computes other bits. No checkpoint is written "
-        "from it, and earlier ones stay. In `fit`, `ReplicaCheck(every_n_steps=1)` names the first "
-        "such step."
+        "`if is_main_process:`, or other hardware computes other bits. No checkpoint or metric is "
+        "made of it, and earlier ones stay. In `fit`, `ReplicaCheck(every_n_steps=1)` names the "
+        "first such step."
     )
 
 
