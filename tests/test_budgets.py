@@ -9,7 +9,7 @@ FILE_LINES = 500
 FILE_LIMITS = {
     "trainkit/accelerator/accelerator.py": 620,  # a face: it says what it does
     "trainkit/trainer.py": 760,  # another; no function outside of it takes it apart
-    "trainkit/training/loop.py": 160,  # the algorithm is readable in one screen
+    "trainkit/training/loop.py": 165,  # the algorithm is readable in one screen
 }
 
 

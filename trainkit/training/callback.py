@@ -1,17 +1,21 @@
 """Callbacks: what users hang on a training, and how it is called."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeAlias
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeAlias
 
 from typing_extensions import override
 
 from trainkit.config import names_checked
-from trainkit.data import Window
 from trainkit.distributed import collective_guard
 from trainkit.errors import ConfigError
-from trainkit.training.run import Run
-from trainkit.types import Batch, Scalars, StepResult
+
+if TYPE_CHECKING:
+    from trainkit.data import Window
+    from trainkit.training.run import Run
+    from trainkit.types import Batch, Scalars, StepResult
 
 __all__ = ["Callback", "CallbackList", "Step"]
 
@@ -97,7 +101,7 @@ class Callback:
         No collectives. Where nothing is written there is nothing to override.
         """
 
-    def brings(self) -> Sequence["Callback"]:
+    def brings(self) -> Sequence[Callback]:
         """Return what is to run right after this one, where the list has none of its class."""
         return ()
 
@@ -277,7 +281,7 @@ class CallbackList:
         return any(callback.schedules_evaluation for callback in self.callbacks)
 
 
-Step: TypeAlias = Callable[[Run, CallbackList, Window], None]
+Step: TypeAlias = "Callable[[Run, CallbackList, Window], None]"
 """Trains on one window."""
 
 

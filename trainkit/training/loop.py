@@ -1,14 +1,19 @@
 """The algorithm of training: fit, an epoch, a step."""
 
+from __future__ import annotations
+
 from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from trainkit.data import MicroBatch, Window
 from trainkit.training.callback import Callback, CallbackList, Step
 from trainkit.training.phases import begin, check_reached, finish, first_window, follow_plan, serve
-from trainkit.training.run import Run
 from trainkit.types import StepResult
+
+if TYPE_CHECKING:
+    from trainkit.data import MicroBatch, Window
+    from trainkit.training.run import Run
 
 __all__ = ["fit", "train_epoch", "train_step"]
 

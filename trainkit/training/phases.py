@@ -1,20 +1,25 @@
 """What is served between two windows: log, evaluate, checkpoint, stop (rule 5)."""
 
+from __future__ import annotations
+
 import gc
 import math
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch import nn
 from torch.optim import Optimizer
 
-from trainkit.data import MicroBatch, Window
 from trainkit.distributed.collectives import require_equal
 from trainkit.errors import ConfigError, DataError, by_process, quoted
 from trainkit.training.callback import Callback, CallbackList
-from trainkit.training.run import Run
-from trainkit.training.weighting import Weighting
-from trainkit.types import Scalars
+
+if TYPE_CHECKING:
+    from trainkit.data import MicroBatch, Window
+    from trainkit.training.run import Run
+    from trainkit.training.weighting import Weighting
+    from trainkit.types import Scalars
 
 __all__ = ["begin", "check_reached", "finish", "first_window", "follow_plan", "serve"]
 

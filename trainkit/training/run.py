@@ -1,5 +1,7 @@
 """The parts of one training and the requests made of it: what callbacks see."""
 
+from __future__ import annotations
+
 import signal
 import sys
 import time
@@ -15,27 +17,27 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainkit import rng
-from trainkit.config import TrainConfig
-from trainkit.data import PreparedLoader, Window
 from trainkit.distributed import AsyncFlags, Processes, collective_guard
 from trainkit.distributed.collectives import first_with
 from trainkit.errors import ConfigError, TrainkitError
-from trainkit.precision import Precision
 from trainkit.signals import Interrupted, Interrupts, is_interactive
-from trainkit.strategies import Strategy
-from trainkit.training.evaluation import RunEvaluation
 from trainkit.training.evaluation_weights import EvaluationWeights
 from trainkit.training.logging import RunServices
-from trainkit.training.lr_schedule import LRSchedule, LRSchedules
 from trainkit.training.state import TrainState
-from trainkit.training.weighting import Weighting
-from trainkit.types import Batch, Scalars, Stateful, StepOutput
 
 if TYPE_CHECKING:
     from trainkit.checkpoint.retention import Best, Retention
     from trainkit.checkpoint.saver import NonFinite, Saver
+    from trainkit.config import TrainConfig
+    from trainkit.data import PreparedLoader, Window
     from trainkit.lock import RunLock
+    from trainkit.precision import Precision
+    from trainkit.strategies import Strategy
+    from trainkit.training.evaluation import RunEvaluation
+    from trainkit.training.lr_schedule import LRSchedule, LRSchedules
     from trainkit.training.optimizers import NamedOptimizer, Weight
+    from trainkit.training.weighting import Weighting
+    from trainkit.types import Batch, Scalars, Stateful, StepOutput
 
 __all__ = ["FitResult", "Requests", "Run"]
 
@@ -139,7 +141,7 @@ class Base:
 class RunCheckpoints:
     """What a run saves, and what it went on from."""
 
-    saver: "Saver | None" = None  # None where nothing is to be saved
+    saver: Saver | None = None  # None where nothing is to be saved
     run_id: str = field(default_factory=lambda: uuid.uuid4().hex)  # that of process 0 counts
     resumed_from: int | None = None
     """The step of the checkpoint that this fit went on from."""
@@ -173,7 +175,7 @@ class Run(RunServices):
     """What the user says of the run, in plain values."""
     outputs: dict[Path, str] = field(default_factory=dict)
     """Which logger writes which file or folder, on the main process."""
-    locks: list["RunLock"] = field(default_factory=list)
+    locks: list[RunLock] = field(default_factory=list)
     """What keeps other programs from writing there, on the main process; that of the output
     directory is the first."""
     scratch: Path | None = None
@@ -233,15 +235,15 @@ class Run(RunServices):
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     @property
-    def optimizers(self) -> Mapping[str, "NamedOptimizer"]:
+    def optimizers(self) -> Mapping[str, NamedOptimizer]:
         """Several optimizers by name, with the updates of each; empty where there is one."""
         return getattr(self.optimizer, "by_name", {})
 
     def optimize(
         self,
         name: str,
-        loss: "Tensor | Mapping[str, Tensor | StepOutput]",
-        weight: "Weight" = None,
+        loss: Tensor | Mapping[str, Tensor | StepOutput],
+        weight: Weight = None,
         loader: str = "",
     ) -> None:
         """Give a loss to one of several optimizers; for a `training_step` that returns none.
@@ -343,11 +345,11 @@ class Run(RunServices):
 
     def save_checkpoints(
         self,
-        retention: "Retention",
+        retention: Retention,
         *,
         background: bool = False,
-        non_finite: "NonFinite" = "mark",
-        keep_best: "Best | None" = None,
+        non_finite: NonFinite = "mark",
+        keep_best: Best | None = None,
         weights_only: bool = False,
     ) -> None:
         """Make this run one that saves checkpoints.
@@ -463,7 +465,7 @@ class Run(RunServices):
         if self.state.step == self.state.skipped_steps == 0:
             self.strategy.check_gradients(self.module)
 
-    def refuse_more_skips(self, reason: str, of: "NamedOptimizer | None" = None) -> None:
+    def refuse_more_skips(self, reason: str, of: NamedOptimizer | None = None) -> None:
         """Raise where too many windows in a row were skipped, the last one for `reason`."""
         skips, limit = (of or self.state).consecutive_skips, self.config.max_consecutive_skips
         where = f" for `{of.name}`" if of is not None and of.name else ""
