@@ -39,7 +39,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
 from tests.system.harness import Job, running
-from trainkit import Callback, Run, Trainer
+from trainkit import Alternating, Callback, Combined, Run, Trainer
 from trainkit.callbacks import Checkpoint, Journal, JSONLLogger
 from trainkit.checkpoint import CheckpointStore
 from trainkit.errors import ConfigError
@@ -69,9 +69,8 @@ def fit_gan(settings: dict[str, Any]) -> Trainer:
     trainer.fit(
         gan.GAN(width=8),
         DataLoader(TensorDataset(points), batch_size=6, shuffle=True),
-        optimizer=gan.OPTIMIZERS,
+        optimizer=Alternating(gan.OPTIMIZERS, {"discriminator": 2, "generator": 1}),
         lr_scheduler="linear",
-        alternate={"discriminator": 2, "generator": 1},
         resume="auto",
     )
     return trainer
@@ -138,8 +137,7 @@ def fit_multi_task(policy: str, settings: dict[str, Any]) -> Trainer:
     }
     trainer.fit(
         multi_task.Digits(width=8),
-        {"train": loaders},
-        policy=POLICIES[policy],
+        Combined(loaders, POLICIES[policy]),
         optimizer=partial(torch.optim.AdamW, lr=1e-3),
         lr_scheduler="cosine",
         resume="auto",

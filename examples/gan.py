@@ -22,7 +22,7 @@ from torch.optim import Adam, RMSprop
 from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
-from trainkit import Trainer
+from trainkit import Alternating, Trainer
 from trainkit.callbacks import EMA, Checkpoint, JSONLLogger, ProgressBar, Summary
 
 NOISE = 32  # numbers that a digit is drawn from
@@ -136,8 +136,9 @@ def main() -> None:
     trainer.fit(
         gan,
         DataLoader(data, batch_size=64, shuffle=True),
-        optimizer=OPTIMIZERS,
-        alternate={"discriminator": arguments.discriminator_windows, "generator": 1},
+        optimizer=Alternating(
+            OPTIMIZERS, {"discriminator": arguments.discriminator_windows, "generator": 1}
+        ),
         resume=arguments.resume,
     )
     noise = torch.randn(1000, NOISE, generator=torch.Generator().manual_seed(1))

@@ -22,7 +22,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
-from trainkit import Trainer
+from trainkit import Combined, Trainer
 from trainkit.callbacks import Checkpoint, Evaluation, JSONLLogger, ProgressBar, Summary
 
 LABELLED, HELD_OUT = 100, 500  # of 1,797 digits
@@ -74,10 +74,13 @@ def make_loaders() -> dict[str, Any]:
     named = TensorDataset(pictures[:LABELLED], digits[:LABELLED])
     held_out = TensorDataset(pictures[seen:], digits[seen:])
     return {
-        "train": {
-            "named": DataLoader(named, batch_size=16, shuffle=True),
-            "drawn": DataLoader(TensorDataset(pictures[:seen]), batch_size=64, shuffle=True),
-        },
+        "train": Combined(
+            {
+                "named": DataLoader(named, batch_size=16, shuffle=True),
+                "drawn": DataLoader(TensorDataset(pictures[:seen]), batch_size=64, shuffle=True),
+            },
+            "max_cycle",
+        ),
         "eval": DataLoader(held_out, batch_size=250),
     }
 
@@ -108,7 +111,6 @@ def main() -> None:
     result = trainer.fit(
         Digits(),
         make_loaders(),
-        policy="max_cycle",
         optimizer=partial(torch.optim.AdamW, lr=1e-3),
         lr_scheduler="cosine",
         resume="auto",

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from tests.helpers.ranks import run_ranks
 from tests.helpers.toys import FEATURES, fit, make_trainer, toy_loaders, toy_model
-from trainkit import Accelerator, Callback, Run, Trainer
+from trainkit import Accelerator, Callback, Combined, Run, Trainer
 from trainkit.callbacks import BatchSizeFinder, Checkpoint, Evaluation, LRFinder, MLflowLogger
 from trainkit.device import default_kind, get_rng_state, siblings
 from trainkit.types import StepResult
@@ -68,7 +68,7 @@ def fit_kind(kind: str, folder: Path) -> None:
     loaders: Any = {
         "workers": (workers, workers),
         "stream": (DataLoader(Stream(), 2), DataLoader(Stream(), 2)),
-        "several": {"train": {"a": toy_loaders()[0], "b": toy_loaders()[0]}},
+        "several": Combined({"a": toy_loaders()[0], "b": toy_loaders()[0]}, "min"),
     }.get(kind, toy_loaders())
     callback: dict[str, Callback] = {
         "rates": LRFinder(num_steps=3),
@@ -78,8 +78,7 @@ def fit_kind(kind: str, folder: Path) -> None:
     }
     callbacks = [callback[kind]] if kind in callback else []
     trainer = make_trainer(callbacks=callbacks, output_dir=folder)
-    policy = {"policy": "min"} if kind == "several" else {}
-    fit(trainer, loaders, with_dropout(), **policy)
+    fit(trainer, loaders, with_dropout())
 
 
 def replay(folder: Path) -> None:

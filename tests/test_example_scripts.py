@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from vision import Images, mirror, read_bytes, read_parts, shift
 
 from tests.helpers.scripts import ROOT, run_forked, run_program
+from trainkit import Alternating
 from trainkit.callbacks import Checkpoint
 from trainkit.training.callback import Callback
 from trainkit.training.run import Run
@@ -151,8 +152,7 @@ def _train_gan(folder: Path, stop: int, resume: str | None = None) -> dict[str, 
     trainer.fit(
         gan,
         DataLoader(data, batch_size=8, shuffle=True),
-        optimizer=OPTIMIZERS,
-        alternate={"discriminator": 1, "generator": 1},
+        optimizer=Alternating(OPTIMIZERS, {"discriminator": 1, "generator": 1}),
         resume=resume,
     )
     return gan.state_dict()

@@ -25,7 +25,7 @@ from typing_extensions import override
 
 import trainkit
 from tests.helpers.ranks import run_ranks
-from trainkit import Callback, Run, StepOutput, StepResult, Trainer
+from trainkit import Alternating, Callback, Run, StepOutput, StepResult, Trainer
 from trainkit.callbacks import LRMonitor, NaNGuard
 from trainkit.types import Scalars
 
@@ -168,6 +168,11 @@ class ByName(Trainer):
 class InTurns(ByName):
     """Has a step for each."""
 
+    @override
+    def configure_optimizers(self, model: Any, optimizers: Any) -> Any:
+        made = super().configure_optimizers(model, optimizers)
+        return Alternating(made, {"first": 2, "last": 1})
+
     def training_step_first(self, model: nn.Module, batch: Any) -> Tensor:
         return _mean_error(model, batch)
 
@@ -186,7 +191,6 @@ def _fit(
 ) -> BetweenLogs:
     """Train under the guard; what it sees raises."""
     torch.manual_seed(0)
-    turns = {"first": 2, "last": 1} if make is InTurns else None
     data = TensorDataset(torch.randn(SAMPLES, 6), torch.randn(SAMPLES, 1))
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.1), nn.Linear(8, 1))
     between = BetweenLogs(guard)
@@ -202,7 +206,6 @@ def _fit(
             DataLoader(data, batch_size=BATCH, shuffle=True),
             optimizer=partial(SGD, lr=1e-3, momentum=0.9),
             lr_scheduler=lambda optimizer: LambdaLR(optimizer, lambda step: 1 / (1 + step)),
-            alternate=turns,
             loss_fn=nn.functional.mse_loss,
         )
     assert result.step == STEPS

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, RandomSampler, Sampler, WeightedRandomS
 
 from tests.helpers.ranks import run_ranks
 from tests.helpers.toys import fit, make_trainer, toy_dataset, toy_model
-from trainkit import ConfigError, Trainer
+from trainkit import Combined, ConfigError, Trainer
 
 
 class Shuffled(Sampler[int]):
@@ -44,7 +44,7 @@ def loader(kind: str, rank: int) -> DataLoader[Any]:
 
 def loaders(kind: str, rank: int) -> Any:
     if kind == "several":
-        return {"train": {"a": loader("loader", 0), "b": loader("loader", rank)}}
+        return Combined({"a": loader("loader", 0), "b": loader("loader", rank)}, "min")
     return loader(kind, rank), None
 
 
@@ -60,7 +60,7 @@ def begin(rank: int, kind: str, strategy: Any) -> None:
     if kind == "several":
         trainer: Trainer = Both(max_steps=3, callbacks=[], strategy=strategy)
         optimizer = partial(SGD, lr=0.1)
-        trainer.fit(toy_model(), loaders(kind, rank), policy="min", optimizer=optimizer)
+        trainer.fit(toy_model(), loaders(kind, rank), optimizer=optimizer)
     else:
         fit(make_trainer(strategy=strategy), loaders(kind, rank))
 

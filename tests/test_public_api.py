@@ -13,10 +13,12 @@ ROOT = Path(__file__).resolve().parent.parent
 
 PUBLIC = [
     "Accelerator",
+    "Alternating",
     "AutocastKwargs",
     "Callback",
     "CheckpointCorrupt",
     "CheckpointError",
+    "Combined",
     "Communicator",
     "ConfigError",
     "DDPCommunicationHookType",

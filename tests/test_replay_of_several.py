@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from tests.helpers.toys import FEATURES, toy_dataset
-from trainkit import Trainer
+from trainkit import Alternating, Combined, Trainer
 from trainkit.callbacks import Checkpoint
 
 
@@ -45,12 +45,12 @@ def test_it_is_bit_equal(kind: type[Trainer], tmp_path: Path) -> None:
             callbacks=[Checkpoint(every_n_steps=2, keep_last=None)],
             strategy="single",
         )
+        both = {name: torch.optim.Adam(part.parameters()) for name, part in model.items()}
+        turns = Alternating(both, {"first": 2, "second": 1})
         return getattr(trainer, call)(
             model,
-            {"train": {"a": DataLoader(data, 4, shuffle=True), "b": DataLoader(data, 6)}},
-            policy="min",
-            optimizer={name: torch.optim.Adam(part.parameters()) for name, part in model.items()},
-            alternate={"first": 2, "second": 1} if kind is Turns else None,
+            Combined({"a": DataLoader(data, 4, shuffle=True), "b": DataLoader(data, 6)}, "min"),
+            optimizer=turns if kind is Turns else both,
             **more,
         )
 

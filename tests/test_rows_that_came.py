@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiers import with_few
-from trainkit import Accelerator, Callback, Run, StepOutput, Trainer
+from trainkit import Accelerator, Callback, Combined, Run, StepOutput, Trainer
 from trainkit.callbacks import Checkpoint
 from trainkit.data.fetch import Recounted, recounted
 from trainkit.errors import DataError
@@ -233,11 +233,11 @@ class OfTwo(Trainer):
 def test_of_several_loaders_a_weight_says_the_rows() -> None:
     loaders = {"a": loader_of("broken", 5), "b": loader_of("repeated", 5)}
     trainer = OfTwo(max_epochs=1, callbacks=[])
-    options: Any = {"optimizer": lambda p: SGD(p, lr=0.1), "policy": "min"}
-    trainer.fit(make_model(), {"train": loaders}, **options)
+    options: Any = {"optimizer": lambda p: SGD(p, lr=0.1)}
+    trainer.fit(make_model(), Combined(loaders, "min"), **options)
     trainer.says_rows = False
     with pytest.raises(DataError, match=r"of the training loader `\w` made \d rows of 5 samples"):
-        trainer.fit(make_model(), {"train": loaders}, **options)
+        trainer.fit(make_model(), Combined(loaders, "min"), **options)
 
 
 def rows_of(data: Any, samples: list[Any], asked: int = 8) -> int:

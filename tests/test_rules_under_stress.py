@@ -15,6 +15,7 @@ from typing_extensions import override
 from tests.helpers.ranks import RanksError, run_ranks
 from trainkit import (
     Callback,
+    Combined,
     ConfigError,
     DataError,
     DistributedError,
@@ -186,8 +187,7 @@ def differ(rank: int, what: str) -> None:
         loaders = {"train": data, "eval": {f"dev{rank}": make_loader()}}
     more: dict[str, Any] = {}
     if what == "part":
-        loaders = {"train": {"a": data, "b": DataLoader(data.dataset, 2, shuffle=other)}}
-        more = {"policy": "min"}
+        loaders = Combined({"a": data, "b": DataLoader(data.dataset, 2, shuffle=other)}, "min")
     folder = {"folder": f"runs/{rank}", "resume": "runs/both"}.get(what)
     if what == "resume":
         more = {"resume": "auto" if other else None}

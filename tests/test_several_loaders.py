@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 from tests.helpers.ranks import RanksError, run_ranks
 from tests.helpers.tiers import with_few
 from tests.helpers.toys import toy_dataset, toy_loaders, toy_model
-from trainkit import Callback, Run, StepOutput, Trainer
+from trainkit import Callback, Combined, Run, StepOutput, Trainer
 from trainkit.callbacks import BatchSizeFinder, Checkpoint, LRFinder
 from trainkit.errors import CheckpointError, ConfigError
 from trainkit.strategies import DDP, FSDP
@@ -167,10 +167,12 @@ def train(
         **options,
     )
     model = TwoHeads()
+    train = loaders or make_loaders(batch)
+    if policy is not None:
+        train = Combined(train, POLICIES.get(policy, policy) if isinstance(policy, str) else policy)
     one.fit(
         model,
-        {"train": loaders or make_loaders(batch)},
-        policy=POLICIES.get(policy, policy) if isinstance(policy, str) else policy,
+        train,
         optimizer=partial(AdamW, lr=0.01),
         resume=resume,
     )
@@ -428,7 +430,8 @@ def test_the_default_step_takes_the_batch_of_each_loader(policy: str) -> None:
 
     for kind, model in zip((Trainer, Own), models, strict=True):
         trainer = kind(max_epochs=2, callbacks=[])
-        result = trainer.fit(model, ({**loaders}, toy_loaders()[1]), policy=policy, **given)
+        train = Combined(loaders, policy)
+        result = trainer.fit(model, (train, toy_loaders()[1]), **given)
         assert result.samples_seen == 2 * {"sequential": 34, "min": 30}[policy]
         assert "eval/loss" in result.metrics
     assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
@@ -471,7 +474,7 @@ def test_learning_rates_are_tried_without_a_trace() -> None:
 
 def test_explain_says_who_makes_a_step(capsys: pytest.CaptureFixture[str]) -> None:
     trainer = MultiTask(max_epochs=2, gradient_accumulation_steps=2, callbacks=[])
-    trainer.explain(TwoHeads(), make_loaders(3) and {"train": make_loaders(3)}, policy="max_cycle")
+    trainer.explain(TwoHeads(), Combined(make_loaders(3), "max_cycle"))
     text = " ".join(capsys.readouterr().out.split())
     assert "max_cycle of `a` 6 samples (3 x 1 process x 2 micro-batches), `b` 6 samples" in text
     assert "2 epochs, 10 steps; an epoch is 5 steps" in text

@@ -15,7 +15,16 @@ from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
 from tests.helpers.ranks import run_ranks
-from trainkit import Callback, CheckpointError, ConfigError, Run, StepResult, Trainer, TrainkitError
+from trainkit import (
+    Alternating,
+    Callback,
+    CheckpointError,
+    ConfigError,
+    Run,
+    StepResult,
+    Trainer,
+    TrainkitError,
+)
 from trainkit.callbacks import (
     Checkpoint,
     FreezeUntil,
@@ -77,10 +86,10 @@ class Together(Trainer):
         return sum(model(batch, "both"))  # type: ignore[no-any-return]
 
 
-KINDS: dict[str, tuple[type[Trainer], dict[str, Any]]] = {
-    "turns": (Turns, {"alternate": TURNS}),
-    "by name": (ByName, {}),
-    "together": (Together, {}),
+KINDS: dict[str, tuple[type[Trainer], Any]] = {
+    "turns": (Turns, Alternating(MAKE, TURNS)),
+    "by name": (ByName, MAKE),
+    "together": (Together, MAKE),
 }
 
 
@@ -117,11 +126,13 @@ def make_pair(normalises: bool = False) -> Pair:
 
 def fit(kind: str, model: nn.Module | None = None, **settings: Any) -> tuple[nn.Module, Trainer]:
     """Train for three epochs of 26 samples in windows of 12, of which the last has 2."""
-    cls, of_fit = KINDS[kind]
-    of_fit = {"optimizer": MAKE, **of_fit}
-    for name in ("optimizer", "lr_scheduler", "alternate", "resume", "loss_fn"):
+    cls, optimizer = KINDS[kind]
+    of_fit: dict[str, Any] = {"optimizer": optimizer}
+    for name in ("optimizer", "lr_scheduler", "resume", "loss_fn"):
         if name in settings:
             of_fit[name] = settings.pop(name)
+    if kind == "turns" and isinstance(of_fit["optimizer"], dict):
+        of_fit["optimizer"] = Alternating(of_fit["optimizer"], TURNS)
     if "max_steps" not in settings:
         settings.setdefault("max_epochs", 3)
     data, batch_size = settings.pop("data", None), settings.pop("batch_size", 6)
@@ -579,16 +590,23 @@ def test_what_cannot_be_meant_is_said_before_the_first_step() -> None:
     model = make_pair()
     both = {"critic": Adam(model.parameters()), "maker": SGD(model.maker.parameters(), 0.1)}
     cases: list[tuple[str, str, dict[str, Any]]] = [
-        ("turns", "names ['critic']", {"alternate": {"critic": 1}}),
-        ("turns", "names ['critic', 'maker', 'x']", {"alternate": {**TURNS, "x": 1}}),
+        ("turns", "names ['critic']", {"optimizer": Alternating(MAKE, {"critic": 1})}),
         (
             "turns",
-            "`alternate['maker']` must be a whole number",
-            {"alternate": {**TURNS, "maker": 0}},
+            "names ['critic', 'maker', 'x']",
+            {"optimizer": Alternating(MAKE, {**TURNS, "x": 1})},
         ),
-        ("turns", "which nothing would call", {"alternate": None}),
-        ("by name", "needs a method `training_step_critic", {"alternate": TURNS}),
-        ("turns", "there is one. Name several", {"optimizer": Adam(model.parameters())}),
+        (
+            "turns",
+            "`Alternating(...).windows['maker']` must be a whole number",
+            {"optimizer": Alternating(MAKE, {**TURNS, "maker": 0})},
+        ),
+        ("by name", "which nothing would call", {"cls": Turns}),
+        (
+            "by name",
+            "needs a method `training_step_critic",
+            {"optimizer": Alternating(MAKE, TURNS)},
+        ),
         ("by name", "share parameters, such as `maker.0.weight`", {"optimizer": both}),
         ("by name", "a mapping of at least two, but it is 1", {"optimizer": {"critic": Adam}}),
         ("by name", "parts are `maker`, `critic`", {"optimizer": {"actor": Adam, "critic": Adam}}),
@@ -629,7 +647,7 @@ def test_another_order_of_turns_or_names_cannot_be_resumed(tmp_path: Path) -> No
     save: dict[str, Any] = {"output_dir": tmp_path, "callbacks": [Checkpoint(every_n_steps=1)]}
     fit("turns", max_steps=2, **save)
     changes: list[dict[str, Any]] = [
-        {"alternate": {"critic": 1, "maker": 1}},
+        {"optimizer": Alternating(MAKE, {"critic": 1, "maker": 1})},
         {"optimizer": {"maker": MAKE["maker"], "critic": MAKE["critic"]}},
     ]
     for change in changes:

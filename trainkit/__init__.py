@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     )
     from trainkit.accelerator.state import PartialState as PartialState
     from trainkit.config import Watchdog as Watchdog
+    from trainkit.data.combined import Combined as Combined
     from trainkit.distributed.communicator import Communicator as Communicator
     from trainkit.errors import (
         CheckpointCorrupt as CheckpointCorrupt,
@@ -70,7 +71,11 @@ if TYPE_CHECKING:
     from trainkit.training.lr_schedule import LRSchedule as LRSchedule
     from trainkit.training.run import FitResult as FitResult, Run as Run
     from trainkit.training.state import TrainState as TrainState
-    from trainkit.types import StepOutput as StepOutput, StepResult as StepResult
+    from trainkit.types import (
+        Alternating as Alternating,
+        StepOutput as StepOutput,
+        StepResult as StepResult,
+    )
 
 __all__, __getattr__, __dir__ = lazy_exports(
     __name__,
@@ -95,6 +100,7 @@ __all__, __getattr__, __dir__ = lazy_exports(
         ),
         "accelerator.state": "PartialState",
         "config": "Watchdog",
+        "data.combined": "Combined",
         "distributed.communicator": "Communicator",
         "errors": (
             "CheckpointCorrupt CheckpointError ConfigError DataError DistributedError "
@@ -109,7 +115,7 @@ __all__, __getattr__, __dir__ = lazy_exports(
         "training.lr_schedule": "LRSchedule",
         "training.run": "FitResult Run",
         "training.state": "TrainState",
-        "types": "StepOutput StepResult",
+        "types": "Alternating StepOutput StepResult",
     },
 )
 provide(

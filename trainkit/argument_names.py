@@ -41,7 +41,9 @@ PLACES = {
     "fit(lr_scheduler=...)": "lr_scheduler_kwargs lr_scheduler_type scheduler",
     "fit(warmup=...)": "num_warmup_steps warmup_epochs warmup_ratio warmup_steps",
     "fit(loss_fn=...)": "compute_loss_func criterion loss",
-    "fit(policy=...)": "multiple_trainloader_mode",
+    'fit(model, Combined({"a": loader_a, "b": loader_b}, "min"))': "multiple_trainloader_mode "
+        "policy",
+    "fit(optimizer=Alternating({...}, {...}))": "alternate",
     "fit(restore_best=...)": "load_best_model_at_end restore_best_weights",
     "fit(resume=...)": "ckpt_path initial_epoch resume_from_checkpoint",
     "Evaluation(metrics=...)": "compute_metrics weighted_metrics",

@@ -39,6 +39,7 @@ from trainkit.training.logging import Log, NoRun
 from trainkit.training.lr_schedule import LRSchedule, LRSchedules, by_name, make_lr_schedule
 from trainkit.training.run import FitResult, Run
 from trainkit.types import (
+    Alternating,
     AnyScheduler,
     Batch,
     ByName,
@@ -219,8 +220,10 @@ class Trainer:
         """Return the optimizer of `model`; `optimizer` is what `fit` was given."""
         return arguments.make_optimizer(optimizer, model)
 
-    def configure_optimizers(self, model: nn.Module, optimizers: Any) -> Mapping[str, Optimizer]:
-        """Return several optimizers by name; `optimizers` is what `fit` was given as `optimizer`.
+    def configure_optimizers(
+        self, model: nn.Module, optimizers: Any
+    ) -> Mapping[str, Optimizer] | Alternating:
+        """Return several optimizers by name; `optimizers` is the mapping that `fit` was given.
 
         Whoever overrides it has several; else `fit` has several where it is given a mapping.
         """
@@ -249,12 +252,10 @@ class Trainer:
         model: nn.Module,
         loaders: Any,
         *,
-        optimizer: Optimizer | OptimizerFactory | ByName | None = None,
+        optimizer: Optimizer | OptimizerFactory | ByName | Alternating | None = None,
         lr_scheduler: AnyScheduler | LRSchedule | SchedulerFactory | str | ByName | None = None,
-        alternate: Mapping[str, int] | None = None,
         warmup: float = 0,
         loss_fn: LossFn | None = None,
-        policy: str | Mapping[str, float] | None = None,
         resume: str | Path | None = None,
         schedule: Literal["keep", "rescale"] | None = None,
         restore_best: bool = False,
@@ -264,29 +265,22 @@ class Trainer:
         Args:
             model: Any module.
             loaders: A DataLoader, a pair `(train, eval)`, or a mapping with "train" and "eval",
-                where both may be mappings of named loaders. Ordinary loaders: they are shared
-                out over the processes here.
+                where "eval" may be a mapping of named loaders. Ordinary loaders: they are shared
+                out over the processes here. Several to train on: `Combined`.
             optimizer: A callable `params -> Optimizer` such as `partial(AdamW, lr=3e-4)`, or an
                 optimizer on the model's parameters. Several: a mapping from names to optimizers,
                 or to callables, which get the parameters of the part of the model of that name,
-                or the parameter itself.
+                or the parameter itself. In every window `training_step` gives losses to
+                `run.optimize`, or one to all; `Alternating` lets them take turns.
             lr_scheduler: "constant", "linear", "cosine" or "wsd" over all updates of the run; or a
                 callable `optimizer -> LRScheduler`, or a ready-made one. It advances once for
                 each update; `LRSchedule` says otherwise. `planned_steps` is known when the
                 callable runs. Of several optimizers a mapping by name, or the same for all.
-            alternate: Lets several optimizers take turns, such as `{"critic": 5, "actor": 1}`: so
-                many windows in a row for each, by `training_step_<name>` of the trainer. None: in
-                every window `training_step` gives losses to `run.optimize`, or one to all.
             warmup: Of a schedule by name: a fraction of the run such as 0.1, or a whole number of
                 updates.
             loss_fn: `(outputs, targets) -> loss`, a mean over samples, for loaders of pairs
                 `(inputs, targets)`; a module, or the tensors of a `partial`, are moved to the
                 device. Without it the model computes its own loss.
-            policy: Of several training loaders, how they make an epoch. "min": each step has a
-                window of each, until the shortest ends; "max_cycle": until the longest does, while
-                others begin again, shuffled anew; "sequential": one after the other; weights such
-                as `{"a": 3, "b": 1}`: each step is one loader's, in these proportions. A batch is
-                then a mapping by loader, and so is what `training_step` returns.
             resume: None: a new training. "auto": from the newest checkpoint in `output_dir`, with
                 `new_run` in the newest run there, that verifies, afresh without one. "must": as
                 "auto", but an error without one. A path: from the checkpoint in this folder.
@@ -311,13 +305,11 @@ class Trainer:
             stack.enter_context(self._calls.enter("fit"))
             self._take_loss_fn(type(self).loss_fn if loss_fn is None else loss_fn)
             stack.enter_context(console.lasting())
-            prepared = self._prepare_all(stack, loaders, policy)
+            prepared = self._prepare_all(stack, loaders)
             schedule_for = partial(self._make_schedule, lr_scheduler, warmup)
             # Before the strategy wraps: an own `train()` may freeze what it keeps still.
             stack.enter_context(in_training_mode(arguments.check_model(model)))
-            self.run = run = self._make_run(
-                model, *prepared, (optimizer, alternate), schedule_for, how
-            )
+            self.run = run = self._make_run(model, *prepared, optimizer, schedule_for, how)
             resume, callbacks, finish = self._choose(run, how["resume"], restore_best, stack)
             stack.enter_context(own_folder(run))
             stack.enter_context(watched(run, self._watchdog))
@@ -455,12 +447,11 @@ class Trainer:
         Args:
             model: As for `fit`; its parameters are then counted.
             loaders: As for `fit`; the window and the planned steps are then known.
-            **given: `policy`, `optimizer`, `lr_scheduler`, `alternate` and `warmup`, as for `fit`;
-                with model and loaders the learning rates are then known.
+            **given: `optimizer`, `lr_scheduler` and `warmup`, as for `fit`; with model and loaders
+                the learning rates are then known.
         """
         with ExitStack() as stack:
-            policy = given.pop("policy", None)
-            prepared = None if loaders is None else self._prepare_all(stack, loaders, policy)
+            prepared = None if loaders is None else self._prepare_all(stack, loaders)
             present = self.planned_steps
             if prepared is not None:  # a callable that makes a schedule may ask for it
                 self.planned_steps = arguments.planned_steps(self.config, prepared[0])
@@ -570,7 +561,7 @@ class Trainer:
         module: nn.Module,
         loader: PreparedLoader,
         evaluations: dict[str, PreparedLoader],
-        optimizer: tuple[Any, Mapping[str, int] | None],
+        optimizer: Any,
         schedule_for: Callable[[Optimizer, int | None], LRSchedule | LRSchedules | None],
         how: Mapping[str, Any],
     ) -> Run:
@@ -591,7 +582,7 @@ class Trainer:
         log = Log(is_read=first_with(processes, self.callbacks.logs) is not None)
         accumulation = config.gradient_accumulation_steps
         weighting = partial(make_weighting, loader, accumulation, self.strategy, module, log)
-        made = optimizer_arguments.make(self, Trainer, module, *optimizer, weighting)
+        made = optimizer_arguments.make(self, Trainer, module, optimizer, weighting)
         return Run(
             config=config,
             processes=self.processes,
@@ -676,12 +667,12 @@ class Trainer:
         return closing(loader)
 
     def _prepare_all(
-        self, stack: ExitStack, loaders: Any, policy: Any
+        self, stack: ExitStack, loaders: Any
     ) -> tuple[PreparedLoader, dict[str, PreparedLoader]]:
         """Return the training loader and the evaluation loaders, which `stack` closes."""
         train, evaluations = arguments.split_loaders(loaders)
         split, (most, most_evaluated) = self.config.split_batches, self.config.limits
-        loader = self._prepare(training_loaders, train, most, split_batches=split, policy=policy)
+        loader = self._prepare(training_loaders, train, most, split_batches=split)
         return stack.enter_context(loader), {
             name: stack.enter_context(self._prepare(evaluation_loader, data, most_evaluated))
             for name, data in evaluations.items()

@@ -10,6 +10,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 __all__ = [
     "IGNORED",
+    "Alternating",
     "AnyScheduler",
     "Batch",
     "ByName",
@@ -75,6 +76,22 @@ class StepOutput:
 
     loss: Tensor
     weight: Tensor | float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Alternating:
+    """Several optimizers that take turns, in the place of one; as in a GAN.
+
+    The trainer has a step for each, `training_step_<name>`, which returns its loss.
+
+    Args:
+        optimizers: By name, as `Trainer.fit` takes them.
+        windows: How many windows in a row each one gets, in the order of the turns, such as
+            `{"critic": 5, "actor": 1}`.
+    """
+
+    optimizers: Mapping[str, Any]
+    windows: Mapping[str, int]
 
 
 @dataclass(slots=True)

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
 from tests.helpers.ranks import run_ranks
-from trainkit import Callback, Run, StepResult, Trainer
+from trainkit import Callback, Combined, Run, StepResult, Trainer
 from trainkit.callbacks import Checkpoint, Journal
 from trainkit.cli.diff import _differences
 from trainkit.cli.main import main
@@ -143,8 +143,7 @@ def several(folder: Path, lr: float = 1e-2, policy: str = "min", count: int = 4)
     loader = DataLoader(TensorDataset(inputs, inputs.sum(1)), batch_size=4)
     Trainer(max_steps=6, output_dir=folder, callbacks=[Journal()]).fit(
         model,
-        {"train": {"a": loader, "b": DataLoader(loader.dataset, batch_size=count)}},
-        policy=policy,
+        Combined({"a": loader, "b": DataLoader(loader.dataset, batch_size=count)}, policy),
         optimizer={n: torch.optim.SGD(model[i].parameters(), lr=lr) for i, n in enumerate("xy")},
         loss_fn=nn.MSELoss(),
     )

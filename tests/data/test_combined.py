@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.data.toys import CPU, Buckets, Noisy, Numbers, Place, Stream, loader_of
 from tests.helpers.tiers import with_few
-from trainkit.data.combined import CombinedBatch, steps_of
+from trainkit.data.combined import Combined, CombinedBatch, steps_of
 from trainkit.data.prepare import training_loaders
 from trainkit.errors import ConfigError, DataError
 
@@ -27,7 +27,8 @@ SPLITS = [(1, 6), (1, 2), (1, 1), (2, 3), (2, 1), (3, 2), (3, 1)]  # processes, 
 def prepare(loaders: Any, policy: Any, rank: int = 0, size: int = 1, **settings: Any) -> Any:
     place: Any = Place(rank, size)
     options = {"seed": 7, **settings}
-    return training_loaders(loaders, policy=policy, processes=place, device=CPU, **options)
+    train = loaders if policy is None else Combined(loaders, policy)
+    return training_loaders(train, processes=place, device=CPU, **options)
 
 
 def two(a: int, b: int, batch: int, **options: Any) -> dict[str, DataLoader[Any]]:
@@ -258,9 +259,9 @@ def test_each_loader_has_its_share_of_any_number_of_steps(weights: list[float], 
         (two(4, 4, 2), {"a": True, "b": 1}, "but is True"),
         (two(4, 4, 2), {"a": float("nan"), "b": 1}, "but is nan"),
         (two(4, 4, 2), {"a": "3", "b": 1}, "but is '3'"),
-        ({"a": two(4, 4, 2)["a"]}, "min", "Pass a single one itself"),
+        ({"a": two(4, 4, 2)["a"]}, "min", "Pass a single loader itself"),
         ({}, "min", "a mapping of 0"),
-        (two(4, 4, 2)["a"], "min", "but there is one"),
+        (two(4, 4, 2)["a"], "min", "a mapping from names to training loaders"),
         ({"loss": two(4, 4, 2)["a"], "b": two(4, 4, 2)["b"]}, "min", "one is 'loss'"),
         ({"a/b": two(4, 4, 2)["a"], "b": two(4, 4, 2)["b"]}, "min", "one is 'a/b'"),
         ({1: two(4, 4, 2)["a"], "b": two(4, 4, 2)["b"]}, "min", "one is 1"),
@@ -290,9 +291,9 @@ def test_other_ways_to_put_loaders_together_are_answered_by_the_line_to_write() 
     parts = two(4, 4, 2)
     cycle = CombinedLoader({"x": 1, "y": 2}, "max_size_cycle")
     for other, line in (
-        (cycle, '{"train": {"x": loader_x, "y": loader_y}}, policy="max_cycle")`'),
-        (zip(*parts.values(), strict=False), '"b": loader_b}}, policy="min")`'),
-        ([*parts.values()], 'policy="max_cycle"'),
+        (cycle, 'Combined({"x": loader_x, "y": loader_y}, "max_cycle"))`'),
+        (zip(*parts.values(), strict=False), '"b": loader_b}, "min"))`'),
+        ([*parts.values()], ', "max_cycle")'),
     ):
         for size in (1, 2):
             with pytest.raises(ConfigError) as caught:

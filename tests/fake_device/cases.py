@@ -24,6 +24,7 @@ from tests.test_starters import of_srun
 from trainkit import (
     Accelerator,
     Callback,
+    Combined,
     ConfigError,
     Run,
     StepResult,
@@ -124,7 +125,7 @@ def test_a_steady_step_of_two_processes_does_not_wait() -> None:
 def waits_of_several(rank: int, kind: str, folder: Path, **settings: Any) -> list[dict[str, int]]:
     """Return why the steps wait of several optimizers, or of several loaders."""
     waits = Waits()
-    cls, of_fit = KINDS.get(kind, (Trainer, {}))
+    cls, make = KINDS.get(kind, (Trainer, MAKE))
     trainer = cls(
         max_steps=STEPS,
         callbacks=[waits, Journal(), NaNGuard(), EMA()],
@@ -136,8 +137,7 @@ def waits_of_several(rank: int, kind: str, folder: Path, **settings: Any) -> lis
     if kind == "loaders":
         trainer.fit(
             network(),
-            {"train": {"a": data(), "b": data(6)}},
-            policy="max_cycle",
+            Combined({"a": data(), "b": data(6)}, "max_cycle"),
             optimizer=partial(torch.optim.AdamW, lr=1e-2),
             loss_fn=nn.CrossEntropyLoss(weight=WEIGHTS.clone()),
         )
@@ -145,7 +145,7 @@ def waits_of_several(rank: int, kind: str, folder: Path, **settings: Any) -> lis
         points = TensorDataset(torch.randn(256, 2), torch.randn(256, 3))
         torch.manual_seed(0)
         loader = DataLoader(points, 4, shuffle=True)
-        trainer.fit(Pair(normalises=True), loader, optimizer=MAKE, **of_fit)
+        trainer.fit(Pair(normalises=True), loader, optimizer=make)
     return waits.steps[WARM:-1]
 
 

@@ -19,7 +19,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from torch.utils.data import DataLoader, Dataset
 
-from trainkit import Callback, Run, Trainer
+from trainkit import Callback, Combined, Run, Trainer
 from trainkit.callbacks import (
     EMA,
     BatchSizeFinder,
@@ -265,7 +265,9 @@ class Training:
         train: Any = DataLoader(data, settings.batch_size, **options)
         if settings.policy is not None:
             few = Augmented(settings.samples // 3, overflows=False)
-            train = {"a": train, "b": DataLoader(few, settings.batch_size, **options)}
+            both = {"a": train, "b": DataLoader(few, settings.batch_size, **options)}
+            by_weight = settings.policy == "weights"
+            train = Combined(both, {"a": 2, "b": 1} if by_weight else settings.policy)
         held_out_data = Augmented(7, overflows=False)
         held_out = DataLoader(held_out_data, 4, num_workers=settings.evaluation_workers)
         self.trainer.fit(
@@ -273,7 +275,6 @@ class Training:
             (train, held_out),
             optimizer=_OPTIMIZERS[settings.optimizer],
             lr_scheduler=_SCHEDULERS[settings.scheduler],
-            policy={"a": 2, "b": 1} if settings.policy == "weights" else settings.policy,
             resume="auto",
         )
 

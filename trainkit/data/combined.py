@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing
+from dataclasses import replace
 from fractions import Fraction
 from itertools import chain, count, islice, repeat
 from numbers import Real
@@ -10,15 +11,17 @@ from typing import Any, TypeAlias
 
 from typing_extensions import override
 
+from trainkit import rng
 from trainkit.data.loader import PreparedLoader
 from trainkit.data.loader_context import LoaderContext
 from trainkit.data.mapped import MappedLoader
 from trainkit.data.padding_batch import PaddingBatch
+from trainkit.data.prepare import LoaderCombination, prepared
 from trainkit.data.window import MicroBatch, Window
 from trainkit.errors import ConfigError, DataError, quoted
 from trainkit.parsing import nearest
 
-__all__ = ["CombinedBatch", "CombinedLoader", "CombinedWindow", "check_combination", "check_part"]
+__all__ = ["Combined", "CombinedBatch", "CombinedLoader", "CombinedWindow"]
 
 Policy: TypeAlias = str | Mapping[str, float]
 
@@ -29,29 +32,51 @@ _LENGTHS: dict[str, Callable[..., int]] = {"min": min, "max_cycle": max, "sequen
 _KNOWN = '"min", "max_cycle", "sequential", or weights such as `{"a": 3, "b": 1}`'
 
 
-def check_combination(loaders: Any, policy: Any) -> None:
-    """Raise ConfigError where `policy` cannot make an epoch of several training loaders."""
-    for problem in _problems(loaders, policy):
-        raise ConfigError(problem)
+class Combined(LoaderCombination):
+    """Several training loaders in the place of one, in `Trainer.fit`.
+
+    A batch is then a mapping by loader, and so is what `training_step` returns: a loss for each.
+    Each loader has a seed of its own, so that two over the same data are shuffled differently.
+
+    Args:
+        loaders: By name; plain `DataLoader`s over map-style data sets.
+        policy: How they make an epoch. "min": each step has a window of each, until the shortest
+            ends; "max_cycle": until the longest does, while others begin again, shuffled anew;
+            "sequential": one after the other; weights such as `{"a": 3, "b": 1}`: each step is one
+            loader's, in these proportions.
+
+    Raises:
+        ConfigError: They cannot make an epoch.
+    """
+
+    def __init__(self, loaders: Mapping[str, Any], policy: str | Mapping[str, float]) -> None:
+        for problem in _problems(loaders, policy):
+            raise ConfigError(problem)
+        self.loaders, self.policy = dict(loaders), policy
+
+    @override
+    def prepare(self, context: LoaderContext) -> "CombinedLoader":
+        parts = {}
+        for name, loader in self.loaders.items():
+            seed = rng.derive(context.seed, "loader", name)
+            try:
+                parts[name] = _check_part(prepared(loader, replace(context, seed=seed)))
+            except ConfigError as error:
+                raise ConfigError(f"The training loader `{name}`: {error}") from error
+        return CombinedLoader(parts, self.policy, context)
 
 
 def _problems(loaders: Any, policy: Any) -> Iterator[str]:
     if not isinstance(loaders, Mapping):
         yield (
-            f"`policy={policy!r}` says how several training loaders make an epoch, but there is "
-            "one. Leave it out, or name several: "
-            '`fit(model, {"train": {"a": loader_a, "b": loader_b}}, policy="min")`.'
+            "`Combined` takes a mapping from names to training loaders, such as "
+            f'`Combined({{"a": loader_a, "b": loader_b}}, "min")`, but was given {loaders!r}.'
         )
     if len(loaders) < 2:
-        yield f"The training loaders are a mapping of {len(loaders)}. Pass a single one itself."
+        yield f"`Combined` was given a mapping of {len(loaders)}. Pass a single loader itself."
     bad = [n for n in loaders if not isinstance(n, str) or not n or "/" in n or n == "loss"]
     if bad:
         yield f"Training loaders are named by words without `/`, not `loss`, but one is {bad[0]!r}."
-    if policy is None:
-        yield (
-            f"There are {len(loaders)} training loaders ({quoted([*loaders])}), and no `policy` "
-            f"says how they make an epoch. Pass `fit(..., policy=...)`: {_KNOWN}."
-        )
     yield from _weight_problems(policy, loaders) if isinstance(policy, Mapping) else ()
     if not policy or not (isinstance(policy, Mapping) or policy in (*_LENGTHS,)):
         hint = nearest(policy, _LENGTHS) if isinstance(policy, str) else ""
@@ -73,7 +98,7 @@ def _weight_problems(weights: Mapping[Any, Any], loaders: Mapping[str, Any]) -> 
             )
 
 
-def check_part(loader: PreparedLoader) -> MappedLoader:
+def _check_part(loader: PreparedLoader) -> MappedLoader:
     """Return a loader that can be combined; raise ConfigError where its length is not known."""
     if isinstance(loader, MappedLoader) and loader.batches_per_epoch is not None:
         return loader

@@ -1,7 +1,7 @@
 """Prepares loaders of all kinds for training or evaluation."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,12 +17,18 @@ from trainkit.data.mapped import MappedLoader
 from trainkit.data.order import KeyedOrder, divide, is_of_torchdata
 from trainkit.data.workers import fetcher_for
 from trainkit.distributed.active_batches import ActiveLoaders
-from trainkit.errors import ConfigError
+from trainkit.errors import ConfigError, quoted
 
 if TYPE_CHECKING:
     from trainkit.distributed.processes import Processes
 
-__all__ = ["evaluation_loader", "training_loader", "training_loaders"]
+__all__ = [
+    "LoaderCombination",
+    "evaluation_loader",
+    "prepared",
+    "training_loader",
+    "training_loaders",
+]
 
 _MODES = {"min_size": "min", "max_size_cycle": "max_cycle", "sequential": "sequential"}
 """What Lightning calls the policies."""
@@ -54,7 +60,7 @@ def training_loader(
     Raises:
         ConfigError: The loader cannot work, or has nothing to train on.
     """
-    return _prepared(
+    return prepared(
         loader,
         LoaderContext(
             processes=processes,
@@ -69,25 +75,28 @@ def training_loader(
     )
 
 
-def training_loaders(loaders: Any, *, policy: Any = None, **options: Any) -> PreparedLoader:
-    """Prepare what is trained on: a loader, or a mapping of several that `policy` combines.
+class LoaderCombination(ABC):
+    """What stands in the place of a training loader and is made of several."""
 
-    The other arguments and the errors are those of `training_loader`. Each of several has a seed
-    of its own, so that two over the same data are shuffled differently.
+    @abstractmethod
+    def prepare(self, context: LoaderContext) -> PreparedLoader:
+        """Return the loader that they make together."""
+
+
+def training_loaders(loaders: Any, **options: Any) -> PreparedLoader:
+    """Prepare what is trained on: a loader, or a combination of several.
+
+    The other arguments and the errors are those of `training_loader`.
     """
-    if policy is None and not isinstance(loaders, Mapping):
-        return training_loader(loaders, **options)
-    from trainkit.data.combined import CombinedLoader, check_combination, check_part  # few have it
-
-    check_combination(loaders, policy)
-    context, parts = LoaderContext(trains=True, **options), {}
-    for name, loader in loaders.items():
-        seed = rng.derive(context.seed, "loader", name)
-        try:
-            parts[name] = check_part(_prepared(loader, replace(context, seed=seed)))
-        except ConfigError as error:
-            raise ConfigError(f"The training loader `{name}`: {error}") from error
-    return CombinedLoader(parts, policy, context)
+    if isinstance(loaders, LoaderCombination):
+        return loaders.prepare(LoaderContext(trains=True, **options))
+    if isinstance(loaders, Mapping):
+        raise ConfigError(
+            f"There are {len(loaders)} training loaders ({quoted([*loaders])}), and nothing says "
+            "how they make an epoch. Pass `trainkit.Combined({...}, policy)`, where `policy` is "
+            '"min", "max_cycle", "sequential", or weights such as `{"a": 3, "b": 1}`.'
+        )
+    return training_loader(loaders, **options)
 
 
 def evaluation_loader(loader: Any, *, seed: int, **options: Any) -> PreparedLoader:
@@ -96,10 +105,11 @@ def evaluation_loader(loader: Any, *, seed: int, **options: Any) -> PreparedLoad
     The arguments and errors are those of `training_loader`, but for the last and `split_batches`.
     """
     seed = rng.derive(seed, "evaluation")
-    return _prepared(loader, LoaderContext(trains=False, seed=seed, **options))
+    return prepared(loader, LoaderContext(trains=False, seed=seed, **options))
 
 
-def _prepared(loader: Any, context: LoaderContext) -> PreparedLoader:
+def prepared(loader: Any, context: LoaderContext) -> PreparedLoader:
+    """Return a loader of the kind that its data need."""
     if isinstance(loader, PreparedLoader):
         raise ConfigError(
             "The loader is prepared already, and would be shared out twice. Give the loader that "
@@ -195,5 +205,5 @@ def _refuse_combined(loader: Any) -> None:
     listed = ", ".join(f'"{name}": loader_{name}' for name in names)
     raise ConfigError(
         f"A `{kind}` of several training loaders could neither be shared out over processes nor "
-        f'resumed. Write `fit(model, {{"train": {{{listed}}}}}, policy="{policy}")`.'
+        f'resumed. Write `fit(model, trainkit.Combined({{{listed}}}, "{policy}"))`.'
     )

@@ -24,7 +24,7 @@ from trainkit.training import arguments
 from trainkit.training.callback import Callback, CallbackList
 from trainkit.training.facts import describe_window, parameter_counts
 from trainkit.training.lr_schedule import by_name, make_lr_schedule
-from trainkit.types import class_name
+from trainkit.types import Alternating, class_name
 
 __all__ = ["Explanation"]
 
@@ -41,7 +41,7 @@ class Explanation:
         processes: Of the trainer, as are the parts up to the strategy.
         model: What would be trained; None where that is not known.
         prepared: The training loader and the evaluation loaders; None where not known.
-        given: `optimizer`, `lr_scheduler`, `alternate` and `warmup`, as for `fit`.
+        given: `optimizer`, `lr_scheduler` and `warmup`, as for `fit`.
     """
 
     processes: Communicator
@@ -107,7 +107,6 @@ class Explanation:
         optimizer: Any = None,
         lr_scheduler: Any = None,
         warmup: float = 0,
-        alternate: Mapping[str, int] | None = None,
     ) -> Rows:
         from trainkit.training.schedule_check import (  # many runs have none
             check_plan,
@@ -115,8 +114,11 @@ class Explanation:
             settings_of,
         )
 
+        if isinstance(optimizer, Alternating):
+            yield from _several(optimizer.optimizers, optimizer.windows, model)
+            return
         if isinstance(optimizer, Mapping):
-            yield from _several(optimizer, alternate or {}, model)
+            yield from _several(optimizer, {}, model)
             return
         # A schedule changes the rates of its optimizer as soon as it is made.
         own = getattr(getattr(lr_scheduler, "scheduler", lr_scheduler), "optimizer", None)

@@ -180,7 +180,7 @@ def split_loaders(loaders: Any) -> tuple[Any, dict[str, Any]]:
         if unknown or "train" not in loaders:
             raise ConfigError(
                 '`loaders` as a mapping must have the key "train" and may have "eval", but has '
-                f"{sorted(map(str, loaders))}. Several training loaders are a mapping below it."
+                f"{sorted(map(str, loaders))}. Several training loaders are `Combined`."
             )
         return loaders["train"], name_loaders(loaders.get("eval"))
     if isinstance(loaders, tuple):
@@ -195,7 +195,7 @@ def split_loaders(loaders: Any) -> tuple[Any, dict[str, Any]]:
         raise ConfigError(
             f"`loaders` is a list of {len(loaders)} loaders. Pass one loader, a tuple "
             '`(train, eval)`, or a mapping with "train" and "eval"; several training loaders are '
-            '`{"train": {"a": ..., "b": ...}}`, with a `policy`.'
+            '`Combined({"a": ..., "b": ...}, "max_cycle")`.'
         )
     return loaders, {}
 

@@ -16,7 +16,7 @@ from trainkit.training.arguments import check_optimizer, check_override
 from trainkit.training.lr_schedule import LRSchedules
 from trainkit.training.optimizers import NamedOptimizer, Optimizers
 from trainkit.training.weighting import Weighting
-from trainkit.types import class_name
+from trainkit.types import Alternating, class_name
 
 __all__ = ["make", "make_optimizers", "make_schedules"]
 
@@ -28,7 +28,6 @@ def make(
     base: type,
     module: nn.Module,
     given: Any,
-    alternate: Any,
     weighting: Callable[..., Weighting],
 ) -> Optimizer:
     """Return the optimizer of a module that the strategy has wrapped; several as one.
@@ -37,13 +36,13 @@ def make(
         trainer: Makes them, and has their steps, a strategy and a precision.
         base: `Trainer`, whose methods a user may have overridden.
         given: What `fit` was given as `optimizer`.
-        alternate: What `fit` was given.
         weighting: Makes the weighting of one, `of` a name.
     """
     names, own = ("configure_optimizer", "configure_optimizers", "training_step"), type(trainer)
     overridden = [name for name in names if getattr(own, name) is not getattr(base, name)]
     strategy, precision = trainer.strategy, trainer.precision
-    if not _are_several(given, alternate, overridden):
+    given, alternate = _taken_apart(given, None)
+    if not _are_several(given, overridden):
         check_override(trainer.configure_optimizer, "model, optimizer")
         optimizer = trainer.configure_optimizer(module, given)
         strategy.rebind_optimizer(optimizer, module)
@@ -51,7 +50,8 @@ def make(
         precision.bind(optimizer)
         return optimizer  # type: ignore[no-any-return]
     check_override(trainer.configure_optimizers, "model, optimizers")
-    made = _check_mapping(trainer.configure_optimizers(module, given))
+    made, alternate = _taken_apart(trainer.configure_optimizers(module, given), alternate)
+    made = _check_mapping(made)
     for optimizer in made.values():
         strategy.rebind_optimizer(optimizer, module)
         check_optimizer(optimizer, module)
@@ -73,18 +73,18 @@ def make(
     return optimizers
 
 
-def _are_several(given: Any, alternate: Any, overridden: list[str]) -> bool:
+def _taken_apart(given: Any, windows: Any) -> tuple[Any, Any]:
+    """Return optimizers, and the windows in a row of those that take turns, else `windows`."""
+    return (given.optimizers, given.windows) if isinstance(given, Alternating) else (given, windows)
+
+
+def _are_several(given: Any, overridden: list[str]) -> bool:
     how = ["`optimizer={...}`"] if isinstance(given, Mapping) else []
     how += ["`configure_optimizers`"] if "configure_optimizers" in overridden else []
     if how and "configure_optimizer" in overridden:
         raise ConfigError(
             f"`configure_optimizer` makes one optimizer, but there are several, by {how[-1]}. "
             "Leave out one of both."
-        )
-    if not how and alternate is not None:
-        raise ConfigError(
-            f"`alternate={alternate!r}` lets several optimizers take turns, but there is one. "
-            'Name several: `fit(..., optimizer={"a": ..., "b": ...})`.'
         )
     return bool(how)
 
@@ -120,7 +120,7 @@ def _set_steps(trainer: Any, optimizers: Mapping[str, NamedOptimizer], alternate
     elif steps:
         raise ConfigError(
             f"`{type(trainer).__name__}` has {quoted(steps)}, which nothing would call. Pass "
-            '`fit(..., alternate={"a": 5, "b": 1})`, with the windows in a row of each optimizer.'
+            '`optimizer=Alternating({...}, {"a": 5, "b": 1})`, with the windows in a row of each.'
         )
 
 
@@ -186,15 +186,15 @@ def _check_alternate(
     if not isinstance(alternate, Mapping) or set(alternate) != set(optimizers):
         given = [*alternate] if isinstance(alternate, Mapping) else alternate
         raise ConfigError(
-            "`alternate` says of each optimizer how many windows in a row it gets, such as "
+            "`Alternating` says of each optimizer how many windows in a row it gets, such as "
             f"`{{{', '.join(f'{name!r}: 1' for name in optimizers)}}}`, but names {given!r}; the "
             f"optimizers are {quoted([*optimizers])}."
         )
     for name, count in alternate.items():
-        check_whole(f"alternate[{name!r}]", count)
+        check_whole(f"Alternating(...).windows[{name!r}]", count)
         if _STEP + name not in steps:
             raise ConfigError(
-                f"`alternate` names `{name}`, so `{type(trainer).__name__}` needs a method "
+                f"`Alternating` names `{name}`, so `{type(trainer).__name__}` needs a method "
                 f"`{_STEP}{name}(self, model, batch)`, which returns the loss of that optimizer."
             )
     unknown = [step for step in steps if step.removeprefix(_STEP) not in alternate]

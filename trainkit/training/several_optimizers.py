@@ -223,7 +223,7 @@ def _choose(
             raise ConfigError(
                 "`run.optimize` makes a backward for each optimizer, with the parameters of the "
                 "others frozen. Neither a compiled model nor activation checkpointing allows that. "
-                "Let the optimizers take turns by `alternate`, which freezes them in the forward "
+                "Let the optimizers take turns by `Alternating`, which freezes them in the forward "
                 "too, or leave `compile` and the checkpointing out."
             )
         chosen = [optimizers.by_name[name] for name in names]
