@@ -485,9 +485,12 @@ def test_what_cannot_work_with_several_loaders_says_so() -> None:
         train(0, "min", more=(BatchSizeFinder(),))
     with pytest.raises(ConfigError, match="`a` has no full window"):
         train(0, "sequential", 6, 5, drop_last_window=True, limit_train_batches=4)
-    unknown: dict[str, Any] = {"multiple_trainloader_mode": "min_size"}
-    with pytest.raises(ConfigError, match="`multiple_trainloader_mode`: it is `policy` here"):
-        Trainer(max_epochs=1, callbacks=[]).fit(TwoHeads(), {"train": make_loaders(2)}, **unknown)
+    for name in ("multiple_trainloader_mode", "policy"):
+        old: Any = {name: "min"}
+        with pytest.raises(ConfigError, match=rf"`{name}`: write `fit\(model, Combined\("):
+            Trainer(max_epochs=1).fit(TwoHeads(), {"train": make_loaders(2)}, **old)
+    with pytest.raises(ConfigError, match=r"2 training loaders .* nothing says how they make an"):
+        Trainer(max_epochs=1, callbacks=[]).fit(TwoHeads(), {"train": make_loaders(2)})
 
 
 def other_policies(rank: int) -> None:

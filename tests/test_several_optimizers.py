@@ -635,6 +635,9 @@ def test_what_cannot_be_meant_is_said_before_the_first_step() -> None:
         def configure_optimizer(self, model: nn.Module, optimizer: Any) -> Optimizer:
             return Adam(model.parameters())
 
+    old: Any = {"alternate": TURNS}
+    with pytest.raises(ConfigError, match=r"`alternate`: write `fit\(optimizer=Alternating\("):
+        Trainer(max_epochs=1, callbacks=[]).fit(model, [], optimizer=MAKE, **old)
     with pytest.raises(ConfigError, match="makes one optimizer, but there are several, by"):
         fit("by name", cls=Both, optimizer=Adam)
     run = fit("by name")[1].run
