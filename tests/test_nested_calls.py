@@ -215,10 +215,10 @@ def fit_another(rank: int) -> None:
             other = Twice(max_steps=2, callbacks=[])
             watch = run.strategy.processes.watch
             assert watch is None or isinstance(watch, JobWatch)
-            watched = None if watch is None else watch._monitor._watched
+            watched = None if watch is None else watch._this.run
             assert fit(other).step == 2
             assert trainer.run is run
-            assert watch is None or watch._monitor._watched is watched
+            assert watch is None or watch._this.run is watched
 
     trainer = Twice(max_epochs=2, callbacks=[Probe()])
     assert fit(trainer).step > 2

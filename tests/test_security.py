@@ -27,7 +27,7 @@ from trainkit.containers import wire_format
 from trainkit.distributed import Processes
 from trainkit.distributed.group import SECRET
 from trainkit.errors import DataError, DistributedError
-from trainkit.watch import connections, start
+from trainkit.watch import connections, job_watch
 from trainkit.watch.job_watch import JobWatch
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
@@ -285,7 +285,7 @@ def _full(rank: int) -> float:
         return 0.0
     assert isinstance(processes.watch, JobWatch)
     monitor = processes.watch._monitor
-    port = monitor._links._address.port
+    port = processes.watch._this.links._address.port
     strangers = [socket.socket() for _ in range(3)]
     task = os.open(f"/proc/self/task/{monitor._thread.native_id}/stat", os.O_RDONLY)
 
@@ -323,7 +323,7 @@ def _cannot_watch(rank: int) -> bool:
             for each in taken:
                 os.close(each)
 
-    pytest.MonkeyPatch().setattr(start, "reach_server", full)
+    pytest.MonkeyPatch().setattr(job_watch, "reach_server", full)
     processes = Processes.start()
     processes.barrier()
     return processes.watch is not None

@@ -123,7 +123,7 @@ provide(
         "Explanation": "trainkit.inspect.explain",
         "Replay": "trainkit.inspect.replay",
         "default_callbacks": "trainkit.callbacks",
-        "report_failure": "trainkit.watch.failure",
-        "start_watch": "trainkit.watch.start",
+        "report_failure": "trainkit.watch.job_watch",
+        "start_watch": "trainkit.watch.job_watch",
     }
 )

@@ -21,7 +21,7 @@ def launchers() -> Iterator[tuple[Link, int, int]]:
         links = reach_server(address, 1, 2, one_machine=True)
         os.read(reading, 1)
         if links is not None and links.parent is not None:
-            links.parent.close()  # a broken connection, of a launcher that lives
+            links.parent.connection.close()  # a broken connection, of a launcher that lives
         signal.pause()
         os._exit(0)
     link = Link(0, 2, server)

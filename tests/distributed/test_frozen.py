@@ -8,7 +8,6 @@ import socket
 import struct
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -24,11 +23,11 @@ from tests.system.harness import Job, running
 from trainkit import Accelerator
 from trainkit.distributed import Processes
 from trainkit.launch import agent
-from trainkit.watch import connections, crossed, inquiry, line, stalls
+from trainkit.watch import connections, timing
+from trainkit.watch.connections import Line
 from trainkit.watch.exit import EXIT_OTHER_FAILED, EXIT_STALLED
 from trainkit.watch.inquiry import is_frozen
 from trainkit.watch.job_watch import JobWatch
-from trainkit.watch.line import Line
 from trainkit.watch.member import Member, started_at
 from trainkit.watch.report import first_of, read_all
 
@@ -37,9 +36,8 @@ LINUX = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
 def _hurry() -> None:
     """Let a watch find out in seconds what takes it a minute."""
-    connections._BEAT_SECONDS, crossed.TICK_SECONDS = 0.3, 0.1
-    connections._LONGEST_PAUSE = 0.5
-    inquiry._STOPPED_SECONDS, inquiry._UNKNOWN_SECONDS = 2.0, 6.0
+    timing.BEAT, timing.TICK, timing.LONGEST_PAUSE = 0.3, 0.1, 0.5
+    timing.STOPPED, timing.SILENT = 2.0, 6.0
 
 
 def _apart(rank: int) -> None:
@@ -51,7 +49,7 @@ def _apart(rank: int) -> None:
 
 def _links(processes: Processes) -> connections.Links:
     assert isinstance(processes.watch, JobWatch)
-    return processes.watch._monitor._links
+    return processes.watch._this.links
 
 
 def _run(size: int, folder: Path, body: Callable[[int], None], seconds: float = 200.0) -> Job:
@@ -109,8 +107,7 @@ def test_one_that_is_alone_on_its_machine_is_found_too(tmp_path: Path) -> None:
 def _stop_apart(rank: int, pipe: int, folder: Path) -> int:
     os.environ["TRAINKIT_REPORT_DIR"] = str(folder / "reports")
     _hurry()
-    inquiry._NOTED_SECONDS, inquiry._UNKNOWN_SECONDS = 2.0, 3.0
-    inquiry._SILENT_SECONDS = 2.0
+    timing.NOTED, timing.SILENT, timing.ANSWER = 2.0, 3.0, 2.0
     _stop_in_a_loop(rank, who=1, apart=True)
     return 0
 
@@ -149,7 +146,7 @@ def program() -> Iterator[tuple[subprocess.Popen[bytes], Line]]:
     here = Member.this()
     found.rank = 1
     found.member = replace(here, pid=process.pid, started=started_at(process.pid))
-    found.silent = inquiry._STOPPED_SECONDS + 1
+    found.silent = timing.STOPPED + 1
     while "S" not in Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[:1]:
         time.sleep(0.01)
     yield process, found
@@ -167,20 +164,6 @@ def _state(pid: int, state: str) -> None:
 
 
 @LINUX
-def test_a_process_may_end_while_it_is_looked_at() -> None:
-    here = Member.this()
-    for _ in range(50):
-        with subprocess.Popen(["true"]) as process:
-            member = replace(here, pid=process.pid, started=started_at(process.pid))
-            looked = stalls.Unanswered(member, time.monotonic())
-            reaper = threading.Thread(target=process.wait)
-            reaper.start()
-            while process.returncode is None:
-                looked.could_answer(time.monotonic())
-            reaper.join()
-
-
-@LINUX
 def test_who_is_silent_is_looked_at_before_it_is_blamed(
     program: tuple[subprocess.Popen[bytes], Line], capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -191,15 +174,15 @@ def test_who_is_silent_is_looked_at_before_it_is_blamed(
         "holds the interpreter lock, and lets nobody in. The job goes on.\n"
     )
     assert found.silent == 0.0
-    found.silent = inquiry._STOPPED_SECONDS + 1
+    found.silent = timing.STOPPED + 1
     assert not is_frozen(found)  # nor need it be blamed for long where it has not
-    found.silent = inquiry._UNKNOWN_SECONDS + 1
+    found.silent = timing.SILENT + 1
     assert is_frozen(found)
-    found.silent = inquiry._STOPPED_SECONDS - 1
+    found.silent = timing.STOPPED - 1
     process.send_signal(signal.SIGSTOP)
     _state(process.pid, "T")
     assert not is_frozen(found)
-    found.silent = inquiry._STOPPED_SECONDS + 1
+    found.silent = timing.STOPPED + 1
     assert is_frozen(found)
     assert capfd.readouterr().err == ""
 
@@ -216,31 +199,12 @@ def test_a_debugger_ends_nothing_and_is_named(
     try:
         _state(process.pid, "t")
         found.used = found.member.used() if found.member else 0.0
-        found.silent = inquiry._UNKNOWN_SECONDS + 1
+        found.silent = timing.SILENT + 1
         assert not is_frozen(found)
         assert "a debugger holds it. The job goes on." in capfd.readouterr().err
     finally:
         os.waitpid(process.pid, os.WUNTRACED)
         libc.ptrace(detach, process.pid, None, None)
-
-
-@LINUX
-@pytest.mark.parametrize("code", ["input()", "while True: pass"])
-def test_who_was_asked_and_is_not_starved_could_answer(code: str) -> None:
-    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
-    member = replace(Member.this(), pid=process.pid, started=started_at(process.pid))
-    asked, begun = stalls.Unanswered(member, time.monotonic()), time.monotonic()
-    used = member.used()
-    try:
-        assert not asked.could_answer(begun)
-        while not asked.could_answer(time.monotonic()):
-            assert time.monotonic() < begun + 60
-            time.sleep(0.05)
-        spent = member.used() - used
-        assert spent >= stalls._OWN_SECONDS if "while" in code else spent < stalls._OWN_SECONDS
-    finally:
-        process.kill()
-        process.communicate()
 
 
 @LINUX
@@ -315,17 +279,14 @@ def _deafen(found: socket.socket) -> None:
 
 
 def _vanish(rank: int) -> None:
-    line.UNREACHABLE_SECONDS = 2
-    connections._RETURN_SECONDS = 1.0
+    timing.UNREACHABLE, timing.RETURN = 2, 1.0
     _apart(rank)
     processes = Processes.start()
     links = _links(processes)
     processes.barrier()
-    for one in links._listening:
-        if one.family != socket.AF_UNIX:
-            _deafen(one)
-    for each in links.lines:
-        _deafen(each.connection)
+    for key in links._selector.get_map().values():
+        if isinstance(key.fileobj, socket.socket) and key.fileobj.family != socket.AF_UNIX:
+            _deafen(key.fileobj)
     time.sleep(100)
 
 

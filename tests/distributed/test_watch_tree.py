@@ -37,7 +37,7 @@ def pretend(rank: int) -> None:
 def relays(processes: Processes) -> list[int]:
     """Return which processes serve others; every process must call it."""
     assert isinstance(processes.watch, JobWatch)
-    links = processes.watch._monitor._links
+    links = processes.watch._this.links
     serving = processes.all_gather_objects(len(links.children))
     return [rank for rank, children in enumerate(serving) if children]
 
@@ -49,7 +49,7 @@ def _connect(rank: int) -> tuple[int, int | None, list[int]]:
         check_called_by_all(processes, "this")
         processes.barrier()
     assert isinstance(processes.watch, JobWatch)
-    links = processes.watch._monitor._links
+    links = processes.watch._this.links
     parent = None if links.parent is None else links.parent.rank
     found = relays(processes)
     counted = len(links.children), parent, found

@@ -1,5 +1,6 @@
 """What the core knows of the watch over a job (rule 32), which is handed in where it is joined."""
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -57,11 +58,8 @@ class Watch(Protocol):
     def callers(self) -> Callers:
         """The calls that not all processes may make."""
 
-    def follow(self, watched: Progress) -> None:
-        """Watch the progress of a run too, until `unfollow`."""
-
-    def unfollow(self) -> None:
-        """Watch the run before it again, if any."""
+    def following(self, watched: Progress) -> AbstractContextManager[None]:
+        """Watch the progress of a run too, inside."""
 
     def fail_for_good(self, error: BaseException) -> None:
         """Report an error that nobody will catch, and tell the others."""

@@ -105,11 +105,8 @@ def watched(run: Run, watchdog: "Watchdog | None") -> Iterator[None]:
         return
     from trainkit.training.failure import RunProgress  # one process alone needs none of it
 
-    watch.follow(RunProgress(run, watchdog))
-    try:
+    with watch.following(RunProgress(run, watchdog)):
         yield
-    finally:
-        watch.unfollow()
 
 
 @contextmanager

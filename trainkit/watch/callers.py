@@ -7,22 +7,22 @@ the watch ask and answer; they read counters that torch keeps, so nothing is cou
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from trainkit.distributed.watch import Answer
 from trainkit.errors import DistributedError
-from trainkit.watch.connections import GONE
-from trainkit.watch.line import Message
-from trainkit.watch.stalls import where
+from trainkit.watch.connections import GONE, Message
+from trainkit.watch.this_process import ThisProcess
 
 __all__ = ["Callers", "Position", "ahead", "position_of"]
 
 Position = tuple[int, ...] | None
 """How many collectives a process has begun in each group; None: it has left the groups."""
 
-_REPLY_SECONDS = 1.0  # in which a process that is not frozen says where it is
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 2.0  # between two questions
+_ALL = "Every process must call it: take it out of `if accelerator.is_main_process:` and the like."
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,37 +44,21 @@ class Callers:
     """The calls that the processes of a job are in, as far as this one knows.
 
     Methods that begin with `on_` are for the thread of the watch, the others for the main thread.
-
-    Args:
-        send: Sends a message; returns at once.
-        position: Returns where this process is.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        size: int,
-        send: Callable[[Message], None],
-        position: Callable[[], Position],
-    ) -> None:
-        self.somebody_waits = False
-        """Whether others wait for this process to come to a call, or past it."""
-        self._rank = rank
-        self._size = size
-        self._send = send
-        self._position = position
+    def __init__(self, this: ThisProcess) -> None:
+        self._this = this
         self._changed = threading.Condition()
-        self._main = threading.main_thread().ident or 0
         self._mine: _Call | None = None  # what this process is in
         self._ended: set[int] = set()
-        # On process 0:
-        self._number = 0  # of the question
-        self._here: dict[int, _Call] = {}  # processes that wait for an answer
-        self._passed: set[int] = set()
-        self._places: dict[int, str] = {}
-        # On the others:
-        self._asked: tuple[int, Position] | None = None
+        self._waiting: dict[int, _Call] = {}  # on process 0, for an answer
+        self._places: dict[int, Message] = {}  # where others are that process 0 has asked
         self._answer: Answer | None = None
+
+    @property
+    def somebody_waits(self) -> bool:
+        """Whether others wait for process 0 to come to a call, or past it."""
+        return bool(self._waiting)
 
     def missing(self, name: str, key: str, seconds: float) -> tuple[int, ...]:
         """Return, on process 0, who does not make the call it is in; waits until that is known.
@@ -82,37 +66,32 @@ class Callers:
         Raises:
             DistributedError: It is not known in time; raised by all that make the call.
         """
+        end, pause = time.monotonic() + seconds, _FIRST_PAUSE
         with self._changed:
-            self._number += 1
-            self._passed.clear()
             self._places.clear()
-            self._mine = mine = _Call(name, key, self._position())
+            self._mine = mine = _Call(name, key, self._this.position())
             try:
-                if self._unknown():
-                    self._send({"kind": "asked", "number": self._number, "at": mine.at})
-                if not self._wait(lambda: not self._unknown(), seconds):
-                    self._give_up(mine, seconds)
+                while unknown := self._unknown(mine):
+                    left = end - time.monotonic()
+                    if left <= 0:
+                        self._give_up(mine, seconds, unknown)
+                    self._this.send({"kind": "where?", "ranks": unknown})
+                    self._changed.wait_for(lambda: not self._unknown(mine), min(left, pause))
+                    pause = min(2 * pause, _LONGEST_PAUSE)
             except BaseException:  # also Ctrl-C
                 self._mine = None
                 raise
-            return tuple(r for r in range(1, self._size) if self._here.get(r) != mine)
+            return tuple(r for r in range(1, self._this.size) if self._waiting.get(r) != mine)
 
     def answer(self, answer: Answer) -> None:
         """Tell, on process 0, all that make the call it is in what comes of it."""
         with self._changed:
-            waiting = set(self._here) - set(answer.missing)
+            waiting = set(self._waiting) - set(answer.missing)
             self._mine = None
             for rank in waiting:
-                del self._here[rank]
+                del self._waiting[rank]
         if waiting:
-            self._send(
-                {
-                    "kind": "answer",
-                    "missing": answer.missing,
-                    "result": answer.result,
-                    "failure": answer.failure,
-                }
-            )
+            self._tell(answer)
 
     def ask(self, name: str, key: str, seconds: float) -> Answer:
         """Say, on another process, that it makes a call; return what comes of it.
@@ -121,90 +100,65 @@ class Callers:
             DistributedError: Process 0 does not make it, or does not come in time.
         """
         with self._changed:
-            self._answer = self._asked = None
-            self._mine = _Call(name, key, self._position())
-            self._send({"kind": "here", "to": 0, "name": name, "key": key, "at": self._mine.at})
+            self._answer = None
+            self._mine = _Call(name, key, self._this.position())
+            self._this.send(
+                {"kind": "calls", "to": 0, "name": name, "key": key, "at": self._mine.at}
+            )
             try:
-                self._wait(lambda: self._answer is not None or 0 in self._ended, seconds)
+                self._changed.wait_for(lambda: self._answer or 0 in self._ended, seconds)
             finally:
                 self._mine = None
             if self._answer is not None:
                 return self._answer
         state = "has ended" if 0 in self._ended else f"has not come to it in {seconds:g} s"
         raise DistributedError(
-            f"Process {self._rank} called `{name}`, but process 0 {state}. {_ALL}"
+            f"Process {self._this.rank} called `{name}`, but process 0 {state}. {_ALL}"
         )
 
     def on_message(self, rank: int, message: Message) -> None:
         """Take in what another process says."""
         with self._changed:
             match message["kind"]:
-                case "here":
+                case "calls":
                     at = position_of(message["at"])
-                    self._here[rank] = _Call(message["name"], message["key"], at)
-                case "asked":
-                    self._asked = message["number"], position_of(message["at"])
-                case "passed" if message["number"] == self._number:
-                    self._passed.add(rank)
+                    self._waiting[rank] = _Call(message["name"], message["key"], at)
                 case "place":
-                    self._places[rank] = message["line"]
-                case "answer" if self._mine is not None and self._rank not in message["missing"]:
+                    self._places[rank] = message
+                case "answer" if (
+                    self._mine is not None and self._this.rank not in message["missing"]
+                ):
                     self._answer = _answer_of(message)
-                case "where?" if self._mine is None:
-                    self._send({"kind": "place", "to": 0, "line": where(self._main)["line"]})
-                case kind if kind in ("done", GONE):
+                case "done" | "ended":
+                    self._ended.add(message.get("who", rank))
+                case kind if kind == GONE:
                     self._ended.add(rank)
             self._changed.notify_all()
 
     def on_look(self) -> None:
-        """Tell who waits for this process that it is past the call, if it is."""
+        """Tell who waits for process 0 that it is past the call, if it is."""
         with self._changed:
-            self.somebody_waits = False
-            if self._mine is not None:
-                return
-            now = self._position() if self._asked is not None or self._here else ()
-            if self._asked is not None and ahead(now, self._asked[1]):
-                self._send({"kind": "passed", "to": 0, "number": self._asked[0]})
-                self._asked = None
-            for rank, call in list(self._here.items()):
-                if ahead(now, call.at):
-                    self._refuse(rank, call)
-            self.somebody_waits = self._asked is not None or bool(self._here)
+            for rank, call in [*self._waiting.items()]:
+                if self._mine is None and ahead(self._this.position(), call.at):
+                    del self._waiting[rank]
+                    others = tuple(other for other in range(1, self._this.size) if other != rank)
+                    text = f"Process {rank} called `{call.name}`, but process 0 has gone on without"
+                    failure = "DistributedError", f"{text} it. {_ALL}"
+                    self._tell(Answer(others, failure=failure))
 
-    def _refuse(self, rank: int, call: _Call) -> None:
-        """Tell a process that process 0 is past its call."""
-        del self._here[rank]
-        others = [other for other in range(1, self._size) if other != rank]
-        text = f"Process {rank} called `{call.name}`, but process 0 has gone on without it. {_ALL}"
-        self._send(
-            {
-                "kind": "answer",
-                "missing": others,
-                "result": None,
-                "failure": ("DistributedError", text),
-            }
-        )
+    def _tell(self, answer: Answer) -> None:
+        told = {"result": answer.result, "failure": answer.failure}
+        self._this.send({"kind": "answer", "missing": answer.missing, **told})
 
-    def _unknown(self) -> list[int]:
+    def _unknown(self, mine: _Call) -> list[int]:
         """Return the processes of which it is not known whether they make the call."""
-        known = self._ended | self._passed | self._here.keys()
-        return [rank for rank in range(1, self._size) if rank not in known]
+        known = self._ended | self._waiting.keys()
+        known |= {r for r, p in self._places.items() if ahead(position_of(p["at"]), mine.at)}
+        return [rank for rank in range(1, self._this.size) if rank not in known]
 
-    def _wait(self, done: Callable[[], bool], seconds: float) -> bool:
-        end = time.monotonic() + seconds
-        while not done():
-            left = end - time.monotonic()
-            if left <= 0:
-                return False
-            self._changed.wait(min(left, 1.0))
-        return True
-
-    def _give_up(self, mine: _Call, seconds: float) -> None:
-        unknown = self._unknown()
-        self._send({"kind": "where?"})
-        self._wait(lambda: self._places.keys() >= set(unknown), _REPLY_SECONDS)
+    def _give_up(self, mine: _Call, seconds: float, unknown: list[int]) -> None:
         places = "; ".join(
-            f"process {r} is at {self._places[r]}"
+            f"process {r} is at {self._places[r]['line']}"
             if r in self._places
             else f"process {r} does not answer"
             for r in unknown
@@ -215,12 +169,8 @@ class Callers:
             "group must be longer; or they go another way, where every process must make the "
             "same calls."
         )
-        text = type(error).__name__, str(error)
-        self.answer(Answer(missing=tuple(unknown), failure=text))
+        self.answer(Answer(tuple(unknown), failure=(type(error).__name__, str(error))))
         raise error
-
-
-_ALL = "Every process must call it: take it out of `if accelerator.is_main_process:` and the like."
 
 
 def ahead(now: Position, at: Position) -> bool:

@@ -1,11 +1,14 @@
-"""Lines between the processes of a job, over which they hear of each other's end at once.
+"""Connections between the processes of a job, over which they hear of each other's end at once.
 
 They are a tree. Where all are on one machine, each has one connection to process 0. On every
 further machine the first process that comes has it, and the others there have one to that process.
 The kernel closes the connection of a process that ends, however it ends, so nobody has to ask
-whether it lives.
+whether it lives. A store of torch would need more: it tells nobody of an end, and who asks one
+whose process is stopped waits for ever.
 """
 
+import errno
+import json
 import os
 import secrets
 import selectors
@@ -16,15 +19,22 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any
+from typing import Any, TypeAlias
 from weakref import WeakSet
 
+from trainkit.watch import timing
 from trainkit.watch.exit import say
-from trainkit.watch.line import SEND_SECONDS, Line, Message
 from trainkit.watch.listening import ADDRESS_VARIABLE, listen, ports
 from trainkit.watch.member import Member
 
-__all__ = ["GONE", "Address", "Links", "open_server", "reach_server"]
+__all__ = ["GONE", "Address", "Line", "Links", "Message", "open_server", "reach_server"]
+
+Message: TypeAlias = dict[str, Any]
+"""What travels: a JSON object with the keys `kind` and `from`, the process that says it.
+
+One with the key `to` is for process 0 alone, others are for all. Of the news that a process has
+failed or is gone, the first goes on, because it ends the job.
+"""
 
 GONE = "gone"
 """The kind of the message that stands for the end of a connection.
@@ -33,14 +43,10 @@ It has `who`, `place`, and `unreachable`: for how many seconds the machine was s
 were known to be lost; 0 where the process has ended.
 """
 
-_STRANGER_SECONDS = 5.0  # in which a caller must say the word
-_MOST_STRANGERS = 64  # at a time; others wait until some have said it, or were turned away
-_REST_SECONDS = 1.0  # in which nobody is let in, where there is no descriptor left
-_REACH_SECONDS = 20.0
-_RETURN_SECONDS = 3.0  # for a process of another machine to connect again
-_BEAT_SECONDS = 3.0  # between two signs of life
-_LONGEST_PAUSE = 6.0  # that counts as time: in a longer one this process did not run, but slept
-_LOOK_SECONDS = 0.2  # between two looks at what is to end by itself
+_LARGEST = 1 << 20  # bytes of a message
+_LARGEST_OF_STRANGERS = 1 << 10
+_MOST_STRANGERS = 64  # at a time; others wait until some have said the word, or were turned away
+_NO_WAY = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,38 +58,110 @@ class Address:
     token: str
 
 
+class Line:
+    """One connection, cut into messages.
+
+    Args:
+        connection: Owned from now on.
+        trusted: Whether the other end is a process of the job, and not yet a stranger.
+    """
+
+    def __init__(self, connection: socket.socket, *, trusted: bool = False) -> None:
+        self.connection = connection
+        self.trusted = trusted
+        self.rank: int | None = None  # of the other end, once it has said so
+        self.member: Member | None = None  # the process at the other end
+        self.has_ended = False  # it said so, or that it failed: its end is no news
+        self.since = time.monotonic()  # when it began, or was lost
+        self.silent = 0.0  # seconds in which this process listened, and heard nothing
+        self.heard_at = self.since
+        self.used = 0.0  # seconds of a processor, by the other end when it was looked at
+        self.is_noted = False  # that it is silent
+        self.is_unreachable = False  # the network, or the machine at the other end, is gone
+        self._read = b""
+        connection.settimeout(timing.SEND)
+        with suppress(OSError, AttributeError):  # a machine that loses power says nothing
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 20)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+            milliseconds = 1000 * timing.UNREACHABLE
+            # The same where something was sent meanwhile, which else is tried for a quarter hour.
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
+
+    def send(self, message: Message) -> None:
+        """Send a message, if the other end takes it in time."""
+        try:
+            self.connection.sendall(json.dumps(message).encode() + b"\n")
+        except OSError as error:
+            self.is_unreachable |= error.errno in _NO_WAY
+
+    def receive(self) -> list[Message] | None:
+        """Return the messages that have come; None where the connection is over."""
+        try:
+            data = self.connection.recv(1 << 16)
+        except OSError as error:
+            if isinstance(error, TimeoutError) and error.errno is None:  # of this call alone
+                return []
+            self.is_unreachable |= error.errno in _NO_WAY
+            return None
+        if data:
+            self.silent, self.heard_at = 0.0, time.monotonic()
+        *lines, self._read = (self._read + data).split(b"\n")
+        largest = _LARGEST if self.trusted else _LARGEST_OF_STRANGERS
+        if not data or max(map(len, [*lines, self._read])) > largest:
+            return None
+        try:
+            messages = [json.loads(line) for line in lines]
+        except (ValueError, RecursionError):
+            return None
+        sound = all(isinstance(m, dict) and isinstance(m.get("kind"), str) for m in messages)
+        return messages if sound else None
+
+    def is_lost(self) -> bool:
+        """Return whether the process behind a line that is over, since `since`, is lost, too.
+
+        The kernel knows it of this machine; on another one the process has time to come again.
+        """
+        if self.member is not None and self.member.is_here():
+            return not self.member.lives()
+        return time.monotonic() - self.since > timing.RETURN
+
+
 class Links:
     """The connections of this process; one thread alone calls its methods, but for `wake`.
 
     Args:
         address: Of process 0.
         listening: Where others connect to this process; owned from now on.
+
+    Attributes:
+        parent: To process 0, or to who passes on what it says.
+        children: Of those that have connected to this process.
+        away: Whose connection broke, and who may come again.
     """
 
     def __init__(
         self, rank: int, size: int, address: Address, listening: Sequence[socket.socket] = ()
     ) -> None:
-        self.parent: Line | None = None  # to process 0, or to who passes on what it says
+        self.parent: Line | None = None
         self.children: dict[int, Line] = {}
-        self.is_patient = True
-        """Whether a process of another machine whose connection broke may connect again."""
+        self.away: dict[int, Line] = {}
         self._rank = rank
         self._size = size
         self._address = address
         self._told: set[object] = set()  # the news that this process has passed on
         self._strangers: list[Line] = []
-        self.away: dict[int, Line] = {}  # whose connection broke, and who may come again
-        self._early: list[Message] = []  # what came from the parent with its welcome
-        self._listening = listening
-        self._rests_until = 0.0
+        self._early: list[tuple[int, Message]] = []  # what the parent said with its welcome
         self._polled = time.monotonic()
         self._unsaid = 0.0  # seconds since the last sign of life
         self._selector = selectors.DefaultSelector()
         self._waking, self._woken = socket.socketpair()
-        self._waking.setblocking(False)
-        self._woken.setblocking(False)
-        self._selector.register(self._woken, selectors.EVENT_READ)
-        self._listen()
+        for one in (*listening, self._woken):
+            self._selector.register(one, selectors.EVENT_READ, one)
+        for one in (*listening, self._woken, self._waking):
+            one.setblocking(False)
         _open.add(self)
 
     @property
@@ -96,14 +174,11 @@ class Links:
         with suppress(OSError):
             self._waking.send(b".")
 
-    def poll(self, seconds: float | None) -> list[tuple[int, Message]]:
+    def poll(self, seconds: float) -> list[tuple[int, Message]]:
         """Wait for messages, at most `seconds`; return them with the process they come from."""
         heard = self._look()
-        if self._early and self.parent is not None:
-            early, self._early = self._early, []
-            heard += self._take(self.parent, early)
-        if self._strangers or self.away or self._rests_until:
-            seconds = _LOOK_SECONDS if seconds is None else min(seconds, _LOOK_SECONDS)
+        if heard or self._strangers or self.away:
+            seconds = min(seconds, 0.0 if heard else 0.2)
         for key, _ in self._selector.select(seconds):
             if key.fileobj is self._woken:
                 with suppress(OSError):
@@ -118,26 +193,25 @@ class Links:
         """Tell every other process, or process 0."""
         self._route({**message, "from": self._rank}, None)
 
-    def reach(self, addresses: Iterable[Any], seconds: float = _REACH_SECONDS) -> bool:
+    def reach(self, addresses: Iterable[Any], seconds: float = timing.CONNECT) -> bool:
         """Connect to the parent at the first address that answers; return whether one does."""
         for address in addresses:
             with suppress(OSError, ValueError):
                 line = Line(_connect(address, seconds), trusted=True)
                 hello = {"kind": "hello", "token": self._address.token, "rank": self._rank}
                 line.send({**hello, "who": Member.this().as_list()})
-                line.connection.settimeout(_REACH_SECONDS)
-                messages, over = line.receive()
-                welcome = messages[0] if messages and not over else {}
+                line.connection.settimeout(timing.CONNECT)
+                welcome, *early = line.receive() or [{}]
                 line.rank, line.member = welcome.get("from"), Member.parse(welcome.get("who"))
                 if isinstance(line.rank, int) and line.member is not None:
-                    line.connection.settimeout(SEND_SECONDS)
-                    self.parent, self._early = line, messages[1:]
+                    line.connection.settimeout(timing.SEND)
+                    self.parent, self._early = line, self._take(line, early)
                     self._selector.register(line.connection, selectors.EVENT_READ, line)
                     return True
-                line.close()
+                line.connection.close()
         return False
 
-    def reach_root(self, seconds: float = _REACH_SECONDS) -> bool:
+    def reach_root(self, seconds: float = timing.CONNECT) -> bool:
         """Connect to process 0; return whether it answers."""
         return self.reach(((host, self._address.port) for host in self._address.hosts), seconds)
 
@@ -150,84 +224,72 @@ class Links:
 
     def close(self) -> None:
         """Close all connections; also in a fork, which must not keep them open."""
-        if self not in _open:
-            return
-        _open.discard(self)
-        for key in list(self._selector.get_map().values()):
-            with suppress(OSError):
-                key.fileobj.close()  # type: ignore[union-attr]
-        for one in self._listening:
-            one.close()
-        self._waking.close()
-        self._selector.close()
+        if self in _open:
+            _open.discard(self)
+            for key in list(self._selector.get_map().values()):
+                with suppress(OSError):
+                    key.fileobj.close()  # type: ignore[union-attr]
+            self._waking.close()
+            self._selector.close()
 
     def _look(self) -> list[tuple[int, Message]]:
-        """Do what is time for; return what it says of lost processes."""
+        """Do what is time for; return what was heard early, and of lost processes."""
         now = time.monotonic()
-        passed = min(now - self._polled, _LONGEST_PAUSE)
+        passed = min(now - self._polled, timing.LONGEST_PAUSE)
         self._polled = now
         self._unsaid += passed
         for line in self.lines:
             line.silent += passed
-            if self._unsaid > _BEAT_SECONDS:
+            if self._unsaid > timing.BEAT:
                 line.send({"kind": "beat"})
-        self._unsaid %= _BEAT_SECONDS
-        for line in [line for line in self._strangers if now - line.since > _STRANGER_SECONDS]:
+        self._unsaid %= timing.BEAT
+        for line in [line for line in self._strangers if now - line.since > timing.STRANGER]:
             self._strangers.remove(line)
             self._drop(line)
-        if self._rests_until and now > self._rests_until and len(self._strangers) < _MOST_STRANGERS:
-            self._listen()
-        lost = [line for line in self.away.values() if self._is_lost(line)]
-        self.away = {rank: line for rank, line in self.away.items() if line not in lost}
-        return [heard for line in lost for heard in self._take(line, [_gone(line, self._rank)])]
-
-    def _listen(self) -> None:
-        self._rests_until = 0.0
-        for one in self._listening:
-            one.setblocking(False)
-            self._selector.register(one, selectors.EVENT_READ, one)
+        heard, self._early = self._early, []
+        for rank, line in [*self.away.items()]:
+            if line.is_lost():
+                del self.away[rank]
+                heard += self._take(line, [self._gone(line)])
+        return heard
 
     def _accept(self, listening: socket.socket) -> None:
-        """Let a caller in; nobody for a while where that cannot be, or where many say nothing."""
+        """Let a caller in, if there is room."""
         try:
+            if len(self._strangers) == _MOST_STRANGERS:
+                raise OSError
             line = Line(listening.accept()[0])
-            self._strangers.append(line)
-            self._selector.register(line.connection, selectors.EVENT_READ, line)
-            full = len(self._strangers) >= _MOST_STRANGERS
         except (BlockingIOError, ConnectionError):  # it has gone again
             return
-        except OSError:  # no descriptor is left: `select` would return at once, again and again
-            full = True
-        if full and not self._rests_until:
-            self._rests_until = time.monotonic() + _REST_SECONDS
-            for one in self._listening:
-                self._selector.unregister(one)
+        except OSError:  # as where no descriptor is left: `select` would return again and again
+            time.sleep(timing.REST)
+            return
+        self._strangers.append(line)
+        self._selector.register(line.connection, selectors.EVENT_READ, line)
 
     def _hear(self, line: Line) -> list[tuple[int, Message]]:
         """Take in what has come over a line."""
         if line.connection.fileno() < 0:  # dropped after `select` had found it
             return []
-        messages, over = line.receive()
-        if line.rank is None:
-            if not messages and not over:
-                return []
+        messages = line.receive()
+        if line.rank is None and messages != []:
             self._strangers.remove(line)
-            if over or not self._admit(line, messages.pop(0)):
+            if messages is None or not self._admit(line, messages.pop(0)):
                 self._drop(line)
                 return []
-        if over:
-            messages += self._lose(line)
-        return self._take(line, messages)
+        return self._take(line, self._lose(line) if messages is None else messages)
 
     def _take(self, line: Line, messages: list[Message]) -> list[tuple[int, Message]]:
         """Pass on what was said over a line; return it."""
-        messages = [message for message in messages if message["kind"] != "beat"]
+        heard = []
         for message in messages:
-            origin = message.setdefault("from", line.rank)
-            if origin == line.rank and message["kind"] in ("done", "failed"):
-                line.has_ended = True
-            self._route(message, line)
-        return [(int(message["from"]), message) for message in messages]
+            if message["kind"] != "beat":
+                origin: Any = message.setdefault("from", line.rank)
+                if origin == line.rank and message["kind"] in ("done", "failed"):
+                    line.has_ended = True
+                self._route(message, line)
+                heard.append((int(origin), message))
+        return heard
 
     def _lose(self, line: Line) -> list[Message]:
         """Forget a line that is over; return what that means."""
@@ -235,22 +297,27 @@ class Links:
         line.since = time.monotonic()
         if line is not self.parent:
             del self.children[line.rank or 0]
-            if line.has_ended or self._is_lost(line):
-                return [_gone(line, self._rank)]
+            if line.has_ended or line.is_lost():
+                return [self._gone(line)]
             self.away[line.rank or 0] = line
             return []
         self.parent = None
         if line.has_ended:  # who passed on what process 0 says has, but process 0 may have not
             returned = line.rank and self.reach_root()
         else:
-            returned = not self._is_lost(line) and self.reach_root(_RETURN_SECONDS)
+            returned = not line.is_lost() and self.reach_root(timing.RETURN)
             if returned:
                 who = f"process {line.rank} ({line.member})"
                 say(f"trainkit: the watch lost its connection to {who}, and has connected again.")
-        return [] if returned else [_gone(line, self._rank)]
+        return [] if returned else [self._gone(line)]
 
-    def _is_lost(self, line: Line) -> bool:
-        return line.is_lost(_RETURN_SECONDS if self.is_patient else 0.0)
+    def _gone(self, line: Line) -> Message:
+        """Return what this process says of one whose line is over for good."""
+        assert line.member is not None
+        gone: Message = {"kind": GONE, "from": line.rank, "who": str(line.member)}
+        gone |= {"place": line.member.place()}
+        gone |= {"unreachable": line.is_unreachable * round(line.silent)}
+        return {**gone, "to": self._rank} if line.has_ended else gone
 
     def _admit(self, line: Line, hello: Message) -> bool:
         """Take in a caller that knows the word, and say so."""
@@ -273,33 +340,20 @@ class Links:
     def _drop(self, line: Line) -> None:
         with suppress(KeyError, ValueError):
             self._selector.unregister(line.connection)
-        line.close()
+        line.connection.close()
 
     def _route(self, message: Message, source: Line | None) -> None:
         """Send a message to where it must go from here, but not back."""
-        kind, origin = message["kind"], message["from"]
-        up = [] if self.parent is None else [self.parent]
-        down = [*self.children.values()]
-        if "to" in message:
-            down = []
-        elif kind == "done" and source is not None and source is not self.parent and up:
-            down = []  # process 0 decides who else hears it
-        elif kind in ("done", "failed", GONE):
-            news = (kind, message.get("fit"), origin if origin in (0, self._rank) else None)
+        if message.get("to") == self._rank:
+            return
+        if source is not None and message["kind"] in ("failed", GONE):
+            news = message["kind"], message.get("fit")
             if news in self._told:
                 return
             self._told.add(news)
-        for line in [*up, *down]:
-            if line is not source and message.get("to") != self._rank:
+        for line in [self.parent] if "to" in message else self.lines:
+            if line is not None and line is not source:
                 line.send(message)
-
-
-def _gone(line: Line, rank: int) -> Message:
-    """Return what process `rank` says of one whose line is over for good."""
-    assert line.member is not None
-    gone: Message = {"kind": GONE, "from": line.rank, "who": str(line.member)}
-    gone |= {"place": line.member.place(), "unreachable": line.is_unreachable * round(line.silent)}
-    return {**gone, "to": rank} if line.has_ended else gone
 
 
 def open_server(size: int, *, one_machine: bool) -> tuple[Links, Address]:
@@ -309,11 +363,12 @@ def open_server(size: int, *, one_machine: bool) -> tuple[Links, Address]:
         OSError: There is no port.
     """
     host = "127.0.0.1" if one_machine else os.environ.get(ADDRESS_VARIABLE, "")
-    listening = listen(host, ports(), size + _MOST_STRANGERS)
-    hosts = [host] if host else _own_names()
-    address = Address(tuple(hosts), listening.getsockname()[1], secrets.token_hex(16))
-    local = None if one_machine else _listen_here(_local_name(address), size)
-    return Links(0, size, address, [listening, *([] if local is None else [local])]), address
+    listening = [listen(host, ports(), size + _MOST_STRANGERS)]
+    port = listening[0].getsockname()[1]
+    address = Address(tuple([host] if host else _own_names()), port, secrets.token_hex(16))
+    if not one_machine:
+        listening += _listen_here(_local_name(address), size)
+    return Links(0, size, address, listening), address
 
 
 def reach_server(address: Address, rank: int, size: int, *, one_machine: bool) -> Links | None:
@@ -325,13 +380,13 @@ def reach_server(address: Address, rank: int, size: int, *, one_machine: bool) -
         OSError: There is no descriptor left.
     """
     name = _local_name(address)
-    listening = None if one_machine else _listen_here(name, size)
-    links = Links(rank, size, address, [] if listening is None else [listening])
-    is_alone = one_machine or listening is not None or not _HAS_LOCAL_NAMES
-    reached = links.reach_root() if is_alone else links.reach([name])
-    if not reached:
-        links.close()
-    return links if reached else None
+    listening = [] if one_machine else _listen_here(name, size)
+    links = Links(rank, size, address, listening)
+    is_alone = one_machine or listening or not _HAS_LOCAL_NAMES
+    if links.reach_root() if is_alone else links.reach([name]):
+        return links
+    links.close()
+    return None
 
 
 _HAS_LOCAL_NAMES = sys.platform == "linux"
@@ -343,18 +398,18 @@ def _local_name(address: Address) -> bytes:
     return b"\0trainkit-" + blake2b(known.encode(), digest_size=16).hexdigest().encode()
 
 
-def _listen_here(name: bytes, size: int) -> socket.socket | None:
-    """Listen for processes of this machine; None where another one does so already."""
-    if not _HAS_LOCAL_NAMES:
-        return None
+def _listen_here(name: bytes, size: int) -> list[socket.socket]:
+    """Listen for processes of this machine, if no other one does so already."""
     listening = socket.socket(socket.AF_UNIX)
     try:
-        listening.bind(name)
-        listening.listen(size)
+        if _HAS_LOCAL_NAMES:
+            listening.bind(name)
+            listening.listen(size)
+            return [listening]
     except OSError:  # it is bound already
-        listening.close()
-        return None
-    return listening
+        pass
+    listening.close()
+    return []
 
 
 def _connect(address: Any, seconds: float) -> socket.socket:

@@ -11,8 +11,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from trainkit.errors import text_of
-from trainkit.hints import tells_of_lost_peer
 from trainkit.signals import exit_code, kill_workers
 from trainkit.watch.listening import ADDRESS_VARIABLE
 from trainkit.watch.member import Member
@@ -26,20 +24,6 @@ EXIT_OTHER_FAILED = 69
 """Exit code of a process that left because of another: EX_UNAVAILABLE of sysexits.h."""
 EXIT_STALLED = 70
 """Exit code of all processes after the watchdog ended the job: EX_SOFTWARE of sysexits.h."""
-
-
-def is_secondary(error: BaseException) -> bool:
-    """Return whether another process tells the cause of an error better."""
-    return tells_of_lost_peer(error) or getattr(error, "origin", None) is not None
-
-
-def sentence(error: BaseException) -> str:
-    """Return the class and the first line of an error; of a list, all of it in that line."""
-    lines = text_of(error).strip().split("\n")
-    text = lines[0]
-    if text.endswith(":"):
-        text += " " + "; ".join(line.strip(" -") for line in lines[1:])
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def say(text: str) -> None:

@@ -1,31 +1,96 @@
-"""The watch of a process over the others, and over its own progress (rule 32)."""
+"""What the main thread has of the watch over the processes of a job (rule 32)."""
 
 import faulthandler
 import multiprocessing.util
 import os
 import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
+from trainkit.distributed import Processes
 from trainkit.distributed.watch import Progress
-from trainkit.errors import text_of
-from trainkit.hints import hint_for, tells_of_lost_peer
-from trainkit.host import process_memory
+from trainkit.hints import tells_of_lost_peer
 from trainkit.signals import is_failing
-from trainkit.watch import exit, report as reports, stalls
-from trainkit.watch.callers import Position
-from trainkit.watch.connections import Links
+from trainkit.watch import exit, report as reports, timing
+from trainkit.watch.connections import Address, Links, open_server, reach_server
+from trainkit.watch.member import Member
 from trainkit.watch.monitor import WatchThread
 from trainkit.watch.report import Report
+from trainkit.watch.this_process import ThisProcess
+from trainkit.watch.where import call_of
 
-__all__ = ["JobWatch"]
+__all__ = ["JobWatch", "report_failure", "start_watch"]
 
-# A lost connection is heard of by the monitor at about the time when a collective raises for it.
-_EXPLAIN_SECONDS = 1.5
+
+def start_watch(processes: Processes) -> "JobWatch | None":
+    """Return the watch of this process, at work; None where the others cannot be reached.
+
+    Every process must call it.
+    """
+    machines = processes.all_gather_objects(Member.this().machine)
+    one_machine = len(set(machines)) == 1
+    watch = told = None
+    if processes.is_main:
+        try:
+            links, address = open_server(processes.size, one_machine=one_machine)
+            told = [list(address.hosts), address.port, address.token]
+            watch = JobWatch(processes, links)  # it serves the others
+        except OSError as error:
+            exit.say(
+                f"trainkit: process 0 cannot listen for the others: {error}. No process is "
+                "watched: if one fails, the others may wait until a collective times out."
+            )
+    told = processes.broadcast_object(told)
+    if told is None:
+        return None
+    if not processes.is_main:
+        watch = _reach(processes, *told, one_machine=one_machine)
+    processes.barrier()  # process 0 must not end before all have come
+    return watch
+
+
+def _reach(
+    processes: Processes, hosts: list[str], port: int, token: str, *, one_machine: bool
+) -> "JobWatch | None":
+    rank, address, why = processes.rank, Address(tuple(hosts), port, token), ""
+    try:
+        links = reach_server(address, rank, processes.size, one_machine=one_machine)
+        if links is not None:
+            return JobWatch(processes, links)
+    except OSError as error:
+        why = f": {error}"
+    exit.say(
+        f"trainkit: process {rank} cannot reach process 0 at {hosts}, port {port}{why}. If another "
+        "process fails, it may wait for it until a collective times out. Allow connections between "
+        "the machines, and enough open files."
+    )
+    return None
+
+
+def report_failure(
+    error: BaseException, processes: Processes, place: dict[str, Any], output_dir: Path | None
+) -> None:
+    """Write a report of an error, and tell the other processes.
+
+    Does not return where the error only came from the end of another process, which is the one
+    that reports.
+
+    Args:
+        place: Where the run was: `step`, `epoch`, `phase`, `samples`.
+        output_dir: Of the run.
+    """
+    report = reports.of_error(error, processes.rank, processes.size, place)
+    folder = reports.folder_for(output_dir)
+    if isinstance(processes.watch, JobWatch):
+        processes.watch.fail(error, report, folder)
+    elif folder is not None:
+        with suppress(OSError):  # the error itself is what matters
+            report.write(folder)
 
 
 class JobWatch:
@@ -35,30 +100,16 @@ class JobWatch:
     The methods are for the main thread. In a fork they do nothing.
 
     Args:
-        links: The connections to them; owned from now on.
-        position: Returns how many collectives this process has begun.
-        latest: Returns which one it has begun last, in words.
+        links: The connections to the other processes; owned from now on.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        size: int,
-        links: Links,
-        position: Callable[[], Position],
-        latest: Callable[[], str] = str,
-    ) -> None:
-        self._monitor = WatchThread(rank, size, links, position, latest)
-        self.callers = self._monitor.callers
+    def __init__(self, processes: Processes, links: Links) -> None:
+        self._this = this = ThisProcess(processes, links)
         self._pid = os.getpid()
-        self._rank = rank
         self._fits = 0  # how many were begun
         self._followed: list[Progress] = []  # each inside the one before
         self._reported: BaseException | None = None
         self._closed = False
-
-    def begin(self) -> None:
-        """Start to watch."""
         with suppress(Exception):  # there may be no real stderr
             if not faulthandler.is_enabled():
                 faulthandler.enable()
@@ -66,10 +117,12 @@ class JobWatch:
         sys.excepthook = self._hook
         # Children of `multiprocessing` run no `atexit`.
         self._finalizer = multiprocessing.util.Finalize(None, self._finish, exitpriority=100)
-        self._monitor.start()
+        self._monitor = WatchThread(this)
+        self.callers = self._monitor.callers
 
-    def follow(self, watched: Progress) -> None:
-        """Watch the progress of a run too, until `unfollow`."""
+    @contextmanager
+    def following(self, watched: Progress) -> Iterator[None]:
+        """Watch the progress of a run too, inside; whoever called it may go on after an error."""
         self._fits += 1
         self._followed.append(watched)
         self._monitor.follow(watched)
@@ -77,12 +130,12 @@ class JobWatch:
         if place is not None and folder is not None and "TRAINKIT_ADDRESS" in os.environ:
             with suppress(OSError):  # for the launcher, which leaves the report of the job there
                 (folder / "output_dir").write_text(str(place))
-
-    def unfollow(self) -> None:
-        """Watch the run before it again, if any; whoever called it may go on after its failure."""
-        self._followed.pop()
-        self._monitor.follow(self._followed[-1] if self._followed else None)
-        self._monitor.failing_since = None
+        try:
+            yield
+        finally:
+            self._followed.pop()
+            self._monitor.follow(self._followed[-1] if self._followed else None)
+            self._monitor.failing_since = None
 
     def fail(self, error: BaseException, report: Report, folder: Path | None) -> None:
         """Report that this process failed, and tell the others; waits until they are told.
@@ -98,42 +151,53 @@ class JobWatch:
             return
         monitor = self._monitor
         if tells_of_lost_peer(error):
-            is_first = self._rank == monitor.first_without()
+            is_first = self._this.is_first_without()
             if monitor.hears():
-                monitor.leaves_at_once = True
-                monitor.tell({"kind": "broken", "to": 0})  # who waits for no lost one to come again
                 # Not every process has a connection that breaks: the first that has one speaks. Who
                 # is told anything meanwhile leaves; what process 0 hears it may pass on late.
-                time.sleep(_EXPLAIN_SECONDS * (1 if is_first else 2 if monitor.ended else 4))
+                monitor.leaves_at_once = True
+                self._this.links.wake()
+                time.sleep(timing.EXPLAIN * (1 if is_first else 2))
                 monitor.leaves_at_once = False
                 is_first = True  # if another had spoken, this one would have left
             report = self._left_behind(report, error, secondary=not is_first)
             error.add_note(f"trainkit: {report.cause}. {report.hint}")
         self._reported = error
         monitor.failed_fits.add(self._fits)
-        monitor.failing_since = time.monotonic()
-        monitor.tell({"kind": "failed", "fit": self._fits, "text": report.cause})
+        self._say_failed(self._fits, report.cause)
         exit.publish(report, folder)
+
+    def fail_for_good(self, error: BaseException) -> None:
+        """Report an error that nobody will catch."""
+        this = self._this
+        if self._is_at_work():
+            report = reports.of_error(error, this.rank, this.size, this.run_place())
+            if error is not self._reported:
+                self.fail(error, report, self._monitor.folder)
+            self._say_failed(0, report.cause)
 
     def close(self, how: str = "left the job by `close`") -> None:
         """Tell the others that this process ends in order, and `how`; stop to watch."""
-        if self._pid != os.getpid() or self._closed:
-            return
-        self._closed = True
-        self._monitor.close(how)
-        self._finalizer.cancel()
-        if sys.excepthook == self._hook:
-            sys.excepthook = self._hook_before
+        if self._is_at_work():
+            self._closed = True
+            self._monitor.close(how)
+            self._finalizer.cancel()
+            if sys.excepthook == self._hook:
+                sys.excepthook = self._hook_before
+
+    def _say_failed(self, fit: int, cause: str) -> None:
+        """Tell the others in which fit this process failed; 0: nobody will catch it."""
+        self._monitor.failing_since = time.monotonic()
+        self._monitor.tell({"kind": "failed", "fit": fit, "text": cause})
 
     def _left_behind(self, report: Report, error: BaseException, *, secondary: bool) -> Report:
         """Return a report that says who has ended in order, if that is why a collective broke."""
-        ended = self._monitor.ended
-        if not ended:
+        if not self._this.ended:
             return report
-        who, how = next(iter(ended.items()))
+        who, how = next(iter(self._this.ended.items()))
         return replace(
             report,
-            cause=f"process {who} {how} while the others wait in {stalls.call_of(error)}",
+            cause=f"process {who} {how} while the others wait in {call_of(error)}",
             hint="Every process must make the same calls, as often as the others: look for one "
             "behind `if rank == 0`, and for loops of different lengths.",
             process=who,
@@ -155,23 +219,6 @@ class JobWatch:
             self._hook_before(kind, error, trace)
         if ends and not (hasattr(sys, "ps1") or sys.flags.interactive):
             exit.end_after(error)
-
-    def fail_for_good(self, error: BaseException) -> None:
-        """Report an error that nobody will catch."""
-        if not self._is_at_work():
-            return
-        monitor, cause = self._monitor, exit.sentence(error)
-        if error is not self._reported:
-            report = replace(
-                monitor.report("error", cause, process=self._rank),
-                error=reports.error_parts(error),
-                hint=hint_for(type(error).__name__, text_of(error)),
-                memory=process_memory(),
-                secondary=exit.is_secondary(error),
-            )
-            self.fail(error, report, monitor.folder)
-        monitor.failing_since = time.monotonic()
-        monitor.tell({"kind": "failed", "fit": 0, "text": cause})
 
     def _finish(self) -> None:
         """End where Python runs the finalizers of `multiprocessing`: in order, or failing."""

@@ -5,35 +5,26 @@ It needs no collective, and works while the main thread sits in one.
 
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from trainkit.distributed.watch import Progress
 from trainkit.host import kernel_kills, process_memory
-from trainkit.watch import crossed, exit, report as reports, stalls
-from trainkit.watch.callers import Callers, Position
-from trainkit.watch.connections import GONE, Links
+from trainkit.watch import exit, report as reports, timing
+from trainkit.watch.callers import Callers
+from trainkit.watch.connections import GONE, Message
+from trainkit.watch.crossed import Crossed
 from trainkit.watch.exit import EXIT_FAILED, EXIT_OTHER_FAILED, EXIT_STALLED
 from trainkit.watch.inquiry import Inquiry, is_frozen
-from trainkit.watch.line import Message
 from trainkit.watch.member import Member
 from trainkit.watch.report import Report
-from trainkit.watch.stalls import Verdict
+from trainkit.watch.this_process import ThisProcess
+from trainkit.watch.verdict import Verdict, examples
+from trainkit.watch.where import Stillness
 
 __all__ = ["WatchThread"]
-
-# A process that hears of a failure may be about to raise the same error, agreed by all; then it
-# leaves by itself. It gets this long, more where the machine is too busy to run it, or until its
-# main thread has not moved for a while.
-_GRACE_SECONDS = 2.0
-_GRACE_OF_CPU, _LONGEST_GRACE = 0.3, 20.0
-_STILL_SECONDS = 0.6
-_CLEAN_UP_SECONDS = 30.0  # for a process that has failed itself
-_ALERT_PAUSE, _PAUSE = 0.1, 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,77 +43,55 @@ class _Cause:
     rank: int
     kind: str
     text: str
-    fit: int
-    since: float
+    fit: int = 0
+    since: float = field(default_factory=time.monotonic)
     cpu: float = field(default_factory=time.process_time)
 
     def has_passed(self, now: float) -> bool:
         """Return whether this process had time to end by itself."""
-        seconds, used = now - self.since, time.process_time() - self.cpu
-        return seconds > (_GRACE_SECONDS if used > _GRACE_OF_CPU else _LONGEST_GRACE)
+        is_starved = time.process_time() - self.cpu < timing.GRACE_OF_CPU
+        return now - self.since > (timing.LONGEST_GRACE if is_starved else timing.GRACE)
 
 
 class WatchThread:
     """Listens to the other processes of a job, and looks after the progress of this one.
-
-    Args:
-        links: The connections to them; owned from now on.
-        position: Returns how many collectives this process has begun.
-        latest: Returns which one it has begun last, in words.
 
     Attributes:
         callers: The calls that not all processes may make.
         failing_since: When this process itself failed; it then ends by itself, or is ended.
         failed_fits: The fits that raised here; who raised too is no reason to end.
         leaves_at_once: The main thread waits for the cause of its error to be heard of.
-        closing: Whether this process ends in order.
-        ended: The processes that said that they end in order, and how: on process 0 all.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        size: int,
-        links: Links,
-        position: Callable[[], Position],
-        latest: Callable[[], str] = str,
-    ) -> None:
-        self.callers = Callers(rank, size, self._post, position)
+    def __init__(self, this: ThisProcess) -> None:
+        self.callers = Callers(this)
         self.failing_since: float | None = None
         self.failed_fits: set[int] = set()
-        self.leaves_at_once = self.closing = self._is_broken = False
-        self._rank = rank
-        self._size = size
-        self._links = links
-        self._main = threading.main_thread().ident or 0
-        self._queue: deque[Message] = deque()
+        self.leaves_at_once = self._closing = False
+        self._this = this
+        self._inquiry = Inquiry(this)
+        self._crossed = Crossed(this)
+        self._stillness = Stillness(this.main)
         self._sent = threading.Event()
-        self._watched: Progress | None = None
-        self.ended: dict[int, str] = {}
-        self._failed: set[int] = set()
-        self._cause: _Cause | None = None
-        self._inquiry = Inquiry(rank, size, links, self._post, self._main, latest)
         self._marks: tuple[object, ...] = ()
         self._moved_at = 0.0
-        self._stillness = stalls.Stillness(self._main)
+        self._failed: set[int] = set()
+        self._cause: _Cause | None = None
         self._kills = kernel_kills()
-        self._crossed = crossed.Crossed(rank, self._post, position, latest, self._main)
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+        self._thread.start()
 
     @property
     def folder(self) -> Path | None:
         """Where reports go."""
-        return reports.folder_for(None if self._watched is None else self._watched.output_dir)
+        run = self._this.run
+        return reports.folder_for(None if run is None else run.output_dir)
 
-    def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
-
-    def follow(self, watched: Progress | None) -> None:
+    def follow(self, run: Progress | None) -> None:
         """Look after the progress of a run; of none with None."""
         self._marks, self._moved_at = (), time.monotonic()
-        self._watched = watched
-        self.wake()
+        self._this.run = run
+        self._this.links.wake()
 
     def hears(self) -> bool:
         """Return whether others can be heard; not where process 0, which passes on, has ended."""
@@ -130,190 +99,188 @@ class WatchThread:
 
     def tell(self, message: Message) -> None:
         """Send a message to the others, and wait until it is on its way."""
-        if not self.hears():
-            return
-        self._sent.clear()
-        self._queue.append(message)
-        self.wake()
-        self._sent.wait(1.0)
-
-    def wake(self) -> None:
-        """Make the thread look at once."""
-        self._links.wake()
+        if self.hears():
+            self._sent.clear()
+            self._this.send(message)
+            self._sent.wait(1.0)
 
     def close(self, how: str) -> None:
         """Tell the others that this process ends in order, and end the thread."""
-        self._queue.append({"kind": "done", "how": f"({Member.this()}) {how}"})
-        self.closing = True
-        self.wake()
+        self._say_done(f"({Member.this()}) {how}")
         self._thread.join(2.0)
-
-    def report(self, kind: str, cause: str, **more: Any) -> Report:
-        """Return a report of this process on where it is."""
-        more.setdefault("process", None)
-        place, processes = self._run_place(), self._size
-        return Report(
-            kind=kind, cause=cause, processes=processes, reporter=self._rank, place=place, **more
-        )
-
-    def first_without(self, others: Iterable[int] = ()) -> int:
-        """Return the first process that has not ended, as far as is known, and is none of some."""
-        return min(set(range(self._size)) - self.ended.keys() - set(others))
 
     # From here on: the thread.
 
     def _run(self) -> None:
+        links, unsent = self._this.links, self._this.unsent
         try:
-            while not self.closing or self._queue:
-                self._links.is_patient = not (self.leaves_at_once or self._is_broken)
-                for rank, message in self._links.poll(self._pause()):
+            while not self._closing or unsent:
+                for rank, message in links.poll(self._pause()):
                     self._hear(rank, message)
-                while self._queue:
-                    self._links.send(self._queue.popleft())
+                while unsent:
+                    links.send(unsent.popleft())
                 self._sent.set()
                 self.callers.on_look()
-                self._look(time.monotonic())
+                if not self._closing:
+                    self._look(time.monotonic())
         except Exception as error:  # a job must not end for want of a watch
-            exit.say(f"trainkit: the watch of process {self._rank} has ended: {error!r}")
+            exit.say(f"trainkit: the watch of process {self._this.rank} has ended: {error!r}")
         finally:
             self._sent.set()
-            self._links.close()
+            links.close()
 
-    def _pause(self) -> float | None:
-        if self._queue or self.closing:
+    def _pause(self) -> float:
+        if self._this.unsent or self._closing:
             return 0.0
         alert = self._cause or self._inquiry.is_open or self.failing_since or self.leaves_at_once
         if alert or self.callers.somebody_waits:
-            return _ALERT_PAUSE
-        return crossed.TICK_SECONDS if self._watched is None else _PAUSE
-
-    def _post(self, message: Message) -> None:
-        self._queue.append(message)
-        self.wake()
+            return timing.ALERT
+        return timing.TICK if self._this.run is None else timing.PAUSE
 
     def _hear(self, rank: int, message: Message) -> None:
-        kind = message["kind"]
+        this, kind = self._this, message["kind"]
         if kind == "done":
-            self.ended[rank] = str(message.get("how"))
+            if this.rank == 0 and not this.ended:  # one of them is enough for the others
+                this.send({"kind": "ended", "who": rank, "how": message["how"]})
+            this.ended[rank] = str(message["how"])
+        elif kind == "ended":
+            this.ended[int(message["who"])] = str(message["how"])
         elif kind == "failed":
             self._failed.add(rank)
-            self._blame(rank, kind, str(message.get("text")), int(message.get("fit", 0)))
+            self._blame(_Cause(rank, kind, str(message["text"]), int(message["fit"])))
         elif kind == GONE:
-            if rank not in self.ended and rank not in self._failed:
-                self._blame(rank, *_lost(rank, message), 0)
-            if self._rank and self._links.parent is None and self._cause is None:
-                self.closing = True  # it ended in order, and passes nothing on any more
-                self._queue.append({"kind": "done", "how": "ended with process 0"})
-        elif kind == "broken":
-            self._is_broken = True
+            if rank not in this.ended and rank not in self._failed:
+                self._blame(_lost(rank, message))
+            if this.rank and this.links.parent is None and self._cause is None:
+                self._say_done("ended with process 0")  # which passes nothing on any more
+        elif kind == "where?":
+            if this.rank in message.get("ranks", [this.rank]):
+                this.send({**this.place(), "stack": "", "kind": "place", "to": 0})
         else:
-            self._inquiry.on_message(rank, message, time.monotonic(), self._run_place())
-        if message.get("to", self._rank) == self._rank:  # else it only goes on from here
+            self._inquiry.on_message(rank, message, time.monotonic())
+        if message.get("to", this.rank) == this.rank:  # else it only goes on from here
             self.callers.on_message(rank, message)
             self._crossed.on_message(rank, message)
 
-    def _blame(self, rank: int, kind: str, text: str, fit: int) -> None:
+    def _say_done(self, how: str) -> None:
+        """Tell process 0 that this one ends in order; all, if it is that; then end the thread."""
+        self._this.send({"kind": "done", "how": how, **({"to": 0} if self._this.rank else {})})
+        self._closing = True
+
+    def _blame(self, cause: _Cause) -> None:
         """Note why this process must end; what nobody will catch counts more than the rest."""
         known = self._cause
-        if known is None or (known.fit and not fit):
-            since = time.monotonic() if known is None else known.since
-            self._cause = _Cause(rank, kind, text, fit, since)
+        if known is None:
+            self._cause = cause
+        elif known.fit and not cause.fit:
+            self._cause = replace(cause, since=known.since)
 
     def _look(self, now: float) -> None:
         """Decide whether this process must end."""
-        if self.closing:
-            return
+        inquiry, run = self._inquiry, self._this.run
         if self.failing_since is not None:
-            if now - self.failing_since > _CLEAN_UP_SECONDS:
-                text = f"did not end in {_CLEAN_UP_SECONDS:g} s after its own error"
-                self._leave(EXIT_FAILED, self.report("left", text, secondary=True))
-        elif self._inquiry.is_open and (self._inquiry.verdict or self._cause is None):
-            self._inquiry.look(now, self.ended)
-            if self._inquiry.verdict is not None and not self._queue:
-                self._end_stall(self._inquiry.verdict)
+            if now - self.failing_since > timing.CLEAN_UP:
+                text = f"did not end in {timing.CLEAN_UP:g} s after its own error"
+                self._leave(EXIT_FAILED, "left", text, None, secondary=True)
+        elif inquiry.is_open and (inquiry.verdict or self._cause is None):
+            inquiry.look(now)
+            if inquiry.verdict is not None and not self._this.unsent:
+                self._end_stall(inquiry.verdict)
         elif self._cause is not None:
             self._obey(self._cause, now)
         elif (
-            self._crossed.look(now)
-            or any(map(is_frozen, self._links.lines))
-            or (self._watched is not None and self._stands_still(self._watched, now))
+            (self._this.rank == 0 and self._crossed.look(now))
+            or any(map(is_frozen, self._this.links.lines))
+            or (run is not None and self._stands_still(run, now))
         ):
-            self._inquiry.begin(now, self._run_place())
+            inquiry.begin(now)
 
     def _obey(self, cause: _Cause, now: float) -> None:
         """End this process because of another one, unless it fails by itself in time."""
         if cause.fit in self.failed_fits:
             self._cause = None
             return
-        sure = cause.kind != "failed" or self.leaves_at_once
-        is_still = self._stillness.seconds(now) > _STILL_SECONDS
-        if not (sure or is_still or cause.has_passed(now)):
+        is_sure = cause.kind != "failed" or self.leaves_at_once
+        is_still = self._stillness.seconds(now) > timing.STILL
+        if not (is_sure or is_still or cause.has_passed(now)):
             return
         if cause.kind == "failed":
             text = f"leaves because process {cause.rank} failed: {cause.text}"
-            report = self.report("left", text, process=cause.rank, secondary=True)
-        else:
-            report = self._loss(cause)
-        self._leave(EXIT_OTHER_FAILED, report)
-
-    def _loss(self, cause: _Cause) -> Report:
-        """Return the report on a process that ended without a word, or cannot be reached."""
+            self._leave(EXIT_OTHER_FAILED, "left", text, cause.rank, secondary=True)
         hint = "Its own output, and the kernel's log, may say more."
         kills = kernel_kills()
         if cause.kind == "unreachable":
             hint = "Look at that machine, and at the network between it and this one."
         elif kills and self._kills is not None and kills > self._kills:
             hint = "The kernel killed a process of this container for want of memory meanwhile."
-        secondary = self._rank != self.first_without({cause.rank})
-        report = self.report("lost", cause.text, process=cause.rank, secondary=secondary)
-        return replace(report, hint=hint, memory=process_memory())
+        self._leave(
+            EXIT_OTHER_FAILED,
+            "lost",
+            cause.text,
+            cause.rank,
+            secondary=not self._this.is_first_without((cause.rank,)),
+            hint=hint,
+            memory=process_memory(),
+        )
 
-    def _stands_still(self, watched: Progress, now: float) -> bool:
+    def _stands_still(self, run: Progress, now: float) -> bool:
         """Return whether there was no progress for longer than the phase allows."""
-        phase, first, marks = watched.progress()
+        phase, first, marks = run.progress()
         same = len(marks) == len(self._marks) and all(map(_same, marks, self._marks))
         if not same:
             self._marks, self._moved_at = marks, now
-        return now - self._moved_at > watched.watchdog.limit(phase, first=first)
+        return now - self._moved_at > run.watchdog.limit(phase, first=first)
 
     def _end_stall(self, verdict: Verdict) -> None:
         """End this process of a job that stands still, and what is frozen beside it."""
-        limit = ""
-        if self._watched is not None:
-            phase, first, _ = self._watched.progress()
-            seconds = self._watched.watchdog.limit(phase, first=first)
+        limit, run, states = "", self._this.run, self._inquiry.states
+        if run is not None:
+            phase, first, _ = run.progress()
+            seconds = run.watchdog.limit(phase, first=first)
             limit = f" for {min(seconds, round(time.monotonic() - self._moved_at)):g} s"
-        states = self._inquiry.states
-        report = self.report(
+        shown = {rank for rank in (verdict.process, *examples(states)) if rank in states}
+        frozen = self._inquiry.frozen()
+        self._leave(
+            EXIT_STALLED,
             "stalled",
             f"no progress{limit}: {verdict.text}",
-            process=verdict.process,
-            secondary=self._rank != self.first_without(verdict.frozen),
-            states={str(rank): states[rank] for rank in stalls.examples(states)},
+            verdict.process,
+            last=lambda: exit.kill(frozen),
+            secondary=not self._this.is_first_without(verdict.frozen),
+            states={str(rank): states[rank] for rank in sorted(shown)},
         )
-        frozen = self._inquiry.frozen()
-        self._leave(EXIT_STALLED, report, lambda: exit.kill(frozen))
 
-    def _leave(self, code: int, report: Report, last: Callable[[], None] = lambda: None) -> None:
+    def _leave(
+        self,
+        code: int,
+        kind: str,
+        cause: str,
+        process: int | None,
+        last: Callable[[], None] = lambda: None,
+        **more: Any,
+    ) -> None:
+        """End this process with a report on where it is; does not return."""
+        this = self._this
+        report = Report(
+            kind=kind,
+            cause=cause,
+            process=process,
+            processes=this.size,
+            reporter=this.rank,
+            place=this.run_place(),
+            **more,
+        )
         exit.leave(code, report, self.folder, last)
 
-    def _run_place(self) -> dict[str, Any]:
-        with suppress(Exception):  # the main thread may be changing what is read
-            return {} if self._watched is None else self._watched.place()
-        return {}
 
-
-def _lost(rank: int, gone: Message) -> tuple[str, str]:
-    """Return what the end of a connection means: the kind of the cause, and a sentence."""
-    if gone.get("unreachable"):
-        return "unreachable", (
-            f"{gone.get('place')} unreachable for {gone['unreachable']} s: machine, network or "
-            f"power (process {rank}, {gone.get('who')})"
-        )
-    return "lost", (
-        f"process {rank} ({gone.get('who')}) ended without a word: killed by a signal, crashed, or "
-        "left by `os._exit`"
-    )
+def _lost(rank: int, gone: Message) -> _Cause:
+    """Return what the end of a connection means."""
+    place, seconds, who = gone["place"], gone["unreachable"], gone["who"]
+    if seconds:
+        text = f"{place} unreachable for {seconds} s: machine, network or power"
+        return _Cause(rank, "unreachable", f"{text} (process {rank}, {who})")
+    text = "ended without a word: killed by a signal, crashed, or left by `os._exit`"
+    return _Cause(rank, "lost", f"process {rank} ({who}) {text}")
 
 
 def _same(mark: object, before: object) -> bool:

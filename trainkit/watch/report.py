@@ -12,12 +12,15 @@ from typing import Any
 
 from trainkit.errors import text_of
 from trainkit.formatting import readable_size
+from trainkit.hints import hint_for, tells_of_lost_peer
+from trainkit.host import process_memory
 
 __all__ = [
     "FOLDER_VARIABLE",
     "Report",
     "first_of",
     "folder_for",
+    "of_error",
     "read_all",
 ]
 
@@ -138,10 +141,26 @@ def first_of(reports: list[tuple[Path, Report]]) -> tuple[Path, Report] | None:
     return ordered[0] if ordered else None
 
 
-def error_parts(error: BaseException) -> dict[str, str]:
-    """Return the type, message and traceback of an error, with its notes."""
-    return {
-        "type": type(error).__name__,
-        "message": text_of(error),
-        "traceback": "".join(traceback.format_exception(error)),
-    }
+def of_error(error: BaseException, rank: int, size: int, place: dict[str, Any]) -> Report:
+    """Return the report of process `rank` of `size` on an error that it has raised at `place`."""
+    name, text = type(error).__name__, text_of(error)
+    first, *more = text.strip().split("\n")
+    if first.endswith(":"):  # of a list
+        first += " " + "; ".join(line.strip(" -") for line in more)
+    origin = getattr(error, "origin", None)  # the process that an error of all came from
+    return Report(
+        kind="error",
+        cause=f"{name}: {first}" if first else name,
+        process=rank if origin is None else origin,
+        processes=size,
+        reporter=rank,
+        secondary=tells_of_lost_peer(error) or origin is not None,
+        hint=hint_for(name, text, alone=size == 1),
+        place=place,
+        error={
+            "type": name,
+            "message": text,
+            "traceback": "".join(traceback.format_exception(error)),
+        },
+        memory=process_memory(),
+    )

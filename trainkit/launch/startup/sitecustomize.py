@@ -21,26 +21,17 @@ def _report() -> None:
     error = getattr(sys, "last_value", None)
     if not isinstance(error, Exception) or os.getpid() != _PID:  # that of a fork is no failure
         return
-    from trainkit.errors import text_of
-    from trainkit.hints import hint_for
-    from trainkit.host import process_memory
-    from trainkit.watch import exit, report as reports, stalls
+    from dataclasses import replace
+
+    from trainkit.watch import report as reports
+    from trainkit.watch.where import raised_at
 
     folder = reports.folder_for(None)
     if folder is None or any(folder.glob(f"*-{_PID}.json")):
         return
-    rank = int(os.environ["RANK"])
-    reports.Report(
-        kind="error",
-        cause=exit.sentence(error) + stalls.raised_at(error),
-        process=rank,
-        processes=int(os.environ["WORLD_SIZE"]),
-        reporter=rank,
-        secondary=exit.is_secondary(error),
-        hint=hint_for(type(error).__name__, text_of(error)),
-        error=reports.error_parts(error),
-        memory=process_memory(),
-    ).write(folder)
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    report = reports.of_error(error, rank, size, {})
+    replace(report, cause=report.cause + raised_at(error)).write(folder)
 
 
 def _report_if_possible() -> None:
