@@ -18,6 +18,7 @@ PUBLIC = [
     "Callback",
     "CheckpointCorrupt",
     "CheckpointError",
+    "CheckpointMissing",
     "Combined",
     "Communicator",
     "ConfigError",

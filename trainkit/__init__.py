@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from trainkit.errors import (
         CheckpointCorrupt as CheckpointCorrupt,
         CheckpointError as CheckpointError,
+        CheckpointMissing as CheckpointMissing,
         ConfigError as ConfigError,
         DataError as DataError,
         DistributedError as DistributedError,
@@ -103,8 +104,8 @@ __all__, __getattr__, __dir__ = lazy_exports(
         "data.combined": "Combined",
         "distributed.communicator": "Communicator",
         "errors": (
-            "CheckpointCorrupt CheckpointError ConfigError DataError DistributedError "
-            "NonFiniteError TrainkitError"
+            "CheckpointCorrupt CheckpointError CheckpointMissing ConfigError DataError "
+            "DistributedError NonFiniteError TrainkitError"
         ),
         "export": "init_empty_weights load_checkpoint_and_dispatch load_checkpoint_in_model",
         "memory": "find_executable_batch_size release_memory",

@@ -85,6 +85,10 @@ class CheckpointError(TrainkitError, RuntimeError):
         self.errno = errno
 
 
+class CheckpointMissing(CheckpointError):
+    """Where a checkpoint was looked for, none was ever completed."""
+
+
 class CheckpointCorrupt(CheckpointError):
     """A checkpoint that is not what was once written; nothing of it has been used."""
 

@@ -7,6 +7,7 @@ The second call ends with the same weights as one that was never stopped.
 """
 
 import argparse
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -14,7 +15,7 @@ from data import SAMPLES, checksum, make_data, make_model
 from torch import nn
 from torch.utils.data import DataLoader
 
-from trainkit import Accelerator, ProjectConfiguration, set_seed
+from trainkit import Accelerator, CheckpointMissing, ProjectConfiguration, set_seed
 
 EPOCHS = 3
 
@@ -50,7 +51,7 @@ def main() -> None:
     loader = DataLoader(make_data(SAMPLES, seed=1), 20, shuffle=True)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     accelerator.register_for_checkpointing(progress)
-    if (arguments.output_dir / "checkpoints").exists():
+    with suppress(CheckpointMissing):  # at the first start
         accelerator.load_state()
     first, done = divmod(progress.step, len(loader))
     for epoch in range(first, EPOCHS):

@@ -55,6 +55,9 @@ def test_a_stopped_training_ends_with_the_same_weights(size: int, tmp_path: Path
     stopped = str(tmp_path / "stopped")
     assert _run(size, "resuming.py", "--output-dir", stopped, "--stop-after", "17") == ""
     assert _run(size, "resuming.py", "--output-dir", stopped) == whole
+    killed = tmp_path / "killed in its first save"
+    (killed / "checkpoints" / "checkpoint_0" / ".tmp-0-0123456789ab").mkdir(parents=True)
+    assert _run(size, "resuming.py", "--output-dir", str(killed)).endswith(whole)
 
 
 @pytest.mark.e2e

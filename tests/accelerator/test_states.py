@@ -22,6 +22,7 @@ from trainkit import (
     Accelerator,
     CheckpointCorrupt,
     CheckpointError,
+    CheckpointMissing,
     ConfigError,
     DataLoaderConfiguration,
     ProjectConfiguration,
@@ -264,9 +265,9 @@ def test_loading_nothing_says_what_to_do(tmp_path: Path) -> None:
         accelerator.load_state()
     with pytest.raises(ConfigError, match="`save_state` needs a folder"):
         accelerator.save_state()
-    with pytest.raises(CheckpointError, match="holds no state that `save_state` has completed"):
+    with pytest.raises(CheckpointMissing, match="holds no state that `save_state` has completed"):
         accelerator.load_state(tmp_path / "nowhere")
-    with pytest.raises(CheckpointError, match="holds no state that `save_state` has completed"):
+    with pytest.raises(CheckpointMissing, match="holds no state that `save_state` has completed"):
         _project(tmp_path).load_state()
 
 

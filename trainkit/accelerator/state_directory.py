@@ -14,7 +14,7 @@ from trainkit.checkpoint.io.files import remove_tree
 from trainkit.checkpoint.listing import broken_folders
 from trainkit.distributed import Processes, run_on_main
 from trainkit.distributed.collectives import gather_on_main
-from trainkit.errors import CheckpointError, ConfigError
+from trainkit.errors import CheckpointError, CheckpointMissing, ConfigError
 from trainkit.lock import RunLock
 from trainkit.outputs import absolute, why
 
@@ -218,19 +218,30 @@ class StateDirectory:
                 "`load_state` needs a folder. Pass `input_dir`, or use "
                 "`ProjectConfiguration(automatic_checkpoint_naming=True)`."
             )
+        has_state = False
         for folder in folders:
             if (folder / MANIFEST).exists():  # of a checkpoint itself
+                has_state = True
                 yield str(folder), str(folder)
             for _, error in broken_folders(folder):
+                has_state = True
                 report(f"trainkit: skipped: {error}")
             entries = CheckpointStore(folder).checkpoints()
             if not entries:
                 report(f"trainkit: skipped: `{folder}` holds no state that was completed.")
             for entry in reversed(entries):
+                has_state = True
                 yield str(folder), str(entry.path)
-        raise CheckpointError(
-            f"`{where}` holds no state that `save_state` has completed, and that verifies. Give "
-            "a folder that it returned, or save a state first.",
+        if has_state:
+            raise CheckpointError(
+                f"`{where}` holds no state that verifies. Give a folder that `save_state` returned "
+                "and that is whole.",
+                path=where,
+            )
+        raise CheckpointMissing(
+            f"`{where}` holds no state that `save_state` has completed. Give a folder that it "
+            "returned; a program that begins afresh then, also after a kill in its first save, "
+            "catches `CheckpointMissing`.",
             path=where,
         )
 
