@@ -25,7 +25,8 @@ __all__ = ["EMA"]
 class EMA(Callback):
     """Keeps an exponential moving average of the weights, and evaluates that instead of them.
 
-    After each update, `average = decay * average + (1 - decay) * weights`; a skipped step leaves
+    After each update, `average = decay * average + (1 - decay) * weights`, with a smaller `decay`
+    at first (`warmup`); a skipped step leaves
     it as it is. It holds what the optimizer trains; what never changes is not held twice. The
     model holds the average during every evaluation, so that its metrics, early stopping and the
     best checkpoint are those of the average, and its own weights again afterwards, to the last
@@ -47,9 +48,11 @@ class EMA(Callback):
     Args:
         decay: Part of the average that an update keeps, from 0 to below 1; 0.999 looks back over
             about 1,000 updates.
-        warmup: Keep less of the first averages, at most `(1 + n) / (10 + n)` after n updates, as
-            `tf.train.ExponentialMovingAverage` does with `num_updates`: else a short training
-            ends with an average of its beginning.
+        warmup: As it is by default, `decay` grows to its value: the (n+1)-th update of the average
+            keeps `min(decay, (1 + n) / (10 + n))`, so 0.1 at first, 0.55 after 10 updates, and
+            0.999 only after some 9,000, as `tf.train.ExponentialMovingAverage` does with
+            `num_updates`: else a short training ends with an average of its beginning. False:
+            `decay` from the first update on.
         every_n_steps: Steps between two updates of the average.
         average_buffers: Also average buffers of floating point, such as the statistics of batch
             normalisation; else the model's own are used with the average. Others are never
