@@ -57,8 +57,7 @@ class FitResult:
     metrics: Scalars
     """Metrics of the last evaluation."""
     best_metrics: Scalars
-    """Best value of each metric of which it is known what is better: what `keep_best` says, else
-    what the metric says itself."""
+    """Best value of each metric of which it is known, or `keep_best` says, what is better."""
     stop_reason: str
     """"max_epochs", "max_steps", or the reason that `request_stop` was given."""
     output_dir: Path | None
@@ -363,8 +362,7 @@ class Run(RunServices):
             )
         from trainkit.checkpoint.saver import Saver  # runs without checkpoints need none of it
 
-        processes = self.strategy.processes
-        checkpoints = self.checkpoints
+        processes, checkpoints = self.strategy.processes, self.checkpoints
         checkpoints.run_id = processes.broadcast_object(checkpoints.run_id or uuid.uuid4().hex)
         checkpoints.saver = Saver(
             self.output_dir,
