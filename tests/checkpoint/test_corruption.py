@@ -11,8 +11,7 @@ import torch
 
 from tests.checkpoint.toys import RUN, parts_of, save_alone
 from trainkit.checkpoint import CheckpointStore
-from trainkit.checkpoint.format.shard_region import ShardRegion
-from trainkit.checkpoint.format.tensor_location import StoredTensor
+from trainkit.checkpoint.format.tensor_location import ShardRegion, StoredTensor
 from trainkit.checkpoint.io.reading import HashedFile
 from trainkit.errors import CheckpointCorrupt, CheckpointError
 

@@ -20,8 +20,7 @@ from tests.helpers.ranks import RanksError, run_ranks
 from trainkit.checkpoint import Checkpoint, CheckpointStore
 from trainkit.checkpoint.checkpoint import open_share
 from trainkit.checkpoint.format.decoding import MALFORMED
-from trainkit.checkpoint.format.shard_region import ShardRegion, check_tiling, runs
-from trainkit.checkpoint.format.tensor_location import StoredTensor
+from trainkit.checkpoint.format.tensor_location import ShardRegion, StoredTensor, check_tiling, runs
 from trainkit.checkpoint.io import reading
 from trainkit.checkpoint.io.reading import HashedFile
 from trainkit.checkpoint.resharding.sharding import split

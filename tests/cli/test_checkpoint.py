@@ -11,8 +11,7 @@ import torch
 
 from tests.checkpoint.toys import RUN, save_alone
 from trainkit.checkpoint import CheckpointStore
-from trainkit.checkpoint.format.shard_region import ShardRegion
-from trainkit.checkpoint.format.tensor_location import StoredTensor
+from trainkit.checkpoint.format.tensor_location import ShardRegion, StoredTensor
 from trainkit.cli.main import main
 from trainkit.lock import RunLock
 

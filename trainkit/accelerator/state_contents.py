@@ -121,7 +121,12 @@ class StateContents:
         missing = sorted({*models, *optimizers} - names)
         unknown = sorted(set(filter(_is_state, names)) - objects - {*self.models(), *optimizers})
         if missing or unknown:
-            refuse(path, [_other_parts(missing, unknown)])
+            why = (
+                f"it lacks {missing or 'nothing'}, and has {unknown or 'nothing'} that is not "
+                "wanted. Prepare and register as many models, optimizers and objects as when it "
+                "was saved"
+            )
+            refuse(path, [why])
         like = {"state": parameters} if self.strategy.sharded else None
         likes: dict[str, Any] = {name: model.state_dict() for name, model in models.items()}
         likes |= dict.fromkeys(optimizers, like) | dict.fromkeys(sorted(objects)) | {"loop": None}
@@ -185,17 +190,11 @@ class StateContents:
         if self.gradients.scaler is not None and loop["scaler"]:
             self.gradients.scaler.load_state_dict(loop["scaler"])
         self.gradients.forget()
-        self._restore_position(loop, own, loaded.anew)
-
-    def _restore_position(
-        self, loop: Mapping[str, Any], own: Mapping[str, Any] | None, anew: frozenset[int]
-    ) -> None:
-        """Put back where passes and windows were, and what this process has for itself."""
         position = {**loop, **(own or {})}  # older states have it in `loop` alone
         self.accumulation.load_state_dict(position["accumulation"])
         pairs = zip(self.registry.loaders, position["loaders"], strict=True)
         for index, (loader, state) in enumerate(pairs):
-            if index in anew:
+            if index in loaded.anew:
                 loader.set_epoch(state["epoch"])
             else:
                 loader.load_state_dict(state)
@@ -232,24 +231,18 @@ class StateContents:
         return list(ranks.values())
 
     def _own(self) -> dict[str, Any]:
-        """Return what this process saves for itself."""
-        return rng.state_dict(self.device) | {
-            "gradients": self._open_gradients(),
-            "loaders": [loader.state_dict() for loader in self.registry.loaders],
-            "accumulation": self.accumulation.state_dict(),
-        }
-
-    def _open_gradients(self) -> dict[str, Tensor]:
-        """Return what an incomplete window has accumulated on this process."""
-        if not self.accumulation.is_open:
-            return {}
-        if self.strategy.sharded:
+        """Return what this process saves for itself, with the open gradients of a window."""
+        if self.accumulation.is_open and self.strategy.sharded:
             raise ConfigError(
                 "A state of a sharded model cannot be saved inside a window. Save it "
                 "`if accelerator.sync_gradients:`."
             )
-        found = self._parameters().items()
-        return {name: value.grad for name, value in found if value.grad is not None}
+        found = self._parameters().items() if self.accumulation.is_open else ()
+        return rng.state_dict(self.device) | {
+            "gradients": {name: p.grad for name, p in found if p.grad is not None},
+            "loaders": [loader.state_dict() for loader in self.registry.loaders],
+            "accumulation": self.accumulation.state_dict(),
+        }
 
     def _common(self) -> dict[str, Any]:
         """Return what all processes have alike, or hold together, beside models and objects."""
@@ -302,10 +295,3 @@ def _fitted(parts: dict[str, Any], name: str, present: Mapping[str, Any]) -> str
 def _is_state(part: str) -> bool:
     """Return whether a part holds the state of something that was prepared or registered."""
     return not part.startswith("process-") and "-shard-" not in part and part != "loop"
-
-
-def _other_parts(missing: list[str], unknown: list[str]) -> str:
-    return (
-        f"it lacks {missing or 'nothing'}, and has {unknown or 'nothing'} that is not wanted. "
-        "Prepare and register as many models, optimizers and objects as when it was saved"
-    )

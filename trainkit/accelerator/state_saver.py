@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from trainkit.accelerator.state_check import part_name
@@ -98,8 +97,14 @@ class StateSaver:
         contents, directory = self._contents, self._directory
         models = contents.models()
         if self._before_load:  # a hook may load what it finds
-            folder, path, _ = directory.load(input_dir, self._verify, report)
-            models = self._left_by_hooks(models, folder)
+            world = self._processes.world
+            folder, path, _ = directory.load(
+                input_dir, lambda path: open_share(path, world).verify_rest(), report
+            )
+            left = list(models.values())  # to be loaded here
+            for hook in self._before_load.values():
+                hook(left, str(folder))
+            models = {name: model for name, model in models.items() if model in left}
             loaded = run_on_all(self._processes, lambda: contents.read(path, models, strict))
         else:
             folder, path, loaded = directory.load(
@@ -113,17 +118,6 @@ class StateSaver:
     def release(self) -> None:
         """Let other programs save to the project."""
         self._directory.release()
-
-    def _verify(self, path: Path) -> None:
-        """Compare this process's share of a state with its digests."""
-        open_share(path, self._processes.world).verify_rest()
-
-    def _left_by_hooks(self, models: Mapping[str, nn.Module], folder: Path) -> dict[str, nn.Module]:
-        """Call the hooks of a load; return the models that they leave to be loaded."""
-        left = list(models.values())
-        for hook in self._before_load.values():
-            hook(left, str(folder))
-        return {name: model for name, model in models.items() if model in left}
 
     def _save(self, output_dir: Any, *, checks: bool) -> str:
         """Save on all processes."""

@@ -17,8 +17,13 @@ from trainkit.checkpoint.format.names import JSON_SUFFIX, MANIFEST, TENSOR_SUFFI
 from trainkit.checkpoint.format.tensor_file import Header
 from trainkit.checkpoint.format.tensor_location import StoredTensor
 from trainkit.checkpoint.io.reading import broken, names_in, open_directory, open_file
-from trainkit.checkpoint.resharding.part_reader import PartReader, flat_items, stored_in, tree_of
-from trainkit.checkpoint.resharding.tensor_reader import TensorReader
+from trainkit.checkpoint.resharding.tensor_reader import (
+    PartReader,
+    TensorReader,
+    flat_items,
+    stored_in,
+    tree_of,
+)
 from trainkit.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -88,9 +93,7 @@ class Checkpoint:
     def layout(self, part: str, others: list[str] | None = None) -> dict[str, StoredTensor]:
         """Return where the tensors of a flat part are, in its order; tied ones are equal.
 
-        Args:
-            part: Its name.
-            others: Takes the names of what is no tensor, which is an error without it.
+        `others` takes the names of what is no tensor, which is an error without it.
         """
         with self._reader() as reader:
             nodes, own = self._nodes(reader, part)

@@ -13,7 +13,13 @@ from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, cast
 
 from trainkit.checkpoint.format.manifest import FileInfo, Manifest, read_manifest
-from trainkit.checkpoint.format.names import MANIFEST, PACK, TEMPORARY, TRASH, folder_name
+from trainkit.checkpoint.format.names import (
+    MANIFEST,
+    PACK,
+    TEMPORARY,
+    TRASH,
+    folder_name,
+)
 from trainkit.checkpoint.io import files
 from trainkit.checkpoint.listing import Entry, committed, folders
 from trainkit.checkpoint.writing import (
@@ -45,23 +51,56 @@ def alone(value: Any, action: Callable[[list[Any]], Any]) -> Any:
     return action([value])
 
 
-class CommitSteps:
-    """The steps of one save, each of which ends with an agreement.
+Announced = Sequence[Sequence[tuple[str, int, int, bytes | None]]]
+"""The files of each process: names, bytes, versions of the format, and the contents of those that
+process 0 writes where there are several processes: they need no file each."""
 
-    Args:
-        directory: Where checkpoints are, for errors.
-        step: What is saved, for errors.
-        agree: Lets process 0 decide for all.
-    """
 
-    def __init__(self, directory: Path, step: int, agree: Agree) -> None:
-        self.needed = 0
-        """Bytes that all processes together want to write."""
+class Save:
+    """A checkpoint on its way to the disk; see `CheckpointStore.save`."""
+
+    def __init__(
+        self, directory: Path, step: int, metadata: Mapping[str, Any], agree: Agree
+    ) -> None:
+        self.entry: Entry | None = None
+        """What process 0 has committed."""
         self._directory = directory
         self._step = step
+        self._metadata = metadata
+        self._pack: list[PlannedFile] = []  # on process 0, what it writes for all
+        self._packed: dict[str, FileInfo] = {}
+        self._run_id = str(metadata.get("run_id", ""))
         self._agree = agree
+        self._needed = 0  # bytes that all processes together want to write
+        self._temporary = directory / f"{TEMPORARY}{step}-{uuid.uuid4().hex[:12]}"
 
-    def run(self, action: Callable[[], Any], conclude: Callable[[list[Any]], T]) -> T:
+    def run(self, parts: Mapping[str, Any]) -> Path:
+        """Save `parts` and return the folder of the checkpoint.
+
+        Raises:
+            CheckpointError: It failed on some process; raised by all.
+        """
+        planned: list[PlannedFile] = []
+
+        def prepare() -> list[tuple[str, int, int, bytes | None]]:
+            planned.extend(plan(parts))
+            contents = sent(planned)
+            return [(f.name, f.size, f.version, contents.get(f.name)) for f in planned]
+
+        try:
+            folder, version, self._needed, takes = self._step_of_all(prepare, self._begin)
+            own = [file for file in planned if not (takes and file.is_sent)]
+            name = self._step_of_all(
+                lambda: write([*own, *self._pack], self._directory / folder),
+                lambda written: self._commit(written, version),
+            )
+        finally:
+            # On process 0, where it exists until it is renamed; on others it never did.
+            with suppress(OSError):  # what stays is invisible, and removed at the next start
+                files.remove_tree(self._temporary)
+        return self._directory / name
+
+    def _step_of_all(self, action: Callable[[], Any], conclude: Callable[[list[Any]], T]) -> T:
         """Do `action` on every process, then `conclude` on process 0 with what each one returned.
 
         Returns:
@@ -82,10 +121,9 @@ class CommitSteps:
 
         def lead(answers: list[Any]) -> tuple[str, Failure | None, Any]:
             several = len(answers) > 1
-            failed = [(rank, answer[0]) for rank, answer in enumerate(answers) if answer[0]]
-            if failed:
-                rank, failure = failed[0]
-                return f" on process {rank}" * several, failure, None
+            for rank, (failure, _) in enumerate(answers):
+                if failure:
+                    return f" on process {rank}" * several, failure, None
             failure, result = attempt(lambda: conclude([result for _, result in answers]))
             return " on process 0" * several, failure, result
 
@@ -101,101 +139,25 @@ class CommitSteps:
         return cast("T", result)
 
     def _describe(self, error: Exception) -> Failure:
-        if isinstance(error, OSError):
-            return self._describe_system(error), _text(error.filename), error.errno
-        file = error.file if isinstance(error, CheckpointError) else None
-        kind = "" if isinstance(error, TrainkitError) else f"{type(error).__name__}: "
-        return f"{kind}{text_of(error)}", file, None
-
-    def _describe_system(self, error: OSError) -> str:
-        code = errors.errorcode.get(error.errno or 0, "unknown error")
-        kept = ""
+        if not isinstance(error, OSError):
+            file = error.file if isinstance(error, CheckpointError) else None
+            kind = "" if isinstance(error, TrainkitError) else f"{type(error).__name__}: "
+            return f"{kind}{text_of(error)}", file, None
+        code, kept = errors.errorcode.get(error.errno or 0, "unknown error"), ""
         with suppress(OSError):  # of the same disk; the first error is what matters
             steps = [entry.step for entry in committed(self._directory)]
-            last = (
-                f"The last committed step is {steps[-1]}" if steps else "No step is committed yet"
+            kept = (
+                f"The last committed step is {steps[-1]}. "
+                if steps
+                else "No step is committed yet. "
             )
-            kept = f"{last}. "
-        return (
+        text = (
             f"{error.strerror} ({code}) at `{_text(error.filename)}`. The checkpoint needs "
-            f"{readable_size(self.needed)}, and {readable_size(_free(self._directory))} are free "
+            f"{readable_size(self._needed)}, and {readable_size(_free(self._directory))} are free "
             f"in `{self._directory}`. {kept}Earlier checkpoints are untouched. Make room or "
             "choose another `output_dir`, then resume."
         )
-
-
-def _text(name: Any) -> str | None:
-    return None if name is None else os.fsdecode(name)
-
-
-def _free(directory: Path) -> int:
-    """Return the bytes that are free for us where `directory` is or will be; 0 if unknown."""
-    for folder in (directory, *directory.parents):
-        try:
-            status = os.statvfs(folder)
-        except OSError:
-            continue
-        return status.f_bavail * status.f_frsize
-    return 0
-
-
-Announced = Sequence[Sequence[tuple[str, int, int, bytes | None]]]
-"""The files of each process: names, bytes, versions of the format, and the contents of those that
-process 0 writes where there are several processes: they need no file each."""
-
-
-class Save:
-    """A checkpoint on its way to the disk.
-
-    Args:
-        step: Updates applied.
-        metadata: Small values for the manifest; those of process 0 count.
-        agree: Lets process 0 decide for all.
-    """
-
-    def __init__(
-        self,
-        directory: Path,
-        step: int,
-        metadata: Mapping[str, Any],
-        agree: Agree,
-    ) -> None:
-        self.entry: Entry | None = None
-        """What process 0 has committed."""
-        self._directory = directory
-        self._step = step
-        self._metadata = metadata
-        self._pack: list[PlannedFile] = []  # on process 0, what it writes for all
-        self._packed: dict[str, FileInfo] = {}
-        self._run_id = str(metadata.get("run_id", ""))
-        self._steps = CommitSteps(directory, step, agree)
-        self._temporary = directory / f"{TEMPORARY}{step}-{uuid.uuid4().hex[:12]}"
-
-    def run(self, parts: Mapping[str, Any]) -> Path:
-        """Save `parts` and return the folder of the checkpoint.
-
-        Raises:
-            CheckpointError: It failed on some process; raised by all.
-        """
-        planned: list[PlannedFile] = []
-
-        def prepare() -> list[tuple[str, int, int, bytes | None]]:
-            planned.extend(plan(parts))
-            contents = sent(planned)
-            return [(f.name, f.size, f.version, contents.get(f.name)) for f in planned]
-
-        try:
-            folder, version, self._steps.needed, takes = self._steps.run(prepare, self._begin)
-            own = [file for file in planned if not (takes and file.is_sent)]
-            name = self._steps.run(
-                lambda: write([*own, *self._pack], self._directory / folder),
-                lambda written: self._commit(written, version),
-            )
-        finally:
-            # On process 0, where it exists until it is renamed; on others it never did.
-            with suppress(OSError):  # what stays is invisible, and removed at the next start
-                files.remove_tree(self._temporary)
-        return self._directory / name
+        return text, _text(error.filename), error.errno
 
     def _begin(self, announced: Announced) -> tuple[str, int, int, bool]:
         """Make the folder.
@@ -205,7 +167,7 @@ class Save:
             what it was sent.
         """
         every = [file for of_one in announced for file in of_one]
-        self._steps.needed = sum(size for _, size, *_ in every)
+        self._needed = sum(size for _, size, *_ in every)
         version = max((version for *_, version, _ in every), default=1)
         contents = {name: content for name, *_, content in every if content is not None}
         takes = len(announced) > 1 and bool(contents)
@@ -216,7 +178,7 @@ class Save:
         files.make_directories(self._directory)
         self._replaced()
         files.make_directory(self._temporary)
-        return self._temporary.name, version, self._steps.needed, takes
+        return self._temporary.name, version, self._needed, takes
 
     def _commit(self, written: Sequence[Sequence[Written]], version: int) -> str:
         """Publish what all have written; return the name of the folder."""
@@ -275,6 +237,21 @@ class Save:
             if not path.exists() and not path.is_symlink():
                 return path
             revision += 1
+
+
+def _text(name: Any) -> str | None:
+    return None if name is None else os.fsdecode(name)
+
+
+def _free(directory: Path) -> int:
+    """Return the bytes that are free for us where `directory` is or will be; 0 if unknown."""
+    for folder in (directory, *directory.parents):
+        try:
+            status = os.statvfs(folder)
+        except OSError:
+            continue
+        return status.f_bavail * status.f_frsize
+    return 0
 
 
 def throw_away(path: Path) -> None:

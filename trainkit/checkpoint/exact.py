@@ -108,8 +108,7 @@ def _exact(value: Any, loaded: Any, parameter: Tensor, was: Tensor | None) -> An
 def as_parameter(value: Tensor, parameter: Tensor, was: Tensor | None = None) -> Tensor:
     """Return `value` with the strides of its parameter, if it had those when it was saved.
 
-    Args:
-        was: The parameter as it was saved; None: `value` lay as it did.
+    `was` is the parameter as it was saved; None: `value` lay as it did.
     """
     fits = type(value) is Tensor and value.shape == parameter.shape
     if not fits or value.stride() == parameter.stride():
@@ -140,8 +139,7 @@ def empty_buffers(module: nn.Module) -> dict[str, tuple[nn.Module, str]]:
 def load_model(module: nn.Module, saved: Mapping[str, Any], *, older: bool = False) -> None:
     """Load what `module.state_dict` returned; buffers that a forward has made or replaced too.
 
-    Args:
-        older: The checkpoint may be one that kept no strides.
+    `older` checkpoints may be of those that kept no strides.
     """
     device = next((p.device for p in module.parameters()), None)
     for key, (part, name) in empty_buffers(module).items():

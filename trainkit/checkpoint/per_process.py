@@ -6,6 +6,7 @@ save (rule 22).
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any, TypeVar
 
 from trainkit.checkpoint.format import codec, strict_json
@@ -137,59 +138,38 @@ def states_for(
         parts: What each process saved; only that of this process where `same_size`.
         same_size: Whether as many processes saved it.
     """
-    states: dict[str, States] = {}
+    states: dict[str, States] = {kind: {} for kind in owners}
     problems: list[str] = []
-    for kind in owners:
-        if kind not in common:  # older checkpoints know of no data sets
-            states[kind] = {}
-            continue
-        own = [part.get(kind, {}) for part in parts]  # older ones have none
-        states[kind], found = _of_kind(
-            _word(kind), owners[kind], common[kind], own, rank=rank, same_size=same_size
-        )
-        problems += found
+    for kind in [kind for kind in owners if kind in common]:  # older ones know of no data sets
+        present, word = owners[kind], _word(kind)
+        every = [common[kind], *(part.get(kind, {}) for part in parts)]  # older ones have no own
+        saved = {n: [part[n] for part in every if n in part] for n in dict.fromkeys(chain(*every))}
+        plain = {name for name in saved if name in common[kind] or same_size}
+        # What only some processes had, only some need to have now.
+        shared = {name for name in saved if name in plain or len(saved[name]) == len(parts)}
+        if extra := sorted(set(saved if rank == 0 else shared) - set(present)):
+            problems.append(f"{word}s in the checkpoint that the run does not have: {extra}")
+        if missing := sorted(set(present) - set(saved)):
+            problems.append(f"{word}s of the run that the checkpoint does not have: {missing}")
+        for name in [name for name in saved if name in present]:
+            merge = getattr(present[name], "merge_state_dicts", None)
+            if name not in plain and merge is not None:
+                states[kind][name] = _merged(word, name, merge, saved[name])
+            elif name in plain or getattr(present[name], "per_process", None) is False:
+                states[kind][name] = saved[name][0]
+            else:
+                size = len(parts)
+                problems.append(
+                    f"the state of the {word} `{name}` differed between the {size} processes that "
+                    f"saved it. Resume on {size} processes; or give it "
+                    "`merge_state_dicts(states)`, which returns one state for those of all; or set "
+                    "`per_process = False` on it: that of process 0 is for all"
+                )
     return states, problems
 
 
 def _word(kind: str) -> str:
     return _WORDS.get(kind, "entry of the model's state")
-
-
-def _of_kind(
-    kind: str,
-    owners: Mapping[str, Any],
-    common: States,
-    parts: Sequence[States],
-    *,
-    rank: int,
-    same_size: bool,
-) -> tuple[States, list[str]]:
-    saved = {
-        name: [part[name] for part in (common, *parts) if name in part]
-        for name in dict.fromkeys(name for part in (common, *parts) for name in part)
-    }
-    # What only some processes had, only some need to have now.
-    shared = {n for n in saved if n in common or same_size or len(saved[n]) == len(parts)}
-    extra = sorted(set(saved if rank == 0 else shared) - set(owners))
-    missing = sorted(set(owners) - set(saved))
-    problems: list[str] = []
-    if extra:
-        problems.append(f"{kind}s in the checkpoint that the run does not have: {extra}")
-    if missing:
-        problems.append(f"{kind}s of the run that the checkpoint does not have: {missing}")
-    states: States = {}
-    for name in [name for name in saved if name in owners]:
-        owner, found = owners[name], saved[name]
-        merge = getattr(owner, "merge_state_dicts", None)
-        if name in common or same_size:
-            states[name] = found[0]
-        elif merge is not None:
-            states[name] = _merged(kind, name, merge, found)
-        elif getattr(owner, "per_process", None) is False:
-            states[name] = found[0]
-        else:
-            problems.append(_not_alike(kind, name, len(parts)))
-    return states, problems
 
 
 def put_own(state: States, kind: str, parts: Sequence[States], *, same_size: bool) -> str:
@@ -217,11 +197,3 @@ def _merged(kind: str, name: str, merge: Any, saved: list[Any]) -> Any:
             f"`merge_state_dicts` of the {kind} `{name}` raised {type(error).__name__}: {error}. "
             "Nothing of the checkpoint was applied."
         ) from error
-
-
-def _not_alike(kind: str, name: str, size: int) -> str:
-    return (
-        f"the state of the {kind} `{name}` differed between the {size} processes that saved it. "
-        f"Resume on {size} processes; or give it `merge_state_dicts(states)`, which returns one "
-        "state for those of all; or set `per_process = False` on it: that of process 0 is for all"
-    )

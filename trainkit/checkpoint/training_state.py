@@ -88,8 +88,7 @@ def read_rank_parts(checkpoint: Checkpoint, processes: Processes, trained: int) 
 def parameter_names(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> dict[int, str]:
     """Return what the parameters of an optimizer are called in its state, by their identity.
 
-    Args:
-        parameters: The parameters by name; others are called by their place.
+    Those that are not in `parameters` are called by their place.
     """
     names = {id(parameter): name for name, parameter in parameters.items()}
     for place, parameter in enumerate(p for g in optimizer.param_groups for p in g["params"]):

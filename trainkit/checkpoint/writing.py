@@ -29,17 +29,12 @@ Written = tuple[str, int, str]
 
 @dataclass(frozen=True, slots=True)
 class PlannedFile:
-    """A file that will be written.
-
-    Args:
-        chunks: Returns its content, piece by piece.
-        version: The least version of the format that has what is in it.
-    """
+    """A file that will be written."""
 
     name: str
-    size: int
-    chunks: Callable[[], Iterable[bytes | memoryview]]
-    version: int = 1
+    size: int  # bytes
+    chunks: Callable[[], Iterable[bytes | memoryview]]  # returns its content, piece by piece
+    version: int = 1  # the least of the format that has what is in it
 
     @property
     def is_sent(self) -> bool:

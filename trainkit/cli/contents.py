@@ -10,8 +10,7 @@ from trainkit.checkpoint.format import strict_json
 from trainkit.checkpoint.format.codec import is_plain
 from trainkit.checkpoint.format.manifest import Manifest
 from trainkit.checkpoint.format.names import JSON_SUFFIX, TENSOR_SUFFIX, part_of
-from trainkit.checkpoint.format.shard_region import ShardRegion
-from trainkit.checkpoint.format.tensor_location import StoredTensor
+from trainkit.checkpoint.format.tensor_location import ShardRegion, StoredTensor
 from trainkit.checkpoint.io.digests import xxh3_128_hexdigest
 from trainkit.checkpoint.io.reading import open_directory
 from trainkit.checkpoint.resharding.tensor_reader import TensorReader

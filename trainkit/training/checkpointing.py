@@ -47,15 +47,14 @@ __all__ = ["collect", "describe", "restore", "save_now", "save_weights"]
 
 def owners_of(run: Run, callbacks: CallbackList) -> Owners:
     """Return the callbacks, registered objects and data sets that have a state of their own."""
-    stateful = {c.name: c for c in callbacks.callbacks if _has_state(c)}
+    stateful = {
+        callback.name: callback
+        for callback in callbacks.callbacks
+        if getattr(callback.state_dict, "__func__", None) is not Callback.state_dict
+    }
     stream = run.train_loader.stream
     data = {} if stream is None else {"train": stream}
     return {"callbacks": stateful, "objects": dict(run.objects), "data": data}
-
-
-def _has_state(callback: Callback) -> bool:
-    own = getattr(callback.state_dict, "__func__", None)
-    return own is not Callback.state_dict
 
 
 def collect(run: Run, callbacks: CallbackList) -> dict[str, Any]:
@@ -83,9 +82,13 @@ def collect(run: Run, callbacks: CallbackList) -> dict[str, Any]:
 
 def _common(run: Run) -> dict[str, Any]:
     """Return what all processes have alike, or hold together."""
+    optimizer = run.optimizer
+    several = (
+        {"optimizers": optimizer.training_state()} if isinstance(optimizer, Optimizers) else {}
+    )
     return {
         "model": _model_state(run),  # first: it shards what an evaluation has gathered
-        "optimizer": named_optimizer_state(run.optimizer, dict(run.module.named_parameters()))
+        "optimizer": named_optimizer_state(optimizer, dict(run.module.named_parameters()))
         | run.weights.state_dict(run.module),
         "trainer": {
             "counters": run.state.state_dict(),
@@ -95,15 +98,10 @@ def _common(run: Run) -> dict[str, Any]:
             "best_metrics": run.best_metrics,
             "last_logged_step": run.logging.last_step,
             "last_evaluated_attempt": run.evaluation.last_attempt,
-            "optimizer_states": len(parameter_states(run.optimizer)),
-            **_of_several(run),
+            "optimizer_states": len(parameter_states(optimizer)),
+            **several,
         },
     }
-
-
-def _of_several(run: Run) -> dict[str, Any]:
-    optimizer = run.optimizer
-    return {"optimizers": optimizer.training_state()} if isinstance(optimizer, Optimizers) else {}
 
 
 def _model_state(run: Run) -> dict[str, Any]:
@@ -297,18 +295,12 @@ def _load(
     states, unfit = states_for(owners, trainer, own, rank=processes.rank, same_size=same_size)
     if news := put_own(model, "model", own, same_size=same_size):
         run.print(f"trainkit: {news}")
-    loaded = _Loaded(checkpoint, model, optimizer, trainer, ranks, states)
-    unfit += _order_problems(run, callbacks, loaded)
+    foreign = any(not type(c).__module__.startswith("trainkit.") for c in callbacks.callbacks)
+    late = str(path) if run.objects or foreign else None
+    unfit += order_problems(manifest.metadata.get("order"), trainer["counters"], run, late=late)
     refuse(path, unfit + model_problems(model, run.module))
     check_states(run, owners, checkpoint, states)
-    return loaded
-
-
-def _order_problems(run: Run, callbacks: CallbackList, loaded: _Loaded) -> list[str]:
-    counters, saved = loaded.trainer["counters"], loaded.checkpoint.manifest.metadata.get("order")
-    foreign = any(not type(c).__module__.startswith("trainkit.") for c in callbacks.callbacks)
-    late = str(loaded.checkpoint.path) if run.objects or foreign else None
-    return order_problems(saved, counters, run, late=late)
+    return _Loaded(checkpoint, model, optimizer, trainer, ranks, states)
 
 
 def _apply(run: Run, callbacks: CallbackList, loaded: _Loaded, schedule: str | None) -> None:

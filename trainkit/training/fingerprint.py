@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from inspect import Parameter, signature
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -181,8 +181,10 @@ def _listed(what: str, names: list[str]) -> list[str]:
     return [f"{len(names)} x {what}: {shown}"] if names else []
 
 
-_MOST_SHOWN = 5
-_FORMATS = {4: "channels_last", 5: "channels_last_3d"}  # by the number of dimensions
+_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}  # by the number of dimensions
+
+Strides: TypeAlias = Sequence[int] | None
+"""How a parameter lies in memory; None: row by row."""
 
 
 def _layouts(module: nn.Module) -> dict[str, list[int]]:
@@ -195,64 +197,47 @@ def _layouts(module: nn.Module) -> dict[str, list[int]]:
 
 
 def _layout_problems(
-    saved: Mapping[str, Any], present: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]
+    saved: Mapping[str, Strides], present: Mapping[str, Strides], shapes: Mapping[str, list[int]]
 ) -> list[str]:
-    """Return, in words, which parameters lie otherwise than they did.
-
-    Args:
-        saved: What `_layouts` returned.
-        present: The same, of the run that resumes.
-        shapes: Of all parameters, by name.
-    """
-    changed = [
-        name
+    """Return, in words, which of all parameters lie otherwise than they did, by `_layouts`."""
+    changed = {
+        name: f"`{name}` {_words(saved.get(name), shape)} in the checkpoint, "
+        f"{_words(present.get(name), shape)} now"
         for name, shape in shapes.items()
         if _order(saved.get(name), shape) != _order(present.get(name), shape)
-    ]
+    }
     if not changed:
         return []
-    shown = [
-        f"`{name}` {_words(saved.get(name), shapes[name])} in the checkpoint, "
-        f"{_words(present.get(name), shapes[name])} now"
-        for name in changed[:_MOST_SHOWN]
-    ]
-    more = ", ..." if len(changed) > _MOST_SHOWN else ""
-    return [
-        f"{len(changed)} x parameter that lies otherwise in memory, which would change the last "
-        f"bits: {', '.join(shown)}{more}. Before `fit`, write "
-        f"`{_remedy(changed[0], saved, shapes)}`"
-    ]
+    name = next(iter(changed))
+    strides, shape = saved.get(name), shapes[name]
+    alike = [n for n, other in shapes.items() if len(other) == len(shape)]
+    if strides and all(_is_channels_last(saved.get(n), shapes[n]) for n in alike):
+        remedy = f"model.to(memory_format={_FORMATS[len(shape)]})"
+    else:
+        value = f"torch.empty_strided({tuple(shape)}, {tuple(strides)}).copy_(p)" if strides else ""
+        remedy = f'p = model.get_parameter("{name}"); p.data = {value or "p.data.contiguous()"}'
+    what = "parameter that lies otherwise in memory, which would change the last bits"
+    return [f"{_listed(what, [*changed.values()])[0]}. Before `fit`, write `{remedy}`"]
 
 
-def _order(strides: Sequence[int] | None, shape: Sequence[int]) -> list[int]:
+def _order(strides: Strides, shape: Sequence[int]) -> list[int]:
     """Return the strides that matter: those of dimensions with more than one entry."""
     if strides is None:
         strides = torch.empty(shape, device="meta").stride()
     return [s for s, size in zip(strides, shape, strict=False) if size > 1]
 
 
-def _has_format(strides: Sequence[int] | None, shape: Sequence[int]) -> bool:
+def _is_channels_last(strides: Strides, shape: Sequence[int]) -> bool:
     """Return whether strides are those of the `channels_last` of as many dimensions."""
-    memory_format = getattr(torch, _FORMATS[len(shape)])
-    like = torch.empty(shape, device="meta").to(memory_format=memory_format)
+    if len(shape) not in _FORMATS:
+        return False
+    like = torch.empty(shape, device="meta").to(memory_format=_FORMATS[len(shape)])
     return _order(strides, shape) == _order(like.stride(), shape)
 
 
-def _words(strides: Sequence[int] | None, shape: Sequence[int]) -> str:
+def _words(strides: Strides, shape: Sequence[int]) -> str:
     if strides is None:
         return "row by row"
-    if len(shape) in _FORMATS and _has_format(strides, shape):
-        return f"in {_FORMATS[len(shape)]}"
+    if _is_channels_last(strides, shape):
+        return f"in {str(_FORMATS[len(shape)]).removeprefix('torch.')}"
     return f"with the strides {list(strides)}"
-
-
-def _remedy(
-    name: str, saved: Mapping[str, Sequence[int]], shapes: Mapping[str, Sequence[int]]
-) -> str:
-    shape, strides = shapes[name], saved.get(name)
-    dims = len(shape)
-    alike = {n: s for n, s in shapes.items() if len(s) == dims}
-    if strides and dims in _FORMATS and all(_has_format(saved.get(n), s) for n, s in alike.items()):
-        return f"model.to(memory_format=torch.{_FORMATS[dims]})"
-    value = f"torch.empty_strided({tuple(shape)}, {tuple(strides)}).copy_(p)" if strides else ""
-    return f'p = model.get_parameter("{name}"); p.data = {value or "p.data.contiguous()"}'

@@ -1,6 +1,7 @@
 """What a checkpoint cannot hold is found before the work that it would lose."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 from trainkit.checkpoint import check_encodable
@@ -21,26 +22,17 @@ def check_savable(run: Run, callbacks: CallbackList) -> None:
     Raises:
         ConfigError: A state holds what has no form in a file; on all processes.
     """
-    _check(run, lambda: [*_states(run), *_callback_states(callbacks)])
+    _check(run, _states(run, callbacks))
     check_optimizer_state(run)
 
 
 def check_optimizer_state(run: Run) -> None:
     """Raise where the state of the optimizer cannot be saved; it makes it in its first step."""
-    _check(run, lambda: list(_optimizer_states(run)))
+    _check(run, _optimizer_states(run))
 
 
-def _optimizer_states(run: Run) -> Iterator[tuple[str, Any]]:
-    saved = named_optimizer_state(run.optimizer, dict(run.module.named_parameters()))
-    yield "optimizer.other", saved.get("other", {})
-    for part in ("state", "parts"):
-        for name, values in saved.get(part, {}).items():
-            for key, value in values.items():
-                yield f'optimizer.state["{name}"]["{key}"]', value
-
-
-def _states(run: Run) -> Iterator[tuple[str, Any]]:
-    """Yield the states of a run but for its callbacks, with the path that leads to each."""
+def _states(run: Run, callbacks: CallbackList) -> Iterator[tuple[str, Any]]:
+    """Yield the states of a run but for the optimizer's, with the path that leads to each."""
     yield "model", run.module.state_dict()
     for index, group in enumerate(run.optimizer.param_groups):
         for name, value in group.items():
@@ -53,35 +45,36 @@ def _states(run: Run) -> Iterator[tuple[str, Any]]:
         yield f"objects.{name}", part.state_dict()
     if run.train_loader.stream is not None:
         yield "data.train", run.train_loader.stream.state_dict()
-
-
-def _callback_states(callbacks: CallbackList) -> Iterator[tuple[str, Any]]:
     for callback in callbacks.callbacks:
-        try:
+        with suppress(Exception):  # it may have none yet, before the first step; a save will tell
             yield f"callbacks.{callback.name}", callback.state_dict()
-        except Exception:  # it may have none yet, before the first step; a save will tell
-            continue
 
 
-def _check(run: Run, states: Callable[[], list[tuple[str, Any]]]) -> None:
+def _optimizer_states(run: Run) -> Iterator[tuple[str, Any]]:
+    saved = named_optimizer_state(run.optimizer, dict(run.module.named_parameters()))
+    yield "optimizer.other", saved.get("other", {})
+    for part in ("state", "parts"):
+        for name, values in saved.get(part, {}).items():
+            for key, value in values.items():
+                yield f'optimizer.state["{name}"]["{key}"]', value
+
+
+def _check(run: Run, states: Iterator[tuple[str, Any]]) -> None:
     def check() -> None:
-        for path, state in states():
-            _check_one(run, path, state)
+        for path, state in states:
+            parts = {path: state}
+            try:
+                if run.strategy.sharded:
+                    from trainkit.checkpoint.resharding.sharding import split  # others need none
+
+                    parts, _ = split(parts, 0)
+                for part in parts.values():
+                    check_encodable(part, path)
+            except CheckpointError as error:
+                raise ConfigError(
+                    f"No checkpoint of this run could be saved: {error} What is no state can be "
+                    "kept where no checkpoint looks, such as in an attribute; or leave "
+                    "`Checkpoint` out."
+                ) from error
 
     run_on_all(run.strategy.processes, check)
-
-
-def _check_one(run: Run, path: str, state: Any) -> None:
-    try:
-        parts = {path: state}
-        if run.strategy.sharded:
-            from trainkit.checkpoint.resharding.sharding import split  # other runs need none of it
-
-            parts, _ = split(parts, 0)
-        for part in parts.values():
-            check_encodable(part, path)
-    except CheckpointError as error:
-        raise ConfigError(
-            f"No checkpoint of this run could be saved: {error} What is no state can be kept "
-            "where no checkpoint looks, such as in an attribute; or leave `Checkpoint` out."
-        ) from error

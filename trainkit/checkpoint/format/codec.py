@@ -34,30 +34,20 @@ _EXACT = 1 << 53  # other readers of JSON keep integers up to here
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A state in the form in which it is written.
+    """A state in the form in which it is written."""
 
-    Args:
-        tree: What is not a tensor, in JSON's own types; unused where `is_plain`.
-        pieces: The tensors by name.
-        is_plain: Whether the state is a dict of tensors under the very names in `pieces`.
-        container: Type of the outermost dict, `dict` or `OrderedDict`, where `is_plain`.
-        version: The least version of the format that has what is in it.
-        is_sharded: Whether it refers to tensors in other parts.
-    """
-
-    tree: Any
-    pieces: Mapping[str, Piece]
-    is_plain: bool
-    container: str
-    version: int = 1
-    is_sharded: bool = False
+    tree: Any  # what is not a tensor, in JSON's own types; unused where `is_plain`
+    pieces: Mapping[str, Piece]  # the tensors by name
+    is_plain: bool  # the state is a dict of tensors under the very names in `pieces`
+    container: str  # type of the outermost dict, `dict` or `OrderedDict`, where `is_plain`
+    version: int = 1  # the least of the format that has what is in it
+    is_sharded: bool = False  # refers to tensors in other parts
 
 
 def encode(state: Any, path: str) -> Encoded:
-    """Return the form of `state`; tensors and arrays are read when they are written, not now.
+    """Return the form of `state`, which `path` names in errors.
 
-    Args:
-        path: Names `state` in errors.
+    Tensors and arrays are read when they are written, not now.
     """
     encoder = _Encoder(path)
     tree = encoder.put(state)
@@ -84,8 +74,7 @@ def encode_inline(state: Any, path: str) -> Any:
 def check_encodable(state: Any, path: str) -> None:
     """Raise the error that saving `state` would raise; tensors and arrays are not copied.
 
-    Args:
-        path: Names `state` in errors, such as `callbacks.MyCallback`.
+    `path` names `state` in errors, such as `callbacks.MyCallback`.
     """
     encode(state, path)
 

@@ -55,25 +55,18 @@ class FileInfo:
 class Manifest:
     """What a checkpoint holds.
 
-    Args:
-        step: Updates applied when it was made; what checkpoints are ordered by.
-        revision: How often this step had been saved before, by the same run.
-        run_id: Which run made it.
-        created: UTC, in the form of ISO 8601; for people.
-        world_size: Number of processes that wrote it.
-        files: What belongs to it, by name; the manifest itself is left out. Several may be packed
-            into one file of the folder, each right behind the one before it.
-        metadata: What the run wrote beside the parts, such as `{"metrics": {...}}`.
+    Of its files, which `files` lists by name without the manifest itself, several may be packed
+    into one of the folder, each right behind the one before it.
     """
 
     format_version: int = 1
-    step: int
-    revision: int = 0
-    run_id: str
+    step: int  # updates applied when it was made; what checkpoints are ordered by
+    revision: int = 0  # how often this step had been saved before, by the same run
+    run_id: str  # which run made it
     created: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
-    world_size: int
+    world_size: int  # processes that wrote it
     files: Mapping[str, FileInfo]
-    metadata: Mapping[str, Any]
+    metadata: Mapping[str, Any]  # what the run wrote beside the parts: `{"metrics": {...}}`
 
     @property
     def is_finite(self) -> bool:
@@ -131,11 +124,7 @@ class Manifest:
 
     @classmethod
     def decode(cls, content: bytes, path: Path) -> "Manifest":
-        """Return the manifest with this content.
-
-        Args:
-            path: The checkpoint's folder, for errors.
-        """
+        """Return the manifest with this content; `path` is the checkpoint's folder, for errors."""
         rest = content[_HEAD_SIZE:]
         head = _HEAD + xxh3_128_hexdigest(rest).encode() + b'",\n'
         if content[:_HEAD_SIZE] != head:

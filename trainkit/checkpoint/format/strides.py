@@ -33,10 +33,7 @@ def kept(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...] | None
 
 
 def check_strides(name: Any, shape: Sequence[int], strides: Any) -> None:
-    """Check strides that were read from a file.
-
-    Args:
-        name: That of the tensor, for the error.
+    """Check strides that were read from a file, of a tensor of that name.
 
     Raises:
         ValueError: They are not what `kept` returns: a tensor with them would show memory that

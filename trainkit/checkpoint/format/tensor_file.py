@@ -41,18 +41,12 @@ SIZES = {
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A tensor to write.
+    """A tensor to write."""
 
-    Args:
-        dtype: One of `SIZES`.
-        data: Returns its bytes, row by row; called once, when they are written.
-        strides: How it lies in memory; None: row by row too.
-    """
-
-    dtype: str
+    dtype: str  # one of `SIZES`
     shape: tuple[int, ...]
-    data: Callable[[], memoryview]
-    strides: tuple[int, ...] | None = None
+    data: Callable[[], memoryview]  # returns its bytes row by row; called when they are written
+    strides: tuple[int, ...] | None = None  # how it lies in memory; None: row by row too
 
     @property
     def size(self) -> int:
@@ -62,31 +56,22 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Where a tensor stands: bytes `begin` to `end` after the header.
-
-    Args:
-        strides: How it lay in memory; None: row by row, as it stands in the file.
-    """
+    """Where a tensor stands: bytes `begin` to `end` after the header."""
 
     dtype: str
     shape: tuple[int, ...]
     begin: int
     end: int
-    strides: tuple[int, ...] | None = None
+    strides: tuple[int, ...] | None = None  # how it lay in memory; None: as it stands in the file
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a file says of itself.
+    """What a file says of itself."""
 
-    Args:
-        size: Bytes in front of the first tensor.
-        tensors: By name, in the order in which the header names them.
-    """
-
-    size: int
+    size: int  # bytes in front of the first tensor
     metadata: Mapping[str, str]
-    tensors: Mapping[str, TensorInfo]
+    tensors: Mapping[str, TensorInfo]  # by name, in the order in which the header names them
 
 
 def encode_header(pieces: Mapping[str, Piece], metadata: Mapping[str, str]) -> bytes:

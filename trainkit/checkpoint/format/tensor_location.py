@@ -1,32 +1,112 @@
-"""Where in the files of a checkpoint a tensor lies, in one piece or in shards."""
+"""Where in the files of a checkpoint a tensor lies, in one piece or in shards; no torch needed."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import combinations, product
+from operator import mul
 from typing import Any, Self
 
-from trainkit.checkpoint.format.shard_region import ShardRegion, check_tiling
+from trainkit.checkpoint.format.strides import row_major
 from trainkit.checkpoint.format.tensor_file import SIZES
 
-__all__ = ["StoredTensor"]
+__all__ = ["ShardRegion", "StoredTensor", "check_tiling", "runs"]
+
+
+@dataclass(frozen=True, slots=True)
+class ShardRegion:
+    """A rectangular part of a tensor: where it begins and how long it is in every dimension."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, shape: tuple[int, ...]) -> Self:
+        """Return the region that is all of a tensor."""
+        return cls((0,) * len(shape), shape)
+
+    @property
+    def volume(self) -> int:
+        """Return the number of elements."""
+        return math.prod(self.sizes)
+
+    @property
+    def index(self) -> tuple[slice, ...]:
+        """Return what cuts the region out of the tensor."""
+        return tuple(slice(o, o + n) for o, n in zip(self.offsets, self.sizes, strict=True))
+
+    def common(self, other: "ShardRegion") -> "ShardRegion | None":
+        """Return the elements that are in both; None if there are none."""
+        begins, ends = [], []
+        for mine, size, theirs, length in zip(
+            self.offsets, self.sizes, other.offsets, other.sizes, strict=True
+        ):
+            begins.append(max(mine, theirs))
+            ends.append(min(mine + size, theirs + length))
+            if begins[-1] >= ends[-1]:
+                return None
+        sizes = tuple(end - begin for begin, end in zip(begins, ends, strict=True))
+        return ShardRegion(tuple(begins), sizes)
+
+
+def runs(source: ShardRegion, target: ShardRegion) -> Iterator[tuple[int, int, int]]:
+    """Yield what to copy from the memory of one region into that of another, row by row.
+
+    Each run is (begin in the source, begin in the target, length), counted in elements; they are
+    as long as can be, and in the order of the source.
+    """
+    common = source.common(target)
+    if common is None:
+        return
+    last = max(0, len(common.sizes) - 1)  # the dimensions from here on are one run
+    while last > 0 and common.sizes[last] == source.sizes[last] == target.sizes[last]:
+        last -= 1
+    length = math.prod(common.sizes[last:])
+    steps = row_major(source.sizes), row_major(target.sizes)
+    first = [
+        sum(
+            (c - o) * step
+            for c, o, step in zip(common.offsets, region.offsets, steps_of, strict=True)
+        )
+        for region, steps_of in zip((source, target), steps, strict=True)
+    ]
+    for index in product(*(range(size) for size in common.sizes[:last])):
+        moved = [sum(map(mul, index, steps_of)) for steps_of in steps]  # up to the dimension `last`
+        yield first[0] + moved[0], first[1] + moved[1], length
+
+
+@lru_cache(maxsize=256)  # the tensors of a model have few shapes
+def check_tiling(shape: tuple[int, ...], regions: tuple[ShardRegion, ...]) -> None:
+    """Check that regions hold every element of a tensor once.
+
+    Raises:
+        ValueError: They overlap, leave a gap, or reach beyond the tensor.
+    """
+    whole = ShardRegion.whole(shape)
+    for region in regions:
+        if len(region.sizes) != len(shape) or len(region.offsets) != len(shape):
+            raise ValueError(f"a shard has {len(region.sizes)} dimensions, the tensor {len(shape)}")
+        if region.volume == 0 or whole.common(region) != region:
+            raise ValueError(
+                f"a shard at {region.offsets} of sizes {region.sizes} is not in {shape}"
+            )
+    for one, other in combinations(regions, 2):
+        if one.common(other) is not None:
+            raise ValueError(f"the shards at {one.offsets} and {other.offsets} overlap")
+    if sum(region.volume for region in regions) != whole.volume:
+        raise ValueError("its shards leave a gap")
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor in the safetensors files of one or several parts.
+    """A tensor in the safetensors files of one or several parts."""
 
-    Args:
-        name: What it is called in each of those files.
-        dtype: One of `tensor_file.SIZES`.
-        shape: Of the whole tensor.
-        shards: The parts that hold it, and which region of it each one has.
-        strides: How it lay in memory; None: row by row, as shards always do.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    shards: tuple[tuple[str, ShardRegion], ...]
-    strides: tuple[int, ...] | None = None
+    name: str  # in each of those files
+    dtype: str  # one of `tensor_file.SIZES`
+    shape: tuple[int, ...]  # of the whole tensor
+    shards: tuple[tuple[str, ShardRegion], ...]  # the parts that hold it, and what of it each has
+    strides: tuple[int, ...] | None = None  # how it lay in memory; None: row by row, as shards do
 
     @property
     def size(self) -> int:

@@ -7,16 +7,14 @@ whatever the umask. All functions raise `OSError` with the name of the file.
 
 import os
 import stat
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Semaphore, Thread
-from typing import ParamSpec, TypeAlias
+from typing import TypeAlias
 
 __all__ = [
-    "begin",
     "close",
     "create",
     "make_directories",
@@ -34,7 +32,6 @@ __all__ = [
 
 _LARGEST_WRITE = 1 << 30  # Linux writes at most 2 GiB at once
 _OPEN_FILES = 8  # that are written or wait for the disk
-_REMOVERS, _FEW = 8, 32  # threads, and how many files one removes sooner alone
 
 Chunks: TypeAlias = Iterable[bytes | memoryview]
 
@@ -174,18 +171,16 @@ def _keep(descriptor: int, path: Path) -> None:
 def remove_tree(path: Path) -> None:
     """Remove a file, or a folder with all that is in it; links are removed, never followed."""
     if not stat.S_ISDIR(os.lstat(path).st_mode):
-        _remove_single(path)
+        directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            remove_file(directory, path.name, path.parent)
+        finally:
+            os.close(directory)
         return
     for name, folders, others, directory in os.fwalk(path, topdown=False, follow_symlinks=False):
         links = [folder for folder in folders if _is_link(directory, folder)]  # fwalk calls them so
-        rest, folder = [*others, *links], Path(name)
-        if len(rest) > _FEW:
-            with ThreadPoolExecutor(_REMOVERS) as pool:
-                for wait in [begin(pool, remove_file, directory, one, folder) for one in rest]:
-                    wait()
-        else:
-            for other in rest:
-                remove_file(directory, other, folder)
+        for other in [*others, *links]:
+            remove_file(directory, other, Path(name))
         remove_directory(Path(name))
 
 
@@ -195,32 +190,3 @@ def _is_link(directory: int, name: str) -> bool:
     except OSError:
         return False  # also a folder that has been removed by now
     return True
-
-
-def _remove_single(path: Path) -> None:
-    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        remove_file(directory, path.name, path.parent)
-    finally:
-        os.close(directory)
-
-
-P = ParamSpec("P")
-
-
-def begin(
-    pool: ThreadPoolExecutor, action: Callable[P, None], *args: P.args, **kwargs: P.kwargs
-) -> Callable[[], None]:
-    """Begin `action` in a thread; return what waits for its end, and raises what it raises.
-
-    Executors take nothing any more while Python shuts down: then it is done here and now.
-    """
-    try:
-        return pool.submit(action, *args, **kwargs).result
-    except RuntimeError:
-        action(*args, **kwargs)
-        return _nothing
-
-
-def _nothing() -> None:
-    """Wait for what is done."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from trainkit.checkpoint.format.shard_region import ShardRegion
+from trainkit.checkpoint.format.tensor_location import ShardRegion
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,16 +33,11 @@ def local_part(tensor: "Tensor") -> "Tensor":
 
 @dataclass(frozen=True, slots=True)
 class ShardingSpec:
-    """How a tensor is spread over a mesh of processes.
-
-    Args:
-        placements: For each dimension of the mesh, `Shard(dim)` or `Replicate()`.
-        shape: Of the whole tensor.
-    """
+    """How a tensor is spread over a mesh of processes."""
 
     mesh: Any
-    placements: tuple[Any, ...]
-    shape: tuple[int, ...]
+    placements: tuple[Any, ...]  # for each dimension of the mesh, `Shard(dim)` or `Replicate()`
+    shape: tuple[int, ...]  # of the whole tensor
 
     @classmethod
     def of(cls, tensor: "DTensor") -> "ShardingSpec":
