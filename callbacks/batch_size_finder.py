@@ -1,5 +1,6 @@
 """Find the largest micro-batch that fits into the memory, and keep the maths."""
 
+from bisect import bisect_left
 from collections.abc import Generator
 from contextlib import closing
 from functools import partial
@@ -114,12 +115,8 @@ def _find(run: Run, micro_batch: MicroBatch) -> int | None:
                     'model, `precision="bf16"`, activation checkpointing or FSDP.'
                 ) from trial.error
             fails, works = works, min(2 * works, largest)
-        while works - fails > 1:
-            middle = (fails + works) // 2
-            if trial.fits(-(-largest // middle)):
-                works = middle
-            else:
-                fails = middle
+        between = range(fails + 1, works)
+        works = fails + 1 + bisect_left(between, True, key=lambda n: trial.fits(-(-largest // n)))
     size = -(-largest // works)
     run.print(
         f"trainkit: a micro-batch of {largest} samples does not fit into the memory. Each runs in "

@@ -2,7 +2,6 @@
 
 import time
 
-import torch
 from typing_extensions import override
 
 from trainkit.callbacks._support.log_schedule import log_follows
@@ -50,25 +49,14 @@ class DeviceMonitor(Callback):
     def on_step_end(self, run: Run, result: StepResult) -> None:
         if not log_follows(run):
             return
-        memory = _host_memory() | _device_memory(run.strategy.device)
+        device, host = run.strategy.device, process_memory()
+        names = {"resident": "host_memory_gib", "highest": "host_memory_peak_gib"}
+        memory = {name: host[key] for key, name in names.items() if key in host}
+        if device.type != "cpu":
+            memory |= {f"memory_{name}_gib": size for name, size in memory_figures(device).items()}
         run.log({f"device/{name}": size / GIB for name, size in memory.items()}, reduce="max")
-        run.log({f"device/{name}": value for name, value in self._work(run).items()})
-
-    def _work(self, run: Run) -> dict[str, float]:
         (wall, processor), self._mark = self._mark, (time.perf_counter(), time.process_time())
-        work = {"cpu_cores": (self._mark[1] - processor) / max(self._mark[0] - wall, 1e-9)}
-        share = utilization(run.strategy.device)
-        return work if share is None else work | {"utilization_percent": share}
-
-
-def _device_memory(device: torch.device) -> dict[str, int]:
-    if device.type == "cpu":
-        return {}
-    return {f"memory_{name}_gib": size for name, size in memory_figures(device).items()}
-
-
-def _host_memory() -> dict[str, int]:
-    """Return the resident memory of this process and its peak, in bytes, as far as known."""
-    found = process_memory()
-    names = {"resident": "host_memory_gib", "highest": "host_memory_peak_gib"}
-    return {name: found[key] for key, name in names.items() if key in found}
+        cores = (self._mark[1] - processor) / max(self._mark[0] - wall, 1e-9)
+        run.log({"device/cpu_cores": cores})
+        if (share := utilization(device)) is not None:
+            run.log({"device/utilization_percent": share})

@@ -162,10 +162,13 @@ class EMA(Callback):
             )
         if self._loaded or not self._average:
             return {"updates": self.updates, "average": dict(self._loaded)}
+        from trainkit.checkpoint.resharding.sharding_spec import ShardingSpec, is_sharded
+
         names = [*self._parameters, *self._buffers]
         average = dict(zip(names, self._average, strict=True))
         for name, parameter in self._parameters.items():
-            average[name] = _like(average[name], parameter)
+            if is_sharded(parameter):  # the average lies as it does
+                average[name] = ShardingSpec.of(parameter).wrap(average[name])  # type: ignore[arg-type]
         return {"updates": self.updates, "average": average}
 
     @override
@@ -186,7 +189,10 @@ class EMA(Callback):
                 f"averaged now: {odd[:5]} and {len(odd) - 5 if len(odd) > 5 else 'no'} more. "
                 "Resume with the same trainable parameters and `average_buffers`."
             )
-        like = {name: tensor_like(_empty(tensor)) for name, tensor in present.items()}
+        like = {}  # what `_copy` makes, without values
+        for name, tensor in present.items():
+            dtype = torch.promote_types(tensor.dtype, torch.float32)
+            like[name] = tensor_like(torch.empty(tensor.shape, dtype=dtype, device="meta"))
         record({"average": record(like)})(state)
 
     @override
@@ -290,16 +296,3 @@ def _copy(tensor: Tensor) -> Tensor:
     """Return a copy in at least fp32: less would round small changes of the average away."""
     dtype = torch.promote_types(tensor.dtype, torch.float32)
     return tensor.detach().to(dtype, copy=True)
-
-
-def _empty(tensor: Tensor) -> Tensor:
-    """Return a tensor without values that is as the average of another is."""
-    dtype = torch.promote_types(tensor.dtype, torch.float32)
-    return torch.empty(tensor.shape, dtype=dtype, device="meta")
-
-
-def _like(local: Tensor, parameter: Tensor) -> Tensor:
-    """Return the tensor of which `local` lies here, spread over the processes as `parameter`."""
-    from trainkit.checkpoint.resharding.sharding_spec import ShardingSpec, is_sharded
-
-    return ShardingSpec.of(parameter).wrap(local) if is_sharded(parameter) else local  # type: ignore[arg-type]

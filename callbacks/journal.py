@@ -83,9 +83,7 @@ class Journal(Callback):
             if state.step % self._every == 0:
                 self._write()
 
-    @override
-    def on_step_skipped(self, run: Run, result: StepResult) -> None:
-        self.on_step_end(run, result)
+    on_step_skipped = on_step_end
 
     @override
     def on_checkpoint_start(self, run: Run) -> None:
@@ -180,6 +178,8 @@ def _files(run: Run) -> set[Path]:
     named = {type(part).__module__ for part in parts}
     main = getattr(sys.modules["__main__"], "__file__", None)
     folder = None if main is None else Path(main).resolve().parent
+    kinds = ("stdlib", "platstdlib", "purelib", "platlib")
+    installed = {str(_OURS), *map(sysconfig.get_path, kinds)}
     found = set()
     for name, module in [*sys.modules.items()]:
         file = getattr(module, "__file__", None)
@@ -187,15 +187,11 @@ def _files(run: Run) -> set[Path]:
             continue
         path = Path(file)
         near = folder is not None and path.is_relative_to(folder)
-        if (near or name in named) and not _is_installed(path) and path.is_file():
-            found.add(path)
+        if (near or name in named) and path.is_file():
+            is_own = {"site-packages", "dist-packages"}.isdisjoint(path.parts)
+            if is_own and not any(path.is_relative_to(place) for place in installed):
+                found.add(path)
     return found
-
-
-def _is_installed(path: Path) -> bool:
-    places = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-    installed = "site-packages" in path.parts or "dist-packages" in path.parts
-    return installed or any(path.is_relative_to(place) for place in {*places, str(_OURS)})
 
 
 @cache

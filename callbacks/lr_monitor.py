@@ -1,7 +1,5 @@
 """Log the learning rate."""
 
-from typing import Any
-
 from torch import Tensor
 from typing_extensions import override
 
@@ -26,25 +24,18 @@ class LRMonitor(Callback):
     @override
     def on_step_start(self, run: Run) -> None:
         if log_is_next(run):  # by the end of the step the scheduler has moved on
-            self._rates = _rates(run.optimizer.param_groups)
+            groups = run.optimizer.param_groups
+            names = [str(group.get("name", number)) for number, group in enumerate(groups)]
+            if len(set(names)) < len(names):
+                names = [str(number) for number in range(len(groups))]
+            labels = ["lr"] if len(groups) == 1 else [f"lr/{name}" for name in names]
+            rates = [group["lr"] for group in groups]
+            # Schedulers change a tensor in place.
+            copies = [r.detach().clone() if isinstance(r, Tensor) else r for r in rates]
+            self._rates = dict(zip(labels, copies, strict=True))
 
     @override
     def on_step_end(self, run: Run, result: StepResult) -> None:
         if self._rates:
             run.log(self._rates, reduce="last")
             self._rates = {}
-
-
-def _rates(groups: list[dict[str, Any]]) -> dict[str, Tensor | float]:
-    rates = [_copy(group["lr"]) for group in groups]
-    if len(rates) == 1:
-        return {"lr": rates[0]}
-    names = [str(group.get("name", number)) for number, group in enumerate(groups)]
-    if len(set(names)) < len(names):
-        names = [str(number) for number in range(len(groups))]
-    return {f"lr/{name}": rate for name, rate in zip(names, rates, strict=True)}
-
-
-def _copy(rate: Tensor | float) -> Tensor | float:
-    # Schedulers change a tensor in place.
-    return rate.detach().clone() if isinstance(rate, Tensor) else rate

@@ -58,17 +58,11 @@ class NaNGuard(Callback):
             if run.is_log_step or is_last or self._first_bad.unchecked >= MOST_STEPS:
                 self._first_bad.check(run)
 
-    @override
-    def on_epoch_end(self, run: Run) -> None:
-        self._check(run)
+    def _check(self, run: Run) -> None:
+        if self._first_bad is not None:
+            self._first_bad.check(run)
 
-    @override
-    def on_evaluation_start(self, run: Run) -> None:
-        self._check(run)
-
-    @override
-    def on_checkpoint_start(self, run: Run) -> None:
-        self._check(run)
+    on_epoch_end = on_evaluation_start = on_checkpoint_start = _check
 
     @override
     def on_exception(self, run: Run, error: BaseException) -> None:
@@ -78,7 +72,3 @@ class NaNGuard(Callback):
     def on_fit_end(self, run: Run) -> None:
         self._check(run)
         self._first_bad = None
-
-    def _check(self, run: Run) -> None:
-        if self._first_bad is not None:
-            self._first_bad.check(run)

@@ -103,10 +103,7 @@ class Profiler(Callback):
         if self._profile is not None:
             self._advance(run, self._profile)
 
-    @override
-    def on_step_skipped(self, run: Run, result: StepResult) -> None:
-        if self._profile is not None:
-            self._advance(run, self._profile)
+    on_step_skipped = on_step_end
 
     @override
     def on_fit_end(self, run: Run) -> None:
@@ -140,21 +137,18 @@ class Profiler(Callback):
 
     def _write(self, run: Run, recorded: profile) -> None:
         self._written += 1
+        name = f"step-{self._first:08d}-rank-{run.processes.process_index}"
         with giving_up(f"`{self.name}`", self._give_up):
-            self._write_files(run, recorded)
+            recorded.export_chrome_trace(str(self._folder / f"{name}.trace.json.gz"))
+            if self.table_rows:
+                averages = recorded.key_averages()
+                has_device = any(each.self_device_time_total for each in averages)
+                table = averages.table(
+                    sort_by=f"self_{'device' if has_device else 'cpu'}_time_total",
+                    row_limit=self.table_rows,
+                    max_name_column_width=50,
+                )
+                (self._folder / f"{name}.txt").write_text(table + "\n", encoding="utf-8")
 
     def _give_up(self) -> None:
         self._written = self.repeat
-
-    def _write_files(self, run: Run, recorded: profile) -> None:
-        name = f"step-{self._first:08d}-rank-{run.processes.process_index}"
-        recorded.export_chrome_trace(str(self._folder / f"{name}.trace.json.gz"))
-        if self.table_rows:
-            averages = recorded.key_averages()
-            has_device = any(each.self_device_time_total for each in averages)
-            table = averages.table(
-                sort_by=f"self_{'device' if has_device else 'cpu'}_time_total",
-                row_limit=self.table_rows,
-                max_name_column_width=50,
-            )
-            (self._folder / f"{name}.txt").write_text(table + "\n", encoding="utf-8")

@@ -121,8 +121,10 @@ class ProgressBar(Callback):
             return
         self._next_refresh = now + REFRESH_SECONDS
         self._measure(run, now)
+        batches = [loader.batches_per_epoch for loader in run.evaluation.loaders.values()]
+        of = "" if None in batches else f"/{sum(count or 0 for count in batches)}"
         texts = [  # narrow terminals leave out the last ones
-            self._evaluation_text(run) if evaluation else None,
+            f"evaluating {self._evaluated}{of}" if evaluation else None,
             None if self._loss is None else f"loss {self._loss:.4g}",
             None if self._rate is None else f"lr {self._rate:.3g}",
             None if self._speed is None else f"{self._speed:,.0f} samples/s",
@@ -168,12 +170,6 @@ class ProgressBar(Callback):
             old = speed if self._speed is None else self._speed
             self._speed = old + NEWEST * (speed - old)
             self._mark = (now, run.state.samples_seen)
-
-    def _evaluation_text(self, run: Run) -> str:
-        batches = [loader.batches_per_epoch for loader in run.evaluation.loaders.values()]
-        if None in batches:
-            return f"evaluating {self._evaluated}"
-        return f"evaluating {self._evaluated}/{sum(count or 0 for count in batches)}"
 
     def _close(self) -> None:
         self._next_refresh = math.inf

@@ -68,13 +68,14 @@ def _block(title: str, rows: dict[str, str]) -> str:
 
 def _what_is_trained(run: Run) -> dict[str, str]:
     total, trainable = parameter_counts(run.module)
+    planned = (run.planned_steps, "step"), (run.config.max_epochs, "epoch")
     return {
         "parameters": f"{total:,} ({trainable:,} trainable)",
         "strategy": f"{run.strategy.name}, {count(run.processes.num_processes, 'process')}, "
         f"{run.strategy.device}",
         "precision": run.precision.name,
         "window": describe_window(run.train_loader, run.config.gradient_accumulation_steps),
-        "planned": _plan(run),
+        "planned": ", ".join(count(number, noun) for number, noun in planned if number is not None),
         "learning rate": ""
         if run.lr_schedule is None
         else describe(run.lr_schedule, run.planned_steps, run.config.max_epochs),
@@ -96,12 +97,6 @@ def _outcome(run: Run) -> dict[str, str]:
         "last": "\n".join(line for line in last if line not in best_lines),
         "files": "" if run.output_dir is None else _files(run.output_dir),
     }
-
-
-def _plan(run: Run) -> str:
-    steps = None if run.planned_steps is None else count(run.planned_steps, "step")
-    epochs = None if run.config.max_epochs is None else count(run.config.max_epochs, "epoch")
-    return ", ".join(text for text in (steps, epochs) if text is not None)
 
 
 def _files(folder: Path) -> str:

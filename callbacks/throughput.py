@@ -73,7 +73,21 @@ class Throughput(Callback):
             raise ConfigError(
                 f"`tokens` must be a function `batch -> int | Tensor`, but is {tokens!r}."
             )
-        _check_flops(flops, flops_per, peak_flops)
+        if (flops is None) != (peak_flops is None):
+            raise ConfigError(
+                f"`flops` and `peak_flops` go together, but are {flops!r} and {peak_flops!r}. Pass "
+                "both for `time/mfu`, or none."
+            )
+        if flops == "auto" and flops_per == "token":
+            raise ConfigError(
+                '`flops="auto"` counts the operations of a sample. Leave out `flops_per="token"`.'
+            )
+        for name, value in (("flops", flops), ("peak_flops", peak_flops)):
+            is_auto = name == "flops" and value == "auto"
+            is_positive = isinstance(value, int | float) and 0 < value < math.inf
+            if value is not None and not is_auto and not is_positive:
+                wanted = ' or "auto"' if name == "flops" else ""
+                raise ConfigError(f"`{name}` must be a positive number{wanted}, but is {value!r}.")
         self.tokens = tokens
         self.flops = flops
         self.flops_per = flops_per
@@ -98,9 +112,7 @@ class Throughput(Callback):
     def on_epoch_start(self, run: Run) -> None:
         self._timer.resume()
 
-    @override
-    def on_step_start(self, run: Run) -> None:
-        self._timer.resume()
+    on_step_start = on_epoch_start
 
     @override
     def on_microbatch_start(self, run: Run, batch: Batch) -> None:
@@ -114,7 +126,11 @@ class Throughput(Callback):
             self._counter.stop()
         count = _count_tokens(batch) if self.tokens is None else self.tokens(batch)
         if count is None:
-            self._refuse_unknown_tokens(batch)
+            if self.flops_per == "token":
+                raise ConfigError(
+                    f"`flops` is that of one token, but the tokens of a {type(batch).__name__!r} "
+                    "are not known. Pass `Throughput(tokens=...)`, a function that counts them."
+                )
         else:
             self._tokens = count if self._tokens is None else self._tokens + count
             if self.tokens is None and isinstance(count, Tensor) and "input_ids" in batch:
@@ -135,21 +151,12 @@ class Throughput(Callback):
     def on_evaluation_start(self, run: Run) -> None:
         self._timer.pause()
 
-    @override
-    def on_checkpoint_start(self, run: Run) -> None:
-        self._timer.pause()
+    on_checkpoint_start = on_evaluation_start
 
     @override
     def on_exception(self, run: Run, error: BaseException) -> None:
         if self._counter is not None:
             self._counter.stop()
-
-    def _refuse_unknown_tokens(self, batch: Batch) -> None:
-        if self.flops_per == "token":
-            raise ConfigError(
-                f"`flops` is that of one token, but the tokens of a {type(batch).__name__!r} are "
-                "not known. Pass `Throughput(tokens=...)`, a function that counts them."
-            )
 
     def _end_step(self, run: Run) -> None:
         self._timer.end_step()
@@ -199,21 +206,3 @@ def _count_tokens(batch: Batch) -> Tensor | int | None:
     if isinstance(labels, Tensor) and labels.ndim == 2 and not labels.is_floating_point():
         return (labels != IGNORED).sum()
     return None
-
-
-def _check_flops(flops: object, flops_per: object, peak_flops: object) -> None:
-    if (flops is None) != (peak_flops is None):
-        raise ConfigError(
-            f"`flops` and `peak_flops` go together, but are {flops!r} and {peak_flops!r}. Pass "
-            "both for `time/mfu`, or none."
-        )
-    if flops == "auto" and flops_per == "token":
-        raise ConfigError(
-            '`flops="auto"` counts the operations of a sample. Leave out `flops_per="token"`.'
-        )
-    for name, value in (("flops", flops), ("peak_flops", peak_flops)):
-        if value is None or (name == "flops" and value == "auto"):
-            continue
-        if not isinstance(value, int | float) or not (value > 0 and math.isfinite(value)):
-            wanted = 'a positive number or "auto"' if name == "flops" else "a positive number"
-            raise ConfigError(f"`{name}` must be {wanted}, but is {value!r}.")

@@ -18,7 +18,7 @@ ROWS = {
     "save": "saving",
     "end": "closing",
 }
-SHOWN_EPOCHS = 5
+MOST_SHOWN = 5
 
 
 class Timer(Callback):
@@ -77,8 +77,8 @@ class Timer(Callback):
     def _table(self) -> str:
         total = sum(self.seconds.values())
         notes = {
-            "train": _epochs(self.epochs),
-            "evaluate": _evaluations(self.evaluations),
+            "train": _times("epoch", self.epochs),
+            "evaluate": _times("evaluation", self.evaluations),
             "save": count(self.checkpoints, "checkpoint") if self.checkpoints else "",
         }
         lines = [f"trainkit: time of the fit {duration(total)}"]
@@ -91,17 +91,11 @@ class Timer(Callback):
         return "\n".join(lines)
 
 
-def _epochs(epochs: list[float]) -> str:
-    """Return how long the epochs were; of many, the mean and the longest."""
-    if len(epochs) > SHOWN_EPOCHS:
-        mean = sum(epochs) / len(epochs)
-        times = f"mean {duration(mean)}, longest {duration(max(epochs))}"
+def _times(noun: str, seconds: list[float]) -> str:
+    """Return how long each of something was; of many, the mean and the longest."""
+    if len(seconds) > MOST_SHOWN:
+        mean = sum(seconds) / len(seconds)
+        times = f"mean {duration(mean)}, longest {duration(max(seconds))}"
     else:
-        times = ", ".join(map(duration, epochs))
-    return f"{count(len(epochs), 'epoch')}: {times}" if epochs else ""
-
-
-def _evaluations(evaluations: list[float]) -> str:
-    if not evaluations:
-        return ""
-    return f"{count(len(evaluations), 'evaluation')}, longest {duration(max(evaluations))}"
+        times = ", ".join(map(duration, seconds))
+    return f"{count(len(seconds), noun)}: {times}" if seconds else ""

@@ -117,7 +117,7 @@ def test_every_setting_stands_there_and_changed_ones_are_marked(
     for name in set(TrainConfig.__dataclass_fields__) - lengths:
         assert _row(said, name)
     marked = re.findall(r"^\* (\w+)", said, re.MULTILINE)
-    assert marked == ["seed", "max_grad_norm"]
+    assert marked == ["max_grad_norm", "seed"]
     assert _row(said, "seed").startswith("7. ")
 
 

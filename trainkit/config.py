@@ -88,20 +88,20 @@ class TrainConfig:
     Args:
         max_epochs: Passes over the training data. Give this or `max_steps`, not both.
         max_steps: Updates to apply.
-        gradient_accumulation_steps: Micro-batches of one process in a window.
-        max_grad_norm: L2 norm to which gradients are clipped; None: not clipped.
+        gradient_accumulation_steps: Micro-batches of one process in a window (rule 1).
+        max_grad_norm: L2 norm to which gradients are clipped; None: not clipped (rule 8).
         max_grad_value: Absolute value to which each gradient element is clipped; None: not.
-        seed: The one seed from which every random stream is derived.
-        deterministic: Ask torch for deterministic algorithms while fit runs.
-        log_every_n_steps: Updates between two calls of `on_log`.
-        max_consecutive_skips: Skipped windows in a row after which the run gives up.
-        drop_last_window: Drop the smaller last window of an epoch instead of applying it.
-        split_batches: The loader's batch size is that of all processes together.
+        seed: The one seed from which every random stream is derived (rule 12).
+        deterministic: Ask torch for deterministic algorithms while fit runs (rule 30).
+        log_every_n_steps: Updates between two calls of `on_log` (rule 35).
+        max_consecutive_skips: Skipped windows in a row after which the run gives up (rule 2).
+        drop_last_window: Drop the smaller last window of an epoch instead of applying it (rule 7).
+        split_batches: The loader's batch size is that of all processes together (rule 14).
         sample_seeding: Seed the global generators while samples are fetched (rule 13).
         gradient_checkpointing: Compute activations again in backward instead of keeping them.
         limit_train_batches: Micro-batches of one process in an epoch, or a fraction of them.
         limit_eval_batches: The same of each evaluation during training.
-        overfit_batches: Both, with the same training batches in every epoch.
+        overfit_batches: Both, with the same training batches in every epoch (rule 14).
         dry_run: Updates after which a try ends, and batches of each evaluation.
     """
 

@@ -86,13 +86,10 @@ class FirstBad:
         if step < run.state.step:
             bad_here = int(codes[0]) == step
             ranks = ranks_with(processes, bad_here)
-            name = self._name(run, position) if gradient_step == step else None
-            raise self._error(run, step, ranks, name)
+            names = {id(p): name for name, p in run.module.named_parameters()}
+            bad = names.get(id(self._parameters[position])) if gradient_step == step else None
+            raise self._error(run, step, ranks, bad)
         self._steps.clear()
-
-    def _name(self, run: Run, position: int) -> str | None:
-        wanted = self._parameters[position]
-        return next((name for name, p in run.module.named_parameters() if p is wanted), None)
 
     def _error(self, run: Run, step: int, ranks: list[int], name: str | None) -> NonFiniteError:
         epoch, start, end = self._steps[step - run.state.step]

@@ -4,17 +4,12 @@ from collections.abc import Iterable, Mapping
 
 from trainkit.formatting import count
 
-__all__ = ["by_loader", "every", "values_by_loader", "values_line"]
+__all__ = ["by_loader", "every", "values_by_loader"]
 
 
 def every(number: int, noun: str) -> str:
     """Return how often something comes, such as `every step` or `every 2 steps`."""
     return f"every {noun if number == 1 else count(number, noun)}"
-
-
-def values_line(values: Mapping[str, float]) -> str:
-    """Return values by name on one line, with four digits each; NaN is written `nan`."""
-    return ", ".join(f"{name} {value:.4g}" for name, value in values.items())
 
 
 def by_loader(values: Mapping[str, float], loaders: Iterable[str]) -> dict[str, dict[str, float]]:
@@ -32,9 +27,8 @@ def by_loader(values: Mapping[str, float], loaders: Iterable[str]) -> dict[str, 
 
 def values_by_loader(values: Mapping[str, float], loaders: Iterable[str]) -> list[str]:
     """Return the metrics of an evaluation, in a line for each loader that has a name."""
-    return [
-        values_line({f"eval/{name}": value for name, value in own.items()})
-        if label == "eval"
-        else f"{label}: {values_line(own)}"
-        for label, own in by_loader(values, loaders).items()
-    ]
+    lines = []
+    for label, own in by_loader(values, loaders).items():
+        start, prefix = ("", "eval/") if label == "eval" else (f"{label}: ", "")
+        lines.append(start + ", ".join(f"{prefix}{n} {value:.4g}" for n, value in own.items()))
+    return lines

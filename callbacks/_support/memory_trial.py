@@ -1,8 +1,7 @@
 """Try whether a training step fits into the memory, and leave no trace of trials."""
 
 import copy
-from contextlib import AbstractContextManager, nullcontext
-from types import TracebackType
+from contextlib import nullcontext
 from typing import Any, Self
 
 import torch
@@ -45,12 +44,7 @@ class MemoryTrial:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._run.optimizer.zero_grad(set_to_none=True)
         if self._before is not None:
             self._before.put_back()
@@ -70,11 +64,14 @@ class MemoryTrial:
 
     def _fits_here(self, size: int, alone: bool) -> bool:
         run = self._run
+        is_alone = run.processes.num_processes == 1  # else one may leave it before the others
+        guard = nullcontext() if is_alone else collective_guard.only("the trial of BatchSizeFinder")
         try:
-            with run.as_zero_weight(gathers=True), self._guarded():
+            with run.as_zero_weight(gathers=True), guard:
                 self._step(size)
-                if not run.optimizer.state:
-                    self._make_state()
+                if not run.optimizer.state:  # it makes one by an update; gradients are zero here
+                    self._before = self._before or TrainedState(run)
+                    run.optimizer.step()
                 if alone:
                     run.optimizer.zero_grad(set_to_none=True)
                 self._step(size)
@@ -96,17 +93,6 @@ class MemoryTrial:
         with run.precision.autocast():
             loss = loss_of(run.training_step(run.module, piece))
         run.precision.backward(loss)
-
-    def _make_state(self) -> None:
-        """Let the optimizer make its state, by an update; the gradients are zero in a trial."""
-        self._before = self._before or TrainedState(self._run)
-        self._run.optimizer.step()
-
-    def _guarded(self) -> AbstractContextManager[None]:
-        """Refuse collectives where one process may leave the trial before the others."""
-        if self._run.processes.num_processes == 1:
-            return nullcontext()
-        return collective_guard.only("the trial of BatchSizeFinder")
 
 
 class TrainedState:

@@ -84,17 +84,13 @@ def _merged(rows: Iterable[Row]) -> tuple[Row, ...]:
     merged: list[Row] = []
     for row in rows:
         last = merged[-1] if merged else None
-        if last is not None and row.name.isdigit() and _is_alike(last, row):
+        # They say the same but for their names.
+        if last and row.name.isdigit() and replace(last, name=row.name, repeats=1) == row:
             first = last.name.split("-")[0]
             merged[-1] = replace(last, name=f"{first}-{row.name}", repeats=last.repeats + 1)
         else:
             merged.append(row)
     return tuple(merged)
-
-
-def _is_alike(row: Row, other: Row) -> bool:
-    """Return whether two rows say the same but for their names."""
-    return replace(row, name=other.name, repeats=1) == other
 
 
 def describe_output(output: Any) -> str:
@@ -148,18 +144,13 @@ def _lines(cells: Sequence[Sequence[str]]) -> list[str]:
     widths[1:3] = [min(width, WIDEST) for width in widths[1:3]]
     rest = WIDTH - 2 - 2 * (len(widths) - 1) - sum(widths[1:])
     widths[0] = min(widths[0], max(rest, len("module")))
-    return [
-        "  "
-        + "  ".join(
-            cell.rjust(width) if place == 3 else _cut(cell, width).ljust(width)
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in cells
-    ]
-
-
-def _cut(text: str, width: int) -> str:
-    return text if len(text) <= width else f"{text[: width - 2]}.."
+    lines = []
+    for row in cells:
+        cut = [t if len(t) <= w else f"{t[: w - 2]}.." for t, w in zip(row, widths, strict=True)]
+        padded = [cell.ljust(width) for cell, width in zip(cut, widths, strict=True)]
+        padded[3] = row[3].rjust(widths[3])  # the number of parameters
+        lines.append("  " + "  ".join(padded).rstrip())
+    return lines
 
 
 def _totals(model: nn.Module) -> list[str]:

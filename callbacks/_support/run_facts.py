@@ -27,6 +27,10 @@ _SECRET = re.compile(
 
 def run_facts(run: Run) -> dict[str, Any]:
     """Return what tells this run from others, in groups of plain values by name."""
+    try:
+        folder = Path(sys.argv[0] or ".").resolve().parent
+    except FileNotFoundError:  # the working directory is gone
+        folder = Path(os.sep)
     return {
         "config": asdict(run.config),
         "run": _parts_of(run),
@@ -34,18 +38,11 @@ def run_facts(run: Run) -> dict[str, Any]:
         "versions": {"python": platform.python_version()} | _versions(),
         "started": {
             "command": hide_secrets([Path(sys.executable).name, *sys.orig_argv[1:]]),
-            "commit": commit_of(_script().parent),
+            "commit": commit_of(folder),
             "host": socket.gethostname(),
             "pid": os.getpid(),
         },
     }
-
-
-def _script() -> Path:
-    try:
-        return Path(sys.argv[0] or ".").resolve()
-    except FileNotFoundError:  # the working directory is gone
-        return Path(os.sep)
 
 
 def _parts_of(run: Run) -> dict[str, Any]:

@@ -51,7 +51,8 @@ class StepTimer:
         if not self._paused:
             self._paused = True
             if self._steps:
-                self._synchronize()
+                if self._device is not None:
+                    torch.accelerator.synchronize(self._device)
                 self._steps[-1] += perf_counter() - self._start
 
     def take(self) -> tuple[list[float], float]:
@@ -60,7 +61,3 @@ class StepTimer:
         steps, waited = self._steps, self._waited
         self._steps, self._waited = [], 0.0
         return steps, waited
-
-    def _synchronize(self) -> None:
-        if self._device is not None:
-            torch.accelerator.synchronize(self._device)

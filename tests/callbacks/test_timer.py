@@ -11,7 +11,7 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.toys import fit, make_trainer
 from trainkit import Callback, Run, StepResult
 from trainkit.callbacks import Checkpoint, Timer
-from trainkit.callbacks.timer import _epochs
+from trainkit.callbacks.timer import _times
 from trainkit.formatting import duration
 
 
@@ -52,7 +52,7 @@ def test_it_tells_the_parts_of_a_fit(tmp_path: Path, capsys: pytest.CaptureFixtu
             rf"trainkit: time of the fit {second}",
             rf"  set-up +{second} +\d+\.\d%",
             rf"  training +{second} +\d+\.\d%  2 epochs: {second}, {second}",
-            rf"  evaluation +{second} +\d+\.\d%  2 evaluations, longest {second}",
+            rf"  evaluation +{second} +\d+\.\d%  2 evaluations: {second}, {second}",
             rf"  saving +{second} +\d+\.\d%  2 checkpoints",
             rf"  closing +{second} +\d+\.\d%",
         ],
@@ -77,8 +77,8 @@ def test_a_second_fit_counts_anew_and_a_failed_one_is_told_too(
 def test_times_are_written_for_people() -> None:
     times = {0.04: "0.04 s", 99.94: "1 min 39 s", 3725.0: "1 h 2 min", 90_000.0: "1 d 1 h"}
     assert {seconds: duration(seconds) for seconds in times} == times
-    assert _epochs([1.0]) == "1 epoch: 1.0 s"
-    assert _epochs([1.0] * 9 + [11.0]) == "10 epochs: mean 2.0 s, longest 11 s"
+    assert _times("epoch", [1.0]) == "1 epoch: 1.0 s"
+    assert _times("epoch", [1.0] * 9 + [11.0]) == "10 epochs: mean 2.0 s, longest 11 s"
 
 
 def _printed(rank: int) -> Any:

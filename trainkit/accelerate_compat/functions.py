@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.accelerate_compat.availability import is_available
-from trainkit.accelerator.unwrapping import unwrap
+from trainkit.accelerator.autocasting import unwrap
 from trainkit.device import generator_kinds, get_rng_state, set_rng_state
 from trainkit.distributed import Processes
 from trainkit.distributed.world import World

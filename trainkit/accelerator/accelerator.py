@@ -15,7 +15,7 @@ from torch.distributed.algorithms.join import Join
 from typing_extensions import override
 
 from trainkit.accelerator.accelerator_config import AcceleratorConfig
-from trainkit.accelerator.autocasting import autocast
+from trainkit.accelerator.autocasting import autocast, unwrap
 from trainkit.accelerator.composition import OwnLoop
 from trainkit.accelerator.profiling import ProfileKwargs, profiled
 from trainkit.accelerator.settings import (
@@ -26,7 +26,7 @@ from trainkit.accelerator.settings import (
 from trainkit.accelerator.state import AcceleratorState
 from trainkit.accelerator.state_saver import warn_of_options
 from trainkit.config import checked
-from trainkit.distributed import run_on_all_or_main
+from trainkit.distributed import check_called_by_all, run_on_all_or_main
 from trainkit.distributed.active_batches import ActiveLoaders
 from trainkit.distributed.communicator import Communicator
 from trainkit.errors import ConfigError, DataError
@@ -176,11 +176,6 @@ class Accelerator(Communicator):
     def distributed_type(self) -> DistributedType:
         """How the job shares its work."""
         return self.state.distributed_type
-
-    @property
-    def use_distributed(self) -> bool:
-        """Whether there are several processes."""
-        return self._own.processes.size > 1
 
     @property
     def mixed_precision(self) -> str:
@@ -457,8 +452,6 @@ class Accelerator(Communicator):
             keep_fp32_wrapper: Whether its forward still runs under autocast.
             keep_torch_compile: Whether a model that `torch.compile` returned stays compiled.
         """
-        from trainkit.accelerator.unwrapping import unwrap
-
         return unwrap(
             model, keep_fp32_wrapper=keep_fp32_wrapper, keep_torch_compile=keep_torch_compile
         )
@@ -561,10 +554,14 @@ class Accelerator(Communicator):
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Return the whole state of a model; of a sharded one every process must ask for it."""
-        from trainkit.accelerator.unwrapping import whole_state
+        from trainkit.checkpoint.resharding.sharding_spec import is_sharded
+        from trainkit.export.state import whole
 
         module = self.unwrap_model(model, keep_torch_compile=False) if unwrap else model
-        return whole_state(module, self.processes)
+        state = module.state_dict()
+        if any(map(is_sharded, state.values())):
+            check_called_by_all(self.processes, "get_state_dict")
+        return {name: whole(v) if isinstance(v, Tensor) else v for name, v in state.items()}
 
     def init_trackers(
         self,

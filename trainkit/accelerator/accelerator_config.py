@@ -180,15 +180,10 @@ class AcceleratorConfig:
 
 
 def _one_of(name: str, value: Any, known: Collection[str]) -> str:
-    chosen = _text(value)
+    chosen = str(getattr(value, "value", value))  # perhaps a member of an enumeration of texts
     if chosen not in known:
         raise ConfigError(f"`{name}` must be one of {', '.join(known)}, but is {chosen!r}.")
     return chosen
-
-
-def _text(value: Any) -> str:
-    """Return a setting that may be a text or a member of an enumeration of texts."""
-    return str(getattr(value, "value", value))
 
 
 def _meet_at(method: str) -> None:

@@ -9,11 +9,11 @@ from typing_extensions import override
 
 from trainkit.accelerator.settings import GradientAccumulationPlugin
 
-__all__ = ["Accumulation"]
+__all__ = ["Accumulation", "LoaderPosition"]
 
 
-@dataclass(slots=True)
-class _LoaderPosition:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoaderPosition:
     """Where a loader under way is.
 
     Attributes:
@@ -34,6 +34,9 @@ class _LoaderPosition:
     owner: "Accumulation | None" = None
 
 
+_NOWHERE = LoaderPosition()
+
+
 class Accumulation:
     """The windows of a loop of the user's own; prepared loaders tell it where they are.
 
@@ -44,7 +47,7 @@ class Accumulation:
     """
 
     # Of every `Accelerator`: a loop may run over a loader that a function of its own prepared.
-    _positions: ClassVar[OrderedDict[int, _LoaderPosition]] = OrderedDict()
+    _positions: ClassVar[OrderedDict[int, LoaderPosition]] = OrderedDict()
     os.register_at_fork(after_in_child=_positions.clear)  # a child goes on with no loop
 
     def __init__(self, plugin: GradientAccumulationPlugin) -> None:
@@ -57,7 +60,8 @@ class Accumulation:
         """Micro-batches since the last window that was ended by the end of a loader."""
         self.window = 0
         """Number of the present window."""
-        self._divisor = plugin.num_steps
+        self.divisor = plugin.num_steps
+        """What the present loss is divided by."""
         self._in_window = 0
 
     @property
@@ -83,11 +87,6 @@ class Accumulation:
         return self.plugin.sync_with_dataloader
 
     @property
-    def divisor(self) -> int:
-        """What the present loss is divided by."""
-        return self._divisor
-
-    @property
     def is_open(self) -> bool:
         """Whether the present window has gradients and is not complete."""
         return self._in_window > 0
@@ -95,12 +94,12 @@ class Accumulation:
     @property
     def end_of_dataloader(self) -> bool:
         """Whether the loader that yielded last, of those under way, has yielded its last batch."""
-        return bool(self._positions) and self._current().is_last
+        return self._current().is_last
 
     @property
     def remainder(self) -> int:
         """Real samples of that loader's last batch if it was filled up, else -1."""
-        return self._current().remainder if self._positions else -1
+        return self._current().remainder
 
     @property
     def in_dataloader(self) -> bool:
@@ -110,29 +109,19 @@ class Accumulation:
     @property
     def is_unpaired(self) -> bool:
         """Whether other processes have no batch beside the present one."""
-        return bool(self._positions) and self._current().is_unpaired
+        return self._current().is_unpaired
 
     @property
     def active_dataloader(self) -> Any:
         """The prepared loader that yielded last, of those under way; None where there is none."""
-        return self._current().loader if self._positions else None
+        return self._current().loader
 
     def began(self, key: Any, loader: Any) -> None:
         """Note that a pass over a loader begins, which `key` stands for while it is under way."""
-        self._positions[id(key)] = _LoaderPosition(loader=loader, owner=self)
+        self._positions[id(key)] = LoaderPosition(loader=loader, owner=self)
 
-    def yielded(
-        self,
-        key: Any,
-        loader: Any,
-        *,
-        left: int | None,
-        is_last: bool,
-        remainder: int,
-        is_unpaired: bool,
-    ) -> None:
+    def yielded(self, key: Any, position: LoaderPosition) -> None:
         """Note that a pass hands out a batch."""
-        position = _LoaderPosition(left, is_last, remainder, is_unpaired, loader, self)
         self._positions[id(key)] = position
         self._positions.move_to_end(id(key))
 
@@ -140,12 +129,16 @@ class Accumulation:
         """Note that a pass is over, or was left."""
         self._positions.pop(id(key), None)
         if self._in_window == 0:  # the last one may have been shorter
-            self._divisor = self.num_steps
+            self.divisor = self.num_steps
 
     def advance(self) -> bool:
         """Begin the next micro-batch; return whether it is the last of its window."""
         if self._in_window == 0:
-            self._divisor, self.correction = self._window_size(), 1.0
+            self.divisor = self.num_steps - self.count % self.num_steps
+            left = self._current().left
+            if left is not None and self.sync_with_dataloader:
+                self.divisor = min(self.divisor, left + 1)
+            self.correction = 1.0
             self.window += 1
         self._in_window += 1
         if self.plugin.sync_with_dataloader and self.end_of_dataloader:
@@ -155,7 +148,7 @@ class Accumulation:
             self.count += 1
             self.sync_gradients = self.count % self.num_steps == 0
         if self.sync_gradients:
-            self.correction = self._divisor / self._in_window
+            self.correction = self.divisor / self._in_window
             self._in_window = 0
         return self.sync_gradients
 
@@ -163,16 +156,16 @@ class Accumulation:
         """Let windows be of another size from the next one on."""
         self.plugin = replace(self.plugin, num_steps=num_steps)
         if self._in_window == 0:
-            self._divisor = num_steps
+            self.divisor = num_steps
 
     def state_dict(self) -> dict[str, int]:
         """Return where the windows are."""
-        return {"count": self.count, "in_window": self._in_window, "divisor": self._divisor}
+        return {"count": self.count, "in_window": self._in_window, "divisor": self.divisor}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Go on where `state_dict` was called."""
         self.count, self._in_window = state["count"], state["in_window"]
-        self._divisor = state["divisor"]
+        self.divisor = state["divisor"]
 
     def reset(self) -> None:
         """Forget the loaders of this `Accelerator`, and begin a new window."""
@@ -191,12 +184,6 @@ class Accumulation:
             f"Gradient accumulation plugin: {self.plugin_kwargs}\n"
         )
 
-    def _current(self) -> _LoaderPosition:
-        return self._positions[next(reversed(self._positions))]
-
-    def _window_size(self) -> int:
-        to_go = self.num_steps - self.count % self.num_steps
-        left = self._current().left if self._positions else None
-        if left is None or not self.plugin.sync_with_dataloader:
-            return to_go
-        return min(to_go, left + 1)
+    def _current(self) -> LoaderPosition:
+        key = next(reversed(self._positions), None)
+        return _NOWHERE if key is None else self._positions[key]

@@ -1,4 +1,4 @@
-"""Forward passes under autocast, with outputs in fp32."""
+"""Forward passes under autocast, with outputs in fp32, and how to get the user's module back."""
 
 from collections.abc import Callable
 from functools import partial, update_wrapper
@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from trainkit.accelerator.settings import AutocastKwargs
 from trainkit.containers.tree import map_leaves
+from trainkit.export.state import unwrapped
 
-__all__ = ["autocast", "run_in_autocast", "run_plainly"]
+__all__ = ["autocast", "run_in_autocast", "unwrap"]
 
 
 def autocast(device: str, dtype: torch.dtype, settings: AutocastKwargs) -> torch.autocast:
@@ -50,15 +51,24 @@ def run_in_autocast(
         model.forward = _InAutocast(model.forward, partial(autocast, device, dtype, settings))
 
 
-def run_plainly(model: nn.Module) -> None:
-    """Take back what `run_in_autocast` did."""
+def unwrap(
+    model: nn.Module, *, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
+) -> nn.Module:
+    """Return the module inside of data parallelism.
+
+    Args:
+        model: Prepared or not.
+        keep_fp32_wrapper: Whether its forward still runs under autocast.
+        keep_torch_compile: Whether a model that `torch.compile` returned stays compiled.
+    """
+    model = unwrapped(model, keep_torch_compile=keep_torch_compile)
     forward = model.__dict__.get("forward")
-    if isinstance(forward, _InAutocast):
+    if isinstance(forward, _InAutocast) and not keep_fp32_wrapper:
         del model.forward
-        if getattr(model.forward, "__func__", None) is not getattr(
-            forward.forward, "__func__", None
-        ):
+        own = getattr(forward.forward, "__func__", None)
+        if getattr(model.forward, "__func__", None) is not own:
             model.forward = forward.forward  # it was the model's own attribute
+    return model
 
 
 def _in_fp32(leaf: Any) -> Any:

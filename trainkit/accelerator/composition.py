@@ -1,7 +1,5 @@
 """Puts the parts of an `Accelerator` together."""
 
-from dataclasses import InitVar, dataclass, field
-
 import torch
 
 from trainkit.accelerator.accelerator_config import AcceleratorConfig
@@ -18,13 +16,12 @@ from trainkit.distributed import Processes
 from trainkit.distributed.active_batches import ActiveLoaders
 from trainkit.launch_environment import MIXED_PRECISIONS
 from trainkit.precision import FP16, Precision
-from trainkit.strategies import SingleDevice, Strategy
+from trainkit.strategies import SingleDevice
 from trainkit.training.arguments import make_precision
 
 __all__ = ["OwnLoop"]
 
 
-@dataclass
 class OwnLoop:
     """The parts that an `Accelerator` passes its calls to.
 
@@ -32,25 +29,24 @@ class OwnLoop:
         active: Tells which samples of a batch are real.
     """
 
-    config: AcceleratorConfig
-    processes: Processes
-    device: torch.device
-    active: InitVar[ActiveLoaders]
-
-    precision: Precision = field(init=False)
-    strategy: Strategy = field(init=False)
-    registry: Registry = field(init=False, default_factory=Registry)
-    accumulation: Accumulation = field(init=False)
-    gradients: Gradients = field(init=False)
-    preparer: Preparer = field(init=False)
-    states: StateSaver = field(init=False)
-    trackers: Trackers = field(init=False)
-
-    def __post_init__(self, active: ActiveLoaders) -> None:
-        config, processes = self.config, self.processes
+    def __init__(
+        self,
+        config: AcceleratorConfig,
+        processes: Processes,
+        device: torch.device,
+        active: ActiveLoaders,
+    ) -> None:
+        self.config = config
+        self.processes = processes
+        self.registry = Registry()
         self.trackers = Trackers(config.log_with, config.project, processes)
-        self.precision = _precision(config, self.device)
-        self.strategy = config.strategy or _default_strategy(config, processes, self.device)
+        self.precision = _precision(config, device)
+        if config.strategy is not None:
+            self.strategy = config.strategy
+        elif processes.size == 1:
+            self.strategy = SingleDevice(device=device)
+        else:
+            self.strategy = ConfiguredDDP(config.handler(DistributedDataParallelKwargs), device)
         self.strategy.setup()
         self.accumulation = Accumulation(config.accumulation)
         self.gradients = Gradients(
@@ -62,7 +58,7 @@ class OwnLoop:
         )
         sharing = Sharing(
             processes=processes,
-            device=self.device if config.device_placement else torch.device("cpu"),
+            device=device if config.device_placement else torch.device("cpu"),
             configuration=config.data,
             rng_types=config.generators,
             active=active,
@@ -78,12 +74,7 @@ class OwnLoop:
             registry=self.registry,
         )
         contents = StateContents(
-            self.registry,
-            self.strategy,
-            self.gradients,
-            self.accumulation,
-            processes,
-            self.device,
+            self.registry, self.strategy, self.gradients, self.accumulation, processes, device
         )
         self.states = StateSaver(contents, StateDirectory(config.project, processes))
 
@@ -107,11 +98,3 @@ def _precision(config: AcceleratorConfig, device: torch.device) -> Precision:
         )
     precision.setup(device)
     return precision
-
-
-def _default_strategy(
-    config: AcceleratorConfig, processes: Processes, device: torch.device
-) -> Strategy:
-    if processes.size == 1:
-        return SingleDevice(device=device)
-    return ConfiguredDDP(config.handler(DistributedDataParallelKwargs), device)

@@ -10,7 +10,7 @@ import torch
 from typing_extensions import override
 
 from trainkit.accelerator.accumulation import Accumulation
-from trainkit.accelerator.loader import Resumption, SharedLoader, Sharing
+from trainkit.accelerator.loader import SharedLoader, Sharing, State
 from trainkit.accelerator.mapped import MappedShare
 from trainkit.accelerator.settings import GradientAccumulationPlugin
 from trainkit.containers.sample_rows import Merge, Node, Origin, cut, parse
@@ -101,7 +101,7 @@ class DispatchedShare(SharedLoader):
         return "; ".join(changed_facts(state_dict.get("facts", {}), self.order_facts()))
 
     @override
-    def _batches(self, skip: int, resumption: Resumption | None) -> Iterator[MicroBatch]:
+    def _batches(self, skip: int, resumption: State | None) -> Iterator[MicroBatch]:
         try:
             self._length = len(self)
         except TypeError:

@@ -211,7 +211,10 @@ def _be_child(
     words = b"+"
     try:
         function(*args)
-        _leave_group()
+        if Processes._live is not None:
+            Processes._live.close()
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
     except BaseException as error:
         if not isinstance(error, SystemExit):
             words = traceback.format_exc().encode("utf-8", "replace")
@@ -225,14 +228,6 @@ def _be_child(
     with open(writers[2], "wb") as verdict:
         verdict.write(words)
     os._exit(0 if words == b"+" else 1)
-
-
-def _leave_group() -> None:
-    live = Processes._live
-    if live is not None:
-        live.close()
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
 
 
 def _run_here(

@@ -2,14 +2,14 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from typing_extensions import override
 
-from trainkit.accelerator.accumulation import Accumulation
+from trainkit.accelerator.accumulation import Accumulation, LoaderPosition
 from trainkit.accelerator.settings import DataLoaderConfiguration
 from trainkit.data import MicroBatch, PreparedLoader
 from trainkit.data.order_facts import changed_facts, order_facts
@@ -19,7 +19,10 @@ from trainkit.errors import ConfigError
 if TYPE_CHECKING:
     from trainkit.distributed import Processes
 
-__all__ = ["Resumption", "SharedLoader", "Sharing", "SkippedLoader", "skip_first_batches"]
+__all__ = ["SharedLoader", "Sharing", "SkippedLoader", "skip_first_batches"]
+
+State: TypeAlias = dict[str, Any]
+"""Where a loader was, as its `state_dict` says it."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -41,23 +44,6 @@ class Sharing:
     rng_types: tuple[str, ...]
     active: ActiveLoaders
     accumulation: Accumulation
-
-
-@dataclass(slots=True)
-class Resumption:
-    """Where a pass was when its state was saved.
-
-    Args:
-        batches: Batches that this process had got.
-        order: What the order was made from.
-        digest: What tells it from others; None where that is not known.
-        stream: Where an iterable data set was.
-    """
-
-    batches: int = 0
-    order: Any = field(default=None)
-    digest: str | None = None
-    stream: Any = None
 
 
 class SharedLoader(ABC):
@@ -90,14 +76,18 @@ class SharedLoader(ABC):
         self._order: Any = None  # of the pass under way
         self._pass: object = None  # the latest one
         self._has_ended = False  # whether the pass under way has yielded its last batch
-        self._resumption: Resumption | None = None
+        self._resumption: State | None = None  # saved inside the pass that comes next
         self._ended_at: int | None = None  # batches of the pass that a loaded state had ended
 
     @abstractmethod
-    def _batches(self, skip: int, resumption: Resumption | None) -> Iterator[MicroBatch]:
+    def _batches(self, skip: int, resumption: State | None) -> Iterator[MicroBatch]:
         """Yield the batches of a pass from number `skip` on, of which `last` ends the pass.
 
         Sets `_order` and `_length` before the first.
+
+        Args:
+            skip: How many are left out.
+            resumption: What was saved inside of the pass, where it goes on.
         """
 
     @abstractmethod
@@ -118,8 +108,7 @@ class SharedLoader(ABC):
         if skip is not None and skip == ended_at:
             return  # nothing is left of the pass that the state was saved in
         if skip is None:
-            stateful = resumption is not None and self.is_stateful
-            skip = resumption.batches if resumption is not None and stateful else 0
+            skip = resumption["batches"] if resumption is not None and self.is_stateful else 0
         active, accumulation = self._sharing.active, self._sharing.accumulation
         self._position = skip
         self._pass = this = object()
@@ -134,14 +123,15 @@ class SharedLoader(ABC):
                 is_full = batch.total == max(batch.counts) * len(batch.counts)
                 own = batch.count if self._rows_vary else None
                 active.yielded(this, batch.counts, batch.size, self.full_size, own)
-                accumulation.yielded(
-                    this,
-                    self,
+                position = LoaderPosition(
                     left=0 if batch.last else left,
                     is_last=batch.last,
                     remainder=-1 if is_full else batch.total,
                     is_unpaired=self._is_unpaired(batch.counts),
+                    loader=self,
+                    owner=accumulation,
                 )
+                accumulation.yielded(this, position)
                 yield batch.data
             self.epoch += 1
         finally:
@@ -233,12 +223,7 @@ class SharedLoader(ABC):
             self.epoch += 1
             self._ended_at = state_dict["batches"]
         elif state_dict["batches"]:
-            self._resumption = Resumption(
-                state_dict["batches"],
-                state_dict["order"],
-                state_dict.get("digest"),
-                state_dict.get("stream"),
-            )
+            self._resumption = state_dict
 
     def close(self) -> None:
         """Stop what runs in the background; a later pass starts it again."""

@@ -1,7 +1,6 @@
 """Steps of each process alone, whose parameters are averaged now and then."""
 
 from contextlib import ExitStack
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -59,12 +58,7 @@ class LocalSGD:
             self._stack.enter_context(self._accelerator.no_sync(self._model))
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self.enabled and error is None:  # else the others do not come here
             self._average()
         self._stack.close()

@@ -25,12 +25,9 @@ class ProcessLogger(logging.LoggerAdapter[logging.Logger]):
         only_main, in_order = kwargs.pop("main_process_only", True), kwargs.pop("in_order", False)
         kwargs.setdefault("stacklevel", 2)
         world = World.current()
-        if only_main and not in_order:
-            if world.is_main:
-                self._speak(level, msg, args, kwargs)
-            return
         if not in_order:
-            self._speak(level, msg, args, kwargs)
+            if world.is_main or not only_main:
+                self._speak(level, msg, args, kwargs)
             return
         for rank in range(world.size):
             if rank == world.rank:

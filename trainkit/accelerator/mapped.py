@@ -11,7 +11,7 @@ from torch.utils.data import RandomSampler, SequentialSampler
 from typing_extensions import override
 
 from trainkit import rng
-from trainkit.accelerator.loader import Resumption, SharedLoader, Sharing
+from trainkit.accelerator.loader import SharedLoader, Sharing, State
 from trainkit.data import MicroBatch
 from trainkit.data.mapped import MappedLoader
 from trainkit.data.order import divide, set_epoch_on
@@ -56,8 +56,13 @@ class MappedShare(SharedLoader):
         wanted = sharing.configuration.use_seedable_sampler and self._is_flat
         if wanted and type(self._sampler) is RandomSampler:
             self._seedable = _seedable(self._sampler)
-        elif self._size > 1 and isinstance(self._sampler, RandomSampler):
-            _give_generator(self._sampler)
+        elif (
+            self._size > 1
+            and isinstance(self._sampler, RandomSampler)
+            and (self._sampler.generator is None)
+        ):  # else each would have an order of its own
+            seed_of_order = int(torch.empty((), dtype=torch.int64).random_())
+            self._sampler.generator = torch.Generator().manual_seed(seed_of_order)
         self._fills = True  # whether the pass under way fills up its last batches
         self._inside = 0  # batches of a pass before which its sampler is not read to the end
         self._lengths: dict[tuple[int, bool], int] = {}
@@ -132,7 +137,7 @@ class MappedShare(SharedLoader):
         self._set_generators(state_dict["generators"])
 
     @override
-    def _batches(self, skip: int, resumption: Resumption | None) -> Iterator[MicroBatch]:
+    def _batches(self, skip: int, resumption: State | None) -> Iterator[MicroBatch]:
         self._set_epoch_on_parts()
         self._run_sampler(resumption)
         self._fills, plan = self.even_batches, self._plan(self._drawn)
@@ -186,14 +191,14 @@ class MappedShare(SharedLoader):
             order = order[: len(order) - len(order) % (batch_size * self._size)]
         return FlatPlan(order, batch_size=batch_size, fill=self.even_batches, **cut)
 
-    def _run_sampler(self, resumption: Resumption | None) -> None:
+    def _run_sampler(self, resumption: State | None) -> None:
         """Draw all that the sampler yields in this pass; notes what the order is made from."""
-        if resumption is None or resumption.order is None:
+        if resumption is None or resumption["order"] is None:
             _take_from_process_0(self._sharing, self._generators())
             self._order = self._order_state()
             self._drawn, self._digest = self._draw(), None
             return
-        order, digest = resumption.order, resumption.digest
+        order, digest = resumption["order"], resumption.get("digest")
         after = order["generators_after"]
         draw = partial(self._draw_again, order)
         if digest is None:  # of an older state, or of what is not made of plain values
@@ -306,13 +311,6 @@ def _generators_as_saved(sampler: Any, more: int) -> Iterator[None]:
 def _generators_of(parts: Sequence[Any]) -> list[torch.Generator]:
     found = [getattr(part, "generator", None) for part in parts]
     return list({id(one): one for one in found if isinstance(one, torch.Generator)}.values())
-
-
-def _give_generator(sampler: RandomSampler) -> None:
-    """Give a shuffling sampler a generator that can be made equal on all processes."""
-    if sampler.generator is None:
-        sampler.generator = torch.Generator()
-        sampler.generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_()))
 
 
 def _seedable(sampler: RandomSampler) -> RandomSampler:

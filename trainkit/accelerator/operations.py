@@ -5,7 +5,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from trainkit.accelerator.unwrapping import unwrap
+from trainkit.accelerator.autocasting import unwrap
 from trainkit.containers.tree import map_leaves
 from trainkit.distributed import Processes, concatenate as join_entries
 from trainkit.distributed.communicator import Communicator

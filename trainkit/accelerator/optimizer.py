@@ -80,7 +80,12 @@ class PreparedOptimizer(Optimizer):
         if not self._accumulation.sync_gradients:
             return None
         if closure is not None:
-            return self._step_with(closure)
+            if self._gradients.scaler is not None:
+                raise ConfigError(
+                    "`step(closure)` computes gradients after they were unscaled, which fp16 "
+                    'cannot do. Use `mixed_precision="bf16"` or "no" with this optimizer.'
+                )
+            return self.optimizer.step(closure)
         if self._before_first is not None:
             self._before_first()
             self._before_first = None
@@ -112,11 +117,3 @@ class PreparedOptimizer(Optimizer):
         switch = getattr(self.optimizer, mode, None)
         if callable(switch):
             switch()
-
-    def _step_with(self, closure: Callable[[], float]) -> Any:
-        if self._gradients.scaler is not None:
-            raise ConfigError(
-                "`step(closure)` computes gradients after they were unscaled, which fp16 cannot "
-                'do. Use `mixed_precision="bf16"` or "no" with this optimizer.'
-            )
-        return self.optimizer.step(closure)

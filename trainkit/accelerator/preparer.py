@@ -237,8 +237,11 @@ class Preparer:
         """Return an optimizer that follows the windows, on the models' present parameters."""
         for model in self.registry.models:
             self.strategy.rebind_optimizer(optimizer, self.strategy.unwrap(model))
-        if self._moves(moved):
-            _move_state(optimizer)
+        for parameter, state in optimizer.state.items() if self._moves(moved) else ():
+            for name, value in state.items():
+                is_apart = isinstance(value, torch.Tensor) and value.device != parameter.device
+                if is_apart and value.ndim:
+                    state[name] = value.to(parameter.device)
         self.precision.bind(optimizer)
         ddp = [m for m in self.registry.models if isinstance(m, DistributedDataParallel)]
         look = partial(_look_at_gradients, optimizer, ddp) if ddp else None
@@ -340,11 +343,3 @@ def _look_at_gradients(optimizer: Optimizer, models: Sequence[DistributedDataPar
                 "that, also inside of wrappers, instead of the model that `prepare` was given.",
                 stacklevel=3,
             )
-
-
-def _move_state(optimizer: Optimizer) -> None:
-    """Move what an optimizer keeps of each parameter to where the parameter is now."""
-    for parameter, state in optimizer.state.items():
-        for name, value in state.items():
-            if isinstance(value, torch.Tensor) and value.ndim and value.device != parameter.device:
-                state[name] = value.to(parameter.device)

@@ -47,11 +47,6 @@ class PartialState(Communicator):
         return _kind(self)
 
     @property
-    def use_distributed(self) -> bool:
-        """Whether there are several processes."""
-        return self.num_processes > 1
-
-    @property
     def backend(self) -> str | None:
         """What moves tensors between the processes; None on one."""
         return collective_backend(self.device) if self.use_distributed else None

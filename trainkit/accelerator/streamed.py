@@ -6,7 +6,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from trainkit.accelerator.loader import Resumption, SharedLoader, Sharing
+from trainkit.accelerator.loader import SharedLoader, Sharing, State
 from trainkit.data import MicroBatch, PreparedLoader
 
 __all__ = ["StreamedShare"]
@@ -69,12 +69,13 @@ class StreamedShare(SharedLoader):
             self._inner.stream.left()
 
     @override
-    def _batches(self, skip: int, resumption: Resumption | None) -> Iterator[MicroBatch]:
+    def _batches(self, skip: int, resumption: State | None) -> Iterator[MicroBatch]:
         share, stream = self._inner.batch_size, self._inner.stream
         jumps = share is not None and skip > 0
-        if stream and resumption and resumption.stream and skip == resumption.batches:
-            stream.load_state_dict(resumption.stream)
-            jumps = jumps or resumption.stream["state"] is not None
+        place = (resumption or {}).get("stream")
+        if stream and resumption and place and skip == resumption["batches"]:
+            stream.load_state_dict(place)
+            jumps = jumps or place["state"] is not None
         position = skip * share * self._sharing.processes.size if share is not None else 0
         self._length = self._inner.batches_per_epoch
         batches = self._inner.batches(self.epoch, position=position)

@@ -19,13 +19,12 @@ from trainkit.trackers.wandb import WandBTracker
 
 __all__ = ["Trackers"]
 
-WRITERS: dict[str, Any] = {
-    "tensorboard": TensorBoardTracker,
-    "jsonl": JSONLTracker,
-    "csv": CSVTracker,
-}
-"""Trackers that write files: those that "all" means."""
-SERVICES: dict[str, Any] = {"wandb": WandBTracker, "mlflow": MLflowTracker}
+_KINDS: tuple[Any, ...] = (
+    TensorBoardTracker, JSONLTracker, CSVTracker, WandBTracker, MLflowTracker
+)  # fmt: skip
+KINDS = {kind.name: kind for kind in _KINDS}
+WRITERS = [kind.name for kind in _KINDS if kind.requires_logging_directory]
+"""Those that "all" means."""
 
 
 class Trackers:
@@ -119,30 +118,28 @@ def _make_trackers(
     for entry in wanted:
         if isinstance(entry, GeneralTracker):
             made.append(entry)
-        elif entry in SERVICES:
-            made.append(SERVICES[entry](run_name, **options.get(entry, {})))
-        elif logging_dir is None:
+            continue
+        if entry in WRITERS and logging_dir is None:
             raise ConfigError(
                 f"The tracker {entry!r} writes files. Pass `Accelerator(project_dir=...)`."
             )
-        else:
-            made.append(WRITERS[entry](run_name, logging_dir, **options.get(entry, {})))
+        place = (logging_dir,) if entry in WRITERS else ()
+        made.append(KINDS[entry](run_name, *place, **options.get(entry, {})))
     return made
 
 
 def _checked(wanted: Any) -> list[Any]:
     """Return what `log_with` names, each once: names of trackers, and trackers."""
     entries = wanted if isinstance(wanted, list | tuple) else [wanted]
-    names = [getattr(entry, "value", entry) for entry in entries if entry is not None]
+    names: list[Any] = [getattr(each, "value", each) for each in entries if each is not None]
     if "all" in names:
         names = [*WRITERS, *(name for name in names if isinstance(name, GeneralTracker))]
-    known = (*WRITERS, *SERVICES)
     for name in names:
-        if not isinstance(name, GeneralTracker) and name not in known:
+        if not isinstance(name, GeneralTracker) and name not in KINDS:
             raise ConfigError(
-                f"`log_with` must be one of {', '.join(sorted(known))}, all, or a "
+                f"`log_with` must be one of {', '.join(sorted(KINDS))}, all, or a "
                 f"`GeneralTracker`, but is {name!r}. Write a `GeneralTracker` around the library."
             )
-        if name in SERVICES:
+        if name in KINDS and name not in WRITERS:
             require(name, f'`log_with="{name}"`', ", or log with tensorboard, jsonl or csv")
     return [name for place, name in enumerate(names) if name not in names[:place]]

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from trainkit.accelerator.accelerator import Accelerator
 from trainkit.device import wide_dtype
+from trainkit.distributed import run_on_main
 from trainkit.distributed.collectives import run_on_all
 from trainkit.distributed.world import World
 from trainkit.errors import DistributedError
@@ -135,7 +136,10 @@ def _checkpoint(accelerator: Accelerator) -> None:
         "gradient_accumulation_steps": 1,
         "deterministic": accelerator.device.type != "cpu",
     }
-    folder = _shared_folder(accelerator)
+    is_one_machine = accelerator.processes.world.local_size == accelerator.num_processes
+    place = None if is_one_machine else "."  # several share the present folder
+    make = partial(tempfile.mkdtemp, prefix="trainkit-test-", dir=place)
+    folder = Path(run_on_main(accelerator.processes, make)).absolute()
     try:
         batch = -(-GLOBAL_BATCH // accelerator.num_processes)
         check_resume("a training", batch, folder, options.copy)
@@ -143,16 +147,6 @@ def _checkpoint(accelerator: Accelerator) -> None:
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def _shared_folder(accelerator: Accelerator) -> Path:
-    """Make a folder that all processes see: in this one where there are several machines."""
-    is_one_machine = accelerator.processes.world.local_size == accelerator.num_processes
-    parent = None if is_one_machine else "."
-    made = (
-        tempfile.mkdtemp(prefix="trainkit-test-", dir=parent) if accelerator.is_main_process else ""
-    )
-    return Path(accelerator.processes.broadcast_object(made)).absolute()
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from typing_extensions import override
 from trainkit.device import wide_dtype
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigError
-from trainkit.testing.task import Network, Record, Save, fit, loaders, weights
+from trainkit.testing.task import Network, Record, train, weights
 from trainkit.trainer import Trainer
 
 __all__ = ["ROUNDS", "Finding", "findings", "leave_results"]
@@ -73,8 +73,8 @@ def leave_results(folder: Path, part: str, most: int) -> None:
     wide = str(wide_dtype(kind)).removeprefix("torch.")
     results: dict[str, Any] = {}
     for strategy in ("single",) if world.size == 1 else ("ddp", "fsdp"):
-        train = partial(_train, 4 * most // world.size, kind, strategy=strategy)
-        ways = _ways(train, folder / f"{kind}-{world.size}-{strategy}", part)
+        run = partial(_train, 4 * most // world.size, kind, strategy=strategy)
+        ways = _ways(run, folder / f"{kind}-{world.size}-{strategy}", part)
         for name, way in ways.items():
             if "compiled" not in name:
                 results[f"{strategy} {name}"] = way()
@@ -85,43 +85,39 @@ def leave_results(folder: Path, part: str, most: int) -> None:
     path.write_text(json.dumps({**about, "results": results}))
 
 
-def _ways(train: Any, own: Path, part: str) -> dict[str, Callable[[], list[float]]]:
-    compiled = partial(train, wide=True, compile=_COMPILE)
+def _ways(run: Any, own: Path, part: str) -> dict[str, Callable[[], list[float]]]:
+    compiled = partial(run, wide=True, compile=_COMPILE)
     if part == ROUNDS[0]:
-        accumulated = partial(train, wide=True, accumulation=2)
-        first = {"run": partial(train, folder=own), "wide": partial(train, wide=True)}
+        accumulated = partial(run, wide=True, accumulation=2)
+        first = {"run": partial(run, folder=own), "wide": partial(run, wide=True)}
         return {**first, "accumulated": accumulated, "compiled": compiled}
     saved = own / "checkpoints" / f"step-{_SAVED:08d}"
-    return {"run again": train, "resumed": partial(train, resume=saved), "compiled again": compiled}
+    return {"run again": run, "resumed": partial(run, resume=saved), "compiled again": compiled}
 
 
 def _train(
     batch: int,
     device: str,
     *,
-    strategy: Any,
     wide: bool = False,
     accumulation: int = 1,
-    folder: Path | None = None,
-    resume: Path | None = None,
-    compile: Any = False,
+    **options: Any,
 ) -> list[float]:
     """Return the losses after the save, and the weights at the end."""
-    dtype, kind = (wide_dtype(device), Network) if wide else (torch.float32, _Noisy)
-    model, record = kind(dtype, seed=0 if resume is None else 1), Record()
-    trainer = Trainer(
+    record = Record()
+    _, _, model = train(
+        batch,
+        [record],
+        dtype=wide_dtype(device) if wide else torch.float32,
+        model_class=Network if wide else _Noisy,
+        save_at=_SAVED,
+        max_epochs=None,
         max_steps=_STEPS,
-        strategy=strategy,
         precision="fp32" if wide else "auto",
         gradient_accumulation_steps=accumulation,
-        max_grad_norm=0.5,
-        callbacks=[record, *([] if folder is None else [Save(_SAVED)])],
-        output_dir=folder,
         deterministic=device != "cpu",
-        log_every_n_steps=1,
-        compile=compile,
+        **options,
     )
-    fit(trainer, model, loaders(batch // accumulation, dtype)[0], resume=resume)
     ends = torch.cat([value.double().flatten() for value in weights(model).values()])
     return [*record.losses[_SAVED - _STEPS :], *ends.tolist()]
 

@@ -70,6 +70,11 @@ class Communicator:
         return self.processes.size
 
     @property
+    def use_distributed(self) -> bool:
+        """Whether there are several processes."""
+        return self.processes.size > 1
+
+    @property
     def is_main_process(self) -> bool:
         """Whether this is process 0 of the job."""
         return self.processes.is_main

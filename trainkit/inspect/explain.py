@@ -5,10 +5,11 @@ import re
 import shutil
 import textwrap
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -17,7 +18,6 @@ from trainkit.config import TrainConfig
 from trainkit.data import PreparedLoader
 from trainkit.distributed.communicator import Communicator
 from trainkit.formatting import count, first_few
-from trainkit.inspect.explain_settings import describe_settings
 from trainkit.precision import Precision
 from trainkit.strategies import Strategy
 from trainkit.training import arguments
@@ -57,16 +57,13 @@ class Explanation:
     def print(self) -> None:
         """Print it, on the main process."""
         width = min(100, max(60, shutil.get_terminal_size((96, 24)).columns))
-        settings = describe_settings(
-            self.config, self.callbacks, self.precision, self.processes.num_processes, self.model
-        )
         blocks = {
             "what is trained": _table(self._what_is_trained(), width),
             "callbacks": _table(_callbacks(self.callbacks), width),
             "order": self._order(width),
             "saving": _table(self._saving(), width),
             "resume and signals": _table(self._endings(), width),
-            "what decides the numbers (* not the default)": _table(settings, width),
+            "what decides the numbers (* not the default)": _table(self._settings(), width),
         }
         lines = ["trainkit: what `fit` would do. Nothing has been changed or started."]
         for title, block in blocks.items():
@@ -190,6 +187,47 @@ class Explanation:
         if self.processes.num_processes > 1:
             yield "a failure", "of one process ends all within seconds, with one report"
 
+    def _settings(self) -> Rows:
+        """Yield every setting that changes numbers, as `TrainConfig` tells it, and the rules."""
+        told = dict(re.findall(r"^ +(\w+): (.+)$", TrainConfig.__doc__ or "", re.MULTILINE))
+        for setting in fields(self.config):
+            if setting.name not in ("max_epochs", "max_steps"):  # which are the length, above
+                value = getattr(self.config, setting.name)
+                mark = "" if value == setting.default else "* "
+                shown = f"{value:g}" if isinstance(value, float) else value
+                yield f"{mark}{setting.name}", f"{shown}. {told.get(setting.name, '')}"
+        yield from _ALWAYS.items()
+        not_finite = (
+            "Nobody looks: a NaN trains on, and is shown as NaN. `NaNGuard()` stops it (rule 11)."
+        )
+        if any(type(callback).__name__ == "NaNGuard" for callback in self.callbacks.callbacks):
+            not_finite = "`NaNGuard` decides what becomes of such a loss or gradient (rule 11)."
+        elif self.precision.name == "fp16":
+            not_finite = "An overflow skips the step; other NaN train on (rules 9 and 11)."
+        yield "not finite", not_finite
+        norms = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+        modules = () if self.model is None else self.model.modules()
+        if self.processes.num_processes > 1 and any(isinstance(each, norms) for each in modules):
+            own = "Of each process's own samples; process 0's are kept (rule 6)."
+            yield "batch statistics", own
+        matmul = torch.get_float32_matmul_precision()
+        yield "matmul", f"torch's `float32_matmul_precision` is {matmul!r}."
+        yield "", "The rules stand in docs/design.md; all settings stand in each checkpoint."
+
+
+_ALWAYS = {
+    "weights": "An item counts the same, however a step is split: sum(weight x gradient) / "
+    "sum(weight) over all processes and micro-batches. The weight is the number of samples; for "
+    "models of transformers, class weights and ignored labels, that of the labels that count; or "
+    "what `StepOutput` says (rule 6).",
+    "order of data": "By seed and epoch alone; the number of processes and workers changes who "
+    "computes a sample, not its step. No sample is repeated to fill up; `drop_last` is honoured. "
+    "(rules 14 and 16)",
+    "schedule": "Advances once for each update, never for a skipped step (rule 10).",
+    "evaluation": "In evaluation mode; means weighted by samples; changes no state (rules 19 to "
+    "21).",
+}
+"""What no setting changes."""
 
 _UNSAVED = (
     "None. A run that ends early is lost: add `Checkpoint()` to the callbacks and pass "

@@ -103,7 +103,10 @@ def find_fault(
         if (event := part.observer.first_bad(part.observer.events, usual)) is not None:
             return _of_event(run, part, event)
     if error is not None and parts and not parts[-1].observer.is_forward_done:
-        return _of_error(run, parts[-1], error)
+        under_way = parts[-1].observer.under_way
+        where = under_way[-1] if under_way else STEP
+        text = f"{_module(run, where)} raised {type(error).__name__}: {text_of(error)}"
+        return _fault(run, "error", where, text, parts[-1], _alone(run, parts[-1], error=error))
     return _of_gradients(run, parts, error)
 
 
@@ -146,13 +149,6 @@ def _of_gradients(run: Run, parts: list[Part], error: Exception | None) -> Fault
     if error is None:
         return None
     return _fault(run, "error", STEP, f"{type(error).__name__} was raised: {text_of(error)}")
-
-
-def _of_error(run: Run, part: Part, error: Exception) -> Fault:
-    under_way = part.observer.under_way
-    where = under_way[-1] if under_way else STEP
-    text = f"{_module(run, where)} raised {type(error).__name__}: {text_of(error)}"
-    return _fault(run, "error", where, text, part, _alone(run, part, error=error))
 
 
 def _fault(

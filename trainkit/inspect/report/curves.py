@@ -69,7 +69,7 @@ def charts_of(runs: Sequence[RunLog]) -> list[Chart]:
     most = min(MOST_POINTS, max(LEAST_POINTS, ALL_POINTS // max(1, len(curves))))
     for run, name, points in curves:
         title, label = _chart_and_label(name) if len(runs) == 1 else (name, name)
-        good = _short(thin(_drawable(points), most))
+        good = _short(thin([point for point in points if abs(point[1]) < DRAWABLE], most))
         marks = [(s, str(json_value(v))) for s, v in points if not abs(v) < DRAWABLE]
         series = Series(run=run, label=label, points=good, marks=marks[:MOST_MARKS])
         grouped.setdefault(title, []).append(series)
@@ -102,10 +102,6 @@ def _rank(title: str) -> float:
     if title.startswith("eval/"):
         return 0.5
     return _EVALUATION if title.startswith("evaluation: ") else len(_ORDER)
-
-
-def _drawable(points: Sequence[Point]) -> list[Point]:
-    return [point for point in points if abs(point[1]) < DRAWABLE]
 
 
 def _short(points: Sequence[Point]) -> list[Point]:

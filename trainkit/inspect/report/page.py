@@ -21,15 +21,7 @@ MOST_SKIPS = 60  # that are listed by step
 LEAST_SHARE = 0.0005  # of the time that is told in words
 FEW_RUNS = 6  # that are shown beside each other; more are shown below each other
 ALL_KNOTS = 20_000  # of the axes of all runs
-_SESSIONS = [
-    "started",
-    "from step",
-    "until step",
-    "ran",
-    "ended by",
-    "done again",
-    "down before",
-]
+_SESSIONS = "started", "from step", "until step", "ran", "ended by", "done again", "down before"
 
 
 def make_page(runs: Sequence[RunLog]) -> str:

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -54,7 +54,11 @@ def configuration(runs: Sequence[RunLog]) -> dict[str, list[Row]]:
     """Return the settings of the runs in groups; names inside of others are joined by dots."""
     return {
         group: [
-            Row(name, [_plain(part, name) for part in parts], _is_default(group, name, parts))
+            Row(
+                name,
+                [_plain(part, name) for part in parts],
+                group == "config" and all(p.get(name) == _DEFAULTS.get(name) for p in parts),
+            )
             for name in dict.fromkeys(name for part in parts for name in part)
             if (group, name) != _PID or len(runs) == 1  # no two runs could agree on it
         ]
@@ -82,10 +86,6 @@ def _cell(name: str, value: float | str | None) -> str:
     if isinstance(value, float) and value != int(value):
         return f"{value:.6g}"
     return number(value) if isinstance(value, int | float) and name != "pid" else str(value or "")
-
-
-def _is_default(group: str, name: str, parts: Iterable[Mapping[str, Any]]) -> bool:
-    return group == "config" and all(part.get(name) == _DEFAULTS.get(name) for part in parts)
 
 
 def sessions(run: RunLog, split: Goodput) -> list[list[str]]:
