@@ -1,7 +1,7 @@
 """Data that process 0 reads and sends to the others, in a loop of the user's own."""
 
 from collections.abc import Generator, Iterator
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -108,15 +108,10 @@ class DispatchedShare(SharedLoader):
             self._length = None
         self._stream = self._inner.state_dict().get("stream")
         self._inner.set_epoch(self.epoch)  # it may have read on when a pass was left
-        if self._rank > 0:
-            if isinstance(self._inner, MappedShare):
-                torch.empty((), dtype=torch.int64).random_()  # as it does on process 0
-            while (sent := self._sent(None)) is not None:
-                yield self._share(*sent)
-                if sent[2]:
-                    return
-            return
-        with closing(self._global_batches(skip)) as reading:
+        reading = self._global_batches(skip) if self._rank == 0 else None
+        if reading is None and isinstance(self._inner, MappedShare):
+            torch.empty((), dtype=torch.int64).random_()  # as it does on process 0
+        with nullcontext() if reading is None else closing(reading):
             while (sent := self._sent(reading)) is not None:
                 yield self._share(*sent)
                 if sent[2]:

@@ -69,9 +69,22 @@ def notebook_launcher(
         ConfigError: The processes could not work.
         DistributedError: One of them raised, or ended; holds its traceback.
     """
-    _check_others(others)
+    for name, value in others.items():
+        if name not in _OF_OTHERS:
+            raise ConfigError(f"`notebook_launcher` has no argument `{name}`.")
+        if value != _OF_OTHERS[name]:
+            raise ConfigError(
+                f"`{name}={value!r}` has no effect in `notebook_launcher`, which starts its "
+                "processes once. Leave it out, or use `trainkit launch`."
+            )
     count = max(1, accelerator_count()) if num_processes is None else num_processes
-    _check(mixed_precision, count)
+    if count < 1:
+        raise ConfigError(f"`num_processes` must be at least 1, but is {count}.")
+    if mixed_precision not in MIXED_PRECISIONS:
+        raise ConfigError(
+            f"`mixed_precision` must be one of {', '.join(MIXED_PRECISIONS)}, but is "
+            f"{mixed_precision!r}."
+        )
     environment = {"TRAINKIT_MIXED_PRECISION": mixed_precision}
     if count * num_nodes == 1:
         _run_here(function, args, environment)
@@ -243,27 +256,6 @@ def _run_here(
                 del os.environ[name]
             else:
                 os.environ[name] = value
-
-
-def _check(mixed_precision: str, count: int) -> None:
-    if mixed_precision not in MIXED_PRECISIONS:
-        raise ConfigError(
-            f"`mixed_precision` must be one of {', '.join(MIXED_PRECISIONS)}, but is "
-            f"{mixed_precision!r}."
-        )
-    if count < 1:
-        raise ConfigError(f"`num_processes` must be at least 1, but is {count}.")
-
-
-def _check_others(others: Mapping[str, Any]) -> None:
-    for name, value in others.items():
-        if name not in _OF_OTHERS:
-            raise ConfigError(f"`notebook_launcher` has no argument `{name}`.")
-        if value != _OF_OTHERS[name]:
-            raise ConfigError(
-                f"`{name}={value!r}` has no effect in `notebook_launcher`, which starts its "
-                "processes once. Leave it out, or use `trainkit launch`."
-            )
 
 
 def _refuse_started() -> None:

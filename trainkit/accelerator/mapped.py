@@ -55,7 +55,13 @@ class MappedShare(SharedLoader):
         self._seedable: RandomSampler | None = None
         wanted = sharing.configuration.use_seedable_sampler and self._is_flat
         if wanted and type(self._sampler) is RandomSampler:
-            self._seedable = _seedable(self._sampler)
+            # It draws as that one does, from a generator that is seeded at each epoch.
+            self._seedable = RandomSampler(
+                self._sampler.data_source,
+                replacement=self._sampler.replacement,
+                num_samples=samples_asked_for(self._sampler),
+                generator=torch.Generator(),
+            )
         elif (
             self._size > 1
             and isinstance(self._sampler, RandomSampler)
@@ -311,16 +317,6 @@ def _generators_as_saved(sampler: Any, more: int) -> Iterator[None]:
 def _generators_of(parts: Sequence[Any]) -> list[torch.Generator]:
     found = [getattr(part, "generator", None) for part in parts]
     return list({id(one): one for one in found if isinstance(one, torch.Generator)}.values())
-
-
-def _seedable(sampler: RandomSampler) -> RandomSampler:
-    """Return a sampler that draws as one does, from a generator that is seeded at each epoch."""
-    return RandomSampler(
-        sampler.data_source,
-        replacement=sampler.replacement,
-        num_samples=samples_asked_for(sampler),
-        generator=torch.Generator(),
-    )
 
 
 def _is_regular(batches: list[list[Any]], size: int) -> bool:
