@@ -5,7 +5,9 @@ Run it in the root of the repository:
     OMP_NUM_THREADS=1 python -m benchmarks.kill --kills 1000 --mid-epoch 500 --signals 300
 
 It prints a table, and exits with 1 if anything was lost or different. Each trial has a number; a
-failed one is repeated by `--seed` with that number and a count of 1.
+failed one is repeated by `--seed` with that number and a count of 1. `--features all --kills 300`
+kills programs with the features that people put together, each drawn with others, and prints a row
+for each feature: a run counts in the rows of all that it has.
 """
 
 import argparse
@@ -31,6 +33,7 @@ import torch._dynamo  # here once: every forked process would pay for it
 import torch.distributed.fsdp
 import torch.distributed.tensor
 
+from tests.system.features import KINDS, LACKING, draw
 from tests.system.toys import Saving, Settings
 from tests.system.trials import (
     Report,
@@ -64,7 +67,7 @@ class Trial:
 
     kind: str
     seed: int
-    row: str
+    rows: list[str]
     settings: Settings
     saving: Saving
     signals: Signals | None = None
@@ -78,6 +81,7 @@ class Choice:
     gallery: bool = False
     processes: int | None = None
     policy: str | None = None  # of two training loaders; "any": one of them by chance
+    kinds: tuple[str, ...] = ()  # of programs with features
 
     def draw_policy(self, chance: random.Random) -> str | None:
         """Return how two training loaders make an epoch; None: there is one."""
@@ -98,7 +102,7 @@ def kill_trials(seed: int, choice: Choice) -> Iterator[Trial]:
         yield Trial(
             kind="kills",
             seed=number,
-            row=f"{size} x {precision}, workers {workers}, accumulation {accumulation}",
+            rows=[f"{size} x {precision}, workers {workers}, accumulation {accumulation}"],
             settings=Settings(
                 size=size,
                 strategy=choice.strategy,
@@ -114,6 +118,13 @@ def kill_trials(seed: int, choice: Choice) -> Iterator[Trial]:
                 background=chance.random() < 0.5,
             ),
         )
+
+
+def feature_trials(seed: int, choice: Choice) -> Iterator[Trial]:
+    """Yield trials of `survive_kills` of programs with features."""
+    for number in count(seed):
+        mix = draw(number, choice.kinds, choice.processes)
+        yield Trial(kind="kills", seed=number, rows=mix.features, settings=mix, saving=mix.saving)
 
 
 def mid_epoch_trials(seed: int, choice: Choice) -> Iterator[Trial]:
@@ -153,7 +164,7 @@ def mid_epoch_trials(seed: int, choice: Choice) -> Iterator[Trial]:
             background=chance.random() < 0.4,
         )
         row = f"{size} x {settings.precision}, workers {'0' if workers == 0 else '1-2'}"
-        yield Trial(kind="mid-epoch", seed=number, row=row, settings=settings, saving=saving)
+        yield Trial(kind="mid-epoch", seed=number, rows=[row], settings=settings, saving=saving)
 
 
 def signal_trials(seed: int, choice: Choice) -> Iterator[Trial]:
@@ -179,7 +190,7 @@ def signal_trials(seed: int, choice: Choice) -> Iterator[Trial]:
         yield Trial(
             kind="signals",
             seed=number,
-            row=f"{place}{', twice' if signals.again else ''}",
+            rows=[f"{place}{', twice' if signals.again else ''}"],
             settings=Settings(
                 size=size,
                 strategy=choice.strategy,
@@ -247,7 +258,7 @@ def run_trials(
     rows: dict[str, Counter[str]] = {}
     trials = TRIALS[kind](seed, choice)
     pending: dict[Future[Report], Trial] = {}
-    done = 0
+    done, places = 0, Counter[str]()
     while pending or (done < wanted and time.monotonic() < deadline):
         while len(pending) < jobs and done + len(pending) < wanted and time.monotonic() < deadline:
             trial = next(trials)
@@ -256,33 +267,31 @@ def run_trials(
         for future in finished:
             trial, report = pending.pop(future), future.result()
             done += report.kills
-            counts = rows.setdefault(trial.row, Counter())
-            counts.update(
-                runs=1,
-                kills=report.kills,
-                resumed=report.resumed,
-                lost=report.lost,
-                different=report.different,
-                failed=bool(report.problems),
-            )
-            counts["over"] = max(counts["over"], report.most_folders)
+            for row in ("all", *trial.rows):
+                counts = rows.setdefault(row, Counter())
+                counts.update(
+                    runs=1,
+                    kills=report.kills,
+                    resumed=report.resumed,
+                    lost=report.lost,
+                    different=report.different,
+                    failed=bool(report.problems),
+                )
+                counts["over"] = max(counts["over"], report.most_folders)
+            places.update(report.places)
             for problem in report.problems:
                 print(f"{trial}\n    {problem}", flush=True)
+    if places:
+        print("killed after:", ", ".join(f"{place} {n}" for place, n in places.most_common()))
     return rows
 
 
-def show(kind: str, rows: dict[str, Counter[str]]) -> Counter[str]:
-    """Print the rows of a table, and return their sum."""
+def show(kind: str, rows: dict[str, Counter[str]]) -> None:
+    """Print the rows of a table, and their sum."""
     columns = ("runs", "kills", "resumed", "lost", "different", "failed", "over")
-    total: Counter[str] = Counter()
     print(f"\n{kind:44}" + "".join(f"{name:>10}" for name in columns))
-    for row, counts in sorted(rows.items()):
-        over = max(total["over"], counts["over"])
-        total.update(counts)
-        total["over"] = over
-        print(f"{row:44}" + "".join(f"{counts[name]:10}" for name in columns))
-    print(f"{'all':44}" + "".join(f"{total[name]:10}" for name in columns), flush=True)
-    return total
+    for row in (*sorted(rows.keys() - {"all"}), "all"):
+        print(f"{row:44}" + "".join(f"{rows[row][name]:10}" for name in columns), flush=True)
 
 
 def main() -> None:
@@ -299,6 +308,13 @@ def main() -> None:
         help="with EMA, EarlyStopping, FreezeUntil and BatchSizeFinder",
     )
     parser.add_argument("--policy", choices=(*POLICIES, "any"), help="train on two loaders")
+    parser.add_argument(
+        "--features",
+        nargs="+",
+        choices=(*KINDS, "all"),
+        default=(),
+        help="kill programs with these, which --strategy, --gallery and --policy say nothing of",
+    )
     parser.add_argument("--processes", type=int, help="of each run; else drawn from 1 to 3")
     parser.add_argument("--jobs", type=int, default=2, help="trials at once")
     parser.add_argument("--minutes", type=float, default=1e9, help="no new trial after these")
@@ -311,7 +327,17 @@ def main() -> None:
         gallery=arguments.gallery,
         processes=arguments.processes,
         policy=arguments.policy,
+        kinds=KINDS if "all" in arguments.features else tuple(arguments.features),
     )
+    if choice.kinds:
+        TRIALS["kills"] = feature_trials
+        import datasets  # noqa: F401  # here once, as above
+        import tensorboard.backend.event_processing.plugin_event_accumulator  # noqa: F401
+        import torch.utils.tensorboard.writer
+        import transformers.models.gpt2.modeling_gpt2  # noqa: F401
+
+        if LACKING:
+            print(f"left out, as their packages are not installed: {', '.join(LACKING)}")
     deadline = time.monotonic() + 60 * arguments.minutes
     results: dict[str, Any] = {"python": platform.python_version(), "torch": torch.__version__}
     context = get_context("fork")
@@ -331,10 +357,10 @@ def main() -> None:
                 deadline,
                 choice,
             )
-            total = show(kind, rows)
+            show(kind, rows)
             print(f"{time.monotonic() - start:.0f} s")
-            results[kind] = {"all": total, **rows}
-            failed += total["failed"]
+            results[kind] = rows
+            failed += rows["all"]["failed"]
     if arguments.output:
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
         arguments.output.write_text(json.dumps(results, indent=2) + "\n")

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from tests.system.toys import BEGUN, messages
+from tests.system.toys import BEGUN, PLACES, messages
 
 TIME_LIMIT = 300.0  # seconds in which a run must end; much, for a busy machine
 
@@ -107,6 +107,22 @@ class Job:
             if not readable or not self._hear():
                 return False
         return True
+
+    def wait_for(self, place: str, seconds: float) -> bool:
+        """Wait until a rank comes to a place next, at most `seconds`; return whether all ended."""
+        deadline, heard = time.monotonic() + seconds, len(self._heard)
+        while (left := deadline - time.monotonic()) > 0:
+            if self.wait(min(left, 1e-3)):
+                return True
+            if place in (PLACES.get(number) for _, number in messages(self._heard[heard:])):
+                return False
+        return False
+
+    @property
+    def place(self) -> str:
+        """Where the ranks were when one of them was last heard of."""
+        numbers = [number for _, number in messages(self._heard)]
+        return PLACES.get(numbers[-1], "between") if numbers else "start"
 
     def send(self, signum: int, rank: int | None = None) -> None:
         """Send a signal to one rank, or to all processes of the run with their workers."""

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.tiers import with_few
+from tests.system.features import KINDS, draw
 from tests.system.harness import running
 from tests.system.toys import Saving, Settings, read_outcome
 from tests.system.trials import (
@@ -54,6 +55,19 @@ CASES += [pytest.param(case, marks=pytest.mark.slow) for case in ALIKE]
 @pytest.mark.parametrize("case", CASES)
 def test_a_killed_run_ends_as_if_it_had_not_been(case: int, tmp_path: Path) -> None:
     report = survive_kills(*KILLED[case], tmp_path, random.Random(case))
+    assert report.problems == []
+
+
+FEW = ("optimizers in turns", "stream of datasets, shuffled", "own loop")  # others take minutes
+FEATURES = [pytest.param(kind, marks=[] if kind in FEW else pytest.mark.slow) for kind in KINDS]
+
+
+@pytest.mark.e2e
+@pytest.mark.filterwarnings("ignore")  # of the packages that read what was logged
+@pytest.mark.parametrize("kind", FEATURES)
+def test_a_killed_program_of_any_kind_ends_as_if_it_had_not_been(kind: str, tmp_path: Path) -> None:
+    mix = draw(KINDS.index(kind), KINDS)
+    report = survive_kills(mix, mix.saving, tmp_path, random.Random(kind), most_kills=2)
     assert report.problems == []
 
 

@@ -6,7 +6,7 @@ import pickle
 import random
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,11 +31,14 @@ from trainkit.callbacks import (
     LRMonitor,
     TimeLimit,
 )
+from trainkit.checkpoint import CheckpointStore
 from trainkit.checkpoint.format.manifest import read_manifest
+from trainkit.journal import read
 from trainkit.precision import FP16
 from trainkit.strategies import FSDP
 
 BEGUN = -1  # what a process says when it catches signals; from 0 on: a step that is committed
+PLACES = {-2: "update", -3: "evaluation", -4: "epoch end", -5: "save"}  # what it does from now on
 _MESSAGE = struct.Struct("<qq")  # rank and number: short enough for one write of several processes
 
 
@@ -65,6 +68,67 @@ class Settings:
     policy: str | None = None  # of two training loaders; "weights" for some
     gallery: bool = False  # whether callbacks that change the training run along
 
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The numbers of processes that it may go on with after a kill."""
+        return (self.size,)
+
+    @property
+    def reference_saving(self) -> "Saving":
+        """When the run saves that nobody disturbs."""
+        return Saving()
+
+    def begin(
+        self, rank: int, folder: Path, saving: "Saving", pipe: int, *more: Callback
+    ) -> "Training":
+        """Return one process's part."""
+        return Training(rank, folder, self, saving, pipe, *more)
+
+    def program(self, folder: Path) -> "Program":
+        """Return what is trained on what."""
+        model = nn.Sequential(nn.Linear(5, 9), nn.ReLU(), nn.Dropout(0.2), nn.Linear(9, 1))
+        data = Augmented(self.samples, overflows=self.precision == "fp16")
+        options: dict[str, Any] = {
+            "shuffle": self.shuffle,
+            "drop_last": self.drop_last,
+            "num_workers": self.workers,
+            "persistent_workers": self.persistent,
+        }
+        train: Any = DataLoader(data, self.batch_size, **options)
+        if self.policy is not None:
+            few = Augmented(self.samples // 3, overflows=False)
+            both = {"a": train, "b": DataLoader(few, self.batch_size, **options)}
+            train = Combined(both, {"a": 2, "b": 1} if self.policy == "weights" else self.policy)
+        held_out = DataLoader(Augmented(7, overflows=False), 4, num_workers=self.evaluation_workers)
+        gallery: list[Callback] = []
+        if self.gallery:
+            stopping = EarlyStopping("eval/loss", patience=5, mode="min", min_delta=9.0)
+            freezing = FreezeUntil(step={"0.weight": 4}, epoch={"*.bias": 1})
+            finder = [] if self.strategy == "fsdp" else [BatchSizeFinder()]
+            gallery = [EMA(0.9), stopping, freezing, *finder]
+        return Program(
+            model=model,
+            callbacks=gallery,
+            loaders=(train, held_out),
+            arguments={
+                "optimizer": _OPTIMIZERS[self.optimizer],
+                "lr_scheduler": _SCHEDULERS[self.scheduler],
+            },
+        )
+
+    def newest(self, folder: Path) -> int:
+        """Return the step of the newest checkpoint; -1: there is none."""
+        entries = CheckpointStore(folder / "checkpoints").checkpoints()
+        return entries[-1].step if entries else -1
+
+    def outcome(self, folder: Path) -> dict[str, Any]:
+        """Return all that a run left, by name."""
+        return read_outcome(folder, self.size)
+
+    def differences(self, expected: dict[str, Any], found: dict[str, Any]) -> list[str]:
+        """Return the names of what is not the same in two outcomes."""
+        return [n for n in expected | found if found.get(n) != expected.get(n)]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Saving:
@@ -73,14 +137,32 @@ class Saving:
     every_n_steps: int | None = 3
     keep_last: int = 1
     background: bool = False
+    keep_best: tuple[str, str, int] | None = None
+    frozen: str = "save"
+
+
+@dataclass(kw_only=True)
+class Program:
+    """A model, its data, and how it is trained."""
+
+    model: nn.Module
+    loaders: Any
+    arguments: dict[str, Any]  # more ones of `fit`
+    trainer: "type[Trainer] | None" = None  # None: `Noisy`
+    settings: dict[str, Any] = field(default_factory=dict)  # more ones of the trainer
+    sharded: type[nn.Module] = nn.Linear  # what FSDP shards by itself
+    callbacks: list[Callback] = field(default_factory=list)
 
 
 class Augmented(Dataset[tuple[int, Tensor, Tensor]]):
     """Noise on every sample, drawn from all three global generators."""
 
-    def __init__(self, samples: int, *, overflows: bool) -> None:
+    def __init__(
+        self, samples: int, *, overflows: bool, dtype: torch.dtype = torch.float32
+    ) -> None:
         self.samples = samples
         self.overflows = overflows
+        self.dtype = dtype
 
     def __len__(self) -> int:
         return self.samples
@@ -91,7 +173,7 @@ class Augmented(Dataset[tuple[int, Tensor, Tensor]]):
         target = inputs.sum().reshape(1)
         if self.overflows and index == self.samples // 3:
             target = target * 1e18
-        return index, (inputs + noise).float(), target
+        return index, (inputs + noise).to(self.dtype), target.to(self.dtype)
 
 
 class Ema:
@@ -133,19 +215,24 @@ class Journal(Callback):
         self.ema = ema
 
     def on_fit_start(self, run: Run) -> None:
-        kept = [row for row in read_journal(self.path) if row[1] < run.state.attempts]
-        scratch = self.path.with_suffix(".new")
-        scratch.write_text("".join(json.dumps(row) + "\n" for row in kept))
-        scratch.replace(self.path)
+        others = self.path.parent.glob("journal-[0-9]") if run.is_main_process else ()
+        size = run.strategy.processes.size
+        # Also those of processes that there are no more.
+        for path in [self.path, *(p for p in others if int(p.name[-1]) >= size)]:
+            kept = [row for row in read_journal(path) if row[1] < run.state.attempts]
+            scratch = path.with_suffix(".new")
+            scratch.write_text("".join(json.dumps(row) + "\n" for row in kept))
+            scratch.replace(path)
         self.file = self.path.open("a", buffering=1)
 
     def on_microbatch_start(self, run: Run, batch: Any) -> None:
-        if isinstance(batch, dict):
+        if isinstance(batch, dict) and not isinstance(next(iter(batch.values())), Tensor):
             for each in batch.values():
                 self.on_microbatch_start(run, each)
             return
-        values = [value.hex() for value in batch[1].double().sum(1).tolist()]
-        row = [run.state.epoch, run.state.attempts, batch[0].tolist(), values]
+        first, second, *_ = batch.values() if isinstance(batch, dict) else batch
+        values = [value.hex() for value in second.double().reshape(len(second), -1).sum(1).tolist()]
+        row = [run.state.epoch, run.state.attempts, first.tolist(), values]
         self.file.write(json.dumps(row) + "\n")
 
     def on_step_end(self, run: Run, result: Any) -> None:
@@ -165,8 +252,23 @@ class Announcer(Callback):
     def on_fit_start(self, run: Run) -> None:
         self.say(BEGUN)
 
+    def on_gradients(self, run: Run) -> None:
+        self.at("update")
+
+    def on_evaluation_start(self, run: Run) -> None:
+        self.at("evaluation")
+
+    def on_epoch_end(self, run: Run) -> None:
+        self.at("epoch end")
+
+    def on_checkpoint_start(self, run: Run) -> None:
+        self.at("save")
+
     def on_checkpoint_saved(self, run: Run, path: Path) -> None:
         self.say(read_manifest(path).step)
+
+    def at(self, place: str) -> None:
+        self.say(next(number for number, name in PLACES.items() if name == place))
 
 
 class Draws(Callback):
@@ -208,9 +310,9 @@ class Training:
     ) -> None:
         self.rank, self.folder, self.settings = rank, folder, settings
         torch.manual_seed(settings.seed)
-        self.model = nn.Sequential(nn.Linear(5, 9), nn.ReLU(), nn.Dropout(0.2), nn.Linear(9, 1))
-        self.ema = Ema(self.model)
         folder.mkdir(parents=True, exist_ok=True)
+        self.program = program = settings.program(folder)
+        self.ema = Ema(program.model)
         self.draws = Draws()
         callbacks = [
             Announcer(rank, pipe),
@@ -218,15 +320,16 @@ class Training:
             Evaluation(every_n_steps=settings.evaluate_every, every_n_epochs=1),
             JSONLLogger(),
             LRMonitor(),
-            *self.make_gallery(),
+            *program.callbacks,
             self.draws,
             Checkpoint(**asdict(saving), every_n_epochs=None if saving.every_n_steps else 1000),
             *([] if minutes is None else [TimeLimit(minutes)]),
             *more,
         ]
         fp16 = settings.precision == "fp16"
-        self.trainer = Noisy(
-            strategy=_STRATEGIES[settings.strategy](),
+        strategy: Any = settings.strategy
+        self.trainer = (program.trainer or Noisy)(
+            strategy=FSDP(wrap_policy=[program.sharded]) if strategy == "fsdp" else strategy,
             max_epochs=settings.max_epochs,
             max_steps=settings.max_steps,
             precision=FP16(init_scale=256.0, growth_interval=7) if fp16 else settings.precision,  # type: ignore[arg-type]
@@ -237,46 +340,16 @@ class Training:
             output_dir=folder,
             log_every_n_steps=settings.log_every,
             seed=settings.seed,
+            **program.settings,
         )
         self.trainer.register_for_checkpointing(ema=self.ema)
-        if settings.gallery and settings.strategy != "fsdp":
+        if isinstance(self.trainer, Noisy) and settings.gallery and settings.strategy != "fsdp":
             self.trainer.most_samples = (settings.batch_size + 1) // 2
-
-    def make_gallery(self) -> list[Callback]:
-        """Return the callbacks that change what is trained, or when it ends."""
-        if not self.settings.gallery:
-            return []
-        self.average = EMA(0.9)
-        self.stopping = EarlyStopping("eval/loss", patience=5, mode="min", min_delta=9.0)
-        freezing = FreezeUntil(step={"0.weight": 4}, epoch={"*.bias": 1})
-        finder = [] if self.settings.strategy == "fsdp" else [BatchSizeFinder()]
-        return [self.average, self.stopping, freezing, *finder]
 
     def fit(self) -> None:
         """Train to the end, from the newest checkpoint if there is one."""
-        settings = self.settings
-        data = Augmented(settings.samples, overflows=settings.precision == "fp16")
-        options: dict[str, Any] = {
-            "shuffle": settings.shuffle,
-            "drop_last": settings.drop_last,
-            "num_workers": settings.workers,
-            "persistent_workers": settings.persistent,
-        }
-        train: Any = DataLoader(data, settings.batch_size, **options)
-        if settings.policy is not None:
-            few = Augmented(settings.samples // 3, overflows=False)
-            both = {"a": train, "b": DataLoader(few, settings.batch_size, **options)}
-            by_weight = settings.policy == "weights"
-            train = Combined(both, {"a": 2, "b": 1} if by_weight else settings.policy)
-        held_out_data = Augmented(7, overflows=False)
-        held_out = DataLoader(held_out_data, 4, num_workers=settings.evaluation_workers)
-        self.trainer.fit(
-            self.model,
-            (train, held_out),
-            optimizer=_OPTIMIZERS[settings.optimizer],
-            lr_scheduler=_SCHEDULERS[settings.scheduler],
-            resume="auto",
-        )
+        program = self.program
+        self.trainer.fit(program.model, program.loaders, **program.arguments, resume="auto")
 
     def outcome(self) -> Any:
         """Return all that the run came to on this process, so that `==` means bit by bit."""
@@ -285,15 +358,19 @@ class Training:
         schedule = run.lr_schedule
         return plain(
             {
-                "model": self.model.state_dict(),
+                "model": self.program.model.state_dict(),
                 "optimizer": run.optimizer.state_dict(),
                 "scheduler": schedule and _without_functions(schedule.scheduler.state_dict()),
                 "scaler": run.precision.state_dict(),
                 "counters": run.state.state_dict(),
                 "ema": self.ema.state_dict(),
                 "metrics": [run.metrics, run.best_metrics],
-                "gallery": self.settings.gallery
-                and [self.average.state_dict(), self.stopping.state_dict(), run.stop_reason],
+                "callbacks": [
+                    each.state_dict()
+                    for each in self.program.callbacks
+                    if isinstance(each, EMA | EarlyStopping)
+                ],
+                "stop": run.stop_reason,
                 "draws": self.draws.found,
             }
         )
@@ -302,11 +379,11 @@ class Training:
         """Leave the outcome for the process that started the run."""
         (self.folder / f"outcome-{self.rank}").write_bytes(pickle.dumps(self.outcome()))
 
+    def close(self) -> None:
+        """Leave the process group."""
+        self.trainer.close()
 
-_STRATEGIES: dict[str, Callable[[], Any]] = {
-    "auto": lambda: "auto",
-    "fsdp": lambda: FSDP(wrap_policy=[nn.Linear]),
-}
+
 _OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "adamw": partial(AdamW, lr=1e-2),
     "fused": partial(AdamW, lr=1e-2, fused=True),
@@ -353,7 +430,8 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 
 def read_outcome(folder: Path, size: int) -> dict[str, Any]:
     """Return all that a run of `size` processes left, by name."""
-    found: dict[str, Any] = {"metrics.jsonl": read_metrics(folder)}
+    windows = [record.line() for record in read(folder).records]
+    found: dict[str, Any] = {"metrics.jsonl": read_metrics(folder), "journal.txt": windows}
     for rank in range(size):
         path = folder / f"outcome-{rank}"
         outcome = pickle.loads(path.read_bytes()) if path.exists() else {"outcome": "missing"}

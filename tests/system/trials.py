@@ -5,13 +5,14 @@ import random
 import shutil
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tests.system.harness import TIME_LIMIT, Job, running
-from tests.system.toys import Saving, Settings, Training, read_journal, read_outcome
+from tests.system.toys import Saving, Settings, Training, read_journal
 from trainkit import Callback, Run
 from trainkit.checkpoint import CheckpointStore
 from trainkit.errors import CheckpointError
@@ -28,7 +29,6 @@ class Reference:
     outcome: dict[str, Any]
     seconds: float
     journal: list[Any]
-    windows: list[str]  # of the journal that `Checkpoint` brings
 
 
 @dataclass(kw_only=True)
@@ -40,6 +40,7 @@ class Report:
     lost: int = 0  # acknowledged checkpoints that were gone
     different: int = 0  # runs whose outcome was another one
     most_folders: int = 0
+    places: Counter[str] = field(default_factory=Counter)  # of the kills
     problems: list[str] = field(default_factory=list)
 
 
@@ -47,13 +48,13 @@ def whole_run(settings: Settings, saving: Saving, *more: Callback) -> Callable[.
     """Return the body of a rank that trains to the end and keeps the outcome."""
 
     def body(folder: Path, rank: int, pipe: int) -> int:
-        training = Training(rank, folder, settings, saving, pipe, *more)
+        training = settings.begin(rank, folder, saving, pipe, *more)
         try:
             training.fit()
         except StopHere:
             return RAISED
         training.keep_outcome()
-        training.trainer.close()
+        training.close()
         return 0
 
     return body
@@ -66,41 +67,37 @@ def reference(settings: Settings, folder: Path) -> Reference:
     """Return the undisturbed run of some settings; made once."""
     if settings not in _references:
         shutil.rmtree(folder, ignore_errors=True)
-        body = whole_run(settings, Saving())
+        body = whole_run(settings, settings.reference_saving)
         start = time.monotonic()
         with running(settings.size, folder, lambda *rank: body(folder, *rank)) as job:
             assert job.wait(), job.log()
             assert set(job.codes.values()) == {0}, job.log()
         _references[settings] = Reference(
-            outcome=read_outcome(folder, settings.size),
+            outcome=settings.outcome(folder),
             seconds=time.monotonic() - start,
             journal=read_journal(folder / "journal-0"),
-            windows=_windows(folder),
         )
         shutil.rmtree(folder)
     return _references[settings]
 
 
-def compare(report: Report, expected: Reference, folder: Path, size: int) -> None:
+def compare(report: Report, expected: Reference, folder: Path, settings: Settings) -> None:
     """Note everything in which a run differs from the undisturbed one."""
-    found = read_outcome(folder, size)
-    names = [n for n in expected.outcome | found if found.get(n) != expected.outcome.get(n)]
+    names = settings.differences(expected.outcome, settings.outcome(folder))
     if names:
         report.different += 1
         report.problems.append(f"different: {names}")
-    if _windows(folder) != expected.windows:
-        report.different += 1
-        report.problems.append("the journal is another one")
 
 
-def check_folder(report: Report, folder: Path, saving: Saving, acked: int) -> None:
+def check_folder(
+    report: Report, folder: Path, settings: Settings, saving: Saving, acked: int
+) -> None:
     """Note what is wrong with the checkpoints of a run that was just killed (D1, D2)."""
-    store = CheckpointStore(folder / "checkpoints")
-    entries = store.checkpoints()
-    newest = entries[-1].step if entries else -1
-    if newest < acked:
+    if (newest := settings.newest(folder)) < acked:
         report.lost += 1
         report.problems.append(f"lost: step {acked} was acknowledged, {newest} is the newest")
+    store = CheckpointStore(folder / "checkpoints")
+    entries = store.checkpoints()
     for entry in entries:
         try:
             counters = store.open(entry.path).read("trainer")["counters"]
@@ -114,15 +111,6 @@ def check_folder(report: Report, folder: Path, saving: Saving, acked: int) -> No
     report.most_folders = max(report.most_folders, len(entries) - saving.keep_last)
 
 
-def _windows(folder: Path) -> list[str]:
-    return [record.line() for record in read(folder).records]
-
-
-def has_checkpoint(folder: Path) -> bool:
-    """Return whether the next run does not begin afresh."""
-    return bool(CheckpointStore(folder / "checkpoints").checkpoints())
-
-
 def check_end(report: Report, job: Job, folder: Path) -> None:
     """Note what a run that ended by itself should not have left."""
     if set(job.codes.values()) != {0}:
@@ -134,32 +122,46 @@ def check_end(report: Report, job: Job, folder: Path) -> None:
         report.problems.append(f"left in the folder: {left}")
 
 
+AIMS = (None, None, "update", "evaluation", "epoch end", "save")  # of a kill; None: any moment
+
+
 def survive_kills(
     settings: Settings, saving: Saving, folder: Path, chance: random.Random, most_kills: int = 4
 ) -> Report:
     """Kill a run at random moments until `most_kills`, let it end, and compare."""
     expected = reference(settings, folder / "reference")
     report, acked, folder = Report(), -1, folder / "killed"
-    body = whole_run(settings, saving)
+    body, may_kill = whole_run(settings, saving), True
     while True:
-        with running(settings.size, folder, lambda *rank: body(folder, *rank)) as job:
-            may_kill = report.kills < most_kills
-            ended = job.wait(chance.uniform(0, expected.seconds) if may_kill else TIME_LIMIT)
+        may_kill = may_kill and report.kills < most_kills
+        size = chance.choice(settings.sizes) if may_kill else settings.size
+        with running(size, folder, lambda *rank: body(folder, *rank)) as job:
+            ended = job.wait(chance.uniform(0, 0.7 * expected.seconds) if may_kill else TIME_LIMIT)
             if not ended and not may_kill:
                 job.send(signal.SIGQUIT)
                 job.wait(1.0)
                 report.problems.append(f"did not end\n{job.log()}")
+            aim = chance.choice(AIMS)
+            if not ended and may_kill and aim is not None:
+                ended = job.wait_for(aim, expected.seconds)
+                ended = ended or job.wait(chance.uniform(0, 0.01))
             if not ended and chance.random() < 0.3:
-                job.send(signal.SIGKILL, chance.randrange(settings.size))
+                job.send(signal.SIGKILL, chance.randrange(size))
                 job.wait(chance.uniform(0, 0.1))
         acked = max([acked, *job.acked])
-        check_folder(report, folder, saving, acked)
-        if ended or not may_kill:
+        check_folder(report, folder, settings, saving, acked)
+        if not may_kill:
             break
+        if -signal.SIGKILL not in job.codes.values():
+            if size == settings.size:
+                break
+            may_kill = False  # ended on another number of processes: once more, as it is compared
+            continue
         report.kills += 1
-        report.resumed += has_checkpoint(folder)
+        report.places[job.place] += 1
+        report.resumed += settings.newest(folder) >= 0
     check_end(report, job, folder)
-    compare(report, expected, folder, settings.size)
+    compare(report, expected, folder, settings)
     return report
 
 
@@ -209,14 +211,14 @@ def survive_stop(settings: Settings, saving: Saving, folder: Path, chance: rando
             report.problems.append(f"did not end\n{job.log()}")
     if set(job.codes.values()) != {-signal.SIGKILL if stop.kills else RAISED}:
         report.problems.append(f"was to stop, but ended with {job.codes}\n{job.log()}")
-    check_folder(report, folder, saving, max([-1, *job.acked]))
-    report.resumed += has_checkpoint(folder)
+    check_folder(report, folder, settings, saving, max([-1, *job.acked]))
+    report.resumed += settings.newest(folder) >= 0
     body = whole_run(settings, saving)
     with running(settings.size, folder, lambda *rank: body(folder, *rank)) as job:
         if not job.wait():
             report.problems.append(f"did not end\n{job.log()}")
     check_end(report, job, folder)
-    compare(report, expected, folder, settings.size)
+    compare(report, expected, folder, settings)
     return report
 
 
@@ -351,14 +353,14 @@ def survive_signals(
     if delay is not None and _was_late(job, folder):
         return Report()  # this run was faster than the undisturbed one: no trial
     _check_interruption(report, job, settings, signals, folder)
-    check_folder(report, folder, saving, max([-1, *job.acked]))
-    report.resumed += has_checkpoint(folder)
+    check_folder(report, folder, settings, saving, max([-1, *job.acked]))
+    report.resumed += settings.newest(folder) >= 0
     after = whole_run(settings, saving)
     with running(settings.size, folder, lambda *rank: after(folder, *rank)) as job:
         if not job.wait():
             report.problems.append(f"did not end\n{job.log()}")
     check_end(report, job, folder)
-    compare(report, expected, folder, settings.size)
+    compare(report, expected, folder, settings)
     return report
 
 
