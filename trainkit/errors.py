@@ -102,7 +102,7 @@ MOST_NAMED = 10
 """How many processes a message names at most."""
 
 
-def listed(numbers: Sequence[int]) -> str:
+def listed(numbers: Sequence[object]) -> str:
     """Return numbers for a message; of more than ten the first."""
     more = f", ... ({len(numbers)} in all)" if len(numbers) > MOST_NAMED else ""
     return ", ".join(map(str, numbers[:MOST_NAMED])) + more

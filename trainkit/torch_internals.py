@@ -3,10 +3,12 @@
 Each says why there is no other way. What one version of torch has no more fails here, by its name.
 """
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from dataclasses import astuple
+from datetime import datetime, timedelta
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +39,7 @@ __all__ = [
     "lerp_each",
     "loss_scale",
     "make_loss_scale",
+    "meet_without_pickles",
     "moves_in_place",
     "multiply_each",
     "norm_of_each",
@@ -279,3 +282,50 @@ def in_no_worker() -> Iterator[None]:
         yield
     finally:
         worker._worker_info = present
+
+
+def meet_without_pickles() -> None:
+    """Let torch's rendezvous write and read its state as JSON, in this process.
+
+    It is where launchers leave it for each other, and to unpickle is to run what a stranger wants.
+    """
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous as torchs
+
+    node = torchs._NodeDesc
+    attributes = ("round", "complete", "closed")
+    nodes = ("wait_list", "redundancy_list")
+
+    class Json:
+        """What torch uses of `pickle`."""
+
+        PickleError = ValueError
+
+        @staticmethod
+        def dumps(state: Any) -> bytes:
+            told = {name: getattr(state, name) for name in attributes}
+            told["deadline"] = state.deadline and state.deadline.isoformat()
+            for name in nodes:
+                told[name] = sorted(map(astuple, getattr(state, name)))
+            told["participants"] = [[*astuple(n), r] for n, r in state.participants.items()]
+            heard = state.last_heartbeats.items()
+            told["last_heartbeats"] = [[*astuple(n), at.isoformat()] for n, at in heard]
+            return json.dumps(told).encode()
+
+        @staticmethod
+        def loads(text: bytes) -> Any:
+            state = torchs._RendezvousState()
+            try:
+                told = json.loads(text)
+                state.round = int(told["round"])
+                state.complete, state.closed = bool(told["complete"]), bool(told["closed"])
+                state.deadline = told["deadline"] and datetime.fromisoformat(told["deadline"])
+                for name in nodes:
+                    setattr(state, name, {node(*each) for each in told[name]})
+                state.participants = {node(*each): int(r) for *each, r in told["participants"]}
+                heard = told["last_heartbeats"]
+                state.last_heartbeats = {node(*n): datetime.fromisoformat(at) for *n, at in heard}
+            except (LookupError, TypeError) as error:
+                raise ValueError(str(error)) from error
+            return state
+
+    cast(Any, torchs).pickle = Json

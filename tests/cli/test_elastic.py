@@ -5,9 +5,11 @@ import time
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch._C._distributed_c10d import TCPStore
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
 
 from benchmarks.elastic import Job, judge, prepare
@@ -16,7 +18,7 @@ from tests.cli.test_launch import alone, output, planned, shown
 from trainkit.errors import ConfigError
 from trainkit.launch import config_file
 from trainkit.launch.machine import free_port
-from trainkit.launch.rendezvous import Json
+from trainkit.torch_internals import meet_without_pickles
 
 assert alone is not None  # a fixture: an empty folder, no settings from outside
 
@@ -57,18 +59,21 @@ def test_what_cannot_be_is_refused(alone: Path, capsys: pytest.CaptureFixture[st
         config_file.read(alone / "job.yaml")
 
 
-def test_the_state_of_the_rendezvous_travels_as_json() -> None:
+def test_the_state_of_the_rendezvous_travels_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dynamic_rendezvous, "pickle", None)  # put back at the end
+    meet_without_pickles()
+    json: Any = vars(dynamic_rendezvous)["pickle"]
     state, now = _RendezvousState(), datetime.now(UTC)
     first, second = _NodeDesc("10.0.0.1", 7, 0), _NodeDesc("10.0.0.2", 9, 1)
     state.round, state.complete, state.deadline = 3, True, now
     state.participants, state.last_heartbeats = {first: 0}, {first: now, second: now}
     state.wait_list, state.redundancy_list = {second}, {first, second}
-    text = Json.dumps(state)
-    assert vars(Json.loads(text)) == vars(state)
-    assert vars(Json.loads(Json.dumps(_RendezvousState()))) == vars(_RendezvousState())
+    text = json.dumps(state)
+    assert vars(json.loads(text)) == vars(state)
+    assert vars(json.loads(json.dumps(_RendezvousState()))) == vars(_RendezvousState())
     for broken in (b"", b"[]", b"{}", b"cos\nsystem\n", text.replace(b"10.0.0.1", b"") + b"x"):
-        with pytest.raises(Json.PickleError):
-            Json.loads(broken)
+        with pytest.raises(json.PickleError):
+            json.loads(broken)
 
 
 @pytest.mark.e2e
@@ -115,7 +120,7 @@ def test_machines_agree_on_settings_and_keep_to_their_ports(tmp_path: Path) -> N
         two = Launcher(other, tmp_path, output="two")
         assert two.wait() == 1
         assert "was told other things than those of the job" in two.output
-        assert "TRAINKIT_MIXED_PRECISION: no there, bf16 here" in two.output
+        assert "TRAINKIT_MIXED_PRECISION: no (the job), bf16 (this machine)" in two.output
     finally:
         one.send(signal.SIGTERM)
         one.wait()

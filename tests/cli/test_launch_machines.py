@@ -13,7 +13,7 @@ from tests.cli.launcher import Launcher, lives
 from tests.cli.test_launch_processes import ACTS, TRAINS
 from tests.helpers.tiers import with_few
 from trainkit.distributed.group import SECRET
-from trainkit.launch import agent
+from trainkit.launch import supervisor
 from trainkit.launch.machine import free_port
 
 
@@ -126,7 +126,7 @@ def test_the_failure_of_one_machine_ends_both(folder: Path) -> None:
 def test_an_error_before_trainkit_is_imported_is_told_on_both(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(agent, "_LEAVE_SECONDS", 0.5)  # none of these processes would leave
+    monkeypatch.setattr(supervisor, "_LEAVE_SECONDS", 0.5)  # none of these processes would leave
     (folder / "wrong.py").write_text(
         "import os, time\nif os.environ['RANK'] == '1':\n    nothing\ntime.sleep(60)\n"
     )
@@ -158,7 +158,7 @@ def test_a_job_of_two_machines_starts_again_after_a_failure(folder: Path) -> Non
 def test_the_death_of_a_launcher_ends_all_machines(
     gone: int, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(agent, "_LEAVE_SECONDS", 0.5)  # none of these processes would leave
+    monkeypatch.setattr(supervisor, "_LEAVE_SECONDS", 0.5)  # none of these processes would leave
     port = free_port()
     options = ("--num_processes", 4, "acts.py", "saves")
     launchers = [launch(folder, 2, rank, port, *options) for rank in range(2)]
@@ -187,3 +187,17 @@ def test_the_signal_of_one_machine_ends_both(folder: Path) -> None:
         launcher.wait_for("trains")
     launchers[1].send(signal.SIGTERM)
     assert [launcher.wait() for launcher in launchers] == [143, 143], launchers[0].output
+
+
+@pytest.mark.e2e
+def test_the_processes_of_all_machines_get_a_signal(folder: Path) -> None:
+    port = free_port()
+    options = ("--num_processes", 2, "acts.py", "saves")  # they do not know each other
+    launchers = [launch(folder, 2, rank, port, *options) for rank in range(2)]
+    for launcher in launchers:
+        launcher.wait_for("ready")
+    launchers[1].send(signal.SIGUSR1)
+    assert [launcher.wait() for launcher in launchers] == [75, 75], launchers[0].output
+    for launcher in launchers:
+        assert launcher.output.count("saved") == 1
+        assert "was asked to end (SIGUSR1)" in launcher.output

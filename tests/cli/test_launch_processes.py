@@ -37,16 +37,21 @@ if action == "once" and attempt == "0":
     if rank == "1":
         sys.exit(3)
     open("begun", "w").close()
+if action == "stays" and rank == "1":
+    while not os.path.exists("begun"):
+        time.sleep(0.01)
+    sys.exit(7)
 if action == "later":
     sys.exit(75)
 for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
     if action == "saves":
         signal.signal(signum, leave)
-    if action == "ignores":
+    if action in ("ignores", "stays"):
         signal.signal(signum, signal.SIG_IGN)
 if action == "breaks" and rank == "1":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(9))
 print(f"ready {rank}", flush=True)
+open("begun", "w").close()
 time.sleep(0 if action in ("once", "ends") else 60)
 """
 
@@ -139,6 +144,13 @@ def test_the_code_of_a_failed_process_is_passed_on(
     output = run(*TWO, "acts.py", action, folder=folder, code=code)
     assert words in output
     assert "Traceback" not in output
+    assert nobody_is_left(output)
+
+
+def test_a_process_that_the_launcher_kills_is_no_failure(folder: Path) -> None:
+    output = run(*TWO, "--shutdown_timeout", 1, "acts.py", "stays", folder=folder, code=7)
+    assert "process 1 ended with code 7" in output
+    assert "SIGKILL" not in output
     assert nobody_is_left(output)
 
 

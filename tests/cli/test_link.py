@@ -8,12 +8,12 @@ from collections.abc import Iterator
 import pytest
 
 from trainkit.launch.link import ASKED, LOST, Link
-from trainkit.watch.connections import open_server, reach_server
+from trainkit.watch.connections import Links, open_server, reach_server
 
 
 @pytest.fixture
-def launchers() -> Iterator[tuple[Link, int, int]]:
-    """The link of machine 0, the pid of the launcher of machine 1, and what it reads from."""
+def launchers() -> Iterator[tuple[Link, Links, int, int]]:
+    """The link of machine 0, its connections, the pid of the other launcher, what it reads from."""
     server, address = open_server(2, one_machine=True)
     reading, writing = os.pipe()
     pid = os.fork()
@@ -27,7 +27,7 @@ def launchers() -> Iterator[tuple[Link, int, int]]:
     link = Link(0, 2, server)
     try:
         assert link.wait(lambda: link.present == {1}, 30)
-        yield link, pid, writing
+        yield link, server, pid, writing
     finally:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
@@ -37,12 +37,13 @@ def launchers() -> Iterator[tuple[Link, int, int]]:
 
 
 def test_the_report_waits_for_a_launcher_that_may_connect_again(
-    launchers: tuple[Link, int, int],
+    launchers: tuple[Link, Links, int, int],
 ) -> None:
     # Its processes were told to end when it died, and have ended those of this machine with them.
-    link, pid, writing = launchers
+    link, server, pid, writing = launchers
     os.write(writing, b".")
-    assert link.wait(lambda: not link.present, 30)
+    assert link.wait(lambda: not server.children, 30)
+    assert link.present == {1}
     threading.Timer(1.0, os.kill, (pid, signal.SIGKILL)).start()
     link.tell_end(ASKED, "process 0 on machine 0 ended with code 143", 143)
     stories = link.gather({"badly": {"0": "ended with code 143"}}, 30)

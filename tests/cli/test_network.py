@@ -66,13 +66,13 @@ def test_servers_listen_in_a_range_of_ports() -> None:
 
 
 def test_ports_of_gloo_that_are_closed_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "PROBE_SECONDS", 0.1)
+    monkeypatch.setattr(meeting, "_PROBE_SECONDS", 0.1)
     free = kernel_ports()
     doors = [listen("127.0.0.1", ports, 1) for ports in ([0], free, reversed(free))]
     port, first, last = [door.getsockname()[1] for door in doors]
     assert {first, last} <= set(free)
     there = {"host": "b", "address": "127.0.0.1", "port": port, "range": "40000-50000"}
-    cards: dict[int, meeting.Card] = {0: {"host": "a"}, 1: {**there, "trial": [first, last]}}
+    cards: list[meeting.Card] = [{"host": "a"}, {**there, "trial": [first, last]}]
     assert meeting.probe(0, cards) == ""
     doors.pop().close()
     told = meeting.probe(0, cards)

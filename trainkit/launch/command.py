@@ -2,10 +2,10 @@
 
 import argparse
 import os
+import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +20,10 @@ from trainkit.launch.settings import JobSettings
 from trainkit.watch.report import FOLDER_VARIABLE
 
 __all__ = ["add_to", "start"]
+
+_TORCHRUN = re.compile(
+    "PET_(NNODES|NODE_RANK|NPROC_PER_NODE|RDZV_.*|MASTER_.*|STANDALONE|MODULE|NO_PYTHON|RUN_PATH)"
+)
 
 _END = """What is given on the command line beats the file, which beats the environment variables
 TRAINKIT_<NAME>. Options may be written with hyphens instead of underscores."""
@@ -122,7 +126,7 @@ def _tell_others(job: JobSettings, error: ConfigError) -> None:
     if job.is_elastic:  # the others go on without it
         return
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch is imported
-    from trainkit.launch.meet import meet
+    from trainkit.launch.meeting import meet
 
     print("trainkit: this machine cannot do its part, and tells the others", file=sys.stderr)
     with suppress(TrainkitError):
@@ -144,34 +148,33 @@ def _report_folder(parent: str | None) -> Path:
 
 def _run_processes(plan: Plan, job: JobSettings) -> tuple[int, bool]:
     """Return the exit code, and whether there are reports to keep."""
+    for name in filter(_TORCHRUN.fullmatch, list(os.environ)):
+        del os.environ[name]  # the plan has taken from them what nobody else said
     os.environ.update(plan.environment)  # before torch looks for GPUs
     from trainkit.device import accelerator_count
-    from trainkit.launch.agent import GRACE_SECONDS, run
-    from trainkit.launch.elastic import find_way, run_elastic
-    from trainkit.launch.link import LOST
-    from trainkit.launch.meet import meet
-    from trainkit.launch.meeting import alone, to_compare
+    from trainkit.launch import meeting as meetings
+    from trainkit.launch.elastic import ElasticMeeting
     from trainkit.launch.orphan_killer import OrphanKiller
-    from trainkit.launch.outcome import Outcome
+    from trainkit.launch.supervisor import MACHINE_LOST_SECONDS, supervise
 
-    is_alone = job.num_machines == 1 or job.is_elastic  # nobody waits for it
     try:
         check_here(plan, accelerator_count() if plan.needs_gpus else 0)
     except ConfigError as error:
         _tell_others(job, error)
         raise
-    grace = job.shutdown_timeout if is_alone else min(job.shutdown_timeout, GRACE_SECONDS[LOST])
+    grace = job.shutdown_timeout
+    if job.num_machines > 1 and not job.is_elastic:  # the others wait for it
+        grace = min(grace, MACHINE_LOST_SECONDS)
     orphan_killer = OrphanKiller(grace)  # before there are threads
     try:
-        begin: Callable[..., Outcome] = run_elastic if job.is_elastic else run
         if job.is_elastic:
-            meeting = find_way(job)
+            meeting: meetings.Meeting = ElasticMeeting(job, plan)
+        elif job.num_machines > 1:
+            meeting = meetings.meet(job, meetings.to_compare(plan))
         else:
-            meeting = (
-                alone(job, plan.port) if job.num_machines == 1 else meet(job, to_compare(plan))
-            )
+            meeting = meetings.alone(job, plan.port)
         try:
-            outcome = begin(plan, meeting, orphan_killer, shows_log=job.debug)
+            outcome = supervise(plan, meeting, orphan_killer, shows_log=job.debug)
             return outcome.code, failure.explain(outcome, meeting)
         finally:
             meeting.close()

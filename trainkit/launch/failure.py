@@ -18,12 +18,11 @@ from trainkit.watch.report import Report
 
 if TYPE_CHECKING:
     from trainkit.launch.meeting import Meeting
-    from trainkit.launch.outcome import Outcome
+    from trainkit.launch.supervisor import Outcome
 
 __all__ = ["explain", "show"]
 
 _GATHER_SECONDS = 45.0  # in which machines end their processes, and say how
-_MOST_ASKED = 16  # machines that are asked whether they live
 _LONGEST_STORY = 200_000  # characters of reports
 _LONGEST_VERDICT = 300  # characters, on the machines that do not show the report
 
@@ -33,26 +32,18 @@ def explain(outcome: "Outcome", meeting: "Meeting") -> bool:
 
     Machine 0 does it for all; where it is gone, the first of those that are left.
     """
-    if outcome.code == 0 or (outcome.was_asked and not outcome.failures):
-        return False
     link = meeting.link
+    was_asked = outcome.was_asked and not outcome.failures and meeting.size == 1
+    if outcome.code == 0 or was_asked:
+        return False
     stories = link.gather(_story(outcome, meeting), _GATHER_SECONDS)
     if stories is None:
         if link.verdict:
             put(f"trainkit: {link.verdict}", file=sys.stderr)
         return False
-    if not _speaks(meeting):
+    if any(map(meeting.reaches, range(1, meeting.machine))):  # that one tells it
         put(f"trainkit: {link.end.cause if link.end else 'the job has failed'}", file=sys.stderr)
         return False
-    for line in _lines(outcome, meeting, stories):
-        put(line, file=sys.stderr)
-    return True
-
-
-def _lines(
-    outcome: "Outcome", meeting: "Meeting", stories: Mapping[int, dict[str, Any]]
-) -> list[str]:
-    """Return what is printed of a failure, and leave the report of the job."""
     for machine, story in stories.items():
         if machine != meeting.machine:
             _keep(story["reports"], outcome.reports)
@@ -64,31 +55,15 @@ def _lines(
     job = _job_report(outcome.reports, badly, meeting)
     if path := _write(job, outcome.reports, meeting):
         lines.append(f"report of the job: {path}")
-    if meeting.size == 1:
-        return lines or [f"trainkit: {job['cause']}"]
-    cause = str(job["cause"])
-    headline = cause if cause.startswith("machine ") else f"{job['where']}: {cause}"
-    cut_off = sorted({each["cut_off"] for each in stories.values()} - {""})
-    link = meeting.link
-    short = shorten(headline, _LONGEST_VERDICT, placeholder=" ...")
-    link.close(f"{short} (the report is on {link.name(meeting.machine)})")
-    return [*(f"trainkit: {each}" for each in (headline, *cut_off)), *lines]
-
-
-def _speaks(meeting: "Meeting") -> bool:
-    """Return whether this machine reports for all.
-
-    Where the network is cut in two, the larger part does; of equal ones that of machine 0.
-    """
-    link, size, machine = meeting.link, meeting.size, meeting.machine
-    if machine == 0:
-        return 2 * (size - len(link.cut_off)) >= size
-    if any(map(meeting.reaches, range(1, machine))):
-        return False
-    if 0 not in link.cut_off:
-        return True  # it has ended
-    some = range(machine + 1, min(size, machine + _MOST_ASKED))
-    return 2 * (1 + sum(map(meeting.reaches, some))) > min(size, _MOST_ASKED)
+    if meeting.size > 1:
+        cause = str(job["cause"])
+        headline = cause if cause.startswith("machine ") else f"{job['where']}: {cause}"
+        short = shorten(headline, _LONGEST_VERDICT, placeholder=" ...")
+        link.close(f"{short} (the report is on {link.name(meeting.machine)})")
+        cut_off = sorted({each["cut_off"] for each in stories.values()} - {""})
+        lines = [*(f"trainkit: {each}" for each in (headline, *cut_off)), *lines]
+    put("\n".join(lines or [f"trainkit: {job['cause']}"]), file=sys.stderr)
+    return True
 
 
 def show(folder: Path | str, endings: Mapping[int, str] | None = None) -> str | None:
@@ -147,17 +122,14 @@ def _job_report(folder: Path, failures: Mapping[int, str], meeting: "Meeting") -
     first = reports.first_of(reports.read_all(folder))
     report = None if first is None else first[1]
     end = meeting.link.end
-    machine, cause = (0, "") if end is None else (end.machine, end.cause)
-    is_failure = end is None or end.kind == FAILED
-    process = next(iter(failures), None) if is_failure else None
+    assert end is not None  # else the code of this launcher is 0
+    machine, process, step, cause = end.machine, None, None, end.cause
     if report is not None:
-        process = report.process
-    if report is not None and is_failure:
-        cause = report.cause
-        machine = (process or 0) * meeting.size // report.processes
-    elif end is None and process is not None:
-        cause = f"process {process} {failures[process]}"
-    step = None if report is None else report.place.get("step")
+        process, step = report.process, report.place.get("step")
+        if end.kind == FAILED:
+            machine, cause = (process or 0) * meeting.size // report.processes, report.cause
+    elif end.kind == FAILED:
+        process = next(iter(failures), None)
     known = {"process": process, "step": step}
     where = [meeting.link.name(machine), *(f"{k} {v}" for k, v in known.items() if v is not None)]
     return {

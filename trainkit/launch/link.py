@@ -5,27 +5,31 @@ done, and why the job ends. The kernel closes the connection of a launcher that 
 few seconds that they live, so that one that is stopped or cut off is missed.
 """
 
-import fcntl
 import secrets
-import struct
-import termios
+import socket
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from trainkit.watch.connections import GONE, Links
+from trainkit.watch.connections import GONE, Address, Links
 
-__all__ = ["ASKED", "FAILED", "LOST", "End", "JobEnded", "Link"]
+__all__ = ["ASKED", "FAILED", "LOST", "End", "JobEnded", "Link", "open_link", "reach_link"]
 
 ASKED, FAILED, LOST = "asked", "failed", "lost"
 """Why a job ends: a signal, a process that failed, a machine that is gone."""
 
+_UNREACHABLE_SECONDS = 35  # and a few more until all have ended are less than a minute
+_SILENT = (
+    f"unreachable for {_UNREACHABLE_SECONDS} s: machine, network or power, or its launcher is "
+    "stopped"
+)
+_KILLED = "unreachable: its launcher was killed, or the machine went down"
+_WORD = "trainkit launch"  # which all know; from the end of their meeting on it is a random one
+_MOST_MACHINES, _MOST_NUMBERS = 1 << 20, 1 << 60
 _LOOK_SECONDS = 1.0
-UNREACHABLE_SECONDS = 35  # and a few more until all have ended are less than a minute
+_LEAVE_SECONDS = 5.0  # in which the others have left, when there is nothing more to say
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,26 +41,18 @@ class End:
         machine: Where.
         cause: In one sentence.
         code: What launchers exit with.
-        at: When it was heard of, on the clock of time.monotonic.
+        signum: The signal that the processes of all machines get; 0: none.
     """
 
     kind: str
     machine: int
     cause: str
     code: int = 1
-    at: float = field(default_factory=time.monotonic)
+    signum: int = 0
 
 
 class JobEnded(Exception):
-    """The processes of this machine must end, because the job does.
-
-    Args:
-        end: Why.
-    """
-
-    def __init__(self, end: End) -> None:
-        super().__init__(end.cause)
-        self.end = end
+    """The processes of this machine must end, because the job does; its argument is the `End`."""
 
 
 class Link:
@@ -65,37 +61,41 @@ class Link:
     A thread hears; the methods are for the main thread.
 
     Args:
+        machine: The number of this one.
         size: Machines in all.
         links: The connections; owned from now on. None where there is no other machine.
 
     Attributes:
         names: The host name of each machine, as far as it is known.
+        present: Those that are connected, or may connect again: machine 0, and on that the others.
         end: Why the job ends.
+        cards: What each machine has said of itself, when all have come.
+        fault: What keeps them apart, empty where they go on; None as long as that is not known.
+        word: What a launcher must say to come in.
         wanted: The attempt that all must come to, from 0.
         begun: The attempt that all have come to.
+        port: Of the store of its processes, on machine 0.
         secret: A word for the processes of the job, from machine 0 as soon as an attempt has begun.
         is_over: Whether machine 0 has said that nothing more will come.
         verdict: What it said with it.
-        present: Those that are connected: machine 0, and on that the others.
-        awaited: Those, and those whose connection broke, as long as they may connect again.
-        cut_off: Those whose machine, or the network to it, is gone without a word.
     """
 
-    def __init__(self, machine: int, size: int, links: Links | None) -> None:
+    def __init__(self, machine: int, size: int, links: Links | None = None) -> None:
         self.names: dict[int, str] = {}
+        self.present: set[int] = set()
         self.end: End | None = None
-        self.wanted, self.begun = 0, -1
+        self.cards: list[dict[str, Any]] = []
+        self.fault: str | None = None
+        self.wanted, self.begun, self.port = 0, -1, 0
+        self.word = _WORD
         self.secret = secrets.token_hex(16)
         self.is_over, self.verdict = False, ""
-        self.present = set() if links is None or links.parent is None else {0}
-        self.awaited = self.present
-        self.cut_off: set[int] = set()
-        self._missed: set[int] = set()  # those, and those whose launcher is stopped
         self._machine = machine
         self._machines = set(range(size))
         self._links = links
+        self._lost: set[int] = set()
         self._said: dict[str, dict[int, Any]] = {}  # by kind, then by machine
-        self._queue: deque[dict[str, Any]] = deque()
+        self._queue: deque[Callable[[Links], object]] = deque()  # for the thread
         self._closing = False
         self._changed = threading.Condition(threading.RLock())
         self._thread = threading.Thread(target=self._run, name="link", daemon=True)
@@ -107,43 +107,61 @@ class Link:
         host = self.names.get(machine)
         return f"machine {machine} ({host})" if host else f"machine {machine}"
 
+    def said(self, kind: str) -> dict[int, Any]:
+        """Return what machine 0 has been told, by machine; cards by connection."""
+        return self._said.setdefault(kind, {})
+
     @property
     def left(self) -> set[int]:
         """The processes that have ended with code 0; on machine 0 those of all machines."""
-        return {rank for ranks in [*self._of("left").values()] for rank in ranks}
+        return {rank for ranks in [*self.said("left").values()] for rank in ranks}
 
     def tell(self, kind: str, what: Any) -> None:
         """Say something to machine 0."""
         message = {"kind": kind, "to": 0, "what": what}
-        if self._links is None:
+        if self._machine == 0:
             self._take(0, message)
         else:
-            self._queue.append(message)
+            self.do(lambda links: links.send(message))
+
+    def tell_end(self, kind: str, cause: str, code: int, signum: int = 0) -> End:
+        """Say that the processes of this machine have failed, or end; return why the job does."""
+        end = End(kind=kind, machine=self._machine, cause=cause, code=code, signum=signum)
+        self.tell("end", asdict(end))
+        self.wait(lambda: self.end, _LEAVE_SECONDS)
+        self.end = self.end or end
+        return self.end
+
+    def share(self, **what: Any) -> None:
+        """Set attributes of the links of all machines; on machine 0 alone."""
+        self._set(what)
+        self.do(lambda links: links.send({"kind": "share", "what": what}))
+
+    def do(self, act: Callable[[Links], object]) -> None:
+        """Let the thread do something with the connections, if there are any."""
+        if self._links is not None:
+            self._queue.append(act)
             self._links.wake()
 
-    def tell_end(self, kind: str, cause: str, code: int) -> None:
-        """Say that the processes of this machine have failed, or were asked to end."""
-        self.tell("end", asdict(End(kind=kind, machine=self._machine, cause=cause, code=code)))
-
-    def wait(self, until: Callable[[], bool], seconds: float | None = None) -> bool:
+    def wait(self, until: Callable[[], object], seconds: float | None = None) -> bool:
         """Wait for something that is heard of; return whether it has come in time."""
         with self._changed:
-            return self._changed.wait_for(until, seconds)
+            return bool(self._changed.wait_for(until, seconds))
 
-    def come_to(self, attempt: int, first: Callable[[], None]) -> None:
+    def come_to(self, attempt: int, open_store: Callable[[], int]) -> None:
         """Wait until all machines are ready for an attempt.
 
         Args:
             attempt: Its number, from 0.
-            first: What machine 0 does when the others are ready.
+            open_store: What machine 0 does when the others are ready; returns the port.
 
         Raises:
             JobEnded: They will not be.
         """
         if self._machine == 0:
             self._wait_or_end(lambda: self._are("ready", attempt, self._machines - {0}))
-            self._of("left").clear()
-            first()
+            self.said("left").clear()
+            self.port = open_store()
         self.tell("ready", attempt)
         self._wait_or_end(lambda: self.begun >= attempt)
 
@@ -160,139 +178,129 @@ class Link:
         """
         self.tell("story", story)
         if self._machine == 0:
-            self.wait(lambda: {0} | self.awaited <= self._of("story").keys(), seconds)
-            return dict(self._of("story"))
+            self.wait(lambda: self.present <= self.said("story").keys(), seconds)
+            return dict(self.said("story"))
         self.wait(lambda: self.is_over or 0 not in self.present, 2 * seconds)
         return None if self.is_over else {self._machine: story}
 
     def close(self, verdict: str = "") -> None:
         """Leave; machine 0 says a last word to all before."""
-        if self._machine == 0 and not self.is_over:
-            if self.end is None:
+        if self._closing or self._links is None:
+            return
+        if self._machine == 0:
+            if not self.is_over and self.end is None:
                 self.tell_end(FAILED, f"{self.name(0)} has left", 1)
-            self.tell("over", verdict)
+            if not self.is_over:
+                self.share(is_over=True, verdict=verdict)
+            self.wait(lambda: not self.present, _LEAVE_SECONDS)  # they have heard it
         self._closing = True
-        if self._links is not None:
-            self._links.wake()
-            self._thread.join(5.0)
+        self._links.wake()
+        self._thread.join(_LEAVE_SECONDS)
 
     def _wait_or_end(self, until: Callable[[], bool]) -> None:
         self.wait(lambda: until() or self.end is not None)
         if self.end is not None:
             raise JobEnded(self.end)
 
-    def _of(self, kind: str) -> dict[int, Any]:
-        return self._said.setdefault(kind, {})
-
     def _are(self, kind: str, attempt: int, machines: set[int]) -> bool:
-        return all(self._of(kind).get(machine, -1) >= attempt for machine in machines)
-
-    # From here on: the thread.
+        return all(self.said(kind).get(machine, -1) >= attempt for machine in machines)
 
     def _run(self) -> None:
         assert self._links is not None
         try:
             while not self._closing or self._queue:
-                self._talk(self._links)
+                for number, message in self._links.poll(0.0 if self._queue else _LOOK_SECONDS):
+                    self._take(number, message)
+                while self._queue:
+                    self._queue.popleft()(self._links)
+                self._look(self._links)
         except Exception as error:  # no job goes on without
             self._lose(self._machine, f"cannot talk to the others: {error!r}")
         finally:
             self._links.close()
 
-    def _talk(self, links: Links) -> None:
-        for machine, message in links.poll(0.0 if self._queue else _LOOK_SECONDS):
-            self._take(machine, message)
-        while self._queue:
-            message = self._queue.popleft()
-            if self._machine == 0:
-                self._take(0, message)
-            else:
-                links.send(message)
+    def _look(self, links: Links) -> None:
+        """Note who is there, and who has said nothing for too long."""
         lines = {**links.children, **({} if links.parent is None else {0: links.parent})}
-        for machine, line in lines.items():
-            if line.silent > UNREACHABLE_SECONDS and machine not in self._missed:
-                self._miss(machine, _unsent(line.connection.fileno()))
+        for number, line in lines.items():
+            machine = number % _MOST_MACHINES
+            if line.silent > _UNREACHABLE_SECONDS and machine not in self._lost:
+                self._lose(machine, _SILENT)
         with self._changed:
-            self.present = lines.keys() - self._missed
-            self.awaited = self.present | links.away.keys() - self._missed
+            self.present = {n % _MOST_MACHINES for n in (*lines, *links.away)} - self._lost
             self._changed.notify_all()
 
-    def _take(self, machine: int, message: dict[str, Any]) -> None:
-        """Note what was said; machine 0 also decides, and tells all."""
+    def _take(self, number: int, message: dict[str, Any]) -> None:
+        """Note what was said over a connection; machine 0 also decides, and tells all."""
+        machine = number % _MOST_MACHINES
+        kind: str = message["kind"]
+        what: Any = message.get("what")
         with self._changed:
-            kind: str = message["kind"]
-            what: Any = message.get("what")
             if kind == GONE:
-                self._on_gone(machine, is_cut_off=bool(message.get("unreachable")))
+                self._on_gone(machine, is_silent=bool(message.get("unreachable")))
+            elif kind == "share" and machine == 0:
+                self._set(what)
             elif kind == "end":
-                self._on_end(End(**{k: v for k, v in what.items() if k != "at"}))
-            elif kind == "attempt":
-                self.wanted, self.begun, self.secret = what
-            elif kind == "over":
-                self.is_over, self.verdict = True, what
-                self._broadcast("over", what)
+                self._on_end(End(**what))
             else:
-                self._of(kind)[machine] = what
+                self.said(kind)[number if kind == "card" else machine] = what
             if self._machine == 0:
                 self._decide()
             self._changed.notify_all()
 
+    def _set(self, what: Mapping[str, Any]) -> None:
+        with self._changed:
+            for name, value in what.items():
+                setattr(self, name, End(**value) if name == "end" else value)
+            if "word" in what:
+                self.do(lambda links: links.know(what["word"]))
+            self._changed.notify_all()
+
     def _decide(self) -> None:
         """Begin an attempt when all are ready for it, end the job when all are done."""
-        wanted = max([self.wanted, *self._of("ready").values()])
+        wanted = max([self.wanted, *self.said("ready").values()])
         begun = wanted if self._are("ready", wanted, self._machines) else self.begun
         if (wanted, begun) != (self.wanted, self.begun):
-            self.wanted, self.begun = wanted, begun
-            self._broadcast("attempt", (wanted, begun, self.secret))
+            self.share(wanted=wanted, begun=begun, port=self.port, secret=self.secret)
         is_done = self._are("finished", wanted, self._machines)
         if is_done and not self.is_over and self.end is None:
-            self.is_over = True
-            self._broadcast("over", "")
+            self.share(is_over=True)
 
-    def _on_gone(self, machine: int, *, is_cut_off: bool) -> None:
+    def _on_gone(self, machine: int, *, is_silent: bool) -> None:
         """Note that a launcher is gone; that of another machine than 0 only machine 0 judges."""
-        if self.is_over or machine in self._of("story") or 0 not in (machine, self._machine):
+        if self.is_over or machine in self.said("story") or 0 not in (machine, self._machine):
             return
-        if is_cut_off:
-            self._miss(machine, unsent=True)
-        else:
-            self._lose(machine, "unreachable: its launcher was killed, or the machine went down")
-
-    def _miss(self, machine: int, unsent: bool) -> None:
-        """Note that nothing comes from a launcher any more."""
-        self._missed.add(machine)
-        if unsent:
-            self.cut_off.add(machine)
-            what = f"unreachable for {UNREACHABLE_SECONDS} s: machine, network or power"
-            self._lose(machine, what)
-        else:
-            self._lose(machine, f"silent for {UNREACHABLE_SECONDS} s: its launcher is stopped")
+        self._lose(machine, _SILENT if is_silent else _KILLED)
 
     def _lose(self, machine: int, what: str) -> None:
         with self._changed:
+            self._lost.add(machine)
             self._on_end(End(kind=LOST, machine=machine, cause=f"{self.name(machine)} {what}"))
             self._changed.notify_all()
 
     def _on_end(self, end: End) -> None:
         """Note why the job ends: the first reason counts, but none hides that a machine is gone."""
-        asked = self._of("asked")  # which machine got the signal
-        if end.kind == ASKED and asked:
-            machine, cause = next(iter(asked.items()))
-            end = replace(end, machine=machine, cause=cause)
         # A process may have left because a machine is gone, before its launcher hears of that.
-        was = self.end
-        is_certain = was is not None and (was.kind == LOST or (was.kind == ASKED and asked))
-        if was is None or (end.kind == LOST and not is_certain):
+        if self.end is not None and (end.kind != LOST or self.end.kind == LOST):
+            return
+        if self._machine == 0:
+            self.share(end=asdict(end))
+        else:
             self.end = end
-            self._broadcast("end", asdict(end))
-
-    def _broadcast(self, kind: str, what: Any) -> None:
-        if self._machine == 0 and self._links is not None:
-            self._links.send({"kind": kind, "what": what})
 
 
-def _unsent(descriptor: int) -> bool:
-    """Return whether the other machine has not acknowledged all that was sent to it."""
-    with suppress(OSError):
-        return bool(struct.unpack("i", fcntl.ioctl(descriptor, termios.TIOCOUTQ, bytes(4)))[0])
-    return True
+def open_link(size: int, listening: socket.socket) -> Link:
+    """Return the link of machine 0, which the others come to."""
+    port = int(listening.getsockname()[1])
+    return Link(0, size, Links(0, _MOST_NUMBERS, Address((), port, _WORD), [listening]))
+
+
+def reach_link(machine: int, size: int, host: str, port: int) -> Link | None:
+    """Return the link of another machine; None where machine 0 does not let it in."""
+    # Of machines that are there twice each comes in, to be told so.
+    number = machine + _MOST_MACHINES * (1 + secrets.randbelow(1 << 30))
+    links = Links(number, _MOST_NUMBERS, Address((host,), port, _WORD))
+    if links.reach_root():
+        return Link(machine, size, links)
+    links.close()
+    return None

@@ -4,12 +4,13 @@ import importlib.util
 import os
 import platform
 import re
-import socket
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+
+from trainkit.watch.listening import listen
 
 __all__ = [
     "COLLECTIVE_PACKAGES",
@@ -174,18 +175,12 @@ def gpu_names() -> list[str]:
 
 def port_is_free(port: int) -> bool:
     """Return whether a server of this machine could listen on a TCP port."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-        except OSError:
-            return False
-    return True
+    with suppress(OSError), listen("", [port], 1):
+        return True
+    return False
 
 
 def free_port() -> int:
     """Return a TCP port that no server of this machine listens on now."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind(("", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    with listen("", [0], 1) as found:
+        return int(found.getsockname()[1])

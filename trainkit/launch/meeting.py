@@ -1,75 +1,78 @@
-"""What the machines of a job have agreed on in their meeting, and the store of its processes."""
+"""The machines of a job meet, before any process is started, and say what keeps them apart.
 
-import gc
+Machine 0 listens. Each of the others connects to it, says what it was told, tries whether it
+reaches the rest, and waits for the verdict, which is the same for all. The connections stay.
+"""
+
 import hashlib
-import json
 import os
 import platform
+import secrets
 import socket
 import time
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from trainkit.distributed.group import SECRET
-from trainkit.errors import DistributedError
-from trainkit.launch.link import Link
-from trainkit.launch.network import job_interface, reach
-from trainkit.launch.plan import Plan, ports_of
+from trainkit.errors import DistributedError, listed
+from trainkit.launch.link import Link, open_link, reach_link
+from trainkit.launch.network import addresses_of, is_own, job_interface, kernel_ports, reach
+from trainkit.launch.plan import Plan, port_of, ports_of
 from trainkit.launch.settings import JobSettings
+from trainkit.launch.workers import Place
 from trainkit.version import __version__
 from trainkit.watch.listening import listen
 from trainkit.watch.member import Member
 
-__all__ = [
-    "BACKLOG",
-    "PREFIX",
-    "PROBE_SECONDS",
-    "Card",
-    "Meeting",
-    "alone",
-    "open_store",
-    "probe",
-    "to_compare",
-]
+__all__ = ["Card", "Meeting", "alone", "card_of", "difference", "meet", "probe", "to_compare"]
 
 Card: TypeAlias = dict[str, Any]
-"""Of a machine: `host`, `who` (a process), `told` (settings), `address`, `port` (see `Meeting`),
-`range` (where gloo will listen), `trial` (the ports there that others try)."""
+"""Of a machine: `machine`, `host`, `who` (a process), `told` (settings), `fault` (why it cannot do
+its part), `address` and `port` (where others reach its launcher as long as it lives), `at` (where
+it has reached machine 0), `range` (where gloo will listen), `trial` (ports there to be tried)."""
 
-PREFIX = "trainkit/meeting"
-_STORE_SECONDS = 5.0  # in which a store answers
-PROBE_SECONDS = 4.0  # in which a port answers, where the machine is known to live
+_LATE_SECONDS = 5.0  # for those who come after something was found wrong, to hear of it
+_PROBE_SECONDS = 4.0  # in which a port answers, where the machine is known to live
 _MOST_PROBED = 64  # other machines that each one tries to connect to
-BACKLOG = 2048
+_BACKLOG = 2048
 _PAUSE = 0.1
 
 
-@dataclass(kw_only=True, slots=True)
 class Meeting:
     """The machines of a job, which have found each other.
 
     Args:
-        cards: What each has said of itself; others can connect to its `port` as long as it lives.
+        machine: The number of this one.
+        cards: What each has said of itself.
         address: Of machine 0, as this one reaches it.
-        port: Of the store there.
+        ports: Those that the store of the processes may listen at.
         link: Between the launchers.
-        store: Through which the processes meet; on machine 0 alone.
         door: What listens at the port of this machine's card.
     """
 
-    machine: int
-    cards: Mapping[int, Card]
-    address: str
-    port: int
-    link: Link
-    store: TCPStore | None = None
-    door: socket.socket | None = None
+    is_elastic = False
+
+    def __init__(
+        self,
+        machine: int,
+        cards: Sequence[Card],
+        address: str,
+        ports: Sequence[int],
+        link: Link,
+        door: socket.socket | None = None,
+    ) -> None:
+        self.machine, self.cards, self.address, self.link = machine, cards, address, link
+        self._ports, self._door = ports, door
+        self._store: TCPStore | None = None  # on machine 0 alone
+        self._attempt = -1
+        link.names |= {card["machine"]: card["host"] for card in cards}
 
     @property
     def size(self) -> int:
@@ -84,73 +87,84 @@ class Meeting:
     @property
     def interface(self) -> str | None:
         """The interface by which it reaches them; None where nobody says it."""
-        others = (card["address"] for machine, card in self.cards.items() if machine)
-        return job_interface([self.address, *others])
+        return job_interface([self.address, *(card["address"] for card in self.cards[1:])])
 
-    def begin(self, attempt: int) -> None:
-        """Wait until all machines are ready for an attempt; each has a store of its own.
+    def begin(self) -> Place:
+        """Wait until all machines are ready for the next attempt.
 
         Raises:
             JobEnded: They will not be.
         """
-        is_first = attempt == 0 and self.size == 1
-        self.link.come_to(attempt, (lambda: None) if is_first else self._renew_store)
+        self._attempt += 1
+        self.link.come_to(self._attempt, self.open_store)
+        machine, size, port = self.machine, self.size, self.link.port
+        return Place(
+            number=self._attempt, machine=machine, machines=size, address=self.address, port=port
+        )
 
-    def _renew_store(self) -> None:
-        """Open a new store, at the address of the job; what was said in the last one goes."""
-        self.store = None
-        end = time.monotonic() + _STORE_SECONDS
-        while self.store is None:
-            try:
-                self.store = open_store(self.own, (self.port,))
-            except OSError:  # torch has not closed the last one yet
-                if time.monotonic() > end:
-                    raise
-                gc.collect()  # an error of the meeting may hold frames that know the last one
-                time.sleep(_PAUSE)
-        said = PrefixStore(PREFIX, self.store)  # to those who come too late
-        said.set("host", json.dumps([self.size, self.cards[0]["who"]]))
-        said.set("verdict", "")
+    def open_store(self) -> int:
+        """Open a store for an attempt on this machine; return its port."""
+        self._store = None
+        with _listen(self.own, self._ports, "`--ports`") as listening:
+            port = int(listening.getsockname()[1])
+            self._store = TCPStore(
+                self.own,
+                port,
+                is_master=True,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=300),
+                master_listen_fd=listening.detach(),
+            )
+        return port
 
-    def has_joined(self, rank: int | None = None) -> bool:
-        """Return whether a process, or any, has come to the others; known on machine 0."""
-        key = "trainkit/joined" if rank is None else f"trainkit/joined/{rank}"
-        return self.store is not None and self.store.check([key])
+    def wants_restart(self, place: Place) -> bool:
+        """Return whether all start again, because of another machine."""
+        return self.link.wanted > place.number
+
+    def absent(self, left: Iterable[int]) -> int | None:
+        """Return one of the processes that have left and did not come to the others, who wait."""
+        store = self._store
+        if store is None or not store.check(["trainkit/joined"]):
+            return None
+        return next((rank for rank in left if not store.check([f"trainkit/joined/{rank}"])), None)
 
     def reaches(self, machine: int) -> bool:
         """Return whether another machine lives, though its launcher may have ended."""
         place = self.cards[machine]["address"], self.cards[machine]["port"]
         try:
-            socket.create_connection(place, PROBE_SECONDS / 2).close()
+            socket.create_connection(place, _PROBE_SECONDS / 2).close()
         except OSError as error:
             return isinstance(error, ConnectionRefusedError)
         return True
 
     def cut_off(self) -> str:
-        """Return why this machine cannot connect to others; empty where it can."""
-        for step in range(1, min(self.size, _MOST_PROBED + 1)):
-            other = (self.machine + step) % self.size
-            if other and not self.reaches(other):
-                return f"{self.link.name(self.machine)} cannot reach {self.link.name(other)}"
-        return ""
+        """Return which machine this one cannot connect to; empty where there is none."""
+        others = (m for m in range(1, min(self.size, _MOST_PROBED)) if m != self.machine)
+        lost = next((m for m in others if not self.reaches(m)), None)
+        name = self.link.name
+        return "" if lost is None else f"{name(self.machine)} cannot reach {name(lost)}"
+
+    def shut(self) -> None:
+        """Let nobody in any more."""
 
     def close(self) -> None:
         """Leave the other machines."""
         self.link.close()
-        if self.door is not None:
-            self.door.close()
+        if self._door is not None:
+            self._door.close()
+
+
+def card_of(job: JobSettings, **more: Any) -> Card:
+    """Return the card of this machine, as far as it is known."""
+    here = Member.this()
+    return {"machine": job.machine_rank, "host": here.host, "who": str(here), **more}
 
 
 def alone(job: JobSettings, port: int) -> Meeting:
     """Return the meeting of a machine that is the only one; all stays on its loopback."""
-    here, host = Member.this(), "127.0.0.1"
-    store = open_store(host, (port, *ports_of(job)))  # somebody may have been quicker
-    card = {"host": here.host, "who": str(here), "address": host}
-    link = Link(0, 1, None)
-    link.names[0] = here.host
-    return Meeting(
-        machine=0, cards={0: card}, address=host, port=store.port, link=link, store=store
-    )
+    host = "127.0.0.1"
+    ports = (port, *ports_of(job))  # somebody may have been quicker
+    return Meeting(0, [card_of(job, machine=0, address=host)], host, ports, Link(0, 1))
 
 
 def to_compare(plan: Plan) -> dict[str, str]:
@@ -164,39 +178,213 @@ def to_compare(plan: Plan) -> dict[str, str]:
     return {**plan.agreed, **found, SECRET: "set" if os.environ.get(SECRET) else "not set"}
 
 
-def open_store(host: str, ports: Iterable[int]) -> TCPStore:
-    """Return a store whose server listens at an address of this machine; empty: at all.
+def meet(job: JobSettings, told: Mapping[str, str], fault: str = "") -> Meeting:
+    """Meet the other machines; all go on, or all raise the same.
+
+    Args:
+        told: What must be equal on all machines, by name.
+        fault: Why this machine cannot do its part.
 
     Raises:
-        OSError: The ports are taken.
+        DistributedError: They do not come together; says why.
     """
-    listening = listen(host, ports, BACKLOG)
-    return TCPStore(
-        host or "127.0.0.1",
-        listening.getsockname()[1],
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=300),
-        master_listen_fd=listening.detach(),
+    told = {**told, "num_machines": str(job.num_machines)}
+    card, end = card_of(job, told=told, fault=fault), time.monotonic() + job.meeting_timeout
+    return _guest(job, card, end) if job.machine_rank else _host(job, card, end)
+
+
+def _host(job: JobSettings, card: Card, end: float) -> Meeting:
+    """Wait for the others, and judge."""
+    port, size, hint = port_of(job), job.num_machines, ""
+    own: list[str] = []
+    try:
+        own = [each for each in addresses_of(str(job.main_process_ip), port) if is_own(each)]
+        if not own:
+            raise DistributedError(
+                f"`main_process_ip` {job.main_process_ip} is no address of this machine "
+                f"({card['host']}), which is machine 0 by its `machine_rank`. Pass an address of "
+                "this machine, or another `--machine_rank`"
+            )
+    except OSError:
+        hint = ", a name that it does not know itself"
+    # Debian's name for itself is a loopback address: how others come is seen when they do.
+    is_loopback = any(each.startswith("127.") or each == "::1" for each in own)
+    is_meant = job.main_process_ip in (*own, "localhost")
+    address = own[0] if is_meant or (len(own) == 1 and not is_loopback) else ""
+    try:
+        listening = listen(address, (port,), _BACKLOG)
+    except OSError:
+        raise DistributedError(
+            f"Port {port} of this machine, machine 0, is taken by another program, such as another "
+            "job. Pass another `--main_process_port`, the same on all machines; or another "
+            "`--machine_rank`, if this is not machine 0."
+        ) from None
+    link = open_link(size, listening)
+    trial: list[socket.socket] = []
+    try:
+        cards, fault = _wait_for_cards(job, link, card, end, hint)
+        if not fault:
+            if not address:
+                address = cards[1]["at"]
+                narrow = partial(listen, address, (port,), _BACKLOG)
+                link.do(lambda links: links.listen_again(narrow))
+            trial += _open_trial(address, cards[0])
+            cards[0] |= {"address": address, "port": port}
+            fault = _try_ways(link, cards)
+        link.share(fault=fault, word=secrets.token_hex(16))
+        if fault:
+            raise DistributedError(fault)
+    except BaseException:
+        link.close()
+        raise
+    finally:
+        for one in trial:
+            one.close()
+    return Meeting(0, cards, address, ports_of(job), link)
+
+
+def _wait_for_cards(
+    job: JobSettings, link: Link, card: Card, end: float, hint: str
+) -> tuple[list[Card], str]:
+    """Return the cards of all machines when they have come, and what is wrong with them."""
+    while True:
+        cards = sorted([card, *link.said("card").values()], key=lambda each: each["machine"])
+        link.names |= {each["machine"]: each["host"] for each in cards}
+        fault = _conflict(cards) or ("" if link.end is None else link.end.cause)
+        if len(cards) >= job.num_machines:
+            return cards, fault
+        if fault:
+            end = min(end, time.monotonic() + _LATE_SECONDS)
+        if time.monotonic() > end:
+            break
+        time.sleep(_PAUSE)
+    absent = {*range(job.num_machines)} - {each["machine"] for each in cards}
+    return cards, fault or (
+        f"machine {listed(sorted(absent))} did not come in {job.meeting_timeout:g} s. Start the "
+        "same command there, each with its own `--machine_rank`; its output says whether it "
+        f"reaches machine 0 ({card['host']}) at {job.main_process_ip}{hint}, port {port_of(job)}"
     )
 
 
-def probe(machine: int, cards: Mapping[int, Card]) -> str:
+def _conflict(cards: Sequence[Card]) -> str:
+    """Return why machines cannot be of one job."""
+    for card in cards:
+        if card["fault"]:
+            return f"machine {card['machine']} ({card['host']}): {card['fault']}"
+    for one, two in pairwise(cards):
+        if one["machine"] == two["machine"]:
+            return (
+                f"machine_rank {one['machine']} is there twice: {one['who']} and {two['who']}. "
+                "Give each machine a number of its own by `--machine_rank`, counted from 0"
+            )
+    wrong = difference({card["machine"]: card["told"] for card in cards}, "machine ")
+    return f"The machines were told different things: {wrong}" if wrong else ""
+
+
+def difference(told: Mapping[object, Mapping[str, str]], kind: str = "") -> str:
+    """Return what some were told in another way than others; empty where there is nothing."""
+    found = []
+    for name in sorted({name for each in told.values() for name in each}):
+        who: dict[str, list[object]] = {}
+        for one, each in told.items():
+            who.setdefault(each.get(name, "-"), []).append(one)
+        if len(who) > 1:
+            found.append(f"{name}: {', '.join(f'{v} ({kind}{listed(w)})' for v, w in who.items())}")
+    return "; ".join(found)
+
+
+def _try_ways(link: Link, cards: list[Card]) -> str:
+    """Let each machine connect to others; return what is wrong."""
+    names = ("machine", "host", "address", "port", "range", "trial")
+    link.share(cards=[{name: card[name] for name in names} for card in cards])
+    told = link.said("probed")
+    told[0] = probe(0, cards)
+    link.wait(lambda: any(told.values()) or len(told) == len(cards), 2 * _PROBE_SECONDS)
+    late = "" if len(told) == len(cards) else "machines could not say whether they reach each other"
+    return next(filter(None, told.values()), late)
+
+
+def _guest(job: JobSettings, card: Card, end: float) -> Meeting:
+    """Go to machine 0, and hear what it says."""
+    port, machine = port_of(job), job.machine_rank
+    address, own = reach(str(job.main_process_ip), port, max(1.0, end - time.monotonic()))
+    link = reach_link(machine, job.num_machines, address, port)
+    place = f"machine 0 at {job.main_process_ip}, port {port},"
+    if link is None:
+        raise DistributedError(
+            f"{place} lets this machine not in: a job there has begun without it, the port is "
+            "taken by another program, or machine 0 is frozen. Another job needs another "
+            "`--main_process_port`, the same on all machines"
+        )
+    doors: list[socket.socket] = []
+    try:
+        doors.append(_listen(own, ports_of(job), f"`--ports` {job.ports or 'any'}"))
+        card |= {"address": own, "at": address, "port": doors[0].getsockname()[1]}
+        doors += _open_trial(own, card)
+        link.tell("card", card)
+        # Machine 0 has begun to wait before this one came to it.
+        seconds = job.meeting_timeout + _LATE_SECONDS + 2 * _PROBE_SECONDS
+        link.wait(lambda: link.cards or link.fault is not None or link.end, seconds)
+        cards = [
+            {**each, "address": each["address"] if each["machine"] else address}
+            for each in link.cards
+        ]
+        if cards:
+            link.tell("probed", probe(machine, cards))
+            link.wait(lambda: link.fault is not None or link.end, 3 * _PROBE_SECONDS)
+        if link.fault is None or link.fault:
+            lost = (
+                f"{place} has not said whether all have come"
+                if link.end is None
+                else link.end.cause
+            )
+            raise DistributedError(link.fault or lost)
+    except BaseException:
+        link.close()
+        doors[0].close()
+        raise
+    finally:
+        for one in doors[1:]:
+            one.close()
+    return Meeting(machine, cards, address, (), link, doors[0])
+
+
+def _listen(host: str, allowed: Iterable[int], setting: str) -> socket.socket:
+    try:
+        return listen(host, allowed, _BACKLOG)
+    except OSError as error:
+        raise DistributedError(
+            f"None of the ports of this machine in {setting} is free: {error}. Give the job more"
+        ) from None
+
+
+def _open_trial(host: str, card: Card) -> list[socket.socket]:
+    """Listen for the others at the ends of where gloo and NCCL will, and note it on the card."""
+    free = kernel_ports()
+    card["range"] = f"{free[0]}-{free[-1]}"
+    setting = f"`net.ipv4.ip_local_port_range` {card['range']}"
+    trial = [_listen(host, ports, setting) for ports in (free, free[::-1])]
+    card["trial"] = [one.getsockname()[1] for one in trial]
+    return trial
+
+
+def probe(machine: int, cards: Sequence[Card]) -> str:
     """Return why a machine cannot connect to others, at the ports of launchers or of gloo."""
-    own = f"machine {machine} ({cards[machine]['host']})"
+    names = [f"machine {number} ({card['host']})" for number, card in enumerate(cards)]
     for step in range(1, min(len(cards), _MOST_PROBED + 1)):
         other = (machine + step) % len(cards)
-        card, name = cards[other], f"machine {other} ({cards[other]['host']})"
+        card, name = cards[other], names[other]
         for port in (card["port"], *card["trial"]):
             try:
-                reach(card["address"], port, PROBE_SECONDS, name)
+                reach(card["address"], port, _PROBE_SECONDS, name)
             except DistributedError as error:
                 if port == card["port"]:
-                    return f"{own} is cut off: {error}"
+                    return f"{names[machine]} is cut off: {error}"
                 return (
-                    f"{own} reaches {name} at port {card['port']}, but not at {port}, and gloo, as "
-                    f"torch's other back ends, listens at any of {card['range']} there, whatever "
-                    "`--ports` says. Open these ports between all machines, or name open ones on "
-                    'each, as root: `sysctl -w net.ipv4.ip_local_port_range="FIRST LAST"`'
+                    f"{names[machine]} reaches {name} at port {card['port']}, but not at {port}, "
+                    f"and gloo, as torch's other back ends, listens at any of {card['range']} "
+                    "there, whatever `--ports` says. Open these ports between all machines, or "
+                    "name open ones on each, as root: "
+                    '`sysctl -w net.ipv4.ip_local_port_range="FIRST LAST"`'
                 )
     return ""

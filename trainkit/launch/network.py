@@ -12,20 +12,10 @@ from pathlib import Path
 
 from trainkit.errors import DistributedError
 
-__all__ = [
-    "MACHINE_0",
-    "addresses_of",
-    "interface_to",
-    "is_own",
-    "is_unreachable",
-    "job_interface",
-    "kernel_ports",
-    "reach",
-]
+__all__ = ["addresses_of", "interface_to", "is_own", "job_interface", "kernel_ports", "reach"]
 
-MACHINE_0 = "`main_process_ip`"
-"""What machine 0 is called in sentences: as the user has named it."""
-
+_MACHINE_0 = "`main_process_ip`"  # what it is called in sentences: as the user has named it
+_NO_WAY = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
 _PAUSE = 0.25  # seconds between two attempts
 _ATTEMPT_SECONDS = 5.0
 _RTM_GETROUTE, _NLM_F_REQUEST, _RTA_DST, _RTA_OIF = 26, 1, 1, 4
@@ -96,12 +86,7 @@ def is_own(address: str) -> bool:
     return True
 
 
-def is_unreachable(error: OSError) -> bool:
-    """Return whether packets got lost, where a machine that lives would have answered."""
-    return error.errno in (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
-
-
-def reach(host: str, port: int, seconds: float, name: str = MACHINE_0) -> tuple[str, str]:
+def reach(host: str, port: int, seconds: float, name: str = _MACHINE_0) -> tuple[str, str]:
     """Connect to a server, which may start later than this; return its address, and the own one.
 
     Args:
@@ -113,19 +98,19 @@ def reach(host: str, port: int, seconds: float, name: str = MACHINE_0) -> tuple[
     Raises:
         DistributedError: It does not; says what is wrong.
     """
-    end, wrong = time.monotonic() + seconds, ""
+    end = time.monotonic() + seconds
     while True:
         try:
             return _connect(host, port, end)
         except OSError as error:
-            wrong = _in_words(host, port, error, name)
-        if time.monotonic() + _PAUSE > end:
-            raise DistributedError(f"{wrong} (tried for {math.ceil(seconds)} s)")
+            if time.monotonic() + _PAUSE > end:
+                wrong = _in_words(host, port, error, name)
+                raise DistributedError(f"{wrong} (tried for {math.ceil(seconds)} s)") from None
         time.sleep(_PAUSE)
 
 
 def _connect(host: str, port: int, end: float) -> tuple[str, str]:
-    failure: OSError | None = None
+    failure = OSError("no address")
     for address in addresses_of(host, port):
         left = max(_PAUSE, min(_ATTEMPT_SECONDS, end - time.monotonic()))
         try:
@@ -133,8 +118,8 @@ def _connect(host: str, port: int, end: float) -> tuple[str, str]:
                 return address, str(connection.getsockname()[0])
         except OSError as error:
             # Of several addresses the one where somebody answers tells most.
-            failure = error if failure is None or not is_unreachable(error) else failure
-    raise failure or OSError("no address")
+            failure = failure if failure.errno and error.errno in _NO_WAY else error
+    raise failure
 
 
 def _in_words(host: str, port: int, error: OSError, name: str) -> str:
@@ -144,7 +129,7 @@ def _in_words(host: str, port: int, error: OSError, name: str) -> str:
             f"the name {host} ({name}) is unknown: {error.strerror}. Pass an address, or "
             "enter the name in DNS or in /etc/hosts"
         )
-    if isinstance(error, ConnectionRefusedError) and name == MACHINE_0:
+    if isinstance(error, ConnectionRefusedError) and name == _MACHINE_0:
         with suppress(OSError):
             if all(map(is_own, addresses_of(host, port))):
                 return (
@@ -160,6 +145,6 @@ def _in_words(host: str, port: int, error: OSError, name: str) -> str:
             f"{place} does not answer: a firewall drops what is sent there, or no machine has this "
             "address. Allow TCP connections between the machines"
         )
-    if is_unreachable(error):
+    if error.errno in _NO_WAY:
         return f"there is no way to {place}: {error.strerror}. Check the network of both machines"
     return f"{place} cannot be reached: {error}"

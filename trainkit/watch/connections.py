@@ -15,9 +15,9 @@ import selectors
 import socket
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any, TypeAlias
 from weakref import WeakSet
@@ -214,6 +214,20 @@ class Links:
     def reach_root(self, seconds: float = timing.CONNECT) -> bool:
         """Connect to process 0; return whether it answers."""
         return self.reach(((host, self._address.port) for host in self._address.hosts), seconds)
+
+    def know(self, token: str) -> None:
+        """Let in, from now on, who knows another word than before."""
+        self._address = replace(self._address, token=token)
+
+    def listen_again(self, listen: Callable[[], socket.socket]) -> None:
+        """Listen elsewhere, perhaps at the same port; who is connected stays so."""
+        for key in list(self._selector.get_map().values()):
+            if isinstance(key.data, socket.socket) and key.data is not self._woken:
+                self._selector.unregister(key.data)
+                key.data.close()
+        listening = listen()
+        listening.setblocking(False)
+        self._selector.register(listening, selectors.EVENT_READ, listening)
 
     def leave_parent(self) -> bool:
         """Connect to process 0 in place of a parent that is frozen; return whether it answers."""
