@@ -35,6 +35,7 @@ __all__ = [
     "cpu_group",
     "default_device",
     "join",
+    "on_its_own",
     "set_group_timeout",
 ]
 
@@ -242,6 +243,11 @@ def _raise_descriptor_limit(size: int) -> None:
             f"processes it may need {needed}. Raise the limit (`ulimit -Hn`, or `LimitNOFILE` and "
             "`--ulimit nofile` of what starts it), or start fewer processes."
         )
+
+
+def on_its_own() -> Membership:
+    """Return the part of a process that shares nothing with the others of its job."""
+    return Membership(World(), default=_default_group())
 
 
 def _default_group() -> ProcessGroup | None:
