@@ -315,21 +315,26 @@ def test_what_does_not_fit_together_is_refused_on_all_processes() -> None:
     assert ours[4].startswith("On process 1: `tensor` is a str")
 
 
-def _labels_by_rank(rank: int, asks: bool) -> list[str]:
+def _labels_by_rank(rank: int, asks: str) -> list[str]:
     accelerator = Accelerator(cpu=True)
     x = torch.ones(3 - rank, 2, requires_grad=True)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        if asks:
-            accelerator.own_rows(x)
         for _ in range(2):
-            accelerator.gather(x, differentiable=True)
+            if asks == "first":
+                accelerator.own_rows(x)
+            negatives = accelerator.gather(x, differentiable=True)
+            positives = accelerator.gather(x, differentiable=True)
+            if asks == "last":
+                accelerator.own_rows(x)
+            (negatives * positives).sum().backward()
     return [str(warning.message) for warning in caught]
 
 
 def test_labels_that_count_from_the_rank_are_warned_of_where_rows_are_uneven() -> None:
-    assert run_ranks(2, _labels_by_rank, True) == [[], []]
-    (words,), others = run_ranks(2, _labels_by_rank, False)
+    assert run_ranks(2, _labels_by_rank, "first") == [[], []]
+    assert run_ranks(2, _labels_by_rank, "last") == [[], []]
+    (words,), others = run_ranks(2, _labels_by_rank, "never")
     assert "joins 3, 2 rows" in words
     assert "own_rows(x).start" in words
     assert others == []

@@ -32,7 +32,6 @@ def gather_with_gradients(processes: Processes, value: Any, *, name: str = "valu
     if processes.size == 1:
         return map_tensors(torch.atleast_1d, value, name)
     counted = _numbers_of_rows(processes, value, name)
-    _say_if_uneven(processes, counted)
     numbers = iter(counted)
 
     def gathered(tensor: Tensor) -> Tensor:
@@ -57,24 +56,24 @@ class _Gather(torch.autograd.Function):
     @override
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         counts, rank = ctx.counts, ctx.processes.rank
+        _say_if_uneven(ctx.processes, counts)  # whoever asks for `own_rows` has done so by now
         # What a repeat says counts for nothing, even where it is not finite.
         own = torch.zeros_like(gradient) if ctx.repeats else gradient.clone()
         total = ctx.processes.all_reduce(own)
         return total.narrow(0, sum(counts[:rank]), counts[rank]), None, None
 
 
-def _say_if_uneven(processes: Processes, counted: list[list[int]]) -> None:
+def _say_if_uneven(processes: Processes, counts: list[int]) -> None:
     """Warn once, on process 0, where labels by `rank * len(rows)` would be those of other rows."""
-    uneven = next((counts for counts in counted if len(set(counts)) > 1), None)
-    if uneven is None or processes.knows_own_rows:
+    if processes.knows_own_rows or len(set(counts)) == 1:
         return
     processes.knows_own_rows = True
     if processes.is_main:
         warnings.warn(
-            f"`gather` joins {', '.join(map(str, uneven))} rows of the processes. Labels that "
+            f"`gather` joins {', '.join(map(str, counts))} rows of the processes. Labels that "
             "count from `rank * len(rows)` would belong to other rows: take `own_rows(x).start`, "
             "and only these rows of `x`. A loss that needs no such labels is right as it is.",
-            stacklevel=5,
+            stacklevel=2,
         )
 
 
