@@ -229,7 +229,14 @@ class EMA(Callback):
 
         with self.applied():
             assert self._module is not None
-            save_model(self._module, directory, max_shard_size, safe_serialization)
+            assert self._strategy is not None
+            save_model(
+                self._module,
+                directory,
+                max_shard_size,
+                safe_serialization,
+                processes=self._strategy.processes,
+            )
 
     @staticmethod
     def load(model: nn.Module, checkpoint: str | Path, *, name: str = "EMA") -> None:

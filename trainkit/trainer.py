@@ -538,6 +538,7 @@ class Trainer:
                 safe_serialization,
                 tokenizer=tokenizer,
                 merge=merge,
+                processes=self.strategy.processes,
             )
 
     def close(self) -> None:
