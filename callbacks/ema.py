@@ -109,8 +109,10 @@ class EMA(Callback):
             if run.checkpoints.resumed_from is None:
                 self.updates = 0
                 self._average = [_copy(tensor) for tensor in self._tensors()]
-            else:
-                self._adopt()
+            else:  # what a resume has loaded
+                loaded = [self._loaded[name] for name in (*self._parameters, *self._buffers)]
+                parts = zip(run.strategy.local_parts(loaded), self._tensors(), strict=True)
+                self._average = [as_parameter(_copy(p).to(t.device), t) for p, t in parts]
             pairs = zip(self._average, self._tensors(), strict=True)
             self._casts = any(average.dtype != tensor.dtype for average, tensor in pairs)
         self._loaded = {}
@@ -260,16 +262,6 @@ class EMA(Callback):
         assert self._strategy is not None
         parameters = self._strategy.local_parts(self._parameters.values())
         return parameters + [getattr(owner, key) for owner, key in self._buffers.values()]
-
-    def _adopt(self) -> None:
-        """Take over what a resume has loaded."""
-        names, loaded = [*self._parameters, *self._buffers], self._loaded
-        assert self._strategy is not None
-        parts = self._strategy.local_parts(loaded[name] for name in names)
-        self._average = [
-            as_parameter(_copy(part).to(tensor.device), tensor)
-            for part, tensor in zip(parts, self._tensors(), strict=True)
-        ]
 
     @torch.no_grad()
     def _apply(self) -> None:

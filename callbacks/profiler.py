@@ -95,22 +95,8 @@ class Profiler(Callback):
 
     @override
     def on_step_start(self, run: Run) -> None:
-        if run.state.attempts == self._next:
-            self._begin(run)
-
-    @override
-    def on_step_end(self, run: Run, result: StepResult) -> None:
-        if self._profile is not None:
-            self._advance(run, self._profile)
-
-    on_step_skipped = on_step_end
-
-    @override
-    def on_fit_end(self, run: Run) -> None:
-        if self._profile is not None:
-            self._end(self._profile)
-
-    def _begin(self, run: Run) -> None:
+        if run.state.attempts != self._next:
+            return
         self._recorded_from = run.state.attempts + self.warmup
         self._stop_at = self._recorded_from + self.active
         self._first = run.state.step  # updates before what is recorded
@@ -121,19 +107,29 @@ class Profiler(Callback):
         )
         self._profile.__enter__()  # type: ignore[no-untyped-call]
 
-    def _advance(self, run: Run, running: profile) -> None:
+    @override
+    def on_step_end(self, run: Run, result: StepResult) -> None:
+        if self._profile is None:
+            return
         attempts = run.state.attempts
         if attempts == self._recorded_from:
             self._first = run.state.step
-        running.step()  # writes after the last one
+        self._profile.step()  # writes after the last one
         if attempts == self._stop_at:
-            self._end(running)
+            self._end()
             if self._written < self.repeat:
                 self._next = attempts + self.wait
 
-    def _end(self, running: profile) -> None:
-        self._profile = None
-        running.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+    on_step_skipped = on_step_end
+
+    @override
+    def on_fit_end(self, run: Run) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        running, self._profile = self._profile, None
+        if running is not None:
+            running.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def _write(self, run: Run, recorded: profile) -> None:
         self._written += 1

@@ -72,10 +72,11 @@ def test_what_is_promised_of_equal_numbers_holds_here(tmp_path: Path) -> None:
 def left(rank: int, folder: Path, part: str, damage: str = "") -> None:
     """Train as one process of a start does, in the second round with something else."""
     from trainkit.cli import determinism
+    from trainkit.testing import task
 
     module: Any = determinism
     module._COMPILE = {"backend": "eager"}
-    right = module.loaders
+    right, trained = task.loaders, vars(task)
 
     def other_data(batch_size: int, dtype: torch.dtype) -> Any:
         train, evaluation = right(batch_size, dtype)
@@ -83,7 +84,7 @@ def left(rank: int, folder: Path, part: str, damage: str = "") -> None:
         return train, evaluation
 
     if damage == "data of process 1":
-        module.loaders = other_data
+        trained["loaders"] = other_data
     if damage == "compiler":
         module._COMPILE = {"backend": fails}
     determinism.leave_results(folder, part, 2)

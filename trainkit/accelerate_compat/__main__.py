@@ -36,14 +36,12 @@ class _Finder(MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         spec = PathFinder.find_spec(fullname, path, target)
-        if spec is not None and type(spec.loader) is SourceFileLoader and self._is_own(spec):
-            spec.loader = _Rewriting(spec.loader.name, spec.loader.path)
+        if spec is not None and type(spec.loader) is SourceFileLoader:
+            place = Path(spec.loader.path)
+            is_near = place.is_relative_to(self._folder) and "site-packages" not in place.parts
+            if is_near and b"accelerate" in place.read_bytes():
+                spec.loader = _Rewriting(spec.loader.name, spec.loader.path)
         return spec
-
-    def _is_own(self, spec: ModuleSpec) -> bool:
-        place = Path(spec.origin or "")
-        is_near = place.is_relative_to(self._folder) and "site-packages" not in place.parts
-        return is_near and b"accelerate" in place.read_bytes()
 
 
 def main(arguments: list[str]) -> None:

@@ -91,7 +91,13 @@ class AcceleratorConfig:
             self.project.set_directories(self.project_dir)
         self.compilation = self._dynamo().arguments()
         self.cpu = self.cpu or uses_cpu()
-        self._check_handlers()
+        for handler in self.kwargs_handlers or ():
+            if not isinstance(handler, HANDLERS):
+                kinds = ", ".join(kind.__name__ for kind in HANDLERS)
+                raise ConfigError(
+                    f"`kwargs_handlers` takes {kinds}, but has a `{type(handler).__name__}`. "
+                    "Leave it out."
+                )
         self.strategy = self._strategy()
 
     def handler(self, kind: type[Any]) -> Any:
@@ -144,15 +150,6 @@ class AcceleratorConfig:
                 "Pass `gradient_accumulation_steps` or `gradient_accumulation_plugin`, not both."
             )
         return plugin
-
-    def _check_handlers(self) -> None:
-        for handler in self.kwargs_handlers or ():
-            if not isinstance(handler, HANDLERS):
-                known = ", ".join(kind.__name__ for kind in HANDLERS)
-                raise ConfigError(
-                    f"`kwargs_handlers` takes {known}, but has a `{type(handler).__name__}`. "
-                    "Leave it out."
-                )
 
     def _strategy(self) -> Strategy | None:
         """Return the strategy that the user or the launcher asks for."""

@@ -78,12 +78,12 @@ def _data(runs: Sequence[RunLog], splits: Sequence[Goodput | None], charts: Sequ
         "metrics": metrics(runs),
         "varied": [{"name": row.name, "values": row.values} for row in varied(runs)],
     }
-    text = json.dumps(data, default=_fields, allow_nan=False, separators=(",", ":"))
+
+    def fields(part: Chart | Series) -> dict[str, Any]:
+        return {name: getattr(part, name) for name in part.__slots__}
+
+    text = json.dumps(data, default=fields, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c")
-
-
-def _fields(part: Chart | Series) -> dict[str, Any]:
-    return {name: getattr(part, name) for name in part.__slots__}
 
 
 def _header(runs: Sequence[RunLog]) -> str:
