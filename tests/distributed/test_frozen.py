@@ -8,10 +8,12 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from hashlib import pbkdf2_hmac
 from pathlib import Path
 
 import pytest
@@ -110,6 +112,35 @@ def _stop_apart(rank: int, pipe: int, folder: Path) -> int:
     timing.NOTED, timing.SILENT, timing.ANSWER = 2.0, 3.0, 2.0
     _stop_in_a_loop(rank, who=1, apart=True)
     return 0
+
+
+def _hold_while_others_compute(rank: int) -> None:
+    timing.TICK, timing.WAITS, timing.ANSWER, timing.BEAT = 0.2, 1.0, 5.0, 6.0
+    timing.OWN = 0.05  # where the machine is busy, too
+    accelerator = Accelerator(cpu=True)
+    accelerator.wait_for_everyone()
+    if rank == 2:
+        ctypes.PyDLL(None).sleep(300)  # keeps the interpreter lock, and uses no processor
+    working = threading.Thread(target=_work_without_the_lock, daemon=True)
+    working.start()
+    if rank == 0:
+        accelerator.gather(torch.ones(1))
+    accelerator.wait_for_everyone()
+
+
+def _work_without_the_lock() -> None:
+    while True:
+        pbkdf2_hmac("sha256", b"works", b"without the interpreter lock", 1_000_000)
+
+
+@LINUX
+@pytest.mark.e2e
+def test_who_asks_and_computes_meanwhile_is_not_blamed(tmp_path: Path) -> None:
+    job = _run(3, tmp_path, _hold_while_others_compute)
+    first = first_of(read_all(tmp_path / "reports"))
+    assert first is not None
+    assert first[1].process == 2, job.log()
+    assert "holds the interpreter lock" in first[1].cause
 
 
 def _stop_all(rank: int) -> None:

@@ -153,6 +153,27 @@ def test_who_is_behind_a_process_that_ends_in_order_is_still_watched(tmp_path: P
     assert sorted(map(int, job.codes.values())) == [-signal.SIGKILL, 0, 69, 69], job.log()
 
 
+def _end_in_turn(rank: int, pipe: int, first: str) -> int:
+    pretend(rank)
+    processes = Processes.start()
+    serving = relays(processes)
+    processes.barrier()
+    if (rank == 0) == (first == "root") and rank in serving:
+        processes.close()
+        return 0
+    time.sleep(3)
+    processes.close()
+    return 0
+
+
+@pytest.mark.parametrize("first", ["root", "serves"])
+def test_processes_of_several_machines_may_end_in_any_order(first: str, tmp_path: Path) -> None:
+    with running(4, tmp_path, partial(_end_in_turn, first=first)) as job:
+        assert job.wait(), job.log()
+    assert set(job.codes.values()) == {0}, job.log()
+    assert "trainkit" not in job.log()
+
+
 def _break_for_one(rank: int, pipe: int, folder: Path) -> int:
     os.environ["TRAINKIT_REPORT_DIR"] = str(folder / "reports")
     pretend(rank)

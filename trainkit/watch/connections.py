@@ -365,7 +365,9 @@ class Links:
             if news in self._told:
                 return
             self._told.add(news)
-        for line in [self.parent] if "to" in message else self.lines:
+        # That this process ends is for its neighbours, too: the end of its lines is no news then.
+        up = "to" in message and not (source is None and message["kind"] == "done")
+        for line in [self.parent] if up else self.lines:
             if line is not None and line is not source:
                 line.send(message)
 

@@ -39,12 +39,13 @@ class Inquiry:
 
     def on_message(self, rank: int, message: Message, now: float) -> None:
         """Take in what another process says."""
-        self._heard = now
         match message["kind"]:
             case "stalled" if self._this.rank == 0:
                 self.begin(now)
             case "state?" if self._began is None:
                 self._join(now)
+                if self._this.links.parent is not None:  # which has just spoken
+                    self._this.links.parent.heard_at = now
             case "state":
                 self.states[rank] = message
             case "silent":
@@ -52,6 +53,9 @@ class Inquiry:
             case "verdict":
                 told = message["text"], message["process"], tuple(message["frozen"])
                 self.verdict = Verdict(*told)
+            case _:
+                return
+        self._heard = now
 
     def look(self, now: float) -> None:
         """Come to the verdict, if it is time."""
