@@ -351,6 +351,8 @@ def refuse_data(rank: int, kind: str) -> None:
     given = model, SGD(model.parameters(), lr=0.1), data_of(rank, kind)
     with pytest.raises(ConfigError, match=f"differ in the loader at position 2 of .*{remedy}"):
         Accelerator(cpu=True).prepare(*given)
+    with pytest.raises(ConfigError, match=f"differ in the loader at position 0 of .*{remedy}"):
+        Accelerator(cpu=True).prepare_data_loader(data_of(rank, kind))
 
 
 @pytest.mark.parametrize("kind", ["split", "nested", "joined", "views", "collate", "transform"])

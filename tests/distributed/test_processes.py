@@ -249,3 +249,20 @@ def _leave_early(rank: int) -> None:
 def test_a_rank_that_raises_frees_the_others_from_a_collective() -> None:
     with pytest.raises(RanksError, match=r"rank 1 of 2: raised(.|\n)*unwell"):
         run_ranks(2, _leave_early)
+
+
+def _join_with_other_checks(rank: int) -> None:
+    if rank == 1:
+        os.environ["TRAINKIT_DEBUG"] = "1"
+    with pytest.raises(
+        ConfigError, match="different kinds: process 0: gloo, debug level OFF; proc"
+    ):
+        Processes.start()
+    os.environ.pop("TRAINKIT_DEBUG", None)
+    debugging: Any = torch.distributed  # not all of its names are declared
+    debugging.set_debug_level(debugging.DebugLevel.OFF)
+    assert Processes.start().all_reduce(torch.ones(1)).item() == 3
+
+
+def test_checks_of_torch_on_one_process_only_are_refused_on_all() -> None:
+    run_ranks(3, _join_with_other_checks)

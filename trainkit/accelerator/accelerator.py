@@ -306,6 +306,7 @@ class Accelerator(Communicator):
         self, data_loader: Any, device_placement: bool | None = None
     ) -> "SharedLoader":
         """Return a loader whose batches are shared out over the processes."""
+        self._own.preparer.check_alike([data_loader])
         return self._own.preparer.loader(data_loader, device_placement)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> "SkippedLoader":

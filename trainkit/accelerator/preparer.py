@@ -162,9 +162,11 @@ class Preparer:
         return results
 
     def check_alike(self, objects: Sequence[Any]) -> None:
-        """Raise, on all processes, where what trains a model that they hold together differs."""
+        """Raise, on all processes, where loaders, or what trains a model held together, differ."""
         if any(map(self._trains_together, objects)):
             check_alike(self.sharing.processes, self._facts_of(objects))
+        elif any(isinstance(thing, DataLoader) for thing in objects):
+            check_alike(self.sharing.processes, self._loaders_of(objects))
 
     def _trains_together(self, thing: Any) -> bool:
         """Return whether something is, or trains, a model that the processes hold together."""
@@ -186,14 +188,9 @@ class Preparer:
         yield from settings("compilation", self.config.compilation, whole=False)
         yield from settings("gradient_accumulation", self.accumulation.plugin)
         yield from settings("dataloader_config", self.sharing.configuration)
+        yield from self._loaders_of(objects)
         for index, thing in enumerate(objects):
             place = f"prepare(...)[{index}]"
-            data = thing.dataset if isinstance(thing, DataLoader) else None
-            if isinstance(data, Sized) and not isinstance(data, IterableDataset):
-                words = [f"{len(data)} samples, batch size {thing.batch_size}"]
-                if not self.sharing.configuration.dispatch_batches:  # else process 0 reads for all
-                    words += describe_samples(thing)
-                yield f"the loader at position {index} of `prepare`", ", ".join(words)
             if isinstance(thing, nn.Module) and not self._is_prepared(thing):
                 yield from describe_model(f"`{place}`", thing)
             if isinstance(thing, Optimizer):
@@ -201,6 +198,15 @@ class Preparer:
                 yield from optimizer_settings(place, thing, ordered=False)
             if isinstance(thing, LRScheduler):
                 yield from settings(place, thing)
+
+    def _loaders_of(self, objects: Sequence[Any]) -> Iterator[tuple[str, str]]:
+        for index, thing in enumerate(objects):
+            data = thing.dataset if isinstance(thing, DataLoader) else None
+            if isinstance(data, Sized) and not isinstance(data, IterableDataset):
+                words = [f"{len(data)} samples, batch size {thing.batch_size}"]
+                if not self.sharing.configuration.dispatch_batches:  # else process 0 reads for all
+                    words += describe_samples(thing)
+                yield f"the loader at position {index} of `prepare`", ", ".join(words)
 
     def model(
         self, model: nn.Module, moved: bool | None = None, *, evaluation_mode: bool = False

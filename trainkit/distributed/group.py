@@ -22,10 +22,12 @@ from trainkit.device import (
     is_accelerator,
 )
 from trainkit.distributed.world import World
-from trainkit.errors import ConfigError, DistributedError
+from trainkit.errors import ConfigError, DistributedError, by_process
 from trainkit.torch_internals import begun_collectives, group_backends, set_backend_timeout
 
 if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
+
     from trainkit.distributed.rendezvous import Rendezvous
 
 __all__ = [
@@ -262,6 +264,20 @@ def _rendezvous() -> "Rendezvous":
     return Rendezvous()
 
 
+def _check_alike(store: "Store", world: World, backend: str) -> None:
+    """Raise ConfigError, on all processes, where a group that they make would wait for ever."""
+    debugging: Any = torch.distributed
+    store.set(f"made/{world.rank}", f"{backend}, debug level {debugging.get_debug_level().name}")
+    if world.is_main:
+        told = [store.get(f"made/{rank}").decode() for rank in range(world.size)]
+        store.set("made", by_process(told) if len(set(told)) > 1 else "")
+    if differing := store.get("made").decode():
+        raise ConfigError(
+            f"The processes would make groups of different kinds: {differing}. Give all of them "
+            f"devices of one kind, and the same `{DEBUG}` and `TORCH_DISTRIBUTED_DEBUG`."
+        )
+
+
 def _make(world: World, device: torch.device) -> None:
     from trainkit.distributed.gloo_listeners import LAZY, closed_to_strangers  # on demand
 
@@ -269,6 +285,7 @@ def _make(world: World, device: torch.device) -> None:
         # Each process connects to those that it talks to, when it does, and not at once to all.
         os.environ.setdefault(LAZY, "1")
     store = _rendezvous().next_store(world)
+    _check_alike(store, world, collective_backend(device))
     with closed_to_strangers():
         torch.distributed.init_process_group(
             collective_backend(device),
