@@ -342,8 +342,9 @@ def _apply_streams(run: Run, loaded: _Loaded) -> None:
         run.logging.sums.load_state_dict(run.streams["log_sums"])
         return
     if run.is_main_process:
+        share = run.processes.num_processes / loaded.checkpoint.manifest.world_size
         for own in loaded.ranks.values():
-            run.logging.sums.merge(own["log_sums"])
+            run.logging.sums.merge(own["log_sums"], share)
     rng.seed_all(rng.device_seed(run.config.seed, rank, step), run.strategy.device)
 
 

@@ -22,6 +22,8 @@ Reduction: TypeAlias = Literal["mean", "sum", "max", "last"]
 """How the values of a name are put together, over steps and over processes."""
 
 _REDUCTIONS = ("mean", "sum", "max", "last")
+BY_PROCESS = "mean by process"
+"""What a state calls a mean in which each process has a weight of 1."""
 _Packet: TypeAlias = dict[str, tuple[str, float, float]]
 
 
@@ -32,6 +34,7 @@ class _Entry:
     reduce: Reduction
     value: Tensor | float = 0.0
     weight: Tensor | float = 0.0
+    by_process: bool = False  # whether each process gives a weight of 1, and not its samples
 
 
 class LogSums:
@@ -47,13 +50,17 @@ class LogSums:
         self,
         name: str,
         value: Tensor | float,
-        weight: Tensor | float = 1,
+        weight: Tensor | float | None = None,
         reduce: Reduction = "mean",
     ) -> None:
-        """Take in one value; tensors must hold one element and stay on their device."""
+        """Take in one value; tensors must hold one element and stay on their device.
+
+        Without a weight it is one of each process.
+        """
         entry = self._entries.get(name)
         if entry is None:
             entry = self._entries[name] = _new_entry(name, reduce)
+            entry.by_process = weight is None
         elif entry.reduce != reduce:
             raise ConfigError(
                 f"`{name}` was logged with reduce={entry.reduce!r} before, and now with "
@@ -62,7 +69,7 @@ class LogSums:
         if isinstance(value, Tensor):
             value = _scalar(name, value)
         if reduce == "mean":
-            _add_weighted(entry, value, weight)
+            _add_weighted(entry, value, 1 if weight is None else weight)
         else:
             _add_plain(entry, value)
 
@@ -91,24 +98,31 @@ class LogSums:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the open sums of this process; reads the device once."""
-        return self._packet()
+        by_process = {name for name, entry in self._entries.items() if entry.by_process}
+        return {
+            name: (BY_PROCESS if reduce == "mean" and name in by_process else reduce, value, weight)
+            for name, (reduce, value, weight) in self._packet().items()
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` returned."""
-        self._entries = {
-            name: _Entry(reduce, value, weight) for name, (reduce, value, weight) in state.items()
-        }
+        self._entries = {name: _read_entry(*told) for name, told in state.items()}
 
-    def merge(self, state: Mapping[str, Any]) -> None:
-        """Add the open sums of another process, in place of which this one goes on."""
-        for name, (reduce, value, weight) in state.items():
-            entry = self._entries.get(name)
-            if entry is None:
-                self._entries[name] = _Entry(reduce, value, weight)
-            elif reduce == "mean":
-                entry.value, entry.weight = entry.value + value, entry.weight + weight
-            else:
-                _add_plain(entry, value)
+    def merge(self, state: Mapping[str, Any], share: float) -> None:
+        """Add the open sums of another process, in place of which this one goes on.
+
+        Args:
+            share: How many processes there are now for each that there was.
+        """
+        for name, told in state.items():
+            other = _read_entry(*told)
+            if other.by_process:
+                other.value, other.weight = other.value * share, other.weight * share
+            entry = self._entries.setdefault(name, other)
+            if entry is not other and entry.reduce == "mean":
+                entry.value, entry.weight = entry.value + other.value, entry.weight + other.weight
+            elif entry is not other:
+                _add_plain(entry, other.value)
 
     def _take(self) -> _Packet:
         packet = self._packet()
@@ -140,7 +154,7 @@ class Log:
 
     sums: LogSums = field(default_factory=LogSums)
     zero_weight: bool = False  # inside a repeat that only keeps the processes in step
-    samples: int = 1  # how much a value counts whose weight is not given
+    samples: int | None = None  # of the micro-batch under way: the weight where none is given
     is_read: bool = False  # whether any callback of any process takes what is logged
     last_step: int = 0  # the step that was logged last
 
@@ -159,7 +173,7 @@ class Log:
     def apart(self) -> Iterator[LogSums]:
         """Collect what is logged inside apart from what was logged before."""
         outer = self.sums, self.zero_weight, self.samples
-        self.sums, self.zero_weight, self.samples = LogSums(), False, 1
+        self.sums, self.zero_weight, self.samples = LogSums(), False, None
         try:
             yield self.sums
         finally:
@@ -226,6 +240,11 @@ class NoRun(RunServices):
             "before it, `run` has only `log`, `processes`, 'gather', 'gather_for_metrics', "
             "'is_main_process', 'own_rows', 'print'."
         )
+
+
+def _read_entry(told: Any, value: float, weight: float) -> _Entry:
+    by_process = told == BY_PROCESS
+    return _Entry("mean" if by_process else told, value, weight, by_process)
 
 
 def _new_entry(name: str, reduce: Reduction) -> _Entry:

@@ -78,7 +78,7 @@ def train_step(run: Run, callbacks: CallbackList, window: Window) -> None:
             callbacks.emit(Callback.on_microbatch_start, run, micro_batch.data)
             forward_backward(run, micro_batch)
             callbacks.emit(Callback.on_microbatch_end, run, micro_batch.data)
-    run.logging.samples = 1
+    run.logging.samples = None
     run.reduce_gradients()
     if weighting.reached is not None:
         check_reached(run, weighting)

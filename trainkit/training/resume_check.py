@@ -38,6 +38,7 @@ from trainkit.checkpoint.training_state import check_rank_parts, same_torch
 from trainkit.errors import CheckpointError
 from trainkit.precision import FP16
 from trainkit.training.fingerprint import changes
+from trainkit.training.logging import BY_PROCESS
 from trainkit.training.optimizers import COUNTERS, described
 from trainkit.training.run import Run
 from trainkit.training.state import TrainState
@@ -102,7 +103,7 @@ _TRAINER = record(
     },
     optional={"optimizer_states", "data", "optimizers"},  # older ones, or one optimizer, have none
 )
-_SUM = row(one_of("mean", "sum", "max", "last"), number, number)
+_SUM = row(one_of("mean", BY_PROCESS, "sum", "max", "last"), number, number)
 _PROCESS = record(
     {
         **STREAMS,

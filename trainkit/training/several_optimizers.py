@@ -110,7 +110,7 @@ def accumulate(
             callbacks.emit(Callback.on_microbatch_start, run, micro_batch.data)
             forward_backward(run, window, micro_batch, turn, chosen)
             callbacks.emit(Callback.on_microbatch_end, run, micro_batch.data)
-    run.logging.samples = 1
+    run.logging.samples = None
     for each in chosen:
         trained = [p for p in each.parameters if p.requires_grad]
         is_first = each.steps + each.skipped_steps == 0
