@@ -194,11 +194,11 @@ MANIFESTS = {
 }
 
 
-def open_with_files(text: bytes, directory: Path) -> None:
+def open_with_files(text: bytes, directory: Path, metadata: bytes = b"{}") -> None:
     """Open a checkpoint whose manifest says this of its files, under a digest that is right."""
     rest = (
         b' "format_version": 1, "step": 1, "revision": 0, "run_id": "", "created": "", '
-        b'"world_size": 1, "metadata": {}, "files": ' + text + b"}"
+        b'"world_size": 1, "metadata": ' + metadata + b', "files": ' + text + b"}"
     )
     head = b'{"manifest_xxh3_128": "' + xxhash.xxh3_128_hexdigest(rest).encode() + b'",\n'
     folder = directory / "step-00000001"
@@ -226,6 +226,13 @@ MANIFESTS |= {
 def test_a_manifest_that_lies_with_a_right_digest_is_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointCorrupt, match=r"`manifest\.json`"):
         open_with_files(MANIFESTS[name], tmp_path)
+    assert CheckpointStore(tmp_path).checkpoints() == []
+
+
+@pytest.mark.parametrize("metadata", [b'{"$int": "0x1"}', b'{"$float": "nan"}', b'{"$tuple": []}'])
+def test_metadata_that_stand_for_another_value_are_refused(metadata: bytes, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointCorrupt, match=r"`manifest\.json`: `metadata` must be a dict"):
+        open_with_files(b"{}", tmp_path, metadata)
     assert CheckpointStore(tmp_path).checkpoints() == []
 
 

@@ -181,6 +181,9 @@ def _build(body: Any, path: Path) -> Manifest:
     if len({name.lower() for name in files}) != len(files):
         raise ValueError("two files have names that differ only in case")
     _check_packs(files)
+    metadata = decode(_typed(body, "metadata", dict), {})
+    if type(metadata) is not dict:  # an object of JSON may stand for another value
+        raise ValueError(f"`metadata` must be a dict, but is a {type(metadata).__name__}")
     return Manifest(
         format_version=version,
         step=_number(body, "step"),
@@ -189,7 +192,7 @@ def _build(body: Any, path: Path) -> Manifest:
         created=_typed(body, "created", str),
         world_size=_number(body, "world_size"),
         files=files,
-        metadata=decode(_typed(body, "metadata", dict), {}),
+        metadata=metadata,
     )
 
 
