@@ -75,7 +75,7 @@ class Forgetful(DDP):
 @pytest.mark.parametrize(
     ("broken", "message"),
     [
-        (Alone, "differ between processes"),
+        (Alone, "hold different models after step 1"),
         (AlwaysReduces, "`no_sync` reduced them"),
         (Prefixed, "`unwrap` must return the module"),
         (HalfClipped, "are not those of one device"),

@@ -19,7 +19,7 @@ from typing_extensions import override
 from trainkit.device import wide_dtype
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigError
-from trainkit.testing.task import Network, Record, train, weights
+from trainkit.testing.task import Network, Record, Save, train, weights
 from trainkit.trainer import Trainer
 
 __all__ = ["ROUNDS", "Finding", "findings", "leave_results"]
@@ -89,7 +89,7 @@ def _ways(run: Any, own: Path, part: str) -> dict[str, Callable[[], list[float]]
     compiled = partial(run, wide=True, compile=_COMPILE)
     if part == ROUNDS[0]:
         accumulated = partial(run, wide=True, accumulation=2)
-        first = {"run": partial(run, folder=own), "wide": partial(run, wide=True)}
+        first = {"run": partial(run, output_dir=own), "wide": partial(run, wide=True)}
         return {**first, "accumulated": accumulated, "compiled": compiled}
     saved = own / "checkpoints" / f"step-{_SAVED:08d}"
     return {"run again": run, "resumed": partial(run, resume=saved), "compiled again": compiled}
@@ -107,10 +107,10 @@ def _train(
     record = Record()
     _, _, model = train(
         batch,
-        [record],
+        [record, Save(_SAVED)] if "output_dir" in options else [record],
         dtype=wide_dtype(device) if wide else torch.float32,
         model_class=Network if wide else _Noisy,
-        save_at=_SAVED,
+        evaluates=False,
         max_epochs=None,
         max_steps=_STEPS,
         precision="fp32" if wide else "auto",

@@ -174,31 +174,32 @@ def train(
     dtype: torch.dtype = torch.float64,
     folder: Path | None = None,
     resume: Path | None = None,
-    save_at: int = SAVED_STEP,
     trainer_class: type[Trainer] = Trainer,
     model_class: type[Network] = Network,
+    evaluates: bool = True,
     **options: Any,
 ) -> tuple[Trainer, Any, Network]:
     """Train a network; return the trainer, the result, and the model.
 
     Args:
         batch: Samples of a step of one process, in two micro-batches unless `options` say else.
-        callbacks: Besides one that saves where there is a folder.
+        callbacks: Besides one that saves at `SAVED_STEP` where there is a folder.
         dtype: Of the model and the data.
         folder: The output directory.
         resume: A checkpoint; the model then begins with other weights.
-        save_at: The step that is saved.
         trainer_class: What trains.
         model_class: What is trained.
+        evaluates: Whether each epoch ends with an evaluation.
         **options: Of the trainer.
     """
     model = model_class(dtype, seed=0 if resume is None else 1)
     usual = {"max_epochs": 2, "gradient_accumulation_steps": 2, "log_every_n_steps": 1}
     options = {**usual, "max_grad_norm": 0.5, "output_dir": folder, **options}
-    saves = [] if folder is None else [Save(save_at)]
+    saves = [] if folder is None else [Save(SAVED_STEP)]
     trainer = trainer_class(callbacks=[*callbacks, *saves], **options)
     data = loaders(batch // options["gradient_accumulation_steps"], dtype)
-    return trainer, fit(trainer, model, data, resume=resume), model
+    result = fit(trainer, model, data if evaluates else data[0], resume=resume)
+    return trainer, result, model
 
 
 def outcome(result: Any, model: nn.Module) -> dict[str, Any]:
