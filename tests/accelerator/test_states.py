@@ -548,6 +548,22 @@ def test_a_forged_state_changes_nothing(
     assert bits(model) == before
 
 
+def test_a_model_that_is_no_dict_is_refused_where_entries_may_be_left_out(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    model = prepared(accelerator, numbers(4))[0]
+    accelerator.save_state(tmp_path)
+    (folder,) = tmp_path.glob("step-*")
+    body = json.loads((folder / "manifest.json").read_bytes())
+    body["files"] |= {"model.json": {}}
+    (folder / "manifest.json").write_text(json.dumps(body))
+    (folder / "model.json").write_text('{"$int": "0x1"}')
+    sign(folder)
+    before = bits(model)
+    with pytest.raises(CheckpointCorrupt, match=r"`model\.json`.*must be a dict"):
+        accelerator.load_state(tmp_path, strict=False)
+    assert bits(model) == before
+
+
 def _goes_back(rank: int, folder: Path, part: str, given: bool, hook: bool) -> Any:
     project = ProjectConfiguration(folder, automatic_checkpoint_naming=True)
     accelerator = Accelerator(cpu=True, project_config=project)

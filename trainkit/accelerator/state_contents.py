@@ -131,7 +131,6 @@ class StateContents:
         likes: dict[str, Any] = {name: model.state_dict() for name, model in models.items()}
         likes |= dict.fromkeys(optimizers, like) | dict.fromkeys(sorted(objects)) | {"loop": None}
         parts = {name: checkpoint.read(name, like) for name, like in likes.items()}
-        news = [] if strict else [_fitted(parts, name, likes[name]) for name in models]
         check_rank_parts(checkpoint)
         trained = _trained(checkpoint)
         ranks = read_rank_parts(checkpoint, self.processes, trained)
@@ -141,6 +140,7 @@ class StateContents:
         check_form(
             checkpoint, parts, ranks, registry, models, parameters, goes_on=same_size, scaled=scaled
         )
+        news = [] if strict else [_fitted(parts, name, likes[name]) for name in models]
         own = self._own_parts(checkpoint, ranks, trained)
         rank = self.processes.rank
         news += [put_own(parts[name], name, own, same_size=same_size) for name in models]

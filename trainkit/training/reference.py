@@ -122,7 +122,7 @@ def read_model(checkpoint: Checkpoint, module: nn.Module, like: Any = None) -> d
         like: As for `Checkpoint.read`.
     """
     state: dict[str, Any] = checkpoint.read("model", like)
-    if KEY in checkpoint.manifest.metadata:
+    if KEY in checkpoint.manifest.metadata and isinstance(state, dict):  # as it will be checked
         present, told = module.state_dict(), checkpoint.manifest.metadata[KEY]
         state |= {name: present[name] for name in told["digests"] if name in present}
     return state
