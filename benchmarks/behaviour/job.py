@@ -34,6 +34,7 @@ class Job:
         workers: Of each loader.
         sampler: Given the data set, makes a sampler, or with `batches` a batch sampler.
         accumulation: Micro-batches of one process in an update.
+        collate: Makes a batch of samples, if torch's own does not.
         loss: `(outputs, targets) -> loss`.
         weigh: Over how many items the loss of these targets is a mean, if not samples.
         schedule: Factor of the learning rate after so many updates.
@@ -59,6 +60,7 @@ class Job:
     batches: bool = False
     epochs: int = 1
     accumulation: int = 1
+    collate: Callable[[list[Any]], Any] | None = None
     loss: Callable[[Tensor, Tensor], Tensor] = toys.mean
     weigh: Callable[[Tensor], Tensor] | None = None
     schedule: Callable[[int], float] | None = None
@@ -91,7 +93,14 @@ class Job:
         if sampler is None and distributed:
             sampler = DistributedSampler(data, shuffle=self.shuffle)
         shuffle = self.shuffle and sampler is None
-        return DataLoader(data, self.batch, shuffle, sampler=sampler, num_workers=self.workers)
+        return DataLoader(
+            data,
+            self.batch,
+            shuffle,
+            sampler=sampler,
+            num_workers=self.workers,
+            collate_fn=self.collate,
+        )
 
     def scheduler(self, optimizer: Any) -> Any:
         """Return the learning-rate scheduler, if there is one."""

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
-from torch.utils.data import Dataset, IterableDataset, get_worker_info
+from torch.utils.data import Dataset, IterableDataset, default_collate, get_worker_info
 from typing_extensions import override
 
 BALLAST = 100_000  # numbers that make a checkpoint large enough to be hit
@@ -159,6 +159,22 @@ class Edited(Pick):
             self.weight.data[0] += 1.0
 
 
+class Freezes(Pick):
+    """Freezes a part of itself for the second update of four, and thaws it after that."""
+
+    def __init__(self, samples: int) -> None:
+        super().__init__(samples)
+        self.scale = nn.Parameter(torch.zeros(1))
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.scale * x[:, 0]
+
+    @override
+    def seen(self, x: Tensor) -> None:
+        self.scale.requires_grad_(len(TAPE.steps) != 1)
+
+
 class Slow(Pick):
     """Takes its time."""
 
@@ -268,6 +284,11 @@ def per_token(outputs: Tensor, targets: Tensor) -> Tensor:
 def tokens(targets: Tensor) -> Tensor:
     """Return over how many tokens `per_token` is a mean."""
     return (targets != -100).sum()
+
+
+def without_some(samples: list[tuple[Tensor, Tensor]]) -> Any:
+    """Make a batch without the samples 1 and 3, as one that leaves out what it cannot read."""
+    return default_collate([each for each in samples if int(each[1]) not in (1, 3)])
 
 
 def texts(x: Tensor) -> dict[str, list[str]]:

@@ -83,7 +83,7 @@ class Ignite(Framework):
             options["sampler"] = job.sampler(data)
         elif not isinstance(data, IterableDataset):
             options["shuffle"] = job.shuffle
-        return idist.auto_dataloader(data, **options)
+        return idist.auto_dataloader(data, collate_fn=job.collate, **options)
 
     def _trainer(self, job: Job) -> tuple[Any, dict[str, Any]]:
         self._start(job)

@@ -133,6 +133,7 @@ class PytorchAccelerated(Framework):
             per_device_batch_size=job.batch,
             gradient_accumulation_steps=job.accumulation,
             create_scheduler_fn=job.scheduler if job.has_scheduler else None,
+            collate_fn=job.collate,
             train_dataloader_kwargs=loading,
             resume_from=None if job.resume is None else str(job.resume),
         )

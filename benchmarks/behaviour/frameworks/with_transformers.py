@@ -2,6 +2,7 @@
 
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -64,12 +65,14 @@ class _Trainer(Trainer):
         if self.job.sampler is None or not self.job.batches:
             return super().get_train_dataloader()
         batches = self.job.sampler(self.train_dataset)
-        loader = DataLoader(self.train_dataset, batch_sampler=batches, collate_fn=_collate)
+        loader = DataLoader(
+            self.train_dataset, batch_sampler=batches, collate_fn=self.data_collator
+        )
         return self.accelerator.prepare(loader)  # type: ignore[no-any-return]
 
 
-def _collate(items: list[Any]) -> dict[str, Any]:
-    return dict(zip(("x", "labels"), default_collate(items), strict=True))
+def _collate(job: Job, items: list[Any]) -> dict[str, Any]:
+    return dict(zip(("x", "labels"), (job.collate or default_collate)(items), strict=True))
 
 
 class Transformers(Framework):
@@ -137,7 +140,7 @@ class Transformers(Framework):
             args=arguments,
             train_dataset=data,
             eval_dataset=job.data(job.samples),
-            data_collator=_collate,
+            data_collator=partial(_collate, job),
             optimizers=(optimizer, job.scheduler(optimizer) or flat),
             compute_loss_func=_of_tokens(job) if job.weigh is not None else None,
             compute_metrics=_metric(job),

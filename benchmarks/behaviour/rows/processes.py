@@ -23,6 +23,15 @@ def rates_differ(bench: Bench) -> Outcome:
     return Outcome(False, figure)
 
 
+@row("thaws", "A layer that the model freezes for one step, two processes", "equal on both")
+def thaws(bench: Bench) -> Outcome:
+    """Four updates; the model sets `requires_grad` of one parameter in its second and third."""
+    tapes = bench.tapes(bench.job(samples=16, model=toys.Freezes), 2)
+    steps = len(tapes[0].steps)
+    right = _apart(tapes) == 0 and steps == 4
+    return Outcome(right, f"{steps} updates, weights {short(_apart(tapes))} apart")
+
+
 @row("replica", "A replica edited on one of two processes", "found before a checkpoint is written")
 def replica(bench: Bench) -> Outcome:
     """After the second of 4 updates process 1 adds 1 to a parameter; a checkpoint is due after the

@@ -38,6 +38,16 @@ def kwargs(bench: Bench) -> Outcome:
     return Outcome(right, f"gradients {_sums(steps)}")
 
 
+@row("rows_left_out", "A collate function that leaves rows out", "each row that came counts alike")
+def rows_left_out(bench: Bench) -> Outcome:
+    """A window of two batches of 4 samples, of which 2 and 4 come: each is a sixth of the mean."""
+    job = bench.job(samples=8, batch=4, accumulation=2, collate=toys.without_some)
+    steps = bench.tapes(job)[0].steps
+    counted = [value for step in steps for value in step if value]
+    right = len(steps) == 1 and all(abs(value - 1 / 6) < 1e-6 for value in counted)
+    return Outcome(right, f"they count {', '.join(sorted({short(value) for value in counted}))}")
+
+
 def _tokens(bench: Bench, size: int) -> Outcome:
     job = bench.job(
         samples=4,
