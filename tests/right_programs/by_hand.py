@@ -299,7 +299,8 @@ class _Loop:
         if "share" in p.metrics:
             values["eval/share"] = ones / labels
         if "perplexity" in p.metrics:
-            values["eval/perplexity"] = math.exp(values["eval/loss"])
+            loss = torch.tensor(values["eval/loss"], dtype=torch.float64)
+            values["eval/perplexity"] = loss.exp().item()  # infinite where that is too large
         return values, parts
 
 

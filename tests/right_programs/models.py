@@ -87,10 +87,10 @@ class WithLearnedLoss(nn.Module):
 class Blocks(nn.Module):
     """Blocks of one class, one after the other."""
 
-    def __init__(self) -> None:
+    def __init__(self, *norm: Callable[[], nn.Module]) -> None:
         super().__init__()
         self.embed = nn.Linear(FEATURES, 6)
-        self.blocks = nn.ModuleList([_block() for _ in range(3)])
+        self.blocks = nn.ModuleList([_block(*(make() for make in norm)) for _ in range(3)])
         self.head = nn.Linear(6, CLASSES)
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -101,8 +101,14 @@ class Blocks(nn.Module):
         return outputs
 
 
-def _block() -> nn.Module:
-    return nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 6), nn.GELU(), nn.Dropout(0.2))
+def _block(*norm: nn.Module) -> nn.Module:
+    rest = (nn.Linear(6, 6), nn.GELU(), nn.Dropout(0.2))
+    return nn.Sequential(*(norm or (nn.LayerNorm(6),)), *rest)
+
+
+def _of_batches() -> nn.Module:
+    """Return batch norm that also works on a batch of one row."""
+    return nn.Sequential(nn.Unflatten(1, (2, 3)), nn.BatchNorm1d(2), nn.Flatten(1))
 
 
 class Embedded(nn.Module):
@@ -227,6 +233,7 @@ _MAKE: dict[str, Callable[[], Any]] = {
         nn.Linear(FEATURES, 6), nn.LayerNorm(6), nn.GELU(), nn.Linear(6, CLASSES)
     ),
     "blocks": Blocks,
+    "batch norm blocks": lambda: Blocks(_of_batches),
     "tied": Tied,
     "part frozen": PartFrozen,
     "reparametrised": lambda: nn.Sequential(
