@@ -15,8 +15,8 @@ from trainkit.checkpoint.format.value_checks import flag, maybe, whole
 from trainkit.data import MicroBatch, Window
 from trainkit.data.split import split_windows
 from trainkit.errors import ConfigError
-from trainkit.training.optimizers import refuse_several
 from trainkit.training.run import Run
+from trainkit.training.several.optimizers import refuse_several
 
 __all__ = ["BatchSizeFinder"]
 

@@ -7,15 +7,15 @@ from typing import Any, Literal
 
 from typing_extensions import override
 
+from trainkit.basics.config import check_whole, checked
+from trainkit.basics.packages import require
 from trainkit.callbacks._support.formatting import every
 from trainkit.callbacks.journal import Journal
 from trainkit.checkpoint import CheckpointStore, KeepPolicy
 from trainkit.checkpoint.format.names import CHECKPOINTS
 from trainkit.checkpoint.retention import Best
 from trainkit.checkpoint.saver import NonFinite, check_unused
-from trainkit.config import check_whole, checked
 from trainkit.errors import ConfigError
-from trainkit.packages import require
 from trainkit.training.callback import Callback
 from trainkit.training.run import Run
 from trainkit.types import Scalars, StepResult
@@ -144,7 +144,7 @@ class Checkpoint(Callback):
     def on_fit_start(self, run: Run) -> None:
         run.checkpoints.base = None
         if self.frozen == "reference":
-            from trainkit.training.reference import base_of  # most runs need none of it
+            from trainkit.training.resume.reference import base_of  # most runs need none of it
 
             run.checkpoints.base = base_of(run)
         run.save_checkpoints(

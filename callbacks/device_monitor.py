@@ -4,9 +4,9 @@ import time
 
 from typing_extensions import override
 
+from trainkit.basics.device import memory_figures, utilization
+from trainkit.basics.host import process_memory
 from trainkit.callbacks._support.log_schedule import log_follows
-from trainkit.device import memory_figures, utilization
-from trainkit.host import process_memory
 from trainkit.training.callback import Callback
 from trainkit.training.run import Run
 from trainkit.types import StepResult

@@ -5,9 +5,9 @@ from typing import ClassVar, Literal
 
 from typing_extensions import override
 
+from trainkit.basics.config import check_whole, checked
 from trainkit.callbacks._support.kept import Keeps
 from trainkit.checkpoint.format.value_checks import number, whole
-from trainkit.config import check_whole, checked
 from trainkit.errors import ConfigError
 from trainkit.training.run import Run
 from trainkit.types import Scalars

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from trainkit.basics.config import check_whole, checked
+from trainkit.basics.torch_internals import copy_each, lerp_each
 from trainkit.checkpoint.exact import as_parameter, saved_buffers
 from trainkit.checkpoint.format.value_checks import record, tensor_like, whole
-from trainkit.config import check_whole, checked
 from trainkit.errors import CheckpointError, ConfigError
 from trainkit.strategies import Strategy
-from trainkit.torch_internals import copy_each, lerp_each
 from trainkit.training.callback import Callback
 from trainkit.training.run import Run
 from trainkit.types import Scalars, Size, StepResult
@@ -253,7 +253,7 @@ class EMA(Callback):
         Raises:
             CheckpointError: The checkpoint is broken, or has no such average.
         """
-        from trainkit.training.reference import load_onto_base  # on demand
+        from trainkit.training.resume.reference import load_onto_base  # on demand
 
         load_onto_base(model, Path(checkpoint), (name, "average"))
 

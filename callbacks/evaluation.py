@@ -5,8 +5,8 @@ from typing import Any
 
 from typing_extensions import override
 
+from trainkit.basics.config import check_whole, checked
 from trainkit.callbacks._support.formatting import every
-from trainkit.config import check_whole, checked
 from trainkit.errors import ConfigError
 from trainkit.metrics import as_metric
 from trainkit.training.callback import Callback

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from typing_extensions import override
 
-from trainkit.config import check_whole
+from trainkit.basics.config import check_whole
 from trainkit.errors import ConfigError
 from trainkit.training.callback import Callback
 from trainkit.training.run import Run

@@ -4,7 +4,7 @@ import gc
 
 from typing_extensions import override
 
-from trainkit.config import check_whole
+from trainkit.basics.config import check_whole
 from trainkit.training.callback import Callback
 from trainkit.training.run import Run
 from trainkit.types import StepResult

@@ -3,9 +3,9 @@
 from torch import Tensor
 from typing_extensions import override
 
+from trainkit.basics.config import check_whole
 from trainkit.callbacks._support.gradient_values import GradientValues, Histogram, HistogramLogger
 from trainkit.callbacks._support.log_schedule import log_is_next
-from trainkit.config import check_whole
 from trainkit.errors import ConfigError
 from trainkit.training.callback import Callback
 from trainkit.training.run import Run

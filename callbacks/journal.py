@@ -15,13 +15,13 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from trainkit import device
+from trainkit.basics import device
+from trainkit.basics.formatting import json_value
+from trainkit.basics.outputs import Lines, check_file, claim
+from trainkit.basics.signals import is_interactive
 from trainkit.callbacks._support.log_paths import log_place, move_away
 from trainkit.callbacks._support.run_facts import hidden_words, run_facts
-from trainkit.formatting import json_value
 from trainkit.journal import JOURNAL, VERSION, Record, cut, digest, is_of
-from trainkit.outputs import Lines, check_file, claim
-from trainkit.signals import is_interactive
 from trainkit.training.callback import Callback
 from trainkit.training.run import Run
 from trainkit.types import StepResult

@@ -6,8 +6,8 @@ from typing import Any
 
 from typing_extensions import override
 
+from trainkit.basics.console import lost
 from trainkit.callbacks._support.file_logger import EventLog, FileLogger, events_path
-from trainkit.console import lost
 from trainkit.trackers.files import JSONLTracker
 from trainkit.training.run import Run
 from trainkit.types import Scalars

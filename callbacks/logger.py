@@ -5,10 +5,10 @@ from typing import Any, ClassVar
 
 from typing_extensions import override
 
+from trainkit.basics.signals import exit_code
 from trainkit.callbacks._support.kept import Keeps
 from trainkit.checkpoint.format.value_checks import maybe, text
 from trainkit.errors import ConfigError
-from trainkit.signals import exit_code
 from trainkit.trackers.tracker import GeneralTracker
 from trainkit.training.callback import Callback
 from trainkit.training.run import Run

@@ -10,16 +10,16 @@ from typing import Any
 
 from typing_extensions import override
 
-from trainkit import rng
+from trainkit.basics import rng
+from trainkit.basics.config import check_whole, checked
 from trainkit.callbacks._support.memory_trial import TrainedState
-from trainkit.config import check_whole, checked
 from trainkit.data import Window
 from trainkit.errors import ConfigError
 from trainkit.training.callback import Callback, CallbackList
 from trainkit.training.logging import LogSums
 from trainkit.training.loop import train_step
-from trainkit.training.optimizers import refuse_several
 from trainkit.training.run import Requests, Run
+from trainkit.training.several.optimizers import refuse_several
 from trainkit.training.state import TrainState
 from trainkit.training.unchanged import kept
 from trainkit.types import StepResult

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 
 from typing_extensions import override
 
+from trainkit.basics.config import checked
+from trainkit.basics.packages import require
 from trainkit.callbacks._support.run_facts import run_facts
 from trainkit.callbacks.logger import ServiceLogger
-from trainkit.config import checked
-from trainkit.packages import require
 from trainkit.trackers.mlflow import SMALLER, MLflowTracker
 from trainkit.training.run import Run
 

@@ -6,8 +6,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
+from trainkit.basics.config import check_whole
 from trainkit.callbacks._support.model_table import describe_output, is_compiled, model_table
-from trainkit.config import check_whole
 from trainkit.training.callback import Callback
 from trainkit.training.run import Run
 from trainkit.types import StepResult

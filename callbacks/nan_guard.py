@@ -5,8 +5,8 @@ from typing import Literal
 
 from typing_extensions import override
 
+from trainkit.basics.config import checked
 from trainkit.callbacks._support.first_bad import FirstBad
-from trainkit.config import checked
 from trainkit.training.callback import Callback
 from trainkit.training.run import Run
 from trainkit.types import StepResult

@@ -4,9 +4,9 @@ from typing import Any, ClassVar
 
 from typing_extensions import override
 
+from trainkit.basics.config import checked
 from trainkit.callbacks._support.kept import Keeps
 from trainkit.checkpoint.format.value_checks import whole
-from trainkit.config import checked
 from trainkit.distributed import run_on_main
 from trainkit.errors import ConfigError
 from trainkit.training.run import Run

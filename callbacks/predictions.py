@@ -12,14 +12,14 @@ from typing import IO, Any, ClassVar
 
 from typing_extensions import override
 
+from trainkit.basics.config import check_whole, checked
+from trainkit.basics.formatting import json_value
+from trainkit.basics.outputs import absolute, check_file, check_folder, giving_up
 from trainkit.callbacks._support.kept import Keeps
 from trainkit.callbacks._support.log_paths import log_place
 from trainkit.checkpoint.format.value_checks import whole
-from trainkit.config import check_whole, checked
 from trainkit.errors import ConfigError, DataError
-from trainkit.formatting import json_value
 from trainkit.metrics.metric import Metric
-from trainkit.outputs import absolute, check_file, check_folder, giving_up
 from trainkit.training.run import Run
 from trainkit.types import Scalars
 

@@ -8,10 +8,10 @@ from typing import Any
 from torch.profiler import profile, schedule
 from typing_extensions import override
 
+from trainkit.basics.config import check_argument, check_whole
+from trainkit.basics.outputs import absolute, check_folder, giving_up
 from trainkit.callbacks._support.log_paths import log_place
-from trainkit.config import check_argument, check_whole
 from trainkit.errors import ConfigError
-from trainkit.outputs import absolute, check_folder, giving_up
 from trainkit.training.callback import Callback
 from trainkit.training.run import Run
 from trainkit.types import StepResult

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from torch import Tensor
 from typing_extensions import override
 
+from trainkit.basics.formatting import clock
 from trainkit.callbacks._support.formatting import by_loader
 from trainkit.callbacks._support.progress_display import Display, Progress, choose_display
-from trainkit.formatting import clock
 from trainkit.training.callback import Callback
 from trainkit.training.run import Run
 from trainkit.types import Scalars, StepResult

@@ -2,9 +2,9 @@
 
 from typing_extensions import override
 
-from trainkit.config import check_whole, checked
+from trainkit.basics.config import check_whole, checked
 from trainkit.training.callback import Callback
-from trainkit.training.replicas import check_replicas
+from trainkit.training.resume.replicas import check_replicas
 from trainkit.training.run import Run
 from trainkit.types import StepResult
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 from typing_extensions import override
 
+from trainkit.basics.formatting import clock, count, visible
 from trainkit.callbacks._support.formatting import values_by_loader
-from trainkit.formatting import clock, count, visible
 from trainkit.training.callback import Callback
 from trainkit.training.facts import describe_window, parameter_counts
 from trainkit.training.run import Run
-from trainkit.training.schedule_check import describe
+from trainkit.training.setup.schedule_check import describe
 from trainkit.types import class_name
 
 __all__ = ["Summary"]

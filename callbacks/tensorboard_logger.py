@@ -5,12 +5,12 @@ from pathlib import Path
 
 from typing_extensions import override
 
+from trainkit.basics.config import checked
+from trainkit.basics.outputs import absolute, check_folder, claim
+from trainkit.basics.packages import require
 from trainkit.callbacks._support.gradient_values import Histogram
 from trainkit.callbacks._support.log_paths import free_number, log_place
 from trainkit.callbacks.logger import Logger
-from trainkit.config import checked
-from trainkit.outputs import absolute, check_folder, claim
-from trainkit.packages import require
 from trainkit.trackers.tensorboard import TensorBoardTracker
 from trainkit.training.run import Run
 

@@ -8,10 +8,10 @@ from typing import Literal
 from torch import Tensor
 from typing_extensions import override
 
+from trainkit.basics.config import checked
 from trainkit.callbacks._support.flops import FlopCounter
 from trainkit.callbacks._support.log_schedule import log_follows
 from trainkit.callbacks._support.step_timer import StepTimer
-from trainkit.config import checked
 from trainkit.data.packing import PackedDataset
 from trainkit.errors import ConfigError
 from trainkit.training.callback import Callback

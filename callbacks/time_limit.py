@@ -5,7 +5,7 @@ import time
 
 from typing_extensions import override
 
-from trainkit.config import checked
+from trainkit.basics.config import checked
 from trainkit.errors import ConfigError
 from trainkit.training.callback import Callback
 from trainkit.training.run import Run

@@ -4,7 +4,7 @@ import time
 
 from typing_extensions import override
 
-from trainkit.formatting import count, duration
+from trainkit.basics.formatting import count, duration
 from trainkit.training.callback import Callback
 from trainkit.training.run import Run
 from trainkit.types import Scalars

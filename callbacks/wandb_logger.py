@@ -7,14 +7,14 @@ from typing import Any
 
 from typing_extensions import override
 
+from trainkit.basics.config import checked
+from trainkit.basics.hparams import plain
+from trainkit.basics.outputs import absolute, check_folder
+from trainkit.basics.packages import require
 from trainkit.callbacks._support.gradient_values import Histogram
 from trainkit.callbacks._support.run_facts import run_facts
 from trainkit.callbacks.logger import ServiceLogger
-from trainkit.config import checked
 from trainkit.errors import ConfigError
-from trainkit.hparams import plain
-from trainkit.outputs import absolute, check_folder
-from trainkit.packages import require
 from trainkit.trackers.wandb import WandBTracker
 from trainkit.training.run import Run
 

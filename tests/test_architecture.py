@@ -17,11 +17,10 @@ ROOT = Path(__file__).resolve().parent.parent
 # own, and itself; inside of it, files may see each other without a circle. The rows stand in rings:
 # the core trains, and none of it imports what is around it.
 CORE = (
-    ("errors", "formatting", "host", "lazy", "parsing", "run_files", "signals", "torch_internals"),
-    ("types", "version"),
-    ("console", "device", "hints", "hparams", "packages"),
-    ("argument_names", "containers", "launch_environment", "outputs", "rng", "starters"),
-    ("config", "lock", "memory"),
+    ("errors", "lazy", "version"),
+    ("types",),
+    ("basics",),
+    ("containers",),
     ("metrics", "precision"),
     ("distributed",),
     ("checkpoint", "data"),
@@ -61,7 +60,7 @@ FORBIDDEN_ATTRIBUTES = {
 # The one place that pickles: objects that a user hands to a gather, and nothing of ours.
 PICKLES_FOR_USERS = "trainkit/containers/wire_format.py"
 # The one place that uses what torch does not document.
-INTERNALS = "trainkit/torch_internals.py"
+INTERNALS = "trainkit/basics/torch_internals.py"
 USES_INTERNALS = {
     "trainkit/strategies/ddp.py": "is a class of torch's wrapper, and lays its buckets out",
 }
@@ -83,15 +82,15 @@ TORCH_FILES = "trainkit/export/pickled.py"
 KINDS_OF_DEVICES = {"cuda", "hip", "nccl", "npu", "xccl", "xpu"}
 """Words of one kind of accelerator: everything else goes by what `torch.accelerator` can do."""
 NAMES_DEVICES = {
-    "trainkit/argument_names.py": "other libraries' names of arguments",
-    "trainkit/device.py": "asks torch, and is asked by all others",
+    "trainkit/basics/argument_names.py": "other libraries' names of arguments",
+    "trainkit/basics/device.py": "asks torch, and is asked by all others",
     "trainkit/launch/machine.py": "looks for drivers where torch is not imported",
     "trainkit/launch/workers.py": "a variable that torchrun gives to processes",
     "trainkit/launch/accelerate_keys.py": "knows the keys of another program's file",
     "trainkit/accelerate_compat/availability.py": "another library's functions for them",
     "trainkit/accelerate_compat/names.py": "their names",
     "trainkit/accelerator/settings.py": "another library's kinds of jobs",
-    "trainkit/hints.py": "a variable that helps with one error",
+    "trainkit/basics/hints.py": "a variable that helps with one error",
     "callbacks/profiler.py": "an argument of torch's profiler",
 }
 

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 import trainkit.callbacks
 from trainkit import Accelerator, Callback, ConfigError, Trainer
-from trainkit.argument_names import PLACES
+from trainkit.basics.argument_names import PLACES
 from trainkit.callbacks import Checkpoint, EarlyStopping, Evaluation, TensorBoardLogger, Timer
 from trainkit.cli.main import main
 

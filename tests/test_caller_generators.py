@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from tests.helpers.ranks import run_ranks
 from tests.helpers.toys import FEATURES, fit, make_trainer, toy_loaders, toy_model
 from trainkit import Accelerator, Callback, Combined, Run, Trainer
+from trainkit.basics.device import default_kind, get_rng_state, siblings
 from trainkit.callbacks import BatchSizeFinder, Checkpoint, Evaluation, LRFinder, MLflowLogger
-from trainkit.device import default_kind, get_rng_state, siblings
 from trainkit.types import StepResult
 
 

@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.helpers.ranks import run_ranks
 from tests.helpers.toys import FEATURES, make_trainer, toy_dataset
-from trainkit import StepOutput, Trainer, rng
+from trainkit import StepOutput, Trainer
+from trainkit.basics import rng
 from trainkit.callbacks import Checkpoint
 from trainkit.errors import ConfigError
 

@@ -14,7 +14,8 @@ from torch.optim import SGD
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.helpers.ranks import run_ranks
-from trainkit import Callback, ConfigError, DataError, Run, Trainer, rng
+from trainkit import Callback, ConfigError, DataError, Run, Trainer
+from trainkit.basics import rng
 from trainkit.data import presharded
 
 CLASSES = 3

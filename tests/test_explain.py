@@ -11,8 +11,8 @@ from torch import nn
 from tests.helpers.ranks import run_ranks
 from tests.helpers.toys import FEATURES, fit, make_trainer, toy_loaders, toy_model
 from trainkit import Callback, ConfigError, Run
+from trainkit.basics.config import TrainConfig
 from trainkit.callbacks import Checkpoint, Evaluation, JSONLLogger, NaNGuard, main_process_only
-from trainkit.config import TrainConfig
 from trainkit.training.callback import HOOKS
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from typing_extensions import override
 
 from trainkit import Callback, Run, StepResult, Trainer
-from trainkit.device import default_kind
+from trainkit.basics.device import default_kind
 from trainkit.precision import FP16
 from trainkit.strategies import DDP, FSDP, SingleDevice, Strategy, single_process_group
 from trainkit.testing.task import Network, Record, Save, fit, loaders, same, weights

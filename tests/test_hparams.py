@@ -18,9 +18,9 @@ from torch import nn
 from tests.helpers.ranks import run_ranks
 from tests.helpers.toys import fit, make_trainer
 from trainkit import ConfigError
+from trainkit.basics.hparams import changed, flat, plain
 from trainkit.callbacks import Checkpoint, JSONLLogger
 from trainkit.checkpoint import CheckpointStore
-from trainkit.hparams import changed, flat, plain
 from trainkit.inspect.report.records import read_run
 
 

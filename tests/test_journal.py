@@ -9,9 +9,9 @@ import pytest
 from tests.helpers.ranks import run_ranks
 from tests.helpers.toys import fit, make_trainer
 from trainkit import Callback, ConfigError, Run, StepResult
+from trainkit.basics.run_files import LeftOut
 from trainkit.callbacks import Checkpoint, Journal
 from trainkit.journal import JOURNAL, cut, read
-from trainkit.run_files import LeftOut
 
 MOST_BYTES = 100  # a step
 

@@ -9,7 +9,7 @@ from trainkit import Accelerator, ConfigError
 from trainkit.distributed import Processes
 from trainkit.precision import Precision
 from trainkit.strategies import FSDP, SingleDevice, Strategy, single_process_group
-from trainkit.training import arguments
+from trainkit.training.setup import arguments
 
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP gains nothing")
 
@@ -82,7 +82,7 @@ def test_sharding_is_what_the_launcher_says(face: Face, monkeypatch: pytest.Monk
 def test_a_launcher_may_ask_for_the_cpu_or_for_sharding_alone(
     face: Face, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainkit.device.accelerator_kind", lambda: "xpu")  # unused
+    monkeypatch.setattr("trainkit.basics.device.accelerator_kind", lambda: "xpu")  # unused
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     strategy = face()[0]
     strategy.setup()

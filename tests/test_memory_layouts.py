@@ -14,11 +14,11 @@ from torch.optim import SGD, Adagrad, Adam, AdamW
 from torch.utils.data import DataLoader, TensorDataset
 
 from trainkit import Accelerator, CheckpointError, Run, Trainer
+from trainkit.basics.device import memory_of
 from trainkit.callbacks import EMA, Checkpoint
 from trainkit.checkpoint import CheckpointStore
 from trainkit.checkpoint.exact import load_optimizer
 from trainkit.containers.tree import map_leaves
-from trainkit.device import memory_of
 
 FUSED: dict[str, Any] = {
     "Adam": partial(Adam, lr=0.01, fused=True, amsgrad=True),

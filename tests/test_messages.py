@@ -19,7 +19,7 @@ import trainkit.metrics
 from tests.helpers.toys import fit, make_trainer, toy_loaders, toy_model
 from trainkit import Accelerator, ConfigError, DataError, StepOutput, Trainer
 from trainkit.accelerator import settings
-from trainkit.config import Watchdog, check_argument, checked
+from trainkit.basics.config import Watchdog, check_argument, checked
 from trainkit.precision import FP16
 from trainkit.strategies import DDP, FSDP, SingleDevice
 

@@ -15,8 +15,8 @@ from torch import nn
 from tests.helpers.ranks import RanksError, run_ranks
 from tests.helpers.toys import fit, make_trainer
 from trainkit import Callback, CheckpointError, ConfigError, FitResult, Run, StepResult
+from trainkit.basics.outputs import folder_of_run
 from trainkit.callbacks import Checkpoint, JSONLLogger
-from trainkit.outputs import folder_of_run
 
 
 def _fit(folder: Path, *more: Callback, resume: Any = None, **settings: Any) -> FitResult:

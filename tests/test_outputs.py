@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tests.helpers.ranks import run_ranks
 from trainkit import Accelerator, Run, Trainer
 from trainkit.accelerator.settings import ProjectConfiguration
+from trainkit.basics.outputs import Lines, absolute, check_file, check_folder
 from trainkit.callbacks import (
     Checkpoint,
     JSONLLogger,
@@ -27,7 +28,6 @@ from trainkit.callbacks import (
 )
 from trainkit.checkpoint import CheckpointStore
 from trainkit.errors import CheckpointError, ConfigError, TrainkitError
-from trainkit.outputs import Lines, absolute, check_file, check_folder
 from trainkit.trackers.files import JSONLTracker
 from trainkit.training.callback import Callback
 from trainkit.types import StepResult

@@ -11,7 +11,8 @@ from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, TensorDataset
 
-from trainkit import Trainer, rng
+from trainkit import Trainer
+from trainkit.basics import rng
 from trainkit.precision import FP16
 
 SAMPLES, BATCH, ACCUMULATION, STEPS, SEED = 50, 4, 3, 200, 7

@@ -102,7 +102,7 @@ CALLBACKS = [
     "WandbLogger",
     "main_process_only",
 ]
-MODULES_OVER_TORCH = 63  # rule 36
+MODULES_OVER_TORCH = 66  # three of them are folders
 
 COUNT = """
 import json, sys

@@ -19,7 +19,7 @@ from trainkit import Accelerator, DistributedError, Run, StepResult, Trainer
 from trainkit.callbacks import EMA, Checkpoint, FreezeUntil, ReplicaCheck
 from trainkit.strategies import DDP, FSDP
 from trainkit.training.callback import Callback
-from trainkit.training.replicas import _checksums, check_replicas
+from trainkit.training.resume.replicas import _checksums, check_replicas
 
 STEP = 3  # after which a process edits what it holds
 EDITS: dict[str, Callable[[Run], Any]] = {

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from trainkit import rng
+from trainkit.basics import rng
 
 
 def draws() -> tuple[float, float, float, float]:

@@ -33,7 +33,7 @@ from tests.helpers.toys import fit, make_trainer, toy_loaders, toy_model
 from trainkit import Callback, CheckpointError, ConfigError, LRSchedule, Run, StepResult, Trainer
 from trainkit.callbacks import Checkpoint, Summary
 from trainkit.training.lr_schedule import NamedLR
-from trainkit.training.schedule_check import describe
+from trainkit.training.setup.schedule_check import describe
 
 EPOCHS, UPDATES = 5, 40  # of the toys, unless told otherwise
 

@@ -19,8 +19,8 @@ from tests.helpers.toys import fit, make_trainer, toy_dataset, toy_model
 from trainkit import Accelerator, ConfigError, GradScalerKwargs, LRSchedule, Run, Trainer
 from trainkit.precision import FP16
 from trainkit.strategies import DDP
-from trainkit.training import settings as facts
 from trainkit.training.callback import Callback
+from trainkit.training.setup import settings as facts
 
 
 class Other(Trainer):

@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch._C._distributed_c10d import TCPStore
 
+from trainkit.basics.starters import find_task, in_torchrun_words, sees_own_devices
 from trainkit.distributed import rendezvous
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigError
-from trainkit.starters import find_task, in_torchrun_words, sees_own_devices
 
 Variables = dict[str, str]
 

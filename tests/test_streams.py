@@ -10,7 +10,8 @@ import pytest
 from typing_extensions import override
 
 from tests.helpers.toys import fit, make_trainer
-from trainkit import Callback, Run, StepResult, console
+from trainkit import Callback, Run, StepResult
+from trainkit.basics import console
 from trainkit.callbacks import JSONLLogger, Summary
 from trainkit.cli.main import main
 

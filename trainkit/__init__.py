@@ -43,7 +43,12 @@ if TYPE_CHECKING:
         ProjectConfiguration as ProjectConfiguration,
     )
     from trainkit.accelerator.state import PartialState as PartialState
-    from trainkit.config import Watchdog as Watchdog
+    from trainkit.basics.config import Watchdog as Watchdog
+    from trainkit.basics.memory import (
+        find_executable_batch_size as find_executable_batch_size,
+        release_memory as release_memory,
+    )
+    from trainkit.basics.signals import Interrupted as Interrupted
     from trainkit.data.combined import Combined as Combined
     from trainkit.distributed.communicator import Communicator as Communicator
     from trainkit.errors import (
@@ -61,11 +66,6 @@ if TYPE_CHECKING:
         load_checkpoint_and_dispatch as load_checkpoint_and_dispatch,
         load_checkpoint_in_model as load_checkpoint_in_model,
     )
-    from trainkit.memory import (
-        find_executable_batch_size as find_executable_batch_size,
-        release_memory as release_memory,
-    )
-    from trainkit.signals import Interrupted as Interrupted
     from trainkit.trackers.tracker import GeneralTracker as GeneralTracker
     from trainkit.trainer import Trainer as Trainer
     from trainkit.training.callback import Callback as Callback
@@ -100,7 +100,7 @@ __all__, __getattr__, __dir__ = lazy_exports(
             "InitProcessGroupKwargs ProjectConfiguration"
         ),
         "accelerator.state": "PartialState",
-        "config": "Watchdog",
+        "basics.config": "Watchdog",
         "data.combined": "Combined",
         "distributed.communicator": "Communicator",
         "errors": (
@@ -108,8 +108,8 @@ __all__, __getattr__, __dir__ = lazy_exports(
             "DistributedError NonFiniteError TrainkitError"
         ),
         "export": "init_empty_weights load_checkpoint_and_dispatch load_checkpoint_in_model",
-        "memory": "find_executable_batch_size release_memory",
-        "signals": "Interrupted",
+        "basics.memory": "find_executable_batch_size release_memory",
+        "basics.signals": "Interrupted",
         "trackers.tracker": "GeneralTracker",
         "trainer": "Trainer",
         "training.callback": "Callback",

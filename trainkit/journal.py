@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from trainkit.basics.run_files import MALFORMED, json_object, lines, lines_from_end, parsed
 from trainkit.errors import ConfigError
-from trainkit.run_files import MALFORMED, json_object, lines, lines_from_end, parsed
 
 __all__ = ["JOURNAL", "VERSION", "Journal", "Record", "cut", "digest", "is_of", "read"]
 

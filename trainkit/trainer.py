@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainkit import rng
-from trainkit.config import TrainConfig, Watchdog, as_path, check_argument, names_checked
+from trainkit.basics import rng
+from trainkit.basics.config import TrainConfig, Watchdog, as_path, check_argument, names_checked
 from trainkit.data import PreparedLoader, evaluation_loader
 from trainkit.data.prepare import training_loaders
 from trainkit.distributed import check_called_by_all
@@ -22,10 +22,14 @@ from trainkit.lazy import ask
 from trainkit.metrics.metric import Metric
 from trainkit.precision import Precision
 from trainkit.strategies import Strategy
-from trainkit.training import arguments, default_steps, loop
+from trainkit.training import default_steps, loop
 from trainkit.training.callback import Callback, CallbackList
 from trainkit.training.evaluation import Evaluator, RunEvaluation
-from trainkit.training.fit_context import (
+from trainkit.training.logging import Log, NoRun
+from trainkit.training.lr_schedule import LRSchedule, LRSchedules, by_name, make_lr_schedule
+from trainkit.training.run import FitResult, Run
+from trainkit.training.setup import arguments
+from trainkit.training.setup.fit_context import (
     Calls,
     compiling,
     conditions,
@@ -35,9 +39,6 @@ from trainkit.training.fit_context import (
     step_for,
     watched,
 )
-from trainkit.training.logging import Log, NoRun
-from trainkit.training.lr_schedule import LRSchedule, LRSchedules, by_name, make_lr_schedule
-from trainkit.training.run import FitResult, Run
 from trainkit.types import (
     Alternating,
     AnyScheduler,
@@ -227,7 +228,7 @@ class Trainer:
 
         Whoever overrides it has several; else `fit` has several where it is given a mapping.
         """
-        from trainkit.training import optimizer_arguments  # many runs have one
+        from trainkit.training.several import optimizer_arguments  # many runs have one
 
         return optimizer_arguments.make_optimizers(optimizers, model)
 
@@ -296,9 +297,9 @@ class Trainer:
                 leaves the program with the code 143, 130 or 75. In a notebook, and wherever
                 somebody goes on typing, `fit` returns after SIGINT.
         """
-        from trainkit import console  # only where something runs
+        from trainkit.basics import console  # only where something runs
         from trainkit.training.modes import in_training_mode
-        from trainkit.training.run_folder import check_outputs, own_folder
+        from trainkit.training.setup.run_folder import check_outputs, own_folder
 
         how = arguments.check_how(resume, schedule, restore_best)
         with ExitStack() as stack:
@@ -318,7 +319,7 @@ class Trainer:
             rng.seed_all(seed, self.processes.device)
             stack.enter_context(conditions(model, self.config, self._compile))
             if resume is not None:
-                from trainkit.training import checkpointing  # on demand
+                from trainkit.training.resume import checkpointing  # on demand
 
                 checkpointing.restore(run, callbacks, resume, schedule, schedule_for)
             check_outputs(run, callbacks)
@@ -485,7 +486,7 @@ class Trainer:
 
     def save_checkpoint(self) -> Path:
         """Save a checkpoint after `fit`; every process calls it. Returns its folder."""
-        from trainkit.training import checkpointing
+        from trainkit.training.resume import checkpointing
 
         return checkpointing.save_now(self.run, self.callbacks)
 
@@ -515,8 +516,8 @@ class Trainer:
             ConfigError: There was no `fit`, or the model cannot be written.
             CheckpointError: Writing failed; an earlier export is as it was.
         """
+        from trainkit.basics.outputs import absolute
         from trainkit.export import save_model
-        from trainkit.outputs import absolute
 
         if self.run is None:
             raise ConfigError(
@@ -566,7 +567,8 @@ class Trainer:
         schedule_for: Callable[[Optimizer, int | None], LRSchedule | LRSchedules | None],
         how: Mapping[str, Any],
     ) -> Run:
-        from trainkit.training import consistency, optimizer_arguments  # on demand
+        from trainkit.training.setup import consistency
+        from trainkit.training.several import optimizer_arguments  # on demand
 
         config, processes = self.config, self.strategy.processes
         arguments.check_evaluations(evaluations)
@@ -613,7 +615,7 @@ class Trainer:
         if replay is None and "TRAINKIT_REPLAY" in os.environ:  # which started the program
             replay = ask("Replay").started()
         if replay is None:
-            from trainkit.training.run_folder import choose_folder
+            from trainkit.training.setup.run_folder import choose_folder
 
             return choose_folder(run, resume, self.new_run), self.callbacks, end
         stack.enter_context(replay)
@@ -633,7 +635,7 @@ class Trainer:
         self, given: Any, warmup: float, optimizer: Optimizer, planned_steps: int | None
     ) -> LRSchedule | LRSchedules | None:
         """Return the schedule for a horizon; those of several optimizers as one."""
-        from trainkit.training.optimizer_arguments import make_schedules  # on demand
+        from trainkit.training.several.optimizer_arguments import make_schedules  # on demand
 
         schedules = make_schedules(self._make_schedule, given, warmup, optimizer, planned_steps)
         self.planned_steps = planned_steps
@@ -685,7 +687,7 @@ class Trainer:
         if checkpoint is None:
             yield
             return
-        from trainkit.training.saved_weights import held  # on demand
+        from trainkit.training.resume.saved_weights import held  # on demand
 
         in_fit = "fit" in self._calls.names
         place = self.run.output_dir if isinstance(self.run, Run) else self.output_dir
@@ -714,7 +716,7 @@ class Trainer:
                     if self.processes.num_processes > 1 and (
                         not isinstance(present, Run) or present.evaluation.check_replicas
                     ):
-                        from trainkit.training.replicas import check_parameters  # on demand
+                        from trainkit.training.resume.replicas import check_parameters  # on demand
 
                         check_parameters(self.strategy, model, f"in `{call}`")
                     yield self._evaluator(present.logging)
@@ -729,7 +731,7 @@ class Trainer:
             self.processes.print(f"trainkit: dry run: the first batches of the loader, {limit}.")
         with self._prepare(evaluation_loader, data, limit) as loader:
             if self.processes.num_processes > 1:
-                from trainkit.training.consistency import check_evaluation  # on demand
+                from trainkit.training.setup.consistency import check_evaluation  # on demand
 
                 names = [metric.name for metric in metrics]
                 check_evaluation(self.strategy.processes, loader, names)

@@ -11,13 +11,13 @@ from typing import Any
 
 from typing_extensions import override
 
+from trainkit.basics.config import checked
+from trainkit.basics.formatting import json_value
+from trainkit.basics.outputs import Lines, absolute, check_file, claim
+from trainkit.basics.run_files import MALFORMED, drop_half_line, last_object, object_at
 from trainkit.callbacks._support.log_paths import log_place, move_away
 from trainkit.callbacks._support.run_facts import run_facts
 from trainkit.callbacks.logger import Logger
-from trainkit.config import checked
-from trainkit.formatting import json_value
-from trainkit.outputs import Lines, absolute, check_file, claim
-from trainkit.run_files import MALFORMED, drop_half_line, last_object, object_at
 from trainkit.trackers.files import FileTracker
 from trainkit.training.run import Run
 from trainkit.training.state import TrainState

@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainkit.basics.torch_internals import norm_of_each, stored_values
 from trainkit.distributed.collectives import ranks_with
 from trainkit.errors import NonFiniteError, named
-from trainkit.torch_internals import norm_of_each, stored_values
 from trainkit.training.run import Run
 
 __all__ = ["FirstBad"]

@@ -4,9 +4,9 @@ from typing import Any
 
 from torch import nn
 
+from trainkit.basics.torch_internals import attention_on_cpu
 from trainkit.callbacks._support.model_table import is_compiled
 from trainkit.errors import ConfigError
-from trainkit.torch_internals import attention_on_cpu
 
 __all__ = ["FlopCounter"]
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 
-from trainkit.formatting import count
+from trainkit.basics.formatting import count
 
 __all__ = ["by_loader", "every", "values_by_loader"]
 

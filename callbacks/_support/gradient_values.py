@@ -9,8 +9,8 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from trainkit.device import wide_dtype
-from trainkit.torch_internals import norm_of_each
+from trainkit.basics.device import wide_dtype
+from trainkit.basics.torch_internals import norm_of_each
 from trainkit.training.run import Run
 
 __all__ = ["GradientValues", "Histogram", "HistogramLogger"]

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
+from trainkit.basics.outputs import absolute
 from trainkit.errors import ConfigError
-from trainkit.outputs import absolute
 from trainkit.training.run import Run
 
 __all__ = ["log_place", "move_away"]

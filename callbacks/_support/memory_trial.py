@@ -7,12 +7,12 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from trainkit.basics.memory import is_out_of_memory, release_memory
 from trainkit.containers.tree import count_samples, map_leaves
 from trainkit.data import MicroBatch
 from trainkit.data.split import slice_samples
 from trainkit.distributed import collective_guard
 from trainkit.distributed.collectives import first_with
-from trainkit.memory import is_out_of_memory, release_memory
 from trainkit.training.run import Run
 from trainkit.training.weighting import loss_of
 

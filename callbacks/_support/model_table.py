@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from trainkit.basics.formatting import readable_size
+from trainkit.basics.torch_internals import compiled_call
 from trainkit.checkpoint.resharding.sharding_spec import local_part
 from trainkit.containers.tree import children
-from trainkit.formatting import readable_size
-from trainkit.torch_internals import compiled_call
 from trainkit.types import class_name
 
 __all__ = ["describe_output", "is_compiled", "model_table"]

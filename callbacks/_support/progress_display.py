@@ -9,8 +9,8 @@ from typing import Any, TextIO, TypeAlias
 
 from typing_extensions import override
 
-from trainkit.formatting import clock
-from trainkit.signals import in_notebook
+from trainkit.basics.formatting import clock
+from trainkit.basics.signals import in_notebook
 
 __all__ = ["Display", "Progress", "choose_display"]
 

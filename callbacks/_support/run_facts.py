@@ -11,10 +11,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from trainkit.formatting import json_value
+from trainkit.basics.formatting import json_value
 from trainkit.training.facts import parameter_counts
-from trainkit.training.optimizers import described
 from trainkit.training.run import Run
+from trainkit.training.several.optimizers import described
 from trainkit.types import class_name
 
 __all__ = ["commit_of", "hidden_words", "hide_secrets", "run_facts"]

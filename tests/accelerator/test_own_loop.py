@@ -562,7 +562,8 @@ def prepare_apart(rank: int) -> str:
 def test_processes_with_other_data_are_told_before_the_first_step() -> None:
     for text in run_ranks(2, prepare_apart):
         assert "the loader at position 1 of `prepare`" in text
-        assert "process 0: 56 samples, batch size 4; process 1: 64 samples" in text
+        assert "process 0: 56 samples, batch size 4, code of" in text
+        assert "process 1: 64 samples, batch size 4, code of" in text
 
 
 @pytest.mark.e2e

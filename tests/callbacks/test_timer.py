@@ -10,9 +10,9 @@ import pytest
 from tests.helpers.ranks import run_ranks
 from tests.helpers.toys import fit, make_trainer
 from trainkit import Callback, Run, StepResult
+from trainkit.basics.formatting import duration
 from trainkit.callbacks import Checkpoint, Timer
 from trainkit.callbacks.timer import _times
-from trainkit.formatting import duration
 
 
 class _Slow(Callback):

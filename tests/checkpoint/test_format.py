@@ -113,7 +113,7 @@ def test_listing_and_verifying_import_no_torch(tmp_path: Path) -> None:
 import sys
 from pathlib import Path
 from trainkit.checkpoint import CheckpointStore, KeepPolicy, rotate
-from trainkit.lock import RunLock
+from trainkit.basics.lock import RunLock
 store = CheckpointStore(Path({str(tmp_path)!r}))
 assert store.open(store.checkpoints()[0].path).names()
 rotate(store, KeepPolicy())

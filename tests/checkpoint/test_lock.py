@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint.toys import save_alone
+from trainkit.basics.lock import RunLock
 from trainkit.checkpoint import CheckpointStore
 from trainkit.errors import CheckpointError
-from trainkit.lock import RunLock
 
 HOLD = """
 import os, sys, time
 from pathlib import Path
-from trainkit.lock import RunLock
+from trainkit.basics.lock import RunLock
 lock = RunLock(Path(sys.argv[1]))
 try:
     lock.acquire()

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from tests.checkpoint.toys import RUN, save_alone
+from trainkit.basics.lock import RunLock
 from trainkit.checkpoint import CheckpointStore
 from trainkit.checkpoint.format.tensor_location import ShardRegion, StoredTensor
 from trainkit.cli.main import main
-from trainkit.lock import RunLock
 
 ROOT = Path(__file__).resolve().parents[2]
 NO_TORCH = """

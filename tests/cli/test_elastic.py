@@ -15,10 +15,10 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _
 from benchmarks.elastic import Job, judge, prepare
 from tests.cli.launcher import Launcher
 from tests.cli.test_launch import alone, output, planned, shown
+from trainkit.basics.torch_internals import meet_without_pickles
 from trainkit.errors import ConfigError
 from trainkit.launch import config_file
 from trainkit.launch.machine import free_port
-from trainkit.torch_internals import meet_without_pickles
 
 assert alone is not None  # a fixture: an empty folder, no settings from outside
 

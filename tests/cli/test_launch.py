@@ -304,7 +304,7 @@ def test_an_unknown_option_is_named_with_the_nearest(
 def test_more_processes_than_gpus_are_refused(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainkit.device.accelerator_count", lambda: 1)
+    monkeypatch.setattr("trainkit.basics.device.accelerator_count", lambda: 1)
     monkeypatch.setattr(plan, "gpu_count", lambda env: 1)
     monkeypatch.setattr(os, "environ", dict(os.environ))
     message = output(capsys, "--num_processes", 2, "script.py", code=1)

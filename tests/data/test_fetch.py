@@ -15,8 +15,8 @@ from torch.utils.data import (
 )
 
 from tests.data.toys import Noisy, Numbers, loader_of, micro_batches, prepare, prepare_evaluation
+from trainkit.basics.rng import restore_host, sample_seed, save_host, seed_host
 from trainkit.data import PreparedLoader
-from trainkit.rng import restore_host, sample_seed, save_host, seed_host
 
 
 class Rows(Dataset[Any]):
@@ -203,7 +203,7 @@ def test_silent_data_sets_leave_the_generators_alone(monkeypatch: pytest.MonkeyP
         prepared = prepare_evaluation(loader_of(dataset, batch_size=2))
         parts = prepared.batches(0)
         with monkeypatch.context() as patch:
-            patch.setattr("trainkit.rng.seed_host", fail)
+            patch.setattr("trainkit.basics.rng.seed_host", fail)
             assert list(parts)
 
 

@@ -23,8 +23,8 @@ from tests.data.toys import (
     prepare_evaluation,
     values,
 )
+from trainkit.basics.rng import derive, order_seed, restore_host, save_host, seed_host
 from trainkit.errors import ConfigError, DataError
-from trainkit.rng import derive, order_seed, restore_host, save_host, seed_host
 
 
 def _plain_order(loader: Any, epoch: int) -> list[int]:

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, TensorDataset
 
 from tests.data.toys import prepare
-from trainkit import rng
+from trainkit.basics import rng
 from trainkit.data.order import KeyedOrder
 from trainkit.data.plan import FlatPlan
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from tests.data.toys import CPU, Noisy, Place, loader_of
+from trainkit.basics.device import default_kind
 from trainkit.data import training_loader
 from trainkit.data.transfer import transfer_for
-from trainkit.device import default_kind
 
 
 def test_on_the_cpu_nothing_is_touched() -> None:

@@ -30,8 +30,8 @@ from trainkit import (
     StepResult,
     Trainer,
     find_executable_batch_size,
-    rng,
 )
+from trainkit.basics import rng
 from trainkit.callbacks import EMA, Journal, NaNGuard
 from trainkit.checkpoint.snapshot import Snapshot
 from trainkit.cli import checks
@@ -39,7 +39,7 @@ from trainkit.distributed import Processes
 from trainkit.precision import BF16, FP16
 from trainkit.strategies import DDP, FSDP, SingleDevice, Strategy
 from trainkit.testing import check_precision, check_strategy
-from trainkit.training.consistency import describe_model
+from trainkit.training.setup.consistency import describe_model
 
 LACKS = set(os.environ.get("FAKE_LACKS", "").split())
 STEPS, WARM = 12, 4  # steps of a training, those before it is steady

@@ -8,7 +8,7 @@ import numpy
 import pytest
 import torch
 
-from trainkit.device import default_kind
+from trainkit.basics.device import default_kind
 from trainkit.errors import ConfigError, DataError
 from trainkit.metrics import (
     F1,

@@ -9,9 +9,9 @@ import pytest
 from tests.helpers.toys import fit, make_trainer
 from tests.report.logs import event, line, write_run
 from trainkit import ConfigError
+from trainkit.basics.run_files import LeftOut
 from trainkit.callbacks import JSONLLogger
 from trainkit.inspect.report import read_run, read_runs
-from trainkit.run_files import LeftOut
 
 
 def test_a_real_run_is_read(tmp_path: Path) -> None:

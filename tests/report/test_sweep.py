@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from tests.report.logs import event, line, write_run
+from trainkit.basics.run_files import LeftOut
 from trainkit.inspect.report import RunLog, read_run, read_runs
 from trainkit.inspect.report.curves import charts_of
 from trainkit.inspect.report.page import make_page
 from trainkit.inspect.report.sweep import axes, metrics, varied
-from trainkit.run_files import LeftOut
 
 
 def _runs(folder: Path, *lines: list[dict[str, Any]]) -> list[RunLog]:

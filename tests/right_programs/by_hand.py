@@ -17,7 +17,7 @@ from tests.right_programs.models import make_model
 from tests.right_programs.optimizers import make_optimizer
 from tests.right_programs.program import BY_NAME, Program
 from tests.right_programs.schedules import make_by_name, make_schedule
-from trainkit import rng
+from trainkit.basics import rng
 
 __all__ = ["Outcome", "planned", "train"]
 

@@ -20,7 +20,7 @@ from torch.utils.data import (
 
 from tests.right_programs.models import CLASSES, FEATURES
 from tests.right_programs.program import Program
-from trainkit import rng
+from trainkit.basics import rng
 
 __all__ = ["Part", "evaluation_batches", "evaluation_loader", "training_loader", "windows"]
 

@@ -14,10 +14,10 @@ from typing import Any
 from tests.system.harness import TIME_LIMIT, Job, running
 from tests.system.toys import Saving, Settings, Training, read_journal
 from trainkit import Callback, Run
+from trainkit.basics.signals import Interrupted
 from trainkit.checkpoint import CheckpointStore
 from trainkit.errors import CheckpointError
 from trainkit.journal import read
-from trainkit.signals import Interrupted
 
 RAISED = 7  # exit code of a run that a trial let fail
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed
 
-from trainkit.device import accelerator_kind, lacks_bf16
+from trainkit.basics.device import accelerator_kind, lacks_bf16
 from trainkit.errors import ConfigError
 
 _COMPARE = {

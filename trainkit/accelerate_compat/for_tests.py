@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from trainkit.device import accelerator_count, accelerator_kind
-from trainkit.packages import require
+from trainkit.basics.device import accelerator_count, accelerator_kind
+from trainkit.basics.packages import require
 
 
 def get_backend() -> tuple[str, int, Callable[..., int]]:

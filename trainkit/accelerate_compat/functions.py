@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from trainkit.accelerate_compat.availability import is_available
 from trainkit.accelerator.autocasting import unwrap
-from trainkit.device import generator_kinds, get_rng_state, set_rng_state
+from trainkit.basics.device import generator_kinds, get_rng_state, set_rng_state
+from trainkit.basics.torch_internals import buffers_of, parameters_of
 from trainkit.distributed import Processes
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigError
-from trainkit.torch_internals import buffers_of, parameters_of
 
 
 class DummyOptim:

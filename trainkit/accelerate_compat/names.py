@@ -6,8 +6,8 @@ from typing import Any
 
 from typing_extensions import override
 
+from trainkit.basics.parsing import nearest
 from trainkit.errors import ConfigError
-from trainkit.parsing import nearest
 
 __all__ = ["MODULES", "PUBLIC", "REFUSED", "VERSION", "find", "known", "missing", "refusal"]
 

@@ -25,7 +25,7 @@ from trainkit.accelerator.settings import (
 )
 from trainkit.accelerator.state import AcceleratorState
 from trainkit.accelerator.state_saver import warn_of_options
-from trainkit.config import checked
+from trainkit.basics.config import checked
 from trainkit.distributed import check_called_by_all, run_on_all_or_main
 from trainkit.distributed.active_batches import ActiveLoaders
 from trainkit.distributed.communicator import Communicator
@@ -434,7 +434,7 @@ class Accelerator(Communicator):
 
     def free_memory(self, *objects: Any) -> list[None]:
         """Let go of all that was prepared; returns None for each object, to be assigned to it."""
-        from trainkit.memory import release_memory
+        from trainkit.basics.memory import release_memory
 
         self._own.reset()
         return release_memory(*objects)

@@ -22,14 +22,20 @@ from trainkit.accelerator.settings import (
     InitProcessGroupKwargs,
     ProjectConfiguration,
 )
-from trainkit.config import as_timeout
-from trainkit.device import generator_kinds
+from trainkit.basics.config import as_timeout
+from trainkit.basics.device import generator_kinds
+from trainkit.basics.launch_environment import (
+    MIXED_PRECISIONS,
+    mixed_precision,
+    read,
+    sharding,
+    uses_cpu,
+)
+from trainkit.basics.parsing import text, whole
 from trainkit.distributed import Processes
 from trainkit.distributed.rendezvous import INIT_METHOD
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigError
-from trainkit.launch_environment import MIXED_PRECISIONS, mixed_precision, read, sharding, uses_cpu
-from trainkit.parsing import text, whole
 from trainkit.strategies import Strategy
 
 __all__ = ["AcceleratorConfig"]

@@ -12,12 +12,12 @@ from trainkit.accelerator.state_contents import StateContents
 from trainkit.accelerator.state_directory import StateDirectory
 from trainkit.accelerator.state_saver import StateSaver
 from trainkit.accelerator.tracking import Trackers
+from trainkit.basics.launch_environment import MIXED_PRECISIONS
 from trainkit.distributed import Processes
 from trainkit.distributed.active_batches import ActiveLoaders
-from trainkit.launch_environment import MIXED_PRECISIONS
 from trainkit.precision import FP16, Precision
 from trainkit.strategies import SingleDevice
-from trainkit.training.arguments import make_precision
+from trainkit.training.setup.arguments import make_precision
 
 __all__ = ["OwnLoop"]
 

@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainkit.accelerator.accumulation import Accumulation
+from trainkit.basics.torch_internals import unscaled_optimizers
 from trainkit.errors import ConfigError
 from trainkit.precision import FP16, Precision
 from trainkit.precision.fp16 import scaled_loss
 from trainkit.strategies import Strategy
 from trainkit.strategies.strategy import gradient_values
-from trainkit.torch_internals import unscaled_optimizers
 
 __all__ = ["Gradients"]
 

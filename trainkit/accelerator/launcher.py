@@ -17,12 +17,12 @@ from typing import Any
 import torch
 import torch.distributed
 
-from trainkit.device import accelerator_count, forbids_fork
+from trainkit.basics.device import accelerator_count, forbids_fork
+from trainkit.basics.launch_environment import MIXED_PRECISIONS
 from trainkit.distributed import Processes
 from trainkit.distributed.group import SECRET
 from trainkit.distributed.rendezvous import INIT_METHOD
 from trainkit.errors import ConfigError, DistributedError
-from trainkit.launch_environment import MIXED_PRECISIONS
 
 __all__ = ["notebook_launcher"]
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from trainkit.config import check_whole
+from trainkit.basics.config import check_whole
 from trainkit.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -10,17 +10,17 @@ import torch
 from torch.utils.data import RandomSampler, SequentialSampler
 from typing_extensions import override
 
-from trainkit import rng
 from trainkit.accelerator.loader import SharedLoader, Sharing, State
+from trainkit.basics import rng
+from trainkit.basics.device import get_rng_state, set_rng_state
+from trainkit.basics.torch_internals import samples_asked_for
 from trainkit.data import MicroBatch
 from trainkit.data.mapped import MappedLoader
 from trainkit.data.order import divide, set_epoch_on
 from trainkit.data.order_facts import OWN, changed_facts, digest_of, run_to
 from trainkit.data.plan import BatchPlan, FlatPlan, Plan
 from trainkit.data.workers import datasets_of
-from trainkit.device import get_rng_state, set_rng_state
 from trainkit.errors import CheckpointError
-from trainkit.torch_internals import samples_asked_for
 
 __all__ = ["MappedShare"]
 

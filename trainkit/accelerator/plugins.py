@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from trainkit.config import checked
+from trainkit.basics.config import checked
 from trainkit.errors import ConfigError
 from trainkit.strategies import FSDP
 from trainkit.types import class_name

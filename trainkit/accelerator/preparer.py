@@ -15,7 +15,6 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
-from trainkit import rng
 from trainkit.accelerator.accelerator_config import AcceleratorConfig
 from trainkit.accelerator.accumulation import Accumulation
 from trainkit.accelerator.autocasting import run_in_autocast
@@ -25,18 +24,19 @@ from trainkit.accelerator.loader import SharedLoader, Sharing, SkippedLoader
 from trainkit.accelerator.optimizer import PreparedOptimizer
 from trainkit.accelerator.scheduler import PreparedScheduler
 from trainkit.accelerator.settings import DistributedDataParallelKwargs
+from trainkit.basics import rng
+from trainkit.basics.device import move_module
+from trainkit.basics.torch_internals import was_called
 from trainkit.data import training_loader
 from trainkit.data.batch_sources import Presharded
-from trainkit.device import move_module
 from trainkit.errors import ConfigError
 from trainkit.export.state import unwrapped
 from trainkit.precision import FP32, Precision
 from trainkit.strategies import DDP, Strategy
 from trainkit.strategies.ddp import Reducing
-from trainkit.torch_internals import was_called
-from trainkit.training.arguments import check_initialised
-from trainkit.training.consistency import check_alike, describe_model, describe_samples
-from trainkit.training.settings import optimizer_settings, program, settings
+from trainkit.training.setup.arguments import check_initialised
+from trainkit.training.setup.consistency import check_alike, describe_model, describe_samples
+from trainkit.training.setup.settings import optimizer_settings, program, settings
 from trainkit.types import class_name
 
 __all__ = ["ConfiguredDDP", "Preparer", "Registry"]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainkit.accelerator.settings import KwargsHandler
-from trainkit.config import checked
+from trainkit.basics.config import checked
 from trainkit.distributed import Processes
 from trainkit.errors import ConfigError
 

@@ -7,7 +7,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from trainkit.accelerator.accumulation import Accumulation
 from trainkit.accelerator.optimizer import PreparedOptimizer
-from trainkit.torch_internals import steps_of_schedule
+from trainkit.basics.torch_internals import steps_of_schedule
 
 __all__ = ["PreparedScheduler"]
 

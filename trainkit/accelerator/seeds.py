@@ -4,8 +4,8 @@ from contextlib import suppress
 
 import torch
 
+from trainkit.basics.rng import seed_host
 from trainkit.distributed.world import World
-from trainkit.rng import seed_host
 
 with suppress(ModuleNotFoundError):
     import numpy  # noqa: F401  # else what imports it later would not be seeded

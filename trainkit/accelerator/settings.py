@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.accelerator.communication import DDPCommunicationHookType, checked_hooks
-from trainkit.config import checked
+from trainkit.basics.config import checked
+from trainkit.basics.outputs import absolute
 from trainkit.errors import ConfigError
-from trainkit.outputs import absolute
 
 __all__ = [
     "AutocastKwargs",

@@ -14,7 +14,7 @@ from trainkit.accelerator.settings import (
     GradientAccumulationPlugin,
     InitProcessGroupKwargs,
 )
-from trainkit.device import collective_backend
+from trainkit.basics.device import collective_backend
 from trainkit.distributed import Processes
 from trainkit.distributed.communicator import Communicator
 from trainkit.distributed.group import Membership

@@ -32,8 +32,8 @@ from trainkit.checkpoint.forms import (
     torch_state,
 )
 from trainkit.checkpoint.training_state import parameter_names, same_torch
-from trainkit.training.fingerprint import model_problems
-from trainkit.training.resume_check import check_model_form
+from trainkit.training.resume.fingerprint import model_problems
+from trainkit.training.resume.resume_check import check_model_form
 
 __all__ = ["check_form", "part_name", "problems"]
 

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainkit import rng
 from trainkit.accelerator.accumulation import Accumulation
 from trainkit.accelerator.gradients import Gradients
 from trainkit.accelerator.preparer import Registry
 from trainkit.accelerator.state_check import check_form, part_name, problems
+from trainkit.basics import rng
 from trainkit.checkpoint import Checkpoint
 from trainkit.checkpoint.checkpoint import open_share
 from trainkit.checkpoint.exact import as_parameter, load_model, load_state
@@ -30,7 +30,7 @@ from trainkit.checkpoint.training_state import (
 from trainkit.distributed import Processes, collective_guard
 from trainkit.errors import CheckpointError, ConfigError, quoted
 from trainkit.strategies import Strategy
-from trainkit.training.replicas import check_replicas
+from trainkit.training.resume.replicas import check_replicas
 
 __all__ = ["LoadedState", "StateContents"]
 

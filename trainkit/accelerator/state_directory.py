@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from trainkit.accelerator.settings import ProjectConfiguration
+from trainkit.basics.lock import RunLock
+from trainkit.basics.outputs import absolute, why
 from trainkit.checkpoint import CheckpointStore, KeepPolicy, rotate
 from trainkit.checkpoint.candidates import first_verified
 from trainkit.checkpoint.format.names import MANIFEST
@@ -15,8 +17,6 @@ from trainkit.checkpoint.listing import broken_folders
 from trainkit.distributed import Processes, run_on_main
 from trainkit.distributed.collectives import gather_on_main
 from trainkit.errors import CheckpointError, CheckpointMissing, ConfigError
-from trainkit.lock import RunLock
-from trainkit.outputs import absolute, why
 
 __all__ = ["StateDirectory"]
 

@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.accelerator.settings import ProjectConfiguration
+from trainkit.basics.lock import RunLock
+from trainkit.basics.outputs import check_folder, claim
+from trainkit.basics.packages import require
 from trainkit.distributed import Processes, run_on_main
 from trainkit.distributed.shared_folder import check_shared
 from trainkit.errors import ConfigError
-from trainkit.lock import RunLock
-from trainkit.outputs import check_folder, claim
-from trainkit.packages import require
 from trainkit.trackers.files import CSVTracker, FileTracker, JSONLTracker
 from trainkit.trackers.mlflow import MLflowTracker
 from trainkit.trackers.tensorboard import TensorBoardTracker

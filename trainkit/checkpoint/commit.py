@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, cast
 
+from trainkit.basics.formatting import readable_size
 from trainkit.checkpoint.format.manifest import FileInfo, Manifest, read_manifest
 from trainkit.checkpoint.format.names import (
     MANIFEST,
@@ -32,7 +33,6 @@ from trainkit.checkpoint.writing import (
     write,
 )
 from trainkit.errors import CheckpointCorrupt, CheckpointError, TrainkitError, text_of
-from trainkit.formatting import readable_size
 
 __all__ = ["Agree", "Save", "alone", "throw_away"]
 

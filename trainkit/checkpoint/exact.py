@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainkit.basics.torch_internals import buffers_of, is_saved
 from trainkit.checkpoint.format.tensors import kept_strides
-from trainkit.torch_internals import buffers_of, is_saved
 
 __all__ = [
     "as_parameter",

@@ -5,10 +5,10 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+from trainkit.basics.config import check_whole
 from trainkit.checkpoint.checkpoint import verify
 from trainkit.checkpoint.listing import Entry
 from trainkit.checkpoint.store import CheckpointStore
-from trainkit.config import check_whole
 from trainkit.errors import CheckpointError, ConfigError
 
 __all__ = ["Best", "KeepPolicy", "Retention", "best_of", "ranked", "removable", "rotate"]

@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
+from trainkit.basics.formatting import count
 from trainkit.checkpoint.format.manifest import Manifest
 from trainkit.checkpoint.format.names import CHECKPOINTS, WEIGHTS
 from trainkit.checkpoint.io import files
@@ -20,7 +21,6 @@ from trainkit.checkpoint.store import CheckpointStore
 from trainkit.distributed import Processes, run_on_all, run_on_main, with_own_group
 from trainkit.distributed.collectives import gather_on_main
 from trainkit.errors import CheckpointError, ConfigError, text_of
-from trainkit.formatting import count
 
 __all__ = ["NonFinite", "Saver", "check_unused"]
 

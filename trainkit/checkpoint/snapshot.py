@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainkit.basics.device import can_pin, is_accelerator
+from trainkit.basics.torch_internals import copy_each
 from trainkit.checkpoint.format.codec import DEEPEST, MOST_VALUES
 from trainkit.checkpoint.format.strides import row_major
 from trainkit.checkpoint.format.tensors import kept_strides, refused_tensor
-from trainkit.device import can_pin, is_accelerator
-from trainkit.torch_internals import copy_each
 
 __all__ = ["Snapshot"]
 

@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from trainkit.basics.outputs import why
 from trainkit.checkpoint.checkpoint import Checkpoint, check_sizes
 from trainkit.checkpoint.commit import Agree, Save, alone, throw_away
 from trainkit.checkpoint.format import strict_json
@@ -15,7 +16,6 @@ from trainkit.checkpoint.io import files
 from trainkit.checkpoint.io.reading import open_directory, open_file
 from trainkit.checkpoint.listing import Entry, broken_folders, committed
 from trainkit.errors import CheckpointError, ConfigError
-from trainkit.outputs import why
 
 __all__ = ["CheckpointStore", "Entry"]
 

@@ -6,16 +6,16 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+from trainkit.basics.console import print_table, print_text
+from trainkit.basics.formatting import readable_size
+from trainkit.basics.lock import RunLock
 from trainkit.checkpoint.checkpoint import check_sizes, verify
 from trainkit.checkpoint.format.names import CHECKPOINTS, MANIFEST, PINS, WEIGHTS
 from trainkit.checkpoint.listing import Entry, broken_folders
 from trainkit.checkpoint.retention import Best, KeepPolicy, best_of, removable, rotate
 from trainkit.checkpoint.store import CheckpointStore
 from trainkit.cli.contents import Contents, TensorSummary, leaves, read_contents
-from trainkit.console import print_table, print_text
 from trainkit.errors import CheckpointError, ConfigError
-from trainkit.formatting import readable_size
-from trainkit.lock import RunLock
 
 __all__ = ["add_to"]
 

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.accelerator.accelerator import Accelerator
-from trainkit.device import wide_dtype
+from trainkit.basics.device import wide_dtype
+from trainkit.basics.launch_environment import MIXED_PRECISIONS
 from trainkit.distributed import run_on_main
 from trainkit.distributed.collectives import run_on_all
 from trainkit.distributed.world import World
 from trainkit.errors import DistributedError
-from trainkit.launch_environment import MIXED_PRECISIONS
 from trainkit.testing.task import (
     GLOBAL_BATCH,
     SAMPLES,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from trainkit.device import wide_dtype
+from trainkit.basics.device import wide_dtype
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigError
 from trainkit.testing.task import Network, Record, Save, train, weights

@@ -10,9 +10,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainkit.console import print_text
+from trainkit.basics.console import print_text
+from trainkit.basics.formatting import count, json_value
 from trainkit.errors import ConfigError
-from trainkit.formatting import count, json_value
 
 if TYPE_CHECKING:
     from trainkit.cli.parting import Parting

@@ -11,8 +11,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from trainkit.basics.formatting import readable_size
 from trainkit.errors import TrainkitError
-from trainkit.formatting import readable_size
 from trainkit.launch import config_file
 from trainkit.launch.machine import (
     COLLECTIVE_PACKAGES,

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from trainkit.basics.outputs import replace_file, why
 from trainkit.errors import ConfigError
-from trainkit.outputs import replace_file, why
 
 __all__ = ["add_to"]
 

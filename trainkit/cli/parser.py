@@ -6,7 +6,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from trainkit.parsing import nearest
+from trainkit.basics.parsing import nearest
 
 __all__ = ["CommandParser"]
 

@@ -7,14 +7,14 @@ from os.path import realpath
 from pathlib import Path
 from typing import Any
 
+from trainkit.basics.formatting import count
+from trainkit.basics.hparams import flat
 from trainkit.checkpoint.checkpoint import Checkpoint
 from trainkit.checkpoint.format.names import CHECKPOINTS
 from trainkit.checkpoint.listing import Entry, committed
 from trainkit.cli.contents import Contents, TensorSummary, read_contents
 from trainkit.data.order_facts import changed_facts
 from trainkit.errors import CheckpointError, ConfigError, quoted
-from trainkit.formatting import count
-from trainkit.hparams import flat
 from trainkit.journal import JOURNAL, Journal, Record, read
 
 __all__ = ["OTHER_PROCESSES", "Cause", "Parting", "find_parting"]

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from trainkit.basics.launch_environment import MIXED_PRECISIONS
 from trainkit.errors import ConfigError
 from trainkit.journal import read
-from trainkit.launch_environment import MIXED_PRECISIONS
 
 __all__ = ["add_to"]
 

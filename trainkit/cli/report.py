@@ -4,8 +4,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from trainkit.basics.formatting import readable_size
 from trainkit.errors import ConfigError
-from trainkit.formatting import readable_size
 from trainkit.inspect.report.page import make_page
 from trainkit.inspect.report.records import read_runs
 

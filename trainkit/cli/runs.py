@@ -9,15 +9,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from trainkit.basics.console import print_table
+from trainkit.basics.formatting import duration, json_value
+from trainkit.basics.hparams import flat
+from trainkit.basics.parsing import nearest
 from trainkit.checkpoint.listing import committed
-from trainkit.console import print_table
 from trainkit.errors import ConfigError, TrainkitError
-from trainkit.formatting import duration, json_value
-from trainkit.hparams import flat
 from trainkit.inspect.report.listing import CHECKPOINTS, facts, facts_of, find_runs
 from trainkit.inspect.report.records import METRICS, RunLog, mapping
 from trainkit.inspect.report.tables import number
-from trainkit.parsing import nearest
 
 __all__ = ["add_to"]
 

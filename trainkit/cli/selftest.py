@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trainkit.console import print_table
+from trainkit.basics.console import print_table
 from trainkit.errors import ConfigError
 from trainkit.launch.command import start
 from trainkit.launch.plan import Plan, Script, make_plan

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from trainkit.basics.device import memory_of
 from trainkit.containers import tree
-from trainkit.device import memory_of
 from trainkit.errors import DistributedError
 
 __all__ = ["Unencodable", "decode", "encode"]

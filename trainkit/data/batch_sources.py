@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from trainkit import rng
+from trainkit.basics import rng
 from trainkit.containers.tree import count_samples
 from trainkit.data.fetch import Fetch, RankBatch
 from trainkit.data.loader_context import LoaderContext

@@ -11,7 +11,8 @@ from typing import Any, TypeAlias
 
 from typing_extensions import override
 
-from trainkit import rng
+from trainkit.basics import rng
+from trainkit.basics.parsing import nearest
 from trainkit.data.loader import PreparedLoader
 from trainkit.data.loader_context import LoaderContext
 from trainkit.data.mapped import MappedLoader
@@ -19,7 +20,6 @@ from trainkit.data.padding_batch import PaddingBatch
 from trainkit.data.prepare import LoaderCombination, prepared
 from trainkit.data.window import MicroBatch, Window
 from trainkit.errors import ConfigError, DataError, quoted
-from trainkit.parsing import nearest
 
 __all__ = ["Combined", "CombinedBatch", "CombinedLoader", "CombinedWindow"]
 

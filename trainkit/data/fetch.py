@@ -20,7 +20,7 @@ from torch.utils.data import (
 )
 from typing_extensions import override
 
-from trainkit import rng
+from trainkit.basics import rng
 from trainkit.containers.tree import children, is_array, is_container, is_opaque
 from trainkit.errors import DataError
 

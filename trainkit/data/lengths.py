@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import Sampler
 from typing_extensions import override
 
-from trainkit.config import check_whole
+from trainkit.basics.config import check_whole
 from trainkit.errors import ConfigError
 
 __all__ = ["group_by_length", "lengths_of", "read_item"]

@@ -13,7 +13,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from trainkit import rng
+from trainkit.basics import rng
 from trainkit.errors import ConfigError
 
 __all__ = [

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
+from trainkit.basics.device import memory_of
 from trainkit.containers import wire_format
 from trainkit.data.order import is_plain
-from trainkit.device import memory_of
 
 __all__ = ["CHANGED", "OWN", "changed_facts", "digest_of", "order_facts", "run_to"]
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 from typing_extensions import override
 
-from trainkit.config import check_whole
+from trainkit.basics.config import check_whole
 from trainkit.data.lengths import lengths_of, read_item
 from trainkit.errors import ConfigError, DataError
 from trainkit.types import IGNORED

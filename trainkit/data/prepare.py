@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from trainkit import rng
+from trainkit.basics import rng
 from trainkit.data.agreed import AgreedLoader
 from trainkit.data.batch_sources import CustomSource, KeySource, Presharded, StreamSource
 from trainkit.data.fetch import fetch_for

@@ -9,7 +9,8 @@ from typing import Any
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from trainkit import rng
+from trainkit.basics import rng
+from trainkit.basics.torch_internals import in_no_worker
 from trainkit.containers.tree import count_samples
 from trainkit.data.fetch import Fetch, RankBatch, collates_silently, counted, recounted
 from trainkit.data.loader_context import LoaderContext
@@ -21,7 +22,6 @@ from trainkit.data.stream_start import (
     is_stateful,
 )
 from trainkit.errors import DataError
-from trainkit.torch_internals import in_no_worker
 
 __all__ = ["StreamReader"]
 

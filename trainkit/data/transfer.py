@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from trainkit.basics.device import can_pin, has_streams
 from trainkit.containers.tree import is_opaque, map_leaves
-from trainkit.device import can_pin, has_streams
 
 __all__ = ["Transfer", "transfer_for"]
 

@@ -22,14 +22,14 @@ from torch import Tensor
 from torch.utils.data import DataLoader, get_worker_info
 from typing_extensions import override
 
-from trainkit import rng
+from trainkit.basics import rng
+from trainkit.basics.device import can_pin
+from trainkit.basics.signals import CAUGHT
+from trainkit.basics.torch_internals import WorkersIterator, end_workers, workers_of
 from trainkit.data.fetch import Fetch
 from trainkit.data.loader_context import LoaderContext
 from trainkit.data.order import set_epoch_on
-from trainkit.device import can_pin
 from trainkit.errors import ConfigError, DataError, text_of
-from trainkit.signals import CAUGHT
-from trainkit.torch_internals import WorkersIterator, end_workers, workers_of
 
 _DEATH_SECONDS = 0.3  # from the first sign of a worker's end until it is known
 
@@ -382,7 +382,7 @@ def _death(iterator: Any) -> str | None:
         return None
     worker = max(dead, key=lambda worker: worker.exitcode != 0)
     number = workers_of(iterator).index(worker)
-    from trainkit.hints import hint_for  # only failures need it
+    from trainkit.basics.hints import hint_for  # only failures need it
 
     end = f"ended by itself with the exit code {worker.exitcode}"
     if worker.exitcode < 0:

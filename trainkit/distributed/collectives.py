@@ -9,7 +9,7 @@ import torch
 import torch.distributed
 
 from trainkit import errors
-from trainkit.device import memory_of
+from trainkit.basics.device import memory_of
 from trainkit.distributed import collective_guard
 from trainkit.distributed.group import Membership, cpu_group
 from trainkit.distributed.processes import Processes, pack, unpack

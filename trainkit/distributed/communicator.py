@@ -269,7 +269,7 @@ class Communicator:
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on the main process of each machine only; a closed stdout is no error."""
         if self.is_local_main_process:
-            from trainkit.console import put  # only where something is printed
+            from trainkit.basics.console import put  # only where something is printed
 
             put(*args, **kwargs)
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed
 from torch.distributed import ProcessGroup
 
-from trainkit.device import (
+from trainkit.basics.device import (
     accelerator_count,
     can_bind,
     check_present,
@@ -21,9 +21,9 @@ from trainkit.device import (
     default_kind,
     is_accelerator,
 )
+from trainkit.basics.torch_internals import begun_collectives, group_backends, set_backend_timeout
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigError, DistributedError, by_process
-from trainkit.torch_internals import begun_collectives, group_backends, set_backend_timeout
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -142,7 +142,7 @@ def default_device(world: World, device: torch.device | None = None) -> torch.de
     check_present(device)
     if not is_accelerator(device) or device.index is not None:
         return device
-    from trainkit import starters  # importing trainkit needs none of it
+    from trainkit.basics import starters  # importing trainkit needs none of it
 
     count = accelerator_count()
     if count == 1 and starters.sees_own_devices(os.environ):

@@ -11,6 +11,7 @@ import torch.distributed
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp, Work
 
+from trainkit.basics.signals import is_failing
 from trainkit.containers import wire_format
 from trainkit.distributed import collective_guard
 from trainkit.distributed.group import Membership, join, set_group_timeout
@@ -18,7 +19,6 @@ from trainkit.distributed.watch import Watch
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigError, DistributedError
 from trainkit.lazy import ask
-from trainkit.signals import is_failing
 
 __all__ = ["Pending", "Processes", "Reduction", "pack", "unpack"]
 

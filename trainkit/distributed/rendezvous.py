@@ -9,7 +9,7 @@ from datetime import timedelta
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
-from trainkit import starters
+from trainkit.basics import starters
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigError, DistributedError
 

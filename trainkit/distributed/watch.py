@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from trainkit.config import Watchdog
+from trainkit.basics.config import Watchdog
 
 __all__ = ["Answer", "Callers", "Progress", "Watch"]
 

@@ -40,7 +40,7 @@ class World:
         Raises:
             ConfigError: The variables say no place, or a machine on which none was started.
         """
-        from trainkit import starters  # importing trainkit needs none of it
+        from trainkit.basics import starters  # importing trainkit needs none of it
 
         env = os.environ if env is None else env
         starters.refuse_alone(env)
@@ -52,7 +52,7 @@ class World:
         group = torch.distributed
         if not group.is_available() or not group.is_initialized():
             return cls.from_env()
-        from trainkit import starters
+        from trainkit.basics import starters
 
         numbers = {"RANK": str(group.get_rank()), "WORLD_SIZE": str(group.get_world_size())}
         return cls._read(starters.in_torchrun_words({**os.environ, **numbers}))

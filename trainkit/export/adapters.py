@@ -9,9 +9,9 @@ from typing import Any, TypeGuard
 
 from torch import Tensor, nn
 
+from trainkit.basics.torch_internals import parameters_of
 from trainkit.errors import ConfigError
 from trainkit.export.state import tensors_of, whole
-from trainkit.torch_internals import parameters_of
 from trainkit.types import class_name
 
 __all__ = ["adapter_folders", "adapter_tensors", "is_adapted", "merged", "write_adapter_config"]

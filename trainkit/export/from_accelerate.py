@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import Tensor
 
+from trainkit.basics.packages import require
 from trainkit.checkpoint import CheckpointStore
 from trainkit.errors import CheckpointError, ConfigError
 from trainkit.export.pickled import Allowed, read_pickled
 from trainkit.export.sources import open_weights
-from trainkit.packages import require
 
 __all__ = ["import_accelerate"]
 

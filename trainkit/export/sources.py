@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from trainkit.basics.formatting import first_few
 from trainkit.checkpoint.format import strict_json
 from trainkit.checkpoint.format.names import MANIFEST
 from trainkit.errors import CheckpointCorrupt, CheckpointError
 from trainkit.export.pickled import read_pickled
 from trainkit.export.state import warn_of_others
-from trainkit.formatting import first_few
 
 if TYPE_CHECKING:
     from trainkit.checkpoint import Checkpoint

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainkit.basics.formatting import first_few
 from trainkit.checkpoint.exact import empty_buffers
 from trainkit.checkpoint.resharding.sharding_spec import is_sharded
 from trainkit.errors import ConfigError
-from trainkit.formatting import first_few
 
 __all__ = [
     "plain_name",

@@ -13,17 +13,17 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from trainkit.basics.config import TrainConfig
+from trainkit.basics.formatting import count, first_few
 from trainkit.checkpoint import KeepPolicy
-from trainkit.config import TrainConfig
 from trainkit.data import PreparedLoader
 from trainkit.distributed.communicator import Communicator
-from trainkit.formatting import count, first_few
 from trainkit.precision import Precision
 from trainkit.strategies import Strategy
-from trainkit.training import arguments
 from trainkit.training.callback import Callback, CallbackList
 from trainkit.training.facts import describe_window, parameter_counts
 from trainkit.training.lr_schedule import by_name, make_lr_schedule
+from trainkit.training.setup import arguments
 from trainkit.types import Alternating, class_name
 
 __all__ = ["Explanation"]
@@ -105,7 +105,7 @@ class Explanation:
         lr_scheduler: Any = None,
         warmup: float = 0,
     ) -> Rows:
-        from trainkit.training.schedule_check import (  # many runs have none
+        from trainkit.training.setup.schedule_check import (  # many runs have none
             check_plan,
             describe,
             settings_of,
@@ -308,7 +308,7 @@ def _groups(optimizer: Optimizer, model: nn.Module | None) -> Iterator[str]:
 
 
 def _several(given: Mapping[str, Any], turns: Mapping[str, int], model: nn.Module) -> Rows:
-    from trainkit.training.optimizer_arguments import make_optimizers  # most runs have one
+    from trainkit.training.several.optimizer_arguments import make_optimizers  # most runs have one
 
     for name, optimizer in make_optimizers(given, model).items():
         turn = f"; {turns[name]} windows in a row" if name in turns else ""

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from trainkit.basics.device import wide_dtype
+from trainkit.basics.torch_internals import stored_values
 from trainkit.containers.tree import children, is_container
-from trainkit.device import wide_dtype
-from trainkit.torch_internals import stored_values
 from trainkit.types import class_name
 
 __all__ = ["Event", "Observer", "bad", "named_numbers", "numbers_of"]

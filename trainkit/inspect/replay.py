@@ -14,25 +14,25 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from trainkit.config import check_whole
+from trainkit.basics.config import check_whole
+from trainkit.basics.device import wide_dtype
+from trainkit.basics.formatting import count
+from trainkit.basics.outputs import absolute
+from trainkit.basics.torch_internals import compiled_call, set_compiled_call
 from trainkit.data import MicroBatch, Window
-from trainkit.device import wide_dtype
 from trainkit.distributed import run_on_main
 from trainkit.distributed.collectives import first_with
 from trainkit.errors import ConfigError
-from trainkit.formatting import count
 from trainkit.inspect.observer import Observer, bad as bad_events
 from trainkit.inspect.replay_plan import find_run, plan
 from trainkit.inspect.replay_report import Replayed, publish
 from trainkit.inspect.suspects import Fault, Part, find_fault, is_bad, parameter_sizes
 from trainkit.journal import Record
-from trainkit.outputs import absolute
-from trainkit.torch_internals import compiled_call, set_compiled_call
 from trainkit.training.callback import Callback, CallbackList
-from trainkit.training.fit_context import end
-from trainkit.training.optimizers import loss_given
 from trainkit.training.run import FitResult, Run
-from trainkit.training.run_folder import write_apart
+from trainkit.training.setup.fit_context import end
+from trainkit.training.setup.run_folder import write_apart
+from trainkit.training.several.optimizers import loss_given
 from trainkit.types import StepResult
 
 __all__ = ["Replay", "Replayed"]

@@ -5,13 +5,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from trainkit.basics.outputs import folder_of_run
 from trainkit.checkpoint import CheckpointStore
 from trainkit.checkpoint.format.names import CHECKPOINTS
 from trainkit.checkpoint.listing import Entry
 from trainkit.checkpoint.training_state import versions
 from trainkit.errors import ConfigError
 from trainkit.journal import Journal, Record, digest, read
-from trainkit.outputs import folder_of_run
 
 __all__ = ["find_run", "plan"]
 

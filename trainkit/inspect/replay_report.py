@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainkit.basics.formatting import json_value
+from trainkit.basics.outputs import replace_file
 from trainkit.containers.tree import map_leaves
-from trainkit.formatting import json_value
 from trainkit.inspect.observer import named_numbers, numbers_of
 from trainkit.inspect.suspects import Fault, Part
-from trainkit.outputs import replace_file
 from trainkit.training.failure import indices_of
 from trainkit.training.run import Run
 

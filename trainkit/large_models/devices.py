@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 import torch
 from torch import nn
 
-from trainkit.device import accelerator_count, default_kind, free_memory
+from trainkit.basics.device import accelerator_count, default_kind, free_memory
 from trainkit.errors import ConfigError, quoted
 from trainkit.export.layout import parse_size
 from trainkit.export.targets import targets_of

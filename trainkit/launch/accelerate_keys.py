@@ -6,9 +6,9 @@ A key that is off, or empty, says nothing and is accepted: `accelerate config` w
 from collections.abc import Callable
 from typing import Any
 
+from trainkit.basics.parsing import boolean, nearest, one_of
 from trainkit.errors import ConfigError
 from trainkit.launch.machine import has_torch_for
-from trainkit.parsing import boolean, nearest, one_of
 
 __all__ = ["GPUS_OF_OTHERS", "KEYS", "check", "check_value", "sharding"]
 

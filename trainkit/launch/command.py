@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trainkit.console import print_table
+from trainkit.basics.console import print_table
 from trainkit.errors import ConfigError, TrainkitError
 from trainkit.launch import failure
 from trainkit.launch.plan import Plan, Script, check_here, make_plan
@@ -151,7 +151,7 @@ def _run_processes(plan: Plan, job: JobSettings) -> tuple[int, bool]:
     for name in filter(_TORCHRUN.fullmatch, list(os.environ)):
         del os.environ[name]  # the plan has taken from them what nobody else said
     os.environ.update(plan.environment)  # before torch looks for GPUs
-    from trainkit.device import accelerator_count
+    from trainkit.basics.device import accelerator_count
     from trainkit.launch import meeting as meetings
     from trainkit.launch.elastic import ElasticMeeting
     from trainkit.launch.orphan_killer import OrphanKiller

@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainkit.basics.outputs import replace_file
+from trainkit.basics.packages import require
+from trainkit.basics.parsing import nearest
 from trainkit.errors import ConfigError
 from trainkit.launch import accelerate_keys
 from trainkit.launch.settings import SETTINGS
-from trainkit.outputs import replace_file
-from trainkit.packages import require
-from trainkit.parsing import nearest
 
 if TYPE_CHECKING:
     import yaml

@@ -18,6 +18,7 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 from typing_extensions import override
 
+from trainkit.basics.torch_internals import meet_without_pickles
 from trainkit.errors import DistributedError
 from trainkit.launch.link import Link
 from trainkit.launch.meeting import Meeting, card_of, difference, to_compare
@@ -25,7 +26,6 @@ from trainkit.launch.network import addresses_of, is_own, job_interface, reach
 from trainkit.launch.plan import Plan, port_of, ports_of
 from trainkit.launch.settings import JobSettings
 from trainkit.launch.workers import Place
-from trainkit.torch_internals import meet_without_pickles
 
 __all__ = ["ElasticMeeting"]
 

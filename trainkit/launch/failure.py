@@ -10,9 +10,9 @@ from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
-from trainkit.console import put
+from trainkit.basics.console import put
+from trainkit.basics.outputs import replace_file
 from trainkit.launch.link import FAILED
-from trainkit.outputs import replace_file
 from trainkit.watch import report as reports
 from trainkit.watch.report import Report
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from trainkit import starters
+from trainkit.basics import starters
 from trainkit.errors import ConfigError
 from trainkit.launch import config_file
 from trainkit.launch.settings import SETTINGS, JobSettings, Setting, least_and_most

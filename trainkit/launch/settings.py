@@ -8,10 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from trainkit.errors import ConfigError
-from trainkit.launch import accelerate_keys
-from trainkit.launch_environment import MIXED_PRECISIONS
-from trainkit.parsing import (
+from trainkit.basics.launch_environment import MIXED_PRECISIONS
+from trainkit.basics.parsing import (
     boolean,
     gpu_ids,
     listen_port,
@@ -22,6 +20,8 @@ from trainkit.parsing import (
     text,
     whole,
 )
+from trainkit.errors import ConfigError
+from trainkit.launch import accelerate_keys
 
 __all__ = ["SETTINGS", "JobSettings", "Setting", "least_and_most"]
 

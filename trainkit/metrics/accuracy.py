@@ -6,7 +6,7 @@ from typing import Any, Literal
 from torch import Tensor
 from typing_extensions import override
 
-from trainkit.config import checked
+from trainkit.basics.config import checked
 from trainkit.errors import ConfigError
 from trainkit.metrics.local_metric import LocalMetric, Values
 from trainkit.metrics.samples import class_labels, label_marks

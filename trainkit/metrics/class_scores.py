@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from trainkit.config import checked
+from trainkit.basics.config import checked
 from trainkit.errors import ConfigError, DataError
 from trainkit.metrics.local_metric import LocalMetric, Values
 from trainkit.metrics.samples import class_labels, label_marks

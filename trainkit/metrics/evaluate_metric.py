@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from trainkit.config import checked
+from trainkit.basics.config import checked
+from trainkit.basics.packages import require
 from trainkit.containers.tree import is_array
 from trainkit.errors import ConfigError, DataError
 from trainkit.metrics.collecting import CollectingMetric
 from trainkit.metrics.local_metric import LocalMetric
 from trainkit.metrics.metric import Uses, agreed, flatten, setting
-from trainkit.packages import require
 
 __all__ = ["EvaluateMetric", "as_evaluate"]
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from trainkit.config import checked
+from trainkit.basics.config import checked
 from trainkit.errors import ConfigError, DataError
 from trainkit.metrics.collecting import CollectingMetric
 from trainkit.metrics.metric import Uses, flatten

@@ -4,14 +4,14 @@ import sys
 from pkgutil import resolve_name
 from typing import Any
 
+from trainkit.basics.packages import require
+from trainkit.basics.parsing import nearest
 from trainkit.errors import ConfigError
 from trainkit.metrics.evaluate_metric import EvaluateMetric
 from trainkit.metrics.function_metric import FunctionMetric
 from trainkit.metrics.local_metric import LocalMetric
 from trainkit.metrics.metric import Metric
 from trainkit.metrics.torch_metric import TorchMetric
-from trainkit.packages import require
-from trainkit.parsing import nearest
 
 __all__ = ["as_metric", "load"]
 

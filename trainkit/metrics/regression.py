@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias
 from torch import Tensor
 from typing_extensions import override
 
-from trainkit.config import checked
+from trainkit.basics.config import checked
 from trainkit.errors import ConfigError, DataError
 from trainkit.metrics.local_metric import LocalMetric, Values
 from trainkit.metrics.samples import real_columns, refuse_filled

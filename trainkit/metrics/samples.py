@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainkit.basics.device import wide_dtype
 from trainkit.containers.tree import is_array
-from trainkit.device import wide_dtype
 from trainkit.errors import DataError
 from trainkit.types import IGNORED
 

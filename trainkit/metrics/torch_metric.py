@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from trainkit.config import checked
+from trainkit.basics.config import checked
 from trainkit.containers.tree import is_array
 from trainkit.errors import ConfigError, DataError
 from trainkit.metrics.metric import Metric, Uses, agreed, flatten, setting

@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager
 import torch
 from typing_extensions import override
 
-from trainkit.device import lacks_bf16
+from trainkit.basics.device import lacks_bf16
 from trainkit.errors import ConfigError
 from trainkit.precision.precision import Precision
 

@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from trainkit.config import checked
-from trainkit.device import has_loss_scaling
+from trainkit.basics.config import checked
+from trainkit.basics.device import has_loss_scaling
+from trainkit.basics.torch_internals import found_inf, loss_scale, make_loss_scale
 from trainkit.errors import ConfigError
 from trainkit.precision.precision import Precision
-from trainkit.torch_internals import found_inf, loss_scale, make_loss_scale
 
 __all__ = ["FP16", "place_scale", "scaled_loss"]
 

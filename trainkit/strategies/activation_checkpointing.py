@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from trainkit.device import forgets_random_state, get_rng_state, set_rng_state
+from trainkit.basics.device import forgets_random_state, get_rng_state, set_rng_state
+from trainkit.basics.torch_internals import compiled_call, is_saved
 from trainkit.errors import ConfigError
-from trainkit.torch_internals import compiled_call, is_saved
 from trainkit.types import class_name
 
 __all__ = ["checkpoint_activations"]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from trainkit.config import checked
+from trainkit.basics.config import checked
 from trainkit.errors import ConfigError, quoted
 from trainkit.precision import Precision
 from trainkit.strategies.strategy import Strategy

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 
+from trainkit.basics.torch_internals import tree_leaves
 from trainkit.distributed import Processes
 from trainkit.distributed.collectives import require_equal
 from trainkit.errors import ConfigError, quoted
 from trainkit.strategies.strategy import leaves_behind
-from trainkit.torch_internals import tree_leaves
 
 __all__ = ["watch_forward"]
 

@@ -15,16 +15,16 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
+from trainkit.basics.config import checked
+from trainkit.basics.device import collective_backend, move_module, moves_in_place, wide_dtype
+from trainkit.basics.torch_internals import compiled_call, start_sharded
 from trainkit.checkpoint.resharding.sharding_spec import is_sharded, local_part
-from trainkit.config import checked
-from trainkit.device import collective_backend, move_module, moves_in_place, wide_dtype
 from trainkit.distributed import Processes
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigError, quoted
 from trainkit.precision import Precision
 from trainkit.strategies import single_process_group
 from trainkit.strategies.strategy import Strategy, on_meta, zeros_for
-from trainkit.torch_internals import compiled_call, start_sharded
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

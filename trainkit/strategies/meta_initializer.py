@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainkit import rng
-from trainkit.device import siblings
+from trainkit.basics import rng
+from trainkit.basics.device import siblings
+from trainkit.basics.torch_internals import buffers_of, parameters_of
 from trainkit.errors import ConfigError
-from trainkit.torch_internals import buffers_of, parameters_of
 
 __all__ = ["MetaInitializer"]
 

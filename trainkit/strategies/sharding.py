@@ -13,7 +13,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from trainkit.device import can_pin
+from trainkit.basics.device import can_pin
 from trainkit.errors import ConfigError, quoted
 from trainkit.strategies.activation_checkpointing import checkpoint_activations
 

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from trainkit.config import checked
+from trainkit.basics.config import checked
 from trainkit.distributed.group import on_its_own
 from trainkit.distributed.processes import Processes
 from trainkit.distributed.world import World

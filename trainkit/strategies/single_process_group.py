@@ -6,7 +6,7 @@ import torch
 import torch.distributed
 from torch.distributed import HashStore, ProcessGroup  # type: ignore[attr-defined]
 
-from trainkit.device import collective_backend
+from trainkit.basics.device import collective_backend
 
 __all__ = ["join", "leave"]
 

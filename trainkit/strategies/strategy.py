@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainkit.device import move_module
+from trainkit.basics.device import move_module
+from trainkit.basics.torch_internals import multiply_each
 from trainkit.distributed import Processes
 from trainkit.distributed.collectives import check_called_by_all, require_equal
 from trainkit.distributed.group import default_device
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigError, quoted
 from trainkit.precision import Precision
-from trainkit.torch_internals import multiply_each
 from trainkit.types import class_name
 
 __all__ = ["Strategy", "gradient_values", "leaves_behind", "on_meta", "zeros_for"]

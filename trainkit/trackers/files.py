@@ -14,10 +14,9 @@ from typing import Any
 
 from typing_extensions import override
 
-from trainkit.errors import ConfigError
-from trainkit.formatting import json_value
-from trainkit.outputs import Lines, absolute, giving_up, replace_file
-from trainkit.run_files import (
+from trainkit.basics.formatting import json_value
+from trainkit.basics.outputs import Lines, absolute, giving_up, replace_file
+from trainkit.basics.run_files import (
     MALFORMED,
     complete_size,
     drop_half_line,
@@ -25,6 +24,7 @@ from trainkit.run_files import (
     lines,
     lines_from_end,
 )
+from trainkit.errors import ConfigError
 from trainkit.trackers.tracker import GeneralTracker, has_one
 
 __all__ = ["CSVTracker", "FileTracker", "JSONLTracker"]

@@ -13,9 +13,9 @@ from typing import Any
 
 from typing_extensions import override
 
-from trainkit import rng
+from trainkit.basics import rng
+from trainkit.basics.hparams import flat
 from trainkit.errors import ConfigError
-from trainkit.hparams import flat
 from trainkit.trackers.tracker import GeneralTracker, image_rows
 
 __all__ = ["SMALLER", "MLflowTracker"]

@@ -10,9 +10,9 @@ from typing import Any
 
 from typing_extensions import override
 
-from trainkit.hparams import flat
-from trainkit.outputs import absolute, giving_up
-from trainkit.packages import require
+from trainkit.basics.hparams import flat
+from trainkit.basics.outputs import absolute, giving_up
+from trainkit.basics.packages import require
 from trainkit.trackers.tracker import GeneralTracker, has_one, image_rows
 
 __all__ = ["TensorBoardTracker"]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeAlias
 
 from typing_extensions import override
 
-from trainkit.config import names_checked
+from trainkit.basics.config import names_checked
 from trainkit.distributed import collective_guard
 from trainkit.errors import ConfigError
 
@@ -324,7 +324,7 @@ def _check_hooks(callback: Callback) -> None:
     """Raise for a method that looks like a hook but would never be called."""
     for name in dir(type(callback)):
         if name.startswith("on_") and name not in HOOKS:
-            from trainkit.parsing import nearest  # only errors need it
+            from trainkit.basics.parsing import nearest  # only errors need it
 
             raise ConfigError(
                 f"`{type(callback).__name__}.{name}` is no hook and would never be called."

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from trainkit.basics.device import move_module
 from trainkit.containers.tree import map_leaves
-from trainkit.device import move_module
 from trainkit.errors import ConfigError
 from trainkit.types import IGNORED, Batch, LossFn, StepOutput, class_name
 
@@ -126,7 +126,7 @@ def _mean_loss(
     try:
         loss = loss_fn(outputs, targets)
     except Exception as error:
-        from trainkit.training.loss_shapes import note_given  # on demand
+        from trainkit.training.setup.loss_shapes import note_given  # on demand
 
         note_given(error, outputs, targets)
         raise
@@ -135,7 +135,7 @@ def _mean_loss(
     except AttributeError:
         ours = theirs = ()
     if ours != theirs and (ours == (*theirs, 1) or theirs == (*ours, 1)) and is_first():
-        from trainkit.training.loss_shapes import refuse_all_pairs  # few programs look so
+        from trainkit.training.setup.loss_shapes import refuse_all_pairs  # few programs look so
 
         refuse_all_pairs(loss_fn, outputs, targets)
     computes = loss_fn.func if bound else getattr(type(loss_fn), "forward", loss_fn)

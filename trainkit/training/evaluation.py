@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from trainkit import rng
+from trainkit.basics import rng
+from trainkit.basics.device import wide_dtype
 from trainkit.containers.tree import map_leaves
 from trainkit.data import BatchInfo, MicroBatch, PreparedLoader
-from trainkit.device import wide_dtype
 from trainkit.distributed import agreed_counts, concatenate, gather_samples
 from trainkit.distributed.communicator import Communicator
 from trainkit.distributed.gather import ROWS_VARY

@@ -2,8 +2,8 @@
 
 from torch import nn
 
+from trainkit.basics.formatting import count
 from trainkit.data import PreparedLoader
-from trainkit.formatting import count
 
 __all__ = ["describe_window", "parameter_counts"]
 

@@ -4,9 +4,9 @@ import math
 from contextlib import suppress
 from typing import Any
 
-from trainkit.config import Watchdog
+from trainkit.basics.config import Watchdog
+from trainkit.basics.hints import hint_for, tells_of_lost_peer
 from trainkit.errors import text_of
-from trainkit.hints import hint_for, tells_of_lost_peer
 from trainkit.lazy import ask
 from trainkit.training.run import Run
 

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainkit.basics.torch_internals import norm_of_each
 from trainkit.errors import NonFiniteError
-from trainkit.torch_internals import norm_of_each
 from trainkit.training.run import Run
 
 __all__ = ["finiteness"]

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from trainkit.device import wide_dtype
+from trainkit.basics.device import wide_dtype
 from trainkit.distributed import Processes
 from trainkit.distributed.collectives import are_alike, gather_on_main, number_of
 from trainkit.distributed.communicator import Communicator

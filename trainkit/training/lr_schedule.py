@@ -13,14 +13,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from typing_extensions import override
 
-from trainkit.config import check_argument
+from trainkit.basics.config import check_argument
 from trainkit.errors import ConfigError
 from trainkit.training.evaluation import RunEvaluation
 from trainkit.training.state import TrainState
 from trainkit.types import AnyScheduler, Scalars, SchedulerFactory
 
 if TYPE_CHECKING:
-    from trainkit.training.optimizers import Optimizers
+    from trainkit.training.several.optimizers import Optimizers
 
 __all__ = ["LRSchedule", "LRSchedules", "NamedLR", "by_name", "make_lr_schedule"]
 
@@ -205,7 +205,7 @@ class NamedLR(LRScheduler):
         limit = 1 if by_fraction else total_steps or math.inf
         known = total_steps is not None or (name == "constant" and not by_fraction)
         if name not in NAMES or not known or not 0 <= warmup < limit:
-            from trainkit.parsing import nearest  # only errors need it
+            from trainkit.basics.parsing import nearest  # only errors need it
 
             near = nearest(str(name), NAMES) if name not in NAMES else ""
             raise ConfigError(

@@ -5,10 +5,10 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from trainkit.basics.torch_internals import stored_values
 from trainkit.distributed.collectives import first_with
 from trainkit.errors import NonFiniteError
 from trainkit.strategies import Strategy
-from trainkit.torch_internals import stored_values
 
 __all__ = ["low_scale"]
 

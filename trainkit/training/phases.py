@@ -29,7 +29,7 @@ def begin(run: Run, callbacks: CallbackList) -> None:
     if run.checkpoints.resumed_from is not None and run.checkpoint is not None:
         callbacks.emit(Callback.on_checkpoint_loaded, run, run.checkpoint)
     if run.checkpoints.saver is not None:
-        from trainkit.training.save_check import check_savable  # on demand
+        from trainkit.training.resume.save_check import check_savable  # on demand
 
         check_savable(run, callbacks)
     saver = run.checkpoints.saver
@@ -43,11 +43,11 @@ def begin(run: Run, callbacks: CallbackList) -> None:
     if run.processes.num_processes > 1:
         _check_alike(run)
     if run.lr_schedule is not None:
-        from trainkit.training.schedule_check import check_plan  # many runs need none of it
+        from trainkit.training.setup.schedule_check import check_plan  # many runs need none of it
 
         check_plan(run.lr_schedule, run.planned_steps, run.config.max_epochs, run.print)
         run.lr_schedule.watch(run.evaluation)
-    from trainkit.training.rehearsal import rehearse  # only a fit needs it
+    from trainkit.training.setup.rehearsal import rehearse  # only a fit needs it
 
     run.evaluation.check(rehearse(run), run.print)
     run.restore_streams()
@@ -57,8 +57,8 @@ def begin(run: Run, callbacks: CallbackList) -> None:
 
 def _check_alike(run: Run) -> None:
     """Raise where the processes differ in what is known only now."""
-    from trainkit.training.consistency import check_alike  # one process needs none of it
-    from trainkit.training.settings import optimizer_settings, settings
+    from trainkit.training.setup.consistency import check_alike  # one process needs none of it
+    from trainkit.training.setup.settings import optimizer_settings, settings
 
     evaluation = run.evaluation
     names = [metric.name for metric in evaluation.metrics]
@@ -76,8 +76,8 @@ def first_window(run: Run) -> tuple[Generator[Window, None, None], Window | None
     window = next(windows, None)
     follow_plan(run)
     if window is not None and run.state.attempts == 0:
-        from trainkit.training.epoch_order import check_order  # only a fit needs these
-        from trainkit.training.loss_check import check_loss
+        from trainkit.training.setup.epoch_order import check_order  # only a fit needs these
+        from trainkit.training.setup.loss_check import check_loss
 
         check_order(run)
         check_loss(run, window)
@@ -240,7 +240,7 @@ def _evaluate(run: Run, callbacks: CallbackList) -> None:
         if run.lr_schedule is not None and evaluation.is_planned:
             run.lr_schedule.advance_evaluation(metrics)
         if saver is not None:
-            from trainkit.training.checkpointing import save_weights  # as in `_save`
+            from trainkit.training.resume.checkpointing import save_weights  # as in `_save`
 
             save_weights(run, callbacks)
         callbacks.emit(Callback.on_evaluation_end, run, metrics)
@@ -250,7 +250,7 @@ def _evaluate(run: Run, callbacks: CallbackList) -> None:
 def _check_replicas(run: Run) -> None:
     """Raise where the processes hold different models; each save does so by itself."""
     if run.processes.num_processes > 1 and run.evaluation.check_replicas:
-        from trainkit.training.replicas import check_replicas  # one process needs none of it
+        from trainkit.training.resume.replicas import check_replicas  # one process needs none of it
 
         parameters = dict(run.module.named_parameters())
         check_replicas(run.strategy, parameters, [run.optimizer], f"after step {run.state.step}")
@@ -287,7 +287,7 @@ def _is_interrupted(run: Run) -> bool:
 
 def _save(run: Run, callbacks: CallbackList) -> None:
     """Save a checkpoint if one is due, and tell of one that was committed meanwhile."""
-    from trainkit.training.checkpointing import (  # runs without checkpoints need none of it
+    from trainkit.training.resume.checkpointing import (  # runs without checkpoints need none of it
         collect,
         describe,
     )
@@ -295,7 +295,7 @@ def _save(run: Run, callbacks: CallbackList) -> None:
     saver = run.checkpoints.saver
     assert saver is not None
     if run.state.step == 1:
-        from trainkit.training.save_check import check_optimizer_state
+        from trainkit.training.resume.save_check import check_optimizer_state
 
         check_optimizer_state(run)
     _note_saved(run, callbacks, saver.poll())

@@ -16,26 +16,26 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainkit import rng
+from trainkit.basics import rng
+from trainkit.basics.signals import Interrupted, Interrupts, is_interactive
 from trainkit.distributed import AsyncFlags, Processes, collective_guard
 from trainkit.distributed.collectives import first_with
 from trainkit.errors import ConfigError, TrainkitError
-from trainkit.signals import Interrupted, Interrupts, is_interactive
 from trainkit.training.evaluation_weights import EvaluationWeights
 from trainkit.training.logging import RunServices
 from trainkit.training.state import TrainState
 
 if TYPE_CHECKING:
+    from trainkit.basics.config import TrainConfig
+    from trainkit.basics.lock import RunLock
     from trainkit.checkpoint.retention import Best, Retention
     from trainkit.checkpoint.saver import NonFinite, Saver
-    from trainkit.config import TrainConfig
     from trainkit.data import PreparedLoader, Window
-    from trainkit.lock import RunLock
     from trainkit.precision import Precision
     from trainkit.strategies import Strategy
     from trainkit.training.evaluation import RunEvaluation
     from trainkit.training.lr_schedule import LRSchedule, LRSchedules
-    from trainkit.training.optimizers import NamedOptimizer, Weight
+    from trainkit.training.several.optimizers import NamedOptimizer, Weight
     from trainkit.training.weighting import Weighting
     from trainkit.types import Batch, Scalars, Stateful, StepOutput
 
@@ -263,7 +263,7 @@ class Run(RunServices):
         Raises:
             ConfigError: There is one optimizer, none of this name, or `loss` cannot be used.
         """
-        from trainkit.training.optimizers import take_loss  # most runs have one
+        from trainkit.training.several.optimizers import take_loss  # most runs have one
 
         take_loss(self.optimizer, name, loss, weight, loader, self.train_loader.parts)
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainkit.torch_internals import buffers_of
+from trainkit.basics.torch_internals import buffers_of
 
 __all__ = ["kept", "kept_buffers"]
 

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from trainkit.basics.device import wide_dtype
 from trainkit.data import MicroBatch, Window
-from trainkit.device import wide_dtype
 from trainkit.distributed.collectives import require_equal
 from trainkit.distributed.processes import Pending
 from trainkit.errors import ConfigError, DataError, by_process, quoted

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from trainkit.signals import exit_code, kill_workers
+from trainkit.basics.signals import exit_code, kill_workers
 from trainkit.watch.listening import ADDRESS_VARIABLE
 from trainkit.watch.member import Member
 from trainkit.watch.report import Report

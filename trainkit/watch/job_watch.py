@@ -12,10 +12,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from trainkit.basics.hints import tells_of_lost_peer
+from trainkit.basics.signals import is_failing
 from trainkit.distributed import Processes
 from trainkit.distributed.watch import Progress
-from trainkit.hints import tells_of_lost_peer
-from trainkit.signals import is_failing
 from trainkit.watch import exit, report as reports, timing
 from trainkit.watch.connections import Address, Links, open_server, reach_server
 from trainkit.watch.member import Member

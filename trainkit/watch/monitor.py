@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from trainkit.basics.host import kernel_kills, process_memory
 from trainkit.distributed.watch import Progress
-from trainkit.host import kernel_kills, process_memory
 from trainkit.watch import exit, report as reports, timing
 from trainkit.watch.callers import Callers
 from trainkit.watch.connections import GONE, Message

@@ -10,10 +10,10 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from trainkit.basics.formatting import readable_size
+from trainkit.basics.hints import hint_for, tells_of_lost_peer
+from trainkit.basics.host import process_memory
 from trainkit.errors import text_of
-from trainkit.formatting import readable_size
-from trainkit.hints import hint_for, tells_of_lost_peer
-from trainkit.host import process_memory
 
 __all__ = [
     "FOLDER_VARIABLE",

@@ -94,7 +94,7 @@ def call_of(error: BaseException) -> str:
         frame.f_code.co_name
         for frame in frames
         if frame.f_code.co_filename.startswith(_PACKAGE)
-        and frame.f_globals.get("__name__") != "trainkit.config"
+        and frame.f_globals.get("__name__") != "trainkit.basics.config"
     ]
     waits = [name for frame in frames if (name := _collective(frame))]
     return f"`{[*ours, *waits][0]}`" if ours or waits else "a collective"

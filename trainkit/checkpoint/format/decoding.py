@@ -128,7 +128,7 @@ def _array(decoder: _Decoder, node: Any) -> Any:
 
 
 def _blob(decoder: _Decoder, name: Any) -> bytes:
-    from trainkit.device import memory_of  # which imports torch
+    from trainkit.basics.device import memory_of  # which imports torch
 
     return bytes(memory_of(decoder.tensors[name].contiguous()))
 

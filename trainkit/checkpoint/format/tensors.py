@@ -72,7 +72,7 @@ def tensor_piece(value: "Tensor", name: str) -> tuple[Piece, dict[str, Any]]:
 
 
 def _bytes_of(value: "Tensor") -> memoryview:
-    from trainkit.device import memory_of  # which imports torch
+    from trainkit.basics.device import memory_of  # which imports torch
 
     return memory_of(value.detach().resolve_conj().resolve_neg().cpu().contiguous())
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from trainkit.packages import require
+from trainkit.basics.packages import require
 
 __all__ = ["xxh3_64_hexdigest", "xxh3_128", "xxh3_128_hexdigest"]
 

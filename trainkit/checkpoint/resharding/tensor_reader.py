@@ -237,7 +237,7 @@ class PartReader:
             CheckpointCorrupt: A file has changed, or is not of the form that trainkit writes.
             Exception: One of `decoding.MALFORMED`: `tree` is not of that form.
         """
-        from trainkit.device import memory_of  # which imports torch
+        from trainkit.basics.device import memory_of  # which imports torch
 
         resolved = self._resolve(tree, like)
         for wanted in self._wanted:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from trainkit.formatting import json_value
+from trainkit.basics.formatting import json_value
 from trainkit.inspect.report.goodput import throughput
 from trainkit.inspect.report.records import DRAWABLE, Point, RunLog
 

@@ -13,7 +13,14 @@ from pathlib import Path
 from socket import gethostname
 from typing import Any
 
-from trainkit.hparams import flat
+from trainkit.basics.hparams import flat
+from trainkit.basics.run_files import (
+    MALFORMED,
+    LeftOut,
+    last_object,
+    lines_from_end,
+    object_at,
+)
 from trainkit.inspect.report.goodput import goodput
 from trainkit.inspect.report.records import (
     METRICS,
@@ -23,13 +30,6 @@ from trainkit.inspect.report.records import (
     events_of,
     parse_line,
     read_run,
-)
-from trainkit.run_files import (
-    MALFORMED,
-    LeftOut,
-    last_object,
-    lines_from_end,
-    object_at,
 )
 
 __all__ = ["CHECKPOINTS", "facts", "facts_of", "find_runs"]

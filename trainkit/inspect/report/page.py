@@ -8,7 +8,7 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
-from trainkit.formatting import duration
+from trainkit.basics.formatting import duration
 from trainkit.inspect.report.curves import MOST_CHARTS, MOST_POINTS, Chart, Series, charts_of
 from trainkit.inspect.report.goodput import PARTS, Goodput, goodput, together
 from trainkit.inspect.report.records import RunLog

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
+from trainkit.basics.formatting import duration
 from trainkit.errors import ConfigError
-from trainkit.formatting import duration
 from trainkit.inspect.report.curves import Chart, charts_of
 from trainkit.inspect.report.goodput import PARTS, Goodput, goodput
 from trainkit.inspect.report.records import RunLog

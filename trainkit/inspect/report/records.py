@@ -15,8 +15,8 @@ from os.path import basename, isfile, lexists, realpath
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from trainkit.basics.run_files import LeftOut, json_object, stretches, whole_object
 from trainkit.errors import ConfigError
-from trainkit.run_files import LeftOut, json_object, stretches, whole_object
 
 __all__ = [
     "DRAWABLE",

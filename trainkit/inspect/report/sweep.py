@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from trainkit.formatting import json_value
+from trainkit.basics.formatting import json_value
 from trainkit.inspect.report.goodput import progress
 from trainkit.inspect.report.records import Point, RunLog, as_number, mapping
 from trainkit.inspect.report.tables import Row, configuration

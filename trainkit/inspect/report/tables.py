@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from trainkit.config import TrainConfig
-from trainkit.formatting import duration
-from trainkit.hparams import flat
+from trainkit.basics.config import TrainConfig
+from trainkit.basics.formatting import duration
+from trainkit.basics.hparams import flat
 from trainkit.inspect.report.goodput import Goodput
 from trainkit.inspect.report.records import DRAWABLE, RunLog, mapping
 

@@ -8,8 +8,8 @@ import os
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from trainkit.basics.parsing import boolean, one_of
 from trainkit.errors import ConfigError
-from trainkit.parsing import boolean, one_of
 
 __all__ = ["MIXED_PRECISIONS", "mixed_precision", "read", "sharding", "uses_cpu"]
 
@@ -26,7 +26,7 @@ def read(name: str, reader: Callable[[object], T], default: T) -> T:
 
     Args:
         name: Of the variable, behind the prefix.
-        reader: Of `trainkit.parsing`.
+        reader: Of `trainkit.basics.parsing`.
         default: What holds without the variable.
 
     Raises:

@@ -8,9 +8,9 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from trainkit.basics.parsing import nearest
+from trainkit.basics.torch_internals import call_module, compiled_call, set_compiled_call
 from trainkit.errors import ConfigError
-from trainkit.parsing import nearest
-from trainkit.torch_internals import call_module, compiled_call, set_compiled_call
 
 __all__ = ["compile_options", "compiled"]
 

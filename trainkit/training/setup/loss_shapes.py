@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainkit import rng
+from trainkit.basics import rng
 from trainkit.errors import ConfigError
 from trainkit.training.unchanged import kept
 

@@ -7,14 +7,14 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from trainkit.basics.outputs import absolute, folder_of_run
+from trainkit.basics.parsing import nearest
 from trainkit.checkpoint.listing import of_run
 from trainkit.checkpoint.retention import best_of
 from trainkit.distributed import Processes, run_on_all, run_on_main
 from trainkit.errors import CheckpointError, ConfigError
-from trainkit.outputs import absolute, folder_of_run
-from trainkit.parsing import nearest
 from trainkit.training.modes import in_training_mode
-from trainkit.training.reference import load_onto_base
+from trainkit.training.resume.reference import load_onto_base
 from trainkit.training.run import FitResult, Run
 from trainkit.training.unchanged import kept_buffers
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainkit import rng
+from trainkit.basics import rng
 from trainkit.containers.tree import count_samples, parts
 from trainkit.data import MicroBatch, Window
 from trainkit.training.default_steps import item_count

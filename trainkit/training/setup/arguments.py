@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, RandomSampler
 
 from trainkit import precision as precisions, strategies
-from trainkit.config import TrainConfig, check_argument
+from trainkit.basics.config import TrainConfig, check_argument
 from trainkit.data import PreparedLoader
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigError
@@ -67,7 +67,7 @@ def make_strategy(strategy: str | Strategy) -> Strategy:
     """Return the strategy of a name; "auto" is what the launcher asks for, or DDP."""
     if isinstance(strategy, Strategy):
         return strategy
-    from trainkit import launch_environment  # importing trainkit needs none of it
+    from trainkit.basics import launch_environment  # importing trainkit needs none of it
 
     options: dict[str, Any] = {"device": "cpu" if launch_environment.uses_cpu() else None}
     if strategy == "auto":
@@ -83,7 +83,7 @@ def make_precision(precision: str | Precision) -> Precision:
     if isinstance(precision, Precision):
         return precision
     if precision == "auto":
-        from trainkit import launch_environment
+        from trainkit.basics import launch_environment
 
         precision = launch_environment.MIXED_PRECISIONS[launch_environment.mixed_precision()]
     return _look_up("precision", precision, PRECISIONS, "Precision")()
@@ -108,7 +108,7 @@ def _look_up(
     names = ["auto", *known]
     hint = ""
     if isinstance(name, str):
-        from trainkit.parsing import nearest  # only errors need it
+        from trainkit.basics.parsing import nearest  # only errors need it
 
         bare = name.lower().removesuffix("-mixed").removesuffix("-true")
         hint = nearest({"16": "fp16", "32": "fp32"}.get(bare, bare), names)
@@ -248,8 +248,8 @@ def check_how(resume: Any, schedule: object, restore_best: object) -> dict[str, 
         wanted = 'None, "auto", "must" or the folder of a checkpoint'
         raise ConfigError(f"`resume` must be {wanted}, but is {resume!r}.")
     if resume is not None and resume not in _RESUMES:
-        from trainkit.outputs import absolute  # most runs need none of it
-        from trainkit.parsing import nearest
+        from trainkit.basics.outputs import absolute  # most runs need none of it
+        from trainkit.basics.parsing import nearest
 
         hint = nearest(str(resume), _RESUMES)
         if hint and not Path(str(resume)).exists():
@@ -262,7 +262,7 @@ def read_hparams(given: Any) -> dict[str, Any]:
     """Return hyperparameters in plain values; raise where some cannot be written."""
     if given is None:
         return {}
-    from trainkit.hparams import plain  # many runs have none
+    from trainkit.basics.hparams import plain  # many runs have none
 
     return plain(given)
 
@@ -321,7 +321,7 @@ def check_compile(wanted: bool | Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the options of torch.compile that were asked for; None: nothing is compiled."""
     if wanted is False:
         return None
-    from trainkit.training.compile import compile_options  # most runs need none of it
+    from trainkit.training.setup.compile import compile_options  # most runs need none of it
 
     return compile_options(wanted)
 

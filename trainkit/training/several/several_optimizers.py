@@ -10,17 +10,17 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from trainkit.basics.torch_internals import compiled_call
 from trainkit.data import MicroBatch, Window
 from trainkit.distributed.collectives import require_equal
 from trainkit.errors import ConfigError, by_process
 from trainkit.strategies import Strategy
-from trainkit.torch_internals import compiled_call
 from trainkit.training import loop
 from trainkit.training.callback import Callback, CallbackList
 from trainkit.training.lr_schedule import LRSchedules
-from trainkit.training.optimizers import NamedOptimizer, Optimizers
 from trainkit.training.phases import check_reached
 from trainkit.training.run import Run
+from trainkit.training.several.optimizers import NamedOptimizer, Optimizers
 from trainkit.types import StepResult
 
 __all__ = ["train_step"]

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.optim import SGD, Optimizer, lr_scheduler
 
+from trainkit.basics.torch_internals import parts_of_schedule, set_parts_of_schedule
 from trainkit.errors import ConfigError
-from trainkit.torch_internals import parts_of_schedule, set_parts_of_schedule
 from trainkit.training.lr_schedule import LRSchedule, LRSchedules
 
 __all__ = ["check_plan", "describe", "settings_of"]

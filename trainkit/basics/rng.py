@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from trainkit.device import get_rng_state, set_rng_state, siblings
+from trainkit.basics.device import get_rng_state, set_rng_state, siblings
 
 __all__ = [
     "HostState",

@@ -14,7 +14,7 @@ from trainkit.distributed import run_on_all
 from trainkit.errors import CheckpointError, ConfigError, quoted
 from trainkit.export.loading import load_evaluated
 from trainkit.export.state import whole
-from trainkit.training.replicas import digests_of
+from trainkit.training.resume.replicas import digests_of
 from trainkit.training.run import Base, Run
 
 __all__ = ["base_of", "check_base", "describe_base", "left_out", "load_onto_base", "read_model"]

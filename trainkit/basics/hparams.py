@@ -10,8 +10,8 @@ from enum import Enum
 from types import SimpleNamespace
 from typing import Any
 
+from trainkit.basics.formatting import json_value
 from trainkit.errors import ConfigError
-from trainkit.formatting import json_value
 
 __all__ = ["changed", "flat", "plain"]
 

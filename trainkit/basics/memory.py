@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from trainkit.device import accelerator_kind
+from trainkit.basics.device import accelerator_kind
 from trainkit.errors import ConfigError, text_of
 
 __all__ = ["find_executable_batch_size", "is_out_of_memory", "release_memory"]

@@ -4,8 +4,8 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from trainkit.basics.parsing import nearest
 from trainkit.errors import ConfigError, quoted
-from trainkit.parsing import nearest
 
 __all__ = ["PLACES", "refuse_unknown"]
 

@@ -10,8 +10,8 @@ from torch.optim import Optimizer
 
 from trainkit.checkpoint.training_state import parameter_names
 from trainkit.export.state import shapes_in, shapes_of
-from trainkit.training.optimizers import Optimizers, described
 from trainkit.training.run import Run
+from trainkit.training.several.optimizers import Optimizers, described
 
 __all__ = [
     "changes",

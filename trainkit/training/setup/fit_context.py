@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from trainkit import rng
-from trainkit.config import TrainConfig
+from trainkit.basics import rng
+from trainkit.basics.config import TrainConfig
 from trainkit.data import PreparedLoader
 from trainkit.distributed import collective_guard
 from trainkit.errors import ConfigError
@@ -21,7 +21,7 @@ from trainkit.training.run import FitResult, Run
 from trainkit.training.weighting import Weighting
 
 if TYPE_CHECKING:
-    from trainkit.config import Watchdog
+    from trainkit.basics.config import Watchdog
 
 __all__ = [
     "Calls",
@@ -50,7 +50,9 @@ def make_weighting(
     """Return what weighs the losses of a loader, or of several; see `Weighting`."""
     kind: type[Weighting] = Weighting
     if loader.parts:
-        from trainkit.training.combined_weighting import CombinedWeighting as kind  # few have it
+        from trainkit.training.several.combined_weighting import (
+            CombinedWeighting as kind,  # few have it
+        )
 
     return kind(
         *parts,
@@ -131,7 +133,7 @@ def compiling(model: nn.Module, options: Mapping[str, Any] | None) -> AbstractCo
     """Return what lets a model run compiled inside, where there are options for it."""
     if options is None:
         return nullcontext()
-    from trainkit.training.compile import compiled  # most runs need none of it
+    from trainkit.training.setup.compile import compiled  # most runs need none of it
 
     return compiled(model, options)
 
@@ -145,7 +147,7 @@ def end(run: Run) -> FitResult:
         path, step, value = best
         result = replace(result, best_checkpoint=Path(path), best_step=step, best_value=value)
     if run.checkpoints.restore_best:
-        from trainkit.training.saved_weights import restore_best  # most runs need none of it
+        from trainkit.training.resume.saved_weights import restore_best  # most runs need none of it
 
         restore_best(run, result)
     return result
@@ -160,6 +162,6 @@ def loop_step(run: Run) -> Step:
         return closure.train_step
     if not run.optimizers:
         return loop.train_step
-    from trainkit.training import several_optimizers  # most runs have one
+    from trainkit.training.several import several_optimizers  # most runs have one
 
     return several_optimizers.train_step

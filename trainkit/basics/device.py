@@ -13,8 +13,8 @@ import torch
 import torch.distributed
 from torch import nn
 
+from trainkit.basics.torch_internals import extension_kind, moves_in_place, try_loss_scaling
 from trainkit.errors import ConfigError
-from trainkit.torch_internals import extension_kind, moves_in_place, try_loss_scaling
 
 __all__ = [
     "accelerator_count",

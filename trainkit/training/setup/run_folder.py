@@ -21,7 +21,7 @@ def choose_folder(run: Run, resume: str | Path | None, new_run: bool) -> str | P
         _keep_nothing(run, resume)
         return None
     if new_run:
-        from trainkit.outputs import folder_of_run  # most runs have none
+        from trainkit.basics.outputs import folder_of_run  # most runs have none
 
         parent, processes = run.output_dir, run.strategy.processes
         assert parent is not None
@@ -46,8 +46,8 @@ def own_folder(run: Run) -> Iterator[None]:
 
 
 def _take(run: Run, given: Path) -> None:
-    from trainkit.lock import RunLock
-    from trainkit.outputs import check_folder  # many runs write nothing
+    from trainkit.basics.lock import RunLock
+    from trainkit.basics.outputs import check_folder  # many runs write nothing
 
     owner, processes = "`Trainer(output_dir=...)`", run.strategy.processes
 
@@ -75,7 +75,7 @@ def check_outputs(run: Run, callbacks: CallbackList) -> None:
             if place.is_char_device() or place.is_fifo():
                 continue
             if run.output_dir is None or not place.is_relative_to(run.output_dir):
-                from trainkit.lock import RunLock  # by default all is in there
+                from trainkit.basics.lock import RunLock  # by default all is in there
 
                 parts = (place,) if place.is_dir() else (place.parent, place.name)
                 run.locks.append(RunLock(*parts, advice="give the logger another place").acquire())
@@ -85,7 +85,7 @@ def check_outputs(run: Run, callbacks: CallbackList) -> None:
 
 def _keep_nothing(run: Run, resume: str | Path | None) -> None:
     """Let a dry run write into a folder that goes with the program; nothing is resumed."""
-    from trainkit.formatting import count  # only a dry run needs it
+    from trainkit.basics.formatting import count  # only a dry run needs it
 
     write_apart(run, "dry run")
     many = run.config.dry_run or 1

@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
+from trainkit.basics.hparams import changed
 from trainkit.data import PreparedLoader
 from trainkit.data.order_facts import OWN, changed_facts, run_to
 from trainkit.distributed.collectives import require_equal
 from trainkit.errors import CheckpointError, ConfigError, by_process
-from trainkit.hparams import changed
 from trainkit.training.run import Run
 
 __all__ = ["check_order", "order_of", "order_problems", "say_changes"]

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from trainkit import rng
+from trainkit.basics import rng
 from trainkit.checkpoint import Checkpoint, KeepPolicy
 from trainkit.checkpoint.candidates import candidates, first_verified
 from trainkit.checkpoint.checkpoint import open_share
@@ -25,22 +25,22 @@ from trainkit.distributed import check_called_by_all, run_on_all
 from trainkit.errors import ConfigError
 from trainkit.export.state import shapes_of
 from trainkit.training.callback import Callback, CallbackList
-from trainkit.training.epoch_order import order_of, order_problems, say_changes
-from trainkit.training.fingerprint import (
+from trainkit.training.finite import finiteness
+from trainkit.training.lr_schedule import LRSchedule, LRSchedules
+from trainkit.training.modes import in_training_mode
+from trainkit.training.resume.fingerprint import (
     differences,
     fingerprint,
     horizon_problems,
     model_problems,
     overruled_settings,
 )
-from trainkit.training.finite import finiteness
-from trainkit.training.lr_schedule import LRSchedule, LRSchedules
-from trainkit.training.modes import in_training_mode
-from trainkit.training.optimizers import Optimizers
-from trainkit.training.reference import check_base, describe_base, left_out, read_model
-from trainkit.training.resume_check import check_metadata, check_parts, check_states
+from trainkit.training.resume.reference import check_base, describe_base, left_out, read_model
+from trainkit.training.resume.resume_check import check_metadata, check_parts, check_states
 from trainkit.training.run import Run
-from trainkit.training.run_folder import own_folder
+from trainkit.training.setup.epoch_order import order_of, order_problems, say_changes
+from trainkit.training.setup.run_folder import own_folder
+from trainkit.training.several.optimizers import Optimizers
 
 __all__ = ["collect", "describe", "restore", "save_now", "save_weights"]
 
@@ -118,7 +118,7 @@ def describe(run: Run, callbacks: CallbackList) -> dict[str, Any]:
     saver = run.checkpoints.saver
     assert saver is not None
     if saver.check_replicas:
-        from trainkit.training.replicas import check_replicas  # one process needs none of it
+        from trainkit.training.resume.replicas import check_replicas  # one process needs none of it
 
         parameters = dict(run.module.named_parameters())
         check_replicas(run.strategy, parameters, [run.optimizer], f"after step {run.state.step}")

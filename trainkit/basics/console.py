@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
 from typing import Any
 
-from trainkit.formatting import visible
+from trainkit.basics.formatting import visible
 
 __all__ = ["lasting", "lost", "print_table", "print_text", "put", "visibly"]
 

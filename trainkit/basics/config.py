@@ -247,7 +247,7 @@ def checked(target: T) -> T:
         try:
             given = signature.bind(*args, **kwargs).arguments
         except TypeError:
-            from trainkit.argument_names import refuse_unknown  # only errors need it
+            from trainkit.basics.argument_names import refuse_unknown  # only errors need it
 
             refuse_unknown(target, kwargs)
             given = {}  # Python says better what is missing or too many
@@ -273,7 +273,7 @@ def names_checked(target: T) -> T:
         try:
             return target(*args, **kwargs)
         except TypeError:
-            from trainkit.argument_names import refuse_unknown  # only errors need it
+            from trainkit.basics.argument_names import refuse_unknown  # only errors need it
 
             refuse_unknown(target, kwargs)
             raise
@@ -309,7 +309,7 @@ def as_path(name: str, value: str | Path | None) -> Path | None:
     """
     if value is None:
         return None
-    from trainkit.outputs import absolute  # many runs have none
+    from trainkit.basics.outputs import absolute  # many runs have none
 
     return absolute(value, name)
 

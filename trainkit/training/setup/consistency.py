@@ -10,13 +10,13 @@ import torch
 from torch import nn
 from torch.utils.data import ConcatDataset, DataLoader, Subset
 
-from trainkit.config import TrainConfig
+from trainkit.basics.config import TrainConfig
+from trainkit.basics.device import memory_of
 from trainkit.data import PreparedLoader
-from trainkit.device import memory_of
 from trainkit.distributed import Processes
 from trainkit.distributed.collectives import require_equal
 from trainkit.errors import ConfigError, by_process
-from trainkit.training.settings import SCRIPT, code_of, digest, program, settings
+from trainkit.training.setup.settings import SCRIPT, code_of, digest, program, settings
 from trainkit.types import class_name
 
 __all__ = [

@@ -7,14 +7,14 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from trainkit.config import check_whole
+from trainkit.basics.config import check_whole
+from trainkit.basics.parsing import nearest
 from trainkit.errors import ConfigError, quoted
-from trainkit.parsing import nearest
 from trainkit.precision import Precision
 from trainkit.strategies import Strategy
-from trainkit.training.arguments import check_optimizer, check_override
 from trainkit.training.lr_schedule import LRSchedules
-from trainkit.training.optimizers import NamedOptimizer, Optimizers
+from trainkit.training.setup.arguments import check_optimizer, check_override
+from trainkit.training.several.optimizers import NamedOptimizer, Optimizers
 from trainkit.training.weighting import Weighting
 from trainkit.types import Alternating, class_name
 

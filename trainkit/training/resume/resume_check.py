@@ -37,10 +37,10 @@ from trainkit.checkpoint.forms import (
 from trainkit.checkpoint.training_state import check_rank_parts, same_torch
 from trainkit.errors import CheckpointError
 from trainkit.precision import FP16
-from trainkit.training.fingerprint import changes
 from trainkit.training.logging import BY_PROCESS
-from trainkit.training.optimizers import COUNTERS, described
+from trainkit.training.resume.fingerprint import changes
 from trainkit.training.run import Run
+from trainkit.training.several.optimizers import COUNTERS, described
 from trainkit.training.state import TrainState
 
 __all__ = ["check_metadata", "check_model_form", "check_parts", "check_states"]

@@ -9,15 +9,15 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from trainkit.basics.device import memory_of
 from trainkit.checkpoint.exact import parameter_states
 from trainkit.checkpoint.io.digests import xxh3_64_hexdigest
 from trainkit.checkpoint.resharding.sharding_spec import is_sharded
-from trainkit.device import memory_of
 from trainkit.distributed import Processes
 from trainkit.distributed.collectives import are_alike, complain
 from trainkit.errors import DistributedError, named
 from trainkit.strategies import Strategy
-from trainkit.training.settings import group_settings
+from trainkit.training.setup.settings import group_settings
 
 __all__ = ["check_parameters", "check_replicas", "digests_of"]
 

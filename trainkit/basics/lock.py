@@ -12,8 +12,8 @@ from types import TracebackType
 from typing import Self
 from weakref import WeakSet, WeakValueDictionary
 
+from trainkit.basics.outputs import why
 from trainkit.errors import CheckpointError
-from trainkit.outputs import why
 
 __all__ = ["RunLock"]
 

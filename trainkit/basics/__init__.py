@@ -1,0 +1,1 @@
+"""What all of trainkit uses: settings, devices, random streams, texts, files."""

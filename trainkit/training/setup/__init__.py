@@ -1,0 +1,1 @@
+"""What is made and checked before the first step."""

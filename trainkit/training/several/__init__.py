@@ -1,0 +1,1 @@
+"""Several optimizers, and several training loaders, in one training."""
