@@ -37,6 +37,7 @@ class Job:
         collate: Makes a batch of samples, if torch's own does not.
         loss: `(outputs, targets) -> loss`.
         weigh: Over how many items the loss of these targets is a mean, if not samples.
+        terms: The means that `loss` is the sum of, each with its count, for who takes them apart.
         schedule: Factor of the learning rate after so many updates.
         make_scheduler: Given the optimizer, makes a scheduler that is handed over as it is: nothing
             is said of when it moves.
@@ -63,6 +64,7 @@ class Job:
     collate: Callable[[list[Any]], Any] | None = None
     loss: Callable[[Tensor, Tensor], Tensor] = toys.mean
     weigh: Callable[[Tensor], Tensor] | None = None
+    terms: Callable[[Tensor, Tensor], dict[str, tuple[Tensor, Tensor]]] | None = None
     schedule: Callable[[int], float] | None = None
     make_scheduler: Callable[[Any], Any] | None = None
     metric: str = "auroc"

@@ -286,6 +286,18 @@ def tokens(targets: Tensor) -> Tensor:
     return (targets != -100).sum()
 
 
+def terms(outputs: Tensor, targets: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return two means with their counts: over all samples, and over the samples 0, 1, 2 and 4."""
+    some = (targets < 3) | (targets == 4)
+    everything = outputs.mean(), torch.tensor(len(targets))
+    return {"all": everything, "some": ((outputs * some).sum() / some.sum(), some.sum())}
+
+
+def two_terms(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return the sum of both."""
+    return sum((loss for loss, _ in terms(outputs, targets).values()), torch.zeros(()))
+
+
 def without_some(samples: list[tuple[Tensor, Tensor]]) -> Any:
     """Make a batch without the samples 1 and 3, as one that leaves out what it cannot read."""
     return default_collate([each for each in samples if int(each[1]) not in (1, 3)])

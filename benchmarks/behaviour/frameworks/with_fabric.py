@@ -30,6 +30,7 @@ class Fabric(Framework):
         **dict.fromkeys(
             ["last_window", "kwargs", "tokens_accumulation", "tokens_processes", "scheduler"], _LOOP
         ),
+        **dict.fromkeys(["rows_left_out", "two_terms"], _LOOP),
         **dict.fromkeys(
             ["sum_loss", "schedule_unit", "auroc", "segmentation", "eval_figure"], _LOOP
         ),

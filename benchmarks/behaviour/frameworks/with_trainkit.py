@@ -24,6 +24,18 @@ class _Weighted(Trainer):
         return StepOutput(self.job.loss(model(x), y), weight=self.job.weigh(y))
 
 
+class _Terms(Trainer):
+    """Says over how many items each term of a loss is a mean."""
+
+    job: Job
+
+    def training_step(self, model: nn.Module, batch: Any) -> dict[str, StepOutput]:
+        x, y = batch
+        assert self.job.terms is not None
+        found = self.job.terms(model(x), y)
+        return {name: StepOutput(loss, weight=count) for name, (loss, count) in found.items()}
+
+
 class _Contrastive(Trainer):
     def training_step(self, model: nn.Module, batch: Any) -> Tensor:
         assert self.run is not None
@@ -67,7 +79,8 @@ class Trainkit(Framework):
             callbacks.append(
                 Checkpoint(every_n_steps=job.save_every, keep_last=job.keep, background=background)
             )
-        kind = settings.pop("kind", _Weighted if job.weigh is not None else Trainer)
+        default = _Terms if job.terms is not None else Trainer
+        kind = settings.pop("kind", _Weighted if job.weigh is not None else default)
         trainer = kind(
             max_epochs=job.epochs,
             gradient_accumulation_steps=job.accumulation,
@@ -75,7 +88,7 @@ class Trainkit(Framework):
             output_dir=job.folder,
             **settings,
         )
-        if isinstance(trainer, _Weighted):
+        if isinstance(trainer, _Weighted | _Terms):
             trainer.job = job
         return trainer
 

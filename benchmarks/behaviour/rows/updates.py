@@ -48,6 +48,18 @@ def rows_left_out(bench: Bench) -> Outcome:
     return Outcome(right, f"they count {', '.join(sorted({short(value) for value in counted}))}")
 
 
+@row("two_terms", "A loss of two means over different items", "the big batch's gradient")
+def two_terms(bench: Bench) -> Outcome:
+    """Two micro-batches of 4; one mean is over all samples, one over 3 of the first and 1."""
+    job = bench.job(samples=8, batch=4, accumulation=2, loss=toys.two_terms, terms=toys.terms)
+    (step,) = bench.tapes(job)[0].steps
+    wanted = [1 / 8 + (index in (0, 1, 2, 4)) / 4 for index in range(8)]
+    error = max(abs(a - b) / b for a, b in zip(step, wanted, strict=True))
+    return Outcome(
+        error < 1e-6, "exact" if error < 1e-6 else f"a sample counts {error:.0%} more or less"
+    )
+
+
 def _tokens(bench: Bench, size: int) -> Outcome:
     job = bench.job(
         samples=4,
