@@ -92,6 +92,19 @@ def test_a_frozen_process_ends_a_loop_of_the_users_own(who: int, tmp_path: Path)
     assert "it is stopped (SIGSTOP)" in first[1].cause
 
 
+def _stop_and_let_the_last_find_it(rank: int) -> None:
+    timing.STOPPED += 0.5 * (rank == 1)
+    _stop_in_a_loop(rank, who=0, apart=False)
+
+
+@LINUX
+def test_why_it_ended_is_told_where_the_last_process_finds_it_earlier(tmp_path: Path) -> None:
+    job = _run(3, tmp_path, _stop_and_let_the_last_find_it)
+    first = first_of(read_all(tmp_path / "reports"))
+    assert first is not None
+    assert "it is stopped (SIGSTOP)" in first[1].cause, job.log()
+
+
 @LINUX
 @pytest.mark.e2e
 def test_one_that_is_alone_on_its_machine_is_found_too(tmp_path: Path) -> None:

@@ -111,9 +111,13 @@ class Inquiry:
     def _do_without(self, parent: Line, now: float) -> None:
         """Tell process 0 that who passes on what it says is frozen; if that is itself, judge."""
         assert parent.rank is not None
-        why = silence(parent)
+        why, began = silence(parent), self._began or now
         if parent.rank == 0 or not self._this.links.leave_parent():
-            self._decide(judge(self.states, {parent.rank: why}))
+            # The first of the others tells why and ends it: who found it earlier would leave the
+            # others with a process that was killed, for no reason that they know.
+            is_late = now - began > timing.TICK + 2 * timing.SURE
+            if self._this.is_first_without((parent.rank,)) or is_late:
+                self._decide(judge(self.states, {parent.rank: why}))
             return
         self._left.append(parent)
         self._heard = now

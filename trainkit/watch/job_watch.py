@@ -15,6 +15,7 @@ from typing import Any
 from trainkit.basics.hints import tells_of_lost_peer
 from trainkit.basics.signals import is_failing
 from trainkit.distributed import Processes
+from trainkit.distributed.collectives import first_with
 from trainkit.distributed.watch import Progress
 from trainkit.watch import exit, report as reports, timing
 from trainkit.watch.connections import Address, Links, open_server, reach_server
@@ -32,8 +33,8 @@ def start_watch(processes: Processes) -> "JobWatch | None":
 
     Every process must call it.
     """
-    machines = processes.all_gather_objects(Member.this().machine)
-    one_machine = len(set(machines)) == 1
+    here = Member.this().machine  # not gathered: each process would get those of all
+    one_machine = first_with(processes, here != processes.broadcast_object(here)) is None
     watch = told = None
     if processes.is_main:
         try:
