@@ -10,6 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
+@cache
 def files() -> dict[str, Path]:
     """Return the files of the product by the names of their modules."""
     folders = {"trainkit": ROOT / "trainkit", "trainkit.callbacks": ROOT / "callbacks"}
