@@ -28,8 +28,9 @@ RUNS: dict[str, tuple[str, ...]] = {
     "cases": (CASES,),
     "gpu tests": ("-m", "gpu", "tests/test_gpu.py", "tests/data/test_transfer.py",
                   "tests/callbacks/test_device_monitor.py", "tests/metrics/test_local_metrics.py"),
-    "resume and evaluation": ("-m", "not e2e and not slow", "tests/test_resume.py",
-                              "tests/test_evaluation.py", "tests/test_evaluation_logs.py"),
+    "resume and evaluation": ("-m", "not e2e and not slow", "tests/resume/test_resume.py",
+                              "tests/evaluation/test_evaluation.py",
+                              "tests/evaluation/test_evaluation_logs.py"),
 }  # fmt: skip
 
 

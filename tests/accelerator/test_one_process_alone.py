@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.accelerator.toys import bits, prepared
 from tests.helpers.ranks import run_ranks
-from tests.test_forged import packed
+from tests.resume.test_forged import packed
 from trainkit import (
     Accelerator,
     ConfigError,

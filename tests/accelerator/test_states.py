@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from tests.accelerator.toys import Noisy, Stream, bits, numbers, prepared
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiers import with_few
-from tests.test_forged import sign, unpack
+from tests.resume.test_forged import sign, unpack
 from trainkit import (
     Accelerator,
     CheckpointCorrupt,

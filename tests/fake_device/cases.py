@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
-from tests import test_replay
+from tests.gradient.test_several_optimizers import KINDS, MAKE, Pair
 from tests.helpers.ranks import run_ranks
+from tests.processes.test_starters import of_srun
+from tests.resume import test_replay
 from tests.strategies import test_gradient_checkpointing
-from tests.test_several_optimizers import KINDS, MAKE, Pair
-from tests.test_starters import of_srun
 from trainkit import (
     Accelerator,
     Callback,

@@ -8,7 +8,7 @@ from typing import Any
 __all__ = ["LATER", "MODELS", "Program", "draw", "fitting"]
 
 LATER: dict[str, str] = {
-    "several terms": "the loop by hand has one weight a step; see tests/test_loss_terms.py",
+    "several terms": "the loop by hand has one weight a step; see gradient/test_loss_terms.py",
     "models of transformers": "benchmarks/model_losses tries each of their classes",
 }
 """What is not drawn yet, and why."""

@@ -28,7 +28,7 @@ from trainkit.callbacks import (
 )
 from trainkit.training.callback import HOOKS
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class Notes(Callback):

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.optim import SGD
 from torch.utils.data import DataLoader
 
+from tests.gradient.test_training_mode import Merging
 from tests.helpers.ranks import run_ranks
-from tests.test_training_mode import Merging
 from trainkit import Trainer
 
 transformers = pytest.importorskip("transformers")

@@ -16,7 +16,7 @@ import pytest
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiers import with_few
 from tests.helpers.toys import fit, make_trainer
-from tests.test_forged import sign_body
+from tests.resume.test_forged import sign_body
 from trainkit.callbacks import Checkpoint, CSVLogger, Evaluation, JSONLLogger, TensorBoardLogger
 from trainkit.cli.main import main
 from trainkit.inspect.report import listing

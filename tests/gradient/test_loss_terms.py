@@ -267,7 +267,7 @@ def test_what_cannot_be_terms_is_refused(outputs: Any, error: Any, words: str) -
 
 def the_page() -> tuple[type[Trainer], nn.Module, TensorDataset]:
     page: dict[str, Any] = {"__name__": "page"}
-    for block in blocks(Path(__file__).parent.parent / "docs/how-to/own-loss.md"):
+    for block in blocks(Path(__file__).parents[2] / "docs/how-to/own-loss.md"):
         if block.language == "python":
             exec(block.code, page)
     inputs, targets = page["loader"].dataset.tensors

@@ -15,7 +15,7 @@ from trainkit.basics import console
 from trainkit.callbacks import JSONLLogger, Summary
 from trainkit.cli.main import main
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = """
 import os, sys, torch
 from functools import partial

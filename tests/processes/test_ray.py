@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_starters import TRAINS
+from tests.processes.test_starters import TRAINS
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 pytestmark = [
     pytest.mark.slow,  # Ray takes a minute to start

@@ -1,0 +1,1 @@
+"""What is evaluated, when, and what is said of it."""

@@ -1,0 +1,1 @@
+"""What a run saves, and how another goes on from it."""
