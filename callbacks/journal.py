@@ -17,8 +17,8 @@ from typing_extensions import override
 
 from trainkit.basics import device
 from trainkit.basics.formatting import json_value
-from trainkit.basics.outputs import Lines, check_file, claim
 from trainkit.basics.signals import is_interactive
+from trainkit.basics.written_files import Lines, check_file, claim
 from trainkit.callbacks._support.log_paths import log_place, move_away
 from trainkit.callbacks._support.run_facts import hidden_words, run_facts
 from trainkit.journal import JOURNAL, VERSION, Record, cut, digest, is_of

@@ -14,7 +14,8 @@ from typing_extensions import override
 
 from trainkit.basics.config import check_whole, checked
 from trainkit.basics.formatting import json_value
-from trainkit.basics.outputs import absolute, check_file, check_folder, giving_up
+from trainkit.basics.outputs import absolute, check_folder
+from trainkit.basics.written_files import check_file, giving_up
 from trainkit.callbacks._support.kept import Keeps
 from trainkit.callbacks._support.log_paths import log_place
 from trainkit.checkpoint.format.value_checks import whole

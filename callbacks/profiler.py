@@ -9,7 +9,8 @@ from torch.profiler import profile, schedule
 from typing_extensions import override
 
 from trainkit.basics.config import check_argument, check_whole
-from trainkit.basics.outputs import absolute, check_folder, giving_up
+from trainkit.basics.outputs import absolute, check_folder
+from trainkit.basics.written_files import giving_up
 from trainkit.callbacks._support.log_paths import log_place
 from trainkit.errors import ConfigError
 from trainkit.training.callback import Callback

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing_extensions import override
 
 from trainkit.basics.config import checked
-from trainkit.basics.outputs import absolute, check_folder, claim
+from trainkit.basics.outputs import absolute, check_folder
 from trainkit.basics.packages import require
+from trainkit.basics.written_files import claim
 from trainkit.callbacks._support.gradient_values import Histogram
 from trainkit.callbacks._support.log_paths import free_number, log_place
 from trainkit.callbacks.logger import Logger

@@ -13,8 +13,9 @@ from typing_extensions import override
 
 from trainkit.basics.config import checked
 from trainkit.basics.formatting import json_value
-from trainkit.basics.outputs import Lines, absolute, check_file, claim
+from trainkit.basics.outputs import absolute
 from trainkit.basics.run_files import MALFORMED, drop_half_line, last_object, object_at
+from trainkit.basics.written_files import Lines, check_file, claim
 from trainkit.callbacks._support.log_paths import log_place, move_away
 from trainkit.callbacks._support.run_facts import run_facts
 from trainkit.callbacks.logger import Logger

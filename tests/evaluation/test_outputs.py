@@ -17,7 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from tests.helpers.ranks import run_ranks
 from trainkit import Accelerator, Run, Trainer
 from trainkit.accelerator.settings import ProjectConfiguration
-from trainkit.basics.outputs import Lines, absolute, check_file, check_folder
+from trainkit.basics.outputs import absolute, check_folder
+from trainkit.basics.written_files import Lines, check_file
 from trainkit.callbacks import (
     Checkpoint,
     JSONLLogger,

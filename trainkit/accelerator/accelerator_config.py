@@ -31,7 +31,7 @@ from trainkit.basics.launch_environment import (
     sharding,
     uses_cpu,
 )
-from trainkit.basics.parsing import text, whole
+from trainkit.basics.setting_readers import text, whole
 from trainkit.distributed import Processes
 from trainkit.distributed.rendezvous import INIT_METHOD
 from trainkit.distributed.world import World

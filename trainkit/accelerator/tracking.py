@@ -6,8 +6,9 @@ from typing import Any
 
 from trainkit.accelerator.settings import ProjectConfiguration
 from trainkit.basics.lock import RunLock
-from trainkit.basics.outputs import check_folder, claim
+from trainkit.basics.outputs import check_folder
 from trainkit.basics.packages import require
+from trainkit.basics.written_files import claim
 from trainkit.distributed import Processes, run_on_main
 from trainkit.distributed.shared_folder import check_shared
 from trainkit.errors import ConfigError

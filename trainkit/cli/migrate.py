@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainkit.basics.outputs import replace_file, why
+from trainkit.basics.outputs import why
+from trainkit.basics.written_files import replace_file
 from trainkit.errors import ConfigError
 
 __all__ = ["add_to"]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trainkit.basics.formatting import json_value
-from trainkit.basics.outputs import replace_file
+from trainkit.basics.written_files import replace_file
 from trainkit.containers.tree import map_leaves
 from trainkit.inspect.observer import named_numbers, numbers_of
 from trainkit.inspect.suspects import Fault, Part

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainkit.basics.outputs import replace_file
 from trainkit.basics.packages import require
 from trainkit.basics.parsing import nearest
+from trainkit.basics.written_files import replace_file
 from trainkit.errors import ConfigError
 from trainkit.launch import accelerate_keys
 from trainkit.launch.settings import SETTINGS

@@ -11,7 +11,7 @@ from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 from trainkit.basics.console import put
-from trainkit.basics.outputs import replace_file
+from trainkit.basics.written_files import replace_file
 from trainkit.launch.link import FAILED
 from trainkit.watch import report as reports
 from trainkit.watch.report import Report

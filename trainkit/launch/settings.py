@@ -9,11 +9,10 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from trainkit.basics.launch_environment import MIXED_PRECISIONS
-from trainkit.basics.parsing import (
-    boolean,
+from trainkit.basics.parsing import boolean, one_of
+from trainkit.basics.setting_readers import (
     gpu_ids,
     listen_port,
-    one_of,
     pairs,
     port_range,
     seconds,

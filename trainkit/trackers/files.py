@@ -15,7 +15,7 @@ from typing import Any
 from typing_extensions import override
 
 from trainkit.basics.formatting import json_value
-from trainkit.basics.outputs import Lines, absolute, giving_up, replace_file
+from trainkit.basics.outputs import absolute
 from trainkit.basics.run_files import (
     MALFORMED,
     complete_size,
@@ -24,6 +24,7 @@ from trainkit.basics.run_files import (
     lines,
     lines_from_end,
 )
+from trainkit.basics.written_files import Lines, giving_up, replace_file
 from trainkit.errors import ConfigError
 from trainkit.trackers.tracker import GeneralTracker, has_one
 

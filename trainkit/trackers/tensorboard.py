@@ -11,8 +11,9 @@ from typing import Any
 from typing_extensions import override
 
 from trainkit.basics.hparams import flat
-from trainkit.basics.outputs import absolute, giving_up
+from trainkit.basics.outputs import absolute
 from trainkit.basics.packages import require
+from trainkit.basics.written_files import giving_up
 from trainkit.trackers.tracker import GeneralTracker, has_one, image_rows
 
 __all__ = ["TensorBoardTracker"]
