@@ -2,20 +2,22 @@
 
 import codecs
 import gc
-import multiprocessing
 import os
 import secrets
-import selectors
 import sys
 import tempfile
-import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from threading import Thread
 from typing import Any
 
 import torch
 import torch.distributed
+from torch.multiprocessing import (
+    ProcessContext,
+    ProcessExitedException,
+    ProcessRaisedException,
+    start_processes,
+)
 
 from trainkit.basics.device import accelerator_count, forbids_fork
 from trainkit.basics.launch_environment import MIXED_PRECISIONS
@@ -90,6 +92,7 @@ def notebook_launcher(
         _run_here(function, args, environment)
         return
     _refuse_started()
+    first = node_rank * count
     with tempfile.TemporaryDirectory(prefix="notebook-") as folder:
         environment |= {
             "MASTER_ADDR": master_addr,
@@ -100,147 +103,88 @@ def notebook_launcher(
         if num_nodes == 1:  # no port, which another program could have
             environment[INIT_METHOD] = f"file://{folder}/rendezvous"
             environment[SECRET] = secrets.token_hex(16)
-        family = _Family()
         try:
-            for local in range(count):
-                ranks = {"RANK": str(node_rank * count + local), "LOCAL_RANK": str(local)}
-                family.start(function, args, {**environment, **ranks})
-            family.watch()
-        finally:
-            family.end()
+            _run_forked(count, (first, function, args, environment))
+        except ProcessRaisedException as error:
+            trace = error.msg.partition("error:\n")[2].rstrip()
+            raise DistributedError(
+                f"Process {first + error.error_index} raised:\n\n{trace}"
+            ) from None
+        except ProcessExitedException as error:
+            raise DistributedError(
+                f"Process {first + error.error_index} ended without a word, exit code "
+                f"{error.exit_code}."
+            ) from None
 
 
-@dataclass(slots=True, eq=False)
-class _Child:
-    """A process: what it prints, and how it ended."""
-
-    rank: int
-    process: Any
-    outputs: dict[int, Any]  # a stream of the notebook and a decoder, by what to read from
-    verdict: int  # what its last words are read from
-    words: bytes = b""
-
-
-class _Family:
-    """The processes of one call."""
-
-    def __init__(self) -> None:
-        self._children: list[_Child] = []
-        self._context = multiprocessing.get_context("fork")
-
-    def start(
-        self, function: Callable[..., Any], args: Sequence[Any], environment: Mapping[str, str]
-    ) -> None:
-        """Fork a process that runs `function`."""
-        sys.stdout.flush()
-        sys.stderr.flush()
-        pipes = [os.pipe() for _ in range(3)]
-        writers = [writer for _, writer in pipes]
-        process = self._context.Process(
-            target=_be_child, args=(function, args, environment, writers), daemon=False
+def _run_forked(count: int, task: tuple[Any, ...]) -> None:
+    """Run `_be_child` on forked processes, show what they print, and wait for their end."""
+    pipes = [os.pipe() for _ in range(2)]
+    writers = [writer for _, writer in pipes]
+    sys.stdout.flush()
+    sys.stderr.flush()
+    context: ProcessContext | None = None
+    try:
+        context = start_processes(
+            _be_child, (*task, writers), nprocs=count, join=False, start_method="fork"
         )
-        try:
-            process.start()
-        finally:
-            for writer in writers:
-                os.close(writer)
-        make = codecs.getincrementaldecoder("utf-8")
-        streams = {pipes[0][0]: sys.stdout, pipes[1][0]: sys.stderr}
-        outputs = {reader: (stream, make("replace")) for reader, stream in streams.items()}
-        rank = int(environment["RANK"])
-        self._children.append(_Child(rank, process, outputs, pipes[2][0]))
-
-    def watch(self) -> None:
-        """Show what the processes print until all have ended.
-
-        Raises:
-            DistributedError: One has failed; the others are given a moment, and are then ended.
-        """
-        selector = selectors.DefaultSelector()
-        for child in self._children:
-            for reader in (*child.outputs, child.verdict):
-                selector.register(reader, selectors.EVENT_READ, child)
-        failed: _Child | None = None
-        deadline: float | None = None
-        while selector.get_map() and (deadline is None or time.monotonic() < deadline):
-            for key, _ in selector.select(0.1):
-                data = os.read(key.fd, 1 << 16)
-                _take(key.data, key.fd, data)
-                if data:
-                    continue
-                selector.unregister(key.fd)
-                if key.fd == key.data.verdict and key.data.words != b"+" and failed is None:
-                    failed, deadline = key.data, time.monotonic() + GRACE_SECONDS
-        selector.close()
-        if failed is not None:
-            raise self._error(failed)
-
-    def end(self) -> None:
-        """End the processes that still run, and give everything back."""
-        for child in self._children:
-            if child.process.is_alive() and child.words != b"+":
-                child.process.kill()
-            child.process.join()
-            for reader in (*child.outputs, child.verdict):
-                os.close(reader)
-
-    def _error(self, failed: _Child) -> DistributedError:
-        if not failed.words:
-            failed.process.join(GRACE_SECONDS)
-            code = failed.process.exitcode
-            what = f"ended without a word, exit code {code}" if code is not None else "fell silent"
-            return DistributedError(f"Process {failed.rank} {what}.")
-        text = failed.words.decode("utf-8", "replace").rstrip()
-        return DistributedError(f"Process {failed.rank} raised:\n\n{text}")
+    finally:
+        for writer in writers:
+            os.close(writer)
+    streams = zip(pipes, (sys.stdout, sys.stderr), strict=True)
+    shows = [Thread(target=_show, args=(pipe[0], stream)) for pipe, stream in streams]
+    for thread in shows:
+        thread.daemon = True
+        thread.start()
+    try:
+        while not context.join(grace_period=GRACE_SECONDS):
+            pass
+    finally:  # also where the notebook is interrupted
+        for process in context.processes:
+            process.kill()
+            process.join()
+        for thread in shows:
+            thread.join(GRACE_SECONDS)  # what the processes have left behind may hold a pipe
 
 
-def _take(child: _Child, reader: int, data: bytes) -> None:
-    if reader == child.verdict:
-        child.words += data
-        return
-    stream, decoder = child.outputs[reader]
-    text = decoder.decode(data, final=not data)
-    if text:
-        stream.write(text)
-        stream.flush()
+def _show(reader: int, stream: Any) -> None:
+    """Copy what comes from a pipe to a stream of the notebook, until nobody writes to it."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    with open(reader, "rb", buffering=0) as pipe:
+        while data := pipe.read(1 << 16):
+            stream.write(decoder.decode(data))
+            stream.flush()
 
 
 def _be_child(
+    local: int,
+    first: int,
     function: Callable[..., Any],
     args: Sequence[Any],
     environment: Mapping[str, str],
     writers: Sequence[int],
 ) -> None:
-    """Run `function` as one of the processes, and leave the last words."""
+    """Run `function` as one of the processes."""
     gc.freeze()  # an old process group of the notebook could wait here for threads it had there
-    os.environ.update(environment)
-    for number, writer in enumerate(writers[:2], 1):
+    os.environ.update(environment, RANK=str(first + local), LOCAL_RANK=str(local))
+    for number, writer in enumerate(writers, 1):
         os.dup2(writer, number)
         os.close(writer)
     # Those of a notebook belong to threads that a fork does not have.
     sys.stdout = open(1, "w", buffering=1, encoding="utf-8", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, encoding="utf-8", closefd=False)  # noqa: SIM115
     torch.set_num_threads(1)  # the others of the pool were not forked either
-    words = b"+"
     try:
         function(*args)
         if Processes._live is not None:
             Processes._live.close()
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
-    except BaseException as error:
-        if not isinstance(error, SystemExit):
-            words = traceback.format_exc().encode("utf-8", "replace")
-        elif error.code not in (None, 0):
-            words = f"SystemExit: {error.code}".encode()
+    except Exception as error:
         live = Processes._live
-        if words != b"+" and live is not None and live.watch is not None:
+        if live is not None and live.watch is not None:
             live.watch.fail_for_good(error)  # else the others would say that it is just gone
-    sys.stdout.flush()
-    sys.stderr.flush()
-    with open(writers[2], "wb") as verdict:
-        verdict.write(words)
-    os._exit(0 if words == b"+" else 1)
+        raise
 
 
 def _run_here(
