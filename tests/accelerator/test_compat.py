@@ -133,20 +133,6 @@ def test_wrong_arguments_are_named() -> None:
         utils.set_module_tensor_to_device(model, "0.wait", "cpu")
     with pytest.raises(ConfigError, match=r"`value` has the shape \(1,\)"):
         utils.set_module_tensor_to_device(model, "0.bias", "cpu", torch.ones(1))
-    with pytest.raises(ConfigError, match='or "generator" with a `generator`'):
-        utils.synchronize_rng_state("generator")
-
-
-def _streams(rank: int) -> Any:
-    torch.manual_seed(rank)
-    own = torch.Generator().manual_seed(rank)
-    accelerate.utils.synchronize_rng_states(["torch", "generator"], own)
-    return torch.rand(1).item(), torch.rand(1, generator=own).item()
-
-
-def test_random_states_come_from_process_0() -> None:
-    first, second = run_ranks(2, _streams)
-    assert first == second
 
 
 # States.
@@ -234,21 +220,6 @@ def test_arguments_for_what_is_not_driven_must_be_none() -> None:
     Accelerator(cpu=True, deepspeed_plugin=None, parallelism_config=None, megatron_lm_plugin=None)
     with pytest.raises(ConfigError, match="`deepspeed_plugin` must be None"):
         Accelerator(cpu=True, deepspeed_plugin={"a": 1})  # type: ignore[arg-type]
-
-
-def test_mocked_loaders_train_models_of_transformers() -> None:
-    training = accelerate.test_utils.training
-    for make in (
-        training.mocked_dataloaders,
-        training.mocked_dataloaders_for_autoregressive_models,
-    ):
-        train, evaluation = make(Accelerator(cpu=True))
-        assert (train.batch_size, evaluation.batch_size) == (2, 1)
-        for batch in train:
-            ids, mask = batch["input_ids"], batch["attention_mask"]
-            assert ids.shape == mask.shape
-            assert batch.to("cpu") is batch
-            assert (ids[mask == 0] == 0).all()
 
 
 # Scripts as they are.

@@ -331,13 +331,6 @@ def _moved(job: Job) -> Any:
     return kept, own, values(model[1].running_mean), model[0].weight.item()
 
 
-def _dummies(job: Job) -> Any:
-    deepspeed = importlib.import_module(f"{job.lib.__name__}.utils.deepspeed")
-    optimizer = deepspeed.DummyOptim([1], lr=0.5)
-    schedule = deepspeed.DummyScheduler(optimizer, total_num_steps=3, warmup_num_steps=1)
-    return vars(optimizer), {n: v for n, v in vars(schedule).items() if n != "optimizer"}
-
-
 def _bars(job: Job) -> Any:
     return list(job.utils.tqdm(range(3), disable=True))
 
@@ -379,7 +372,6 @@ WORKS: dict[str, Demo] = {
     "test_utils.torch_device": (
         lambda job: importlib.import_module(f"{job.lib.__name__}.test_utils").torch_device
     ),
-    "utils.DummyOptim utils.DummyScheduler": _dummies,
     "utils.ProjectConfiguration utils.ProjectConfiguration(logging_dir=) "
     "Accelerator(project_config=) "
     "utils.ProjectConfiguration(project_dir=) utils.ProjectConfiguration(total_limit=)": _projects,
@@ -432,18 +424,9 @@ def _written(job: Job) -> Any:
     return wrote == path and again is False and "mixed_precision: bf16" in path.read_text()
 
 
-def _mocked(job: Job) -> Any:
-    from_training = importlib.import_module(f"{job.lib.__name__}.test_utils.training")
-    train, _ = from_training.mocked_dataloaders(None)
-    batch = next(iter(train))
-    shapes = {tuple(rows.shape) for name, rows in batch.items() if name != "labels"}
-    return len(batch["labels"]) == 2 and len(shapes) == 1
-
-
 DIFFERS: dict[str, tuple[str, Demo]] = {
     "accelerator.state.fsdp_plugin": (
         "fsdp-plugin", lambda job: job.accelerator().state.fsdp_plugin is None),
-    "test_utils.training.mocked_dataloaders": ("mocked-data", _mocked),
     "utils.write_basic_config": ("config-file", _written),
 }  # fmt: skip
 """What does something else: its id in the table of differences, and what holds under trainkit."""
@@ -453,6 +436,11 @@ REFUSES: dict[str, tuple[str, Demo]] = {
         "fp16, bf16", lambda job: job.accelerator(mixed_precision="fp8")),
     "DeepSpeedPlugin DeepSpeedPlugin(zero_stage=)": (
         "strategies.FSDP", lambda job: job.lib.DeepSpeedPlugin(zero_stage=2)),
+    "test_utils.training.mocked_dataloaders": (
+        "TESTING_MOCKED_DATALOADERS",
+        lambda job: job.lib.test_utils.training.mocked_dataloaders(None)),
+    "utils.DummyOptim utils.DummyScheduler": (
+        "strategies.FSDP", lambda job: job.utils.deepspeed.DummyOptim([1], lr=0.5)),
     "prepare_pippy": ("strategies.FSDP", lambda job: job.lib.prepare_pippy(nn.Linear(1, 1))),
     "utils.AORecipeKwargs": ("bf16", lambda job: job.utils.AORecipeKwargs()),
     "utils.FP8RecipeKwargs": ("bf16", lambda job: job.utils.FP8RecipeKwargs(backend="te")),

@@ -1,6 +1,6 @@
-"""Small things that scripts import from `accelerate.utils`."""
+"""Small things that scripts import from `accelerate.utils` and `accelerate.test_utils`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
@@ -9,36 +9,21 @@ from torch import Tensor, nn
 
 from trainkit.accelerate_compat.availability import is_available
 from trainkit.accelerator.autocasting import unwrap
-from trainkit.basics.device import generator_kinds, get_rng_state, set_rng_state
+from trainkit.basics.device import accelerator_count, accelerator_kind
 from trainkit.basics.torch_internals import buffers_of, parameters_of
-from trainkit.distributed import Processes
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigError
 
 
-class DummyOptim:
-    """Stands for an optimizer that DeepSpeed would make; `prepare` refuses it."""
+def get_backend() -> tuple[str, int, Callable[..., int]]:
+    """Return the type of this machine's devices, how many, and what counts their memory."""
+    kind = accelerator_kind()
+    if kind is None:
+        return "cpu", 1, int  # it returns 0
+    return kind, accelerator_count(), torch.accelerator.memory_allocated
 
-    def __init__(
-        self, params: Any, lr: float = 0.001, weight_decay: float = 0, **kwargs: Any
-    ) -> None:
-        self.params, self.lr, self.weight_decay, self.kwargs = params, lr, weight_decay, kwargs
 
-
-class DummyScheduler:
-    """Stands for a scheduler that DeepSpeed would make; `prepare` refuses it."""
-
-    def __init__(
-        self,
-        optimizer: Any,
-        total_num_steps: int | None = None,
-        warmup_num_steps: int = 0,
-        lr_scheduler_callable: Callable[..., Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        self.optimizer, self.kwargs = optimizer, kwargs
-        self.total_num_steps, self.warmup_num_steps = total_num_steps, warmup_num_steps
-        self.lr_scheduler_callable = lr_scheduler_callable
+torch_device = get_backend()[0]
 
 
 def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
@@ -59,37 +44,6 @@ def is_peft_model(model: nn.Module) -> bool:
     if not is_available("peft"):
         return False
     return isinstance(unwrap(model), import_module("peft").PeftModel)
-
-
-def synchronize_rng_state(rng_type: Any = None, generator: torch.Generator | None = None) -> None:
-    """Give a random generator of this process the state of that of process 0; all call it.
-
-    Args:
-        rng_type: "torch", the type of a device such as "cuda", or "generator".
-        generator: The one that is meant by "generator".
-    """
-    kind, broadcast = str(getattr(rng_type, "value", rng_type)), Processes.start().broadcast
-    if kind == "generator" and generator is not None:
-        generator.set_state(broadcast(generator.get_state()))
-    elif kind == "torch":
-        torch.set_rng_state(broadcast(torch.get_rng_state()))
-    elif kind in generator_kinds():
-        device = torch.device(kind)
-        set_rng_state(broadcast(get_rng_state(device)), device)
-    else:
-        known = ", ".join(("torch", *generator_kinds()))
-        raise ConfigError(
-            f'`rng_type` must be one of {known}, or "generator" with a `generator`, but is '
-            f"{kind!r}."
-        )
-
-
-def synchronize_rng_states(
-    rng_types: Sequence[Any], generator: torch.Generator | None = None
-) -> None:
-    """Call `synchronize_rng_state` for each type."""
-    for kind in rng_types:
-        synchronize_rng_state(kind, generator)
 
 
 def set_module_tensor_to_device(

@@ -43,12 +43,8 @@ _AVAILABLE = """
 _HOMES = {
     "accelerate_compat.availability": "compare_versions is_torch_version "
     + " ".join(f"is_{what}_available" for what in _AVAILABLE.split()),
-    "accelerate_compat.for_tests": """
-        get_backend mocked_dataloaders mocked_dataloaders_for_autoregressive_models torch_device
-    """,
     "accelerate_compat.functions": """
-        DummyOptim DummyScheduler is_peft_model set_module_tensor_to_device synchronize_rng_state
-        synchronize_rng_states tqdm
+        get_backend is_peft_model set_module_tensor_to_device torch_device tqdm
     """,
     "accelerator.loader": "DataLoaderShard=SharedLoader",
     "accelerator.logging": "MultiProcessAdapter=ProcessLogger",
@@ -66,8 +62,8 @@ REFUSED = {
     "DeepSpeed is not driven: `Accelerator(strategy=trainkit.strategies.FSDP())` shards what ZeRO "
     "does": """
         DeepSpeedEngineWrapper DeepSpeedOptimizerWrapper DeepSpeedPlugin DeepSpeedSchedulerWrapper
-        DeepSpeedSequenceParallelConfig HfDeepSpeedConfig get_active_deepspeed_plugin
-        map_pytorch_optim_to_deepspeed
+        DeepSpeedSequenceParallelConfig DummyOptim DummyScheduler HfDeepSpeedConfig
+        get_active_deepspeed_plugin map_pytorch_optim_to_deepspeed
     """,
     "Megatron-LM is not driven: write the loop without it, and shard with "
     "`Accelerator(strategy=trainkit.strategies.FSDP())`": """
@@ -110,6 +106,11 @@ REFUSED = {
     "`get_state_dict`": """
         load_accelerator_state load_fsdp_model load_fsdp_optimizer prepare_data_loader
         save_accelerator_state save_fsdp_model save_fsdp_optimizer
+    """,
+    "it makes data for the tests of Accelerate's own examples: leave `TESTING_MOCKED_DATALOADERS` "
+    "out": "mocked_dataloaders mocked_dataloaders_for_autoregressive_models",
+    "pass `rng_types` to `Accelerator`, or seed all processes alike by `set_seed`": """
+        synchronize_rng_state synchronize_rng_states
     """,
     "pass an object of your own class over `GeneralTracker`, which writes there": """
         AimTracker ClearMLTracker CometMLTracker DVCLiveTracker SwanLabTracker TrackioTracker

@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed
-from torch.multiprocessing import (
-    ProcessContext,
+from torch.multiprocessing.spawn import (
     ProcessExitedException,
     ProcessRaisedException,
     start_processes,
@@ -123,9 +122,8 @@ def _run_forked(count: int, task: tuple[Any, ...]) -> None:
     writers = [writer for _, writer in pipes]
     sys.stdout.flush()
     sys.stderr.flush()
-    context: ProcessContext | None = None
     try:
-        context = start_processes(
+        context = start_processes(  # type: ignore[no-untyped-call]
             _be_child, (*task, writers), nprocs=count, join=False, start_method="fork"
         )
     finally:
