@@ -24,7 +24,8 @@ from torch.optim import lr_scheduler
 from tests.checkpoint.toys import save_alone
 from trainkit.checkpoint import CheckpointStore, check_encodable
 from trainkit.checkpoint.format import codec
-from trainkit.checkpoint.format.decoding import MALFORMED, decode
+from trainkit.checkpoint.format.codec import decode
+from trainkit.containers.json_form import MALFORMED
 from trainkit.errors import CheckpointError
 
 

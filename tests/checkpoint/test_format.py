@@ -18,7 +18,7 @@ from tests.checkpoint.sharded import whole_parts
 from tests.checkpoint.test_codec import assert_same
 from tests.checkpoint.toys import save_alone
 from trainkit.checkpoint import CheckpointStore
-from trainkit.checkpoint.format import decoding
+from trainkit.checkpoint.format import codec
 from trainkit.checkpoint.format.tensor_file import read_header
 from trainkit.checkpoint.format.tensors import kept_strides
 from trainkit.checkpoint.io.reading import open_directory, open_file
@@ -104,7 +104,7 @@ def test_the_documented_reader_joins_shards() -> None:
 
 def test_every_form_of_a_value_is_documented() -> None:
     forms = set(re.findall(r'\{"(\$[a-z]+)"', DOCUMENT))
-    assert forms == set(decoding._READERS)
+    assert forms == set(codec._Decoder.readers) | {"$sharded"}
 
 
 def test_listing_and_verifying_import_no_torch(tmp_path: Path) -> None:

@@ -19,12 +19,12 @@ from tests.checkpoint.toys import save_alone
 from tests.helpers.ranks import RanksError, run_ranks
 from trainkit.checkpoint import Checkpoint, CheckpointStore
 from trainkit.checkpoint.checkpoint import open_share
-from trainkit.checkpoint.format.decoding import MALFORMED
 from trainkit.checkpoint.format.tensor_location import ShardRegion, StoredTensor, check_tiling, runs
 from trainkit.checkpoint.io import reading
 from trainkit.checkpoint.io.reading import HashedFile
 from trainkit.checkpoint.resharding.sharding import split
 from trainkit.checkpoint.snapshot import Snapshot
+from trainkit.containers.json_form import MALFORMED
 from trainkit.distributed import Processes
 from trainkit.distributed.world import World
 from trainkit.errors import CheckpointCorrupt, CheckpointError

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainkit.checkpoint.format import strict_json
-from trainkit.checkpoint.format.decoding import MALFORMED
 from trainkit.checkpoint.format.manifest import (
     Manifest,
     open_listed,
@@ -24,6 +23,7 @@ from trainkit.checkpoint.resharding.tensor_reader import (
     stored_in,
     tree_of,
 )
+from trainkit.containers.json_form import MALFORMED
 from trainkit.errors import CheckpointError
 
 if TYPE_CHECKING:

@@ -8,9 +8,10 @@ from torch import Tensor
 
 from trainkit.basics.device import can_pin, is_accelerator
 from trainkit.basics.torch_internals import copy_each
-from trainkit.checkpoint.format.codec import DEEPEST, MOST_VALUES
+from trainkit.checkpoint.format.codec import MOST_VALUES
 from trainkit.checkpoint.format.strides import row_major
 from trainkit.checkpoint.format.tensors import kept_strides, refused_tensor
+from trainkit.containers.json_form import DEEPEST
 
 __all__ = ["Snapshot"]
 

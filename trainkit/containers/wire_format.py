@@ -1,17 +1,15 @@
-"""Turn values into bytes and back, exactly, without pickle (rule 28).
+"""Turn what travels between processes into bytes and back, exactly, without pickle (rule 28).
 
-Holds None, booleans, numbers, text, bytes, lists, tuples, sets, dictionaries (also ordered,
-default and counting ones, with any keys), named tuples, data classes by field, mappings of
-transformers, torch tensors and NumPy arrays and scalars. Types are kept; classes are looked up
-among the modules already imported, never imported. Two references to one object become two.
+A message is JSON, as `json_form` makes it, and behind it the bytes of tensors, arrays and strings.
+Beside what that holds there are object arrays, and by their parts named tuples, data classes and
+mappings of other classes, such as those of transformers. Classes are looked up among the modules
+already imported, never imported.
 """
 
+import json
 import math
-import struct
-import sys
-from collections import defaultdict
-from collections.abc import Callable, Iterable
-from functools import lru_cache
+from collections.abc import Callable
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -20,16 +18,12 @@ from typing_extensions import override
 
 from trainkit.basics.device import memory_of
 from trainkit.containers import tree
+from trainkit.containers.json_form import MALFORMED, Decoder, Encoder
 from trainkit.errors import DistributedError
 
 __all__ = ["Unencodable", "decode", "encode"]
 
-_DEEPEST = 100  # levels of nesting; a value that contains itself is deeper than any
-
-_COUNT = struct.Struct("<Q")
-_INT64 = struct.Struct("<q")
-_FLOAT = struct.Struct("<d")
-_COMPLEX = struct.Struct("<dd")
+_HEADER = 8  # bytes in front, which tell the length of the JSON
 
 
 class Unencodable(TypeError):
@@ -37,18 +31,13 @@ class Unencodable(TypeError):
 
     Args:
         reason: A full sentence on what is in the way and what to do.
+        keys: Where it stands in the value, from the outside.
     """
 
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
+    def __init__(self, reason: str, keys: list[Any]) -> None:
+        place = "".join(f"[{key!r}]" for key in keys[:8]) + "..." * (len(keys) > 8)
+        super().__init__(f"At `value{place}`: {reason}" if keys else reason)
         self.reason = reason
-        self.path: list[str] = []
-
-    @override
-    def __str__(self) -> str:
-        shown = self.path[::-1][:8]
-        place = "".join(shown) + ("..." if len(self.path) > len(shown) else "")
-        return f"At `value{place}`: {self.reason}" if place else self.reason
 
 
 def encode(value: Any, *, allow_pickle: bool = False) -> bytes:
@@ -62,8 +51,9 @@ def encode(value: Any, *, allow_pickle: bool = False) -> bytes:
         Unencodable: Something in `value` has no form, or is nested too deep.
     """
     encoder = _Encoder(allow_pickle)
-    encoder.put(value)
-    return b"".join(encoder.chunks)
+    form = encoder.put(value)
+    head = json.dumps([form, [blob.nbytes for blob in encoder.blobs]]).encode()
+    return b"".join([len(head).to_bytes(_HEADER, "little"), head, *encoder.blobs])
 
 
 def decode(data: bytes, *, device: torch.device | None = None, allow_pickle: bool = False) -> Any:
@@ -77,346 +67,160 @@ def decode(data: bytes, *, device: torch.device | None = None, allow_pickle: boo
     Raises:
         DistributedError: `data` is cut, damaged, or names a class that is not imported here.
     """
-    decoder = _Decoder(memoryview(data), device, allow_pickle)
-    value = decoder.get()
-    if decoder.left:
-        raise _damaged(f"{decoder.left} bytes follow the value")
-    return value
+    begin = _HEADER + int.from_bytes(data[:_HEADER], "little")
+    try:
+        form, sizes = json.loads(bytes(data[_HEADER:begin]))
+        ends = list(accumulate(sizes, initial=begin))
+        if any(type(size) is not int or size < 0 for size in sizes) or ends[-1] != len(data):
+            raise ValueError(f"there are {len(data)} bytes, not {ends[-1]}")
+        view = memoryview(data)
+        blobs = [view[first:last] for first, last in pairwise(ends)]
+        return _Decoder(blobs, device, allow_pickle).get(form)
+    except DistributedError:
+        raise
+    except MALFORMED as error:
+        raise DistributedError(
+            f"The bytes that came from another process are damaged: {error}. Make sure that all "
+            "processes run the same version of trainkit."
+        ) from error
 
 
-class _Encoder:
-    """Appends the form of each value to `chunks`: a tag of one byte, then its content."""
+class _Encoder(Encoder):
+    """`blobs` collects what stands behind the JSON."""
 
     def __init__(self, allow_pickle: bool) -> None:
-        self.chunks: list[bytes | memoryview] = []
+        super().__init__()
+        self.blobs: list[memoryview] = []
         self._allow_pickle = allow_pickle
-        self._depth = 0
 
-    def put(self, value: Any) -> None:
-        """Append any value."""
-        writer = _WRITERS.get(type(value))
-        if writer is not None:
-            writer(self, value)
-        else:
-            self._put_instance(value)
+    @override
+    def refused(self, why: str) -> Unencodable:
+        return Unencodable(f"It {why}.", self.keys)
 
-    def put_items(self, keys: Iterable[Any], values: Iterable[Any]) -> None:
-        """Append values one level down; `keys` names them in errors."""
-        if self._depth == _DEEPEST:
+    @override
+    def store(self, size: int, read: Callable[[], memoryview]) -> int:
+        self.blobs.append(read())
+        return len(self.blobs) - 1
+
+    @override
+    def put_tensor(self, value: Tensor) -> Any:
+        if type(value) not in (Tensor, torch.nn.Parameter):
+            return self._put_foreign(value)
+        if value.layout is not torch.strided or value.is_quantized or value.is_meta:
             raise Unencodable(
-                f"It is nested deeper than {_DEEPEST} levels, or contains itself. Make it flatter."
+                f"A tensor of layout {value.layout} on {value.device} cannot be sent to other "
+                "processes. Make it dense with `to_dense()` or `dequantize()`.",
+                self.keys,
             )
-        self._depth += 1
-        for key, value in zip(keys, values, strict=True):
-            try:
-                self.put(value)
-            except Unencodable as error:
-                error.path.append(f"[{key!r}]")
-                raise
-        self._depth -= 1
+        data = memory_of(value.detach().resolve_conj().resolve_neg().cpu().contiguous())
+        dtype, is_remote = str(value.dtype).removeprefix("torch."), value.device.type != "cpu"
+        blob = self.store(data.nbytes, lambda: data)
+        return {"$tensor": [dtype, list(value.shape), blob, is_remote]}
 
-    def put_bytes(self, tag: bytes, data: bytes | memoryview) -> None:
-        """Append a tag and bytes after their number."""
-        self.chunks += (tag + _COUNT.pack(len(data)), data)
+    @override
+    def put_array(self, value: Any, tag: str) -> Any:
+        if value.dtype.kind == "V":
+            return self._put_foreign(value)
+        if value.dtype.hasobject:
+            items = value.reshape(-1).tolist()
+            return {
+                "$objects": [list(value.shape), self.put_items(items, range(len(items)), items)]
+            }
+        return super().put_array(value, tag)
 
-    def put_object(self, value: Any) -> None:
-        """Append an object that `tree` takes apart."""
+    @override
+    def put_other(self, value: Any) -> Any:
         name = tree.name_of(type(value)) if tree.is_named(type(value)) else None
         if name is None or tree.has_more_state(value):
-            self.put_foreign(value)
-            return
+            return self._put_foreign(value)
         keys, values = tree.parts(value)
-        self.put_bytes(b"c", encode([name, *keys], allow_pickle=self._allow_pickle))
-        self.put_items(keys, values)
+        return {"$object": [name, self.put(keys), self.put_items(value, keys, values)]}
 
-    def _put_instance(self, value: Any) -> None:
-        """Append what is known by a base class."""
-        numpy = sys.modules.get("numpy")
-        if isinstance(value, torch.nn.Parameter):
-            _put_tensor(self, value.detach())
-        elif numpy is not None and isinstance(value, numpy.generic):
-            _put_array(self, b"g", value)
-        elif numpy is not None and type(value) is numpy.ndarray:
-            _put_array(self, b"a", value)
-        else:
-            self.put_object(value)
-
-    def put_foreign(self, value: Any) -> None:
-        """Append an object that has no form here, if it may be pickled."""
-        cls = type(value)
+    def _put_foreign(self, value: Any) -> Any:
+        """Return the form of an object that has none but as a pickle, if that may be."""
+        name = f"`{type(value).__module__}.{type(value).__qualname__}`"
         if not self._allow_pickle:
             raise Unencodable(
-                f"A `{cls.__module__}.{cls.__qualname__}` cannot be sent to other processes "
-                "without pickle. Turn it into numbers, text, tensors, lists, dicts or a data class "
-                "defined in a module; or gather it with `use_gather_object=True`, which pickles."
+                f"A {name} cannot be sent to other processes without pickle. Turn it into numbers, "
+                "text, tensors, lists, dicts or a data class defined in a module; or gather it "
+                "with `use_gather_object=True`, which pickles.",
+                self.keys,
             )
         import pickle
 
         try:
-            self.put_bytes(b"P", pickle.dumps(value))
+            data = memoryview(pickle.dumps(value))
         except Exception as error:
             raise Unencodable(
-                f"A `{cls.__module__}.{cls.__qualname__}` cannot be pickled: {error}. Turn it into "
-                "numbers, text, tensors, lists or dicts."
+                f"A {name} cannot be pickled: {error}. Turn it into numbers, text, tensors, lists "
+                "or dicts.",
+                self.keys,
+            ) from error
+        return {"$pickle": self.store(data.nbytes, lambda: data)}
+
+
+class _Decoder(Decoder):
+    def __init__(
+        self, blobs: list[memoryview], device: torch.device | None, allow_pickle: bool
+    ) -> None:
+        super().__init__()
+        self._blobs = blobs
+        self._device = device
+        self._allow_pickle = allow_pickle
+
+    @override
+    def blob(self, name: int) -> memoryview:
+        return self._blobs[name]
+
+    def _get_tensor(self, node: Any) -> Tensor:
+        name, shape, blob, is_remote = node
+        dtype = self.get_dtype(name)
+        raw = bytearray(self.blob(blob))  # a copy: aligned, writable, its own
+        if len(raw) != math.prod(shape) * dtype.itemsize:
+            raise ValueError(f"{len(raw)} bytes cannot be {shape} of {dtype}")
+        if raw:
+            tensor = torch.frombuffer(raw, dtype=torch.uint8).view(dtype).reshape(shape)
+        else:
+            tensor = torch.empty(shape, dtype=dtype)
+        return tensor.to(self._device) if is_remote and self._device is not None else tensor
+
+    def _get_objects(self, node: Any) -> Any:
+        import numpy
+
+        shape, items = node
+        return numpy.fromiter(self.get(items), object, len(items)).reshape(shape)
+
+    def _get_object(self, node: Any) -> Any:
+        name, keys, values = node
+        cls = tree.class_named(name)
+        if cls is None:
+            raise DistributedError(
+                f"Another process sent a `{name.replace(':', '.')}`, but no module imported in "
+                "this process has that class. Import it on all processes."
+            )
+        if not tree.is_named(cls):
+            raise ValueError(f"`{cls.__qualname__}` is not a container")
+        return tree.build(cls, self.get_sequence(keys), self.get_sequence(values))
+
+    def _get_pickle(self, blob: Any) -> Any:
+        if not self._allow_pickle:
+            raise DistributedError(
+                "Another process sent a pickled object, which runs code, and this call takes none. "
+                "Pass `use_gather_object=True` on all processes."
+            )
+        import pickle
+
+        try:
+            return pickle.loads(self.blob(blob))
+        except Exception as error:
+            raise DistributedError(
+                f"An object that another process pickled cannot be read: {error!r}. Import on all "
+                "processes what it is made of."
             ) from error
 
-
-def _put_int(encoder: _Encoder, value: int) -> None:
-    if -(1 << 63) <= value < 1 << 63:
-        encoder.chunks.append(b"i" + _INT64.pack(value))
-    else:
-        size = value.bit_length() // 8 + 1
-        encoder.put_bytes(b"I", value.to_bytes(size, "little", signed=True))
-
-
-def _put_text(encoder: _Encoder, value: str) -> None:
-    encoder.put_bytes(b"s", value.encode("utf-8", "surrogatepass"))
-
-
-def _sequence(tag: bytes) -> Callable[[_Encoder, Any], None]:
-    def put(encoder: _Encoder, value: Any) -> None:
-        encoder.chunks.append(tag + _COUNT.pack(len(value)))
-        encoder.put_items(range(len(value)), value)
-
-    return put
-
-
-def _put_dict(encoder: _Encoder, value: dict[Any, Any]) -> None:
-    encoder.chunks.append(b"d" + _COUNT.pack(len(value)))
-    encoder.put_items(value, value)
-    encoder.put_items(value, value.values())
-
-
-def _put_defaultdict(encoder: _Encoder, value: defaultdict[Any, Any]) -> None:
-    factory = value.default_factory
-    name = tree.name_of(factory) if isinstance(factory, type) else None
-    if factory is not None and name is None:
-        encoder.put_foreign(value)
-    else:
-        encoder.put_bytes(b"D", (name or "").encode())
-        _put_dict(encoder, value)
-
-
-def _put_tensor(encoder: _Encoder, value: Tensor) -> None:
-    if value.layout is not torch.strided or value.is_quantized or value.is_meta:
-        raise Unencodable(
-            f"A tensor of layout {value.layout} on {value.device} cannot be sent to other "
-            "processes. Make it dense with `to_dense()` or `dequantize()`."
-        )
-    data = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    is_remote = value.device.type != "cpu"
-    dtype = str(value.dtype).removeprefix("torch.")
-    encoder.put_bytes(b"X" if is_remote else b"x", dtype.encode())
-    _put_shape(encoder, value.shape)
-    encoder.put_bytes(b"", memory_of(data))
-
-
-def _put_array(encoder: _Encoder, tag: bytes, value: Any) -> None:
-    dtype = value.dtype
-    if dtype.kind == "V":
-        encoder.put_foreign(value)
-        return
-    if dtype.hasobject:
-        items = value.reshape(-1).tolist()
-        encoder.chunks.append(b"o")
-        _put_shape(encoder, value.shape)
-        encoder.put_items(range(len(items)), items)
-        return
-    encoder.put_bytes(tag, dtype.str.encode())
-    _put_shape(encoder, value.shape)
-    encoder.put_bytes(b"", value.tobytes())
-
-
-def _put_shape(encoder: _Encoder, shape: Iterable[int]) -> None:
-    sizes = tuple(shape)
-    encoder.chunks.append(struct.pack(f"<B{len(sizes)}Q", len(sizes), *sizes))
-
-
-_WRITERS: dict[type, Callable[[_Encoder, Any], None]] = {
-    type(None): lambda encoder, _: encoder.chunks.append(b"N"),
-    bool: lambda encoder, value: encoder.chunks.append(b"T" if value else b"F"),
-    int: _put_int,
-    float: lambda encoder, value: encoder.chunks.append(b"f" + _FLOAT.pack(value)),
-    complex: lambda encoder, value: encoder.chunks.append(
-        b"j" + _COMPLEX.pack(value.real, value.imag)
-    ),
-    str: _put_text,
-    bytes: lambda encoder, value: encoder.put_bytes(b"b", value),
-    bytearray: lambda encoder, value: encoder.put_bytes(b"B", bytes(value)),
-    list: _sequence(b"l"),
-    tuple: _sequence(b"t"),
-    torch.Size: _sequence(b"S"),
-    set: _sequence(b"e"),
-    frozenset: _sequence(b"z"),
-    dict: _put_dict,
-    defaultdict: _put_defaultdict,
-    Tensor: _put_tensor,
-}
-
-
-def _damaged(what: str) -> DistributedError:
-    return DistributedError(
-        f"The bytes that came from another process are damaged: {what}. Make sure that all "
-        "processes run the same version of trainkit."
-    )
-
-
-class _Decoder:
-    """Reads values from bytes; every length is checked before it is trusted."""
-
-    def __init__(self, data: memoryview, device: torch.device | None, allow_pickle: bool) -> None:
-        self._data = data
-        self._next = 0
-        self._depth = 0
-        self.device = device
-        self.allow_pickle = allow_pickle
-
-    @property
-    def left(self) -> int:
-        """Return the number of bytes that were not read."""
-        return len(self._data) - self._next
-
-    def get(self) -> Any:
-        """Read one value."""
-        tag = bytes(self.take(1))
-        reader = _READERS.get(tag)
-        if reader is None:
-            raise _damaged(f"no value begins with {tag!r}")
-        return reader(self)
-
-    def take(self, size: int) -> memoryview:
-        """Read `size` bytes."""
-        if size > self.left:
-            raise _damaged(f"{size} bytes should follow, but {self.left} are left")
-        start, self._next = self._next, self._next + size
-        return self._data[start : self._next]
-
-    def take_counted(self) -> memoryview:
-        """Read bytes after their number."""
-        return self.take(int(_COUNT.unpack(self.take(8))[0]))
-
-    def items(self, count: int | None = None) -> list[Any]:
-        """Read that many values, or as many as a number in front says."""
-        if count is None:
-            count = int(_COUNT.unpack(self.take(8))[0])
-        if count > self.left:
-            raise _damaged(f"{count} values should follow, but {self.left} bytes are left")
-        if self._depth == _DEEPEST:
-            raise _damaged(f"values are nested deeper than {_DEEPEST} levels")
-        self._depth += 1
-        values = [self.get() for _ in range(count)]
-        self._depth -= 1
-        return values
-
-    def shape(self) -> tuple[int, ...]:
-        """Read the sizes of a tensor or array."""
-        dimensions = self.take(1)[0]
-        return struct.unpack(f"<{dimensions}Q", self.take(8 * dimensions))
-
-
-def _get_dict(decoder: _Decoder) -> dict[Any, Any]:
-    keys = decoder.items()
-    return dict(zip(keys, decoder.items(len(keys)), strict=True))
-
-
-def _get_defaultdict(decoder: _Decoder) -> defaultdict[Any, Any]:
-    name = bytes(decoder.take_counted()).decode()
-    factory = _class(name) if name else None
-    decoder.take(1)
-    return defaultdict(factory, _get_dict(decoder))
-
-
-_decode_names = lru_cache(32)(decode)
-"""Reads the names in front of an object; those of few kinds come often."""
-
-
-def _get_object(decoder: _Decoder) -> Any:
-    names = _decode_names(bytes(decoder.take_counted()), allow_pickle=decoder.allow_pickle)
-    if type(names) is not list or not names or type(names[0]) is not str:
-        raise _damaged("an object begins with no name")
-    cls, values = _class(names[0]), decoder.items(len(names) - 1)
-    if not tree.is_named(cls):
-        raise _damaged(f"`{cls.__qualname__}` is not a container")
-    return tree.build(cls, names[1:], values)
-
-
-def _class(name: str) -> type:
-    found = tree.class_named(name)
-    if found is None:
-        raise DistributedError(
-            f"Another process sent a `{name.replace(':', '.')}`, but no module imported in this "
-            "process has that class. Import it on all processes."
-        )
-    return found
-
-
-def _get_tensor(decoder: _Decoder, remote: bool) -> Tensor:
-    name = bytes(decoder.take_counted()).decode()
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise _damaged(f"there is no dtype {name!r}")
-    shape = decoder.shape()
-    raw = bytearray(decoder.take_counted())  # a copy: aligned, writable, its own
-    if len(raw) != math.prod(shape) * dtype.itemsize:
-        raise _damaged(f"{len(raw)} bytes cannot be {shape} of {dtype}")
-    if raw:
-        tensor = torch.frombuffer(raw, dtype=torch.uint8).view(dtype).reshape(shape)
-    else:
-        tensor = torch.empty(shape, dtype=dtype)
-    return tensor.to(decoder.device) if remote and decoder.device is not None else tensor
-
-
-def _get_array(decoder: _Decoder) -> Any:
-    import numpy
-
-    dtype = numpy.dtype(bytes(decoder.take_counted()).decode())
-    shape = decoder.shape()
-    raw = bytearray(decoder.take_counted())
-    if len(raw) != math.prod(shape) * dtype.itemsize:
-        raise _damaged(f"{len(raw)} bytes cannot be {shape} of {dtype}")
-    return numpy.frombuffer(raw, dtype=dtype).reshape(shape)
-
-
-def _get_object_array(decoder: _Decoder) -> Any:
-    import numpy
-
-    shape = decoder.shape()
-    items = decoder.items(math.prod(shape))
-    return numpy.fromiter(items, object, len(items)).reshape(shape)
-
-
-def _get_pickle(decoder: _Decoder) -> Any:
-    if not decoder.allow_pickle:
-        text = "Another process sent a pickled object, which runs code, and this call takes none."
-        raise DistributedError(f"{text} Pass `use_gather_object=True` on all processes.")
-    import pickle
-
-    return pickle.loads(decoder.take_counted())
-
-
-_READERS: dict[bytes, Callable[[_Decoder], Any]] = {
-    b"N": lambda _: None,
-    b"T": lambda _: True,
-    b"F": lambda _: False,
-    b"i": lambda decoder: _INT64.unpack(decoder.take(8))[0],
-    b"I": lambda decoder: int.from_bytes(decoder.take_counted(), "little", signed=True),
-    b"f": lambda decoder: _FLOAT.unpack(decoder.take(8))[0],
-    b"j": lambda decoder: complex(*_COMPLEX.unpack(decoder.take(16))),
-    b"s": lambda decoder: bytes(decoder.take_counted()).decode("utf-8", "surrogatepass"),
-    b"b": lambda decoder: bytes(decoder.take_counted()),
-    b"B": lambda decoder: bytearray(decoder.take_counted()),
-    b"l": lambda decoder: decoder.items(),
-    b"t": lambda decoder: tuple(decoder.items()),
-    b"S": lambda decoder: torch.Size(decoder.items()),
-    b"e": lambda decoder: set(decoder.items()),
-    b"z": lambda decoder: frozenset(decoder.items()),
-    b"d": _get_dict,
-    b"D": _get_defaultdict,
-    b"c": _get_object,
-    b"x": lambda decoder: _get_tensor(decoder, remote=False),
-    b"X": lambda decoder: _get_tensor(decoder, remote=True),
-    b"a": _get_array,
-    b"g": lambda decoder: _get_array(decoder)[()],
-    b"o": _get_object_array,
-    b"P": _get_pickle,
-}
+    readers = Decoder.readers | {
+        "$object": _get_object,
+        "$objects": _get_objects,
+        "$pickle": _get_pickle,
+        "$tensor": _get_tensor,
+    }

@@ -1,6 +1,7 @@
 """What decides the order of the samples, in plain values that a checkpoint can hold."""
 
 import hashlib
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -9,7 +10,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from trainkit.basics.device import memory_of
-from trainkit.containers import wire_format
 from trainkit.data.order import is_plain
 
 __all__ = ["CHANGED", "OWN", "changed_facts", "digest_of", "order_facts", "run_to"]
@@ -94,8 +94,8 @@ def digest_of(order: Tensor | Sequence[Any]) -> str | None:
         content: Any = memory_of(data.contiguous())
     else:
         try:
-            content = wire_format.encode(order)
-        except wire_format.Unencodable:
+            content = _bytes_of(order)
+        except (TypeError, struct.error):
             return None
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
@@ -107,6 +107,41 @@ def _as_tensor(order: Sequence[Any]) -> Tensor | None:
             return torch.tensor(order, dtype=torch.int64)
         if kinds == {Tensor}:
             return torch.stack(list(order))
-    except (OverflowError, RuntimeError):  # beyond 64 bits, or of several shapes
+    except (OverflowError, RuntimeError, ValueError):  # beyond 64 bits, or of several shapes
         pass
     return None
+
+
+def _bytes_of(value: Any) -> bytes:
+    """Return what tells a nesting of plain values from others; digests in checkpoints are of it.
+
+    Raises:
+        TypeError: There is something else.
+    """
+    kind = type(value)
+    if kind is list or kind is tuple:
+        tag = b"l" if kind is list else b"t"
+        return tag + struct.pack("<Q", len(value)) + b"".join(map(_bytes_of, value))
+    if kind is int:
+        return b"i" + struct.pack("<q", value)
+    if kind is float:
+        return b"f" + struct.pack("<d", value)
+    if kind is str:
+        return _counted(b"s", value.encode("utf-8", "surrogatepass"))
+    if kind is bytes:
+        return _counted(b"b", value)
+    if kind is Tensor:
+        name = str(value.dtype).removeprefix("torch.")
+        return _array(b"x", name, value.shape, bytes(memory_of(value.cpu().contiguous())))
+    if hasattr(value, "dtype") and hasattr(value, "tobytes"):  # a number of NumPy
+        return _array(b"g", value.dtype.str, value.shape, value.tobytes())
+    raise TypeError(f"a {kind.__name__} is no plain value")
+
+
+def _counted(tag: bytes, data: bytes) -> bytes:
+    return tag + struct.pack("<Q", len(data)) + data
+
+
+def _array(tag: bytes, dtype: str, shape: Sequence[int], data: bytes) -> bytes:
+    sizes = struct.pack(f"<B{len(shape)}Q", len(shape), *shape)
+    return _counted(tag, dtype.encode()) + sizes + _counted(b"", data)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.checkpoint.format import codec, strict_json
-from trainkit.checkpoint.format.decoding import MALFORMED, decode
+from trainkit.checkpoint.format.codec import decode
 from trainkit.checkpoint.format.names import (
     JSON_SUFFIX,
     MANIFEST,
@@ -23,6 +23,7 @@ from trainkit.checkpoint.format.names import (
 )
 from trainkit.checkpoint.io.digests import xxh3_128_hexdigest
 from trainkit.checkpoint.io.reading import HashedFile, broken, open_directory, open_file
+from trainkit.containers.json_form import MALFORMED
 from trainkit.errors import CheckpointError
 
 __all__ = ["FORMAT_VERSION", "FileInfo", "Manifest", "open_listed", "read_manifest"]

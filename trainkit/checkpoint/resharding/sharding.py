@@ -4,12 +4,13 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from trainkit.checkpoint.format.codec import DEEPEST, MOST_VALUES
+from trainkit.checkpoint.format.codec import MOST_VALUES
 from trainkit.checkpoint.format.names import tensor_name
 from trainkit.checkpoint.format.tensor_location import StoredTensor
 from trainkit.checkpoint.format.tensors import file_dtype
 from trainkit.checkpoint.io.digests import xxh3_128
 from trainkit.checkpoint.resharding.sharding_spec import ShardingSpec, is_sharded
+from trainkit.containers.json_form import DEEPEST
 from trainkit.distributed import Processes, run_on_all
 from trainkit.distributed.collectives import are_alike, number_of
 from trainkit.errors import CheckpointError

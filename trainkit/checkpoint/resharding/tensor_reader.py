@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainkit.checkpoint.format import tensor_file
-from trainkit.checkpoint.format.decoding import decode
+from trainkit.checkpoint.format.codec import decode
 from trainkit.checkpoint.format.manifest import FileInfo, open_listed
 from trainkit.checkpoint.format.names import TENSOR_SUFFIX, owner_of
 from trainkit.checkpoint.format.tensor_file import SIZES, Header
@@ -235,7 +235,7 @@ class PartReader:
 
         Raises:
             CheckpointCorrupt: A file has changed, or is not of the form that trainkit writes.
-            Exception: One of `decoding.MALFORMED`: `tree` is not of that form.
+            Exception: One of `json_form.MALFORMED`: `tree` is not of that form.
         """
         from trainkit.basics.device import memory_of  # which imports torch
 
