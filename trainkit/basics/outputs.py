@@ -9,6 +9,10 @@ from trainkit.errors import CheckpointError, ConfigError
 
 __all__ = ["absolute", "check_folder", "folder_of_run", "refusal", "why"]
 
+# `Path` makes one slash of two: there only what is known of storages is an address.
+_ADDRESS = re.compile(
+    r"([a-z][a-z0-9+.-]+)://|(s3a?|gs|gcs|az|abfss?|wasbs?|adl|hf|hdfs|https?|file|memory):/", re.I
+)
 _RUN = re.compile(r"(\d{4}-\d\d-\d\d)_(\d+)", re.ASCII)  # the folder of one run of several
 
 
@@ -16,10 +20,19 @@ def absolute(path: object, argument: str) -> Path:
     """Return what a user gave as a path, so that a later change of the working directory is none.
 
     Raises:
-        ConfigError: It is no path, or a relative one in a working directory that is gone.
+        ConfigError: It is no path, the address of a storage, or a relative path in a working
+            directory that is gone.
     """
     if not isinstance(path, str | os.PathLike):
         raise ConfigError(f"`{argument}` must be a path, but is {path!r}.")
+    if address := _ADDRESS.match(os.fspath(path)):
+        if "file" in address.groups():
+            raise ConfigError(f"`{argument}` is `{path}`: write the path without `file://`.")
+        raise ConfigError(
+            f"`{argument}` is `{path}`, which is the address of a storage, and trainkit writes to "
+            "and reads from folders. Copy what is there to a folder, or mount it as one (s3fs, "
+            "gcsfuse, blobfuse2), and pass that folder."
+        )
     given: str | os.PathLike[str] = path
     try:
         return Path(given).absolute()

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from trainkit.basics.outputs import absolute
 from trainkit.checkpoint.io import files
 from trainkit.checkpoint.resharding.sharding_spec import is_sharded
 from trainkit.distributed import (
@@ -80,7 +81,7 @@ def save_model(
             f"`{type(tokenizer).__name__}`."
         )
     processes = Processes.start() if processes is None else processes
-    module, folder = unwrapped(model), Path(directory)
+    module, folder = unwrapped(model), absolute(directory, "directory")
 
     def export(processes: Processes) -> None:
         contents = run_on_all(processes, lambda: _contents(module, folder, merge))
