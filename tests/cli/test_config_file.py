@@ -133,19 +133,14 @@ def test_multi_cpu_hides_the_gpus(tmp_path: Path) -> None:
         ("num_processes: true\n", ["whole number", "True"]),
         ("num_processes: 1.5\n", ["whole number", "1.5"]),
         ("main_process_port: 70000\n", ["port", "70000"]),
-        ("mixed_precision: fp8\n", ["fp8", "does not have"]),
+        ("mixed_precision: fp8\n", ["one of no, fp16, bf16", "fp8"]),
         ("mixed_precision: fp32\n", ["one of no, fp16, bf16"]),
         ("gpu_ids: 0,0\n", ["different GPUs"]),
         ("gpu_ids: a\n", ["different GPUs"]),
         ("use_cpu: maybe\n", ["true or false"]),
         ("monitor_interval: -1\n", ["above 0"]),
         ("monitor_interval: .nan\n", ["above 0"]),
-        ("distributed_type: XLA\n", ["XLA", "TPUs"]),
-        ("distributed_type: DEEPSPEED\n", ["DeepSpeed", "FSDP"]),
-        ("distributed_type: MULTI_XPU\n", ["no `xpu` devices", "MULTI_GPU", "line 1"]),
-        ("distributed_type: multi_npu\n", ["no `npu` devices", "MULTI_GPU"]),
-        ("debug: no\nuse_xpu: true\n", ["no `xpu` devices", "line 2"]),
-        ("distributed_type: MANY\n", ["one of NO, MULTI_CPU, MULTI_GPU, FSDP"]),
+        ("distributed_type: XLA\n", ["one of NO, MULTI_CPU, MULTI_GPU, FSDP", "'XLA'"]),
         ("tpu_use_cluster: true\n", ["TPUs", "Remove the key"]),
         ("tpu_env: [A=1]\n", ["TPUs"]),
         ("downcast_bf16: 'yes'\n", ["TPUs"]),
@@ -161,8 +156,7 @@ def test_what_is_wrong_is_named(text: str, words: list[str], tmp_path: Path) -> 
     assert [word for word in words if word not in message] == [], message
 
 
-def test_gpus_of_all_makers_are_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accelerate_keys, "has_torch_for", lambda kind: True)
+def test_gpus_of_all_makers_are_gpus(tmp_path: Path) -> None:
     for kind in ("MULTI_XPU", "multi_npu", "MULTI_GPU"):
         file = read(tmp_path, f"distributed_type: {kind}\nuse_xpu: true\n")
         assert file.values == {"distributed_type": "MULTI_GPU"}

@@ -3,7 +3,6 @@
 import signal
 import time
 from datetime import UTC, datetime
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,13 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _
 
 from benchmarks.elastic import Job, judge, prepare
 from tests.cli.launcher import Launcher
-from tests.cli.test_launch import alone, output, planned, shown
+from tests.cli.test_launch import alone, output, shown
 from trainkit.basics.torch_internals import meet_without_pickles
 from trainkit.errors import ConfigError
 from trainkit.launch import config_file
+from trainkit.launch.elastic import rendezvous
 from trainkit.launch.machine import free_port
+from trainkit.launch.settings import JobSettings
 
 assert alone is not None  # a fixture: an empty folder, no settings from outside
 
@@ -34,19 +35,14 @@ def test_torchruns_way_of_writing_is_read(
     assert rows["min_machines"][1] == "environment (PET_NNODES)"
 
 
-def test_machines_that_come_and_go_meet_by_c10d(capsys: pytest.CaptureFixture[str]) -> None:
-    place = ("--main_process_ip", "10.0.0.1", "--rdzv_conf", "keep_alive_interval=2")
-    _, arguments = planned(
-        capsys, "--num_machines", "1:4", "--num_processes", 8, *place, "script.py"
+def test_machines_that_come_and_go_meet_by_c10d() -> None:
+    job = JobSettings(
+        num_machines=4, min_machines=1, main_process_ip="a", rdzv_conf="keep_alive_interval=2"
     )
-    said = dict(pairwise(arguments))
-    assert (said["--nnodes"], said["--nproc-per-node"]) == ("1:4", "2")
-    assert (said["--rdzv-backend"], said["--rdzv-endpoint"]) == ("c10d", "10.0.0.1:29500")
-    assert said["--rdzv-conf"] == "last_call_timeout=10,keep_alive_interval=2"
-    _, arguments = planned(
-        capsys, "--num_machines", 4, "--min_machines", 4, *place[:2], "script.py"
-    )
-    assert "c10d" not in arguments
+    told = rendezvous(job, "b")
+    assert (told.backend, told.endpoint, told.local_addr) == ("c10d", "a:29500", "b")
+    assert (told.min_nodes, told.max_nodes) == (1, 4)
+    assert told.config == {"last_call_timeout": "10", "keep_alive_interval": "2"}
 
 
 def test_what_cannot_be_is_refused(alone: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -87,8 +87,8 @@ def test_several_launchers_on_a_machine_are_refused(
         assert "each would start a job of its own" in text
         assert "srun --ntasks-per-node=1 trainkit launch" in text
     for explicit in (("--num_machines", "1"), ("--standalone",)):
-        _, arguments = planned(capsys, *explicit, "script.py")
-        assert arguments[arguments.index("--nnodes") + 1] == "1"
+        environment, _ = planned(capsys, *explicit, "script.py")
+        assert environment["WORLD_SIZE"] == environment["LOCAL_WORLD_SIZE"]
 
 
 def test_a_first_machine_that_nobody_names_is_asked_for(

@@ -1,4 +1,4 @@
-"""`trainkit env`: what a report of a bug needs, found without importing torch."""
+"""`trainkit env`: what a report of a bug needs, also where torch cannot be imported."""
 
 import argparse
 import json
@@ -116,7 +116,11 @@ def _torch_build() -> dict[str, str]:
 
 def _gpus() -> dict[str, Any]:
     driver = Path("/proc/driver/nvidia/version")
-    facts: dict[str, Any] = {"visible": gpu_count()}
+    facts: dict[str, Any] = {}
+    try:
+        facts["visible"] = gpu_count()
+    except Exception as error:  # a torch that cannot be imported is what is to be reported
+        facts["visible"] = f"unknown: {error}"
     facts |= {f"GPU {index}": name for index, name in enumerate(gpu_names())}
     if driver.exists():
         facts["driver"] = driver.read_text(errors="replace").splitlines()[0]

@@ -36,7 +36,7 @@ def _run(options: argparse.Namespace) -> int:
     resolved = resolve(options)
     if options.determinism:
         return _compare_trainings(resolved)
-    code = _start(make_plan(resolved, _module("checks")), resolved)
+    code = _start(make_plan(resolved, _module("checks")))
     if code:
         print(f"trainkit test: FAILED (exit code {code})", file=sys.stderr)
     return code
@@ -46,10 +46,10 @@ def _module(name: str, *arguments: object) -> Script:
     return Script(path=f"trainkit.cli.{name}", arguments=tuple(map(str, arguments)), is_module=True)
 
 
-def _start(plan: Plan, resolved: Resolved) -> int:
+def _start(plan: Plan) -> int:
     for note in plan.notes:
         print(f"trainkit: {note}", file=sys.stderr)
-    return start(plan, resolved)
+    return start(plan)
 
 
 def _compare_trainings(resolved: Resolved) -> int:
@@ -70,7 +70,7 @@ def _compare_trainings(resolved: Resolved) -> int:
             for part in ROUNDS
         ]
         for size, part, plan in plans:
-            if code := _start(plan, resolved):
+            if code := _start(plan):
                 which = f"the {part} start of {size} process(es)"
                 print(f"trainkit test: FAILED in {which} (exit code {code})", file=sys.stderr)
                 return code

@@ -8,9 +8,8 @@ from typing import Any
 
 from trainkit.basics.parsing import boolean, nearest, one_of
 from trainkit.errors import ConfigError
-from trainkit.launch.machine import has_torch_for
 
-__all__ = ["GPUS_OF_OTHERS", "KEYS", "check", "check_value", "sharding"]
+__all__ = ["KEYS", "check", "sharding"]
 
 _OFF: tuple[Any, ...] = (None, False, "", 0)
 _OFF_WORDS = ("no", "false", "none", "off")
@@ -28,7 +27,7 @@ _UNKNOWN_TO_US = {
     "a function to start: the whole script is run": ("main_training_function",),
     "binding of processes to cores; use `numactl`": ("enable_cpu_affinity",),
     "fp8": ("fp8_config",),
-    "mpirun; it starts by torch.distributed.run": ("mpirun_config",),
+    "mpirun; it starts the processes itself": ("mpirun_config",),
     "tensor, context and sequence parallelism": ("parallelism_config",),
     "torch.compile by the launcher; use `Trainer(compile=True)`": (
         "dynamo_backend", "dynamo_config"),
@@ -39,30 +38,9 @@ KEYS = {key: what for what, keys in _UNKNOWN_TO_US.items() for key in keys}
 
 _HARMLESS = {"compute_environment": "LOCAL_MACHINE", "main_training_function": "main"}
 
-GPUS_OF_OTHERS = {"MULTI_NPU": "npu", "MULTI_XPU": "xpu"}
-"""Values of `distributed_type` that mean MULTI_GPU, and what torch calls such devices."""
-
-_VALUES = {
-    "distributed_type": {
-        "DEEPSPEED": "DeepSpeed; use FSDP",
-        "MEGATRON_LM": "Megatron-LM",
-        "MULTI_HPU": "Gaudi",
-        "MULTI_MLU": "Cambricon",
-        "MULTI_MUSA": "Moore Threads",
-        "MULTI_NEURON": "Trainium",
-        "MULTI_SDAA": "SDAA",
-        "TP": "tensor parallelism",
-        "TPU": "TPUs",
-        "XLA": "TPUs",
-    },
-    "mixed_precision": {"FP8": "fp8; use bf16"},
-}
-
 
 def check(key: str, value: object, place: str) -> None:
     """Raise ConfigError if a key of `KEYS` switches on what trainkit does not drive."""
-    if key == "use_xpu" and not _is_off(value):
-        _check_torch("xpu", f"`{key}` ({place}) is {value!r}")
     if not KEYS[key] or value == _HARMLESS.get(key) or _is_off(value):
         return
     raise ConfigError(
@@ -77,24 +55,6 @@ def _is_off(value: object) -> bool:
     if isinstance(value, list):
         return not value
     return value in _OFF or str(value).lower() in _OFF_WORDS
-
-
-def check_value(name: str, value: object, place: str) -> None:
-    """Raise ConfigError if accelerate knows a value of a setting, and nothing here does."""
-    word = str(value).strip().upper()
-    what = _VALUES.get(name, {}).get(word)
-    if what is not None:
-        raise ConfigError(f"`{name}` {place} is {value}, but trainkit does not have {what}.")
-    if name == "distributed_type" and word in GPUS_OF_OTHERS:
-        _check_torch(GPUS_OF_OTHERS[word], f"`{name}` {place} is {value}")
-
-
-def _check_torch(kind: str, said: str) -> None:
-    if not has_torch_for(kind):
-        raise ConfigError(
-            f"{said}, but the torch of this environment has no `{kind}` devices. Install one that "
-            "has them, or say `distributed_type: MULTI_GPU`, which means those that it has."
-        )
 
 
 def _reshard(value: object) -> bool:

@@ -69,9 +69,9 @@ def _run(options: argparse.Namespace) -> int:
     for note in plan.notes:
         print(f"trainkit: {note}", file=sys.stderr)
     if options.dry_run:
-        print(plan.command())
+        print(plan.line())
         return 0
-    return 0 if options.show_config else start(plan, resolved)
+    return 0 if options.show_config else start(plan)
 
 
 def _plan(options: argparse.Namespace, resolved: Resolved) -> Plan:
@@ -99,7 +99,7 @@ def _standalone(resolved: Resolved) -> Resolved:
     return replace(resolved, job=replace(resolved.job, main_process_port=None))
 
 
-def start(plan: Plan, resolved: Resolved) -> int:
+def start(plan: Plan) -> int:
     """Start the processes of this machine, wait for their end, and return the exit code.
 
     After a failure, what the processes reported is shown, and the reports stay.
@@ -108,11 +108,11 @@ def start(plan: Plan, resolved: Resolved) -> int:
         ConfigError: This machine cannot do its part.
         DistributedError: The machines do not come together.
     """
-    folder = _report_folder(resolved.job.report_dir)
+    folder = _report_folder(plan.job.report_dir)
     keeps = False
     try:
         environment = {**plan.environment, FOLDER_VARIABLE: str(folder)}
-        code, keeps = _run_processes(replace(plan, environment=environment), resolved.job)
+        code, keeps = _run_processes(replace(plan, environment=environment))
         return code
     finally:
         if not keeps:
@@ -146,8 +146,9 @@ def _report_folder(parent: str | None) -> Path:
         ) from None
 
 
-def _run_processes(plan: Plan, job: JobSettings) -> tuple[int, bool]:
+def _run_processes(plan: Plan) -> tuple[int, bool]:
     """Return the exit code, and whether there are reports to keep."""
+    job = plan.job
     for name in filter(_TORCHRUN.fullmatch, list(os.environ)):
         del os.environ[name]  # the plan has taken from them what nobody else said
     os.environ.update(plan.environment)  # before torch looks for GPUs
@@ -168,13 +169,13 @@ def _run_processes(plan: Plan, job: JobSettings) -> tuple[int, bool]:
     orphan_killer = OrphanKiller(grace)  # before there are threads
     try:
         if job.is_elastic:
-            meeting: meetings.Meeting = ElasticMeeting(job, plan)
+            meeting: meetings.Meeting = ElasticMeeting(plan)
         elif job.num_machines > 1:
             meeting = meetings.meet(job, meetings.to_compare(plan))
         else:
             meeting = meetings.alone(job, plan.port)
         try:
-            outcome = supervise(plan, meeting, orphan_killer, shows_log=job.debug)
+            outcome = supervise(plan, meeting, orphan_killer)
             return outcome.code, failure.explain(outcome, meeting)
         finally:
             meeting.close()

@@ -8,7 +8,6 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from torch.distributed import run as torchrun
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousError,
@@ -27,14 +26,13 @@ from trainkit.launch.plan import Plan, port_of, ports_of
 from trainkit.launch.settings import JobSettings
 from trainkit.launch.workers import Place
 
-__all__ = ["ElasticMeeting"]
+__all__ = ["ElasticMeeting", "rendezvous"]
 
 
 class ElasticMeeting(Meeting):
     """What a launcher knows of an elastic job: itself, and the way to the store.
 
     Args:
-        job: Its settings.
         plan: What this machine starts.
 
     Raises:
@@ -43,7 +41,8 @@ class ElasticMeeting(Meeting):
 
     is_elastic = True
 
-    def __init__(self, job: JobSettings, plan: Plan) -> None:
+    def __init__(self, plan: Plan) -> None:
+        job = plan.job
         host, port = str(job.main_process_ip), port_of(job)
         try:
             address = next((each for each in addresses_of(host, port) if is_own(each)), "")
@@ -57,17 +56,7 @@ class ElasticMeeting(Meeting):
         meet_without_pickles()
         # Else torch opens a store that nobody uses.
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-        options = torchrun.parse_args(list(plan.arguments))  # type: ignore[no-untyped-call]
-        config, _, _ = torchrun.config_from_args(options)
-        parameters = RendezvousParameters(
-            backend=config.rdzv_backend,
-            endpoint=config.rdzv_endpoint,
-            run_id=config.run_id,
-            min_nodes=config.min_nodes,
-            max_nodes=config.max_nodes,
-            local_addr=own,
-            **config.rdzv_configs,
-        )
+        parameters = rendezvous(job, own)
         with _in_words():
             self._backend, store = create_backend(parameters)
             self._attempts = store
@@ -123,6 +112,22 @@ class ElasticMeeting(Meeting):
     @override
     def shut(self) -> None:
         self._handler.shutdown()
+
+
+def rendezvous(job: JobSettings, own: str) -> RendezvousParameters:
+    """Return what torch's rendezvous is told, for a machine with this address."""
+    pairs = [pair.partition("=") for pair in (job.rdzv_conf or "").split(",") if pair]
+    # Torch waits 30 seconds for more machines than it needs.
+    settings = {"last_call_timeout": "10", **{name: value for name, _, value in pairs}}
+    return RendezvousParameters(
+        backend="c10d",
+        endpoint=f"{job.main_process_ip}:{port_of(job)}",
+        run_id="trainkit",
+        min_nodes=job.min_machines or job.num_machines,
+        max_nodes=job.num_machines,
+        local_addr=own,
+        **settings,
+    )
 
 
 @contextmanager

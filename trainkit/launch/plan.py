@@ -1,11 +1,11 @@
-"""Turn the settings of a job into the command of torch.distributed.run and its environment."""
+"""Turn the settings of a job into what each process runs, and its environment."""
 
 import os
 import shlex
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from trainkit.errors import ConfigError
@@ -32,9 +32,6 @@ __all__ = [
 ]
 
 _DEFAULT_PORT = 29500
-_LAST_CALL = "last_call_timeout=10"  # seconds; torch waits 30 for more machines than it needs
-# SIGUSR1 is how schedulers announce the end of the time that a job was given.
-_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,90 +70,85 @@ class Plan:
     """What is about to be started on this machine.
 
     Args:
-        arguments: Those of `python -m torch.distributed.run`.
+        job: The settings that it comes from.
+        script: What the processes run.
+        processes: How many of them.
         environment: Variables to set, beside those of this process.
         agreed: What must be equal on all machines.
-        script: What the processes run.
         port: Of the store on machine 0.
         notes: What the user should know.
         needs_gpus: GPUs that this machine must have; 0 where none are asked for.
     """
 
-    arguments: tuple[str, ...]
+    job: JobSettings
+    script: Script
+    processes: int
     environment: Mapping[str, str]
     agreed: Mapping[str, str]
-    script: Script
     port: int
     notes: tuple[str, ...] = ()
     needs_gpus: int = 0
 
-    def command(self) -> str:
-        """Return the whole as one line for a shell."""
-        variables = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
-        python = [sys.executable, "-m", "torch.distributed.run", *self.arguments]
-        return " ".join([*variables, shlex.join(python)])
+    def command(self) -> list[str]:
+        """Return what each process runs."""
+        script = self.script
+        python = [] if script.is_program else [sys.executable, "-u"]
+        return [*python, *(["-m"] if script.is_module else []), script.path, *script.arguments]
+
+    def line(self) -> str:
+        """Return it for a shell, with the variables, but for `RANK` and `LOCAL_RANK`."""
+        job = self.job
+        variables = {
+            "WORLD_SIZE": self.processes * job.num_machines,
+            "LOCAL_WORLD_SIZE": self.processes,
+            "MASTER_ADDR": job.main_process_ip if job.num_machines > 1 else "127.0.0.1",
+            "MASTER_PORT": self.port,
+            **self.environment,
+        }
+        words = [f"{name}={shlex.quote(str(value))}" for name, value in variables.items()]
+        return " ".join([*words, shlex.join(self.command())])
 
 
-@dataclass(frozen=True, slots=True)
-class _Local:
-    """The processes of this machine."""
-
-    processes: int
-    uses_gpus: bool
-    notes: tuple[str, ...] = field(default=())
-
-
-def make_plan(resolved: Resolved, script: Script, env: Mapping[str, str] = os.environ) -> Plan:
+def make_plan(resolved: Resolved, script: Script) -> Plan:
     """Return what to start here.
 
     Raises:
         ConfigError: Settings that exclude each other, or that no machine can meet.
     """
     job = resolved.job
-    local = _local(job, env)
+    if not job.debug:  # of a store whose other end is gone, torch shows frames of C++
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before it is imported
+    on_cpu = job.use_cpu or job.distributed_type == "MULTI_CPU"
+    names = [] if on_cpu or job.gpu_ids == "all" else job.gpu_ids.split(",")
+    told = processes_here(job)
+    gpus = 0 if on_cpu else len(names) or gpu_count()
+    processes = told or max(1, gpus)
+    uses_gpus = not on_cpu and (gpus > 0 or job.distributed_type == "MULTI_GPU")
+    if names and processes > len(names):
+        raise ConfigError(
+            f"`gpu_ids` names {len(names)} GPU(s), but this machine starts {processes} processes. "
+            "Each needs one of its own."
+        )
     port, notes = _free_port(job)
-    machines: tuple[str, ...] = ("--nnodes", str(job.num_machines))
-    if job.is_elastic:
-        machines = _coming_and_going(job, port)
-    elif job.num_machines > 1:
-        machines = (*machines, "--node-rank", str(job.machine_rank))
-    address = job.main_process_ip if job.num_machines > 1 else "127.0.0.1"
-    environment = _environment(resolved, local, env)
-    arguments = (
-        *machines,
-        *("--master-addr", str(address), "--master-port", str(port)),
-        *("--nproc-per-node", str(local.processes)),
-        *("--max-restarts", str(job.max_restarts)),
-        *("--monitor-interval", str(job.monitor_interval)),
-        *(("--role", job.role) if job.role != "default" else ()),
-        *(("--log-dir", job.log_dir) if job.log_dir else ()),
-        *(("--tee", job.tee) if job.tee != "0" else ()),
-        *(("--module",) if script.is_module else ("--no-python",) if script.is_program else ()),
-        script.path,
-        *script.arguments,
-    )
-    total = local.processes * job.num_machines
-    agreed = {"num_processes": str(total), "num_machines": str(job.num_machines)}
-    agreed |= {"max_restarts": str(job.max_restarts), "role": job.role}
+    if uses_gpus and gpus < processes:
+        notes.append(f"this machine has {gpus} GPU(s) for {processes} process(es); see `--cpu`")
+    environment = _environment(resolved, processes, on_cpu=on_cpu)
+    agreed = {
+        "num_processes": str(processes * job.num_machines),
+        "num_machines": str(job.num_machines),
+        "max_restarts": str(job.max_restarts),
+        "role": job.role,
+    }
     agreed |= {k: v for k, v in environment.items() if k.startswith("TRAINKIT_")}
     return Plan(
-        arguments=arguments,
+        job=job,
+        script=script,
+        processes=processes,
         environment=environment,
         agreed=agreed,
-        script=script,
         port=port,
-        notes=(*local.notes, *notes),
-        needs_gpus=local.processes if local.uses_gpus else 0,
-    )
-
-
-def _coming_and_going(job: JobSettings, port: int) -> tuple[str, ...]:
-    """Return the arguments for machines that come and go."""
-    conf = ",".join([_LAST_CALL, *([job.rdzv_conf] if job.rdzv_conf else [])])
-    return (
-        *("--nnodes", f"{job.min_machines}:{job.num_machines}"),
-        *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{job.main_process_ip}:{port}"),
-        *("--rdzv-id", "trainkit", "--rdzv-conf", conf),
+        notes=tuple(notes),
+        needs_gpus=processes if uses_gpus else 0,
     )
 
 
@@ -188,25 +180,6 @@ def check_here(plan: Plan, gpus: int) -> None:
             f"torch sees {have}. Start fewer processes (`--num_processes`), name other GPUs "
             "(`--gpu_ids`), or train on the CPU (`--cpu`)."
         )
-
-
-def _local(job: JobSettings, env: Mapping[str, str]) -> _Local:
-    """Share the processes out over machines, and find out whether they need GPUs."""
-    on_cpu = job.use_cpu or job.distributed_type == "MULTI_CPU"
-    visible = env if job.gpu_ids == "all" else {**env, gpu_variable(): job.gpu_ids}
-    gpus = 0 if on_cpu else gpu_count(visible)
-    processes = processes_here(job) or max(1, gpus)
-    needs = not on_cpu and (gpus > 0 or job.distributed_type == "MULTI_GPU" or job.gpu_ids != "all")
-    named = job.gpu_ids.split(",")
-    if needs and job.gpu_ids != "all" and processes > len(named):
-        raise ConfigError(
-            f"`gpu_ids` names {len(named)} GPU(s), but this machine starts {processes} processes. "
-            "Each needs one of its own."
-        )
-    notes: tuple[str, ...] = ()
-    if needs and gpus < processes:
-        notes = (f"this machine has {gpus} GPU(s) for {processes} process(es); see `--cpu`",)
-    return _Local(processes, needs, notes)
 
 
 def _check_machines(job: JobSettings) -> None:
@@ -255,35 +228,33 @@ def port_of(job: JobSettings) -> int:
     return job.main_process_port or ports_of(job)[0] or _DEFAULT_PORT
 
 
-def _free_port(job: JobSettings) -> tuple[int, tuple[str, ...]]:
+def _free_port(job: JobSettings) -> tuple[int, list[str]]:
     """Return the port of the store, and notes on it."""
     if job.num_machines > 1:
-        return port_of(job), ()  # the meeting tries it
+        return port_of(job), []  # the meeting tries it
     allowed = ports_of(job)
     if job.main_process_port and port_is_free(job.main_process_port):
-        return job.main_process_port, ()
+        return job.main_process_port, []
     port = next((p for p in allowed if p and port_is_free(p)), 0)
     if not port and job.ports is not None:
         raise ConfigError(f"None of the ports {job.ports} of this machine is free. Pass others.")
     port = port or free_port()
     if not job.main_process_port:
-        return port, ()
-    return port, (f"port {job.main_process_port} is taken; {port} is used instead",)
+        return port, []
+    return port, [f"port {job.main_process_port} is taken; {port} is used instead"]
 
 
-def _environment(resolved: Resolved, local: _Local, env: Mapping[str, str]) -> dict[str, str]:
+def _environment(resolved: Resolved, processes: int, *, on_cpu: bool) -> dict[str, str]:
     """Return the variables that the processes need beside those of this one."""
     job = resolved.job
-    threads = job.num_cpu_threads_per_process or max(1, core_count() // local.processes)
-    result = {"OMP_NUM_THREADS": str(threads)}
-    if job.num_cpu_threads_per_process is None and env.get("OMP_NUM_THREADS"):
-        result["OMP_NUM_THREADS"] = env["OMP_NUM_THREADS"]
-    if not local.uses_gpus and (job.use_cpu or job.distributed_type == "MULTI_CPU"):
-        result |= no_gpus()
-        result["TRAINKIT_USE_CPU"] = "true"
+    threads = str(job.num_cpu_threads_per_process or max(1, core_count() // processes))
+    if job.num_cpu_threads_per_process is None:
+        threads = os.environ.get("OMP_NUM_THREADS") or threads
+    result = {"OMP_NUM_THREADS": threads, "TRAINKIT_MIXED_PRECISION": job.mixed_precision}
+    if on_cpu:
+        result |= {**no_gpus(), "TRAINKIT_USE_CPU": "true"}
     elif job.gpu_ids != "all":
         result[gpu_variable()] = job.gpu_ids
-    result["TRAINKIT_MIXED_PRECISION"] = job.mixed_precision
     if job.gradient_accumulation_steps is not None:
         steps = str(job.gradient_accumulation_steps)
         result["TRAINKIT_GRADIENT_ACCUMULATION_STEPS"] = steps
@@ -291,11 +262,6 @@ def _environment(resolved: Resolved, local: _Local, env: Mapping[str, str]) -> d
         result |= {"TRAINKIT_STRATEGY": "fsdp", **resolved.fsdp}
     if job.ports is not None:
         result[PORTS_VARIABLE] = job.ports
-    # Of a store whose other end is gone, torch shows frames of C++.
-    result["TORCH_CPP_LOG_LEVEL"] = env.get("TORCH_CPP_LOG_LEVEL", "ERROR")
     if job.debug:
-        del result["TORCH_CPP_LOG_LEVEL"]
         result |= {"TRAINKIT_DEBUG": "1", "TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
-    result["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(job.shutdown_timeout)
-    result["PET_SIGNALS_TO_HANDLE"] = _SIGNALS
     return result

@@ -20,7 +20,6 @@ from trainkit.basics.setting_readers import (
     whole,
 )
 from trainkit.errors import ConfigError
-from trainkit.launch import accelerate_keys
 
 __all__ = ["SETTINGS", "JobSettings", "Setting", "least_and_most"]
 
@@ -29,7 +28,7 @@ DISTRIBUTED_TYPES = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP")
 
 def _distributed_type(value: object) -> str:
     """Read how processes share the work; GPUs of all makers are GPUs."""
-    is_gpu = str(value).strip().upper() in accelerate_keys.GPUS_OF_OTHERS
+    is_gpu = str(value).strip().upper() in ("MULTI_NPU", "MULTI_XPU")
     return "MULTI_GPU" if is_gpu else one_of(*DISTRIBUTED_TYPES)(value)
 
 
@@ -72,7 +71,6 @@ class Setting:
         Raises:
             ConfigError: It cannot be; names the place, such as "on the command line".
         """
-        accelerate_keys.check_value(self.name, value, place)
         try:
             return self.read(value)
         except ValueError as error:

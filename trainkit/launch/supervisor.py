@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from trainkit.basics.console import put
@@ -61,9 +60,7 @@ class Outcome:
     was_asked: bool = False
 
 
-def supervise(
-    plan: Plan, meeting: Meeting, orphan_killer: OrphanKiller, *, shows_log: bool = False
-) -> Outcome:
+def supervise(plan: Plan, meeting: Meeting, orphan_killer: OrphanKiller) -> Outcome:
     """Start the processes of this machine and wait for their end.
 
     A signal is passed on to them, and they get the time of the plan to end; a second one is passed
@@ -73,13 +70,12 @@ def supervise(
         plan: What to start; its environment becomes that of this process.
         meeting: The machines of the job.
         orphan_killer: What ends the processes when this one is killed.
-        shows_log: Show torch's own log.
 
     Raises:
         DistributedError: The processes cannot be started.
     """
     os.environ.update(_environment(plan, meeting))
-    if not shows_log:
+    if not plan.job.debug:
         logging.disable(logging.ERROR)  # the reports say it better
     supervisor = _Supervisor(plan, meeting, orphan_killer)
     before = {signum: signal.getsignal(signum) for signum in _SIGNALS}
@@ -111,16 +107,13 @@ class _Supervisor:
     def __init__(self, plan: Plan, meeting: Meeting, orphan_killer: OrphanKiller) -> None:
         self._folder = Path(plan.environment[FOLDER_VARIABLE])
         self._reports = self._folder / "attempt-0"
-        options = torchrun.parse_args(list(plan.arguments))  # type: ignore[no-untyped-call]
-        options.log_dir = options.log_dir or str(self._folder / "log")
-        self._config, command, arguments = torchrun.config_from_args(options)
-        self.workers = Workers(self._config, str(command), arguments)
-        self._seconds = int(plan.environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"])
+        self.workers = Workers(plan, str(self._folder / "log"))
+        self._plan, self._job, self._seconds = plan, plan.job, plan.job.shutdown_timeout
         self._meeting, self._link = meeting, meeting.link
         self._name = meeting.link.name(meeting.machine)
         self._orphan_killer = orphan_killer
         self._secret = os.environ.get(SECRET)  # the user's, which does not travel
-        self._restarts = self._config.max_restarts
+        self._restarts = self._job.max_restarts
         self._signals: list[int] = []
         self._waits = True  # for the other machines, with no processes
         self._left: set[int] = set()  # ranks here that have ended with code 0
@@ -156,7 +149,7 @@ class _Supervisor:
         self._waits, self._place = False, place
         self._left.clear()
         if place.number:
-            most = self._config.max_restarts
+            most = self._job.max_restarts
             put(f"trainkit: restart {place.number} of at most {most}", file=sys.stderr)
         self._reports = self._folder / f"attempt-{place.number}"
         os.environ[FOLDER_VARIABLE] = str(self._reports)
@@ -178,7 +171,7 @@ class _Supervisor:
         """Look after the processes until the job ends, all is over, or all are to start again."""
         has_told = False
         while not self._link.is_over:  # another machine may fail yet
-            time.sleep(self._config.monitor_interval)
+            time.sleep(self._job.monitor_interval)
             self.workers.kill_stopped()
             codes = self.workers.codes()
             self._look_for_absent({rank for rank, code in codes.items() if code == 0})
@@ -210,7 +203,7 @@ class _Supervisor:
         self._looked = now
         rank = self._meeting.absent(self._link.left)
         if rank is not None:
-            machine = rank // self._config.nproc_per_node
+            machine = rank // self._plan.processes
             cause = f"process {rank} on {self._link.name(machine)} ended with code 0 before it "
             self._link.tell_end(FAILED, f"{cause}came to the others, which wait for it", 1)
 

@@ -3,16 +3,20 @@
 import os
 import signal
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from subprocess import Popen
 from typing import Any
 
-from torch.distributed.elastic.multiprocessing import SubprocessContext, start_processes
-from torch.distributed.elastic.utils.api import macros
-from torch.distributed.launcher.api import LaunchConfig
+from torch.distributed.elastic.multiprocessing import (
+    DefaultLogsSpecs,
+    Std,
+    SubprocessContext,
+    start_processes,
+)
 
+from trainkit.launch.plan import Plan
 from trainkit.watch.member import Member
 
 __all__ = ["Place", "Workers", "described", "shell_code"]
@@ -45,16 +49,17 @@ class Workers:
     """The processes of this machine.
 
     Args:
-        config: How torchrun would start them.
-        command: What each of them runs.
-        arguments: Of the command.
+        plan: What they are.
+        logs: The folder for their logs, where the plan names none.
 
     Attributes:
         stopped: What happened to those that were killed because they were stopped, by rank.
     """
 
-    def __init__(self, config: LaunchConfig, command: str, arguments: Sequence[str]) -> None:
-        self._config, self._command, self._arguments = config, command, arguments
+    def __init__(self, plan: Plan, logs: str) -> None:
+        job = plan.job
+        self._plan = plan
+        self._logs = DefaultLogsSpecs(log_dir=job.log_dir or logs, tee=Std.from_str(job.tee))
         self._context: SubprocessContext | None = None
         self._processes: dict[int, Popen[Any]] = {}  # by rank
         self._looked = 0.0
@@ -67,21 +72,20 @@ class Workers:
         Raises:
             OSError: That cannot be.
         """
-        config, size = self._config, self._config.nproc_per_node
+        job, size = self._plan.job, self._plan.processes
         first, self.stopped = place.machine * size, {}
-        assert config.logs_specs is not None
         alike = {
             "LOCAL_WORLD_SIZE": size,
             "WORLD_SIZE": size * place.machines,
             "GROUP_RANK": place.machine,
             "GROUP_WORLD_SIZE": place.machines,
-            "ROLE_NAME": config.role,
+            "ROLE_NAME": job.role,
             "ROLE_WORLD_SIZE": size * place.machines,
             "MASTER_ADDR": place.address,
             "MASTER_PORT": place.port,
             "TORCHELASTIC_RESTART_COUNT": place.number,
-            "TORCHELASTIC_MAX_RESTARTS": config.max_restarts,
-            "TORCHELASTIC_RUN_ID": config.run_id,
+            "TORCHELASTIC_MAX_RESTARTS": job.max_restarts,
+            "TORCHELASTIC_RUN_ID": "trainkit",
             "TORCHELASTIC_USE_AGENT_STORE": True,
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", 1),
         }
@@ -89,13 +93,13 @@ class Workers:
         for local in range(size):
             own = {**alike, "LOCAL_RANK": local, "RANK": first + local, "ROLE_RANK": first + local}
             environments[local] = {name: str(value) for name, value in own.items()}
-        arguments = list(self._arguments)
+        program, *arguments = self._plan.command()
         context = start_processes(
-            name=config.role,
-            entrypoint=self._command,
-            args={local: tuple(macros.substitute(arguments, str(local))) for local in range(size)},
+            name=job.role,
+            entrypoint=program,
+            args=dict.fromkeys(range(size), tuple(arguments)),
             envs=environments,
-            logs_specs=config.logs_specs,
+            logs_specs=self._logs,
         )
         assert isinstance(context, SubprocessContext)
         self._context = context
