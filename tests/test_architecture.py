@@ -85,6 +85,7 @@ NAMES_DEVICES = {
     "trainkit/basics/argument_names.py": "other libraries' names of arguments",
     "trainkit/basics/device.py": "asks torch, and is asked by all others",
     "trainkit/launch/machine.py": "variables that hide them, and what torch was built for",
+    "trainkit/launch/accelerate_keys.py": "knows the keys of another program's file",
     "trainkit/launch/workers.py": "a variable that torchrun gives to processes",
     "trainkit/accelerate_compat/availability.py": "another library's functions for them",
     "trainkit/accelerate_compat/names.py": "their names",

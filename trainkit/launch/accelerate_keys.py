@@ -9,7 +9,7 @@ from typing import Any
 from trainkit.basics.parsing import boolean, nearest, one_of
 from trainkit.errors import ConfigError
 
-__all__ = ["KEYS", "check", "sharding"]
+__all__ = ["GPUS_OF_OTHERS", "KEYS", "check", "sharding"]
 
 _OFF: tuple[Any, ...] = (None, False, "", 0)
 _OFF_WORDS = ("no", "false", "none", "off")
@@ -35,6 +35,9 @@ _UNKNOWN_TO_US = {
 
 KEYS = {key: what for what, keys in _UNKNOWN_TO_US.items() for key in keys}
 """Known keys with what they would switch on."""
+
+GPUS_OF_OTHERS = ("MULTI_NPU", "MULTI_XPU")
+"""Values of `distributed_type` that mean MULTI_GPU."""
 
 _HARMLESS = {"compute_environment": "LOCAL_MACHINE", "main_training_function": "main"}
 

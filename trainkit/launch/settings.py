@@ -20,6 +20,7 @@ from trainkit.basics.setting_readers import (
     whole,
 )
 from trainkit.errors import ConfigError
+from trainkit.launch.accelerate_keys import GPUS_OF_OTHERS
 
 __all__ = ["SETTINGS", "JobSettings", "Setting", "least_and_most"]
 
@@ -28,7 +29,7 @@ DISTRIBUTED_TYPES = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP")
 
 def _distributed_type(value: object) -> str:
     """Read how processes share the work; GPUs of all makers are GPUs."""
-    is_gpu = str(value).strip().upper() in ("MULTI_NPU", "MULTI_XPU")
+    is_gpu = str(value).strip().upper() in GPUS_OF_OTHERS
     return "MULTI_GPU" if is_gpu else one_of(*DISTRIBUTED_TYPES)(value)
 
 
