@@ -74,6 +74,7 @@ NOT_OF_TORCH = {
         "_asdict",
         "_option_string_actions",
     ),
+    "_instances",  # the bars of tqdm at work
     "_init_weights",  # transformers
 }
 # The one place that calls these: torch's own files, read without unpickling, written on request.

@@ -16,8 +16,7 @@ from tqdm import tqdm
 
 from tests.helpers.toys import fit, make_trainer, toy_loaders, toy_model
 from trainkit import Callback, Run, StepResult
-from trainkit.callbacks import Evaluation, ProgressBar
-from trainkit.callbacks._support import progress_display
+from trainkit.callbacks import Evaluation, ProgressBar, progress_bar
 
 
 class _Fails(Callback):
@@ -88,7 +87,7 @@ ROW = r"epoch {}/{}  step {}  \d\d:\d\d  train loss \d\S+ *  eval loss \d\S+ *  
 def test_a_terminal_gets_one_bar_that_ends_full(monkeypatch: pytest.MonkeyPatch) -> None:
     text = _in_terminal(monkeypatch, Evaluation(["accuracy"]), max_epochs=2)
     last = text.removesuffix("\r\n").rsplit("\r", 1)[-1]
-    assert re.match(r"epoch 2/2: 100%\|.+\| 16/16 \[00:00<00:00, loss 0\.\d+, lr 0\.1", last)
+    assert re.match(r"epoch 2/2: 100%\|.+\| 16/16 \[00:0\d<00:00, loss 0\.\d+, lr 0\.1", last)
     assert "evaluating 0/4" in text
     assert text.endswith("\r\n")
     rows = _screen(text)
@@ -243,7 +242,7 @@ def test_each_named_loader_has_its_line(capsys: pytest.CaptureFixture[str]) -> N
 def test_a_line_comes_now_and_then(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(progress_display, "FIRST_LINE_SECONDS", 0.0)
+    monkeypatch.setattr(progress_bar, "FIRST_LINE_SECONDS", 0.0)
     fit(make_trainer(callbacks=[ProgressBar()]), toy_loaders()[0])
     lines = capsys.readouterr().err.splitlines()
     assert [line.split(", ")[1] for line in lines] == ["step 1/8", "step 8/8"]
