@@ -23,26 +23,26 @@ def test_all_is_well_here(tmp_path: Path) -> None:
 
 def checked(rank: int, damage: str) -> tuple[int, str]:
     """Run the checks with something broken on process 1."""
-    from trainkit import Accelerator
-    from trainkit.cli import checks
+    from trainkit import Communicator
+    from trainkit.testing import job
 
-    right_sum = Accelerator.reduce
+    right_sum = Communicator.reduce
 
     def wrong_sum(self: Any, tensor: Any) -> Any:
         return right_sum(self, tensor) + 1
 
-    right_fit = checks._fit
+    right_fit = job._fit
 
-    def drifting(dtype: torch.dtype, **options: Any) -> dict[str, torch.Tensor]:
-        return {name: weight + rank for name, weight in right_fit(dtype, **options).items()}
+    def drifting(*arguments: Any, **options: Any) -> dict[str, torch.Tensor]:
+        return {name: weight + rank for name, weight in right_fit(*arguments, **options).items()}
 
     if damage == "sum" and rank == 1:
-        vars_of: Any = Accelerator
+        vars_of: Any = Communicator
         vars_of.reduce = wrong_sum
     if damage == "weights":
-        checks._fit = drifting
+        job._fit = drifting
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        code = checks.main()
+        code = job.check_job()
     return code, printed.getvalue()
 
 
@@ -71,10 +71,9 @@ def test_what_is_promised_of_equal_numbers_holds_here(tmp_path: Path) -> None:
 
 def left(rank: int, folder: Path, part: str, damage: str = "") -> None:
     """Train as one process of a start does, in the second round with something else."""
-    from trainkit.cli import determinism
-    from trainkit.testing import task
+    from trainkit.testing import job, task
 
-    module: Any = determinism
+    module: Any = job
     module._COMPILE = {"backend": "eager"}
     right, trained = task.loaders, vars(task)
 
@@ -87,7 +86,7 @@ def left(rank: int, folder: Path, part: str, damage: str = "") -> None:
         trained["loaders"] = other_data
     if damage == "compiler":
         module._COMPILE = {"backend": fails}
-    determinism.leave_results(folder, part, 2)
+    job.leave_results(folder, part, 2)
 
 
 def fails(graph: Any, inputs: Any) -> Any:
@@ -95,18 +94,18 @@ def fails(graph: Any, inputs: Any) -> Any:
 
 
 def rows(folder: Path, *starts: tuple[int, str, str]) -> dict[str, tuple[str, bool | None]]:
-    from trainkit.cli.determinism import findings
+    from trainkit.testing.job import findings
 
     for size, part, damage in starts:
         run_ranks(size, left, folder, part, damage)
-    return {row.what: (row.found, row.holds) for row in findings(folder)}
+    return {what: (text, holds) for _, what, _, text, holds in findings(folder)}
 
 
 @pytest.mark.e2e
 def test_trainings_agree_as_promised(tmp_path: Path) -> None:
     found = rows(tmp_path, *((size, part, "") for size in (1, 2) for part in ("first", "again")))
     assert all(holds for _, holds in found.values()), found
-    assert len(found) == 14
+    assert len(found) == 15
     bits = [name for name, (text, _) in found.items() if text == "equal bits"]
     assert {"1 process: the same run twice", "2 processes, fsdp: the same run twice"} <= {*bits}
     assert found["1 and 2 processes"][0].startswith("apart by ")

@@ -34,11 +34,11 @@ from trainkit import (
 from trainkit.basics import rng
 from trainkit.callbacks import EMA, Journal, NaNGuard
 from trainkit.checkpoint.snapshot import Snapshot
-from trainkit.cli import checks
 from trainkit.distributed import Processes
 from trainkit.precision import BF16, FP16
 from trainkit.strategies import DDP, FSDP, SingleDevice, Strategy
 from trainkit.testing import check_precision, check_strategy
+from trainkit.testing.job import check_job
 from trainkit.training.setup.consistency import describe_model
 
 LACKS = set(os.environ.get("FAKE_LACKS", "").split())
@@ -369,7 +369,7 @@ def test_values_of_host_and_device_are_logged_together() -> None:
 
 def the_launchers_checks(rank: int) -> tuple[int, str]:
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        return checks.main(), printed.getvalue()
+        return check_job(), printed.getvalue()
 
 
 def test_trainkit_test_finds_all_well() -> None:

@@ -36,14 +36,16 @@ def _run(options: argparse.Namespace) -> int:
     resolved = resolve(options)
     if options.determinism:
         return _compare_trainings(resolved)
-    code = _start(make_plan(resolved, _module("checks")))
+    code = _start(make_plan(resolved, _checks()))
     if code:
         print(f"trainkit test: FAILED (exit code {code})", file=sys.stderr)
     return code
 
 
-def _module(name: str, *arguments: object) -> Script:
-    return Script(path=f"trainkit.cli.{name}", arguments=tuple(map(str, arguments)), is_module=True)
+def _checks(*arguments: object) -> Script:
+    """Return what the processes run."""
+    path = "trainkit.testing.job"
+    return Script(path=path, arguments=tuple(map(str, arguments)), is_module=True)
 
 
 def _start(plan: Plan) -> int:
@@ -60,12 +62,12 @@ def _compare_trainings(resolved: Resolved) -> int:
             f"{resolved.job.num_machines} ({resolved.sources['num_machines']}). Run it on each, "
             "with `--num_machines 1`."
         )
-    from trainkit.cli.determinism import ROUNDS, findings  # torch; nothing else here needs it
+    from trainkit.testing.job import ROUNDS, findings  # torch; nothing else here needs it
 
     most = resolved.job.num_processes or 2
     with tempfile.TemporaryDirectory(prefix="trainkit-test-") as folder:
         plans = [
-            (size, part, make_plan(job, _module("determinism", folder, part, most)))
+            (size, part, make_plan(job, _checks(folder, part, most)))
             for size, job in _jobs(resolved, most)
             for part in ROUNDS
         ]
@@ -78,9 +80,9 @@ def _compare_trainings(resolved: Resolved) -> int:
     words = {True: "ok", False: "BROKEN", None: "-"}
     print_table(
         ("DEVICE", "WHAT", "PROMISED", "FOUND", ""),
-        [(row.device, row.what, row.promised, row.found, words[row.holds]) for row in found],
+        [(*row, words[holds]) for *row, holds in found],
     )
-    broken = sum(row.holds is False for row in found)
+    broken = sum(row[-1] is False for row in found)
     print(f"{broken} of {len(found)} promises BROKEN" if broken else "All that was tried holds.")
     return int(broken > 0)
 
@@ -91,7 +93,7 @@ def _jobs(resolved: Resolved, most: int) -> list[tuple[int, Resolved]]:
     Those on the CPU come last: what is set for them hides the accelerators for good.
     """
     job = replace(resolved.job, num_processes=None)
-    there = make_plan(replace(resolved, job=job), _module("determinism")).needs_gpus
+    there = make_plan(replace(resolved, job=job), _checks()).needs_gpus
     sizes = sorted({1, most})
     places = [(size, False) for size in sizes if size <= there]
     if len(places) < len(sizes):
