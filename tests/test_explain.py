@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from tests.helpers.ranks import run_ranks
-from tests.helpers.toys import FEATURES, fit, make_trainer, toy_loaders, toy_model
+from tests.helpers.toys import fit, make_trainer, toy_loaders, toy_model
 from trainkit import Callback, ConfigError, Run
 from trainkit.basics.config import TrainConfig
 from trainkit.callbacks import Checkpoint, Evaluation, JSONLLogger, NaNGuard, main_process_only
@@ -97,39 +96,27 @@ def test_saving_is_told_or_missed(tmp_path: Path, capsys: pytest.CaptureFixture[
     saving = Checkpoint(every_n_steps=100, keep_last=2, keep_best=("eval/loss", "min"))
     make_trainer(callbacks=[saving], output_dir=tmp_path).explain()
     said = _said(capsys)
-    assert _row(said, "checkpoints") == (
+    assert _row(said, "Checkpoint") == (
         "Saves every 100 steps, after each evaluation and at the last step; keeps the newest 2, "
         "the best by eval/loss (min); training waits meanwhile."
     )
-    assert "a checkpoint is saved. Exit code 143" in _row(said, "first signal")
+    assert _row(said, "output_dir") == str(tmp_path)
+    assert "no checkpoints" not in said
     make_trainer().explain()
-    said = _said(capsys)
-    assert _row(said, "checkpoints").startswith("None. A run that ends early is lost")
-    assert "nothing is saved" in _row(said, "first signal")
+    assert _row(_said(capsys), "no checkpoints").startswith("A run that ends early is lost")
 
 
 def test_every_setting_stands_there_and_changed_ones_are_marked(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     make_trainer(max_grad_norm=2.0, seed=7).explain()
-    said = _said(capsys).split("WHAT DECIDES THE NUMBERS")[1]
+    said = _said(capsys).split("SETTINGS")[1]
     lengths = {"max_epochs", "max_steps"}
     for name in set(TrainConfig.__dataclass_fields__) - lengths:
         assert _row(said, name)
     marked = re.findall(r"^\* (\w+)", said, re.MULTILINE)
     assert marked == ["max_grad_norm", "seed"]
     assert _row(said, "seed").startswith("7. ")
-
-
-def test_what_is_not_finite_depends_on_the_run(capsys: pytest.CaptureFixture[str]) -> None:
-    cases: list[tuple[dict[str, Any], str]] = [
-        ({}, "Nobody looks"),
-        ({"callbacks": [NaNGuard()]}, "`NaNGuard` decides"),
-        ({"precision": "fp16"}, "An overflow skips the step"),
-    ]
-    for settings, words in cases:
-        make_trainer(**settings).explain()
-        assert words in _row(_said(capsys), "not finite")
 
 
 class Mine(Callback):
@@ -175,8 +162,7 @@ def _two(rank: int, folder: Path) -> None:
     trainer = make_trainer(gradient_accumulation_steps=2)
     said: list[str] = []
     vars(trainer.processes)["print"] = said.append
-    model = nn.Sequential(nn.BatchNorm1d(FEATURES), nn.Linear(FEATURES, 2))
-    trainer.explain(model, toy_loaders())
+    trainer.explain(toy_model(), toy_loaders())
     (folder / str(rank)).write_text(said[0])
     trainer.close()
 
@@ -186,5 +172,4 @@ def test_two_processes(tmp_path: Path) -> None:
     run_ranks(2, _two, tmp_path)
     said = (tmp_path / "0").read_text()
     assert _row(said, "window") == "16 samples (4 x 2 processes x 2 micro-batches)"
-    for label in ("batch statistics", "a failure"):
-        assert _row(said, label)
+    assert _row(said, "strategy") == "ddp: 2 processes on cpu"
