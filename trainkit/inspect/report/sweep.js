@@ -214,16 +214,17 @@ const clipped = (text, most) =>
 const goalValues = () => data.runs.map((_, run) => bestOf(run)?.[0] ?? null);
 const cellText = (value) => (typeof value === "number" ? short(value, 6) : value ?? "");
 
-// What scatter plots and parallel coordinates share: a picture in which a run can be pointed at.
-class Plot {
-  constructor(place, scroller = place) {
-    Object.assign(this, { place, scroller });
-    this.svg = make("svg", { class: "plot", role: "img" }, scroller);
+// One parameter against the best value; a run can be pointed at.
+class Scatter {
+  constructor(place, parameter) {
+    Object.assign(this, { place, parameter });
+    node("figcaption", "", place, parameter.name);
+    const name = `${parameter.name} against the metric`;
+    this.svg = make("svg", { class: "plot", role: "img", "aria-label": name }, place);
     this.tip = new Tip(place);
     const at = (event) => {
       const box = this.svg.getBoundingClientRect();
-      this.pointer = [event.clientX - box.left, event.clientY - box.top];
-      return this.runAt(...this.pointer);
+      return this.runAt(event.clientX - box.left, event.clientY - box.top);
     };
     this.svg.onpointermove = (event) => { this.owns = true; pointAt(at(event)); };
     this.svg.onpointerleave = () => { this.owns = false; pointAt(null); };
@@ -232,19 +233,6 @@ class Plot {
       if (run !== null) chooseByHand(run);
     };
     new ResizeObserver(() => this.draw()).observe(place);
-  }
-  tell(rows, x, y) {
-    const told = rows.map(([name, value]) => ({ name, text: cellText(value) }));
-    this.tip.show(data.runs[pointed].name, told, x, y);
-  }
-}
-
-class Scatter extends Plot {
-  constructor(place, parameter) {
-    node("figcaption", "", place, parameter.name);
-    super(place);
-    this.parameter = parameter;
-    this.svg.setAttribute("aria-label", `${parameter.name} against the metric`);
   }
   draw() {
     const width = this.svg.clientWidth, height = this.svg.clientHeight, results = goalValues();
@@ -293,84 +281,10 @@ class Scatter extends Plot {
     if (!found) return;
     const [run, x, y] = found;
     make("circle", { class: "ring", cx: x, cy: y, r: 8 }, this.overlay);
-    const { name, values } = this.parameter;
-    if (this.owns) this.tell([[name, values[run]], [goalName(), bestOf(run)[0]]], x, y + 40);
-  }
-}
-
-class Parallel extends Plot {
-  constructor(place, parameters) {
-    super(place, node("div", "wide", place));
-    this.parameters = parameters;
-    this.svg.setAttribute("aria-label", "each run as a line through its parameters");
-    this.svg.style.setProperty("--thin", Math.min(0.6, Math.max(0.15, 24 / data.runs.length)));
-  }
-  draw() {
-    const columns = [...this.parameters, { name: goalName(), values: goalValues() }];
-    this.svg.style.width = `${Math.max(this.place.clientWidth, 96 * columns.length + 40)}px`;
-    const width = this.svg.clientWidth, height = this.svg.clientHeight;
-    if (!width) return;
-    this.svg.replaceChildren();
-    const gap = (width - 110) / (columns.length - 1), high = 34, low = height - 14;
-    const x = (index) => 70 + index * gap, y = (at) => low - at * (low - high);
-    const scales = this.parameters.map((parameter) => scaleOf(parameter.values));
-    scales.push(scaleOf(goalValues(), usualEnds));
-    this.lines = data.runs.map((_, run) => columns.flatMap(({ values }, index) =>
-      (values[run] === null ? [] : [[x(index), y(scales[index].place(values[run]))]])));
-    const order = ranked(), last = Math.max(1, order.filter(bestOf).length - 1);
-    this.share = new Map(order.map((run, rank) => [run, bestOf(run) ? rank / last : null]));
-    for (const run of order.reverse()) { // the best on top
-      this.line(run, chosen.has(run) ? "curve" : "curve thin", this.svg);
-    }
-    columns.forEach(({ name }, index) => {
-      make("line", { class: "axis", x1: x(index), x2: x(index), y1: high, y2: low }, this.svg);
-      const text = clipped(name, gap / 7), half = 3.6 * text.length;
-      const center = Math.min(width - 2 - half, Math.max(half, x(index)));
-      const title = make("text", { class: "name", x: center, y: 16, "text-anchor": "middle" },
-        this.svg, text);
-      make("title", {}, title, name);
-      for (const [at, text] of apart(scales[index], 0.09)) {
-        make("text", { class: "halo", x: x(index) - 6, y: y(at) + 4, "text-anchor": "end" },
-          this.svg, clipped(text, Math.max(8, gap / 9)));
-      }
-    });
-    const far = goalValues().filter((v) => v !== null && scales.at(-1).isBeyond(v));
-    document.getElementById("far").hidden = !far.length;
-    for (const share of new Set(far.map(scales.at(-1).place))) {
-      make("text", { class: "beyond", x: x(columns.length - 1) + 12, y: y(share) + 5 },
-        this.svg, arrow(share));
-    }
-    for (const run of [...chosen.keys()].filter(bestOf)) {
-      const [cx, cy] = this.lines[run].at(-1);
-      make("circle", { class: "dot", style: `--c:${lookOf(run).color}`, cx, cy, r: 4 }, this.svg);
-    }
-    this.overlay = make("g", {}, this.svg);
-    this.point();
-  }
-  line(run, kind, parent) {
-    const share = this.share.get(run), points = this.lines[run];
-    const color = share === null ? "var(--soft)"
-      : `color-mix(in oklab, var(--poor) ${Math.round(100 * share)}%, var(--good))`;
-    const d = `M${points.map(([x, y]) => `${x.toFixed(1)} ${y.toFixed(1)}`).join("L")}`;
-    if (points.length > 1) make("path", { class: kind, style: `--c:${color}`, d }, parent);
-  }
-  runAt(px, py) {
-    const away = this.lines.map((points) => Math.abs((heightAt(points, px) ?? Infinity) - py));
-    const least = Math.min(...away);
-    return least < 14 ? away.indexOf(least) : null;
-  }
-  point() {
-    if (!this.overlay) return;
-    this.overlay.replaceChildren();
-    this.tip.hide();
-    this.svg.classList.toggle("dim", pointed !== null);
-    if (pointed === null || !this.lines[pointed].length) return;
-    this.line(pointed, "curve strong", this.overlay);
     if (!this.owns) return;
-    const rows = this.parameters.slice(0, MOST_WORDS)
-      .map(({ name, values }) => [name, values[pointed]]);
-    const x = this.pointer[0] - this.scroller.scrollLeft;
-    this.tell([...rows, [goalName(), bestOf(pointed)?.[0] ?? null]], x, 40);
+    const rows = [[this.parameter.name, this.parameter.values[run]], [goalName(), bestOf(run)[0]]]
+      .map(([name, value]) => ({ name, text: cellText(value) }));
+    this.tip.show(data.runs[run].name, rows, x, y + 40);
   }
 }
 
@@ -380,13 +294,11 @@ if (several) {
   const place = document.getElementById("parameters"), drawable = data.varied.filter(isDrawable);
   if (place && metrics.length && drawable.length) {
     node("p", "hint", place,
-      "Each line is a run: blue the best, orange the worst. Point at one to see its values.");
-    views.push(new Parallel(node("div", "parallel", place), drawable));
+      "Each dot is a run at its best value. An arrow: a value far from the others, off the scale.");
     const grid = node("div", "charts scatter", place);
     for (const parameter of drawable) {
       views.push(new Scatter(node("figure", "chart", grid), parameter));
     }
-    node("p", "hint", place, "An arrow: a value far from the others, off the scale.").id = "far";
     const rest = data.varied.filter((parameter) => !isDrawable(parameter)).map(({ name }) => name);
     const told = `Too many different values to draw: ${rest.join(", ")}.`;
     if (rest.length) node("p", "hint", place, told);
