@@ -86,7 +86,7 @@ def test_equal_runs_are_bit_equal(tmp_path: Path, diff: Any) -> None:
     assert code == 0
     assert "Bit-equal over 12 windows." in text
     assert "The checkpoints of step 12 are equal: parameters, optimizer, random streams." in text
-    assert "What changes no update: log_every_n_steps: 50 in A, 5 in B." in text
+    assert "What changed nothing: settings: log_every_n_steps: 50 in A, 5 in B." in text
 
 
 def test_a_resumed_run_is_equal_to_one_that_was_never_stopped(tmp_path: Path, diff: Any) -> None:
@@ -128,6 +128,18 @@ def test_a_changed_order_is_named(tmp_path: Path, diff: Any) -> None:
     (cause,) = found(a, b, diff)["causes"]
     assert cause["kind"] == "data"
     assert "sampler: RandomSampler in A, SequentialSampler in B" in cause["text"]
+
+
+def test_files_of_code_that_differ_are_named_without_their_digests(
+    tmp_path: Path, diff: Any
+) -> None:
+    a, b = train(tmp_path / "a", every=None), train(tmp_path / "b", every=None)
+    journal = b / "journal.txt"
+    header, *windows = journal.read_text().splitlines(keepends=True)
+    known = json.loads(header)
+    known["files"] = {name: "0" for name in known["files"]} | {"/x/new.py": "1"}
+    journal.write_text("".join([json.dumps(known) + "\n", *windows]))
+    assert re.search(r"What changed nothing: code: (`\w+.py`, )+`\w+.py`.* differ\.", diff(a, b)[1])
 
 
 class Quickens(Callback):
@@ -312,7 +324,7 @@ def test_a_replay_names_the_rows_that_differ(tmp_path: Path, diff: Any) -> None:
         subprocess.run([sys.executable, script, tmp_path / name, "0.1", shift], check=True)
     _, text = diff(tmp_path / "a", tmp_path / "b", "--replay")
     found = (
-        r"The batches themselves differ: rows \[\d\] \(samples \[17\]\) of micro-batch 0 have other"
+        r"The batches themselves differ: rows \[\d\] \(samples \[17\]\) in micro-batch 0 have other"
     )
     assert re.search(found, text), text
 
@@ -329,9 +341,9 @@ def test_rows_of_other_samples_are_named(tmp_path: Path) -> None:
     two = _replayed([4, 8, 9], [[1.0], [math.nan], [3.0]], b)
     said = [*_differences(one, two, a, b)]
     assert said == [
-        "The batches themselves differ: rows [1] of micro-batch 0 are the samples [7] in A, "
-        "[8] in B"
+        "The batches themselves differ: in micro-batch 0 are the samples [4, 7, 9] in A, "
+        "[4, 8, 9] in B"
     ]
     two = _replayed([4, 7, 9], [[1.0], [math.nan], [4.0]], b)
     (last,) = _differences(one, two, a, b)
-    assert last.endswith("rows [2] (samples [9]) of micro-batch 0 have other values in `batch.0`")
+    assert last.endswith("rows [2] (samples [9]) in micro-batch 0 have other values in `batch.0`")

@@ -2,10 +2,11 @@
 
 import argparse
 import json
+import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -127,48 +128,30 @@ def _differences(x: Mapping[str, Any], y: Mapping[str, Any], a: Path, b: Path) -
 
 
 def _batches(x: Mapping[str, Any], y: Mapping[str, Any], a: Path, b: Path) -> str:
-    """Return in words what differs in the first micro-batch that does: its rows, where they do."""
-    import torch  # only this needs it
-    from safetensors.torch import load_file
+    """Return in words what differs in the first micro-batch that does."""
+    from safetensors.torch import load_file  # torch, which only this needs
 
     mine, theirs = load_file(a), load_file(b)
     for number, (one, two) in enumerate(zip(x["micro_batches"], y["micro_batches"], strict=False)):
-        place = f"of micro-batch {number}"
-        indices, others = one.get("indices", []), two.get("indices", [])
-        if len(indices) != len(others) or one["count"] != two["count"]:
-            return f"{one['count']} samples {place} in A, {two['count']} in B"
-        rows = [row for row, (i, j) in enumerate(zip(indices, others, strict=True)) if i != j]
-        if rows:
-            samples = (_few([each[row] for row in rows]) for each in (indices, others))
-            return f"rows {_few(rows)} {place} are the samples {' in A, '.join(samples)} in B"
-        for name in _tensor_names(one["data"]):
+        place, indices = f"in micro-batch {number}", one.get("indices", [])
+        if (one["count"], indices) != (two["count"], two.get("indices", [])):
+            return f"{place} are the samples {_few(one)} in A, {_few(two)} in B"
+        for name in re.findall(r'"(batch\.\d+)"', json.dumps(one["data"])):
             value, other = mine[name], theirs.get(name)
-            if other is None or value.shape != other.shape or value.dtype != other.dtype:
-                return f"`{name}` {place} has another shape or dtype"
-            pairs = zip(value.reshape(len(value), -1), other.reshape(len(other), -1), strict=True)
-            rows = [
-                row
-                for row, both in enumerate(pairs if value.ndim and value.numel() else ())
-                if not torch.equal(*(each.view(torch.uint8) for each in both))  # NaN is itself
-            ]
-            if rows:
-                of = f" (samples {_few([indices[row] for row in rows])})" if indices else ""
-                return f"rows {_few(rows)}{of} {place} have other values in `{name}`"
+            if other is None or value.shape != other.shape:
+                return f"`{name}` {place} has another shape"
+            unequal = (value != other) & ((value == value) | (other == other))  # NaN is itself
+            if unequal.any():
+                bad = unequal.reshape(len(value), -1).any(1) if value.ndim else unequal[None]
+                rows = bad.nonzero().flatten().tolist()[:_MOST_ROWS]
+                of = f" (samples {[indices[row] for row in rows]})" if indices else ""
+                return f"rows {rows}{of} {place} have other values in `{name}`"
     return "in what has no rows"
 
 
-def _few(numbers: Sequence[Any]) -> str:
-    shown = ", ".join(map(str, numbers[:_MOST_ROWS]))
-    return f"[{shown}{', ...' if len(numbers) > _MOST_ROWS else ''}]"
-
-
-def _tensor_names(data: Any) -> Iterator[str]:
-    """Yield the names of the tensors in what a replay wrote of a batch."""
-    if isinstance(data, str):
-        yield from [data] if data.startswith("batch.") else []
-    elif isinstance(data, Mapping | list):
-        for each in data.values() if isinstance(data, Mapping) else data:
-            yield from _tensor_names(each)
+def _few(batch: Mapping[str, Any]) -> str:
+    indices = batch.get("indices")
+    return f"{indices[:_MOST_ROWS]}" if indices else f"{batch['count']} of unknown numbers"
 
 
 def _unequal(x: Mapping[str, Any], y: Mapping[str, Any], key: str) -> list[str]:

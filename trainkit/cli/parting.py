@@ -7,21 +7,17 @@ from os.path import realpath
 from pathlib import Path
 from typing import Any
 
-from trainkit.basics.formatting import count
+from trainkit.basics.formatting import count, first_few
 from trainkit.basics.hparams import flat
 from trainkit.checkpoint.checkpoint import Checkpoint
 from trainkit.checkpoint.format.names import CHECKPOINTS
 from trainkit.checkpoint.listing import Entry, committed
-from trainkit.cli.contents import Contents, TensorSummary, read_contents
+from trainkit.cli.contents import Contents, read_contents
 from trainkit.data.order_facts import changed_facts
 from trainkit.errors import CheckpointError, ConfigError, quoted
 from trainkit.journal import JOURNAL, Journal, Record, read
 
 __all__ = ["OTHER_PROCESSES", "Cause", "Parting", "find_parting"]
-
-Pair = tuple[Entry, Entry]
-Facts = Mapping[str, Any]
-Made = dict[str, dict[str, Any]]
 
 _LIKELY = (
     "settings", "model", "environment", "code", "command", "data", "parameters",
@@ -33,7 +29,13 @@ OTHER_PROCESSES = (
     "On another number of processes a run is equal to rounding only, and the loss is that of "
     "process 0, which has other samples."
 )
-_HARMLESS = ("log_every_n_steps", "limit_eval_batches", "max_consecutive_skips", "dry_run")
+_UNKNOWN = (
+    "nothing that is recorded differs before it. Left are first weights without a "
+    "`torch.manual_seed` before the model is made, the contents of the data, operations whose "
+    "order is not fixed (on accelerators without `Trainer(deterministic=True)`), what the code "
+    "reads from outside, and the hardware."
+)
+_IDLE = ("log_every_n_steps", "limit_eval_batches", "max_consecutive_skips", "dry_run")
 _HORIZON = ("max_epochs", "max_steps", "planned steps")  # which only a schedule looks at
 _OF_RUN = {  # facts of the run, by what they are
     "settings": ("optimizer", "lr scheduler", "precision", "window", "planned steps"),
@@ -42,7 +44,7 @@ _OF_RUN = {  # facts of the run, by what they are
     "data": ("samples per epoch", "training loaders"),
 }
 _WORDS = ("in A", "in B")
-_STREAMS = {"python": "Python", "numpy": "NumPy", "torch": "torch", "device": "the device"}
+_STREAMS = ("python", "numpy", "torch", "device")  # of a process
 _SHARED = ("counters", "lr_scheduler", "precision")  # in the part "trainer"
 _OWNED = ("callbacks", "objects", "data")  # there too; of these only tensors: others hold times
 _MOST = 5  # differences of one kind that a sentence lists
@@ -77,33 +79,39 @@ def find_parting(a: Path, b: Path) -> Parting:
     if realpath(a) == realpath(b):
         raise ConfigError(f"`{a}` and `{b}` are one run. Pass two.")
     journals = _journal(a), _journal(b)
-    pairs, notes = _aligned(*journals)
-    equal = next((i for i, (x, y) in enumerate(pairs) if _in_words(x, y)), len(pairs))
+    x, y = ({record.attempt: record for record in journal.records} for journal in journals)
+    pairs = [(x[number], y[number]) for number in x if number in y]
+    if not pairs:
+        have = (f"`{run}` has {min(own)} to {max(own)}" for run, own in ((a, x), (b, y)))
+        raise ConfigError(f"The runs have no window in common: {' and '.join(have)}.")
+    equal = next((i for i, pair in enumerate(pairs) if _in_words(*pair)), len(pairs))
     first = pairs[equal] if equal < len(pairs) else None
+    headers = [j.header_of(r) for j, r in zip(journals, first or pairs[-1], strict=True)]
+    made = [*_made_differences(headers, (a, b), parts=first is not None)]
     reached = min(r.step - (r.skip is None) for r in first) if first else pairs[-1][0].step
     try:
         before, after = _common_checkpoints(a, b, reached)
+        causes, notes = _state_causes(before)
     except CheckpointError as error:
-        before, after = [], []
-        notes.append(str(error))
-    causes, told = _state_causes(before)
-    headers = [j.header_of(r) for j, r in zip(journals, first or pairs[-1], strict=True)]
-    made, harmless = _made_differences(*map(_made, headers, (a, b)))
+        before, after, causes = [], [], []
+        notes = [f"The checkpoints cannot be compared. {error}"]
     if first:
-        causes += [*made, *_order_differences([*before, *after]), *_late_settings(after)]
+        causes += [*made, *_later_causes([*before, *after])]
         if all(cause.kind == "machine" for cause in causes):
-            causes.append(Cause("unknown", _unexplained(first, headers)))
+            causes.append(Cause("unknown", _UNKNOWN))
         if len({header["run"]["processes"] for header in headers}) > 1:
             notes.append(OTHER_PROCESSES)
     else:
-        harmless += [f"What changed nothing: {cause.kind}: {cause.text}" for cause in made]
+        notes += [f"What changed nothing: {cause.kind}: {cause.text}" for cause in made]
+    if more := max(x) - max(y):
+        notes.append(f"{'A' if more > 0 else 'B'} goes on for {count(abs(more), 'window')}.")
     return Parting(
         equal=equal,
         steps=(journals[0].records[-1].step, journals[1].records[-1].step),
         first=first,
         differs=_in_words(*first) if first else [],
         causes=sorted(causes, key=lambda cause: _LIKELY.index(cause.kind)),
-        notes=[*told, *harmless, *notes],
+        notes=notes,
     )
 
 
@@ -120,43 +128,7 @@ def _journal(run: Path) -> Journal:
     return journal
 
 
-def _aligned(a: Journal, b: Journal) -> tuple[list[tuple[Record, Record]], list[str]]:
-    """Return the windows that both journals have, and which of them has more."""
-    x, y = ({record.attempt: record for record in journal.records} for journal in (a, b))
-    pairs = [(x[number], y[number]) for number in x if number in y]
-    if not pairs:
-        have = [f"`{j.path.parent}` has {min(own)} to {max(own)}" for j, own in ((a, x), (b, y))]
-        raise ConfigError(f"The runs have no window in common: {' and '.join(have)}.")
-    if more := max(x) - max(y):
-        return pairs, [f"{'A' if more > 0 else 'B'} goes on for {count(abs(more), 'window')}."]
-    return pairs, []
-
-
-def _common_checkpoints(a: Path, b: Path, reached: int) -> tuple[list[Pair], list[Pair]]:
-    """Return the newest checkpoints up to a step that both runs have, and the first after it."""
-    x, y = ({entry.step: entry for entry in committed(run / CHECKPOINTS)} for run in (a, b))
-    steps = sorted(x.keys() & y.keys())
-    pairs = [(x[step], y[step]) for step in steps]
-    late = next((i for i, step in enumerate(steps) if step > reached), len(steps))
-    return pairs[:late][-1:], pairs[late:][:1]
-
-
-def _state_causes(before: Sequence[Pair]) -> tuple[list[Cause], list[str]]:
-    """Return what differs in the states that two runs saved, and what was compared."""
-    if not before:
-        return [], ["Up to there they have no checkpoints of the same step to compare."]
-    try:
-        found = [*_state_differences(before[0])]
-    except CheckpointError as error:
-        return [], [f"The checkpoints cannot be compared. {error}"]
-    step = before[0][0].step
-    equal = f"The checkpoints of step {step} are equal: parameters, optimizer, random streams."
-    return found, [] if found else [equal]
-
-
 def _in_words(x: Record, y: Record) -> list[str]:
-    if x == y:
-        return []
     clips = None not in (x.grad_norm, y.grad_norm)  # else only one run knows its norm
     a, b = (
         {
@@ -168,29 +140,46 @@ def _in_words(x: Record, y: Record) -> list[str]:
         }
         for record in (x, y)
     )
-    return changed_facts(a, b, _WORDS)
+    return [] if x == y else changed_facts(a, b, _WORDS)
+
+
+def _listed(found: Sequence[str]) -> str:
+    more = f"; and {len(found) - _MOST} more" if len(found) > _MOST else ""
+    return "; ".join(found[:_MOST]) + more
 
 
 # What the runs were made of.
 
 
-def _made_differences(left: Made, right: Made) -> tuple[list[Cause], list[str]]:
-    """Return the differences in how two processes were started, and those that change no update."""
-    made = left, right
-    for kind in ("model", "command"):  # which count
-        for one in made:
-            one[kind] = dict.fromkeys([*left[kind], *right[kind]], 0) | one[kind]
-    has_schedule = any(one["settings"].get("lr scheduler") for one in made)
-    idle = (*_HARMLESS, *(() if has_schedule else _HORIZON))
-    mine, theirs = ({name: one["settings"].pop(name, None) for name in idle} for one in made)
-    found = {kind: changed_facts(left[kind], right[kind], _WORDS) for kind in left}
-    told = changed_facts(mine, theirs, _WORDS)
-    return [Cause(kind, _listed(texts)) for kind, texts in found.items() if texts], [
-        f"What changes no update: {_listed(told)}"
-    ] * bool(told)
+def _made_differences(
+    headers: Sequence[Mapping[str, Any]], folders: Sequence[Path], *, parts: bool
+) -> Iterator[Cause]:
+    """Yield what differs in how two processes were started.
+
+    Args:
+        headers: Of the journals.
+        folders: Of the runs.
+        parts: Whether the runs part; then settings that change no update are no cause.
+    """
+    left, right = map(_made, headers, folders)
+    if parts:
+        has_schedule = any(made["settings"].get("lr scheduler") for made in (left, right))
+        for name in (*_IDLE, *(() if has_schedule else _HORIZON)):
+            left["settings"].pop(name, None)
+            right["settings"].pop(name, None)
+    for kind, x in left.items():
+        y = right[kind]
+        if kind in ("model", "command"):  # which count
+            x, y = (dict.fromkeys([*x, *y], 0) | side for side in (x, y))
+        found = changed_facts(x, y, _WORDS)
+        if found and kind == "code":  # of which the digests say nothing
+            names = [name for name in dict.fromkeys([*x, *y]) if x.get(name) != y.get(name)]
+            yield Cause(kind, f"{first_few(names, _MOST)} differ.")
+        elif found:
+            yield Cause(kind, f"{_listed(found)}.")
 
 
-def _made(header: Facts, folder: Path) -> Made:
+def _made(header: Mapping[str, Any], folder: Path) -> dict[str, dict[str, Any]]:
     """Return what a process was started with, by kind of cause and name."""
     run, start, files = header["run"], header["start"], dict[str, list[str]]()
     for path, digest in header["files"].items():
@@ -210,40 +199,28 @@ def _made(header: Facts, folder: Path) -> Made:
     return found
 
 
-def _listed(found: Sequence[str]) -> str:
-    more = f"; and {len(found) - _MOST} more" if len(found) > _MOST else ""
-    return "; ".join(found[:_MOST]) + more + "."
-
-
-def _unexplained(first: tuple[Record, Record], headers: Sequence[Facts]) -> str:
-    """Return what may be the cause where nothing that is recorded differs."""
-    words = ["nothing that is recorded differs before it."]
-    if first[0].attempt == 1:
-        words.append("Seed the first weights: `torch.manual_seed` before the model is made.")
-    run, config = headers[0]["run"], headers[0]["config"]
-    if run["device"] != "cpu" and not config.get("deterministic"):
-        words.append("On accelerators runs repeat only with `Trainer(deterministic=True)`.")
-    if repr(first[0].loss) == repr(first[1].loss):
-        words.append("The loss of process 0 is equal: its backward differs, or another process.")
-    words.append(
-        "Left are the contents of the data, an operation whose order is not fixed, what the code "
-        "reads from outside, and the hardware."
-    )
-    return " ".join(words)
-
-
 # What the checkpoints hold.
 
 
-def _order_differences(pairs: Sequence[Pair]) -> Iterator[Cause]:
-    """Yield what tells the order of the samples in two runs apart, by the first pair that does."""
-    for pair in pairs:
-        a, b = (entry.manifest.metadata.get("order") or {} for entry in pair)
-        if a != b:
-            found = changed_facts(a.get("facts", {}), b.get("facts", {}), _WORDS)
-            where = f"the samples come in another order up to step {pair[0].step}"
-            yield Cause("data", _listed([*found, where]))
-            return
+Pair = tuple[Entry, Entry]
+
+
+def _common_checkpoints(a: Path, b: Path, reached: int) -> tuple[list[Pair], list[Pair]]:
+    """Return the newest checkpoints up to a step that both runs have, and the first after it."""
+    x, y = ({entry.step: entry for entry in committed(run / CHECKPOINTS)} for run in (a, b))
+    pairs = [(x[step], y[step]) for step in sorted(x.keys() & y.keys())]
+    late = sum(pair[0].step <= reached for pair in pairs)
+    return pairs[:late][-1:], pairs[late:][:1]
+
+
+def _state_causes(before: Sequence[Pair]) -> tuple[list[Cause], list[str]]:
+    """Return what differs in the states that two runs saved, and what was compared."""
+    if not before:
+        return [], ["Up to there they have no checkpoints of the same step to compare."]
+    if found := [*_state_differences(before[0])]:
+        return found, []
+    step = before[0][0].step
+    return [], [f"The checkpoints of step {step} are equal: parameters, optimizer, random streams."]
 
 
 def _state_differences(pair: Pair) -> Iterator[Cause]:
@@ -252,44 +229,45 @@ def _state_differences(pair: Pair) -> Iterator[Cause]:
     if digests[0] == digests[1]:
         return
     a, b = (read_contents(entry.path) for entry in pair)
-    place = f"in the checkpoints of step {pair[0].step}."
-    if names := _differing(a, b, "model"):
-        amount = _amount(pair, names[0], *(side.tensors["model"].get(names[0]) for side in (a, b)))
-        yield Cause("parameters", f"{_named(names, amount)} {place}")
-    if names := _differing(a, b, "optimizer"):
-        yield Cause("optimizer", f"{_named(names)} {place}")
-    processes = sorted({*a.tensors, *a.values} & {*b.tensors, *b.values})
-    streams = dict.fromkeys(
-        f"{_STREAMS[_top(name)]} on process {int(part[8:])}"
-        for part in processes
-        if part.startswith("process-") and "shard" not in part
-        for name in _differing(a, b, part)
-        if _top(name) in _STREAMS
-    )
-    if streams:
-        yield Cause("random streams", f"those of {', '.join(streams)} differ {place}")
-    tensors = {*a.tensors.get("trainer", {}), *b.tensors.get("trainer", {})}
-    names = [
-        name
-        for name in _differing(a, b, "trainer")
-        if _top(name) in _SHARED or (_top(name) in _OWNED and name in tensors)
-    ]
-    if names:
-        yield Cause("state", f"{_named(names)} {place}")
+    kinds = {"model": "parameters", "optimizer": "optimizer", "trainer": "state"}
+    both = sorted({*a.tensors, *a.values} & {*b.tensors, *b.values})
+    for part in both:
+        is_process = part.startswith("process-") and "shard" not in part
+        kind = "random streams" if is_process else kinds.get(part)
+        names = _differing(a, b, part)
+        if is_process:
+            names = [name for name in names if _top(name) in _STREAMS]
+        elif part == "trainer":
+            tensors = {*a.tensors.get(part, {}), *b.tensors.get(part, {})}
+            kept = {name for name in names if _top(name) in _OWNED and name in tensors}
+            names = [name for name in names if _top(name) in _SHARED or name in kept]
+        if kind and names:
+            amount = _amount(pair, a, b, names[0]) if part == "model" else ""
+            more = f"; so do {count(len(names) - 1, 'more value')}," if len(names) > 1 else ""
+            where = f"in the checkpoints of step {pair[0].step}"
+            of = f" of {part}" if is_process else ""
+            yield Cause(kind, f"`{names[0]}`{of} differs{amount}{more} {where}.")
 
 
-def _late_settings(after: Sequence[Pair]) -> Iterator[Cause]:
-    """Yield what differs in the settings of the optimizer soon after two runs have parted."""
-    for pair in after:
-        try:
-            a, b = (read_contents(entry.path) for entry in pair)
-        except CheckpointError:
-            return  # what is broken is told elsewhere
-        names = [n for n in _differing(a, b, "optimizer") if n.startswith("groups[")]
-        x, y = ({n: side.values["optimizer"].get(n) for n in names} for side in (a, b))
+def _later_causes(pairs: Sequence[Pair]) -> Iterator[Cause]:
+    """Yield what checkpoints around the parting tell of orders and of the optimizer's settings."""
+    for pair in pairs:
+        a, b = (entry.manifest.metadata.get("order") or {} for entry in pair)
+        if a != b:
+            found = changed_facts(a.get("facts", {}), b.get("facts", {}), _WORDS)
+            where = f"the samples come in another order up to step {pair[0].step}"
+            yield Cause("data", f"{_listed([*found, where])}.")
+            break
+    try:
+        left, right = (read_contents(entry.path) for entry in pairs[-1]) if pairs else ((), ())
+    except CheckpointError:
+        return  # what is broken is told elsewhere
+    if left and right:
+        names = [n for n in _differing(left, right, "optimizer") if n.startswith("groups[")]
+        x, y = ({n: side.values["optimizer"].get(n) for n in names} for side in (left, right))
         if found := changed_facts(x, y, _WORDS):
-            where = f"in the checkpoints of step {pair[0].step}."
-            yield Cause("optimizer", f"{_listed(found)[:-1]}, {where}")
+            where = f"in the checkpoints of step {pairs[-1][0].step}."
+            yield Cause("optimizer", f"{_listed(found)}, {where}")
 
 
 def _differing(a: Contents, b: Contents, part: str) -> list[str]:
@@ -302,15 +280,12 @@ def _top(name: str) -> str:
     return name.partition(".")[0].partition("[")[0]
 
 
-def _named(names: Sequence[str], amount: str = "") -> str:
-    others = f"; so do {count(len(names) - 1, 'more value')}," if len(names) > 1 else ""
-    return f"`{names[0]}` differs{amount}{others}"
-
-
-def _amount(pair: Pair, name: str, *kinds: TensorSummary | None) -> str:
+def _amount(pair: Pair, a: Contents, b: Contents, name: str) -> str:
     """Return in how much a tensor of the model differs."""
-    if None in kinds or len({(kind.dtype, kind.shape) for kind in kinds if kind}) > 1:
+    x, y = (side.tensors["model"].get(name) for side in (a, b))
+    if x is None or y is None or (x.dtype, x.shape) != (y.dtype, y.shape):
         return " in kind"
-    x, y = (Checkpoint(e.path, e.manifest).read_tensor("model", name) for e in pair)
-    apart = float((x.cdouble() - y.cdouble()).abs().max())
-    return f" in {int((x != y).sum())} of {count(x.numel(), 'element')}, by at most {apart:.3g},"
+    mine, theirs = (Checkpoint(e.path, e.manifest).read_tensor("model", name) for e in pair)
+    apart = float((mine.cdouble() - theirs.cdouble()).abs().max())
+    elements = count(mine.numel(), "element")
+    return f" in {int((mine != theirs).sum())} of {elements}, by at most {apart:.3g},"
