@@ -177,7 +177,7 @@ def test_a_browser_draws_the_page_of_a_search(tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     page.write_text(make_page(_sweep(tmp_path / "runs", 12)))
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"]
-    options = [*flags, "--virtual-time-budget=3000", f"--user-data-dir={tmp_path / 'profile'}"]
+    options = [*flags, "--virtual-time-budget=10000", f"--user-data-dir={tmp_path / 'profile'}"]
     done = subprocess.run(
         ["chromium", *options, "--dump-dom", "--window-size=1200,6000", page.as_uri()],
         capture_output=True,

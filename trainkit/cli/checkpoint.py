@@ -1,10 +1,10 @@
 """`trainkit checkpoint`: list, verify, show, compare, thin out, export and import checkpoints."""
 
 import argparse
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 from trainkit.basics.console import print_table, print_text
 from trainkit.basics.formatting import readable_size
@@ -14,12 +14,10 @@ from trainkit.checkpoint.format.names import CHECKPOINTS, MANIFEST, PINS, WEIGHT
 from trainkit.checkpoint.listing import Entry, broken_folders
 from trainkit.checkpoint.retention import Best, KeepPolicy, best_of, removable, rotate
 from trainkit.checkpoint.store import CheckpointStore
-from trainkit.cli.contents import Contents, TensorSummary, leaves, read_contents
+from trainkit.cli.contents import Contents, leaves, read_contents
 from trainkit.errors import CheckpointError, ConfigError
 
 __all__ = ["add_to"]
-
-T = TypeVar("T")
 
 _MOST_METRICS = 5  # that `ls` prints
 _MOST_VALUES = 20  # of one part that `show` prints
@@ -114,28 +112,40 @@ def _single(path: Path, *, best: bool = False) -> Path:
     return entries[-1].path
 
 
+@contextmanager
+def _noted(broken: dict[str, str], name: str) -> Iterator[None]:
+    """Note what is wrong with something, and go on."""
+    try:
+        yield
+    except (CheckpointError, ConfigError) as error:
+        broken[name] = str(error)
+
+
 def _list(options: argparse.Namespace) -> int:
     listed = [(store, store.checkpoints()) for store in _stores(options.dir)]
     entries = [entry for _, found in listed for entry in found]
-    broken: list[tuple[str, str]] = []
-    nothing: tuple[str, list[Entry]] = "", []
-    metric, best = _read(lambda: best_of(entries), nothing, broken, "keep_best")
+    broken: dict[str, str] = {}
+    metric, best = "", list[Entry]()
+    with _noted(broken, "keep_best"):
+        metric, best = best_of(entries)
     last = [entry for entry in entries if entry.manifest.is_resumable][-1:]
     others = {name for entry in entries for name in entry.manifest.metrics} - {metric}
     names = [*([metric] if metric else []), *sorted(others)][:_MOST_METRICS]
     rows: list[tuple[object, ...]] = []
     for store, found in listed:
         prefix = "" if store is listed[0][0] else f"{WEIGHTS}/"
-        broken += [(prefix + path.name, str(why)) for path, why in broken_folders(store.directory)]
-        pinned = _read(store.pinned, frozenset[int](), broken, prefix + PINS)
+        broken |= {prefix + path.name: str(why) for path, why in broken_folders(store.directory)}
+        pinned = frozenset[int]()
+        with _noted(broken, prefix + PINS):
+            pinned = store.pinned()
         for entry in found:
             manifest, folder = entry.manifest, prefix + entry.path.name
-            problem = _problem(check_sizes, entry.path)
-            broken += [(folder, problem)] if problem else []
+            with _noted(broken, folder):
+                check_sizes(entry.path)
             place = best.index(entry) if entry in best else -1
             notes = [f"best {place + 1}" if place else "best"] * (place >= 0)
             notes += ["last"] * (entry in last) + ["pinned"] * (entry.step in pinned)
-            notes += ["BROKEN"] * bool(problem) + ["NOT FINITE"] * (not manifest.is_finite)
+            notes += ["BROKEN"] * (folder in broken) + ["NOT FINITE"] * (not manifest.is_finite)
             size, values = readable_size(manifest.size), manifest.metrics
             columns = (entry.step, manifest.created, size, len(manifest.sizes()))
             shown = [f"{values[name]:.6g}" if name in values else "-" for name in names]
@@ -144,26 +154,9 @@ def _list(options: argparse.Namespace) -> int:
         print(f"There is no checkpoint in `{listed[0][0].directory}`.")
         return 0
     print_table(("STEP", "CREATED", "SIZE", "FILES", "PROCESSES", *names, "FOLDER", ""), rows)
-    for name, problem in broken:
+    for name, problem in broken.items():
         print(f"BROKEN {name}: {problem}")
     return int(bool(broken))
-
-
-def _read(read: Callable[[], T], instead: T, broken: list[tuple[str, str]], name: str) -> T:
-    """Return what `read` does; where it raises, note why and return `instead`."""
-    try:
-        return read()
-    except (CheckpointError, ConfigError) as error:
-        broken.append((name, str(error)))
-        return instead
-
-
-def _problem(check: Callable[[Path], object], path: Path) -> str:
-    try:
-        check(path)
-    except CheckpointError as error:
-        return str(error)
-    return ""
 
 
 def _verify(options: argparse.Namespace) -> int:
@@ -177,12 +170,13 @@ def _verify(options: argparse.Namespace) -> int:
             paths += [entry.path for entry in store.checkpoints()]
     if not paths:
         raise CheckpointError(f"There is no checkpoint in `{path}`.", path=path)
-    failed = False
+    broken: dict[str, str] = {}
     for each in paths:
-        problem = _problem(verify, each)
-        failed = failed or bool(problem)
-        print(f"BROKEN {_shown(each)}: {problem}" if problem else f"ok {_shown(each)}")
-    return int(failed)
+        name = _shown(each)
+        with _noted(broken, name):
+            verify(each)
+        print(f"BROKEN {name}: {broken[name]}" if name in broken else f"ok {name}")
+    return int(bool(broken))
 
 
 def _shown(path: Path) -> str:
@@ -225,18 +219,16 @@ def _short(value: Any) -> str:
 
 
 def _diff(options: argparse.Namespace) -> int:
-    old, new = (read_contents(_single(path)) for path in (options.a, options.b))
-    about = [_metadata(side) for side in (old, new)]
-    for metadata in about:
-        metadata.pop("run_id", None)  # two runs are compared by what they hold
-    rows = _differences("metadata", *about)
-    for left, right in ((old.tensors, new.tensors), (old.values, new.values)):
-        for part in sorted({*left, *right}):
-            if part in left and part in right:
-                rows += _differences(part, left[part], right[part])
-            else:
-                found = (f"{len(x[part])} values" if part in x else "-" for x in (left, right))
-                rows.append((part, "(all of it)", *found))
+    a, b = (_described(read_contents(_single(path))) for path in (options.a, options.b))
+    rows = []
+    for part in dict.fromkeys([*a, *b]):
+        if part not in a or part not in b:
+            found = (f"{len(side[part])} values" if part in side else "-" for side in (a, b))
+            rows.append((part, "(all of it)", *found))
+            continue
+        for name in dict.fromkeys([*a[part], *b[part]]):
+            left, right = a[part].get(name, "-"), b[part].get(name, "-")
+            rows += [(part, name, left, right)] if left != right else []
     if not rows:
         print("The checkpoints hold the same.")
         return 0
@@ -244,23 +236,15 @@ def _diff(options: argparse.Namespace) -> int:
     return 1
 
 
-def _differences(
-    part: str, old: Mapping[str, Any], new: Mapping[str, Any]
-) -> list[tuple[str, str, str, str]]:
-    """Return a row for each name whose values differ; `-` stands for none."""
-    rows = []
-    for name in dict.fromkeys([*old, *new]):
-        left = _described(old[name]) if name in old else "-"
-        right = _described(new[name]) if name in new else "-"
-        if left != right:
-            rows.append((part, name, left, right))
-    return rows
-
-
-def _described(value: Any) -> str:
-    if isinstance(value, TensorSummary):
-        return f"{value.dtype} {list(value.shape)} {value.digest[:8]}"
-    return _short(value)
+def _described(contents: Contents) -> dict[str, dict[str, str]]:
+    """Return what a checkpoint holds as text, by part and name; two runs may have other ids."""
+    about = {name: value for name, value in _metadata(contents).items() if name != "run_id"}
+    found = {"metadata": {name: _short(value) for name, value in about.items()}}
+    for part, tensors in contents.tensors.items():
+        found[part] = {n: f"{t.dtype} {[*t.shape]} {t.digest[:8]}" for n, t in tensors.items()}
+    for part, values in contents.values.items():
+        found.setdefault(part, {}).update({n: _short(value) for n, value in values.items()})
+    return found
 
 
 def _prune(options: argparse.Namespace) -> int:

@@ -23,10 +23,11 @@ from trainkit.data import MicroBatch, Window
 from trainkit.distributed import run_on_main
 from trainkit.distributed.collectives import first_with
 from trainkit.errors import ConfigError
+from trainkit.inspect import suspects
 from trainkit.inspect.observer import Observer, bad as bad_events
 from trainkit.inspect.replay_plan import find_run, plan
 from trainkit.inspect.replay_report import Replayed, publish
-from trainkit.inspect.suspects import Fault, Part, find_fault, is_bad, parameter_sizes
+from trainkit.inspect.suspects import Fault, Part
 from trainkit.journal import Record
 from trainkit.training.callback import Callback, CallbackList
 from trainkit.training.run import FitResult, Run
@@ -197,7 +198,7 @@ class Replay(Callback):
         if parts and isinstance(error, Exception) and self.result is None:
             for part in parts:
                 part.observer.end()
-            fault = find_fault(run, parts, self._usual, self._sizes, error)
+            fault = suspects.find_fault(run, parts, self._usual, self._sizes, error)
             compared = _compare(self._losses, self._records)
             self._open(run, parts, fault, run.state.step + 1, *compared, alone=True)
 
@@ -222,7 +223,7 @@ class Replay(Callback):
         if self._target and after < self._target - 2:
             yield from window
             return
-        self._parts, self._sizes = [], parameter_sizes(run)
+        self._parts, self._sizes = [], suspects.parameter_sizes(run)
         position, rank = run.state.epoch_samples, run.processes.process_index
         for micro_batch in window:
             # Pieces of what a loader gives are no ranges of the order.
@@ -256,16 +257,19 @@ class Replay(Callback):
             part.observer.end()
         processes = run.strategy.processes
         overflowed = attempt == run.state.attempts
-        bad = first_with(processes, is_bad(run, self._sizes, overflowed=overflowed)) is not None
+        bad = (
+            first_with(processes, suspects.is_bad(run, self._sizes, overflowed=overflowed))
+            is not None
+        )
         if attempt == self._target or (bad and self._until):
             step = run.state.step + 1
-            fault = find_fault(run, parts, self._usual, self._sizes) if bad else None
+            fault = suspects.find_fault(run, parts, self._usual, self._sizes) if bad else None
             told = processes.all_gather_objects(None if fault is None else asdict(fault))
             faults = [Fault(**each) for each in told if each is not None]
             loss, _ = run.weighting.result()
             self._losses.append((attempt, step, loss.to(self._dtype, copy=True)))
             compared = processes.broadcast_object(_compare(self._losses, self._records))
-            self._open(run, parts, min(faults, default=None), step, *compared)
+            self._open(run, parts, suspects.surest(faults), step, *compared)
         elif not bad:
             self._usual |= {e.key for part in parts for e in bad_events(part.observer.events)}
 

@@ -121,9 +121,8 @@ def _changes(header: Mapping[str, Any]) -> Iterator[str]:
     """Yield, in words, what is no longer as it was when the run was started."""
     for name, was in header["files"].items():
         path = Path(name)
-        now = digest(path) if path.is_file() else "gone"
-        if now != was:
-            yield f"`{name}` has changed since the run: its digest was {was}, and is {now} now."
+        if not path.is_file() or digest(path) != was:
+            yield f"`{name}` has changed since the run."
     for name, version in versions().items():
         if (was := header["versions"].get(name, version)) != version:
             yield f"{name} was {was} in the run, and is {version} now."

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainkit.basics.console import print_table
 from trainkit.basics.formatting import json_value
 from trainkit.basics.written_files import replace_file
 from trainkit.containers.tree import map_leaves
@@ -63,7 +64,7 @@ def publish(
         replace_file(folder / "replay.json", about.encode())
     of_fault = result.fault.process if result.fault else 0
     if alone or rank == (of_fault if process is None else process):
-        print(_told(result, table, rank), flush=True)  # of any process
+        _tell(result, table, rank)  # of any process
 
 
 def _write_window(run: Run, folder: Path, parts: list[Part]) -> list[dict[str, Any]]:
@@ -114,26 +115,25 @@ def _numbers(tensor: Tensor) -> dict[str, float]:
     return named_numbers([numbers_of(tensor)])[0] if known else {}
 
 
-def _told(result: Replayed, table: list[dict[str, Any]], rank: int) -> str:
-    """Return what is said of a replay on the terminal."""
-    lines = []
-    if table:
-        lines.append(
-            f"{'module':40} {'mean':>10} {'std':>10} {'min':>10} {'max':>10} {'not finite':>10}"
+def _tell(result: Replayed, modules: list[dict[str, Any]], rank: int) -> None:
+    """Say on the terminal what a replay came to."""
+    numbers = ("mean", "std", "min", "max")
+    rows = [
+        (
+            (row["module"] or "the model") if row["what"] == "output" else "the loss",
+            *(f"{row['output'][name]:.4g}" for name in numbers),
+            f"{row['output']['non_finite']:.0f}",
         )
-    for row in table[-_MOST_ROWS:]:
-        values = row["output"]
-        numbers = " ".join(f"{values[name]:10.4g}" for name in ("mean", "std", "min", "max"))
-        name = row["module"] if row["what"] == "output" else "the loss"
-        lines.append(f"{name[-40:] or 'the model':40} {numbers} {values['non_finite']:10.0f}")
+        for row in modules[-_MOST_ROWS:]
+    ]
+    if rows:
+        print_table(("MODULE", *(name.upper() for name in numbers), "NOT FINITE"), rows)
     where = "its start" if result.checkpoint is None else f"`{result.checkpoint}`"
     same = ": bit-equal to the recorded run" if result.is_equal else ""
     if result.is_equal is False:
         same = f": NOT the recorded run: the loss is another one from step {result.differs_from} on"
     loss = "" if result.loss is None else f", loss {result.loss:.9g}"
-    lines.append(
-        f"trainkit: step {result.step} on process {rank}, replayed from {where}{same}{loss}."
-    )
+    lines = [f"step {result.step} on process {rank}, replayed from {where}{same}{loss}."]
     if (fault := result.fault) is not None:
         samples = f"rows {fault.rows} of its batch" if fault.rows else "which samples is not known"
         if fault.positions:
@@ -141,5 +141,6 @@ def _told(result: Replayed, table: list[dict[str, Any]], rank: int) -> str:
         if fault.indices:
             samples += f", in the data set {fault.indices}"
         told = "" if fault.kind == "parameter" else f" ({samples})"
-        lines.append(f"trainkit: process {fault.process}: {fault.text}{told}.")
-    return "\n".join([*lines, f"trainkit: see `{result.folder}`."])
+        lines.append(f"process {fault.process}: {fault.text}{told}.")
+    lines.append(f"see `{result.folder}`.")
+    print("\n".join(f"trainkit: {line}" for line in lines), flush=True)

@@ -1,7 +1,5 @@
 """Where a value that is not finite came from, and from which samples."""
 
-import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +17,7 @@ from trainkit.training.run import Run
 from trainkit.training.weighting import loss_of
 from trainkit.types import class_name
 
-__all__ = ["STEP", "Fault", "Part", "find_fault", "is_bad", "parameter_sizes"]
+__all__ = ["STEP", "Fault", "Part", "find_fault", "is_bad", "parameter_sizes", "surest"]
 
 STEP = "training_step"
 """What stands for a module where a fault is outside of the model."""
@@ -39,11 +37,10 @@ class Part:
     is_seen: bool = False
 
 
-@dataclass(order=True, slots=True)
+@dataclass(slots=True)
 class Fault:
     """What was found that is not finite, or raised."""
 
-    order: int = field(repr=False)  # the smaller, the surer
     process: int
     kind: str
     """batch, parameter, error, forward, loss or backward."""
@@ -58,6 +55,11 @@ class Fault:
     """The same in the order of the epoch."""
     indices: list[Any] = field(default_factory=list)
     """The same in the data set."""
+
+
+def surest(faults: list[Fault]) -> Fault | None:
+    """Return of the faults of all processes the one that tells the cause."""
+    return min(faults, key=lambda fault: (_KINDS.index(fault.kind), fault.process), default=None)
 
 
 def parameter_sizes(run: Run) -> dict[str, float]:
@@ -96,78 +98,45 @@ def find_fault(
         sizes: Of the parameters before the window.
         error: What was raised.
     """
+    rank = run.processes.process_index
     for name, size in sizes.items():
         if not size <= _ABSURD:
-            return _of_parameter(run, name)
+            text = f"the parameter `{name}` holds {size:g} before the window begins"
+            return Fault(rank, "parameter", name.rpartition(".")[0], text, name)
     for part in parts:
         if (event := part.observer.first_bad(part.observer.events, usual)) is not None:
-            return _of_event(run, part, event)
+            fault = Fault(rank, *_of_event(run, event))
+            rows = _rows(event, part.micro_batch.count)
+            if fault.kind != "batch" and not 0 < len(rows) < part.micro_batch.count:
+                rows = _alone(run, part, fault.kind) or rows
+            return _placed(run, fault, part, rows)
     if error is not None and parts and not parts[-1].observer.is_forward_done:
-        under_way = parts[-1].observer.under_way
-        where = under_way[-1] if under_way else STEP
+        where = ([STEP, *parts[-1].observer.under_way])[-1]
         text = f"{_module(run, where)} raised {type(error).__name__}: {text_of(error)}"
-        return _fault(run, "error", where, text, parts[-1], _alone(run, parts[-1], error=error))
-    return _of_gradients(run, parts, error)
-
-
-def _of_parameter(run: Run, name: str) -> Fault:
-    parameter = run.module.get_parameter(name)
-    (here,) = run.strategy.local_parts([parameter.detach()])
-    flat = torch.nan_to_num(here.abs(), nan=math.inf).flatten()
-    place = [int(i) for i in torch.unravel_index(flat.argmax(), here.shape)]
-    value = here.flatten()[flat.argmax()].item()
-    text = f"the parameter `{name}` is {value:g} at {place}, before the window begins"
-    owner = name.rpartition(".")[0]
-    return _fault(run, "parameter", owner, text, parameter=name)
-
-
-def _of_event(run: Run, part: Part, event: Event) -> Fault:
-    """Return the fault that a forward shows first."""
-    rows = _rows(event, part.micro_batch.count)
-    if event.what == "batch":
-        text = "the batch itself holds values that are not finite"
-        return _fault(run, "batch", STEP, text, part, rows)
-    rows = rows if 0 < len(rows) < part.micro_batch.count else _alone(run, part) or rows
-    if event.what == "loss":
-        text = "the loss is not finite, the outputs of the model are"
-        return _fault(run, "loss", STEP, text, part, rows)
-    if event.what == "output":
-        where = event.module
-        text = f"the output of {_module(run, where)} is not finite, its inputs are"
-    else:
-        where = STEP if event.inside is None else event.inside
-        text = f"{_module(run, where)} makes it before it calls {_module(run, event.module)}"
-    return _fault(run, "forward", where, text, part, rows)
-
-
-def _of_gradients(run: Run, parts: list[Part], error: Exception | None) -> Fault | None:
+        fault = Fault(rank, "error", where, text)
+        return _placed(run, fault, parts[-1], _alone(run, parts[-1], "error", error))
     for part in parts:
         if (event := part.observer.first_bad(part.observer.gradients, set())) is not None:
             where = part.observer.consumer(event)
             text = f"the backward of {_module(run, where)} makes it: what comes in is finite"
-            return _fault(run, "backward", where, text, part, _alone(run, part, backward=True))
+            fault = Fault(rank, "backward", where, text)
+            return _placed(run, fault, part, _alone(run, part, "backward"))
     if error is None:
         return None
-    return _fault(run, "error", STEP, f"{type(error).__name__} was raised: {text_of(error)}")
+    return Fault(rank, "error", STEP, f"{type(error).__name__} was raised: {text_of(error)}")
 
 
-def _fault(
-    run: Run,
-    kind: str,
-    module: str,
-    text: str,
-    part: Part | None = None,
-    rows: list[int] | None = None,
-    parameter: str | None = None,
-) -> Fault:
-    rank, rows = run.processes.process_index, rows or []
-    fault = Fault(_KINDS.index(kind), rank, kind, module, text, parameter, rows)
-    if part is not None and part.first is not None and rows:
-        fault.positions = [part.first + row for row in rows]
-        first, last = part.first, part.first + max(rows)
-        known = indices_of(run, {"first": first, "last": last}).get("indices", [])
-        fault.indices = [known[row] for row in rows if row < len(known)]
-    return fault
+def _of_event(run: Run, event: Event) -> tuple[str, str, str]:
+    """Return the kind of what a forward shows first, its module, and both in words."""
+    if event.what == "batch":
+        return "batch", STEP, "the batch itself holds values that are not finite"
+    if event.what == "loss":
+        return "loss", STEP, "the loss is not finite, the outputs of the model are"
+    module = _module(run, event.module)
+    if event.what == "output":
+        return "forward", event.module, f"the output of {module} is not finite, its inputs are"
+    where = STEP if event.inside is None else event.inside
+    return "forward", where, f"{_module(run, where)} makes it before it calls {module}"
 
 
 def _module(run: Run, name: str) -> str:
@@ -175,6 +144,17 @@ def _module(run: Run, name: str) -> str:
         return f"`{STEP}`"
     module: nn.Module = run.module.get_submodule(name)
     return f"`{name}` ({class_name(module)})" if name else f"the model ({class_name(module)})"
+
+
+def _placed(run: Run, fault: Fault, part: Part, rows: list[int]) -> Fault:
+    """Say where the samples of a fault are in the epoch and in the data set."""
+    fault.rows = rows
+    if part.first is not None and rows:
+        fault.positions = [part.first + row for row in rows]
+        first, last = part.first, part.first + max(rows)
+        known = indices_of(run, {"first": first, "last": last}).get("indices", [])
+        fault.indices = [known[row] for row in rows if row < len(known)]
+    return fault
 
 
 def _rows(event: Event, count: int) -> list[int]:
@@ -186,43 +166,27 @@ def _rows(event: Event, count: int) -> list[int]:
     return sorted({place // each for place, is_bad in enumerate(rows) if is_bad})
 
 
-def _alone(
-    run: Run, part: Part, *, backward: bool = False, error: Exception | None = None
-) -> list[int]:
-    """Return the samples that show the same without the others, by trying halves of halves."""
+def _alone(run: Run, part: Part, kind: str, error: Exception | None = None) -> list[int]:
+    """Return the samples that show the same without the others."""
     together = any(isinstance(module, nn.SyncBatchNorm) for module in run.module.modules())
     if run.processes.num_processes > 1 and (run.strategy.sharded or together):
         return []  # the others would have to take part
-    count = part.micro_batch.count
-
-    def shows(start: int, stop: int) -> bool | None:
+    count, found = part.micro_batch.count, []
+    for row in range(count):
         try:
-            piece = slice_samples(part.micro_batch.data, start, stop, count)
-        except ConfigError:
-            return None
-        for batch in (piece, map_leaves(piece, _twice)) if stop - start == 1 else (piece,):
+            sample = slice_samples(part.micro_batch.data, row, row + 1, count)
+        except ConfigError:  # it cannot be cut
+            return []
+        for batch in (sample, map_leaves(sample, _twice)):
             try:
-                return _shows(run, batch, backward=backward and error is None, raises=bool(error))
+                shows = _shows(run, batch, kind)
             except Exception as raised:
-                if type(raised) is type(error):
-                    return True
-        return None
-
-    return [] if shows(0, count) is None else _narrow(shows, 0, count)
-
-
-def _shows(run: Run, batch: Any, *, backward: bool, raises: bool) -> bool:
-    """Return whether a batch makes what is not finite; where an error is looked for, it raises."""
-    with collective_guard.only("a replay"), run.precision.autocast():
-        loss = loss_of(run.training_step(run.module, batch))
-    if raises:
-        return False
-    if not backward:
-        return not bool(torch.isfinite(loss).all())
-    own = [p for p in run.parameters if p.requires_grad]
-    gradients = torch.autograd.grad(loss.sum(), own, allow_unused=True)
-    known: list[Tensor | None] = [*gradients]
-    return not all(g is None or bool(g.isfinite().all()) for g in known)
+                shows = type(raised) is type(error)
+                if not shows:
+                    continue
+            found += [row] if shows else []
+            break
+    return found
 
 
 def _twice(leaf: Any) -> Any:
@@ -230,12 +194,15 @@ def _twice(leaf: Any) -> Any:
     return torch.cat([leaf, leaf]) if isinstance(leaf, Tensor) and leaf.ndim else leaf
 
 
-def _narrow(shows: Callable[[int, int], bool | None], start: int, stop: int) -> list[int]:
-    verdict = shows(start, stop)
-    if verdict is False:
-        return []
-    if stop - start == 1:  # None: it cannot be tried
-        return [start]
-    middle = (start + stop) // 2
-    found = _narrow(shows, start, middle) + _narrow(shows, middle, stop)
-    return found or (list(range(start, stop)) if verdict else [])
+def _shows(run: Run, batch: Any, kind: str) -> bool:
+    """Return whether a batch makes what is not finite; an error it raises."""
+    with collective_guard.only("a replay"), run.precision.autocast():
+        loss = loss_of(run.training_step(run.module, batch))
+    if kind == "error":
+        return False
+    if kind != "backward":
+        return not bool(torch.isfinite(loss).all())
+    own = [p for p in run.parameters if p.requires_grad]
+    gradients = torch.autograd.grad(loss.sum(), own, allow_unused=True)
+    known: list[Tensor | None] = [*gradients]
+    return not all(g is None or bool(g.isfinite().all()) for g in known)
