@@ -225,11 +225,11 @@ def _read_late(connection: Any) -> None:
     """Read with workers that look for their parent only when it has been killed."""
     ends_with_parent, parent = workers._end_with_parent, os.getpid()
 
-    def late(dismissed: Any) -> None:
+    def late() -> None:
         connection.send(os.getpid())
         while os.getppid() == parent:
             time.sleep(0.01)
-        ends_with_parent(dismissed)
+        ends_with_parent()
 
     workers._end_with_parent = late
     list(prepare(loader_of(Numbers(1000), batch_size=1, num_workers=2)))

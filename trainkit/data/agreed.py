@@ -13,11 +13,9 @@ from typing_extensions import override
 
 from trainkit.data.batch_sources import BatchSource
 from trainkit.data.fetch import RankBatch, counted
-from trainkit.data.loader import PreparedLoader, length_of
-from trainkit.data.loader_context import LoaderContext
-from trainkit.data.padding_batch import PaddingBatch
+from trainkit.data.loader import EpochLength, LoaderContext, PreparedLoader, length_of
 from trainkit.data.transfer import transfer_for
-from trainkit.data.window import MicroBatch, Window
+from trainkit.data.window import MicroBatch, PaddingBatch, Window
 from trainkit.distributed.collectives import are_alike
 from trainkit.errors import DataError
 
@@ -91,7 +89,7 @@ class AgreedLoader(PreparedLoader):
                 found += 1
                 yield window
         if position == 0:
-            self.found = 0, found, 0
+            self._known_length = EpochLength(0, found, 0)
             if not found:
                 self._refuse_idle(epoch)
         if self.stream is not None:
@@ -177,7 +175,11 @@ class AgreedLoader(PreparedLoader):
                     break
                 continue
             if not is_own:
-                data = self._padding(padding, epoch, current)
+                if not padding.size:
+                    assert current.fallback is not None  # else `lacking` says so
+                    first, rows = current.fallback
+                    padding.keep(self._transfer.finish(self._transfer.start(first)), rows)
+                data = padding.take()
             last = ahead is None or self._is_end(ahead)
             size = count if is_own else padding.size
             yield MicroBatch(data, count, current.total, last, current.counts, size, current.state)
@@ -246,7 +248,7 @@ class AgreedLoader(PreparedLoader):
 
     def _read(self, batches: Iterator[RankBatch]) -> Iterator[_GlobalBatch]:
         """Yield global batches for ever; no error is raised before all processes know of it."""
-        has_some = self._batch_source.has_fallback
+        has_some = False
         while True:
             batch, fault = RankBatch(_FAILED), None
             try:
@@ -279,12 +281,6 @@ class AgreedLoader(PreparedLoader):
         if is_end and self.stream is not None:
             self.stream.end = ahead.state
         return is_end
-
-    def _padding(self, padding: PaddingBatch, epoch: int, current: _GlobalBatch) -> Any:
-        if not padding.size:
-            data, size = current.fallback or self._batch_source.fallback_batch(epoch)
-            padding.keep(self._transfer.finish(self._transfer.start(data)), size)
-        return padding.take()
 
 
 def _window_of(first: MicroBatch, following: Iterator[MicroBatch]) -> Iterator[MicroBatch]:

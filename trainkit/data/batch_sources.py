@@ -15,7 +15,7 @@ from typing_extensions import override
 from trainkit.basics import rng
 from trainkit.containers.tree import count_samples
 from trainkit.data.fetch import Fetch, RankBatch
-from trainkit.data.loader_context import LoaderContext
+from trainkit.data.loader import LoaderContext
 from trainkit.data.order import KeyedOrder, set_epoch_on
 from trainkit.data.workers import Fetcher, datasets_of, fetcher_for
 
@@ -37,7 +37,6 @@ class BatchSource(ABC):
     """Yields this rank's share of every global batch, as long as it has some."""
 
     finds_position: bool = False  # whether `rank_batches` begins after `position` by itself
-    has_fallback: bool = False  # whether `fallback_batch` works
     rows_vary: bool = False  # whether its batches may be `Recounted`
     stream: "StreamPosition | None" = None  # what a checkpoint keeps of an iterable data set
     advice: str  # for users where a process never had a batch
@@ -46,14 +45,13 @@ class BatchSource(ABC):
     def rank_batches(self, epoch: int, position: int, start: Any = None) -> Iterator[RankBatch]:
         """Yield this process's share of each global batch.
 
+        Where it has none of an epoch that others may have some of, one without samples that holds
+        a `fallback` may come, which is repeated with weight 0.
+
         Args:
             position: Samples that were consumed before, where `finds_position`.
             start: What `stream` kept of the data set there.
         """
-
-    def fallback_batch(self, epoch: int) -> tuple[Any, int]:
-        """Return a batch and its number of samples, for a process that had none in this epoch."""
-        raise NotImplementedError
 
     def order_digest(self, epoch: int) -> str | None:
         """Return what tells the order of an epoch from others; None where it is not known."""
@@ -143,7 +141,7 @@ class KeySource(BatchSource):
         fetcher: Where it is fetched.
     """
 
-    has_fallback = True
+    advice = "Give the sampler a key of a batch that has samples."
 
     def __init__(
         self, order: KeyedOrder, fetch: Fetch, fetcher: Fetcher, context: LoaderContext
@@ -167,14 +165,15 @@ class KeySource(BatchSource):
 
     @override
     def rank_batches(self, epoch: int, position: int, start: Any = None) -> Iterator[RankBatch]:
-        keys = self._keys(epoch)
+        keys, has_some = self._keys(epoch), False
         mine = keys[self._rank :: self._size]
-        yield from _filled(self._fetcher.batches(epoch, partial(iter, mine)))
-
-    @override
-    def fallback_batch(self, epoch: int) -> tuple[Any, int]:
-        batch = self._fetcher.fetch(epoch, self._keys(epoch)[0])
-        return batch, count_samples(batch)
+        for batch in _filled(self._fetcher.batches(epoch, partial(iter, mine))):
+            has_some = True
+            yield batch
+        if keys and not has_some:
+            batch = self._fetcher.fetch(epoch, keys[0])
+            if size := count_samples(batch):
+                yield RankBatch(0, fallback=(batch, size))
 
     @override
     def close(self) -> None:

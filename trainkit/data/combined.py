@@ -13,12 +13,10 @@ from typing_extensions import override
 
 from trainkit.basics import rng
 from trainkit.basics.parsing import nearest
-from trainkit.data.loader import PreparedLoader
-from trainkit.data.loader_context import LoaderContext
+from trainkit.data.loader import EpochLength, LoaderContext, PreparedLoader
 from trainkit.data.mapped import MappedLoader
-from trainkit.data.padding_batch import PaddingBatch
 from trainkit.data.prepare import LoaderCombination, prepared
-from trainkit.data.window import MicroBatch, Window
+from trainkit.data.window import MicroBatch, PaddingBatch, Window
 from trainkit.errors import ConfigError, DataError, quoted
 
 __all__ = ["Combined", "CombinedBatch", "CombinedLoader", "CombinedWindow"]
@@ -227,7 +225,8 @@ class CombinedLoader(PreparedLoader):
         is_even = self._is_even(sizes, whole, accumulation)
         if self._policy not in ("min", "sequential"):
             self.order_digest(epoch, accumulation)  # while the first passes are under way
-        self.found = (whole - _skip(steps, courses, position), whole, sum(map(sum, sizes.values())))
+        left = whole - _skip(steps, courses, position)
+        self._known_length = EpochLength(left, whole, sum(map(sum, sizes.values())))
         passes: dict[str, tuple[int, Generator[Window, None, None]]] = {}
         try:
             for names in steps:

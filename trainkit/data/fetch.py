@@ -115,74 +115,74 @@ class _TensorFetch(Fetch):
 
 
 class _CollatedFetch(Fetch):
-    """Reads samples and lets `collate_fn` make a batch of them."""
+    """Reads samples and lets `collate_fn` make a batch of them.
 
-    def __init__(self, dataset: Any, seed: int, base: Any, mapping: Any, collation: Any) -> None:
+    Args:
+        collation: The function, and whether it, and whether the data set, may draw random numbers.
+    """
+
+    def __init__(self, dataset: Any, seed: int, collation: tuple[Any, bool, bool]) -> None:
         super().__init__(dataset, seed)
-        self._base = base
-        self._mapping = mapping
         self._collate, self._seeds_collate, self._seeds_samples = collation
         self.seeds = self._seeds_collate or self._seeds_samples
-        self.rows_vary = self._collate is not default_collate
 
-
-class _BatchFetch(_CollatedFetch):
-    """Asks the data set once per batch, by `__getitems__`."""
-
-    def __init__(self, dataset: Any, seed: int, base: Any, mapping: Any, collation: Any) -> None:
-        super().__init__(dataset, seed, base, mapping, collation)
-        self.rows_vary = self.rows_vary or not _is_silent(base)
-
-    @override
-    def fetch(self, epoch: int, task: Any) -> Any:
-        indices = _as_list(task)
-        inner = indices if self._mapping is None else [self._mapping[i] for i in indices]
-        stream = rng.sample_stream(self.seed, epoch) if self.seeds else 0
-        if self._seeds_samples:
-            rng.seed_host(sample_key(stream, indices[0]))
+    def _collated(self, samples: Any, indices: list[Any], epoch: int) -> Any:
         try:
-            samples = self._base.__getitems__(inner)
+            return self._collate(samples)
         except Exception as error:
-            self.note(error, f"while it read the samples {_listed(indices)}", epoch)
+            name = getattr(self._collate, "__qualname__", type(self._collate).__name__)
+            where = f"while `{name}` made a batch of the samples {_listed(indices)}"
+            self.note(error, where, epoch)
             raise
-        if self._seeds_collate:
-            rng.seed_host(sample_key(stream, indices[0]))
-        data = _collated(self, self._collate, samples, indices, epoch)
-        return recounted(data, samples, len(indices)) if self.rows_vary else data
 
 
 class _SampleFetch(_CollatedFetch):
-    """Asks the data set for one sample after the other."""
+    """Reads the samples of a batch: one after the other, or at once by `__getitems__`."""
+
+    def __init__(
+        self, dataset: Any, seed: int, base: Any, mapping: Any, collation: tuple[Any, bool, bool]
+    ) -> None:
+        super().__init__(dataset, seed, collation)
+        self._base = base
+        self._mapping = mapping
+        self._at_once = _hands_out_batches(base)
+        self.rows_vary = self._collate is not default_collate or (
+            self._at_once and not _is_silent(base)
+        )
 
     @override
     def fetch(self, epoch: int, task: Any) -> Any:
         indices = _as_list(task)
         base, mapping, seeds = self._base, self._mapping, self._seeds_samples
         stream = rng.sample_stream(self.seed, epoch) if self.seeds else 0
-        samples: list[Any] = [None] * len(indices)
-        position = 0
+        samples: Any = [None] * len(indices)
+        position: int | None = None  # of the sample that is read alone
         try:
-            for position, index in enumerate(indices):
+            if self._at_once:
+                inner = indices if mapping is None else [mapping[index] for index in indices]
                 if seeds:
-                    whole = type(index) is int
-                    rng.seed_host((rng.in_stream if whole else sample_key)(stream, index))
-                samples[position] = base[index if mapping is None else mapping[index]]
+                    rng.seed_host(sample_key(stream, indices[0]))
+                samples = base.__getitems__(inner)
+            else:
+                for position, index in enumerate(indices):
+                    if seeds:
+                        whole = type(index) is int
+                        rng.seed_host((rng.in_stream if whole else sample_key)(stream, index))
+                    samples[position] = base[index if mapping is None else mapping[index]]
         except Exception as error:
-            self.note(error, f"at sample {indices[position]!r}", epoch)
+            place = f"while it read the samples {_listed(indices)}"
+            if position is not None:
+                place = f"at sample {indices[position]!r}"
+            self.note(error, place, epoch)
             raise
         if self._seeds_collate:
             rng.seed_host(sample_key(stream, indices[0]))
-        data = _collated(self, self._collate, samples, indices, epoch)
+        data = self._collated(samples, indices, epoch)
         return recounted(data, samples, len(indices)) if self.rows_vary else data
 
 
-class _KeyFetch(Fetch):
+class _KeyFetch(_CollatedFetch):
     """Asks the data set for whole batches by the sampler's keys (`batch_size=None`)."""
-
-    def __init__(self, dataset: Any, seed: int, collation: Any) -> None:
-        super().__init__(dataset, seed)
-        self._collate, collate_draws, samples_draw = collation
-        self.seeds = collate_draws or samples_draw
 
     @override
     def fetch(self, epoch: int, task: Any) -> Any:
@@ -193,7 +193,7 @@ class _KeyFetch(Fetch):
         except Exception as error:
             self.note(error, f"at key {task!r}", epoch)
             raise
-        return _collated(self, self._collate, samples, [task], epoch)
+        return self._collated(samples, [task], epoch)
 
 
 def fetch_for(loader: DataLoader[Any], seed: int, sample_seeding: bool) -> Fetch:
@@ -215,8 +215,6 @@ def fetch_for(loader: DataLoader[Any], seed: int, sample_seeding: bool) -> Fetch
     base, mapping = _look_through(dataset)
     if type(base) is TensorDataset and collate is default_collate and _is_plain(base):
         return _TensorFetch(dataset, seed, base, mapping)
-    if _hands_out_batches(base):
-        return _BatchFetch(dataset, seed, base, mapping, collation)
     return _SampleFetch(dataset, seed, base, mapping, collation)
 
 
@@ -357,16 +355,6 @@ def _is_plain(dataset: TensorDataset) -> bool:
 
 def _as_list(task: Any) -> list[Any]:
     return task.tolist() if type(task) is Tensor else task
-
-
-def _collated(fetch: Fetch, collate: Any, samples: Any, indices: list[Any], epoch: int) -> Any:
-    try:
-        return collate(samples)
-    except Exception as error:
-        name = getattr(collate, "__qualname__", type(collate).__name__)
-        where = f"while `{name}` made a batch of the samples {_listed(indices)}"
-        fetch.note(error, where, epoch)
-        raise
 
 
 def _listed(task: Any) -> str:

@@ -2,16 +2,58 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from trainkit.data.loader_context import LoaderContext
+import torch
+
 from trainkit.data.window import MicroBatch, Window
+from trainkit.distributed.active_batches import ActiveLoaders
+from trainkit.distributed.processes import Processes
 from trainkit.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from trainkit.data.position import StreamPosition
 
-__all__ = ["PreparedLoader", "length_of"]
+__all__ = ["EpochLength", "LoaderContext", "PreparedLoader", "length_of"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoaderContext:
+    """What a loader is prepared for.
+
+    Args:
+        device: Where the batches go.
+        seed: The seed of the run, or of evaluation.
+        trains: Training's rules or evaluation's (epochs, `set_epoch`, `drop_last`).
+        split_batches: Whether the loader's batch size is that of all processes together.
+        sample_seeding: Whether data sets that may draw random numbers run under keys.
+        active: Told which batch is under way; None where nobody asks.
+        may_be_empty: Whether training's rules hold, but an epoch may have no step.
+    """
+
+    processes: Processes
+    device: torch.device
+    seed: int
+    trains: bool
+    split_batches: bool = False
+    sample_seeding: bool = True
+    active: ActiveLoaders | None = None
+    may_be_empty: bool = False
+
+
+class EpochLength(NamedTuple):
+    """What an epoch turned out to have, once that is known.
+
+    Args:
+        left: Windows from where its pass began.
+        windows: Windows in all.
+        samples: Over all processes; 0 where only the windows are known.
+    """
+
+    left: int
+    windows: int
+    samples: int
 
 
 class PreparedLoader(ABC):
@@ -32,7 +74,6 @@ class PreparedLoader(ABC):
     batch_size: int | None = None  # of one process; None: it varies
     stream: "StreamPosition | None" = None  # where an iterable data set of training is
     limit: int | None = None  # micro-batches that are used of an epoch; None: all
-    found: tuple[int, int, int] | None = None  # of an epoch: windows left, in all, and samples
     rows_vary: bool = False  # whether a batch may have other rows than samples were asked for
     parts: "Mapping[str, PreparedLoader] | None" = None  # that it is combined of, by name
 
@@ -44,6 +85,7 @@ class PreparedLoader(ABC):
         self._trains = context.trains
         self._refuses_empty = context.trains and not context.may_be_empty
         self._next_epoch = 0
+        self._known_length: EpochLength | None = None  # until somebody has asked for it
 
     @abstractmethod
     def windows(
@@ -87,6 +129,11 @@ class PreparedLoader(ABC):
         if self.samples_per_epoch is not None:
             most = self.nominal_window(batches) or 0  # never: where one is known the other is
             self.samples_per_epoch = min(self.samples_per_epoch, most)
+
+    def newly_known_length(self) -> EpochLength | None:
+        """Return the length of an epoch once: when it is known, which of a stream is at its end."""
+        length, self._known_length = self._known_length, None
+        return length
 
     def combination(self, accumulation: int) -> str | None:
         """Return how several loaders make its windows, alike for any split; None of one loader."""

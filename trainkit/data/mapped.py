@@ -10,13 +10,11 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from trainkit.data.fetch import counted, fetch_for
-from trainkit.data.loader import PreparedLoader, length_of
-from trainkit.data.loader_context import LoaderContext
+from trainkit.data.loader import EpochLength, LoaderContext, PreparedLoader, length_of
 from trainkit.data.order import KeyedOrder, divide, set_epoch_on
-from trainkit.data.padding_batch import PaddingBatch
 from trainkit.data.plan import BatchPlan, FlatPlan, Plan
 from trainkit.data.transfer import transfer_for
-from trainkit.data.window import MicroBatch, Window
+from trainkit.data.window import MicroBatch, PaddingBatch, Window
 from trainkit.data.workers import datasets_of, fetcher_for
 
 __all__ = ["MappedLoader"]
@@ -58,7 +56,7 @@ class MappedLoader(PreparedLoader):
         first, length = plan.index_at(position), self._length(plan)
         stop = self._stop(plan, epoch, first, accumulation, drop_last)
         left, whole = (-(-length // accumulation) for length in (stop - first, stop))
-        self.found = left, whole, plan.total(0, length)
+        self._known_length = EpochLength(left, whole, plan.total(0, length))
         micro_batches = self.micro_batches(plan, epoch, first, stop, accumulation)
         try:
             for start in range(first, stop, accumulation):

@@ -2,25 +2,19 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from trainkit.basics import rng
 from trainkit.data.agreed import AgreedLoader
 from trainkit.data.batch_sources import CustomSource, KeySource, Presharded, StreamSource
 from trainkit.data.fetch import fetch_for
-from trainkit.data.loader import PreparedLoader, length_of
-from trainkit.data.loader_context import LoaderContext
+from trainkit.data.loader import LoaderContext, PreparedLoader, length_of
 from trainkit.data.mapped import MappedLoader
 from trainkit.data.order import KeyedOrder, divide, is_of_torchdata
 from trainkit.data.workers import fetcher_for
-from trainkit.distributed.active_batches import ActiveLoaders
 from trainkit.errors import ConfigError, quoted
-
-if TYPE_CHECKING:
-    from trainkit.distributed.processes import Processes
 
 __all__ = [
     "LoaderCombination",
@@ -30,49 +24,22 @@ __all__ = [
     "training_loaders",
 ]
 
+
 _MODES = {"min_size": "min", "max_size_cycle": "max_cycle", "sequential": "sequential"}
 """What Lightning calls the policies."""
 
 
-def training_loader(
-    loader: Any,
-    *,
-    processes: "Processes",
-    device: torch.device,
-    seed: int,
-    split_batches: bool = False,
-    sample_seeding: bool = True,
-    active: ActiveLoaders | None = None,
-    may_be_empty: bool = False,
-) -> PreparedLoader:
+def training_loader(loader: Any, **context: Any) -> PreparedLoader:
     """Prepare `loader` for training: shared out over the processes, in the order of its epoch.
 
     Args:
         loader: A `DataLoader`, or on one process any iterable of batches.
-        processes: The processes of the job.
-        device: Where the batches go.
-        seed: The seed of the run.
-        split_batches: Whether the loader's batch size is that of all processes together.
-        sample_seeding: Whether data sets that may draw random numbers run under keys.
-        active: Told which batch is under way; None where nobody asks.
-        may_be_empty: Whether an epoch may have no step, as in a loop of the user's own.
+        **context: The fields of `LoaderContext`, but for `trains`.
 
     Raises:
         ConfigError: The loader cannot work, or has nothing to train on.
     """
-    return prepared(
-        loader,
-        LoaderContext(
-            processes=processes,
-            device=device,
-            seed=seed,
-            trains=True,
-            split_batches=split_batches,
-            sample_seeding=sample_seeding,
-            active=active,
-            may_be_empty=may_be_empty,
-        ),
-    )
+    return prepared(loader, LoaderContext(trains=True, **context))
 
 
 class LoaderCombination(ABC):
@@ -83,29 +50,26 @@ class LoaderCombination(ABC):
         """Return the loader that they make together."""
 
 
-def training_loaders(loaders: Any, **options: Any) -> PreparedLoader:
-    """Prepare what is trained on: a loader, or a combination of several.
-
-    The other arguments and the errors are those of `training_loader`.
-    """
+def training_loaders(loaders: Any, **context: Any) -> PreparedLoader:
+    """Prepare what is trained on, as `training_loader` does: a loader, or several combined."""
     if isinstance(loaders, LoaderCombination):
-        return loaders.prepare(LoaderContext(trains=True, **options))
+        return loaders.prepare(LoaderContext(trains=True, **context))
     if isinstance(loaders, Mapping):
         raise ConfigError(
             f"There are {len(loaders)} training loaders ({quoted([*loaders])}), and nothing says "
             "how they make an epoch. Pass `trainkit.Combined({...}, policy)`, where `policy` is "
             '"min", "max_cycle", "sequential", or weights such as `{"a": 3, "b": 1}`.'
         )
-    return training_loader(loaders, **options)
+    return training_loader(loaders, **context)
 
 
-def evaluation_loader(loader: Any, *, seed: int, **options: Any) -> PreparedLoader:
+def evaluation_loader(loader: Any, *, seed: int, **context: Any) -> PreparedLoader:
     """Prepare `loader` for evaluation: the same order in each pass, none of training's streams.
 
-    The arguments and errors are those of `training_loader`, but for the last and `split_batches`.
+    The arguments and errors are those of `training_loader`.
     """
     seed = rng.derive(seed, "evaluation")
-    return prepared(loader, LoaderContext(trains=False, seed=seed, **options))
+    return prepared(loader, LoaderContext(trains=False, seed=seed, **context))
 
 
 def prepared(loader: Any, context: LoaderContext) -> PreparedLoader:

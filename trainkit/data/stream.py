@@ -13,7 +13,7 @@ from trainkit.basics import rng
 from trainkit.basics.torch_internals import in_no_worker
 from trainkit.containers.tree import count_samples
 from trainkit.data.fetch import Fetch, RankBatch, collates_silently, counted, recounted
-from trainkit.data.loader_context import LoaderContext
+from trainkit.data.loader import LoaderContext
 from trainkit.data.stream_start import (
     StreamStart,
     forget_loaded,

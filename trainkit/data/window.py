@@ -4,7 +4,9 @@ from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
-__all__ = ["MicroBatch", "Window"]
+from trainkit.containers.tree import copy_containers
+
+__all__ = ["MicroBatch", "PaddingBatch", "Window"]
 
 
 class MicroBatch:
@@ -68,3 +70,23 @@ class Window:
         """Return this window; whoever iterates it gets what `seen` makes of its micro-batches."""
         self._parts = seen(self._parts)
         return self
+
+
+class PaddingBatch:
+    """A batch that is kept to be repeated with weight 0, by a process without samples (rule 16).
+
+    What is done to one use does not reach the next: containers are copied, tensors are shared.
+    """
+
+    def __init__(self) -> None:
+        self._data: Any = None
+        self.size = 0  # samples of the batch; 0: none is kept
+
+    def keep(self, data: Any, size: int) -> None:
+        """Keep `data`, of `size` samples, before others may change it."""
+        self._data = copy_containers(data)
+        self.size = size
+
+    def take(self) -> Any:
+        """Return the batch that was kept."""
+        return copy_containers(self._data)

@@ -12,10 +12,9 @@ import time
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager, suppress
-from multiprocessing.connection import Connection
+from contextlib import contextmanager
 from typing import Any, TypeAlias
-from weakref import WeakSet, finalize
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -27,7 +26,7 @@ from trainkit.basics.device import can_pin
 from trainkit.basics.signals import CAUGHT
 from trainkit.basics.torch_internals import WorkersIterator, end_workers, workers_of
 from trainkit.data.fetch import Fetch
-from trainkit.data.loader_context import LoaderContext
+from trainkit.data.loader import LoaderContext
 from trainkit.data.order import set_epoch_on
 from trainkit.errors import ConfigError, DataError, text_of
 
@@ -111,16 +110,13 @@ class WorkerPool(Fetcher):
             )
         self._loader = loader
         self._base_seed = base_seed
-        dismissed, dismissal = multiprocessing.Pipe(duplex=False)
-        self._side = _WorkerSide(fetch, loader.worker_init_fn, forwards_epoch, alone, dismissed)
+        self._side = _WorkerSide(fetch, loader.worker_init_fn, forwards_epoch, alone)
         self._pin = pin and loader.pin_memory
         self._keys = _Keys()
         self._inner: DataLoader[Any] | None = None
         self._iterators: list[Any] = []  # of torch, which have workers
         self._pid = os.getpid()  # a fork must not stop our workers
         _at_exit.add(self)
-        # Where nobody refers to this any more, torch would ask them by SIGTERM and wait.
-        finalize(self, _dismiss, dismissal, self._pid)
 
     @override
     def batches(self, epoch: int, tasks: Tasks) -> Generator[Any, None, None]:
@@ -225,10 +221,7 @@ class _Keys:
 class _WorkerSide:
     """The data set of the inner loader: what a worker does with a key."""
 
-    def __init__(
-        self, fetch: Fetch, init: Any, forwards_epoch: bool, alone: bool, dismissed: Connection
-    ) -> None:
-        self.dismissed = dismissed  # can be read when the workers are to end at once
+    def __init__(self, fetch: Fetch, init: Any, forwards_epoch: bool, alone: bool) -> None:
         self._fetch = fetch
         self._init = init
         self._forwards_epoch = forwards_epoch
@@ -313,14 +306,6 @@ def _stop_all() -> None:
         workers.close()
 
 
-def _dismiss(dismissal: Connection, pid: int) -> None:
-    """Let the workers end at once, each by itself; only in the process that started them."""
-    if os.getpid() == pid:
-        with suppress(OSError):
-            dismissal.send_bytes(b".")
-    dismissal.close()
-
-
 def _start_worker(worker: int) -> None:
     for signum in CAUGHT:
         signal.signal(signum, signal.SIG_IGN)
@@ -330,7 +315,7 @@ def _start_worker(worker: int) -> None:
     info = get_worker_info()
     assert info is not None
     side: Any = info.dataset
-    _end_with_parent(side.dismissed)
+    _end_with_parent()
     side.start(worker)
 
 
@@ -338,31 +323,26 @@ def _identity(batch: Any) -> Any:
     return batch
 
 
-def _end_with_parent(dismissed: Connection) -> None:
-    """End this worker as soon as it is dismissed, or its process has ended, however that came.
+def _end_with_parent() -> None:
+    """End this worker as soon as its process has ended, however that came.
 
-    Torch takes seconds for that.
+    Torch takes seconds for that, and does not see what has ended before.
     """
-    descriptors = {dismissed.fileno(): 0}
     parent = multiprocessing.parent_process()  # known from the start, also where it has ended
     assert parent is not None
     assert parent.pid is not None
     try:
-        descriptors[os.pidfd_open(parent.pid)] = 1
+        descriptor = os.pidfd_open(parent.pid)
     except ProcessLookupError:
         os._exit(1)
     except (AttributeError, OSError):  # the kernel cannot do it
-        pass
-    threading.Thread(target=_end_after, args=(descriptors,), name="parent", daemon=True).start()
+        return
 
+    def wait() -> None:
+        select.select([descriptor], [], [])
+        os._exit(1)
 
-def _end_after(descriptors: dict[int, int]) -> None:
-    """Wait until one of the descriptors can be read, and exit with its code."""
-    poll = select.poll()
-    for descriptor in descriptors:
-        poll.register(descriptor, select.POLLIN)
-    ready = poll.poll()
-    os._exit(descriptors[ready[0][0]])
+    threading.Thread(target=wait, name="parent", daemon=True).start()
 
 
 def _tells_of_death(error: Exception) -> bool:

@@ -129,13 +129,12 @@ def follow_plan(run: Run) -> None:
     Raises:
         DataError: The epoch has not the same length on all processes.
     """
-    found, run.train_loader.found = run.train_loader.found, None
-    if found is None:
+    length = run.train_loader.newly_known_length()
+    if length is None:
         return
-    _, steps, samples = found
     require_equal(
         run.strategy.processes,
-        f"{samples} samples in {steps} steps",
+        f"{length.samples} samples in {length.windows} steps",
         lambda of_all: DataError(
             f"The processes differ in the length of epoch {run.state.epoch}: {by_process(of_all)}. "
             "A data set that grows or shrinks must do so alike on all of them."
@@ -144,13 +143,13 @@ def follow_plan(run: Run) -> None:
     epochs, planned = run.config.max_epochs, run.planned_steps
     if epochs is None or planned is None:
         return
-    left, whole, _ = found
-    run.planned_steps = run.state.attempts + left + whole * (epochs - run.state.epoch - 1)
+    later = length.windows * (epochs - run.state.epoch - 1)
+    run.planned_steps = run.state.attempts + length.left + later
     if run.planned_steps == planned:
         return
     text = (
-        f"trainkit: epoch {run.state.epoch} has {whole} steps, so {run.planned_steps} steps are "
-        f"planned now, and no longer {planned}."
+        f"trainkit: epoch {run.state.epoch} has {length.windows} steps, so {run.planned_steps} "
+        f"steps are planned now, and no longer {planned}."
     )
     if run.lr_schedule is not None and run.lr_schedule.every == "step":
         text += (
