@@ -61,10 +61,6 @@ FORBIDDEN_ATTRIBUTES = {
 PICKLES_FOR_USERS = "trainkit/containers/wire_format.py"
 # The one place that uses what torch does not document.
 INTERNALS = "trainkit/basics/torch_internals.py"
-USES_INTERNALS = {
-    "trainkit/strategies/ddp.py": "is a class of torch's wrapper, and lays its buckets out",
-}
-"""Files that are still to give such names to that place."""
 NOT_OF_TORCH = {
     *(
         "_exit",
@@ -266,9 +262,8 @@ def _undocumented(tree: ast.Module) -> Iterator[str]:
 
 def test_what_torch_does_not_document_is_used_in_one_file() -> None:
     users = {_name(path): list(_undocumented(_tree(path))) for path in _files()}
-    beside = {INTERNALS, *USES_INTERNALS}
-    assert not {name: found for name, found in users.items() if found and name not in beside}
-    assert not [name for name in beside if not users[name]], "need it no more"
+    assert users.pop(INTERNALS)
+    assert not {name: found for name, found in users.items() if found}
 
 
 def _words(tree: ast.Module) -> Iterator[str]:

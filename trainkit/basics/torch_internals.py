@@ -4,6 +4,7 @@ Each says why there is no other way. What one version of torch has no more fails
 """
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import astuple
@@ -18,11 +19,13 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils.data import RandomSampler
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter as WorkersIterator
+from typing_extensions import override
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 __all__ = [
+    "GradientReducer",
     "WorkersIterator",
     "attention_on_cpu",
     "begun_collectives",
@@ -208,6 +211,62 @@ def steps_of_schedule(scheduler: Any) -> int:
 
 
 # Wrappers.
+
+
+class GradientReducer(DistributedDataParallel):
+    """Torch's wrapper, whose reducer follows what we say of buckets, and of gradients by hand.
+
+    In torch the forward makes ready for a backward and lays buckets out, and nothing else can.
+    """
+
+    def expected_order(
+        self, parameters: list[nn.Parameter], are_sparse: list[bool]
+    ) -> tuple[list[nn.Parameter], list[bool]]:
+        """Return the parameters, and which have sparse gradients, in the order of their gradients.
+
+        Called by each `lay_out`, and by the constructor.
+        """
+        return parameters, are_sparse
+
+    def fix_buckets(self) -> None:
+        """Lay the buckets out by the expected order, before any backward; torch does it once."""
+        self.reducer._push_all_rebuilt_params()
+        self._has_rebuilt_buckets = self.reducer._rebuild_buckets()
+
+    def lay_out(self) -> None:
+        """Make the reducer and its buckets anew, of the parameters that are trained now."""
+        self._remove_autograd_hooks()  # type: ignore[no-untyped-call]
+        self.__setstate__(self.__getstate__())  # type: ignore[no-untyped-call]
+        self.fix_buckets()
+        hooks, self._comm_hooks = self._comm_hooks, []
+        for hook, state in hooks:
+            self.register_comm_hook(state, hook)
+
+    def unreduced(self) -> list[int]:
+        """Return which gradients a backward has not reduced, where it has reduced some."""
+        try:
+            self.reducer._check_reducer_finalized()
+        except RuntimeError as error:
+            indices = str(error).rpartition("did not receive grad for rank")[2]
+            return [*map(int, re.findall(r"\d+", indices))][1:]
+        return []
+
+    def reduce_held(self, index: int) -> None:
+        """Reduce the gradient that a parameter holds, inside of a backward."""
+        self.reducer._autograd_hook(index)  # type: ignore[attr-defined]
+
+    def forget_backwards(self) -> None:
+        """Let the reducer forget what backwards have told it since it was made ready."""
+        self.reducer._reset_state()
+
+    def send_buffers(self) -> None:
+        """Give all processes the buffers of process 0, if the wrapper is to."""
+        if self.will_sync_module_buffers():  # type: ignore[no-untyped-call]
+            self._sync_buffers()  # type: ignore[no-untyped-call]
+
+    @override
+    def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
+        return self.expected_order(*super()._build_params_for_reducer())  # type: ignore[no-untyped-call]
 
 
 def was_called(model: DistributedDataParallel) -> bool:

@@ -1,7 +1,6 @@
 """Data parallelism by torch's DistributedDataParallel."""
 
 import math
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from trainkit.basics.config import checked
+from trainkit.basics.torch_internals import GradientReducer, stored_values
 from trainkit.errors import ConfigError, quoted
 from trainkit.precision import Precision
 from trainkit.strategies.strategy import Strategy
@@ -169,7 +169,7 @@ class _Window:
     before: Tensor | None = None  # the gradient that tells whether any has come
 
 
-class Reducing(DistributedDataParallel):
+class Reducing(GradientReducer):
     """One whose buckets never change, and that reduces every gradient, however it came.
 
     Torch lays buckets out anew after the first backward, and an element is summed over processes
@@ -193,26 +193,22 @@ class Reducing(DistributedDataParallel):
         self.shares_buffers = True
         with _without_gradients(model):
             super().__init__(model, **options)
-            self._fix_layout()
+            self.fix_buckets()
+        self._note_frozen()
 
     def renew(self) -> None:
         """Follow what froze or thawed."""
-        self._remove_autograd_hooks()  # type: ignore[no-untyped-call]
         with _without_gradients(self.module):
-            self.__setstate__(self.__getstate__())  # type: ignore[no-untyped-call]
-            self._fix_layout()
-        hooks, self._comm_hooks = self._comm_hooks, []
-        for hook, state in hooks:
-            self.register_comm_hook(state, hook)
+            self.lay_out()
+        self._note_frozen()
 
-    def _fix_layout(self) -> None:
-        self.reducer._push_all_rebuilt_params()
-        self._has_rebuilt_buckets = self.reducer._rebuild_buckets()
+    def _note_frozen(self) -> None:
         self._frozen = [p for p in self.module.parameters() if not p.requires_grad]
 
     @override
-    def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
-        parameters, are_sparse = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]
+    def expected_order(
+        self, parameters: list[nn.Parameter], are_sparse: list[bool]
+    ) -> tuple[list[nn.Parameter], list[bool]]:
         backwards = slice(None, None, 1 if self.find_unused_parameters else -1)
         self.reduced, are_sparse = parameters[backwards], are_sparse[backwards]
         self._sparse = [p for p, sparse in zip(self.reduced, are_sparse, strict=True) if sparse]
@@ -246,23 +242,14 @@ class Reducing(DistributedDataParallel):
         if self.window.stage == "complete":
             return
         begun, self.window.stage = self.window.stage == "begun", "complete"
-        missing = self._missing() if begun else []
+        missing = self.unreduced() if begun else []
         came = begun and self._smallest[0].grad is not self.window.before
         if missing or not (came or self.static_graph):
             self._reduce_held(begun, missing)
         # In this window no forward has.
-        if self.shares_buffers and self.will_sync_module_buffers():  # type: ignore[no-untyped-call]
-            self._sync_buffers()  # type: ignore[no-untyped-call]
+        if self.shares_buffers:
+            self.send_buffers()
         self.require_forward_param_sync = True
-
-    def _missing(self) -> list[int]:
-        """Return which gradients have not come, where some have."""
-        try:
-            self.reducer._check_reducer_finalized()
-        except RuntimeError as error:
-            indices = str(error).rpartition("did not receive grad for rank")[2]
-            return [*map(int, re.findall(r"\d+", indices))][1:]
-        return []
 
     def _reduce_held(self, begun: bool, missing: list[int]) -> None:
         """Reduce the gradients that there are, by a backward that computes none.
@@ -274,7 +261,7 @@ class Reducing(DistributedDataParallel):
         without = {index for index, p in enumerate(self.reduced) if p.grad is None}
         if self.find_unused_parameters:
             send = [i for i in range(len(self.reduced)) if i not in without] or [0]
-            self.reducer._reset_state()  # of backwards, which torch takes notes of
+            self.forget_backwards()
             self.reducer.prepare_for_backward([self.reduced[index][...] for index in send])
         else:
             send = missing or [*range(len(self.reduced))]
@@ -292,13 +279,13 @@ class Reducing(DistributedDataParallel):
 
         def take(_: Tensor) -> None:
             for index in send:
-                self.reducer._autograd_hook(index)  # type: ignore[attr-defined]
+                self.reduce_held(index)
 
         start = torch.zeros((), device=self.device, requires_grad=True)
         start.register_hook(take)  # type: ignore[no-untyped-call]
         start.backward()  # type: ignore[no-untyped-call]
         for p in unused_tables:
-            if p.grad is not None and p.grad._nnz() == 0:  # no process has used it
+            if p.grad is not None and len(stored_values(p.grad)) == 0:  # no process has used it
                 p.grad = None
 
 
