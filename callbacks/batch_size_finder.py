@@ -11,7 +11,6 @@ from typing_extensions import override
 
 from trainkit.callbacks._support.kept import Keeps
 from trainkit.callbacks._support.memory_trial import MemoryTrial
-from trainkit.checkpoint.format.value_checks import flag, maybe, whole
 from trainkit.data import MicroBatch, Window
 from trainkit.data.split import split_windows
 from trainkit.errors import ConfigError
@@ -52,7 +51,7 @@ class BatchSizeFinder(Keeps):
             step: not even one sample fits, or a batch cannot be cut.
     """
 
-    _kept: ClassVar = {"size": maybe(whole), "_tried": flag}
+    _kept: ClassVar = {"size": int | None, "_tried": bool}
 
     alike = ()
 

@@ -7,7 +7,6 @@ from typing_extensions import override
 
 from trainkit.basics.config import check_whole, checked
 from trainkit.callbacks._support.kept import Keeps
-from trainkit.checkpoint.format.value_checks import number, whole
 from trainkit.errors import ConfigError
 from trainkit.training.run import Run
 from trainkit.types import Scalars
@@ -29,7 +28,7 @@ class EarlyStopping(Keeps):
         min_delta: By how much a better value must differ, in the unit of the metric, at least 0.
     """
 
-    _kept: ClassVar = {"_best": number, "_bad_evaluations": whole}
+    _kept: ClassVar = {"_best": float, "_bad_evaluations": int}
 
     alike = ("metric", "patience", "mode", "min_delta")
 

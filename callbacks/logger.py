@@ -7,7 +7,6 @@ from typing_extensions import override
 
 from trainkit.basics.signals import exit_code
 from trainkit.callbacks._support.kept import Keeps
-from trainkit.checkpoint.format.value_checks import maybe, text
 from trainkit.errors import ConfigError
 from trainkit.trackers.tracker import GeneralTracker
 from trainkit.training.callback import Callback
@@ -143,7 +142,7 @@ class Logger(Callback):
 class ServiceLogger(Keeps, Logger):
     """Keeps the id of the run there in the checkpoints, so that a resumed fit goes on in it."""
 
-    _kept: ClassVar = {"run_id": maybe(text)}
+    _kept: ClassVar = {"run_id": str | None}
     per_process = False  # only the main process has an id
 
     run_id: str | None = None

@@ -1,12 +1,16 @@
 """Find the first loss or gradient that is NaN or infinite."""
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
+import torch
+from torch import Tensor
 from typing_extensions import override
 
 from trainkit.basics.config import checked
-from trainkit.callbacks._support.first_bad import FirstBad
+from trainkit.basics.torch_internals import norm_of_each, stored_values
+from trainkit.distributed.collectives import ranks_with
+from trainkit.errors import NonFiniteError, named
 from trainkit.training.callback import Callback
 from trainkit.training.run import Run
 from trainkit.types import StepResult
@@ -14,6 +18,7 @@ from trainkit.types import StepResult
 __all__ = ["NaNGuard"]
 
 MOST_STEPS = 1024  # between two checks
+NEVER = torch.iinfo(torch.int64).max
 
 
 class NaNGuard(Callback):
@@ -35,11 +40,11 @@ class NaNGuard(Callback):
     @checked
     def __init__(self, policy: Literal["raise", "skip"] = "raise") -> None:
         self.policy = policy
-        self._first_bad: FirstBad | None = None
+        self._first_bad: _FirstBad | None = None
 
     @override
     def on_fit_start(self, run: Run) -> None:
-        self._first_bad = FirstBad(run) if self.policy == "raise" else None
+        self._first_bad = _FirstBad(run) if self.policy == "raise" else None
 
     @override
     def on_gradients(self, run: Run) -> None:
@@ -72,3 +77,98 @@ class NaNGuard(Callback):
     def on_fit_end(self, run: Run) -> None:
         self._check(run)
         self._first_bad = None
+
+
+class _FirstBad:
+    """The first bad step of this process; nothing is read from the device before `check`.
+
+    A bad loss is kept as the number of updates before it, a bad gradient as that number times
+    the number of parameters plus the position of the first bad one: so the smaller is the first.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._parameters = run.parameters
+        self._device = run.strategy.device
+        self._loss = torch.full((), NEVER, device=self._device)
+        self._gradient = torch.full((), NEVER, device=self._device)
+        self._window: Tensor | None = None  # of gradients that may still be skipped
+        self._positions = torch.arange(len(self._parameters), device=self._device)
+        self._steps: list[tuple[int, int, int]] = []
+
+    @property
+    def unchecked(self) -> int:
+        """Steps since the last check."""
+        return len(self._steps)
+
+    def see_gradients(self, run: Run) -> None:
+        """Look at the gradients of a window."""
+        there = [i for i, p in enumerate(self._parameters) if p.grad is not None]
+        gradients: list[Any] = run.strategy.local_gradients(self._parameters)
+        # A shard may be empty.
+        present = {i: g for i, g in zip(there, gradients, strict=True) if g.numel()}
+        self._window = None
+        if not present:
+            return
+        # The largest element, not the L2 norm: the square of a finite number may be infinite.
+        norms = norm_of_each([*map(stored_values, present.values())], float("inf"))
+        if len(norms) < len(self._parameters):
+            # The device is not told which are there, which would wait in every turn of a GAN.
+            of = dict(zip(present, norms, strict=True))
+            nothing = norms[0].new_zeros(())
+            norms = tuple(of.get(i, nothing) for i in range(len(self._parameters)))
+        codes = self._positions + run.state.step * len(self._parameters)
+        self._window = torch.where(
+            torch.isfinite(torch.stack(norms).to(self._device)), NEVER, codes
+        ).amin()
+
+    def end_step(self, run: Run, loss: Tensor) -> None:
+        """Look at the loss of a window that was applied, and keep what its gradients showed."""
+        state, weighting = run.state, run.weighting
+        _, weight = weighting.result()
+        bad = ~torch.isfinite(loss.reshape(()))
+        if isinstance(weight, Tensor):
+            bad &= weight > 0  # a mean over no items is NaN, and counts for nothing
+        if isinstance(weight, Tensor) or weight > 0:
+            self._loss = torch.minimum(self._loss, torch.where(bad, state.step - 1, NEVER))
+        if self._window is not None:
+            self._gradient = torch.minimum(self._gradient, self._window)
+        end = state.epoch_samples
+        self._steps.append((run.data_epoch(state.epoch), end - weighting.samples, end))
+
+    def check(self, run: Run) -> None:
+        """Raise NonFiniteError on all processes if any of them saw a bad step.
+
+        Every process must call it. It reads the device and makes one collective.
+        """
+        if not self._steps:
+            return
+        processes = run.strategy.processes
+        codes = torch.stack([self._loss, self._gradient])
+        loss_step, gradient_code = processes.all_reduce(codes.clone(), "min").tolist()
+        gradient_step, position = divmod(gradient_code, len(self._parameters))
+        step = min(loss_step, gradient_step)
+        if step < run.state.step:
+            bad_here = int(codes[0]) == step
+            ranks = ranks_with(processes, bad_here)
+            names = {id(p): name for name, p in run.module.named_parameters()}
+            bad = names.get(id(self._parameters[position])) if gradient_step == step else None
+            raise self._error(run, step, ranks, bad)
+        self._steps.clear()
+
+    def _error(self, run: Run, step: int, ranks: list[int], name: str | None) -> NonFiniteError:
+        epoch, start, end = self._steps[step - run.state.step]
+        found = []
+        if ranks:
+            found.append(f"the loss of {named(ranks)}")
+        if name is not None:
+            found.append(f"the gradient of `{name}`{'' if ranks else ' (not the loss)'}")
+        what = " and ".join(found) or "a gradient (not the loss)"
+        return NonFiniteError(
+            f"After step {step}, {what} became NaN or infinite. The window held the samples "
+            f"{start} to {end - 1} in the order of epoch {epoch}, all processes together. Look at "
+            "these samples, lower the learning rate, or clip with `max_grad_norm`; "
+            '`NaNGuard("skip")` leaves such windows out.',
+            step=step,
+            process=ranks[0] if ranks else 0,
+            parameter=name,
+        )

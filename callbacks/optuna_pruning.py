@@ -6,7 +6,6 @@ from typing_extensions import override
 
 from trainkit.basics.config import checked
 from trainkit.callbacks._support.kept import Keeps
-from trainkit.checkpoint.format.value_checks import whole
 from trainkit.distributed import run_on_main
 from trainkit.errors import ConfigError
 from trainkit.training.run import Run
@@ -27,7 +26,7 @@ class OptunaPruning(Keeps):
         metric: A metric of the evaluation, such as "eval/loss"; its good end is the study's.
     """
 
-    _kept: ClassVar = {"_evaluations": whole}
+    _kept: ClassVar = {"_evaluations": int}
 
     alike = ("metric",)
 

@@ -18,7 +18,6 @@ from trainkit.basics.outputs import absolute, check_folder
 from trainkit.basics.written_files import check_file, giving_up
 from trainkit.callbacks._support.kept import Keeps
 from trainkit.callbacks._support.log_paths import log_place
-from trainkit.checkpoint.format.value_checks import whole
 from trainkit.errors import ConfigError, DataError
 from trainkit.metrics.metric import Metric
 from trainkit.training.run import Run
@@ -62,7 +61,7 @@ class Predictions(Keeps):
             evaluate, no place to write, or the files of several loaders would be the same.
     """
 
-    _kept: ClassVar = {"_evaluations": whole}
+    _kept: ClassVar = {"_evaluations": int}
 
     alike = ("every",)
 

@@ -3,15 +3,17 @@
 import math
 from collections.abc import Callable, Mapping
 from statistics import quantiles
-from typing import Literal
+from time import perf_counter
+from typing import Any, Literal
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from typing_extensions import override
 
 from trainkit.basics.config import checked
-from trainkit.callbacks._support.flops import FlopCounter
+from trainkit.basics.torch_internals import attention_on_cpu
 from trainkit.callbacks._support.log_schedule import log_follows
-from trainkit.callbacks._support.step_timer import StepTimer
+from trainkit.callbacks._support.model_table import is_compiled
 from trainkit.data.packing import PackedDataset
 from trainkit.errors import ConfigError
 from trainkit.training.callback import Callback
@@ -98,7 +100,7 @@ class Throughput(Callback):
     @override
     def on_fit_start(self, run: Run) -> None:
         self._counter = FlopCounter(run.module) if self.flops == "auto" else None
-        self._timer = StepTimer(run.strategy.device)
+        self._timer = _StepTimer(run.strategy.device)
         self._samples = run.state.samples_seen
         self._tokens: Tensor | int | None = None
         self._places = 0  # for tokens, where it is known which of them hold none
@@ -206,3 +208,108 @@ def _count_tokens(batch: Batch) -> Tensor | int | None:
     if isinstance(labels, Tensor) and labels.ndim == 2 and not labels.is_floating_point():
         return (labels != IGNORED).sum()
     return None
+
+
+class _StepTimer:
+    """Measures steps one after the other; what happens while it is paused counts nowhere.
+
+    It starts paused. On an accelerator the host runs ahead of the device: single steps are those
+    of the host, and the device is waited for only where the clock is read or paused, so that
+    their sum is right.
+
+    Args:
+        device: What the steps run on.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = None if device.type == "cpu" else device
+        self._paused = True
+        self._start = 0.0  # of the step under way, on the clock of time.perf_counter
+        self._idle_since = 0.0
+        self._waited = 0.0
+        self._steps: list[float] = []
+
+    def resume(self) -> None:
+        """Go on after a pause, waiting for data; nothing where there was none."""
+        if self._paused:
+            self._paused = False
+            self._start = self._idle_since = perf_counter()
+
+    def end_wait(self) -> None:
+        """The data is there."""
+        self._waited += perf_counter() - self._idle_since
+
+    def begin_wait(self) -> None:
+        """The next data is waited for."""
+        self._idle_since = perf_counter()
+
+    def end_step(self) -> None:
+        """End a step, and begin the next one."""
+        now = perf_counter()
+        self._steps.append(now - self._start)
+        self._start = self._idle_since = now
+
+    def pause(self) -> None:
+        """Stop until `resume`; what the device has still to do belongs to the last step."""
+        if not self._paused:
+            self._paused = True
+            if self._steps:
+                if self._device is not None:
+                    torch.accelerator.synchronize(self._device)
+                self._steps[-1] += perf_counter() - self._start
+
+    def take(self) -> tuple[list[float], float]:
+        """Pause; return the seconds of each step since the last `take`, and those waited."""
+        self.pause()
+        steps, waited = self._steps, self._waited
+        self._steps, self._waited = [], 0.0
+        return steps, waited
+
+
+class FlopCounter:
+    """Counts the operations of matrix products, convolutions and attention while it is started.
+
+    What runs gives the same bits as without it, a little slower. Each multiplication and each
+    addition is one operation.
+
+    Args:
+        module: What will run.
+
+    Raises:
+        ConfigError: The model is compiled; then torch shows no operations.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        if is_compiled(module):
+            raise ConfigError(
+                '`flops="auto"` counts the operations as torch runs them, but the model is '
+                "compiled. Pass the number, which the same model tells without `compile`."
+            )
+        self._counted = 0  # until the latest stop
+        self._mode: Any = None
+
+    @property
+    def flops(self) -> int:
+        """Operations so far."""
+        return self._counted + (0 if self._mode is None else self._mode.get_total_flops())
+
+    def start(self) -> None:
+        """Count from now on."""
+        from torch.utils import flop_counter
+
+        known: Any = flop_counter
+        forward, backward = attention_on_cpu()  # which torch leaves out
+        formulas = {
+            forward: (lambda q, k, v, *_, **__: known.sdpa_flop_count(q, k, v)),
+            backward: (
+                lambda grad, q, k, v, *_, **__: known.sdpa_backward_flop_count(grad, q, k, v)
+            ),
+        }
+        self._mode = known.FlopCounterMode(display=False, custom_mapping=formulas)
+        self._mode.__enter__()
+
+    def stop(self) -> None:
+        """Count no more, until the next start."""
+        if self._mode is not None:
+            self._counted, mode, self._mode = self.flops, self._mode, None
+            mode.__exit__(None, None, None)

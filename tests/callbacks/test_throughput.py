@@ -16,7 +16,7 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.toys import FEATURES, fit, make_trainer, toy_dataset, toy_loaders, toy_model
 from trainkit import Callback, ConfigError, Run, Trainer
 from trainkit.callbacks import Checkpoint, Evaluation, Throughput
-from trainkit.callbacks._support.flops import FlopCounter
+from trainkit.callbacks.throughput import FlopCounter
 
 ALWAYS = {
     "time/samples_per_second",

@@ -2,19 +2,21 @@
 
 import sys
 from pkgutil import resolve_name
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainkit.basics.packages import require
 from trainkit.basics.parsing import nearest
 from trainkit.errors import ConfigError
-from trainkit.metrics.evaluate_metric import EvaluateMetric
 from trainkit.metrics.function_metric import FunctionMetric
-from trainkit.metrics.local_metric import LocalMetric
 from trainkit.metrics.metric import Metric
-from trainkit.metrics.torch_metric import TorchMetric
+
+if TYPE_CHECKING:
+    from trainkit.metrics.evaluate_metric import EvaluateMetric
+    from trainkit.metrics.local_metric import LocalMetric
 
 __all__ = ["as_metric", "load"]
 
+# Where the metrics are, so that a program loads those alone that it uses.
 _SHIPPED = {
     "accuracy": "trainkit.metrics.accuracy:Accuracy",
     "f1": "trainkit.metrics.class_scores:F1",
@@ -24,9 +26,18 @@ _SHIPPED = {
     "precision": "trainkit.metrics.class_scores:Precision",
     "recall": "trainkit.metrics.class_scores:Recall",
 }
+_OF_EVALUATE = "trainkit.metrics.evaluate_metric:EvaluateMetric"
+_OF_LIBRARIES = {
+    "evaluate": (("EvaluationModule", "CombinedEvaluations"), _OF_EVALUATE),
+    "torchmetrics": (
+        ("Metric", "MetricCollection"),
+        "trainkit.metrics.torch_metric:TorchMetric",
+    ),
+}
+"""Classes of other libraries, and what makes metrics of theirs."""
 
 
-def load(name: str, **options: Any) -> LocalMetric | EvaluateMetric:
+def load(name: str, **options: Any) -> "LocalMetric | EvaluateMetric":
     """Return the metric of that name.
 
     Args:
@@ -38,10 +49,23 @@ def load(name: str, **options: Any) -> LocalMetric | EvaluateMetric:
     Raises:
         ConfigError: There is no metric of that name, or it has no such option.
     """
-    if name not in _SHIPPED:
-        return _load_from_evaluate(name, options)
-    shipped: type[LocalMetric] = resolve_name(_SHIPPED[name])
-    return shipped.of(options)
+    if name in _SHIPPED:
+        shipped: type[LocalMetric] = resolve_name(_SHIPPED[name])
+        return shipped.of(options)
+    hint = nearest(name.lower(), _SHIPPED)
+    ours = f"There is no metric {name!r}.{hint} trainkit has {sorted(_SHIPPED)}"
+    require("evaluate", f"{ours}; for any other name it")
+    adapter: type[EvaluateMetric] = resolve_name(_OF_EVALUATE)
+    try:
+        import evaluate
+
+        return adapter(evaluate.load(name, **options))
+    except ConfigError:
+        raise
+    except Exception as error:  # a missing network shows up as one of many classes
+        raise ConfigError(
+            f"{ours}; for any other name `evaluate.load` must find it, which failed: {error}"
+        ) from error
 
 
 def as_metric(thing: Any) -> Metric:
@@ -63,36 +87,15 @@ def as_metric(thing: Any) -> Metric:
             f"A metric must be an object, but is the class `{thing.__name__}`. Make one: "
             f"`{thing.__name__}()`."
         )
-    if _is_from("evaluate", ("EvaluationModule", "CombinedEvaluations"), thing):
-        return EvaluateMetric(thing)
-    if _is_from("torchmetrics", ("Metric", "MetricCollection"), thing):
-        return TorchMetric(thing)
+    for library, (classes, adapter) in _OF_LIBRARIES.items():
+        loaded = sys.modules.get(library)  # whose objects `thing` can be without an import
+        known = (getattr(loaded, name, None) for name in classes)
+        if isinstance(thing, tuple(cls for cls in known if isinstance(cls, type))):
+            made: Metric = resolve_name(adapter)(thing)
+            return made
     if callable(thing):
         return FunctionMetric(thing)
     raise ConfigError(
         f"A metric must be a name, a `Metric`, a module of `evaluate`, a metric of torchmetrics or "
         f"a function of predictions and references, but is {thing!r}."
     )
-
-
-def _is_from(library: str, classes: tuple[str, ...], thing: Any) -> bool:
-    """Whether `thing` is of one of the library's classes, without importing the library."""
-    module = sys.modules.get(library)
-    found = (getattr(module, name, None) for name in classes)
-    return isinstance(thing, tuple(cls for cls in found if isinstance(cls, type)))
-
-
-def _load_from_evaluate(name: str, options: dict[str, Any]) -> EvaluateMetric:
-    hint = nearest(name.lower(), _SHIPPED)
-    ours = f"There is no metric {name!r}.{hint} trainkit has {sorted(_SHIPPED)}"
-    require("evaluate", f"{ours}; for any other name it")
-    try:
-        import evaluate
-
-        return EvaluateMetric(evaluate.load(name, **options))
-    except ConfigError:
-        raise
-    except Exception as error:  # a missing network shows up as one of many classes
-        raise ConfigError(
-            f"{ours}; for any other name `evaluate.load` must find it, which failed: {error}"
-        ) from error
