@@ -1,6 +1,6 @@
 """Write the metrics of a run as a table."""
 
-from trainkit.callbacks._support.file_logger import FileLogger
+from trainkit.callbacks.jsonl_logger import FileLogger
 from trainkit.trackers.files import CSVTracker
 
 __all__ = ["CSVLogger"]

@@ -123,6 +123,7 @@ provide(
     {
         "Explanation": "trainkit.inspect.explain",
         "Replay": "trainkit.inspect.replay",
+        "as_metric": "trainkit.metrics",
         "default_callbacks": "trainkit.callbacks",
         "report_failure": "trainkit.watch.job_watch",
         "start_watch": "trainkit.watch.job_watch",

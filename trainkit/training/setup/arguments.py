@@ -16,6 +16,7 @@ from trainkit.basics.config import TrainConfig, check_argument
 from trainkit.data import PreparedLoader
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigError
+from trainkit.lazy import ask
 from trainkit.metrics.metric import Metric
 from trainkit.precision import Precision
 from trainkit.strategies import DDP, SingleDevice, Strategy
@@ -301,9 +302,7 @@ def make_metrics(metrics: Iterable[Any] | None) -> list[Metric]:
         raise ConfigError(
             f"`metrics` must be a list, but is {metrics!r}. Write `metrics=[{metrics!r}]`."
         )
-    from trainkit.metrics import as_metric  # most runs need no metric before they have one
-
-    return [as_metric(metric) for metric in metrics or ()]
+    return [ask("as_metric")(metric) for metric in metrics or ()]
 
 
 def check_callbacks(callbacks: object) -> None:
