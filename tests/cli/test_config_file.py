@@ -124,13 +124,13 @@ def test_multi_cpu_hides_the_gpus(tmp_path: Path) -> None:
         ("debug: false\nnum_processes: [\n", ["line 3, column 1"]),
         ("a: b: c\n", ["line 1, column 5"]),
         ("num_processes: 2\nnum_processes: 4\n", ["twice", "lines 1, 2"]),
-        ("num_processes: !!python/object/apply:os.system ['false']\n", ["line 1", "python/object"]),
+        ("num_processes: !!python/object/apply:os.system ['false']\n", ["line 1", "whole number"]),
         ("- 1\n- 2\n", ["`key: value`", "sequence"]),
         ("", ["is empty"]),
         ("\x00\n", ["no valid YAML"]),
         ("num_processes: 0\n", ["at least 1", "0", "line 1"]),
         ("num_processes: two\n", ["whole number", "'two'"]),
-        ("num_processes: true\n", ["whole number", "True"]),
+        ("num_processes: true\n", ["whole number", "'true'"]),
         ("num_processes: 1.5\n", ["whole number", "1.5"]),
         ("main_process_port: 70000\n", ["port", "70000"]),
         ("mixed_precision: fp8\n", ["one of no, fp16, bf16", "fp8"]),
@@ -174,7 +174,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nowhere.yaml.*trainkit config"):
         config_file.read(tmp_path / "nowhere.yaml")
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\xff")
-    with pytest.raises(ConfigError, match="UTF-8"):
+    with pytest.raises(ConfigError, match="no valid YAML"):
         config_file.read(tmp_path / "binary.yaml")
     (tmp_path / "large.yaml").write_bytes(b"#" * ((1 << 20) + 1))
     with pytest.raises(ConfigError, match="1 MiB"):

@@ -254,7 +254,6 @@ SEVERAL = ("--num_machines", 2, "--main_process_ip", "10.0.0.1")
         (["--machine_rank", 1, "script.py"], ["`machine_rank` is 1"]),
         ([*SEVERAL[:2], "script.py"], ["needs `main_process_ip`"]),
         ([*SEVERAL, "--main_process_port", 0, "script.py"], ["Name one"]),
-        ([*SEVERAL, "--rdzv_conf", "timeout=9", "script.py"], ["--meeting_timeout"]),
         (["--ports", "29500", "script.py"], ["first and the last", "29500-29520"]),
         (["--ports", "3-2", "script.py"], ["first and the last"]),
         ([*PORTS, "--main_process_port", 1, "script.py"], ["none of the `ports`"]),
@@ -267,15 +266,6 @@ def test_what_cannot_be_is_refused(
 ) -> None:
     message = output(capsys, "--dry-run", *arguments, code=1)
     assert [word for word in words if word not in message] == [], message
-
-
-def test_one_process_and_two_contradict_each_other(
-    alone: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (alone / "job.yaml").write_text("distributed_type: 'NO'\nnum_processes: 2\n")
-    message = output(capsys, "--config_file", "job.yaml", "script.py", code=1)
-    assert "means one process" in message
-    planned(capsys, "--config_file", "job.yaml", "--num_processes", 2, "script.py")
 
 
 @pytest.mark.parametrize(

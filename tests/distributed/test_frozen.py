@@ -28,10 +28,10 @@ from trainkit.launch import workers
 from trainkit.watch import connections, timing
 from trainkit.watch.connections import Line
 from trainkit.watch.exit import EXIT_OTHER_FAILED, EXIT_STALLED
-from trainkit.watch.inquiry import is_frozen
 from trainkit.watch.job_watch import JobWatch
 from trainkit.watch.member import Member, started_at
 from trainkit.watch.report import first_of, read_all
+from trainkit.watch.stall import is_frozen
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
@@ -122,7 +122,7 @@ def test_one_that_is_alone_on_its_machine_is_found_too(tmp_path: Path) -> None:
 def _stop_apart(rank: int, pipe: int, folder: Path) -> int:
     os.environ["TRAINKIT_REPORT_DIR"] = str(folder / "reports")
     _hurry()
-    timing.NOTED, timing.SILENT, timing.ANSWER = 2.0, 3.0, 2.0
+    timing.SILENT, timing.ANSWER = 3.0, 2.0
     _stop_in_a_loop(rank, who=1, apart=True)
     return 0
 
@@ -209,14 +209,10 @@ def _state(pid: int, state: str) -> None:
 
 @LINUX
 def test_who_is_silent_is_looked_at_before_it_is_blamed(
-    program: tuple[subprocess.Popen[bytes], Line], capfd: pytest.CaptureFixture[str]
+    program: tuple[subprocess.Popen[bytes], Line],
 ) -> None:
     process, found = program
     assert not is_frozen(found)  # it has used a processor since it was looked at last
-    assert capfd.readouterr().err == (
-        f"trainkit: process 1 (pid {process.pid} on {os.uname().nodename}) does not answer: it "
-        "holds the interpreter lock, and lets nobody in. The job goes on.\n"
-    )
     assert found.silent == 0.0
     found.silent = timing.STOPPED + 1
     assert not is_frozen(found)  # nor need it be blamed for long where it has not
@@ -228,13 +224,10 @@ def test_who_is_silent_is_looked_at_before_it_is_blamed(
     assert not is_frozen(found)
     found.silent = timing.STOPPED + 1
     assert is_frozen(found)
-    assert capfd.readouterr().err == ""
 
 
 @LINUX
-def test_a_debugger_ends_nothing_and_is_named(
-    program: tuple[subprocess.Popen[bytes], Line], capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_debugger_ends_nothing(program: tuple[subprocess.Popen[bytes], Line]) -> None:
     process, found = program
     libc = ctypes.CDLL(None, use_errno=True)
     attach, detach = 16, 17
@@ -245,7 +238,6 @@ def test_a_debugger_ends_nothing_and_is_named(
         found.used = found.member.used() if found.member else 0.0
         found.silent = timing.SILENT + 1
         assert not is_frozen(found)
-        assert "a debugger holds it. The job goes on." in capfd.readouterr().err
     finally:
         os.waitpid(process.pid, os.WUNTRACED)
         libc.ptrace(detach, process.pid, None, None)

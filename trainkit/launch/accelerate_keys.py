@@ -4,15 +4,16 @@ A key that is off, or empty, says nothing and is accepted: `accelerate config` w
 """
 
 from collections.abc import Callable
-from typing import Any
 
 from trainkit.basics.parsing import boolean, nearest, one_of
 from trainkit.errors import ConfigError
 
-__all__ = ["GPUS_OF_OTHERS", "KEYS", "check", "sharding"]
+__all__ = ["GPUS_OF_OTHERS", "KEYS", "NULL", "check", "sharding"]
 
-_OFF: tuple[Any, ...] = (None, False, "", 0)
-_OFF_WORDS = ("no", "false", "none", "off")
+NULL = ("", "null", "~")
+"""What stands for no value in YAML."""
+
+_OFF = (*NULL, "no", "false", "none", "off", "0")
 
 _UNKNOWN_TO_US = {
     # Either way the address of machine 0 is used, and GPUs are those that torch has.
@@ -57,7 +58,7 @@ def _is_off(value: object) -> bool:
         return all(_is_off(each) for each in value.values())
     if isinstance(value, list):
         return not value
-    return value in _OFF or str(value).lower() in _OFF_WORDS
+    return str(value).lower() in _OFF
 
 
 def _reshard(value: object) -> bool:
@@ -82,8 +83,7 @@ def _no_minimum(value: object) -> None:
         raise ValueError("0: blocks are chosen by class, not by size")
 
 
-# The variable of each key, if there is one, and what reads its value. With fully_shard the rest
-# has no choice left, or does not change any result.
+# With the variable of each key, if there is one, and what reads its value.
 _SHARDING: dict[str, tuple[str, Callable[[object], object]]] = {
     "activation_checkpointing": ("ACTIVATION_CHECKPOINTING", boolean),
     "auto_wrap_policy": ("", one_of("TRANSFORMER_BASED_WRAP", "NO_WRAP")),
@@ -92,20 +92,12 @@ _SHARDING: dict[str, tuple[str, Callable[[object], object]]] = {
     "reshard_after_forward": ("RESHARD_AFTER_FORWARD", _reshard),
     "sharding_strategy": ("RESHARD_AFTER_FORWARD", _reshard),
     "transformer_layer_cls_to_wrap": ("WRAP_CLASSES", _classes),
-    **dict.fromkeys(
-        (
-            "backward_prefetch",
-            "backward_prefetch_policy",
-            "cpu_ram_efficient_loading",
-            "forward_prefetch",
-            "state_dict_type",
-            "sync_module_states",
-            "use_orig_params",
-            "version",
-        ),
-        ("", str),
-    ),
 }
+# With `fully_shard` these have no choice left, or do not change any result.
+_WITHOUT_EFFECT = (
+    "backward_prefetch", "backward_prefetch_policy", "cpu_ram_efficient_loading",
+    "forward_prefetch", "state_dict_type", "sync_module_states", "use_orig_params", "version",
+)  # fmt: skip
 
 
 def sharding(value: object, place: str) -> dict[str, str]:
@@ -121,17 +113,19 @@ def sharding(value: object, place: str) -> dict[str, str]:
     result: dict[str, str] = {}
     for key, each in value.items():
         short = str(key).removeprefix("fsdp_")
+        if each in NULL or short in _WITHOUT_EFFECT:
+            continue
         if short not in _SHARDING:
             hint = nearest(f"fsdp_{short}", [f"fsdp_{known}" for known in _SHARDING])
             raise ConfigError(f"`{key}` in `fsdp_config` ({place}) is no known key.{hint}")
         variable, reader = _SHARDING[short]
         try:
-            said = None if each is None else reader(each)
+            said = reader(each)
         except ValueError as error:
             raise ConfigError(
                 f"`{key}` in `fsdp_config` ({place}) must be {error}, but is {each!r}."
             ) from None
-        if variable and said is not None:
+        if variable:
             word = str(said).lower() if isinstance(said, bool) else str(said)
             result[f"TRAINKIT_FSDP_{variable}"] = word
     return result

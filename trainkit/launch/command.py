@@ -14,7 +14,7 @@ from typing import Any
 from trainkit.basics.console import print_table
 from trainkit.errors import ConfigError, TrainkitError
 from trainkit.launch import failure
-from trainkit.launch.plan import Plan, Script, check_here, make_plan
+from trainkit.launch.plan import Plan, Script, make_plan
 from trainkit.launch.resolving import Resolved, add_options, resolve
 from trainkit.launch.settings import JobSettings
 from trainkit.watch.report import FOLDER_VARIABLE
@@ -158,11 +158,16 @@ def _run_processes(plan: Plan) -> tuple[int, bool]:
     from trainkit.launch.orphan_killer import OrphanKiller
     from trainkit.launch.supervisor import MACHINE_LOST_SECONDS, supervise
 
-    try:
-        check_here(plan, accelerator_count() if plan.needs_gpus else 0)
-    except ConfigError as error:
+    gpus = accelerator_count() if plan.needs_gpus else 0
+    if plan.needs_gpus > gpus:
+        have = f"{gpus} of them" if gpus else "none"
+        error = ConfigError(
+            f"Each of the {plan.needs_gpus} processes of this machine needs a GPU of its own, but "
+            f"torch sees {have}. Start fewer processes (`--num_processes`), name other GPUs "
+            "(`--gpu_ids`), or train on the CPU (`--cpu`)."
+        )
         _tell_others(job, error)
-        raise
+        raise error
     grace = job.shutdown_timeout
     if job.num_machines > 1 and not job.is_elastic:  # the others wait for it
         grace = min(grace, MACHINE_LOST_SECONDS)

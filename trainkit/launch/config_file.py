@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trainkit.basics.packages import require
 from trainkit.basics.parsing import nearest
@@ -12,9 +12,6 @@ from trainkit.basics.written_files import replace_file
 from trainkit.errors import ConfigError
 from trainkit.launch import accelerate_keys
 from trainkit.launch.settings import SETTINGS
-
-if TYPE_CHECKING:
-    import yaml
 
 __all__ = ["VARIABLE", "ConfigFile", "default_path", "find", "read", "write"]
 
@@ -67,12 +64,12 @@ def read(path: Path) -> ConfigFile:
     for key, line, value in _entries(path):
         place = f"`{path}`, line {line}"
         if key in SETTINGS:
-            if value is None:
+            if value in accelerate_keys.NULL:
                 continue
             result.values[key] = SETTINGS[key].checked(value, f"({place})")
             result.lines[key] = line
         elif key == "fp16":  # before `mixed_precision` came
-            result.values.setdefault("mixed_precision", "fp16" if value else "no")
+            result.values.setdefault("mixed_precision", "fp16" if value == "true" else "no")
             result.lines.setdefault("mixed_precision", line)
         elif key == "fsdp_config":
             result.fsdp = accelerate_keys.sharding(value, place)
@@ -88,13 +85,21 @@ def read(path: Path) -> ConfigFile:
 
 
 def _entries(path: Path) -> Iterator[tuple[str, int, Any]]:
-    """Yield each key of the file with its line and value."""
+    """Yield each key of the file with its line and value: text, lists and dicts of it."""
     require("pyyaml", f"Reading `{path}`")
     import yaml
 
-    text = _text(path)
     try:
-        loader = yaml.SafeLoader(text)
+        if path.stat().st_size > _LARGEST:
+            raise ConfigError(f"`{path}` is larger than 1 MiB: that is no configuration file.")
+        text = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(
+            f"The configuration file `{path}` cannot be read: {error.strerror}. Write one by "
+            "`trainkit config`."
+        ) from None
+    try:
+        loader = yaml.BaseLoader(text)  # YAML 1.1 would read 1:4 as 64, and NO as false
         node = loader.get_single_node()
         if node is None:
             raise ConfigError(f"`{path}` is empty. Write it by `trainkit config`.")
@@ -106,37 +111,9 @@ def _entries(path: Path) -> Iterator[tuple[str, int, Any]]:
             if key in seen:
                 raise ConfigError(f"`{key}` stands twice in `{path}`: lines {seen[key]}, {line}.")
             seen[key] = line
-            value = loader.construct_object(value_node, deep=True)
-            # YAML 1.1 reads 1:4 as a number to the base of 60.
-            is_sixty = isinstance(value, int) and ":" in str(value_node.value)
-            yield key, line, value_node.value if is_sixty else value
-    except yaml.YAMLError as error:
-        raise ConfigError(f"`{path}` is no valid YAML{_describe_yaml_error(error)}") from None
-    except ConfigError:  # which is a ValueError, and has said it all
-        raise
-    except (ValueError, RecursionError) as error:  # a date such as 2024-13-01, endless nesting
+            yield key, line, loader.construct_object(value_node, deep=True)
+    except (yaml.YAMLError, RecursionError) as error:
         raise ConfigError(f"`{path}` is no valid YAML: {error}.") from None
-
-
-def _text(path: Path) -> str:
-    try:
-        if path.stat().st_size > _LARGEST:
-            raise ConfigError(f"`{path}` is larger than 1 MiB: that is no configuration file.")
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"The configuration file `{path}` cannot be read: {error.strerror}. Write one by "
-            "`trainkit config`."
-        ) from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"`{path}` is no text in UTF-8: {error.reason}.") from None
-
-
-def _describe_yaml_error(error: "yaml.YAMLError") -> str:
-    mark = getattr(error, "problem_mark", None)
-    problem = getattr(error, "problem", None) or str(error).splitlines()[0]
-    where = "" if mark is None else f", line {mark.line + 1}, column {mark.column + 1}"
-    return f"{where}: {problem}."
 
 
 def write(path: Path, values: Mapping[str, Any]) -> None:

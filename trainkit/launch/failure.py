@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, fields, replace
 from pathlib import Path
-from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 from trainkit.basics.console import put
@@ -24,7 +23,6 @@ __all__ = ["explain", "show"]
 
 _GATHER_SECONDS = 45.0  # in which machines end their processes, and say how
 _LONGEST_STORY = 200_000  # characters of reports
-_LONGEST_VERDICT = 300  # characters, on the machines that do not show the report
 
 
 def explain(outcome: "Outcome", meeting: "Meeting") -> bool:
@@ -37,12 +35,15 @@ def explain(outcome: "Outcome", meeting: "Meeting") -> bool:
     if outcome.code == 0 or was_asked:
         return False
     stories = link.gather(_story(outcome, meeting), _GATHER_SECONDS)
-    if stories is None:
-        if link.verdict:
-            put(f"trainkit: {link.verdict}", file=sys.stderr)
-        return False
-    if any(map(meeting.reaches, range(1, meeting.machine))):  # that one tells it
-        put(f"trainkit: {link.end.cause if link.end else 'the job has failed'}", file=sys.stderr)
+    # Where machine 0 is gone, the first of those that are left.
+    teller = (
+        0
+        if stories is None
+        else next((m for m in range(1, meeting.machine) if meeting.reaches(m)), meeting.machine)
+    )
+    if stories is None or teller != meeting.machine:
+        cause = "the job has failed" if link.end is None else link.end.cause
+        put(f"trainkit: {cause} (the report is on {link.name(teller)})", file=sys.stderr)
         return False
     for machine, story in stories.items():
         if machine != meeting.machine:
@@ -58,8 +59,6 @@ def explain(outcome: "Outcome", meeting: "Meeting") -> bool:
     if meeting.size > 1:
         cause = str(job["cause"])
         headline = cause if cause.startswith("machine ") else f"{job['where']}: {cause}"
-        short = shorten(headline, _LONGEST_VERDICT, placeholder=" ...")
-        link.close(f"{short} (the report is on {link.name(meeting.machine)})")
         cut_off = sorted({each["cut_off"] for each in stories.values()} - {""})
         lines = [*(f"trainkit: {each}" for each in (headline, *cut_off)), *lines]
     put("\n".join(lines or [f"trainkit: {job['cause']}"]), file=sys.stderr)

@@ -77,7 +77,6 @@ class Link:
         port: Of the store of its processes, on machine 0.
         secret: A word for the processes of the job, from machine 0 as soon as an attempt has begun.
         is_over: Whether machine 0 has said that nothing more will come.
-        verdict: What it said with it.
     """
 
     def __init__(self, machine: int, size: int, links: Links | None = None) -> None:
@@ -89,7 +88,7 @@ class Link:
         self.wanted, self.begun, self.port = 0, -1, 0
         self.word = _WORD
         self.secret = secrets.token_hex(16)
-        self.is_over, self.verdict = False, ""
+        self.is_over = False
         self._machine = machine
         self._machines = set(range(size))
         self._links = links
@@ -173,17 +172,16 @@ class Link:
             seconds: How long the others may take.
 
         Returns:
-            On machine 0 the stories by machine; None on others that it answers, by `verdict`; the
-            own one alone where it does not.
+            On machine 0 the stories by machine; None on others, which tell it theirs; the own one
+            alone where machine 0 is gone.
         """
         self.tell("story", story)
         if self._machine == 0:
             self.wait(lambda: self.present <= self.said("story").keys(), seconds)
             return dict(self.said("story"))
-        self.wait(lambda: self.is_over or 0 not in self.present, 2 * seconds)
-        return None if self.is_over else {self._machine: story}
+        return None if 0 in self.present else {self._machine: story}
 
-    def close(self, verdict: str = "") -> None:
+    def close(self) -> None:
         """Leave; machine 0 says a last word to all before."""
         if self._closing or self._links is None:
             return
@@ -191,7 +189,7 @@ class Link:
             if not self.is_over and self.end is None:
                 self.tell_end(FAILED, f"{self.name(0)} has left", 1)
             if not self.is_over:
-                self.share(is_over=True, verdict=verdict)
+                self.share(is_over=True)
             self.wait(lambda: not self.present, _LEAVE_SECONDS)  # they have heard it
         self._closing = True
         self._links.wake()
@@ -292,14 +290,14 @@ class Link:
 def open_link(size: int, listening: socket.socket) -> Link:
     """Return the link of machine 0, which the others come to."""
     port = int(listening.getsockname()[1])
-    return Link(0, size, Links(0, _MOST_NUMBERS, Address((), port, _WORD), [listening]))
+    return Link(0, size, Links(0, _MOST_NUMBERS, Address("", port, _WORD), [listening]))
 
 
 def reach_link(machine: int, size: int, host: str, port: int) -> Link | None:
     """Return the link of another machine; None where machine 0 does not let it in."""
     # Of machines that are there twice each comes in, to be told so.
     number = machine + _MOST_MACHINES * (1 + secrets.randbelow(1 << 30))
-    links = Links(number, _MOST_NUMBERS, Address((host,), port, _WORD))
+    links = Links(number, _MOST_NUMBERS, Address(host, port, _WORD))
     if links.reach_root():
         return Link(machine, size, links)
     links.close()

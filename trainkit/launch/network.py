@@ -130,15 +130,10 @@ def _in_words(host: str, port: int, error: OSError, name: str) -> str:
             "enter the name in DNS or in /etc/hosts"
         )
     if isinstance(error, ConnectionRefusedError) and name == _MACHINE_0:
-        with suppress(OSError):
-            if all(map(is_own, addresses_of(host, port))):
-                return (
-                    f"{host} (`main_process_ip`) is this machine itself, where nobody listens at "
-                    f"port {port}. Pass the address by which this machine reaches machine 0"
-                )
         return (
-            f"nobody listens at {place}: the launcher of machine 0 is not there. Start it, with "
-            "the same `--main_process_ip` and `--main_process_port`"
+            f"nobody listens at {place}: the launcher of machine 0 is not there, or that is not "
+            "its address, as seen from here. Start it, with the same `--main_process_ip` and "
+            "`--main_process_port`"
         )
     if isinstance(error, TimeoutError):
         return (

@@ -24,7 +24,6 @@ from trainkit.watch.listening import PORTS_VARIABLE, ports
 __all__ = [
     "Plan",
     "Script",
-    "check_here",
     "make_plan",
     "port_of",
     "ports_of",
@@ -167,21 +166,6 @@ def processes_here(job: JobSettings) -> int | None:
     return None if job.num_processes is None else job.num_processes // job.num_machines
 
 
-def check_here(plan: Plan, gpus: int) -> None:
-    """Check that this machine can do its part.
-
-    Raises:
-        ConfigError: It has fewer GPUs than the plan needs.
-    """
-    if plan.needs_gpus > gpus:
-        have = f"{gpus} of them" if gpus else "none"
-        raise ConfigError(
-            f"Each of the {plan.needs_gpus} processes of this machine needs a GPU of its own, but "
-            f"torch sees {have}. Start fewer processes (`--num_processes`), name other GPUs "
-            "(`--gpu_ids`), or train on the CPU (`--cpu`)."
-        )
-
-
 def _check_machines(job: JobSettings) -> None:
     if not 0 <= job.machine_rank < job.num_machines:
         raise ConfigError(
@@ -192,11 +176,6 @@ def _check_machines(job: JobSettings) -> None:
         raise ConfigError(
             f"`min_machines` is {job.min_machines}, but must be at most `num_machines`, which is "
             f"{job.num_machines}."
-        )
-    if job.rdzv_conf is not None and not job.is_elastic:
-        raise ConfigError(
-            f"`rdzv_conf` is `{job.rdzv_conf}`, but is for torch's rendezvous, which is not used. "
-            "How long machines wait for each other is `--meeting_timeout`."
         )
     port, allowed = job.main_process_port, ports_of(job)
     if port and job.ports is not None and port not in allowed:

@@ -124,7 +124,6 @@ def resolve(options: argparse.Namespace, env: Mapping[str, str] = os.environ) ->
         values.get("num_machines") == 1 and sources["num_machines"].startswith(EXPLICIT)
     )
     _ask_starter(values, sources, env, is_alone)
-    _check_one_process(values, sources)
     return Resolved(JobSettings(**values), sources, path, {} if file is None else file.fsdp)
 
 
@@ -142,17 +141,6 @@ def _ask_starter(
             values[name], sources[name] = setting.default, DEFAULT
     if values["num_machines"] == 1 and not is_alone:
         _check_alone(env)
-
-
-def _check_one_process(values: Mapping[str, Any], sources: Mapping[str, str]) -> None:
-    """Refuse a `distributed_type` NO beside several processes, where one place says both."""
-    count, kind = values["num_processes"], values["distributed_type"]
-    origin = sources["num_processes"].rpartition(":")[0] or sources["num_processes"]
-    if kind == "NO" and (count or 1) > 1 and sources["distributed_type"].startswith(origin):
-        raise ConfigError(
-            f"`distributed_type` is NO ({sources['distributed_type']}), which means one process, "
-            f"but `num_processes` is {count}. Use MULTI_GPU or MULTI_CPU."
-        )
 
 
 _PLACE = ("num_machines", "machine_rank", "main_process_ip", "main_process_port")

@@ -113,7 +113,8 @@ class JobSettings:
         "static", one_of("static", "c10d"),
         "has no effect, as machines meet in one way; for files of accelerate", "NAME")
     rdzv_conf: str | None = _setting(
-        None, pairs, "for torch's rendezvous, by which machines come and go", "KEY=VALUE")
+        None, pairs, "for torch's rendezvous, where machines come and go; else no effect",
+        "KEY=VALUE")
     gpu_ids: str = _setting("all", gpu_ids, "GPUs of this machine to use, such as 0,1", "IDS")
     mixed_precision: str = _setting(
         "no", one_of(*MIXED_PRECISIONS),

@@ -24,7 +24,7 @@ from trainkit.launch.plan import Plan
 from trainkit.launch.workers import Place, Workers, described, shell_code
 from trainkit.watch.exit import EXIT_OTHER_FAILED
 from trainkit.watch.listening import ADDRESS_VARIABLE
-from trainkit.watch.report import FOLDER_VARIABLE
+from trainkit.watch.report import FOLDER_VARIABLE, read_all
 
 __all__ = ["MACHINE_LOST_SECONDS", "Outcome", "supervise"]
 
@@ -224,6 +224,8 @@ class _Supervisor:
             self._link.wait(lambda: self._link.end, _TOLD_SECONDS)  # of the one that failed first
         rank, code = next(iter((first or failed).items()))
         cause = f"process {rank} on {self._name} {described(failed)[rank]}"
+        told = [each for _, each in read_all(self._reports) if each.process == rank]
+        cause += f": {told[0].cause}" if told else ""
         if saved == codes:
             return self._link.tell_end(ASKED, cause, code, _SAVED[code])
         code = 1 if code == EXIT_OTHER_FAILED else shell_code(code)

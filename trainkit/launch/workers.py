@@ -124,7 +124,7 @@ class Workers:
     def kill_stopped(self, *, at_once: bool = False) -> None:
         """Kill those that the kernel has not run at many looks, some seconds apart, or at this one.
 
-        What others of its machine would find (`trainkit.watch.inquiry`) one may have nobody for.
+        What others of its machine would find (`trainkit.watch.stall`) one may have nobody for.
         """
         if not at_once and time.monotonic() - self._looked < _LOOK_PAUSE:
             return

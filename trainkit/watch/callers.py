@@ -14,7 +14,7 @@ from typing import Any
 from trainkit.distributed.watch import Answer
 from trainkit.errors import DistributedError
 from trainkit.watch.connections import GONE, Message
-from trainkit.watch.this_process import ThisProcess
+from trainkit.watch.where import ThisProcess
 
 __all__ = ["Callers", "Position", "ahead", "position_of"]
 

@@ -15,7 +15,7 @@ import selectors
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from hashlib import blake2b
@@ -53,7 +53,7 @@ _NO_WAY = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOW
 class Address:
     """Where process 0 listens, and the word that its callers must know."""
 
-    hosts: tuple[str, ...]
+    host: str
     port: int
     token: str
 
@@ -75,19 +75,14 @@ class Line:
         self.since = time.monotonic()  # when it began, or was lost
         self.silent = 0.0  # seconds in which this process listened, and heard nothing
         self.heard_at = self.since
-        self.used = 0.0  # seconds of a processor, by the other end when it was looked at
-        self.is_noted = False  # that it is silent
         self.is_unreachable = False  # the network, or the machine at the other end, is gone
+        self.used = 0.0  # seconds of a processor, by the other end when it was looked at
         self._read = b""
         connection.settimeout(timing.SEND)
         with suppress(OSError, AttributeError):  # a machine that loses power says nothing
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 20)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
             milliseconds = 1000 * timing.UNREACHABLE
-            # The same where something was sent meanwhile, which else is tried for a quarter hour.
+            # What is sent, as every few seconds a sign of life, is else tried for a quarter hour.
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
 
     def send(self, message: Message) -> None:
@@ -193,27 +188,26 @@ class Links:
         """Tell every other process, or process 0."""
         self._route({**message, "from": self._rank}, None)
 
-    def reach(self, addresses: Iterable[Any], seconds: float = timing.CONNECT) -> bool:
-        """Connect to the parent at the first address that answers; return whether one does."""
-        for address in addresses:
-            with suppress(OSError, ValueError):
-                line = Line(_connect(address, seconds), trusted=True)
-                hello = {"kind": "hello", "token": self._address.token, "rank": self._rank}
-                line.send({**hello, "who": Member.this().as_list()})
-                line.connection.settimeout(timing.CONNECT)
-                welcome, *early = line.receive() or [{}]
-                line.rank, line.member = welcome.get("from"), Member.parse(welcome.get("who"))
-                if isinstance(line.rank, int) and line.member is not None:
-                    line.connection.settimeout(timing.SEND)
-                    self.parent, self._early = line, self._take(line, early)
-                    self._selector.register(line.connection, selectors.EVENT_READ, line)
-                    return True
-                line.connection.close()
+    def reach(self, address: Any, seconds: float = timing.CONNECT) -> bool:
+        """Connect to the parent at an address; return whether it answers."""
+        with suppress(OSError):
+            line = Line(_connect(address, seconds), trusted=True)
+            hello = {"kind": "hello", "token": self._address.token, "rank": self._rank}
+            line.send({**hello, "who": Member.this().as_list()})
+            line.connection.settimeout(timing.CONNECT)
+            welcome, *early = line.receive() or [{}]
+            line.rank, line.member = welcome.get("from"), Member.parse(welcome.get("who"))
+            if isinstance(line.rank, int) and line.member is not None:
+                line.connection.settimeout(timing.SEND)
+                self.parent, self._early = line, self._take(line, early)
+                self._selector.register(line.connection, selectors.EVENT_READ, line)
+                return True
+            line.connection.close()
         return False
 
     def reach_root(self, seconds: float = timing.CONNECT) -> bool:
         """Connect to process 0; return whether it answers."""
-        return self.reach(((host, self._address.port) for host in self._address.hosts), seconds)
+        return self.reach((self._address.host, self._address.port), seconds)
 
     def know(self, token: str) -> None:
         """Let in, from now on, who knows another word than before."""
@@ -381,7 +375,9 @@ def open_server(size: int, *, one_machine: bool) -> tuple[Links, Address]:
     host = "127.0.0.1" if one_machine else os.environ.get(ADDRESS_VARIABLE, "")
     listening = [listen(host, ports(), size + _MOST_STRANGERS)]
     port = listening[0].getsockname()[1]
-    address = Address(tuple([host] if host else _own_names()), port, secrets.token_hex(16))
+    # By which the others have found it already.
+    name = host or os.environ.get("MASTER_ADDR") or socket.gethostname()
+    address = Address(name, port, secrets.token_hex(16))
     if not one_machine:
         listening += _listen_here(_local_name(address), size)
     return Links(0, size, address, listening), address
@@ -399,7 +395,7 @@ def reach_server(address: Address, rank: int, size: int, *, one_machine: bool) -
     listening = [] if one_machine else _listen_here(name, size)
     links = Links(rank, size, address, listening)
     is_alone = one_machine or listening or not _HAS_LOCAL_NAMES
-    if links.reach_root() if is_alone else links.reach([name]):
+    if links.reach_root() if is_alone else links.reach(name):
         return links
     links.close()
     return None
@@ -444,15 +440,6 @@ def _connect(address: Any, seconds: float) -> socket.socket:
             time.sleep(0.01)
         else:
             return connection
-
-
-def _own_names() -> list[str]:
-    """Return by what names other machines may know this one, the likeliest first."""
-    name = socket.gethostname()
-    names: Iterable[str] = [os.environ.get("MASTER_ADDR", ""), name]
-    with suppress(OSError):
-        names = [*names, *socket.gethostbyname_ex(name)[2]]
-    return [n for n in dict.fromkeys(names) if n and not n.startswith("127.")] or [name]
 
 
 _open: WeakSet[Links] = WeakSet()

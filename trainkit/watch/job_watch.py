@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -22,8 +22,7 @@ from trainkit.watch.connections import Address, Links, open_server, reach_server
 from trainkit.watch.member import Member
 from trainkit.watch.monitor import WatchThread
 from trainkit.watch.report import Report
-from trainkit.watch.this_process import ThisProcess
-from trainkit.watch.where import call_of
+from trainkit.watch.where import ThisProcess, call_of
 
 __all__ = ["JobWatch", "report_failure", "start_watch"]
 
@@ -39,7 +38,7 @@ def start_watch(processes: Processes) -> "JobWatch | None":
     if processes.is_main:
         try:
             links, address = open_server(processes.size, one_machine=one_machine)
-            told = [list(address.hosts), address.port, address.token]
+            told = list(astuple(address))
             watch = JobWatch(processes, links)  # it serves the others
         except OSError as error:
             exit.say(
@@ -50,15 +49,13 @@ def start_watch(processes: Processes) -> "JobWatch | None":
     if told is None:
         return None
     if not processes.is_main:
-        watch = _reach(processes, *told, one_machine=one_machine)
+        watch = _reach(processes, Address(*told), one_machine=one_machine)
     processes.barrier()  # process 0 must not end before all have come
     return watch
 
 
-def _reach(
-    processes: Processes, hosts: list[str], port: int, token: str, *, one_machine: bool
-) -> "JobWatch | None":
-    rank, address, why = processes.rank, Address(tuple(hosts), port, token), ""
+def _reach(processes: Processes, address: Address, *, one_machine: bool) -> "JobWatch | None":
+    rank, why = processes.rank, ""
     try:
         links = reach_server(address, rank, processes.size, one_machine=one_machine)
         if links is not None:
@@ -66,9 +63,9 @@ def _reach(
     except OSError as error:
         why = f": {error}"
     exit.say(
-        f"trainkit: process {rank} cannot reach process 0 at {hosts}, port {port}{why}. If another "
-        "process fails, it may wait for it until a collective times out. Allow connections between "
-        "the machines, and enough open files."
+        f"trainkit: process {rank} cannot reach process 0 at {address.host}, port {address.port}"
+        f"{why}. If another process fails, it may wait for it until a collective times out. Allow "
+        "connections between the machines, and enough open files."
     )
     return None
 

@@ -15,14 +15,11 @@ from trainkit.distributed.watch import Progress
 from trainkit.watch import exit, report as reports, timing
 from trainkit.watch.callers import Callers
 from trainkit.watch.connections import GONE, Message
-from trainkit.watch.crossed import Crossed
 from trainkit.watch.exit import EXIT_FAILED, EXIT_OTHER_FAILED, EXIT_STALLED
-from trainkit.watch.inquiry import Inquiry, is_frozen
 from trainkit.watch.member import Member
 from trainkit.watch.report import Report
-from trainkit.watch.this_process import ThisProcess
-from trainkit.watch.verdict import Verdict, examples
-from trainkit.watch.where import Stillness
+from trainkit.watch.stall import Crossed, Inquiry, Verdict, examples, is_frozen
+from trainkit.watch.where import ThisProcess
 
 __all__ = ["WatchThread"]
 
@@ -71,7 +68,6 @@ class WatchThread:
         self._this = this
         self._inquiry = Inquiry(this)
         self._crossed = Crossed(this)
-        self._stillness = Stillness(this.main)
         self._sent = threading.Event()
         self._marks: tuple[object, ...] = ()
         self._moved_at = 0.0
@@ -201,8 +197,7 @@ class WatchThread:
             self._cause = None
             return
         is_sure = cause.kind != "failed" or self.leaves_at_once
-        is_still = self._stillness.seconds(now) > timing.STILL
-        if not (is_sure or is_still or cause.has_passed(now)):
+        if not (is_sure or cause.has_passed(now)):
             return
         if cause.kind == "failed":
             text = f"leaves because process {cause.rank} failed: {cause.text}"

@@ -28,7 +28,6 @@ UNREACHABLE = 40  # after which the kernel gives up a connection: nothing is ack
 # Silence of a process that nobody has asked anything.
 STOPPED = 40.0  # after which one that the kernel does not run is frozen
 SILENT = 300.0  # after which another one is: it may only hold the interpreter lock
-NOTED = 30.0 + UNREACHABLE  # after which one of another machine is spoken of
 
 # Silence of a process in a job that stands still.
 SURE = 1.0  # after which one is frozen that is stopped, or has used a processor for `OWN` meanwhile
@@ -38,9 +37,7 @@ LOST = 20.0  # after which it does not matter what is not known
 WAITS = 15.0  # of process 0 in one collective, before it asks where the others are
 
 # The end. Who hears of a failure may be about to raise the same error, agreed by all; then it
-# leaves by itself. It gets `GRACE`, more where the machine is too busy to run it, or until its main
-# thread has not moved for `STILL`.
+# leaves by itself. It gets `GRACE`, or more where the machine is too busy to run it.
 GRACE, GRACE_OF_CPU, LONGEST_GRACE = 2.0, 0.3, 20.0
-STILL = 0.6
 EXPLAIN = 2.5  # from an error of a collective until it is known who is lost; over `RETURN`
 CLEAN_UP = 30.0  # for a process that has failed itself

@@ -1,18 +1,24 @@
-"""Where a thread of this process is: in which collective, and at which line of the user's code."""
+"""Where this process is: in which collective, and at which line of the user's code."""
 
 import linecache
 import os
 import sys
 import sysconfig
+import threading
 import traceback
+from collections import deque
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from trainkit.watch.member import stat_of
+if TYPE_CHECKING:
+    from trainkit.distributed import Processes
+    from trainkit.distributed.watch import Progress
+    from trainkit.watch.connections import Links, Message
 
-__all__ = ["Stillness", "call_of", "raised_at", "whereabouts"]
+__all__ = ["ThisProcess", "call_of", "raised_at", "whereabouts"]
 
 _PACKAGE = str(Path(__file__).resolve().parent.parent) + os.sep
 _LIBRARY = sysconfig.get_paths()["stdlib"] + os.sep
@@ -27,6 +33,51 @@ _WAITING = {
     "torch.autograd.graph": "backward",
     "torch.nn.parallel.distributed": "DistributedDataParallel",
 }
+
+
+class ThisProcess:
+    """Which one of the job it is, where it is, and how it talks to the others.
+
+    Args:
+        links: Its connections to the others; owned from now on, by the thread of the watch.
+
+    Attributes:
+        position: Returns how many collectives it has begun in each group.
+        run: Whose progress is watched; None without one.
+        main: The main thread.
+        unsent: What the thread is to send.
+        ended: The processes that said that they end in order, and how: on process 0 all.
+    """
+
+    def __init__(self, processes: "Processes", links: "Links") -> None:
+        self.rank, self.size = processes.rank, processes.size
+        self.position = processes.position
+        self.links = links
+        self.run: Progress | None = None
+        self.main = threading.main_thread().ident or 0
+        self.unsent: deque[Message] = deque()
+        self.ended: dict[int, str] = {}
+        self._latest = processes.latest
+
+    def send(self, message: "Message") -> None:
+        """Send a message to the others, or with the key `to` to process 0; from any thread."""
+        self.unsent.append(message)
+        self.links.wake()
+
+    def place(self) -> "Message":
+        """Return where it is: in its run, its collectives, its code."""
+        place = whereabouts(self.main, self._latest(), self.run_place())
+        return {**place, "at": self.position()}
+
+    def run_place(self) -> dict[str, Any]:
+        """Return where its run is: `step`, `epoch`, `phase`, `samples`; empty without one."""
+        with suppress(Exception):  # the main thread may be changing what is read
+            return {} if self.run is None else self.run.place()
+        return {}
+
+    def is_first_without(self, others: tuple[int, ...] = ()) -> bool:
+        """Return whether all before it have ended, as far as is known, or are among others."""
+        return all(rank in self.ended or rank in others for rank in range(self.rank))
 
 
 def whereabouts(thread: int, latest: str, place: Mapping[str, Any]) -> dict[str, Any]:
@@ -62,28 +113,6 @@ def whereabouts(thread: int, latest: str, place: Mapping[str, Any]) -> dict[str,
         "text": (f"in `{inside}`{last}, called at {line}" if inside else f"at {line}") + run,
         "stack": "".join(traceback.format_stack(innermost))[-_LONGEST_STACK:],
     }
-
-
-class Stillness:
-    """For how long the main thread has not moved nor wanted to run, as far as was looked.
-
-    Args:
-        thread: Its number.
-    """
-
-    def __init__(self, thread: int) -> None:
-        self._thread = thread
-        self._place = (0, 0)
-        self._since = 0.0
-
-    def seconds(self, now: float) -> float:
-        """Return the seconds up to `now`, on the clock of time.monotonic."""
-        frame = sys._current_frames().get(self._thread)
-        place = (id(frame), frame.f_lasti if frame is not None else 0)
-        # On a busy machine a thread may wait for its turn: the kernel knows that it could run.
-        if place != self._place or stat_of(os.getpid())[:1] == ["R"]:
-            self._place, self._since = place, now
-        return now - self._since
 
 
 def call_of(error: BaseException) -> str:
