@@ -18,7 +18,7 @@ RETIRED = {
     r"\b(gather_together|take_divided)\b": "run_and_gather, take_states",
     r"\bby_all_or_main\b": "run_on_all_or_main",
     r"\bas_evaluate\(\)": "metrics.as_evaluate(metric)",
-    r"\bWishes\b": "AcceleratorConfig",
+    r"\bWishes\b": "arguments.Handlers",
     r"\bPreparation\b": "LoaderContext, Preparer",
     r"\b(Lifeline|Lookout)\b": "OrphanKiller, WatchThread",
     r"\b(Hub|Spoke)\b": "Server, Client",

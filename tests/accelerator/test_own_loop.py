@@ -115,7 +115,7 @@ def _launched(rank: int) -> Any:
     os.environ.update(TRAINKIT_STRATEGY="fsdp", TRAINKIT_FSDP_WRAP_CLASSES="Linear")
     os.environ.update(TRAINKIT_FSDP_RESHARD_AFTER_FORWARD="false", TRAINKIT_USE_CPU="true")
     accelerator = Accelerator()
-    strategy = accelerator._own.strategy
+    strategy = accelerator._strategy
     assert isinstance(strategy, FSDP)
     model = accelerator.prepare(small())
     blocks = [type(m).__name__ for m in model.modules() if type(m).__name__.startswith("FSDP")]
@@ -307,7 +307,7 @@ def _split_unevenly(rank: int) -> list[tuple[Any, Any]]:
     accelerator = Accelerator(cpu=True, dataloader_config=config)
     sampler = Odd(SequentialSampler(range(8)), 4, False)
     loader = accelerator.prepare(DataLoader(numbers(8), batch_sampler=sampler))
-    active: Any = accelerator._own.preparer.sharing.active
+    active: Any = accelerator._preparer.sharing.active
     return [(active.current().counts, len(batch)) for (batch,) in loader]
 
 

@@ -32,8 +32,8 @@ def of_trainer() -> tuple[Strategy, Precision]:
 
 
 def of_accelerator() -> tuple[Strategy, Precision]:
-    own = Accelerator()._own
-    return own.strategy, own.precision
+    accelerator = Accelerator()
+    return accelerator._strategy, accelerator._preparer.precision
 
 
 Face = Callable[[], tuple[Strategy, Precision]]

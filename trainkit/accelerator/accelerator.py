@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from enum import Enum
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -14,39 +15,62 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from typing_extensions import override
 
-from trainkit.accelerator.accelerator_config import AcceleratorConfig
+from trainkit.accelerator.accumulation import Accumulation
+from trainkit.accelerator.arguments import (
+    Handlers,
+    chosen_generators,
+    chosen_loading,
+    chosen_precision,
+    chosen_project,
+    chosen_strategy,
+    chosen_windows,
+    compilation,
+    join,
+    precision_of,
+)
 from trainkit.accelerator.autocasting import autocast, unwrap
-from trainkit.accelerator.composition import OwnLoop
+from trainkit.accelerator.gradients import Gradients
+from trainkit.accelerator.loader import SharedLoader, Sharing, SkippedLoader, skip_first_batches
+from trainkit.accelerator.optimizer import PreparedOptimizer
+from trainkit.accelerator.preparer import ConfiguredDDP, Preparer, Registry
 from trainkit.accelerator.profiling import ProfileKwargs, profiled
+from trainkit.accelerator.scheduler import PreparedScheduler
 from trainkit.accelerator.settings import (
-    DataLoaderConfiguration,
+    AutocastKwargs,
+    DistributedDataParallelKwargs,
     DistributedType,
-    ProjectConfiguration,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
 )
 from trainkit.accelerator.state import AcceleratorState
-from trainkit.accelerator.state_saver import warn_of_options
+from trainkit.accelerator.state_contents import StateContents
+from trainkit.accelerator.state_directory import StateDirectory
+from trainkit.accelerator.state_saver import StateSaver, warn_of_options
+from trainkit.accelerator.tracking import Trackers
 from trainkit.basics.config import checked
+from trainkit.basics.launch_environment import uses_cpu
 from trainkit.distributed import check_called_by_all, run_on_all_or_main
 from trainkit.distributed.active_batches import ActiveLoaders
 from trainkit.distributed.communicator import Communicator
 from trainkit.errors import ConfigError, DataError
-from trainkit.strategies import FSDP
+from trainkit.strategies import FSDP, SingleDevice
 from trainkit.trackers.tracker import GeneralTracker
 
 if TYPE_CHECKING:
     from torch.profiler import profile
     from torch.utils.hooks import RemovableHandle
 
-    from trainkit.accelerator.accumulation import Accumulation
-    from trainkit.accelerator.loader import SharedLoader, SkippedLoader
-    from trainkit.accelerator.optimizer import PreparedOptimizer
-    from trainkit.accelerator.scheduler import PreparedScheduler
 
 __all__ = ["Accelerator"]
 
 # Of every `Accelerator`: a metric may be gathered by another one than prepared its loader.
 _UNDER_WAY = ActiveLoaders()
 os.register_at_fork(after_in_child=_UNDER_WAY.forget)  # a child goes on with no loop
+
+
+def _part(path: str) -> Any:
+    """Return a property that is that of a part of the `Accelerator`."""
+    return property(attrgetter(path))
 
 
 class Accelerator(Communicator):
@@ -113,31 +137,70 @@ class Accelerator(Communicator):
         strategy: Any = None,
         device: torch.device | str | None = None,
     ) -> None:
-        config = AcceleratorConfig(
-            device_placement=device_placement,
-            split_batches=split_batches,
-            mixed_precision=mixed_precision,
-            gradient_accumulation_steps=gradient_accumulation_steps,
-            cpu=cpu,
-            dataloader_config=dataloader_config,
-            fsdp_plugin=fsdp_plugin,
-            rng_types=rng_types,
-            log_with=log_with,
-            project_dir=project_dir,
-            project_config=project_config,
-            gradient_accumulation_plugin=gradient_accumulation_plugin,
-            step_scheduler_with_optimizer=step_scheduler_with_optimizer,
-            kwargs_handlers=kwargs_handlers,
-            dynamo_backend=dynamo_backend,
-            dynamo_plugin=dynamo_plugin,
-            strategy=strategy,
-        )
-        super().__init__(device=config.start(device))
+        handlers, cpu = Handlers(kwargs_handlers), cpu or uses_cpu()
+        precision_name = chosen_precision(mixed_precision)
+        generators = chosen_generators(rng_types)
+        self.dataloader_config = chosen_loading(dataloader_config, split_batches)
+        """How loaders are shared out."""
+        windows = chosen_windows(gradient_accumulation_steps, gradient_accumulation_plugin)
+        self.project_configuration = chosen_project(project_config, project_dir)
+        """Where the project writes."""
+        compiled = compilation(dynamo_backend, dynamo_plugin)
+        ddp: DistributedDataParallelKwargs = handlers.of(DistributedDataParallelKwargs)
+        chosen = chosen_strategy(strategy, fsdp_plugin, ddp.comm_hook, cpu=cpu)
+        place = "cpu" if cpu else device
+        if chosen is not None:
+            place = chosen.agree_on(place)
+        join(handlers.of(InitProcessGroupKwargs), place)
+        super().__init__(device=place)
+        processes = self.processes
         self.loaders = _UNDER_WAY
-        self._own = own = OwnLoop(config, self.processes, self.device, self.loaders)
+        self._profile: ProfileKwargs = handlers.of(ProfileKwargs)
+        self._trackers = Trackers(log_with, self.project_configuration, processes)
+        scaler: GradScalerKwargs = handlers.of(GradScalerKwargs)
+        precision = precision_of(precision_name, scaler, self.device)
+        if chosen is None:
+            alone = processes.size == 1
+            chosen = SingleDevice(device=self.device) if alone else ConfiguredDDP(ddp, self.device)
+        chosen.setup()
+        self._strategy = chosen
+        self._registry = registry = Registry()
+        self._accumulation = Accumulation(windows)
+        self._gradients = Gradients(
+            self._accumulation, precision, chosen, models=registry.models, scaled=scaler.enabled
+        )
+        sharing = Sharing(
+            processes=processes,
+            device=self.device if device_placement else torch.device("cpu"),
+            configuration=self.dataloader_config,
+            rng_types=generators,
+            active=self.loaders,
+            accumulation=self._accumulation,
+        )
+        self._preparer = Preparer(
+            autocast=handlers.of(AutocastKwargs),
+            compilation=compiled,
+            device_placement=device_placement,
+            step_scheduler_with_optimizer=step_scheduler_with_optimizer,
+            strategy=chosen,
+            precision=precision,
+            sharing=sharing,
+            accumulation=self._accumulation,
+            gradients=self._gradients,
+            registry=registry,
+        )
+        contents = StateContents(
+            registry, chosen, self._gradients, self._accumulation, processes, self.device
+        )
+        self._states = StateSaver(contents, StateDirectory(self.project_configuration, processes))
         self._has_trigger = False
-        sharded = isinstance(own.strategy, FSDP)
-        self.state = AcceleratorState.of(self, config, own.accumulation, sharded=sharded)
+        self.state = AcceleratorState.of(
+            self,
+            self._accumulation,
+            mixed_precision=precision_name,
+            fsdp_plugin=fsdp_plugin,
+            sharded=isinstance(chosen, FSDP),
+        )
         """The place of this process; `logger.info(accelerator.state)` writes it as text."""
 
     @override
@@ -153,119 +216,61 @@ class Accelerator(Communicator):
 
     deepspeed_plugin = parallelism_config = torch_device_mesh = fp8_recipe_handler = None
 
-    @property
-    def gradient_state(self) -> "Accumulation":
-        """The windows: `sync_gradients`, `end_of_dataloader`, `remainder`, `num_steps`."""
-        return self._own.accumulation
-
-    @property
-    def sync_gradients(self) -> bool:
-        """Whether the present micro-batch is the last of its window."""
-        return self._own.accumulation.sync_gradients
+    gradient_state: Accumulation = _part("_accumulation")
+    """The windows: `sync_gradients`, `end_of_dataloader`, `remainder`, `num_steps`."""
+    sync_gradients: bool = _part("_accumulation.sync_gradients")
+    """Whether the present micro-batch is the last of its window."""
+    step: int = _part("_accumulation.count")
+    """Micro-batches that `accumulate` has begun since a loader's end ended a window."""
+    scaler: torch.amp.GradScaler | None = _part("_gradients.scaler")
+    """The loss scale of fp16; None without one."""
+    distributed_type: DistributedType = _part("state.distributed_type")
+    """How the job shares its work."""
+    mixed_precision: str = _part("state.mixed_precision")
+    """ "no", "fp16" or "bf16"."""
+    project_dir: Any = _part("project_configuration.project_dir")
+    """Folder of checkpoints and logs."""
+    logging_dir: Any = _part("project_configuration.logging_dir")
+    """Folder of logs."""
+    save_iteration: int = _part("project_configuration.iteration")
+    """Number of the next state that is named by itself."""
+    trackers: list[GeneralTracker] = _part("_trackers.at_work")
+    """The trackers that are at work."""
+    split_batches: bool = _part("dataloader_config.split_batches")
+    """Whether a batch size is that of all processes together."""
+    even_batches: bool = _part("dataloader_config.even_batches")
+    """Whether the last batches are filled up, so that all processes have as many."""
+    dispatch_batches: bool | None = _part("dataloader_config.dispatch_batches")
+    """Whether process 0 reads for all."""
+    non_blocking: bool = _part("dataloader_config.non_blocking")
+    """Whether batches move to the device without waiting."""
+    use_seedable_sampler: bool = _part("dataloader_config.use_seedable_sampler")
+    """Whether the order follows the epoch's number."""
+    use_stateful_dataloader: bool = _part("dataloader_config.use_stateful_dataloader")
+    """Whether loaders have a state."""
 
     @property
     def gradient_accumulation_steps(self) -> int:
         """Micro-batches of a full window on one process."""
-        return self._own.accumulation.num_steps
+        return self._accumulation.num_steps
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, value: int) -> None:
-        self._own.accumulation.resize(value)
-
-    @property
-    def distributed_type(self) -> DistributedType:
-        """How the job shares its work."""
-        return self.state.distributed_type
-
-    @property
-    def mixed_precision(self) -> str:
-        """ "no", "fp16" or "bf16"."""
-        return self._own.config.precision
+        self._accumulation.resize(value)
 
     @property
     def native_amp(self) -> bool:
         """Whether models that are prepared from now on run under autocast; may be set to False."""
-        return self.mixed_precision != "no" and self._own.config.autocast.enabled
+        return self.mixed_precision != "no" and self._preparer.autocast.enabled
 
     @native_amp.setter
     def native_amp(self, value: bool) -> None:
-        config = self._own.config
-        config.autocast = replace(config.autocast, enabled=value)
-
-    @property
-    def step(self) -> int:
-        """Micro-batches that `accumulate` has begun since a loader's end ended a window."""
-        return self._own.accumulation.count
-
-    @property
-    def scaler(self) -> torch.amp.GradScaler | None:
-        """The loss scale of fp16; None without one."""
-        return self._own.gradients.scaler
+        self._preparer.autocast = replace(self._preparer.autocast, enabled=value)
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
         """Whether the latest step of a prepared optimizer was left out because of an overflow."""
-        return any(optimizer.step_was_skipped for optimizer in self._own.registry.optimizers)
-
-    @property
-    def project_configuration(self) -> ProjectConfiguration:
-        """Where the project writes."""
-        return self._own.config.project
-
-    @property
-    def project_dir(self) -> Any:
-        """Folder of checkpoints and logs."""
-        return self._own.config.project.project_dir
-
-    @property
-    def logging_dir(self) -> Any:
-        """Folder of logs."""
-        return self._own.config.project.logging_dir
-
-    @property
-    def save_iteration(self) -> int:
-        """Number of the next state that is named by itself."""
-        return self._own.config.project.iteration
-
-    @property
-    def trackers(self) -> list[GeneralTracker]:
-        """The trackers that are at work."""
-        return self._own.trackers.at_work
-
-    @property
-    def dataloader_config(self) -> DataLoaderConfiguration:
-        """How loaders are shared out."""
-        return self._own.config.data
-
-    @property
-    def split_batches(self) -> bool:
-        """Whether a batch size is that of all processes together."""
-        return self._own.config.data.split_batches
-
-    @property
-    def even_batches(self) -> bool:
-        """Whether the last batches are filled up, so that all processes have as many."""
-        return self._own.config.data.even_batches
-
-    @property
-    def dispatch_batches(self) -> bool | None:
-        """Whether process 0 reads for all."""
-        return self._own.config.data.dispatch_batches
-
-    @property
-    def non_blocking(self) -> bool:
-        """Whether batches move to the device without waiting."""
-        return self._own.config.data.non_blocking
-
-    @property
-    def use_seedable_sampler(self) -> bool:
-        """Whether the order follows the epoch's number."""
-        return self._own.config.data.use_seedable_sampler
-
-    @property
-    def use_stateful_dataloader(self) -> bool:
-        """Whether loaders have a state."""
-        return self._own.config.data.use_stateful_dataloader
+        return any(optimizer.step_was_skipped for optimizer in self._registry.optimizers)
 
     # Models, optimizers, schedulers and loaders.
 
@@ -279,7 +284,7 @@ class Accelerator(Communicator):
         Raises:
             ConfigError: An object is of another kind.
         """
-        prepared = self._own.preparer.prepare(args, device_placement)
+        prepared = self._preparer.prepare(args, device_placement)
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
     def prepare_model(
@@ -287,32 +292,30 @@ class Accelerator(Communicator):
     ) -> nn.Module:
         """Return a model as the loop calls it; not wrapped where it is only evaluated."""
         if not evaluation_mode:
-            self._own.preparer.check_alike([model])
-        return self._own.preparer.model(model, device_placement, evaluation_mode=evaluation_mode)
+            self._preparer.check_alike([model])
+        return self._preparer.model(model, device_placement, evaluation_mode=evaluation_mode)
 
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
-    ) -> "PreparedOptimizer":
+    ) -> PreparedOptimizer:
         """Return an optimizer that follows the windows."""
-        self._own.preparer.check_alike([optimizer])
-        return self._own.preparer.optimizer(optimizer, device_placement)
+        self._preparer.check_alike([optimizer])
+        return self._preparer.optimizer(optimizer, device_placement)
 
-    def prepare_scheduler(self, scheduler: Any) -> "PreparedScheduler":
+    def prepare_scheduler(self, scheduler: Any) -> PreparedScheduler:
         """Return a scheduler that follows the prepared optimizers."""
-        self._own.preparer.check_alike([scheduler])
-        return self._own.preparer.scheduler(scheduler)
+        self._preparer.check_alike([scheduler])
+        return self._preparer.scheduler(scheduler)
 
     def prepare_data_loader(
         self, data_loader: Any, device_placement: bool | None = None
-    ) -> "SharedLoader":
+    ) -> SharedLoader:
         """Return a loader whose batches are shared out over the processes."""
-        self._own.preparer.check_alike([data_loader])
-        return self._own.preparer.loader(data_loader, device_placement)
+        self._preparer.check_alike([data_loader])
+        return self._preparer.loader(data_loader, device_placement)
 
-    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> "SkippedLoader":
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> SkippedLoader:
         """Return a loader without its first batches, to go on in the middle of an epoch."""
-        from trainkit.accelerator.loader import skip_first_batches
-
         return skip_first_batches(dataloader, num_batches)
 
     # One step.
@@ -320,37 +323,34 @@ class Accelerator(Communicator):
     @contextmanager
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
         """Run one micro-batch inside; models reduce gradients only where a window ends."""
-        own = self._own
-        reduces = own.accumulation.advance() or own.accumulation.plugin.sync_each_batch
+        reduces = self._accumulation.advance() or self._accumulation.plugin.sync_each_batch
         with ExitStack() as stack:
             for model in models:
                 if not reduces:
-                    stack.enter_context(own.strategy.no_sync(model))
+                    stack.enter_context(self._strategy.no_sync(model))
             yield
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[object]:
         """Return a context in which backward accumulates without reducing over processes."""
-        return self._own.strategy.no_sync(model)
+        return self._strategy.no_sync(model)
 
     @contextmanager
     def trigger_sync_in_backward(self, model: nn.Module) -> Iterator[None]:
         """Let a backward inside reduce, also of forwards under `no_sync`."""
-        self._own.strategy.begin_reduction(model)
+        self._strategy.begin_reduction(model)
         yield
-        self._own.strategy.finish_reduction(model, self._own.preparer.precision)
+        self._strategy.finish_reduction(model, self._preparer.precision)
 
     def profile(self, profile_handler: Any = None) -> AbstractContextManager["profile"]:
         """Return a context whose code is recorded; see `ProfileKwargs`."""
-        settings = profile_handler or self._own.config.handler(ProfileKwargs)
-        return profiled(settings, self.processes)
+        return profiled(profile_handler or self._profile, self.processes)
 
     def autocast(self, autocast_handler: Any = None) -> AbstractContextManager[object]:
         """Return a context in which code outside of a model runs in the mixed precision."""
-        dtype = self._own.precision.dtype
+        dtype = self._preparer.precision.dtype
         if dtype is None:
             return nullcontext()
-        settings = autocast_handler or self._own.config.autocast
-        return autocast(self.device.type, dtype, settings)
+        return autocast(self.device.type, dtype, autocast_handler or self._preparer.autocast)
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Add the gradients of `loss`, divided by the micro-batches of the window.
@@ -359,23 +359,23 @@ class Accelerator(Communicator):
             loss: A scalar.
             **kwargs: Of `Tensor.backward`.
         """
-        self._own.gradients.backward(loss, **kwargs)
+        self._gradients.backward(loss, **kwargs)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Bring the gradients of one prepared optimizer, or a list, or all to their true scale."""
-        wanted = self._own.registry.optimizers if optimizer is None else optimizer
+        wanted = self._registry.optimizers if optimizer is None else optimizer
         for one in wanted if isinstance(wanted, list | tuple) else [wanted]:
-            self._own.gradients.unscale_once(getattr(one, "optimizer", one))
+            self._gradients.unscale_once(getattr(one, "optimizer", one))
 
     def clip_grad_norm_(
         self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2
     ) -> Tensor:
         """Clip the norm of the gradients, unscaled, over all processes; return what it was."""
-        return self._own.gradients.clip_norm(parameters, max_norm, norm_type)
+        return self._gradients.clip_norm(parameters, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
         """Clip every element of the unscaled gradients to [-clip_value, clip_value]."""
-        self._own.gradients.clip_value(parameters, clip_value)
+        self._gradients.clip_value(parameters, clip_value)
 
     @contextmanager
     def join_uneven_inputs(
@@ -387,7 +387,7 @@ class Accelerator(Communicator):
             joinables: Prepared models.
             even_batches: Overrides `even_batches` of all prepared loaders inside.
         """
-        loaders = self._own.registry.loaders
+        loaders = self._registry.loaders
         before = [loader.even_batches for loader in loaders]
         if even_batches is not None:
             if not all(loader.fills_up for loader in loaders):
@@ -398,7 +398,7 @@ class Accelerator(Communicator):
                 )
             for loader in loaders:
                 loader.even_batches = even_batches
-        alone = self.num_processes == 1 or self._own.strategy.sharded
+        alone = self.num_processes == 1 or self._strategy.sharded
         try:
             with nullcontext() if alone else Join(list(joinables)):
                 yield
@@ -415,7 +415,7 @@ class Accelerator(Communicator):
         strict: bool = False,
         **options: Any,
     ) -> Any:
-        if self._own.accumulation.is_unpaired:
+        if self._accumulation.is_unpaired:
             raise DataError(
                 "Not every process has a batch in this global batch, so not every process gathers. "
                 "Leave `even_batches=False` out: what fills batches up is never gathered."
@@ -436,7 +436,10 @@ class Accelerator(Communicator):
         """Let go of all that was prepared; returns None for each object, to be assigned to it."""
         from trainkit.basics.memory import release_memory
 
-        self._own.reset()
+        self._registry.clear()
+        self._gradients.optimizers.clear()
+        self._gradients.forget()
+        self._accumulation.reset()
         return release_memory(*objects)
 
     clear = free_memory
@@ -459,7 +462,7 @@ class Accelerator(Communicator):
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Save and load more objects with every state: those with a state dict."""
-        self._own.states.register(objects)
+        self._states.register(objects)
 
     def save_state(
         self,
@@ -492,7 +495,7 @@ class Accelerator(Communicator):
             raise ConfigError("States hold no pickle. Leave `safe_serialization=False` out.")
         if options:
             warn_of_options("save_state", options)
-        return str(self._own.states.save(output_dir, check_replicas))
+        return str(self._states.save(output_dir, check_replicas))
 
     def load_state(
         self,
@@ -518,15 +521,15 @@ class Accelerator(Communicator):
         options.pop("map_location", None)  # tensors go to where those of the models are
         if options:
             warn_of_options("load_state", options)
-        self._own.states.load(input_dir, self.print, strict)
+        self._states.load(input_dir, self.print, strict)
 
     def register_save_state_pre_hook(self, hook: Callable[..., None]) -> "RemovableHandle":
         """Call `hook(models, weights, output_dir)` before each save, wherever it is called."""
-        return self._own.states.before_save(hook)
+        return self._states.before_save(hook)
 
     def register_load_state_pre_hook(self, hook: Callable[..., None]) -> "RemovableHandle":
         """Call `hook(models, input_dir)` before each load, on every process."""
-        return self._own.states.before_load(hook)
+        return self._states.before_load(hook)
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
         """Write an object on the main process: as torch does, or tensors as safetensors."""
@@ -577,7 +580,7 @@ class Accelerator(Communicator):
             config: Settings of the run, to be noted.
             init_kwargs: Arguments of trackers by their names.
         """
-        self._own.trackers.start(project_name, config, init_kwargs or {})
+        self._trackers.start(project_name, config, init_kwargs or {})
 
     def log(
         self,
@@ -591,11 +594,11 @@ class Accelerator(Communicator):
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
         """Return a tracker, or its library's own run; one that does nothing on other processes."""
-        return self._own.trackers.find(name, unwrap=unwrap)
+        return self._trackers.find(name, unwrap=unwrap)
 
     def end_training(self) -> None:
         """End all trackers, and wait for the other processes that call it too."""
-        self._own.trackers.finish()
-        self._own.states.release()
+        self._trackers.finish()
+        self._states.release()
         wait = self.processes.barrier
         run_on_all_or_main(self.processes, "end_training", wait, lambda: None)

@@ -15,7 +15,6 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
-from trainkit.accelerator.accelerator_config import AcceleratorConfig
 from trainkit.accelerator.accumulation import Accumulation
 from trainkit.accelerator.autocasting import run_in_autocast
 from trainkit.accelerator.communication import register
@@ -23,7 +22,7 @@ from trainkit.accelerator.gradients import Gradients
 from trainkit.accelerator.loader import SharedLoader, Sharing, SkippedLoader
 from trainkit.accelerator.optimizer import PreparedOptimizer
 from trainkit.accelerator.scheduler import PreparedScheduler
-from trainkit.accelerator.settings import DistributedDataParallelKwargs
+from trainkit.accelerator.settings import AutocastKwargs, DistributedDataParallelKwargs
 from trainkit.basics import rng
 from trainkit.basics.device import move_module
 from trainkit.basics.torch_internals import was_called
@@ -115,10 +114,15 @@ class Preparer:
     """Prepares objects of a loop of the user's own, and notes them.
 
     Args:
+        autocast: How models run that are prepared from now on.
+        compilation: Arguments of `torch.compile`; None: models are not compiled.
         registry: Where what was prepared is noted.
     """
 
-    config: AcceleratorConfig
+    autocast: AutocastKwargs
+    compilation: dict[str, Any] | None
+    device_placement: bool
+    step_scheduler_with_optimizer: bool
     strategy: Strategy
     precision: Precision
     sharing: Sharing
@@ -184,8 +188,8 @@ class Preparer:
         yield "what `prepare` was given", repr([class_name(thing) for thing in objects])
         yield from settings("strategy", self.strategy, whole=False)
         yield from settings("precision", self.precision, whole=False)
-        yield from settings("autocast", self.config.autocast, whole=False)
-        yield from settings("compilation", self.config.compilation, whole=False)
+        yield from settings("autocast", self.autocast, whole=False)
+        yield from settings("compilation", self.compilation, whole=False)
         yield from settings("gradient_accumulation", self.accumulation.plugin)
         yield from settings("dataloader_config", self.sharing.configuration)
         yield from self._loaders_of(objects)
@@ -223,9 +227,9 @@ class Preparer:
         check_initialised(model)
         dtype = self.precision.dtype
         if dtype is not None and not isinstance(self.precision, FP32):
-            run_in_autocast(model, self.sharing.device.type, dtype, self.config.autocast)
-        if self.config.compilation is not None:
-            model.compile(**self.config.compilation)
+            run_in_autocast(model, self.sharing.device.type, dtype, self.autocast)
+        if self.compilation is not None:
+            model.compile(**self.compilation)
         if self._moves(moved):
             move_module(model, self.sharing.device)
         wrapped = model
@@ -306,7 +310,7 @@ class Preparer:
             followed or self.registry.optimizers,
             self.accumulation,
             steps=1 if split else self.sharing.processes.size,
-            step_with_optimizer=self.config.step_scheduler_with_optimizer,
+            step_with_optimizer=self.step_scheduler_with_optimizer,
         )
         self.registry.schedulers.append(prepared)
         return prepared
@@ -315,7 +319,7 @@ class Preparer:
         return isinstance(thing, PREPARED) or any(thing is m for m in self.registry.models)
 
     def _moves(self, asked: bool | None) -> bool:
-        return self.config.device_placement if asked is None else asked
+        return self.device_placement if asked is None else asked
 
 
 def _check_kind(thing: Any, index: int, *, shared: bool) -> None:

@@ -7,14 +7,15 @@ from typing import Any, ClassVar, Self
 import torch
 from typing_extensions import override
 
-from trainkit.accelerator.accelerator_config import AcceleratorConfig
 from trainkit.accelerator.accumulation import Accumulation
+from trainkit.accelerator.arguments import join
 from trainkit.accelerator.settings import (
     DistributedType,
     GradientAccumulationPlugin,
     InitProcessGroupKwargs,
 )
 from trainkit.basics.device import collective_backend
+from trainkit.basics.launch_environment import uses_cpu
 from trainkit.distributed import Processes
 from trainkit.distributed.communicator import Communicator
 from trainkit.distributed.group import Membership
@@ -38,8 +39,9 @@ class PartialState(Communicator):
     debug = fork_launched = False
 
     def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
-        handlers = [InitProcessGroupKwargs(**kwargs)]
-        super().__init__(device=AcceleratorConfig(cpu=cpu, kwargs_handlers=handlers).start(None))
+        device = "cpu" if cpu or uses_cpu() else None
+        join(InitProcessGroupKwargs(**kwargs), device)
+        super().__init__(device=device)
 
     @property
     def distributed_type(self) -> DistributedType:
@@ -116,17 +118,18 @@ class AcceleratorState(PartialState):
     def of(
         cls,
         owner: Communicator,
-        config: AcceleratorConfig,
         gradients: Accumulation,
         *,
+        mixed_precision: str,
+        fsdp_plugin: Any,
         sharded: bool,
     ) -> "AcceleratorState":
         """Return the state of an `Accelerator` that is being made, which is now the newest."""
         state = object.__new__(cls)
         Communicator.__init__(state, processes=owner.processes, device=owner.device)
-        state._mixed_precision = config.precision
+        state._mixed_precision = mixed_precision
         state._distributed_type = DistributedType.FSDP if sharded else _kind(owner)
-        state.fsdp_plugin = config.fsdp_plugin
+        state.fsdp_plugin = fsdp_plugin
         cls._newest, cls.gradients = state, gradients
         return state
 

@@ -1,0 +1,205 @@
+"""The arguments of `Accelerator`: checked, and completed from what the launcher says."""
+
+import os
+import warnings
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed
+
+from trainkit import strategies
+from trainkit.accelerator.plugins import FullyShardedDataParallelPlugin, TorchDynamoPlugin
+from trainkit.accelerator.profiling import ProfileKwargs
+from trainkit.accelerator.settings import (
+    AutocastKwargs,
+    DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    ProjectConfiguration,
+)
+from trainkit.basics.config import as_timeout
+from trainkit.basics.device import generator_kinds
+from trainkit.basics.launch_environment import MIXED_PRECISIONS, mixed_precision, read, sharding
+from trainkit.basics.setting_readers import text, whole
+from trainkit.distributed import Processes
+from trainkit.distributed.rendezvous import INIT_METHOD
+from trainkit.distributed.world import World
+from trainkit.errors import ConfigError
+from trainkit.precision import FP16, Precision
+from trainkit.strategies import Strategy
+from trainkit.training.setup.arguments import make_precision
+
+__all__ = [
+    "Handlers",
+    "chosen_generators",
+    "chosen_loading",
+    "chosen_precision",
+    "chosen_project",
+    "chosen_strategy",
+    "chosen_windows",
+    "compilation",
+    "join",
+    "precision_of",
+]
+
+HANDLERS = (
+    AutocastKwargs,
+    DistributedDataParallelKwargs,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    ProfileKwargs,
+)
+
+
+class Handlers:
+    """What `kwargs_handlers` has.
+
+    Raises:
+        ConfigError: One is of another kind.
+    """
+
+    def __init__(self, given: Sequence[Any] | None) -> None:
+        self._given = given or ()
+        for handler in self._given:
+            if not isinstance(handler, HANDLERS):
+                kinds = ", ".join(kind.__name__ for kind in HANDLERS)
+                raise ConfigError(
+                    f"`kwargs_handlers` takes {kinds}, but has a `{type(handler).__name__}`. "
+                    "Leave it out."
+                )
+
+    def of(self, kind: type[Any]) -> Any:
+        """Return the settings of a kind; its defaults where there are none."""
+        given = [one for one in self._given if isinstance(one, kind)]
+        return given[0] if given else kind()
+
+
+def chosen_precision(asked: Any) -> str:
+    """Return "no", "fp16" or "bf16"."""
+    return _one_of("mixed_precision", asked or mixed_precision(), MIXED_PRECISIONS)
+
+
+def precision_of(name: str, scaler: GradScalerKwargs, device: torch.device) -> Precision:
+    """Return the precision of a name, with the loss scale that the user wants."""
+    precision = make_precision(MIXED_PRECISIONS[name])
+    if isinstance(precision, FP16):
+        precision = FP16(
+            init_scale=scaler.init_scale,
+            growth_factor=scaler.growth_factor,
+            backoff_factor=scaler.backoff_factor,
+            growth_interval=scaler.growth_interval,
+        )
+    precision.setup(device)
+    return precision
+
+
+def chosen_generators(rng_types: Sequence[Any] | None) -> tuple[str, ...]:
+    """Return which generators a pass takes from process 0."""
+    names, known = rng_types or ("generator",), ("generator", "torch", *generator_kinds())
+    return tuple(_one_of("rng_types", name, known) for name in names)
+
+
+def chosen_loading(
+    given: DataLoaderConfiguration | None, split_batches: bool
+) -> DataLoaderConfiguration:
+    """Return how loaders are shared out."""
+    chosen = given or DataLoaderConfiguration()
+    if split_batches and not chosen.split_batches and World.from_env().size > 1:
+        warnings.warn(
+            "`Accelerator(split_batches=True)` has no effect, as in Accelerate since 1.0: the "
+            "batch size of a loader is that of one process. To divide it by the number of "
+            "processes pass `dataloader_config=DataLoaderConfiguration(split_batches=True)`; "
+            "to keep it leave `split_batches` out.",
+            stacklevel=4,
+        )
+    return chosen
+
+
+def chosen_windows(
+    steps: int, plugin: GradientAccumulationPlugin | None
+) -> GradientAccumulationPlugin:
+    """Return how gradients are accumulated."""
+    if plugin is None:
+        if steps == 1:
+            steps = read("GRADIENT_ACCUMULATION_STEPS", whole(1), 1)
+        return GradientAccumulationPlugin(num_steps=steps)
+    if steps != 1:
+        raise ConfigError(
+            "Pass `gradient_accumulation_steps` or `gradient_accumulation_plugin`, not both."
+        )
+    return plugin
+
+
+def chosen_project(
+    given: ProjectConfiguration | None, project_dir: str | Path | None
+) -> ProjectConfiguration:
+    """Return where the project writes."""
+    project = given or ProjectConfiguration()
+    if project_dir is not None and project.project_dir is None:
+        project.set_directories(project_dir)
+    return project
+
+
+def compilation(backend: Any, plugin: TorchDynamoPlugin | None) -> dict[str, Any] | None:
+    """Return the arguments of `torch.compile`; None where nothing is compiled."""
+    if plugin is None:
+        return TorchDynamoPlugin(backend=backend or read("DYNAMO_BACKEND", text, "no")).arguments()
+    if backend is not None:
+        raise ConfigError("Pass `dynamo_backend` or `dynamo_plugin`, not both.")
+    return plugin.arguments()
+
+
+def chosen_strategy(strategy: Any, fsdp_plugin: Any, hook: str, *, cpu: bool) -> Strategy | None:
+    """Return the strategy that the user or the launcher asks for; None where nobody does.
+
+    Args:
+        strategy: What the user said.
+        fsdp_plugin: The same in Accelerate's way.
+        hook: The communication hook of the DDP that there is without a strategy.
+        cpu: Whether the CPU is used.
+    """
+    given: Any = strategy or fsdp_plugin
+    if isinstance(given, FullyShardedDataParallelPlugin):
+        given = given.strategy("cpu" if cpu else None)
+    if given is not None and not isinstance(given, Strategy):
+        raise ConfigError(
+            f"`{'strategy' if strategy else 'fsdp_plugin'}` is a `{type(given).__name__}`, but "
+            "must be a strategy, or a `FullyShardedDataParallelPlugin` of trainkit. For sharding "
+            "pass `strategy=trainkit.strategies.FSDP(...)`."
+        )
+    asked = None if given is not None else sharding()
+    if asked is not None:
+        given = strategies.FSDP(device="cpu" if cpu else None, **asked)
+    chosen: Strategy | None = given
+    if chosen is not None and hook != "no":
+        raise ConfigError(
+            f"`comm_hook={str(hook)!r}` is for the DDP that `Accelerator` makes, but the "
+            f"strategy is `{chosen.name}`. Leave one of the two out."
+        )
+    return chosen
+
+
+def join(settings: InitProcessGroupKwargs, device: torch.device | str | None) -> None:
+    """Join the other processes where the user says how."""
+    method = settings.init_method
+    if method is not None and World.from_env().size > 1:
+        if torch.distributed.is_initialized() and os.environ.get(INIT_METHOD) != method:
+            raise ConfigError(
+                f"`InitProcessGroupKwargs(init_method={method!r})` has no effect: the process "
+                "group exists already. Leave `init_method` out, or make the group only here."
+            )
+        os.environ[INIT_METHOD] = method
+    if settings.timeout is not None:
+        processes = Processes.start(device=None if device is None else torch.device(device))
+        processes.set_timeout(as_timeout(settings.timeout, "InitProcessGroupKwargs.timeout"))
+
+
+def _one_of(name: str, value: Any, known: Collection[str]) -> str:
+    chosen = str(getattr(value, "value", value))  # perhaps a member of an enumeration of texts
+    if chosen not in known:
+        raise ConfigError(f"`{name}` must be one of {', '.join(known)}, but is {chosen!r}.")
+    return chosen
