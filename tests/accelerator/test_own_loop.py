@@ -532,6 +532,22 @@ def test_loggers_speak_once(tmp_path: Path) -> None:
     assert (tmp_path / "log").read_text().splitlines() == ["main", "everyone 0", "everyone 1"]
 
 
+def test_records_name_who_spoke(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    logger = get_logger("trainkit.test")
+
+    def speak() -> None:
+        logger.info("said")
+        logger.log(logging.INFO, "said")
+        logger.info("said", main_process_only=False, in_order=True)
+        logger.info("said", stacklevel=3)  # who called this function
+
+    speak()
+    found = [(record.filename, record.funcName) for record in caplog.records]
+    here = "test_own_loop.py"
+    assert found == [(here, "speak")] * 3 + [(here, "test_records_name_who_spoke")]
+
+
 def _trained(rank: int, compiled: bool) -> list[int]:
     accelerator = Accelerator(cpu=True, dynamo_backend="eager" if compiled else None)
     model, optimizer, schedule, loader = prepared(accelerator)

@@ -214,6 +214,10 @@ DIFFERENT: dict[str, tuple[str, str]] = {
         ),
         ("`prepare_data_loader` cannot be used", "it is a method of `Accelerator`"),
     ),
+    "test_script.rng_sync_check": (
+        "`synchronize_rng_states` cannot be used",
+        "`rng_types` of `Accelerator` says what a pass takes from process 0",
+    ),
     "test_script.training_check(True)": (
         "SeedableRandomSampler is not there",
         "`DataLoaderConfiguration(use_seedable_sampler=True)` makes a sampler such",

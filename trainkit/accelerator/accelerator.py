@@ -37,10 +37,12 @@ from trainkit.accelerator.profiling import ProfileKwargs, profiled
 from trainkit.accelerator.scheduler import PreparedScheduler
 from trainkit.accelerator.settings import (
     AutocastKwargs,
+    DataLoaderConfiguration,
     DistributedDataParallelKwargs,
     DistributedType,
     GradScalerKwargs,
     InitProcessGroupKwargs,
+    ProjectConfiguration,
 )
 from trainkit.accelerator.state import AcceleratorState
 from trainkit.accelerator.state_contents import StateContents
@@ -140,11 +142,9 @@ class Accelerator(Communicator):
         handlers, cpu = Handlers(kwargs_handlers), cpu or uses_cpu()
         precision_name = chosen_precision(mixed_precision)
         generators = chosen_generators(rng_types)
-        self.dataloader_config = chosen_loading(dataloader_config, split_batches)
-        """How loaders are shared out."""
+        loading = chosen_loading(dataloader_config, split_batches)
         windows = chosen_windows(gradient_accumulation_steps, gradient_accumulation_plugin)
-        self.project_configuration = chosen_project(project_config, project_dir)
-        """Where the project writes."""
+        self._project = chosen_project(project_config, project_dir)
         compiled = compilation(dynamo_backend, dynamo_plugin)
         ddp: DistributedDataParallelKwargs = handlers.of(DistributedDataParallelKwargs)
         chosen = chosen_strategy(strategy, fsdp_plugin, ddp.comm_hook, cpu=cpu)
@@ -156,7 +156,7 @@ class Accelerator(Communicator):
         processes = self.processes
         self.loaders = _UNDER_WAY
         self._profile: ProfileKwargs = handlers.of(ProfileKwargs)
-        self._trackers = Trackers(log_with, self.project_configuration, processes)
+        self._trackers = Trackers(log_with, self._project, processes)
         scaler: GradScalerKwargs = handlers.of(GradScalerKwargs)
         precision = precision_of(precision_name, scaler, self.device)
         if chosen is None:
@@ -165,14 +165,14 @@ class Accelerator(Communicator):
         chosen.setup()
         self._strategy = chosen
         self._registry = registry = Registry()
-        self._accumulation = Accumulation(windows)
+        self._accumulation = Accumulation(windows, self.loaders)
         self._gradients = Gradients(
             self._accumulation, precision, chosen, models=registry.models, scaled=scaler.enabled
         )
         sharing = Sharing(
             processes=processes,
             device=self.device if device_placement else torch.device("cpu"),
-            configuration=self.dataloader_config,
+            configuration=loading,
             rng_types=generators,
             active=self.loaders,
             accumulation=self._accumulation,
@@ -192,7 +192,7 @@ class Accelerator(Communicator):
         contents = StateContents(
             registry, chosen, self._gradients, self._accumulation, processes, self.device
         )
-        self._states = StateSaver(contents, StateDirectory(self.project_configuration, processes))
+        self._states = StateSaver(contents, StateDirectory(self._project, processes))
         self._has_trigger = False
         self.state = AcceleratorState.of(
             self,
@@ -228,25 +228,29 @@ class Accelerator(Communicator):
     """How the job shares its work."""
     mixed_precision: str = _part("state.mixed_precision")
     """ "no", "fp16" or "bf16"."""
-    project_dir: Any = _part("project_configuration.project_dir")
+    project_configuration: ProjectConfiguration = _part("_project")
+    """Where the project writes."""
+    project_dir: Any = _part("_project.project_dir")
     """Folder of checkpoints and logs."""
-    logging_dir: Any = _part("project_configuration.logging_dir")
+    logging_dir: Any = _part("_project.logging_dir")
     """Folder of logs."""
-    save_iteration: int = _part("project_configuration.iteration")
+    save_iteration: int = _part("_project.iteration")
     """Number of the next state that is named by itself."""
     trackers: list[GeneralTracker] = _part("_trackers.at_work")
     """The trackers that are at work."""
-    split_batches: bool = _part("dataloader_config.split_batches")
+    dataloader_config: DataLoaderConfiguration = _part("_preparer.sharing.configuration")
+    """How loaders are shared out."""
+    split_batches: bool = _part("_preparer.sharing.configuration.split_batches")
     """Whether a batch size is that of all processes together."""
-    even_batches: bool = _part("dataloader_config.even_batches")
+    even_batches: bool = _part("_preparer.sharing.configuration.even_batches")
     """Whether the last batches are filled up, so that all processes have as many."""
-    dispatch_batches: bool | None = _part("dataloader_config.dispatch_batches")
+    dispatch_batches: bool | None = _part("_preparer.sharing.configuration.dispatch_batches")
     """Whether process 0 reads for all."""
-    non_blocking: bool = _part("dataloader_config.non_blocking")
+    non_blocking: bool = _part("_preparer.sharing.configuration.non_blocking")
     """Whether batches move to the device without waiting."""
-    use_seedable_sampler: bool = _part("dataloader_config.use_seedable_sampler")
+    use_seedable_sampler: bool = _part("_preparer.sharing.configuration.use_seedable_sampler")
     """Whether the order follows the epoch's number."""
-    use_stateful_dataloader: bool = _part("dataloader_config.use_stateful_dataloader")
+    use_stateful_dataloader: bool = _part("_preparer.sharing.configuration.use_stateful_dataloader")
     """Whether loaders have a state."""
 
     @property
@@ -436,6 +440,7 @@ class Accelerator(Communicator):
         """Let go of all that was prepared; returns None for each object, to be assigned to it."""
         from trainkit.basics.memory import release_memory
 
+        self.loaders.forget_loaders(self._registry.loaders)
         self._registry.clear()
         self._gradients.optimizers.clear()
         self._gradients.forget()

@@ -1,57 +1,31 @@
 """When gradients are synchronised in a loop of the user's own, and by what a loss is divided."""
 
-import os
-from collections import OrderedDict
-from dataclasses import asdict, dataclass, replace
-from typing import Any, ClassVar
+from dataclasses import asdict, replace
+from typing import Any
 
 from typing_extensions import override
 
 from trainkit.accelerator.settings import GradientAccumulationPlugin
+from trainkit.distributed.active_batches import ActiveLoaders
 
-__all__ = ["Accumulation", "LoaderPosition"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LoaderPosition:
-    """Where a loader under way is.
-
-    Attributes:
-        left: Batches after the present one; None where that is not known.
-        is_last: Whether the present batch is the last one.
-        remainder: Real samples of the present batch over all processes where it was filled up,
-            else -1.
-        is_unpaired: Whether other processes have no batch beside the present one.
-        loader: The loader.
-        owner: The windows of the `Accelerator` that prepared it.
-    """
-
-    left: int | None = None
-    is_last: bool = False
-    remainder: int = -1
-    is_unpaired: bool = False
-    loader: Any = None
-    owner: "Accumulation | None" = None
-
-
-_NOWHERE = LoaderPosition()
+__all__ = ["Accumulation"]
 
 
 class Accumulation:
-    """The windows of a loop of the user's own; prepared loaders tell it where they are.
+    """The windows of a loop of the user's own.
 
     The last window of a pass may be smaller. A loss is divided by the size of its own window, so
     the last update counts its samples as every other one does (rule 7). Where the length of
     a loader is not known, its last window turns out to be smaller only when it ends; then
     `correction` is what the gradients are still to be multiplied by.
+
+    Args:
+        active: Tells where the loaders under way are.
     """
 
-    # Of every `Accelerator`: a loop may run over a loader that a function of its own prepared.
-    _positions: ClassVar[OrderedDict[int, LoaderPosition]] = OrderedDict()
-    os.register_at_fork(after_in_child=_positions.clear)  # a child goes on with no loop
-
-    def __init__(self, plugin: GradientAccumulationPlugin) -> None:
+    def __init__(self, plugin: GradientAccumulationPlugin, active: ActiveLoaders) -> None:
         self.plugin = plugin
+        self._active = active
         self.sync_gradients = True
         """Whether the present micro-batch is the last of its window."""
         self.correction = 1.0
@@ -94,40 +68,35 @@ class Accumulation:
     @property
     def end_of_dataloader(self) -> bool:
         """Whether the loader that yielded last, of those under way, has yielded its last batch."""
-        return self._current().is_last
+        batch = self._active.current()
+        return batch is not None and batch.left == 0
 
     @property
     def remainder(self) -> int:
         """Real samples of that loader's last batch if it was filled up, else -1."""
-        return self._current().remainder
+        batch = self._active.current()
+        if batch is None or sum(batch.counts) == max(batch.counts) * len(batch.counts):
+            return -1
+        return sum(batch.counts)
 
     @property
     def in_dataloader(self) -> bool:
         """Whether a prepared loader is under way."""
-        return bool(self._positions)
+        return self._active.latest()[0] is not None
 
     @property
     def is_unpaired(self) -> bool:
         """Whether other processes have no batch beside the present one."""
-        return self._current().is_unpaired
+        loader, batch = self._active.latest()
+        return batch is not None and 0 in batch.counts and bool(loader.may_lack_batches)
 
     @property
     def active_dataloader(self) -> Any:
         """The prepared loader that yielded last, of those under way; None where there is none."""
-        return self._current().loader
+        return self._active.latest()[0]
 
-    def began(self, key: Any, loader: Any) -> None:
-        """Note that a pass over a loader begins, which `key` stands for while it is under way."""
-        self._positions[id(key)] = LoaderPosition(loader=loader, owner=self)
-
-    def yielded(self, key: Any, position: LoaderPosition) -> None:
-        """Note that a pass hands out a batch."""
-        self._positions[id(key)] = position
-        self._positions.move_to_end(id(key))
-
-    def ended(self, key: Any) -> None:
-        """Note that a pass is over, or was left."""
-        self._positions.pop(id(key), None)
+    def pass_ended(self) -> None:
+        """Note that a pass over a loader is over, or was left."""
         if self._in_window == 0:  # the last one may have been shorter
             self.divisor = self.num_steps
 
@@ -135,9 +104,9 @@ class Accumulation:
         """Begin the next micro-batch; return whether it is the last of its window."""
         if self._in_window == 0:
             self.divisor = self.num_steps - self.count % self.num_steps
-            left = self._current().left
-            if left is not None and self.sync_with_dataloader:
-                self.divisor = min(self.divisor, left + 1)
+            batch = self._active.current()
+            if batch is not None and batch.left is not None and self.sync_with_dataloader:
+                self.divisor = min(self.divisor, batch.left + 1)
             self.correction = 1.0
             self.window += 1
         self._in_window += 1
@@ -168,10 +137,7 @@ class Accumulation:
         self.divisor = state["divisor"]
 
     def reset(self) -> None:
-        """Forget the loaders of this `Accelerator`, and begin a new window."""
-        for key, position in [*self._positions.items()]:
-            if position.owner is self:
-                del self._positions[key]
+        """Begin a new window."""
         self.count = self._in_window = 0
         self.sync_gradients, self.correction = True, 1.0
 
@@ -183,7 +149,3 @@ class Accumulation:
             f"Extra samples added: {self.remainder}\n"
             f"Gradient accumulation plugin: {self.plugin_kwargs}\n"
         )
-
-    def _current(self) -> LoaderPosition:
-        key = next(reversed(self._positions), None)
-        return _NOWHERE if key is None else self._positions[key]

@@ -30,13 +30,14 @@ _FAILED = "failed"  # what process 0 sends where its data raised
 
 def for_process_0(sharing: Sharing) -> Sharing:
     """Return how process 0 reads all the data, as if it were alone."""
+    active = ActiveLoaders()
     return replace(
         sharing,
         processes=only_this_process(sharing.processes),
         device=torch.device("cpu"),
         configuration=replace(sharing.configuration, split_batches=False),
-        active=ActiveLoaders(),
-        accumulation=Accumulation(GradientAccumulationPlugin()),
+        active=active,
+        accumulation=Accumulation(GradientAccumulationPlugin(), active),
     )
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from typing_extensions import override
 
-from trainkit.accelerator.accumulation import Accumulation, LoaderPosition
+from trainkit.accelerator.accumulation import Accumulation
 from trainkit.accelerator.settings import DataLoaderConfiguration
 from trainkit.data import MicroBatch, PreparedLoader
 from trainkit.data.order_facts import changed_facts, order_facts
@@ -34,8 +34,8 @@ class Sharing:
         configuration: The rules.
         rng_types: Which generators are those of process 0 when a pass begins: "generator" (the
             sampler's own), "torch", the type of a device.
-        active: Told which samples of a batch are real.
-        accumulation: Told where a pass is.
+        active: Told where a pass is, and which samples of a batch are real.
+        accumulation: Told where a pass ends.
     """
 
     processes: "Processes"
@@ -58,6 +58,7 @@ class SharedLoader(ABC):
     """
 
     fills_up = False  # whether `even_batches` says anything
+    may_lack_batches = False  # whether a process may have none where others have one
 
     def __init__(self, inner: "PreparedLoader | SharedLoader", sharing: Sharing) -> None:
         self.source: Any = inner.source
@@ -109,40 +110,27 @@ class SharedLoader(ABC):
             return  # nothing is left of the pass that the state was saved in
         if skip is None:
             skip = resumption["batches"] if resumption is not None and self.is_stateful else 0
-        active, accumulation = self._sharing.active, self._sharing.accumulation
+        active = self._sharing.active
         self._position = skip
         self._pass = this = object()
         active.began(this, self, since)
-        accumulation.began(this, self)
         batches = self._batches(skip, resumption)
         try:
             for batch in batches:
                 self._position += 1
                 self._has_ended = batch.last
                 left = None if self._length is None else self._length - self._position
-                is_full = batch.total == max(batch.counts) * len(batch.counts)
                 own = batch.count if self._rows_vary else None
-                active.yielded(this, batch.counts, batch.size, self.full_size, own)
-                position = LoaderPosition(
-                    left=0 if batch.last else left,
-                    is_last=batch.last,
-                    remainder=-1 if is_full else batch.total,
-                    is_unpaired=self._is_unpaired(batch.counts),
-                    loader=self,
-                    owner=accumulation,
+                active.yielded(
+                    this, batch.counts, batch.size, self.full_size, own, 0 if batch.last else left
                 )
-                accumulation.yielded(this, position)
                 yield batch.data
             self.epoch += 1
         finally:
             if self._pass is this:
                 self._leave()
             active.ended(this)
-            accumulation.ended(this)
-
-    def _is_unpaired(self, counts: tuple[int, ...]) -> bool:
-        """Return whether a process has no batch beside the one with these real samples."""
-        return False
+            self._sharing.accumulation.pass_ended()
 
     def _leave(self) -> None:
         """Forget the pass under way, which is complete or was left."""

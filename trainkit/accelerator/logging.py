@@ -23,15 +23,16 @@ class ProcessLogger(logging.LoggerAdapter[logging.Logger]):
     @override
     def log(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:
         only_main, in_order = kwargs.pop("main_process_only", True), kwargs.pop("in_order", False)
-        kwargs.setdefault("stacklevel", 2)
+        kwargs.setdefault("stacklevel", 2)  # who called this
         world = World.current()
+        speaks = self.isEnabledFor(level)
         if not in_order:
-            if world.is_main or not only_main:
-                self._speak(level, msg, args, kwargs)
+            if speaks and (world.is_main or not only_main):
+                self.logger.log(level, msg, *args, **kwargs)
             return
         for rank in range(world.size):
-            if rank == world.rank:
-                self._speak(level, msg, args, kwargs)
+            if speaks and rank == world.rank:
+                self.logger.log(level, msg, *args, **kwargs)
             Processes.start().barrier()
 
     @override
@@ -39,12 +40,6 @@ class ProcessLogger(logging.LoggerAdapter[logging.Logger]):
         self, msg: Any, kwargs: MutableMapping[str, Any]
     ) -> tuple[Any, MutableMapping[str, Any]]:
         return msg, kwargs
-
-    def _speak(
-        self, level: int, msg: object, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        if self.isEnabledFor(level):
-            self.logger.log(level, msg, *args, **{**kwargs, "stacklevel": kwargs["stacklevel"] + 2})
 
 
 def get_logger(name: str, log_level: str | None = None) -> ProcessLogger:

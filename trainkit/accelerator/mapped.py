@@ -69,7 +69,6 @@ class MappedShare(SharedLoader):
         ):  # else each would have an order of its own
             seed_of_order = int(torch.empty((), dtype=torch.int64).random_())
             self._sampler.generator = torch.Generator().manual_seed(seed_of_order)
-        self._fills = True  # whether the pass under way fills up its last batches
         self._inside = 0  # batches of a pass before which its sampler is not read to the end
         self._lengths: dict[tuple[int, bool], int] = {}
         # Between passes, such a sampler cannot be told to begin where it was.
@@ -146,7 +145,7 @@ class MappedShare(SharedLoader):
     def _batches(self, skip: int, resumption: State | None) -> Iterator[MicroBatch]:
         self._set_epoch_on_parts()
         self._run_sampler(resumption)
-        self._fills, plan = self.even_batches, self._plan(self._drawn)
+        self.may_lack_batches, plan = not self.even_batches, self._plan(self._drawn)
         own = [index for index in range(plan.length) if index not in plan.lacking]
         self._length = len(own)
         # Accelerate reads one batch ahead, and a short one reads the sampler to its end.
@@ -162,10 +161,6 @@ class MappedShare(SharedLoader):
                 if not self._rows_vary:
                     batch.size = plan.local_size(index)  # with what fills it up
                 yield batch
-
-    @override
-    def _is_unpaired(self, counts: tuple[int, ...]) -> bool:
-        return not self._fills and 0 in counts
 
     @override
     def _leave(self) -> None:

@@ -1,6 +1,6 @@
 """The verbs as functions, for code that has no `Accelerator` at hand."""
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +35,7 @@ def gather_object(object: Any) -> Any:
     return Communicator().gather_object(object)
 
 
-def reduce(tensor: Any, reduction: Reduction | Literal["none"] = "mean", scale: float = 1.0) -> Any:
+def reduce(tensor: Any, reduction: Reduction = "mean", scale: float = 1.0) -> Any:
     """Return the mean or the like of a tensor, or of each in a nesting, over all processes."""
     return Communicator().reduce(tensor, reduction, scale)
 

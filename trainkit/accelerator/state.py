@@ -17,6 +17,7 @@ from trainkit.accelerator.settings import (
 from trainkit.basics.device import collective_backend
 from trainkit.basics.launch_environment import uses_cpu
 from trainkit.distributed import Processes
+from trainkit.distributed.active_batches import ActiveLoaders
 from trainkit.distributed.communicator import Communicator
 from trainkit.distributed.group import Membership
 from trainkit.distributed.world import World
@@ -164,7 +165,9 @@ class GradientState:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Return it; without an `Accelerator`, one with windows of one micro-batch."""
-        return AcceleratorState.gradients or Accumulation(GradientAccumulationPlugin())
+        return AcceleratorState.gradients or Accumulation(
+            GradientAccumulationPlugin(), ActiveLoaders()
+        )
 
     @staticmethod
     def _reset_state() -> None:

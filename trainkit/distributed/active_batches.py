@@ -1,6 +1,6 @@
 """Which batch is under way: what `gather_for_metrics` asks (rule 19)."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,12 +21,14 @@ class BatchInfo:
         full_size: Samples of a full batch of one process; None where that is not known.
         own: Rows that this process has for its real samples, where a collate function may make
             more or fewer of them, so that other processes do not know it (see `agreed_counts`).
+        left: Batches of the pass that come after it; None where that is not known.
     """
 
     counts: tuple[int, ...]
     local_size: int
     full_size: int | None = None
     own: int | None = None
+    left: int | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -86,13 +88,14 @@ class ActiveLoaders:
         local_size: int,
         full_size: int | None = None,
         own: int | None = None,
+        left: int | None = None,
     ) -> None:
         """Note that a pass hands out a batch; see `BatchInfo`."""
         found = self._find(key)
         if found is None:
             return  # it has read to its end before its batches are used
         self._changes += 1
-        found.batch = BatchInfo(counts, local_size, full_size, own)
+        found.batch = BatchInfo(counts, local_size, full_size, own, left)
         found.earlier, found.latest = found.latest, self._changes
 
     def ended(self, key: Any) -> None:
@@ -106,6 +109,10 @@ class ActiveLoaders:
         """Forget all passes."""
         self._passes.clear()
         self._interrupted = None
+
+    def forget_loaders(self, loaders: Sequence[Any]) -> None:
+        """Forget the passes over some loaders."""
+        self._passes = [one for one in self._passes if all(one.loader is not x for x in loaders)]
 
     @contextmanager
     def apart(self) -> Iterator[None]:
@@ -130,7 +137,7 @@ class ActiveLoaders:
             ConfigError: `loader` has no batch under way.
         """
         if loader is None:
-            return self._latest().batch if self._with_batch() else None
+            return self.latest()[1]
         meant = [one for one in self._with_batch() if one.is_over(loader)]
         if not meant:
             raise ConfigError(
@@ -138,6 +145,11 @@ class ActiveLoaders:
                 "the loader whose batch is meant, while it is iterated."
             )
         return max(meant, key=_number).batch
+
+    def latest(self) -> tuple[Any, BatchInfo | None]:
+        """Return the loader that yielded last, of those under way, and the batch; or None twice."""
+        found = self._latest() if self._with_batch() else None
+        return (None, None) if found is None else (found.loader, found.batch)
 
     def doubts(self) -> tuple[str, str]:
         """Return why the batch yielded last may not be meant, and what to say if a value misfits.

@@ -4,7 +4,7 @@ import functools
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Literal, ParamSpec, TypeVar, get_args
+from typing import Any, ParamSpec, TypeVar, get_args
 
 import torch
 
@@ -187,30 +187,29 @@ class Communicator:
         lists = self.processes.all_gather_objects(object, allow_pickle=True)
         return object if len(lists) == 1 else [item for items in lists for item in items]
 
-    def reduce(
-        self, tensor: Any, reduction: Reduction | Literal["none"] = "sum", scale: float = 1.0
-    ) -> Any:
+    def reduce(self, tensor: Any, reduction: Reduction = "sum", scale: float = 1.0) -> Any:
         """Return the sum or the like of a tensor, or of each in a nesting, over all processes.
 
         Args:
             tensor: Equal in structure, shapes and dtypes on all processes; it is not changed.
-            reduction: "sum", "mean", "max", "min", "prod", element by element; "none" returns
-                this process's own values.
+            reduction: "sum", "mean", "max", "min", "prod", element by element. "none" is refused:
+                in Accelerate it is the sum.
             scale: Factor on the result.
 
         Raises:
             DataError: On all processes, if structures, shapes or dtypes differ.
         """
-        if reduction not in (*get_args(Reduction), "none"):
+        if reduction not in get_args(Reduction):
             known = ", ".join(get_args(Reduction))
-            raise ConfigError(f"`reduction` must be one of {known}, none, but is {reduction!r}.")
+            raise ConfigError(
+                f"`reduction` must be one of {known}, but is {reduction!r}. (For other words than "
+                '"mean" and "max" Accelerate returns the sum, also for "none".)'
+            )
         collective_guard.check("reduce")
-        if reduction != "none":
-            self._check_alike(tensor, "reduce")
+        self._check_alike(tensor, "reduce")
 
         def reduced(leaf: torch.Tensor) -> torch.Tensor:
-            own = leaf.detach().clone()
-            total = own if reduction == "none" else self.processes.all_reduce(own, reduction)
+            total = self.processes.all_reduce(leaf.detach().clone(), reduction)
             return total if scale == 1.0 else total * scale
 
         return map_tensors(reduced, tensor, "tensor")
