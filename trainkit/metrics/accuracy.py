@@ -47,10 +47,6 @@ class Accuracy(LocalMetric):
         self.multilabel = multilabel
 
     @override
-    def _zero(self) -> tuple[int, int]:
-        return 0, 0
-
-    @override
     def _add(self, predictions: Any, references: Any, weights: Tensor | None) -> None:
         read = class_labels if self.multilabel is None else label_marks
         predicted = read(self.name, "predictions", predictions)

@@ -78,7 +78,10 @@ class ClassScore(LocalMetric):
         self.pos_label = pos_label
         self.zero_division = zero_division
         _check_options(self)
-        self.keys = self._known_keys()
+        if average is not None:
+            self.keys = (self.name,)
+        elif labels is not None:
+            self.keys = tuple(f"{self.name}/{label}" for label in self.labels or ())
 
     @override
     def _zero(self) -> dict[int, list[float]]:
@@ -161,9 +164,10 @@ class ClassScore(LocalMetric):
             return sorted(self._sums) if self.labels is None else self.labels
         seen = sorted(self._sums)
         if len(seen) > 2:
+            more = f" and {len(seen) - SHOWN_LABELS} more" if len(seen) > SHOWN_LABELS else ""
             raise DataError(
                 f'The metric `{self.name}` with `average="binary"` needs two classes, but saw '
-                f"{_shown(seen)}. Average over classes: "
+                f"{seen[:SHOWN_LABELS]}{more}. Average over classes: "
                 f'`metrics.load("{self.name}", average="macro")`, or "micro", or "weighted"; with '
                 "None each class has its value."
             )
@@ -187,13 +191,6 @@ class ClassScore(LocalMetric):
             stacklevel=2,
         )
         return 0.0
-
-    def _known_keys(self) -> tuple[str, ...] | None:
-        if self.average is not None:
-            return (self.name,)
-        if self.labels is None:
-            return None
-        return tuple(f"{self.name}/{label}" for label in self.labels)
 
     @abstractmethod
     def _ratio(self, right: float, predicted: float, true: float) -> tuple[float, float]:
@@ -231,13 +228,6 @@ class F1(ClassScore):
     @override
     def _ratio(self, right: float, predicted: float, true: float) -> tuple[float, float]:
         return 2 * right, predicted + true
-
-
-def _shown(labels: list[int]) -> str:
-    """Return the first labels, and how many there are where that is not all."""
-    if len(labels) <= SHOWN_LABELS:
-        return str(labels)
-    return f"{labels[:SHOWN_LABELS]} and {len(labels) - SHOWN_LABELS} more"
 
 
 def _mean(scores: list[float], weights: Sequence[float]) -> float:

@@ -72,7 +72,10 @@ class EvaluateMetric(CollectingMetric):
     def _ask(self, predictions: Any, references: Any, options: dict[str, Any]) -> Any:
         inputs = {"predictions": _plain(predictions), "references": _plain(references)}
         if self._parts == [self.module]:
-            inputs = _by_input_name(self.module, **inputs)
+            first, _, has_references = _inputs(self.module)
+            inputs[first] = inputs.pop("predictions")
+            if not has_references:
+                del inputs["references"]
         # Not in cache files, for which all processes of a machine would compete.
         with setting(self._parts, "keep_in_memory", True):
             result = self.module.compute(**inputs, **{**self._options, **options})
@@ -86,11 +89,6 @@ def _inputs(module: Any) -> tuple[str, Any, bool]:
     features = module.features[0] if isinstance(module.features, list) else module.features
     first = next((name for name in features if name != "references"), "predictions")
     return first, features.get(first), "references" in features
-
-
-def _by_input_name(module: Any, predictions: Any, references: Any) -> dict[str, Any]:
-    first, _, has_references = _inputs(module)
-    return {first: predictions, **({"references": references} if has_references else {})}
 
 
 def _uses(module: Any) -> Uses:

@@ -130,7 +130,10 @@ def _uses(name: str, function: Any, second: str | None) -> Uses:
         if second in ("y_prob", "y_proba") or name in _OF_PROBABILITIES:
             return "probabilities"
         return "predictions" if second == "y_pred" else "scores"
-    called = sorted(_called(function) & _OF_SCORES)
+    while isinstance(function, partial):
+        function = function.func
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    called = [] if code is None else sorted({*code.co_names} & _OF_SCORES)
     if called:
         raise ConfigError(
             f"The metric function `{name}` calls `{called[0]}`, which wants scores, but functions "
@@ -139,11 +142,3 @@ def _uses(name: str, function: Any, second: str | None) -> Uses:
             "get classes; functions of sklearn can be passed as they are."
         )
     return "predictions"
-
-
-def _called(function: Any) -> set[str]:
-    """Return the names that the code of a Python function looks up."""
-    while isinstance(function, partial):
-        function = function.func
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    return set() if code is None else set(code.co_names)

@@ -104,9 +104,13 @@ class LocalMetric(Metric):
                 metric.update(predictions, references, sample_weight)
             else:
                 metric._sums, metric._samples = self._sums, self._samples
-            result = {key: _as_evaluate_does(value) for key, value in metric._result().items()}
+            result: dict[str, Any] = {**metric._result()}
+            for key in [key for key, value in result.items() if isinstance(value, list)]:
+                import numpy  # single numbers need none of it
+
+                result[key] = numpy.array(result[key])
         else:
-            result = self._flat(self._result())
+            result = {**self._flat(self._result())}
         if self._is_batched and not has_data:
             self.reset()
         return result
@@ -126,9 +130,9 @@ class LocalMetric(Metric):
     def _flat(self, values: Values) -> dict[str, float]:
         return flatten(self.name, values)
 
-    @abstractmethod
     def _zero(self) -> Any:
-        """Return the sums over nothing."""
+        """Return the sums over nothing: of values and of their weights, unless overridden."""
+        return 0, 0  # no floats: whole sums of a device stay whole
 
     @abstractmethod
     def _add(self, predictions: Any, references: Any, weights: Tensor | None) -> None:
@@ -137,11 +141,3 @@ class LocalMetric(Metric):
     @abstractmethod
     def _values(self) -> Values:
         """Return the values over at least one sample."""
-
-
-def _as_evaluate_does(value: float | list[float]) -> Any:
-    if not isinstance(value, list):
-        return value
-    import numpy
-
-    return numpy.array(value)

@@ -31,10 +31,6 @@ class Perplexity(LocalMetric):
         super().__init__()
 
     @override
-    def _zero(self) -> tuple[float, float]:
-        return 0.0, 0.0
-
-    @override
     def _add(self, predictions: Any, references: Any, weights: Tensor | None) -> None:
         if weights is not None:
             raise ConfigError(

@@ -5,13 +5,15 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias
 
+import torch
 from torch import Tensor
 from typing_extensions import override
 
 from trainkit.basics.config import checked
 from trainkit.errors import ConfigError, DataError
 from trainkit.metrics.local_metric import LocalMetric, Values
-from trainkit.metrics.samples import real_columns, refuse_filled
+from trainkit.metrics.samples import real_columns
+from trainkit.types import IGNORED
 
 __all__ = ["MAE", "MSE", "MeanError"]
 
@@ -45,23 +47,24 @@ class MeanError(LocalMetric):
         self.keys = None if multioutput == "raw_values" else (self.name,)
 
     @override
-    def _zero(self) -> tuple[Any, Any]:
-        return None, 0
-
-    @override
     def _add(self, predictions: Any, references: Any, weights: Tensor | None) -> None:
         predicted = real_columns(self.name, "predictions", predictions)
         expected = real_columns(self.name, "references", references).to(predicted.device)
         sums, total = self._sums
-        known = predicted if sums is None else sums
+        known = sums if self._samples else predicted
         if not predicted.shape[-1] == expected.shape[-1] == known.shape[-1]:
             raise DataError(
                 f"The metric `{self.name}` got {predicted.shape[-1]} outputs per sample in "
                 f"`predictions` and {expected.shape[-1]} in `references`, but needs as many in "
                 "both, and the same in every batch."
             )
-        if expected.shape[-1] > 1:
-            refuse_filled(self.name, references)
+        is_whole = not torch.as_tensor(references).is_floating_point()
+        if is_whole and expected.shape[-1] > 1 and bool((expected == IGNORED).any()):
+            raise DataError(
+                f"The metric `{self.name}` found {IGNORED} in `references` of whole numbers, which "
+                "is what rows of different width are filled up with. Return rows of one width, or "
+                "floats if it is a value."
+            )
         errors = self._errors(predicted - expected)
         if weights is None:
             total = total + len(errors)
@@ -69,7 +72,7 @@ class MeanError(LocalMetric):
             weights = weights.to(errors.device)
             errors, total = errors * weights[:, None], total + weights.sum()
         errors = errors.sum(dim=0)
-        self._sums = errors if sums is None else sums.to(errors.device) + errors, total
+        self._sums = sums.to(errors.device) + errors if self._samples else errors, total
 
     @override
     def _values(self) -> Values:
@@ -78,20 +81,16 @@ class MeanError(LocalMetric):
         errors = [self._final(error / total if total else math.nan) for error in sums.tolist()]
         if self.multioutput == "raw_values":
             return {self.name: errors}
-        weights = self._output_weights(len(errors))
-        weighted = math.fsum(e * w for e, w in zip(errors, weights, strict=True))
-        return {self.name: weighted / math.fsum(weights)}
-
-    def _output_weights(self, outputs: int) -> list[float]:
-        if isinstance(self.multioutput, str):
-            return [1.0] * outputs
-        weights = [float(weight) for weight in self.multioutput]
-        if len(weights) != outputs or math.fsum(weights) == 0:
+        weights = [1.0] * len(errors)
+        if not isinstance(self.multioutput, str):
+            weights = [float(weight) for weight in self.multioutput]
+        if len(weights) != len(errors) or math.fsum(weights) == 0:
             raise DataError(
                 f"`multioutput` of `{self.name}` is {weights}, but must have one weight for each "
-                f"of the {outputs} outputs, and a sum other than 0."
+                f"of the {len(errors)} outputs, and a sum other than 0."
             )
-        return weights
+        weighted = math.fsum(e * w for e, w in zip(errors, weights, strict=True))
+        return {self.name: weighted / math.fsum(weights)}
 
     @abstractmethod
     def _errors(self, differences: Tensor) -> Tensor:

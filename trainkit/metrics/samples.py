@@ -20,7 +20,6 @@ __all__ = [
     "matching_length",
     "real_columns",
     "real_numbers",
-    "refuse_filled",
 ]
 
 
@@ -140,21 +139,6 @@ def real_columns(metric: str, argument: str, values: Any) -> Tensor:
     if wide_dtype(numbers.device.type) != torch.float64:
         numbers = numbers.cpu()
     return (numbers[:, None] if numbers.ndim == 1 else numbers).double()
-
-
-def refuse_filled(metric: str, values: Any) -> None:
-    """Refuse whole numbers in several columns that look as if they were filled up.
-
-    Raises:
-        DataError: There is a -100 among them.
-    """
-    numbers = _tensor(metric, "references", values)
-    if not numbers.is_floating_point() and bool((numbers == IGNORED).any()):
-        raise DataError(
-            f"The metric `{metric}` found {IGNORED} in `references` of whole numbers, which is "
-            "what rows of different width are filled up with. Return rows of one width, or floats "
-            "if it is a value."
-        )
 
 
 def _tensor(metric: str, argument: str, values: Any) -> Tensor:
