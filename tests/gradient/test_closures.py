@@ -94,6 +94,34 @@ def equal(a: nn.Module, b: nn.Module) -> bool:
     return all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
+class Nesterov(Optimizer):
+    """Looks ahead first: its closure is required, and is for weights that have moved already."""
+
+    def __init__(self, params: Any, clears: bool = False) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.clears = clears
+
+    @torch.no_grad()
+    def step(self, closure: Any) -> None:  # type: ignore[override]
+        parameters = self.param_groups[0]["params"]
+        before = [p.clone() for p in parameters]
+        for p in parameters:
+            p.data.sub_(self.state[p].get("velocity", torch.ones_like(p)), alpha=0.05)
+        if self.clears:
+            self.zero_grad()
+        with torch.enable_grad():
+            closure()
+        for p, old in zip(parameters, before, strict=True):
+            self.state[p]["velocity"] = p.grad.clone()
+            p.copy_(old - 0.1 * p.grad)
+
+
+@pytest.mark.parametrize("clears", [False, True])
+def test_a_required_closure_is_for_the_weights_that_it_is_called_at(clears: bool) -> None:
+    make = partial(Nesterov, clears=clears)
+    assert equal(trained(make, plain_model()), by_hand(plain_model(), make))
+
+
 @pytest.mark.parametrize("make", [LBFGS, SAM], ids=["LBFGS", "SAM"])
 @pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.1}], ids=["", "clipped"])
 def test_a_step_with_a_closure_is_that_of_a_loop_by_hand(make: Any, options: Any) -> None:

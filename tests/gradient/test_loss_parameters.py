@@ -278,3 +278,51 @@ def test_what_an_optimizer_of_the_users_own_holds_is_no_stray() -> None:
     trainer = WithOwnOptimizer(max_epochs=1, callbacks=[])
     result = trainer.fit(Embedding(), DataLoader(make_data(), 4), optimizer=adamw)
     assert result.step == SAMPLES // 4
+
+
+class Growing(Embedding):
+    """Thaws a block in the second epoch, or makes a layer there."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.windows = kind, 0
+        self.late: nn.Module | None = None
+        self.blocks[0].requires_grad_(kind == "makes")
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.windows += self.training
+        if self.windows > 4:
+            self.blocks[0].requires_grad_(True)
+            if self.kind == "makes" and self.late is None:
+                self.late = nn.Linear(WIDTH, WIDTH).double()
+        outputs = super().forward(inputs)
+        return outputs if self.late is None else outputs + self.late(inputs)
+
+
+@pytest.mark.parametrize("kind", ["thaws", "makes"])
+@pytest.mark.parametrize("ends", [{"max_epochs": 3}, {"max_steps": 6}], ids=["epochs", "steps"])
+def test_what_begins_to_train_and_no_optimizer_holds_is_named_once(
+    kind: str, ends: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fit(optimizer: Any, model: Growing) -> str:
+        loader = DataLoader(make_data(), batch_size=7)
+        trainer = Trainer(callbacks=[], **ends)
+        trainer.fit(model, loader, optimizer=optimizer, loss_fn=nn.CrossEntropyLoss())
+        return "".join(capsys.readouterr())
+
+    said = fit(adamw, Growing(kind))
+    layer = "blocks.0" if kind == "thaws" else "late"
+    assert said.count("but stay as they are") == 1
+    assert f"`{layer}.bias`, `{layer}.weight`. They were frozen or missing" in said
+    model = Growing("thaws")
+    assert "stay as they are" not in fit(adamw(model.parameters()), model)  # holds the frozen block
+
+
+def test_what_was_left_out_of_the_optimizer_from_the_start_is_not_named(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model, loader = Embedding(), DataLoader(make_data(), batch_size=7)
+    trainer = Trainer(max_epochs=2, callbacks=[])
+    optimizer = adamw(model.blocks[1].parameters())
+    trainer.fit(model, loader, optimizer=optimizer, loss_fn=nn.CrossEntropyLoss())
+    assert "stay as they are" not in "".join(capsys.readouterr())

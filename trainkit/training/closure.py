@@ -57,8 +57,8 @@ class Closure:
     alike. Nothing is put back in between: dropout draws anew, and statistics of the batch count
     again, as in a loop by hand. Hooks and `run.log` see the first time alone.
 
-    Where `step` requires a closure, as that of LBFGS does, its first call finds what the loop has
-    just computed. One that may be left out, as that of SAM, is for gradients at other weights.
+    LBFGS calls it before it moves the weights, so its first call finds what the loop has just
+    computed. Others may have moved the weights or cleared the gradients by then: they compute.
 
     Args:
         run: With one optimizer, and without a loss scale.
@@ -68,7 +68,8 @@ class Closure:
         self._run = run
         self._batches: list[MicroBatch] = []
         self._window = Window(iter(()))
-        self._begins = _is_required(run.optimizer)
+        step = inspect.unwrap(type(run.optimizer).step)
+        self._begins = step is inspect.unwrap(torch.optim.LBFGS.step)
         self._is_computed = False
 
     def train_step(self, run: Run, callbacks: CallbackList, window: Window) -> None:

@@ -38,6 +38,7 @@ def begin(run: Run, callbacks: CallbackList) -> None:
             "`restore_best=True` leaves the best weights in the model, but nothing says which "
             'those are. Add the callback `Checkpoint(keep_best=("eval/loss", "min"))`.'
         )
+    run.left_out = {*_untrained(run)}
     if run.train_loader.stream is not None:
         run.train_loader.stream.check_evaluations(run.evaluation.loaders.values())
     if run.processes.num_processes > 1:
@@ -75,6 +76,7 @@ def first_window(run: Run) -> tuple[Generator[Window, None, None], Window | None
     windows = run.windows()
     window = next(windows, None)
     follow_plan(run)
+    _say_untrained(run)
     if window is not None and run.state.attempts == 0:
         from trainkit.training.setup.epoch_order import check_order  # only a fit needs these
         from trainkit.training.setup.loss_check import check_loss
@@ -97,9 +99,7 @@ def check_reached(run: Run, weighting: Weighting) -> None:
         if isinstance(leaf, nn.Parameter) and leaf.grad is not None and id(leaf) not in known
     ]
     if strays:
-        optimizers = [each for each in gc.get_objects() if issubclass(type(each), Optimizer)]
-        groups = [group for each in optimizers for group in each.param_groups]
-        held = {id(parameter) for group in groups for parameter in group["params"]}
+        held = _held_by_anybody()
         strays = [parameter for parameter in strays if id(parameter) not in held]
     if not strays:
         return
@@ -118,6 +118,36 @@ def check_reached(run: Run, weighting: Weighting) -> None:
         "them. Make them in the constructor of the model; let a loss that learns be a part of the "
         "model (`self.loss_fn = ...` in its constructor, then `fit(..., loss_fn=model.loss_fn)`). "
         "What is not to learn, such as a teacher: `requires_grad_(False)`."
+    )
+
+
+def _held_by_anybody() -> set[int]:
+    """Return the `id` of each parameter of any optimizer of the program."""
+    optimizers = [each for each in gc.get_objects() if issubclass(type(each), Optimizer)]
+    groups = [group for each in optimizers for group in each.param_groups]
+    return {id(parameter) for group in groups for parameter in group["params"]}
+
+
+def _untrained(run: Run) -> list[str]:
+    """Return the names of the trainable parameters of the model that the run's optimizer lacks."""
+    held = {id(parameter) for parameter in run.parameters}
+    return [n for n, p in run.module.named_parameters() if p.requires_grad and id(p) not in held]
+
+
+def _say_untrained(run: Run) -> None:
+    """Say once which parameters began to train after `fit` had, though nothing updates them."""
+    if run.state.attempts == 0 or not (names := {*_untrained(run)} - run.left_out):
+        return
+    parameters, held = dict(run.module.named_parameters()), _held_by_anybody()
+    lost = [n for n in names if parameters[n].grad is not None and id(parameters[n]) not in held]
+    if not lost:
+        return
+    run.left_out |= names
+    run.print(
+        f"trainkit: {len(lost)} parameters have gradients, but stay as they are: "
+        f"{quoted(sorted(lost))}. They were frozen or missing when `fit` began, and no optimizer "
+        "holds them. Thaw by `FreezeUntil` what an `optimizer=` of all of them is to train, or "
+        'give them to it: `run.optimizer.add_param_group({"params": [...]})`.'
     )
 
 
@@ -189,6 +219,7 @@ def finish(run: Run, callbacks: CallbackList) -> None:
         _evaluate(run, callbacks)
         run.checkpoints.last_attempt = -1  # else each start of a finished run would evaluate anew
     run.strategy.share_buffers(run.module)
+    _say_untrained(run)
     if not run.weighting.is_finite():
         run.print(
             "trainkit: the loss of the last step is not finite. `callbacks=[NaNGuard()]` ends a "
@@ -216,6 +247,7 @@ def _evaluate(run: Run, callbacks: CallbackList) -> None:
         phase, run.phase = run.phase, "evaluate"
         run.strategy.share_buffers(run.module)
         callbacks.emit(Callback.on_evaluation_start, run)
+        _say_untrained(run)
         evaluation = run.evaluation
         _check_replicas(run)
 

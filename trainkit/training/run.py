@@ -175,8 +175,7 @@ class Run(RunServices):
     outputs: dict[Path, str] = field(default_factory=dict)
     """Which logger writes which file or folder, on the main process."""
     locks: list[RunLock] = field(default_factory=list)
-    """What keeps other programs from writing there, on the main process; that of the output
-    directory is the first."""
+    """What keeps other programs away, on the main process; that of the output directory first."""
     scratch: Path | None = None
     """Where a dry run writes; the folder is gone when the program ends."""
     state: TrainState = field(default_factory=TrainState)
@@ -201,6 +200,7 @@ class Run(RunServices):
     """Which `fit` of this process it is, from 1 on."""
     closure: Callable[[], Any] | None = None
     """What the optimizer computes loss and gradients of the window by once more; see `closure`."""
+    left_out: set[str] = field(default_factory=set)  # trainable, in no optimizer: nothing to say
     check_order: Callable[[], None] | None = None  # once, before the first window of a resume
     recut: Callable[[Generator[Window, None, None]], Generator[Window, None, None]] | None = None
     """Cuts the windows of an epoch into other micro-batches of the same samples; None: as read."""
