@@ -6,7 +6,6 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
-from trainkit.basics.console import print_table, print_text
 from trainkit.basics.formatting import readable_size
 from trainkit.basics.lock import RunLock
 from trainkit.checkpoint.checkpoint import check_sizes, verify
@@ -16,6 +15,7 @@ from trainkit.checkpoint.retention import Best, KeepPolicy, best_of, removable, 
 from trainkit.checkpoint.store import CheckpointStore
 from trainkit.cli.contents import Contents, leaves, read_contents
 from trainkit.errors import CheckpointError, ConfigError
+from trainkit.inspect.terminal import print_table, print_text
 
 __all__ = ["add_to"]
 

@@ -8,10 +8,10 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
-from trainkit.basics.console import visibly
 from trainkit.basics.run_files import LeftOut
 from trainkit.cli.parser import CommandParser
 from trainkit.errors import TrainkitError
+from trainkit.inspect.terminal import visibly
 from trainkit.version import __version__
 
 __all__ = ["main"]

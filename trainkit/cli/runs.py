@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainkit.basics.console import print_table
 from trainkit.basics.formatting import duration, json_value
 from trainkit.basics.hparams import flat
 from trainkit.basics.parsing import nearest
@@ -18,6 +17,7 @@ from trainkit.errors import ConfigError, TrainkitError
 from trainkit.inspect.report.listing import CHECKPOINTS, facts, facts_of, find_runs
 from trainkit.inspect.report.records import METRICS, RunLog, mapping
 from trainkit.inspect.report.tables import number
+from trainkit.inspect.terminal import print_table
 
 __all__ = ["add_to"]
 
