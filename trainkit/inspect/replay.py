@@ -8,7 +8,7 @@ from contextlib import closing
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, Self, TypeAlias
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -37,8 +37,6 @@ from trainkit.training.several.optimizers import loss_given
 from trainkit.types import StepResult
 
 __all__ = ["Replay", "Replayed"]
-
-Records: TypeAlias = dict[int, Record]
 
 
 class Replay(Callback):
@@ -74,7 +72,7 @@ class Replay(Callback):
         self._step, self._process, self._until = step, process, until_nonfinite
         self._leaves = leaves
         self._target = 0  # the window that is opened; 0 where it is not known
-        self._records: Records = {}  # of the windows to come, on process 0
+        self._records: dict[int, Record] = {}  # of the windows to come, on process 0
         self._losses: list[tuple[int, int, Tensor]] = []  # after window and step numbers
         self._usual: set[tuple[str, str]] = set()  # not finite where all is well
         self._is_cut = False
@@ -134,12 +132,7 @@ class Replay(Callback):
                 f"{self._step}. Pass to `fit` what it was given when the run was made."
             )
         if self.result is None:
-            found = _compare(self._losses, self._records)
-            equal, differs = run.strategy.processes.broadcast_object(found)
-            self.result = Replayed(
-                step=run.state.step, checkpoint=self._from, is_equal=equal, differs_from=differs
-            )
-            self._answer(run.is_main_process)
+            self._finish(run, run.state.step)
             run.print(f"trainkit: all was finite until the end, step {run.state.step}.")
         if run.is_main_process and run.scratch is not None:
             shutil.rmtree(run.scratch, ignore_errors=True)
@@ -199,8 +192,7 @@ class Replay(Callback):
             for part in parts:
                 part.observer.end()
             fault = suspects.find_fault(run, parts, self._usual, self._sizes, error)
-            compared = _compare(self._losses, self._records)
-            self._open(run, parts, fault, run.state.step + 1, *compared, alone=True)
+            self._finish(run, run.state.step + 1, parts, fault, alone=True)
 
     def _windows(
         self, run: Run, windows: Generator[Window, None, None]
@@ -256,11 +248,8 @@ class Replay(Callback):
         for part in parts:
             part.observer.end()
         processes = run.strategy.processes
-        overflowed = attempt == run.state.attempts
-        bad = (
-            first_with(processes, suspects.is_bad(run, self._sizes, overflowed=overflowed))
-            is not None
-        )
+        here = suspects.is_bad(run, self._sizes, overflowed=attempt == run.state.attempts)
+        bad = first_with(processes, here) is not None
         if attempt == self._target or (bad and self._until):
             step = run.state.step + 1
             fault = suspects.find_fault(run, parts, self._usual, self._sizes) if bad else None
@@ -268,58 +257,47 @@ class Replay(Callback):
             faults = [Fault(**each) for each in told if each is not None]
             loss, _ = run.weighting.result()
             self._losses.append((attempt, step, loss.to(self._dtype, copy=True)))
-            compared = processes.broadcast_object(_compare(self._losses, self._records))
-            self._open(run, parts, suspects.surest(faults), step, *compared)
+            self._finish(run, step, parts, suspects.surest(faults))
         elif not bad:
             self._usual |= {e.key for part in parts for e in bad_events(part.observer.events)}
 
-    def _open(
+    def _finish(
         self,
         run: Run,
-        parts: list[Part],
-        fault: Fault | None,
         step: int,
-        is_equal: bool | None,
-        differs_from: int | None,
+        parts: list[Part] | None = None,
+        fault: Fault | None = None,
         *,
         alone: bool = False,
     ) -> None:
-        """Write what the window holds, and say what was found; no collectives.
+        """Say what came of it, and write what the window holds where one was opened.
 
-        The process is `alone` after an error, which ends the others.
+        Every process calls it; one is `alone` after an error, which ends the others.
         """
         assert self._folder is not None
-        losses = [loss for _, at, loss in self._losses if at == step]
+        values = torch.stack([loss for *_, loss in self._losses]).tolist() if self._losses else []
+        same = [
+            (at, repr(value) == repr(self._records[attempt].loss))
+            for (attempt, at, _), value in zip(self._losses, values, strict=True)
+            if attempt in self._records
+        ]
+        differs = next((at for at, is_same in same if not is_same), None)
+        found = (differs is None if same else None, differs)
+        if not alone:
+            found = run.strategy.processes.broadcast_object(found)
+        losses = [
+            value for (_, at, _), value in zip(self._losses, values, strict=True) if at == step
+        ]
         self.result = Replayed(
             step=step,
             checkpoint=self._from,
-            is_equal=is_equal,
-            differs_from=differs_from,
-            loss=float(losses[-1]) if losses else None,
+            is_equal=found[0],
+            differs_from=found[1],
+            loss=losses[-1] if losses and parts is not None else None,
             fault=fault,
-            folder=self._folder / "replay" / f"step-{step:08d}",
+            folder=None if parts is None else self._folder / "replay" / f"step-{step:08d}",
         )
-        publish(run, self.result, parts, process=self._process, alone=alone)
-        self._answer(run.is_main_process or alone)
-
-    def _answer(self, writes: bool) -> None:
-        """Tell the command that has started the program."""
-        if self._leaves is not None and self.result is not None and writes:
+        if parts is not None:
+            publish(run, self.result, parts, process=self._process, alone=alone)
+        if self._leaves is not None and (run.is_main_process or alone):
             Path(self._leaves).write_text(json.dumps({"is_equal": self.result.is_equal}))
-
-
-def _compare(
-    losses: list[tuple[int, int, Tensor]], records: Records
-) -> tuple[bool | None, int | None]:
-    """Return whether the losses are those that were recorded, and the first step that has another.
-
-    The first is None where there is none to compare with.
-    """
-    values = torch.stack([loss for _, _, loss in losses]).tolist() if losses else []
-    known = [
-        (step, repr(value) == repr(records[attempt].loss))
-        for (attempt, step, _), value in zip(losses, values, strict=True)
-        if attempt in records
-    ]
-    first = next((step for step, same in known if not same), None)
-    return (first is None if known else None), first
