@@ -14,8 +14,8 @@ from trainkit.basics.hparams import flat
 from trainkit.basics.parsing import nearest
 from trainkit.checkpoint.listing import committed
 from trainkit.errors import ConfigError, TrainkitError
-from trainkit.inspect.report.listing import CHECKPOINTS, facts, facts_of, find_runs
-from trainkit.inspect.report.records import METRICS, RunLog, mapping
+from trainkit.inspect.report.listing import facts, facts_of
+from trainkit.inspect.report.records import CHECKPOINTS, METRICS, RunLog, find_runs, mapping
 from trainkit.inspect.report.tables import number
 from trainkit.inspect.terminal import print_table
 

@@ -1,10 +1,9 @@
-"""Which runs a folder holds, and what each came to, to list and sort them by."""
+"""What each run came to, to list and sort runs by."""
 
 import math
 import os
 import sys
 import time
-import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from itertools import islice
@@ -16,14 +15,12 @@ from typing import Any
 from trainkit.basics.hparams import flat
 from trainkit.basics.run_files import (
     MALFORMED,
-    LeftOut,
     last_object,
     lines_from_end,
     object_at,
 )
 from trainkit.inspect.report.goodput import goodput
 from trainkit.inspect.report.records import (
-    METRICS,
     Event,
     RunLog,
     Session,
@@ -32,28 +29,11 @@ from trainkit.inspect.report.records import (
     read_run,
 )
 
-__all__ = ["CHECKPOINTS", "facts", "facts_of", "find_runs"]
+__all__ = ["facts", "facts_of"]
 
-CHECKPOINTS = "checkpoints"
-_EVENTS = ".events.jsonl"
 _SHORT = 1 << 18  # bytes of a run of which all is read
 _LAST_LINES = 100  # that are looked through for the last values
 _CLOCK_STEPS = 10.0  # seconds by which the clock may have been set since a run began
-
-
-def find_runs(folder: Path) -> list[Path]:
-    """Return the runs in a folder and below: files of metrics, or folders of checkpoints alone."""
-    found: list[Path] = []
-    for place, folders, names in os.walk(folder, onerror=_leave_out):
-        logs = {METRICS, *(n.replace(_EVENTS, ".jsonl") for n in names if n.endswith(_EVENTS))}
-        parts = sorted(logs.intersection(names)) or sorted({CHECKPOINTS}.intersection(folders))
-        found += [Path(place, part) for part in parts]
-        folders[:] = sorted({*folders} - {CHECKPOINTS})  # which hold no run
-    return found
-
-
-def _leave_out(error: OSError) -> None:
-    warnings.warn(f"`{error.filename}`: it was left out ({error.strerror}).", LeftOut, stacklevel=2)
 
 
 def facts_of(path: Path) -> dict[str, Any]:

@@ -5,13 +5,14 @@ the lowest and the highest point of each.
 """
 
 import math
+import os
 import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
-from os.path import basename, isfile, lexists, realpath
+from os.path import basename, isdir, isfile, lexists, realpath
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -27,6 +28,7 @@ __all__ = [
     "Session",
     "as_number",
     "events_of",
+    "find_runs",
     "mapping",
     "parse_line",
     "read_run",
@@ -34,6 +36,8 @@ __all__ = [
 ]
 
 METRICS = "metrics.jsonl"
+CHECKPOINTS = "checkpoints"
+_EVENTS = ".events.jsonl"
 SECONDS = "time/seconds"
 NOT_CURVES = {"step", "epoch", "samples", "kind", "skipped_steps", SECONDS}
 STRETCHES = 2048  # that a file is read in
@@ -264,15 +268,21 @@ def _standing_for(values: list[float]) -> set[int]:
 def read_runs(paths: Iterable[Path]) -> list[RunLog]:
     """Read several runs, and call each by the shortest end of its path that no other has.
 
-    A folder of runs stands for those in it, up to two levels deep. A run that has written nothing
-    yet is empty; one without a log is left out, with a warning.
+    A folder of runs stands for those in it, however deep. A run that has written nothing yet is
+    empty; one without a log is left out, with a warning.
 
     Raises:
         ConfigError: One does not exist or was named twice, or none has a line.
     """
     runs: list[RunLog] = []
     missing: list[ConfigError] = []
-    for place in (place for path in paths for place in _places(path)):
+    places: list[Path] = []
+    for path in paths:
+        is_folder_of_runs = isdir(path) and not isfile(path / METRICS)
+        within = find_runs(path) if is_folder_of_runs else ()
+        logs = [each for each in within if each.name != CHECKPOINTS]
+        places += sorted(logs, key=_counted) or [path]
+    for place in places:
         try:
             runs.append(_read(place))
         except ConfigError as error:
@@ -283,11 +293,11 @@ def read_runs(paths: Iterable[Path]) -> list[RunLog]:
         raise missing[0] if missing else ConfigError(_nothing(runs[0]))
     for why in missing:
         warnings.warn(f"Left out: {why}", LeftOut, stacklevel=2)
-    places = [Path(realpath(run.path)) for run in runs]
-    twice = [run.path for run, place in zip(runs, places, strict=True) if places.count(place) > 1]
+    files = [Path(realpath(run.path)) for run in runs]
+    twice = [run.path for run, file in zip(runs, files, strict=True) if files.count(file) > 1]
     if twice:
         raise ConfigError(f"The run `{twice[0]}` was given twice. Name each run once.")
-    folders = [p.parent if p.name == METRICS else p.with_suffix("") for p in places]
+    folders = [file.parent if file.name == METRICS else file.with_suffix("") for file in files]
     for run, folder in zip(runs, folders, strict=True):
         run.name = _short_name(folder, folders)
     return runs
@@ -316,13 +326,19 @@ def read_run(path: Path) -> RunLog:
     return run
 
 
-def _places(path: Path) -> list[Path]:
-    """Return the runs that a path stands for: itself, or those below it."""
-    if isfile(path / METRICS):
-        return [path]
-    below = [*path.glob(f"*/*/{METRICS}"), *path.glob(f"*/{METRICS}")]
-    runs = {realpath(found): found.parent for found in below}  # links may lead to one twice
-    return sorted(runs.values(), key=_counted) or [path]
+def find_runs(folder: Path) -> list[Path]:
+    """Return the runs in a folder and below: files of metrics, or folders of checkpoints alone."""
+    found: list[Path] = []
+    for place, folders, names in os.walk(folder, onerror=_leave_out):
+        logs = {METRICS, *(n.replace(_EVENTS, ".jsonl") for n in names if n.endswith(_EVENTS))}
+        parts = sorted(logs.intersection(names)) or sorted({CHECKPOINTS}.intersection(folders))
+        found += [Path(place, part) for part in parts]
+        folders[:] = sorted({*folders} - {CHECKPOINTS})  # which hold no run
+    return found
+
+
+def _leave_out(error: OSError) -> None:
+    warnings.warn(f"`{error.filename}`: it was left out ({error.strerror}).", LeftOut, stacklevel=2)
 
 
 def _counted(path: Path) -> list[Any]:
@@ -363,7 +379,7 @@ def _no_log(path: Path) -> str:
 
 def events_of(metrics: Path) -> Path:
     """Return the file of the events that belong to a file of metrics."""
-    return metrics.with_name(f"{metrics.stem}.events.jsonl")
+    return metrics.with_name(metrics.stem + _EVENTS)
 
 
 def _event(line: bytes) -> Event:
