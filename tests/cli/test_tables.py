@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.toys import fit, make_trainer
+from trainkit.basics.terminal import print_table
 from trainkit.callbacks import Checkpoint, Evaluation, JSONLLogger
 from trainkit.cli.main import main
-from trainkit.inspect.terminal import print_table
 
 COMMANDS = [["runs", "ls", "."], ["checkpoint", "ls", "a"], ["checkpoint", "show", "a"]]
 COMMANDS += [["diff", "a", "b"], ["checkpoint", "diff", "a", "b"]]

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from trainkit.basics.formatting import readable_size
 from trainkit.basics.lock import RunLock
+from trainkit.basics.terminal import print_table, print_text
 from trainkit.checkpoint.checkpoint import check_sizes, verify
 from trainkit.checkpoint.format.names import CHECKPOINTS, MANIFEST, PINS, WEIGHTS
 from trainkit.checkpoint.listing import Entry, broken_folders
@@ -15,7 +16,6 @@ from trainkit.checkpoint.retention import Best, KeepPolicy, best_of, removable, 
 from trainkit.checkpoint.store import CheckpointStore
 from trainkit.cli.contents import Contents, leaves, read_contents
 from trainkit.errors import CheckpointError, ConfigError
-from trainkit.inspect.terminal import print_table, print_text
 
 __all__ = ["add_to"]
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainkit.basics.formatting import count, json_value
+from trainkit.basics.terminal import print_text
 from trainkit.errors import ConfigError
-from trainkit.inspect.terminal import print_text
 
 if TYPE_CHECKING:
     from trainkit.cli.parting import Parting

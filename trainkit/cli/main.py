@@ -9,9 +9,9 @@ from importlib import import_module
 from typing import Any
 
 from trainkit.basics.run_files import LeftOut
+from trainkit.basics.terminal import visibly
 from trainkit.cli.parser import CommandParser
 from trainkit.errors import TrainkitError
-from trainkit.inspect.terminal import visibly
 from trainkit.version import __version__
 
 __all__ = ["main"]

@@ -12,12 +12,12 @@ from typing import Any
 from trainkit.basics.formatting import duration, json_value
 from trainkit.basics.hparams import flat
 from trainkit.basics.parsing import nearest
+from trainkit.basics.terminal import print_table
 from trainkit.checkpoint.listing import committed
 from trainkit.errors import ConfigError, TrainkitError
 from trainkit.inspect.report.listing import facts, facts_of
 from trainkit.inspect.report.records import CHECKPOINTS, METRICS, RunLog, find_runs, mapping
 from trainkit.inspect.report.tables import number
-from trainkit.inspect.terminal import print_table
 
 __all__ = ["add_to"]
 

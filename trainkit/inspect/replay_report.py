@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from trainkit.basics.formatting import json_value
+from trainkit.basics.terminal import print_table
 from trainkit.basics.written_files import replace_file
 from trainkit.containers.tree import map_leaves
 from trainkit.inspect.observer import named_numbers, numbers_of
 from trainkit.inspect.suspects import Fault, Part
-from trainkit.inspect.terminal import print_table
 from trainkit.training.failure import indices_of
 from trainkit.training.run import Run
 

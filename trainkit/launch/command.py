@@ -11,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from trainkit.basics.terminal import print_table
 from trainkit.errors import ConfigError, TrainkitError
-from trainkit.inspect.terminal import print_table
 from trainkit.launch import failure
 from trainkit.launch.plan import Plan, Script, make_plan
 from trainkit.launch.resolving import Resolved, add_options, resolve
