@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainkit.basics import rng
-from trainkit.basics.config import TrainConfig, Watchdog, as_path, check_argument, names_checked
+from trainkit.basics.config import TrainConfig, Watchdog, check_argument, names_checked
+from trainkit.basics.outputs import absolute
 from trainkit.data import PreparedLoader, evaluation_loader
 from trainkit.data.prepare import training_loaders
 from trainkit.distributed import check_called_by_all
@@ -176,7 +177,7 @@ class Trainer:
         self._objects, self._calls = dict[str, Stateful](), Calls()
         check_argument("watchdog", watchdog, Watchdog | None)
         self.hparams = arguments.read_hparams(hparams)
-        self.output_dir = as_path("output_dir", output_dir)
+        self.output_dir = None if output_dir is None else absolute(output_dir, "output_dir")
         self.new_run = arguments.check_new_run(new_run, output_dir)
         self.callbacks = _list_callbacks(callbacks, self.output_dir)
         self._compile = arguments.check_compile(compile)
@@ -516,7 +517,6 @@ class Trainer:
             ConfigError: There was no `fit`, or the model cannot be written.
             CheckpointError: Writing failed; an earlier export is as it was.
         """
-        from trainkit.basics.outputs import absolute
         from trainkit.export import save_model
 
         if self.run is None:

@@ -17,7 +17,6 @@ from trainkit.errors import ConfigError
 __all__ = [
     "TrainConfig",
     "Watchdog",
-    "as_path",
     "as_timeout",
     "check_argument",
     "check_whole",
@@ -124,7 +123,14 @@ class TrainConfig:
     dry_run: int | None = None
 
     def __post_init__(self) -> None:
-        problems = self._duration_problems()
+        problems = []
+        if self.max_epochs is None and self.max_steps is None:
+            problems.append("Neither `max_epochs` nor `max_steps` was given: give one of them.")
+        if self.max_epochs is not None and self.max_steps is not None:
+            problems.append(
+                f"Both `max_epochs` ({self.max_epochs}) and `max_steps` ({self.max_steps}) were "
+                "given: give only one of them, so that it is clear when training ends."
+            )
         optional = {each.name for each in fields(self) if each.default is None}
         for names, expected, fits in _RULES:
             for name in names:
@@ -144,16 +150,6 @@ class TrainConfig:
         """Micro-batches of one process that an epoch and an evaluation have at most."""
         evaluated = self.dry_run or self.overfit_batches or self.limit_eval_batches
         return self.overfit_batches or self.limit_train_batches, evaluated
-
-    def _duration_problems(self) -> list[str]:
-        if self.max_epochs is None and self.max_steps is None:
-            return ["Neither `max_epochs` nor `max_steps` was given: give one of them."]
-        if self.max_epochs is not None and self.max_steps is not None:
-            return [
-                f"Both `max_epochs` ({self.max_epochs}) and `max_steps` ({self.max_steps}) were "
-                "given: give only one of them, so that it is clear when training ends."
-            ]
-        return []
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -252,10 +248,14 @@ def checked(target: T) -> T:
             refuse_unknown(target, kwargs)
             given = {}  # Python says better what is missing or too many
         parameters = signature.parameters
-        found = [_problem(name, value, parameters[name]) for name, value in given.items()]
-        problems = [problem for problem in found if problem]
-        if problems:
-            raise ConfigError(" ".join(problems))
+        problems = []
+        for name, value in given.items():
+            parameter = parameters[name]
+            is_one = parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+            if is_one and parameter.annotation is not parameter.empty:
+                problems.append(_wrong(name, value, parameter.annotation))
+        if any(problems):
+            raise ConfigError(" ".join(filter(None, problems)))
         return target(*args, **kwargs)
 
     return cast(T, call)
@@ -299,27 +299,6 @@ def check_whole(name: str, value: object, least: int = 1) -> None:
     """Raise ConfigError where the argument `name` is not a whole number from `least` on."""
     if not _is_int(value) or value < least:  # type: ignore[operator]
         raise ConfigError(f"`{name}` must be a whole number from {least} on, but is {value!r}.")
-
-
-def as_path(name: str, value: str | Path | None) -> Path | None:
-    """Return the argument `name` as an absolute path: the program may go elsewhere later.
-
-    Raises:
-        ConfigError: It is no path, or a relative one in a working directory that is gone.
-    """
-    if value is None:
-        return None
-    from trainkit.basics.outputs import absolute  # many runs have none
-
-    return absolute(value, name)
-
-
-def _problem(name: str, value: object, parameter: inspect.Parameter) -> str | None:
-    if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-        return None
-    if parameter.annotation is parameter.empty:
-        return None
-    return _wrong(name, value, parameter.annotation)
 
 
 def _wrong(name: str, value: object, annotation: Any) -> str | None:

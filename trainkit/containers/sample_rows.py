@@ -90,7 +90,16 @@ def parse(value: Any, size: int | None, path: str, known: dict[str, type]) -> No
         DataError: Something in `value` has not `size` entries.
     """
     if is_array(value):
-        return _as_rows(value, size, path)
+        if hasattr(value, "filled"):
+            raise DataError(
+                f"`{path}` is a masked array, whose mask would be lost. Gather `{path}.data` and "
+                f"`{path}.mask`, or `{path}.filled(...)`."
+            )
+        if size is None:
+            return Rows(value if value.ndim else value.reshape(1))
+        if value.ndim == 0 or value.shape[0] != size:
+            raise _no_entries(value, size, path)
+        return Rows(value)
     if is_named(type(value)):
         return _as_container(type(value), *parts(value), size, path, known)
     if not isinstance(value, list | tuple):
@@ -104,19 +113,6 @@ def parse(value: Any, size: int | None, path: str, known: dict[str, type]) -> No
         if len(value) == size:
             raise DataError(f"{error} {_other_reading(value, path)}") from None
         raise
-
-
-def _as_rows(value: Any, size: int | None, path: str) -> Rows:
-    if hasattr(value, "filled"):
-        raise DataError(
-            f"`{path}` is a masked array, whose mask would be lost. Gather `{path}.data` and "
-            f"`{path}.mask`, or `{path}.filled(...)`."
-        )
-    if size is None:
-        return Rows(value if value.ndim else value.reshape(1))
-    if value.ndim == 0 or value.shape[0] != size:
-        raise _no_entries(value, size, path)
-    return Rows(value)
 
 
 def as_samples(value: Any, size: int | None, path: str) -> Samples:
@@ -163,13 +159,9 @@ def _as_container(
         Nothing() if child is None else parse(child, size, f"{path}[{key!r}]", known)
         for key, child in zip(keys, values, strict=True)
     ]
-    return Container(_name(cls, known), keys, children)
-
-
-def _name(cls: type, known: dict[str, type]) -> str:
     name = f"{cls.__module__}:{cls.__qualname__}"
     known[name] = cls
-    return name
+    return Container(name, keys, children)
 
 
 def _no_entries(value: Any, size: int | None, path: str) -> DataError:
@@ -295,9 +287,6 @@ class Merge:
                     f"{origin.process} (batch {origin.batch}). Return the same structure for "
                     "every batch on all processes."
                 )
-        return self._merge(nodes, origins, path)
-
-    def _merge(self, nodes: Sequence[Node], origins: Sequence[Origin], path: str) -> Any:
         first = nodes[0]
         if isinstance(first, Container):
             return self._merge_containers(nodes, origins, path)
@@ -328,9 +317,8 @@ class Merge:
         if len(rows) == 1:
             return rows[0]
         if any(values.dtype != rows[0].dtype for values in rows):
-            rows = [values for values in rows if len(values)] or rows[
-                :1
-            ]  # an empty one says nothing
+            # An empty one says nothing.
+            rows = [values for values in rows if len(values)] or rows[:1]
             _check_exact({values.dtype for values in rows}, path)
         later = [tuple(values.shape[1:]) for values in rows]
         if any(sizes != later[0] for sizes in later):
@@ -383,10 +371,6 @@ def _words(node: Node) -> str:
     if isinstance(node, Rows):
         return f"a {type(node.values).__name__} of {node.values.ndim} dimensions"
     if isinstance(node, Container):
-        name = node.class_name.split(":")[-1]
-        return f"a {name} with the keys {_listed(node.keys)}"
+        keys = ", ".join(map(repr, node.keys)) or "(none)"
+        return f"a {node.class_name.split(':')[-1]} with the keys {keys}"
     return "None" if isinstance(node, Nothing) else "a list of one entry per sample"
-
-
-def _listed(keys: Iterable[Any]) -> str:
-    return ", ".join(repr(key) for key in keys) or "(none)"

@@ -82,10 +82,22 @@ def map_leaves(tree: Any, function: Callable[[Any], Any]) -> Any:
 def map_children(tree: Any, function: Callable[[Any], Any]) -> Any:
     """Return a new container of the same type, with `function` applied to what it holds."""
     if isinstance(tree, Mapping):
-        return _map_mapping(tree, function)
+        values = {key: function(value) for key, value in tree.items()}
+        if type(tree) is dict:
+            return values
+        if isinstance(tree, MutableMapping):
+            # A mapping of its own class may carry more than its items: keep it, change the items.
+            clone = copy.copy(tree)
+            for key, value in values.items():
+                clone[key] = value
+            return clone
+        try:
+            return type(tree)(values)  # type: ignore[call-arg]
+        except TypeError:
+            return values
     if isinstance(tree, tuple | list):
-        mapped = [function(item) for item in tree]
-        return type(tree)(*mapped) if hasattr(tree, "_fields") else type(tree)(mapped)
+        items = [function(item) for item in tree]
+        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
     clone = copy.copy(tree)
     for field in dataclasses.fields(tree):
         object.__setattr__(clone, field.name, function(getattr(tree, field.name)))
@@ -155,22 +167,6 @@ def _is_dataclass(tree: Any) -> bool:
     return dataclasses.is_dataclass(tree) and not isinstance(tree, type)
 
 
-def _map_mapping(tree: Mapping[Any, Any], function: Callable[[Any], Any]) -> Any:
-    mapped = {key: function(value) for key, value in tree.items()}
-    if type(tree) is dict:
-        return mapped
-    if isinstance(tree, MutableMapping):
-        # A mapping of its own class may carry more than its items: keep it, change the items.
-        clone = copy.copy(tree)
-        for key, value in mapped.items():
-            clone[key] = value
-        return clone
-    try:
-        return type(tree)(mapped)  # type: ignore[call-arg]
-    except TypeError:
-        return mapped
-
-
 def _rows(tree: Any) -> int | None:
     shape = getattr(tree, "shape", None)
     if isinstance(shape, tuple) and shape:
@@ -205,18 +201,15 @@ def build(cls: type, keys: list[Any], values: list[Any]) -> Any:
         return cls(None, zip(keys, values, strict=True))
     if issubclass(cls, dict | UserDict) and not dataclasses.is_dataclass(cls):
         return cls(dict(zip(keys, values, strict=True)))
-    return _build_dataclass(cls, dict(zip(keys, values, strict=True)))
-
-
-def _build_dataclass(cls: type, values: dict[str, Any]) -> Any:
-    built: Any = object.__new__(cls) if not issubclass(cls, dict) else dict.__new__(cls)
+    found = dict(zip(keys, values, strict=True))
+    built: Any = dict.__new__(cls) if issubclass(cls, dict) else object.__new__(cls)
     is_mapping = isinstance(built, dict)
-    for field in dataclasses.fields(cls):
-        if field.name in values or is_mapping:
+    for field in dataclasses.fields(built):
+        if field.name in found or is_mapping:
             # Frozen classes refuse plain assignment.
-            object.__setattr__(built, field.name, values.get(field.name))
+            object.__setattr__(built, field.name, found.get(field.name))
     if is_mapping:
-        for key, value in values.items():
+        for key, value in found.items():
             built[key] = value
     return built
 

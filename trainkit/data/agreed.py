@@ -256,7 +256,13 @@ class AgreedLoader(PreparedLoader):
             except Exception as error:
                 fault = error
             has_some = has_some or batch.count > 0 or batch.fallback is not None
-            messages = self._exchange(batch.count if batch.count or has_some else _NO_BATCH)
+            message = batch.count if batch.count or has_some else _NO_BATCH
+            everywhere = (1,) * self.processes.size
+            if are_alike(self.processes, message):  # then only one number travels
+                messages = [message for _ in everywhere]
+            else:
+                own = torch.tensor([message])
+                messages = self.processes.all_gather(own, everywhere).tolist()
             if fault is None and _FAILED in messages:
                 rank = messages.index(_FAILED)
                 fault = DataError(
@@ -268,13 +274,6 @@ class AgreedLoader(PreparedLoader):
             lacking = messages.index(_NO_BATCH) if _NO_BATCH in messages else None
             total = sum(counts)
             yield _GlobalBatch(counts, total, pending, batch.fallback, batch.state, fault, lacking)
-
-    def _exchange(self, message: int) -> tuple[int, ...]:
-        """Return what all processes say; where that is the same, only one number travels."""
-        everywhere = (1,) * self.processes.size
-        if are_alike(self.processes, message):
-            return tuple(message for _ in everywhere)
-        return tuple(self.processes.all_gather(torch.tensor([message]), everywhere).tolist())
 
     def _is_end(self, ahead: _GlobalBatch) -> bool:
         is_end = ahead.fault is None and ahead.total < self._least

@@ -213,8 +213,10 @@ def fetch_for(loader: DataLoader[Any], seed: int, sample_seeding: bool) -> Fetch
     if loader.batch_sampler is None:
         return _KeyFetch(dataset, seed, collation)
     base, mapping = _look_through(dataset)
-    if type(base) is TensorDataset and collate is default_collate and _is_plain(base):
-        return _TensorFetch(dataset, seed, base, mapping)
+    if type(base) is TensorDataset and collate is default_collate:
+        tensors = base.tensors
+        if all(type(t) is Tensor and t.layout == torch.strided and t.is_cpu for t in tensors):
+            return _TensorFetch(dataset, seed, base, mapping)
     return _SampleFetch(dataset, seed, base, mapping, collation)
 
 
@@ -344,13 +346,6 @@ def _is_silent(dataset: Any) -> bool:
     if (kind.__module__, kind.__name__) == ("datasets.arrow_dataset", "Dataset"):
         return bool(dataset.format["type"] != "custom")  # "custom" is a transform
     return False
-
-
-def _is_plain(dataset: TensorDataset) -> bool:
-    return all(
-        tensor.layout == torch.strided and tensor.device.type == "cpu" and type(tensor) is Tensor
-        for tensor in dataset.tensors
-    )
 
 
 def _as_list(task: Any) -> list[Any]:

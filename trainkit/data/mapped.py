@@ -44,8 +44,13 @@ class MappedLoader(PreparedLoader):
         self._transfer = transfer_for(self.device)
         self._latest: tuple[int, Plan] | None = None  # the epoch under way in training
         self._is_ready = False  # whether no pass has used it
-        self._measure()
-        self._refuse_empty(length_of(self.order.sampler))
+        length = length_of(self.order.sampler)
+        if length is not None and self.batch_size is not None:
+            self.samples_per_epoch = length - length % self._unit
+            self.batches_per_epoch = -(-self.samples_per_epoch // (size * self.batch_size))
+        elif length is not None:
+            self.batches_per_epoch = length if self._split else -(-length // size)
+        self._refuse_empty(length)
 
     @override
     def windows(
@@ -202,13 +207,3 @@ class MappedLoader(PreparedLoader):
             return BatchPlan(batches, rank=rank, size=size, split=self._split)
         order = order[: len(order) - len(order) % self._unit]
         return FlatPlan(order, batch_size=self.batch_size, rank=rank, size=size)
-
-    def _measure(self) -> None:
-        length, size = length_of(self.order.sampler), self.processes.size
-        if length is None:
-            return
-        if self.batch_size is None:
-            self.batches_per_epoch = length if self._split else -(-length // size)
-            return
-        self.samples_per_epoch = length - length % self._unit
-        self.batches_per_epoch = -(-self.samples_per_epoch // (size * self.batch_size))

@@ -22,8 +22,8 @@ __all__ = [
     "divide",
     "is_of_torchdata",
     "is_plain",
-    "refuse_shared",
     "set_epoch_on",
+    "whole_numbers",
 ]
 
 Indices: TypeAlias = Tensor | list[Any]
@@ -47,15 +47,6 @@ def set_epoch_on(objects: Sequence[Any], epoch: int) -> None:
             each.set_epoch(epoch)
 
 
-def refuse_shared(samplers: Sequence[Any]) -> None:
-    """Raise ConfigError where one of `samplers` shares the samples out already."""
-    if any(isinstance(part, DistributedSampler) for part in samplers):
-        raise ConfigError(
-            "The loader has a `DistributedSampler`, but trainkit shares the samples out by "
-            "itself. Remove it, and use `shuffle=True` if it shuffled."
-        )
-
-
 def is_of_torchdata(thing: Any) -> bool:
     """Return whether a loader or batch sampler is one of torchdata, which yields as torch's do."""
     own = getattr(type(thing), "__iter__", None)
@@ -65,6 +56,16 @@ def is_of_torchdata(thing: Any) -> bool:
 def is_plain(batch_sampler: Any) -> bool:
     """Return whether batches are so many indices of the sampler in a row."""
     return type(batch_sampler) is BatchSampler or is_of_torchdata(batch_sampler)
+
+
+def whole_numbers(order: Sequence[Any]) -> Tensor | None:
+    """Return an order as one tensor, which takes an eighth of a list; None of other things."""
+    if set(map(type, order)) != {int}:
+        return None
+    try:
+        return torch.tensor(order, dtype=torch.int64)
+    except (OverflowError, RuntimeError, ValueError):  # beyond 64 bits
+        return None
 
 
 class KeyedOrder:
@@ -84,7 +85,11 @@ class KeyedOrder:
         self.samplers = [
             part for part in (loader.sampler, batch_sampler, inner) if part is not None
         ]
-        refuse_shared(self.samplers)
+        if any(isinstance(part, DistributedSampler) for part in self.samplers):
+            raise ConfigError(
+                "The loader has a `DistributedSampler`, but trainkit shares the samples out by "
+                "itself. Remove it, and use `shuffle=True` if it shuffled."
+            )
         self.seed = seed
         self.yields_batches = batch_sampler is not None and not is_plain(batch_sampler)
         self.sampler: Any = loader.sampler

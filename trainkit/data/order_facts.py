@@ -3,6 +3,7 @@
 import hashlib
 import struct
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from trainkit.basics.device import memory_of
-from trainkit.data.order import is_plain
+from trainkit.data.order import is_plain, whole_numbers
 
 __all__ = ["CHANGED", "OWN", "changed_facts", "digest_of", "order_facts", "run_to"]
 
@@ -89,7 +90,10 @@ def run_to(digest: str, runs: int, draw: Callable[[], str | None]) -> str:
 
 def digest_of(order: Tensor | Sequence[Any]) -> str | None:
     """Return a digest of the indices of an epoch; None of what is not made of plain values."""
-    data = order if isinstance(order, Tensor) else _as_tensor(order)
+    data = order if isinstance(order, Tensor) else whole_numbers(order)
+    if data is None and {*map(type, order)} == {Tensor}:
+        with suppress(RuntimeError):  # of several shapes
+            data = torch.stack(list(order))
     if data is not None:
         content: Any = memory_of(data.contiguous())
     else:
@@ -98,18 +102,6 @@ def digest_of(order: Tensor | Sequence[Any]) -> str | None:
         except (TypeError, struct.error):
             return None
     return hashlib.blake2b(content, digest_size=16).hexdigest()
-
-
-def _as_tensor(order: Sequence[Any]) -> Tensor | None:
-    kinds = set(map(type, order))
-    try:
-        if kinds == {int}:
-            return torch.tensor(order, dtype=torch.int64)
-        if kinds == {Tensor}:
-            return torch.stack(list(order))
-    except (OverflowError, RuntimeError, ValueError):  # beyond 64 bits, or of several shapes
-        pass
-    return None
 
 
 def _bytes_of(value: Any) -> bytes:

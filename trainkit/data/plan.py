@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from trainkit.data.order import Indices
+from trainkit.data.order import Indices, whole_numbers
 from trainkit.errors import DataError
 
 __all__ = ["BatchPlan", "FlatPlan", "Plan"]
@@ -34,7 +34,8 @@ class FlatPlan:
         self, order: Indices, *, batch_size: int, rank: int, size: int, fill: bool = False
     ) -> None:
         self.samples = len(order)
-        self._order = _as_tensor(order)
+        numbers = None if isinstance(order, Tensor) else whole_numbers(order)
+        self._order = order if numbers is None else numbers
         self._share = batch_size
         self._global_size = batch_size * size
         self._offset = batch_size * rank
@@ -181,18 +182,6 @@ def _filled(order: Any, length: int, period: int) -> Any:
     if isinstance(order, Tensor):
         return torch.cat([order, order[again]]) if again else order
     return [*order, *(order[index] for index in again)]
-
-
-def _as_tensor(order: Indices) -> Indices:
-    # One tensor is sliced without Python lists and takes an eighth of the memory.
-    if isinstance(order, Tensor):
-        return order
-    if set(map(type, order)) != {int}:
-        return order
-    try:
-        return torch.tensor(order, dtype=torch.int64)
-    except (OverflowError, RuntimeError):  # beyond 64 bits
-        return order
 
 
 def _off_boundary(position: int, samples: int, place: str) -> DataError:

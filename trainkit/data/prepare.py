@@ -91,9 +91,15 @@ def prepared(loader: Any, context: LoaderContext) -> PreparedLoader:
         )
     if isinstance(loader.dataset, IterableDataset):
         return _streamed(loader, context)
-    if loader.batch_sampler is None:
-        return _keyed(loader, context)
-    return MappedLoader(loader, context)
+    if loader.batch_sampler is not None:
+        return MappedLoader(loader, context)
+    order = KeyedOrder(loader, context.seed)
+    fetch = fetch_for(loader, context.seed, context.sample_seeding)
+    fetch.in_training = context.trains
+    source = KeySource(order, fetch, fetcher_for(fetch, loader, context), context)
+    keys = length_of(loader.sampler)
+    batches = None if keys is None else -(-keys // context.processes.size)
+    return AgreedLoader(loader, source, context, batches_per_epoch=batches)
 
 
 def _streamed(loader: DataLoader[Any], context: LoaderContext) -> PreparedLoader:
@@ -119,16 +125,6 @@ def _streamed(loader: DataLoader[Any], context: LoaderContext) -> PreparedLoader
         samples_per_epoch=samples,
         batches_per_epoch=batches,
     )
-
-
-def _keyed(loader: DataLoader[Any], context: LoaderContext) -> PreparedLoader:
-    order = KeyedOrder(loader, context.seed)
-    fetch = fetch_for(loader, context.seed, context.sample_seeding)
-    fetch.in_training = context.trains
-    source = KeySource(order, fetch, fetcher_for(fetch, loader, context), context)
-    keys = length_of(loader.sampler)
-    batches = None if keys is None else -(-keys // context.processes.size)
-    return AgreedLoader(loader, source, context, batches_per_epoch=batches)
 
 
 def _custom(loader: Any, context: LoaderContext) -> PreparedLoader:

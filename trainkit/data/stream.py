@@ -44,7 +44,11 @@ class StreamReader(Fetch):
         self.in_training = context.trains
         self.seeds = context.sample_seeding
         self._rank, self._size = context.processes.rank, context.processes.size
-        self.is_sharded = self._size > 1 and _can_shard(self.dataset, self._size)
+        # Some cannot be cut into more shards than they have files, and tell the number.
+        most = getattr(self.dataset, "num_shards", None)
+        can_shard = callable(getattr(self.dataset, "shard", None))
+        can_shard = can_shard and not (isinstance(most, int) and most < self._size)
+        self.is_sharded = self._size > 1 and can_shard
         self.shards = self._size if self.is_sharded else 1
         # What a shard had read must be known after its end too, where it may be asked for it.
         self._merges = self.is_sharded and hasattr(self.dataset, "merge_state_dicts")
@@ -193,7 +197,9 @@ class StreamReader(Fetch):
         start = 0 if self.is_sharded else self._rank * share
         many = share if self.is_sharded else self._size * share
         with in_no_worker():
-            self._skip((index - self._next) * many)
+            for _ in range((index - self._next) * many):
+                if not self._read(1):
+                    break
             key = self._key(self._at + start)
             items = self._read(many, keeps_prior=True)
         self._next = index + 1
@@ -216,11 +222,6 @@ class StreamReader(Fetch):
 
     def _shard(self) -> Any:
         return self.dataset.shard(num_shards=self._size, index=self._rank)
-
-    def _skip(self, many: int) -> None:
-        for _ in range(many):
-            if not self._read(1):
-                return
 
     def _read(self, many: int, *, keeps_prior: bool = False) -> list[Any]:
         """Return the next `many` items, fewer at the end; keep the state before the last."""
@@ -278,9 +279,3 @@ def _read_once(iterator: Iterator[Any], dataset: Any) -> Iterator[Any]:
     first = list(islice(iterator, 1))
     forget_loaded(dataset)
     yield from chain(first, iterator)
-
-
-def _can_shard(dataset: Any, size: int) -> bool:
-    # Some data sets cannot be cut into more shards than they have files, and tell the number.
-    most = getattr(dataset, "num_shards", None)
-    return callable(getattr(dataset, "shard", None)) and not (isinstance(most, int) and most < size)

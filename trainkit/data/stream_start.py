@@ -39,7 +39,10 @@ class StreamStart:
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
         self._found = copy.deepcopy(dataset.state_dict())
-        self._habits = _habits_of(dataset, self._found)
+        if id(dataset) not in _habits:
+            _habits[id(dataset)] = _Habits(self._found)
+            finalize(dataset, _habits.pop, id(dataset)).atexit = False
+        self._habits = _habits[id(dataset)]
         self._token = self._habits.latest_pass = object()
         self._is_resumed = False
         self._others: list[Any] = []  # states to begin with where the pass turns out empty
@@ -107,7 +110,14 @@ class StreamStart:
         if habits.next_pass != "goes on":
             first = peek()
             if first is None or not (self._is_resumed or is_same(first, self._after_first)):
-                self._lose()
+                if habits.next_pass != "lost":
+                    logger.warning(
+                        "A pass over `%s` was left, and given the state that it had before, the "
+                        "data set does not begin where the pass began: its next one may be "
+                        "another.",
+                        type(self._dataset).__name__,
+                    )
+                habits.next_pass = "lost"
                 return
             self._load(start)
             habits.next_pass = "" if self._is_resumed else "goes on"
@@ -115,15 +125,6 @@ class StreamStart:
     def _load(self, state: Any) -> None:
         if state is not None:
             self._dataset.load_state_dict(copy.deepcopy(state))
-
-    def _lose(self) -> None:
-        if self._habits.next_pass != "lost":
-            logger.warning(
-                "A pass over `%s` was left, and given the state that it had before, the data set "
-                "does not begin where the pass began: its next one may be another.",
-                type(self._dataset).__name__,
-            )
-        self._habits.next_pass = "lost"
 
 
 @dataclass(slots=True)
@@ -144,14 +145,6 @@ class _Habits:
 
 
 _habits: dict[int, _Habits] = {}  # by the identity of data sets, which need not be hashable
-
-
-def _habits_of(dataset: Any, state: Any) -> _Habits:
-    habits = _habits.get(id(dataset))
-    if habits is None:
-        habits = _habits[id(dataset)] = _Habits(state)
-        finalize(dataset, _habits.pop, id(dataset)).atexit = False
-    return habits
 
 
 def begins_anew(dataset: Any) -> bool:

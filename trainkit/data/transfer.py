@@ -79,10 +79,8 @@ class PlainTransfer(Transfer):
 
     @override
     def finish(self, pending: Any) -> Any:
-        return map_leaves(pending, self._move)
-
-    def _move(self, leaf: Any) -> Any:
-        return leaf.to(self._device) if hasattr(leaf, "to") else leaf
+        device = self._device
+        return map_leaves(pending, lambda leaf: leaf.to(device) if hasattr(leaf, "to") else leaf)
 
 
 @dataclass(slots=True)
@@ -134,11 +132,10 @@ class StreamTransfer(Transfer):
             tensor.record_stream(current)  # else its memory could be used again too early
         if pending.has_opaque:
             # What their `to` allocates is out of sight, so it must be on the current stream.
-            return map_leaves(pending.tree, self._move_opaque)
+            return map_leaves(
+                pending.tree, lambda leaf: leaf.to(self._device) if is_opaque(leaf) else leaf
+            )
         return pending.tree
-
-    def _move_opaque(self, leaf: Any) -> Any:
-        return leaf.to(self._device) if is_opaque(leaf) else leaf
 
 
 def transfer_for(device: torch.device) -> Transfer:

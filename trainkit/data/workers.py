@@ -10,9 +10,7 @@ import sys
 import threading
 import time
 import traceback
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
 from typing import Any, TypeAlias
 from weakref import WeakSet
 
@@ -32,13 +30,13 @@ from trainkit.errors import ConfigError, DataError, text_of
 
 _DEATH_SECONDS = 0.3  # from the first sign of a worker's end until it is known
 
-__all__ = ["Fetcher", "InProcess", "WorkerPool", "datasets_of", "fetcher_for"]
+__all__ = ["Fetcher", "WorkerPool", "datasets_of", "fetcher_for"]
 
 Tasks: TypeAlias = Callable[[], Iterator[Any]]
 
 
-class Fetcher(ABC):
-    """Runs a `Fetch` over tasks.
+class Fetcher:
+    """Runs a `Fetch` over tasks: in this process, when a batch is asked for.
 
     Args:
         fetch: What makes the batches.
@@ -47,7 +45,6 @@ class Fetcher(ABC):
     def __init__(self, fetch: Fetch) -> None:
         self._fetch = fetch
 
-    @abstractmethod
     def batches(self, epoch: int, tasks: Tasks) -> Generator[Any, None, None]:
         """Yield the batch of each task, in order; None for a task that is None.
 
@@ -55,6 +52,9 @@ class Fetcher(ABC):
             epoch: The epoch of the samples' keys.
             tasks: Returns a new iterator over the tasks.
         """
+        fetch = self.fetch if self._fetch.seeds else self._fetch.fetch
+        for task in tasks():
+            yield None if task is None else fetch(epoch, task)
 
     def fetch(self, epoch: int, task: Any) -> Any:
         """Return one batch, made in this process; the global generators are as before."""
@@ -66,16 +66,6 @@ class Fetcher(ABC):
     def close(self) -> None:
         """Stop what runs in the background; a later pass starts it again."""
         return
-
-
-class InProcess(Fetcher):
-    """Fetches in this process, when a batch is asked for."""
-
-    @override
-    def batches(self, epoch: int, tasks: Tasks) -> Generator[Any, None, None]:
-        fetch = self.fetch if self._fetch.seeds else self._fetch.fetch
-        for task in tasks():
-            yield None if task is None else fetch(epoch, task)
 
 
 class WorkerPool(Fetcher):
@@ -127,8 +117,12 @@ class WorkerPool(Fetcher):
         assert isinstance(generator, torch.Generator)
         generator.manual_seed(rng.derive(self._base_seed, epoch))
         self._keys.start(epoch, tasks)
-        with _blocked(CAUGHT):  # until each worker has said that it ignores them
+        # Workers inherit what is held back, until each has said that it ignores these signals.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, CAUGHT)
+        try:
             iterator = iter(self._inner)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         if self._pid != os.getpid():
             self._iterators.clear()  # those of the process that this one was forked from
         self._pid = os.getpid()
@@ -137,7 +131,10 @@ class WorkerPool(Fetcher):
         try:
             yield from iterator
         except (RuntimeError, OSError, EOFError) as error:
-            if _tells_of_death(error) and (cause := _death(iterator)):
+            # A worker's own error begins with other words; what it shared went with it.
+            is_of_torch = text_of(error).startswith("DataLoader worker (")
+            is_lost = is_of_torch or not isinstance(error, RuntimeError)
+            if is_lost and (cause := _death(iterator)):
                 raise DataError(cause) from error
             raise
         finally:
@@ -262,7 +259,7 @@ def fetcher_for(
 ) -> Fetcher:
     """Return what fetches in the workers of `loader`, or in this process where it has none."""
     if loader.num_workers == 0:
-        return InProcess(fetch)
+        return Fetcher(fetch)
     base_seed = rng.derive(context.seed, "workers", context.processes.rank)
     return WorkerPool(
         fetch,
@@ -284,16 +281,6 @@ def datasets_of(dataset: Any) -> list[Any]:
     if hasattr(dataset, "indices") and hasattr(dataset, "dataset"):
         inner.append(dataset.dataset)
     return [dataset, *(deeper for part in inner for deeper in datasets_of(part))]
-
-
-@contextmanager
-def _blocked(signals: tuple[signal.Signals, ...]) -> Iterator[None]:
-    """Hold signals to this thread back, and to processes that it starts until they let go."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 _at_exit: WeakSet[WorkerPool] = WeakSet()
@@ -343,12 +330,6 @@ def _end_with_parent() -> None:
         os._exit(1)
 
     threading.Thread(target=wait, name="parent", daemon=True).start()
-
-
-def _tells_of_death(error: Exception) -> bool:
-    """Return whether an error may come from the end of a worker."""
-    # A worker's own error begins with other words; what it shared is out of reach when it is gone.
-    return isinstance(error, OSError | EOFError) or text_of(error).startswith("DataLoader worker (")
 
 
 def _death(iterator: Any) -> str | None:

@@ -14,13 +14,12 @@ from trainkit.distributed import (
     Refusal,
     agreed_counts,
     collective_guard,
-    equal_length,
     gather_all,
     gather_samples,
     gather_tensors,
 )
 from trainkit.distributed.active_batches import ActiveLoaders, BatchInfo
-from trainkit.distributed.collectives import require_equal
+from trainkit.distributed.collectives import require_equal, run_on_all
 from trainkit.distributed.gather import ROWS_VARY
 from trainkit.distributed.processes import Reduction
 from trainkit.errors import ConfigError, DataError, by_process
@@ -238,7 +237,35 @@ class Communicator:
             pad_first: Whether it goes in front instead of at the end.
         """
         collective_guard.check("pad_across_processes")
-        return equal_length.pad_to_longest(self.processes, tensor, dim, pad_index, pad_first)
+
+        def has(each: torch.Tensor) -> bool:
+            return -each.ndim <= dim < each.ndim
+
+        def measured() -> list[int]:
+            tensors = named_tensors(tensor, "tensor")
+            return [each.shape[dim] if has(each) else 0 for _, each in tensors]
+
+        sizes = run_on_all(self.processes, measured)
+        require_equal(
+            self.processes,
+            len(sizes),
+            lambda numbers: DataError(
+                f"`tensor` does not hold as many tensors everywhere: {by_process(numbers)}. Pass "
+                "the same structure on all processes."
+            ),
+        )
+        longest = iter(self.processes.all_reduce(torch.tensor(sizes), "max").tolist())
+
+        def padded(each: torch.Tensor) -> torch.Tensor:
+            size = next(longest)
+            if not has(each) or each.shape[dim] == size:
+                return each
+            missing = size - each.shape[dim]
+            later = [0, 0] * (each.ndim - 1 - dim % each.ndim)  # `pad` begins with the last
+            ends = [missing, 0] if pad_first else [0, missing]
+            return torch.nn.functional.pad(each, [*later, *ends], value=pad_index)
+
+        return map_tensors(padded, tensor, "tensor")
 
     def _check_alike(self, tensor: Any, call: str) -> None:
         """Raise where processes would exchange tensors of other shapes or dtypes.
@@ -358,7 +385,7 @@ class Communicator:
             apply_padding: Whether shorter parts are filled up with the last entry of `inputs`,
                 so that all are equally long.
         """
-        yield equal_length.split(inputs, self.process_index, self.num_processes, apply_padding)
+        yield _part_of(inputs, self.process_index, self.num_processes, apply_padding)
 
 
 def _rows_of(value: Any, info: BatchInfo) -> int:
@@ -377,3 +404,34 @@ def _rows_of(value: Any, info: BatchInfo) -> int:
         stacklevel=4,
     )
     return full
+
+
+def _part_of(inputs: Any, index: int, parts: int, apply_padding: bool) -> Any:
+    """Return part `index` of `parts` of what `split_between_processes` takes."""
+    if isinstance(inputs, dict):
+        lengths = {key: len(value) for key, value in inputs.items()}
+        if len(set(lengths.values())) > 1:
+            raise DataError(
+                f"The values of `inputs` must be equally long, but their lengths are {lengths}."
+            )
+        return {key: _part_of(value, index, parts, apply_padding) for key, value in inputs.items()}
+    select = getattr(inputs, "select", None)  # that of a `datasets.Dataset`
+    is_plain = isinstance(inputs, list | tuple | torch.Tensor)
+    if not is_plain and not (callable(select) and hasattr(inputs, "__len__")):
+        raise DataError(
+            "`inputs` must be a list, tuple, tensor or `datasets.Dataset`, or a dict of such, but "
+            f"is a {type(inputs).__name__}. Write `list(inputs)`."
+        )
+    each, extra = divmod(len(inputs), parts)
+    start = index * each + min(index, extra)
+    stop = start + each + (index < extra)
+    missing = each + (extra > 0) - (stop - start)
+    if not apply_padding or not len(inputs):
+        missing = 0
+    if not is_plain:
+        assert callable(select)
+        return select([*range(start, stop), *[len(inputs) - 1] * missing])
+    mine, last = inputs[start:stop], inputs[-1:]
+    if isinstance(mine, torch.Tensor):
+        return torch.cat([mine, *[last] * missing]) if missing else mine
+    return mine + last * missing

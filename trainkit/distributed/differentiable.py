@@ -83,7 +83,13 @@ def _numbers_of_rows(processes: Processes, value: Any, name: str) -> list[list[i
     def described() -> tuple[str, list[int]]:
         tensors = named_tensors(value, name)
         counts = [0 if processes.repeats else t.shape[:1].numel() for _, t in tensors]
-        return "; ".join(f"`{path}` of {_form(tensor)}" for path, tensor in tensors), counts
+        records = torch.is_grad_enabled()
+        words = [
+            f"`{path}` of rows of shape {list(t.shape[1:])}, {t.dtype}, "
+            f"{'with' if t.requires_grad and records else 'without'} a gradient"
+            for path, t in tensors
+        ]
+        return "; ".join(words), counts
 
     _, packets = run_and_gather(processes, lambda: (None, described()))
     for rank, (words, _) in enumerate(packets):
@@ -94,8 +100,3 @@ def _numbers_of_rows(processes: Processes, value: Any, name: str) -> list[list[i
                 "gradient too: their backwards wait for each other."
             )
     return [list(of_tensor) for of_tensor in zip(*(packet[1] for packet in packets), strict=True)]
-
-
-def _form(tensor: Tensor) -> str:
-    graph = "with" if tensor.requires_grad and torch.is_grad_enabled() else "without"
-    return f"rows of shape {list(tensor.shape[1:])}, {tensor.dtype}, {graph} a gradient"

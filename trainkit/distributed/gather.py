@@ -239,7 +239,7 @@ def _exchange(
     if processes.size == 1:
         return [[_without_graph(entry) for entry in mine] if torch.is_grad_enabled() else mine]
     try:
-        packet = wire_format.encode(_packed(mine), allow_pickle=allow_pickle)
+        packet = wire_format.encode(_as_one(mine), allow_pickle=allow_pickle)
     except wire_format.Unencodable as error:
         packet = wire_format.encode([Refusal(error.reason)] * len(mine))
     except Exception as error:  # whatever it is: the other processes wait for this packet
@@ -270,7 +270,7 @@ def _has_graph(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
 
 
-def _packed(entries: Sequence[Node | Refusal]) -> Node | list[Node | Refusal]:
+def _as_one(entries: Sequence[Node | Refusal]) -> Node | list[Node | Refusal]:
     """Return what travels: all batches as one, else a list with each."""
     nodes = [entry for entry in entries if not isinstance(entry, Refusal)]
     joined = None

@@ -103,7 +103,9 @@ class Processes:
         live = cls._live
         if live is not None and live.is_usable() and device in (None, live.device):
             return live
-        if live is not None and live._is_inherited():
+        is_member = live is not None and not live._closed and live._membership.lives()
+        if live is not None and is_member and live.size > 1 and live._pid != os.getpid():
+            # A member of this job forked this process, which is none itself.
             return cls(Membership(live.world), live.device if device is None else device)
         if live is not None and live.watch is not None:
             live.watch.close()
@@ -293,11 +295,6 @@ class Processes:
     def is_usable(self) -> bool:
         """Return whether the group lives, and in this process: a fork has none."""
         return not self._closed and self._pid == os.getpid() and self._membership.lives()
-
-    def _is_inherited(self) -> bool:
-        """Return whether a member of this job forked this process, which is none itself."""
-        forked = not self._closed and self._pid != os.getpid()
-        return forked and self.size > 1 and self._membership.lives()
 
     def _reduce(self, tensor: Tensor, op: Reduction, name: str) -> Pending:
         collective_guard.check(name)

@@ -1,17 +1,21 @@
-"""The interface of precision plugins."""
+"""The interface of precision plugins, and those that scale no loss."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from typing_extensions import override
 
+from trainkit.basics.device import lacks_bf16
 from trainkit.errors import ConfigError
 
-__all__ = ["Precision"]
+__all__ = ["BF16", "FP32", "Precision"]
+
+_NOTHING: AbstractContextManager[object] = nullcontext()
 
 
 class Precision(ABC):
@@ -78,3 +82,38 @@ class Precision(ABC):
                 f"Precision `{self.name}` has no state, but was given {sorted(state)}. "
                 "Resume with the precision that the state was saved with."
             )
+
+
+class FP32(Precision):
+    """Runs the model in the dtype of its parameters."""
+
+    name = "fp32"
+
+    @override
+    def autocast(self) -> AbstractContextManager[object]:
+        return _NOTHING
+
+
+class BF16(Precision):
+    """Runs matrix products in bfloat16; its range is that of fp32, so no loss is scaled."""
+
+    name = "bf16"
+    dtype = torch.bfloat16
+
+    @override
+    def setup(self, device: torch.device) -> None:
+        super().setup(device)
+        if lacks_bf16(device):
+            raise ConfigError(
+                f'`precision="bf16"` was given, but this `{device.type}` device has no '
+                'bfloat16. Use `precision="fp16"` or `"fp32"`.'
+            )
+        if not torch.amp.is_autocast_available(device.type):
+            raise ConfigError(
+                f'`precision="bf16"` was given, but torch has no autocast for `{device.type}`. '
+                'Use `precision="fp32"`.'
+            )
+
+    @override
+    def autocast(self) -> AbstractContextManager[object]:
+        return torch.autocast(self.device.type, dtype=self.dtype)

@@ -34,31 +34,28 @@ def find_blocks(
     """
     chosen = _by_default(model) if policy is None else _by_policy(model, policy)
     chosen |= {name: m for name, m in model.named_modules() if name and m in also}
-    names = _names_of_parameters(model)
-    return {
-        name: module
-        for name, module in reversed(chosen.items())
-        if any(True for _ in module.parameters()) and _is_apart(name, module, names)
-    }
+    names: dict[nn.Parameter, list[str]] = {}  # every name of each parameter
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+
+    def is_apart(name: str, module: nn.Module) -> bool:
+        used = [alias for parameter in module.parameters() for alias in names[parameter]]
+        return bool(used) and all(alias.startswith(f"{name}.") for alias in used)
+
+    return {name: m for name, m in reversed(chosen.items()) if is_apart(name, m)}
 
 
 def _by_default(model: nn.Module) -> dict[str, nn.Module]:
     """Return what the model says of itself, else what its structure says; may be empty."""
-    wanted = {
-        name
-        for module in model.modules()
-        for name in _strings(getattr(module, "_no_split_modules", None))
-    }
+    said = [getattr(module, "_no_split_modules", None) for module in model.modules()]
+    listed = [name for names in said if isinstance(names, Iterable) for name in names]
+    wanted = {name for name in listed if isinstance(name, str)}
     named = {
         name: module
         for name, module in model.named_modules()
         if name and class_name(module) in wanted
     }
     return named or _repeated(model)
-
-
-def _strings(names: object) -> list[str]:
-    return [n for n in names if isinstance(n, str)] if isinstance(names, Iterable) else []
 
 
 def _repeated(model: nn.Module) -> dict[str, nn.Module]:
@@ -84,7 +81,8 @@ def _by_policy(model: nn.Module, policy: WrapPolicy) -> dict[str, nn.Module]:
     inner = {name: module for name, module in model.named_modules() if name}
     if isinstance(policy, Collection):
         classes = tuple(policy)
-        wrong: list[Any] = [c for c in classes if not _is_module_class(c)]
+        held: tuple[Any, ...] = classes  # by users
+        wrong = [c for c in held if not (isinstance(c, type) and issubclass(c, nn.Module))]
         if wrong:
             raise ConfigError(
                 f"`wrap_policy` must hold classes of modules, but holds {wrong[0]!r}. Pass for "
@@ -103,23 +101,3 @@ def _by_policy(model: nn.Module, policy: WrapPolicy) -> dict[str, nn.Module]:
             "class of its repeated blocks, or leave `wrap_policy` out."
         )
     return chosen
-
-
-def _is_module_class(value: Any) -> bool:
-    return isinstance(value, type) and issubclass(value, nn.Module)
-
-
-def _names_of_parameters(model: nn.Module) -> dict[int, list[str]]:
-    """Return every name of each parameter, by its id."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return names
-
-
-def _is_apart(name: str, module: nn.Module, names: dict[int, list[str]]) -> bool:
-    return all(
-        alias.startswith(f"{name}.")
-        for parameter in module.parameters()
-        for alias in names[id(parameter)]
-    )

@@ -121,7 +121,12 @@ class DDP(Strategy):
         for p, _ in self._held:
             p.grad = None
         trained = [p for p, _ in self._held if p.requires_grad]
-        hooks = [p.register_hook(partial(self._note_first, p)) for p in trained]  # type: ignore[no-untyped-call]
+
+        def note_first(p: nn.Parameter, _: Tensor) -> None:
+            if p.grad is None:
+                self._made.append(p)
+
+        hooks = [p.register_hook(partial(note_first, p)) for p in trained]  # type: ignore[no-untyped-call]
         try:
             with super().zero_gradients(module):
                 yield
@@ -131,10 +136,6 @@ class DDP(Strategy):
             for p in self._made if self.find_unused_parameters else ():
                 p.grad = None
             self._put_back()
-
-    def _note_first(self, p: nn.Parameter, _: Tensor) -> None:
-        if p.grad is None:
-            self._made.append(p)
 
     def _put_back(self) -> None:
         """Let gradients be what they were before a repeat; zeros where its step made the first."""

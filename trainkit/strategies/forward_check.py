@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils.hooks import RemovableHandle
 
 from trainkit.basics.torch_internals import tree_leaves
 from trainkit.distributed import Processes
@@ -15,23 +14,20 @@ from trainkit.distributed.collectives import require_equal
 from trainkit.errors import ConfigError, quoted
 from trainkit.strategies.strategy import leaves_behind
 
-__all__ = ["watch_forward"]
+__all__ = ["ForwardCheck"]
 
 
-def watch_forward(model: nn.Module, processes: Processes) -> list[RemovableHandle]:
-    """Compare the forward of a sharded model that is about to run over the processes.
+class ForwardCheck:
+    """Compares the forward of a sharded model that is about to run over the processes.
 
     A process that leaves out a block, or a parameter of one, makes other collectives than the
     rest, which would wait for ever or crash. Here all raise: a block is compared before its
     parameters are gathered, parameters before gradients are reduced.
 
-    Returns:
-        What hangs on the model meanwhile; the end of the forward removes it.
+    Attributes:
+        hooks: What hangs on the model meanwhile; the end of the forward removes it.
     """
-    return _Forward(model, processes).hooks
 
-
-class _Forward:
     def __init__(self, model: nn.Module, processes: Processes) -> None:
         self._processes = processes
         self._names: dict[Tensor, str] = {}  # of the full parameters, which live in a forward only

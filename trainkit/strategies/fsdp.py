@@ -352,9 +352,9 @@ class FSDP(Strategy):
             phase.shares_buffers = phase.reduces
             compares, phase.compares = phase.compares, False
             if compares and self.processes.size > 1 and compiled_call(model) is None:
-                from trainkit.strategies.forward_check import watch_forward
+                from trainkit.strategies.forward_check import ForwardCheck
 
-                known.hooks += watch_forward(model, self.processes)
+                known.hooks += ForwardCheck(model, self.processes).hooks
 
 
 def _first_of_frozen(model: nn.Module, blocks: Mapping[str, nn.Module]) -> list[nn.Parameter]:
