@@ -7,8 +7,6 @@ from typing import Any
 from trainkit.basics.parsing import nearest
 from trainkit.errors import ConfigError, quoted
 
-__all__ = ["PLACES", "refuse_unknown"]
-
 # fmt: off
 PLACES = {
     "Trainer(max_epochs=...)": "epochs num_epochs num_train_epochs",

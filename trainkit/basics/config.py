@@ -14,16 +14,6 @@ from typing import Any, Literal, TypeVar, cast, get_args, get_origin
 
 from trainkit.errors import ConfigError
 
-__all__ = [
-    "TrainConfig",
-    "Watchdog",
-    "as_timeout",
-    "check_argument",
-    "check_whole",
-    "checked",
-    "names_checked",
-]
-
 T = TypeVar("T", bound=Callable[..., Any])
 
 # What is said of a choice where choices are listed.

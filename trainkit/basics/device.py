@@ -16,33 +16,6 @@ from torch import nn
 from trainkit.basics.torch_internals import extension_kind, moves_in_place, try_loss_scaling
 from trainkit.errors import ConfigError
 
-__all__ = [
-    "accelerator_count",
-    "accelerator_kind",
-    "can_bind",
-    "can_pin",
-    "check_present",
-    "collective_backend",
-    "default_kind",
-    "forbids_fork",
-    "forgets_random_state",
-    "free_memory",
-    "generator_kinds",
-    "get_rng_state",
-    "has_loss_scaling",
-    "has_streams",
-    "is_accelerator",
-    "lacks_bf16",
-    "memory_figures",
-    "memory_of",
-    "move_module",
-    "moves_in_place",
-    "set_rng_state",
-    "siblings",
-    "utilization",
-    "wide_dtype",
-]
-
 _SHARED = "mps"  # its memory is the host's; it has one device, and names of its own for figures
 
 

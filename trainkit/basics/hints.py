@@ -4,8 +4,6 @@ import re
 
 from trainkit.errors import text_of
 
-__all__ = ["hint_for", "tells_of_lost_peer"]
-
 _MEMORY = "Out of memory: use smaller batches and more accumulation, bf16, or fewer workers."
 # What stands in an error's class or text, and what usually causes it.
 _HINTS = (

@@ -7,8 +7,6 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["kernel_kills", "process_memory"]
-
 
 def process_memory() -> dict[str, int]:
     """Return what is known of the memory of this process and machine, in bytes."""

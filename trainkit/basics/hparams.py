@@ -13,8 +13,6 @@ from typing import Any
 from trainkit.basics.formatting import json_value
 from trainkit.errors import ConfigError
 
-__all__ = ["changed", "flat", "plain"]
-
 _SECRET = re.compile(
     r"(^|_)(secret|passw(or)?d|credentials?|api_?key|(access|auth|bearer|hf|hub)_?token)$|^token$",
     re.IGNORECASE,

@@ -11,8 +11,6 @@ from typing import Any, TypeVar
 from trainkit.basics.parsing import boolean, one_of
 from trainkit.errors import ConfigError
 
-__all__ = ["MIXED_PRECISIONS", "mixed_precision", "read", "sharding", "uses_cpu"]
-
 T = TypeVar("T")
 
 MIXED_PRECISIONS = {"no": "fp32", "fp16": "fp16", "bf16": "bf16"}

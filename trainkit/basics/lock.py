@@ -15,8 +15,6 @@ from weakref import WeakSet, WeakValueDictionary
 from trainkit.basics.outputs import why
 from trainkit.errors import CheckpointError
 
-__all__ = ["RunLock"]
-
 _MOST_BYTES = 4096
 _held: "WeakSet[RunLock]" = WeakSet()
 _shared: "WeakValueDictionary[Path, RunLock]" = WeakValueDictionary()

@@ -12,8 +12,6 @@ import torch
 from trainkit.basics.device import accelerator_kind
 from trainkit.errors import ConfigError, text_of
 
-__all__ = ["find_executable_batch_size", "is_out_of_memory", "release_memory"]
-
 _WORDS = (
     "out of memory",
     "can't allocate memory",

@@ -7,8 +7,6 @@ from pathlib import Path
 
 from trainkit.errors import CheckpointError, ConfigError
 
-__all__ = ["absolute", "check_folder", "folder_of_run", "refusal", "why"]
-
 # `Path` makes one slash of two: there only what is known of storages is an address.
 _ADDRESS = re.compile(
     r"([a-z][a-z0-9+.-]+)://|(s3a?|gs|gcs|az|abfss?|wasbs?|adl|hf|hdfs|https?|file|memory):/", re.I

@@ -4,8 +4,6 @@ from importlib.util import find_spec
 
 from trainkit.errors import ConfigError
 
-__all__ = ["require"]
-
 
 def require(package: str, user: str, instead: str = "", module: str = "") -> None:
     """Raise ConfigError where a package is not installed; nothing is imported.

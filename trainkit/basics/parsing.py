@@ -6,8 +6,6 @@ Each reader returns the value, or raises ValueError with what it must be.
 import difflib
 from collections.abc import Callable, Iterable
 
-__all__ = ["boolean", "nearest", "one_of"]
-
 _TRUE = {"true", "yes", "on", "1", "y", "t"}
 _FALSE = {"false", "no", "off", "0", "n", "f"}
 

@@ -23,26 +23,6 @@ import torch
 
 from trainkit.basics.device import get_rng_state, set_rng_state, siblings
 
-__all__ = [
-    "HostState",
-    "derive",
-    "determinism",
-    "device_seed",
-    "in_stream",
-    "lent",
-    "load_state_dict",
-    "order_seed",
-    "preserved",
-    "restore_host",
-    "sample_seed",
-    "sample_stream",
-    "save_host",
-    "seed_all",
-    "seed_host",
-    "state_dict",
-    "undisturbed",
-]
-
 _MASK = 2**64 - 1
 _modules: dict[str, Any] = sys.modules  # whoever does not use NumPy does not pay for it
 _python: Any = random.seed.__self__  # type: ignore[attr-defined]  # the global generator

@@ -7,8 +7,6 @@ import re
 from collections.abc import Callable
 from contextlib import suppress
 
-__all__ = ["gpu_ids", "listen_port", "pairs", "port_range", "seconds", "text", "whole"]
-
 _PAIRS = re.compile(r"\w+=[^=,\s]+(,\w+=[^=,\s]+)*", re.ASCII)
 _GPU = re.compile(r"[0-9]+|(GPU|MIG)-[0-9A-Za-z/-]+", re.ASCII)
 

@@ -11,18 +11,6 @@ from typing import Any, Self
 
 from typing_extensions import override
 
-__all__ = [
-    "CAUGHT",
-    "EXIT_LATER",
-    "Interrupted",
-    "Interrupts",
-    "exit_code",
-    "in_notebook",
-    "is_failing",
-    "is_interactive",
-    "kill_workers",
-]
-
 EXIT_LATER = 75
 """Exit code after SIGUSR1 or the time limit: EX_TEMPFAIL of sysexits.h, "try again later"."""
 

@@ -12,8 +12,6 @@ from contextlib import suppress
 
 from trainkit.errors import ConfigError
 
-__all__ = ["find_task", "in_torchrun_words", "job_number", "refuse_alone", "sees_own_devices"]
-
 # Number of the task, tasks in all, and both on its machine. A task of mpirun may have the variables
 # of the step of Slurm that started mpirun's daemon, so MPI is asked first.
 _MPI = (

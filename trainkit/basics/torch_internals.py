@@ -18,49 +18,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils.data import RandomSampler
-from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter as WorkersIterator
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from typing_extensions import override
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-__all__ = [
-    "GradientReducer",
-    "WorkersIterator",
-    "attention_on_cpu",
-    "begun_collectives",
-    "buffers_of",
-    "call_module",
-    "compiled_call",
-    "copy_each",
-    "end_workers",
-    "extension_kind",
-    "found_inf",
-    "group_backends",
-    "in_no_worker",
-    "is_saved",
-    "lerp_each",
-    "loss_scale",
-    "make_loss_scale",
-    "meet_without_pickles",
-    "moves_in_place",
-    "multiply_each",
-    "norm_of_each",
-    "parameters_of",
-    "parts_of_schedule",
-    "samples_asked_for",
-    "set_backend_timeout",
-    "set_compiled_call",
-    "set_parts_of_schedule",
-    "start_sharded",
-    "steps_of_schedule",
-    "stored_values",
-    "tree_leaves",
-    "try_loss_scaling",
-    "unscaled_optimizers",
-    "was_called",
-    "workers_of",
-]
 
 # Many tensors in one call, as torch's own optimizers do: over small ones a loop takes ten times
 # as long.
@@ -309,6 +271,8 @@ def set_backend_timeout(backend: Any, timeout: timedelta) -> bool:
 
 
 # Loaders.
+
+WorkersIterator = _MultiProcessingDataLoaderIter
 
 
 def samples_asked_for(sampler: RandomSampler) -> int | None:

@@ -10,8 +10,6 @@ from pathlib import Path
 from trainkit.basics.outputs import check_folder, refusal
 from trainkit.errors import ConfigError
 
-__all__ = ["Lines", "check_file", "claim", "giving_up", "replace_file"]
-
 _MOST_WAITING = 10_000  # lines that are kept for a disk that takes none
 
 

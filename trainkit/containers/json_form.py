@@ -16,8 +16,6 @@ from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from typing import Any, ClassVar
 
-__all__ = ["DEEPEST", "MALFORMED", "Decoder", "Encoder"]
-
 DEEPEST = 64  # levels of nesting in a value
 
 MALFORMED = (

@@ -11,8 +11,6 @@ from torch import Tensor
 from trainkit.errors import DataError
 from trainkit.types import IGNORED
 
-__all__ = ["filled_up"]
-
 
 def filled_up(rows: list[Any], pad_value: float | None, path: str) -> list[Any]:
     """Return tensors, or arrays, of one type, as large in later dimensions as the largest.

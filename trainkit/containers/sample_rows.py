@@ -27,22 +27,6 @@ from torch import Tensor
 from trainkit.containers.tree import build, class_named, is_array, is_named, parts
 from trainkit.errors import DataError
 
-__all__ = [
-    "Container",
-    "Merge",
-    "Node",
-    "Nothing",
-    "Origin",
-    "Rows",
-    "Samples",
-    "as_samples",
-    "cut",
-    "holds_fields",
-    "join",
-    "parse",
-    "split",
-]
-
 
 @dataclass(slots=True)
 class Rows:

@@ -16,25 +16,6 @@ from torch import Tensor
 
 from trainkit.errors import DataError
 
-__all__ = [
-    "build",
-    "children",
-    "class_named",
-    "copy_containers",
-    "count_samples",
-    "has_more_state",
-    "is_array",
-    "is_container",
-    "is_named",
-    "is_opaque",
-    "map_children",
-    "map_leaves",
-    "map_tensors",
-    "name_of",
-    "named_tensors",
-    "parts",
-]
-
 
 def is_container(tree: Any) -> bool:
     """Return whether `tree` is a mapping, list, tuple or data class."""

@@ -19,8 +19,6 @@ from trainkit.data.window import MicroBatch, PaddingBatch, Window
 from trainkit.distributed.collectives import are_alike
 from trainkit.errors import DataError
 
-__all__ = ["AgreedLoader"]
-
 logger = logging.getLogger(__name__)
 
 # What a process sends instead of its count.

@@ -23,15 +23,6 @@ if TYPE_CHECKING:
     from trainkit.data.position import StreamPosition
     from trainkit.data.stream import StreamReader
 
-__all__ = [
-    "BatchSource",
-    "CustomSource",
-    "KeySource",
-    "Presharded",
-    "StreamSource",
-    "presharded",
-]
-
 
 class BatchSource(ABC):
     """Yields this rank's share of every global batch, as long as it has some."""

@@ -19,8 +19,6 @@ from trainkit.data.prepare import LoaderCombination, prepared
 from trainkit.data.window import MicroBatch, PaddingBatch, Window
 from trainkit.errors import ConfigError, DataError, quoted
 
-__all__ = ["Combined", "CombinedBatch", "CombinedLoader", "CombinedWindow"]
-
 Policy: TypeAlias = str | Mapping[str, float]
 
 PASS = 100_000

@@ -24,17 +24,6 @@ from trainkit.basics import rng
 from trainkit.containers.tree import children, is_array, is_container, is_opaque
 from trainkit.errors import DataError
 
-__all__ = [
-    "Fetch",
-    "RankBatch",
-    "Recounted",
-    "collates_silently",
-    "counted",
-    "fetch_for",
-    "recounted",
-    "sample_key",
-]
-
 
 class Recounted(NamedTuple):
     """A batch that has other rows than one for each sample that was asked for."""

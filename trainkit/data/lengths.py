@@ -10,8 +10,6 @@ from typing_extensions import override
 from trainkit.basics.config import check_whole
 from trainkit.errors import ConfigError
 
-__all__ = ["group_by_length", "lengths_of", "read_item"]
-
 _BATCHES = 50  # of one chunk: more waste less, and mix less
 
 

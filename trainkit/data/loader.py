@@ -15,8 +15,6 @@ from trainkit.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from trainkit.data.position import StreamPosition
 
-__all__ = ["EpochLength", "LoaderContext", "PreparedLoader", "length_of"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoaderContext:

@@ -17,8 +17,6 @@ from trainkit.data.transfer import transfer_for
 from trainkit.data.window import MicroBatch, PaddingBatch, Window
 from trainkit.data.workers import datasets_of, fetcher_for
 
-__all__ = ["MappedLoader"]
-
 
 class MappedLoader(PreparedLoader):
     """A prepared loader over a map-style data set with a batch size or a batch sampler."""

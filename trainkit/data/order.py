@@ -16,16 +16,6 @@ from torch.utils.data import (
 from trainkit.basics import rng
 from trainkit.errors import ConfigError
 
-__all__ = [
-    "Indices",
-    "KeyedOrder",
-    "divide",
-    "is_of_torchdata",
-    "is_plain",
-    "set_epoch_on",
-    "whole_numbers",
-]
-
 Indices: TypeAlias = Tensor | list[Any]
 
 

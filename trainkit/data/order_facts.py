@@ -13,8 +13,6 @@ from torch.utils.data import DataLoader, IterableDataset
 from trainkit.basics.device import memory_of
 from trainkit.data.order import is_plain, whole_numbers
 
-__all__ = ["CHANGED", "OWN", "changed_facts", "digest_of", "order_facts", "run_to"]
-
 _SETTINGS = {"replacement": "replacement", "num_samples": "samples drawn", "drop_last": "drop_last"}
 """Attributes of samplers that decide the order, and what they are called."""
 

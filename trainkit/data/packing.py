@@ -15,8 +15,6 @@ from trainkit.data.lengths import lengths_of, read_item
 from trainkit.errors import ConfigError, DataError
 from trainkit.types import IGNORED
 
-__all__ = ["PackedDataset", "pack"]
-
 Longer = Literal["error", "truncate", "split", "drop"]
 
 

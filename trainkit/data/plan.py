@@ -16,8 +16,6 @@ from torch import Tensor
 from trainkit.data.order import Indices, whole_numbers
 from trainkit.errors import DataError
 
-__all__ = ["BatchPlan", "FlatPlan", "Plan"]
-
 
 class FlatPlan:
     """A flat order, cut into equal slices: global batch `k` is samples [k*W*b, (k+1)*W*b).

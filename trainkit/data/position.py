@@ -9,8 +9,6 @@ from torch.utils.data import DataLoader
 from trainkit.data.stream_start import begins_anew, is_stateful
 from trainkit.errors import CheckpointError, ConfigError
 
-__all__ = ["StreamPosition"]
-
 
 class StreamPosition:
     """The part of a checkpoint that says where an iterable data set of training is.

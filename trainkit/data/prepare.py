@@ -16,15 +16,6 @@ from trainkit.data.order import KeyedOrder, divide, is_of_torchdata
 from trainkit.data.workers import fetcher_for
 from trainkit.errors import ConfigError, quoted
 
-__all__ = [
-    "LoaderCombination",
-    "evaluation_loader",
-    "prepared",
-    "training_loader",
-    "training_loaders",
-]
-
-
 _MODES = {"min_size": "min", "max_size_cycle": "max_cycle", "sequential": "sequential"}
 """What Lightning calls the policies."""
 

@@ -10,8 +10,6 @@ from trainkit.data.loader import PreparedLoader
 from trainkit.data.window import MicroBatch, Window
 from trainkit.errors import ConfigError
 
-__all__ = ["piece_size", "slice_samples", "split_windows"]
-
 
 def piece_size(samples: int, size: int) -> int:
     """Return the size of the pieces of a batch: equal ones, as few as `size` allows."""

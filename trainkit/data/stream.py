@@ -23,8 +23,6 @@ from trainkit.data.stream_start import (
 )
 from trainkit.errors import DataError
 
-__all__ = ["StreamReader"]
-
 
 class StreamReader(Fetch):
     """Reads a whole stream and keeps the slices of one process.

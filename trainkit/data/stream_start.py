@@ -11,15 +11,6 @@ from weakref import finalize
 import torch
 from torch import Tensor
 
-__all__ = [
-    "StreamStart",
-    "begins_anew",
-    "forget_loaded",
-    "is_huggingface",
-    "is_same",
-    "is_stateful",
-]
-
 logger = logging.getLogger(__name__)
 
 

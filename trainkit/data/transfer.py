@@ -12,8 +12,6 @@ from typing_extensions import override
 from trainkit.basics.device import can_pin, has_streams
 from trainkit.containers.tree import is_opaque, map_leaves
 
-__all__ = ["Transfer", "transfer_for"]
-
 
 class Transfer(ABC):
     """Moves batches to a device."""

@@ -6,8 +6,6 @@ from typing import Any
 
 from trainkit.containers.tree import copy_containers
 
-__all__ = ["MicroBatch", "PaddingBatch", "Window"]
-
 
 class MicroBatch:
     """What one forward of one process sees.

@@ -30,8 +30,6 @@ from trainkit.errors import ConfigError, DataError, text_of
 
 _DEATH_SECONDS = 0.3  # from the first sign of a worker's end until it is known
 
-__all__ = ["Fetcher", "WorkerPool", "datasets_of", "fetcher_for"]
-
 Tasks: TypeAlias = Callable[[], Iterator[Any]]
 
 

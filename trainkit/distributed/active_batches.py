@@ -7,8 +7,6 @@ from typing import Any
 
 from trainkit.errors import ConfigError
 
-__all__ = ["ActiveLoaders", "BatchInfo"]
-
 
 @dataclass(frozen=True, slots=True)
 class BatchInfo:

@@ -8,8 +8,6 @@ import torch
 from trainkit.distributed.processes import Pending, Processes
 from trainkit.errors import DistributedError
 
-__all__ = ["AsyncFlags"]
-
 SECONDS = 0.25  # between two exchanges, about
 MOST_WINDOWS = 32  # of an interval: windows may become slower at any time
 

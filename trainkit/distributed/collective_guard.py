@@ -11,8 +11,6 @@ from contextlib import contextmanager
 
 from trainkit.errors import DistributedError
 
-__all__ = ["check", "everywhere", "only", "place"]
-
 
 class _Inside(threading.local):
     name: str | None = None

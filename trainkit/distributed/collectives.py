@@ -16,24 +16,6 @@ from trainkit.distributed.processes import Processes, pack, unpack
 from trainkit.distributed.watch import Answer, Callers
 from trainkit.distributed.world import World
 
-__all__ = [
-    "are_alike",
-    "check_called_by_all",
-    "complain",
-    "first_with",
-    "gather_on_main",
-    "number_of",
-    "only_this_process",
-    "raise_on_all",
-    "ranks_with",
-    "require_equal",
-    "run_and_gather",
-    "run_on_all",
-    "run_on_all_or_main",
-    "run_on_main",
-    "with_own_group",
-]
-
 R = TypeVar("R", str, None)  # what can travel to processes that take no part
 T = TypeVar("T")
 U = TypeVar("U")

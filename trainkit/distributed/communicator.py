@@ -24,8 +24,6 @@ from trainkit.distributed.gather import ROWS_VARY
 from trainkit.distributed.processes import Reduction
 from trainkit.errors import ConfigError, DataError, by_process
 
-__all__ = ["Communicator"]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 

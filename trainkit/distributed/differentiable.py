@@ -14,8 +14,6 @@ from trainkit.distributed.collectives import run_and_gather
 from trainkit.distributed.processes import Processes
 from trainkit.errors import DataError
 
-__all__ = ["gather_with_gradients"]
-
 
 def gather_with_gradients(processes: Processes, value: Any, *, name: str = "value") -> Any:
     """Return a tensor, or a nesting of tensors, of all processes, each with its graph.

@@ -29,15 +29,6 @@ from trainkit.distributed.active_batches import BatchInfo
 from trainkit.distributed.processes import Processes
 from trainkit.errors import DataError, text_of
 
-__all__ = [
-    "Refusal",
-    "agreed_counts",
-    "concatenate",
-    "gather_all",
-    "gather_samples",
-    "gather_tensors",
-]
-
 ROWS_VARY = (
     " Where its collate function leaves samples out or adds some, let every tensor of the batch "
     "have a row for each that is left."

@@ -30,17 +30,6 @@ if TYPE_CHECKING:
 
     from trainkit.distributed.rendezvous import Rendezvous
 
-__all__ = [
-    "DEBUG",
-    "SECRET",
-    "Membership",
-    "cpu_group",
-    "default_device",
-    "join",
-    "on_its_own",
-    "set_group_timeout",
-]
-
 SECRET = "TRAINKIT_SECRET"
 """Environment variable with a word that only the processes of one job know."""
 

@@ -20,8 +20,6 @@ from trainkit.distributed.world import World
 from trainkit.errors import ConfigError, DistributedError
 from trainkit.lazy import ask
 
-__all__ = ["Pending", "Processes", "Reduction", "pack", "unpack"]
-
 Reduction = Literal["sum", "mean", "max", "min", "prod"]
 
 _HEADER = 8  # bytes of a payload's length in front of it

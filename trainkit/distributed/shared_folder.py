@@ -9,8 +9,6 @@ from trainkit.distributed.collectives import raise_on_all, run_on_main
 from trainkit.distributed.processes import Processes
 from trainkit.errors import ConfigError
 
-__all__ = ["check_shared"]
-
 _SECONDS = 20.0  # in which a file shows on other machines: network storage asks now and then
 _PAUSE = 0.2
 

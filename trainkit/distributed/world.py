@@ -9,8 +9,6 @@ import torch.distributed
 
 from trainkit.errors import ConfigError
 
-__all__ = ["World"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class World:

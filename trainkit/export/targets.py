@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainkit.basics.device import moves_in_place
-from trainkit.basics.torch_internals import buffers_of, is_saved, parameters_of
+from trainkit.basics.torch_internals import buffers_of, is_saved, moves_in_place, parameters_of
 from trainkit.checkpoint.exact import as_parameter
 from trainkit.checkpoint.resharding.sharding_spec import is_sharded
 from trainkit.export.state import plain_name, same_memory

@@ -16,8 +16,6 @@ from trainkit.basics.torch_internals import found_inf, loss_scale, make_loss_sca
 from trainkit.errors import ConfigError
 from trainkit.precision.precision import Precision
 
-__all__ = ["FP16", "place_scale", "scaled_loss"]
-
 
 class FP16(Precision):
     """Runs matrix products in float16 and scales the loss so that small gradients survive.

@@ -13,8 +13,6 @@ from typing_extensions import override
 from trainkit.basics.device import lacks_bf16
 from trainkit.errors import ConfigError
 
-__all__ = ["BF16", "FP32", "Precision"]
-
 _NOTHING: AbstractContextManager[object] = nullcontext()
 
 

@@ -14,8 +14,6 @@ from trainkit.basics.torch_internals import compiled_call, is_saved
 from trainkit.errors import ConfigError
 from trainkit.types import class_name
 
-__all__ = ["checkpoint_activations"]
-
 
 def checkpoint_activations(model: nn.Module, blocks: Collection[nn.Module]) -> Callable[[], None]:
     """Let a model compute its activations again in backward; return what undoes that.

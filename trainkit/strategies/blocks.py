@@ -9,8 +9,6 @@ from torch import nn
 from trainkit.errors import ConfigError
 from trainkit.types import class_name
 
-__all__ = ["WrapPolicy", "find_blocks"]
-
 WrapPolicy = Collection[type[nn.Module]] | Callable[[str, nn.Module], bool]
 """Classes of the modules to shard on their own, or `(name, module) -> bool`."""
 

@@ -19,8 +19,6 @@ from trainkit.errors import ConfigError, quoted
 from trainkit.precision import Precision
 from trainkit.strategies.strategy import Strategy
 
-__all__ = ["DDP", "Reducing"]
-
 _is_trained = attrgetter("requires_grad")  # asked of each parameter, each window
 
 

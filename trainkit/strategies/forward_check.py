@@ -14,8 +14,6 @@ from trainkit.distributed.collectives import require_equal
 from trainkit.errors import ConfigError, quoted
 from trainkit.strategies.strategy import leaves_behind
 
-__all__ = ["ForwardCheck"]
-
 
 class ForwardCheck:
     """Compares the forward of a sharded model that is about to run over the processes.

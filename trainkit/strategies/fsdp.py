@@ -16,8 +16,8 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from trainkit.basics.config import checked
-from trainkit.basics.device import collective_backend, move_module, moves_in_place, wide_dtype
-from trainkit.basics.torch_internals import compiled_call, start_sharded
+from trainkit.basics.device import collective_backend, move_module, wide_dtype
+from trainkit.basics.torch_internals import compiled_call, moves_in_place, start_sharded
 from trainkit.checkpoint.resharding.sharding_spec import is_sharded, local_part
 from trainkit.distributed import Processes
 from trainkit.distributed.world import World
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from trainkit.strategies.blocks import WrapPolicy
-
-__all__ = ["FSDP"]
 
 
 @dataclass(slots=True)

@@ -17,8 +17,6 @@ from trainkit.distributed.collectives import first_with
 from trainkit.errors import ConfigError
 from trainkit.strategies.strategy import on_meta
 
-__all__ = ["ParameterInitializer"]
-
 
 class ParameterInitializer:
     """Remembers, before a model is sharded, where its values come from, and fills it after.

@@ -17,8 +17,6 @@ from trainkit.basics.device import can_pin
 from trainkit.errors import ConfigError, quoted
 from trainkit.strategies.activation_checkpointing import checkpoint_activations
 
-__all__ = ["check_scalars", "shard"]
-
 
 def shard(
     model: nn.Module,

@@ -12,8 +12,6 @@ from trainkit.errors import ConfigError
 from trainkit.precision import Precision
 from trainkit.strategies.strategy import Strategy
 
-__all__ = ["SingleDevice"]
-
 
 class SingleDevice(Strategy):
     """Trains on one device; the model is used as it is.

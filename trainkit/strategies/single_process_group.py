@@ -8,8 +8,6 @@ from torch.distributed import HashStore, ProcessGroup  # type: ignore[attr-defin
 
 from trainkit.basics.device import collective_backend
 
-__all__ = ["join", "leave"]
-
 
 class _Alone:
     group: ProcessGroup | None = None

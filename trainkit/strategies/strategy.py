@@ -20,8 +20,6 @@ from trainkit.errors import ConfigError, quoted
 from trainkit.precision import Precision
 from trainkit.types import class_name
 
-__all__ = ["Strategy", "gradient_values", "leaves_behind", "on_meta", "zeros_for"]
-
 _NOTHING: AbstractContextManager[object] = nullcontext()
 
 
