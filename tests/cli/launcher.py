@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -12,6 +13,12 @@ from pathlib import Path
 from trainkit.cli.main import main
 
 TIME_LIMIT = 120.0
+
+
+def free_port() -> int:
+    """Return a TCP port that no server of this machine listens on now."""
+    with socket.create_server(("", 0)) as found:
+        return int(found.getsockname()[1])
 
 
 class Launcher:

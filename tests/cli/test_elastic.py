@@ -12,13 +12,12 @@ from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
 
 from benchmarks.elastic import Job, judge, prepare
-from tests.cli.launcher import Launcher
+from tests.cli.launcher import Launcher, free_port
 from tests.cli.test_launch import alone, output, shown
 from trainkit.basics.torch_internals import meet_without_pickles
 from trainkit.errors import ConfigError
 from trainkit.launch import config_file
 from trainkit.launch.elastic import rendezvous
-from trainkit.launch.machine import free_port
 from trainkit.launch.settings import JobSettings
 
 assert alone is not None  # a fixture: an empty folder, no settings from outside

@@ -13,7 +13,8 @@ import pytest
 from tests.cli.test_config_file import ACCELERATE, FSDP
 from trainkit.cli.main import main
 from trainkit.launch import config_file, plan, settings
-from trainkit.launch.settings import SETTINGS
+from trainkit.launch.meeting import alone as alone_here
+from trainkit.launch.settings import SETTINGS, JobSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 LIGHT = """
@@ -195,15 +196,8 @@ def test_several_machines_meet_at_machine_0(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_ports_hold_the_port_of_machine_0(capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.create_server(("", 0)) as server:
-        port = server.getsockname()[1]
-        environment, _ = planned(capsys, "--ports", f"{port}-{port + 9}", "script.py")
-        assert environment["TRAINKIT_PORTS"] == f"{port}-{port + 9}"
-        assert port < int(environment["MASTER_PORT"]) <= port + 9
-    environment, _ = planned(
-        capsys, "--num_machines", 2, "--main_process_ip", "10.0.0.1", "--ports", "4000-4009",
-        "script.py",
-    )  # fmt: skip
+    environment, _ = planned(capsys, *SEVERAL, "--ports", "4000-4009", "script.py")
+    assert environment["TRAINKIT_PORTS"] == "4000-4009"
     assert environment["MASTER_PORT"] == "4000"
 
 
@@ -212,18 +206,16 @@ def test_modules_and_programs_can_be_started(capsys: pytest.CaptureFixture[str])
     assert planned(capsys, "--no-python", "true", "x")[1] == ["true", "x"]
 
 
-def test_a_taken_port_of_one_machine_is_replaced(capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.create_server(("", 0)) as server:
+@pytest.mark.parametrize("is_in_range", [False, True])
+def test_a_taken_port_of_one_machine_is_replaced(is_in_range: bool) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        arguments = ["launch", "--dry-run", "--main_process_port", str(port), "script.py"]
-        assert main(arguments) == 0
-        captured = capsys.readouterr()
-        assert f"port {port} is taken;" in captured.err
-        assert f"MASTER_PORT={port} " not in captured.out
-    assert main(arguments) == 0
-    assert f"MASTER_PORT={port} " in capsys.readouterr().out
-    assert main([*arguments[:2], "--standalone", *arguments[2:]]) == 0
-    assert f"MASTER_PORT={port} " not in capsys.readouterr().out
+        ports = f"{port}-{port + 9}" if is_in_range else None
+        meeting = alone_here(JobSettings(main_process_port=port, ports=ports))
+        found = meeting.open_store()
+        assert found != port
+        assert not is_in_range or port < found <= port + 9
+    assert alone_here(JobSettings(main_process_port=port)).open_store() == port
 
 
 PORTS = ("--ports", "29500-29520")

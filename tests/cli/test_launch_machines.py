@@ -9,12 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.cli.launcher import Launcher, lives
+from tests.cli.launcher import Launcher, free_port, lives
 from tests.cli.test_launch_processes import ACTS, TRAINS
 from tests.helpers.tiers import with_few
 from trainkit.distributed.group import SECRET
 from trainkit.launch import supervisor
-from trainkit.launch.machine import free_port
 
 
 def launch(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.launcher import TIME_LIMIT, Launcher, lives, run
+from tests.cli.launcher import TIME_LIMIT, Launcher, free_port, lives, run
 from tests.cli.test_config_file import ACCELERATE
 
 TWO = ("launch", "--cpu", "--num_processes", 2)
@@ -120,7 +120,9 @@ def test_a_file_for_gpus_is_refused_where_there_are_none(folder: Path) -> None:
 
 @pytest.mark.e2e
 def test_the_command_of_a_dry_run_does_the_same(folder: Path) -> None:
-    command = run(*TWO, "--dry-run", "trains.py", "one.pt", folder=folder)
+    command = run(
+        *TWO, "--main_process_port", free_port(), "--dry-run", "trains.py", "one.pt", folder=folder
+    )
     own = [f"RANK={rank} LOCAL_RANK={rank} {command}" for rank in range(2)]
     processes = [subprocess.Popen(each, shell=True, cwd=folder) for each in own]
     assert [process.wait(TIME_LIMIT) for process in processes] == [0, 0]

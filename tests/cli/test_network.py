@@ -6,9 +6,9 @@ import time
 
 import pytest
 
+from tests.cli.launcher import free_port
 from trainkit.errors import DistributedError
 from trainkit.launch import meeting
-from trainkit.launch.machine import free_port
 from trainkit.launch.network import interface_to, is_own, job_interface, kernel_ports, reach
 from trainkit.watch.listening import listen, ports
 

@@ -5,11 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.launcher import Launcher
+from tests.cli.launcher import Launcher, free_port
 from tests.cli.test_launch import alone, output, planned, shown
 from tests.cli.test_launch_processes import ACTS
 from tests.processes.test_starters import POD, TORCHRUN, of_mpirun, of_srun
-from trainkit.launch.machine import free_port
 
 assert alone is not None  # a fixture: an empty folder, no settings from outside
 Say = Callable[[dict[str, str]], None]

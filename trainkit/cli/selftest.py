@@ -49,8 +49,8 @@ def _checks(*arguments: object) -> Script:
 
 
 def _start(plan: Plan) -> int:
-    for note in plan.notes:
-        print(f"trainkit: {note}", file=sys.stderr)
+    if plan.note:
+        print(f"trainkit: {plan.note}", file=sys.stderr)
     return start(plan)
 
 

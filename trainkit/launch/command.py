@@ -66,8 +66,8 @@ def _run(options: argparse.Namespace) -> int:
     if not options.script:
         raise ConfigError("There is no script. Use: trainkit launch [options] SCRIPT [arguments]")
     plan = _plan(options, resolved)
-    for note in plan.notes:
-        print(f"trainkit: {note}", file=sys.stderr)
+    if plan.note:
+        print(f"trainkit: {plan.note}", file=sys.stderr)
     if options.dry_run:
         print(plan.line())
         return 0
@@ -178,7 +178,7 @@ def _run_processes(plan: Plan) -> tuple[int, bool]:
         elif job.num_machines > 1:
             meeting = meetings.meet(job, meetings.to_compare(plan))
         else:
-            meeting = meetings.alone(job, plan.port)
+            meeting = meetings.alone(job)
         try:
             outcome = supervise(plan, meeting, orphan_killer)
             return outcome.code, failure.explain(outcome, meeting)

@@ -172,14 +172,16 @@ class Link:
             seconds: How long the others may take.
 
         Returns:
-            On machine 0 the stories by machine; None on others, which tell it theirs; the own one
-            alone where machine 0 is gone.
+            On machine 0 the stories by machine; None on others, when it has shown them; the own one
+            alone where it is gone.
         """
         self.tell("story", story)
         if self._machine == 0:
             self.wait(lambda: self.present <= self.said("story").keys(), seconds)
             return dict(self.said("story"))
-        return None if 0 in self.present else {self._machine: story}
+        # It may be gone, and not be missed yet.
+        self.wait(lambda: self.is_over or 0 not in self.present, 2 * seconds)
+        return None if self.is_over else {self._machine: story}
 
     def close(self) -> None:
         """Leave; machine 0 says a last word to all before."""

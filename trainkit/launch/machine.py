@@ -1,4 +1,4 @@
-"""What this machine has: cores, the accelerators that torch can use, free ports."""
+"""What this machine has: cores, and the accelerators that torch can use."""
 
 import importlib.util
 import os
@@ -6,19 +6,15 @@ import re
 from contextlib import suppress
 from pathlib import Path
 
-from trainkit.watch.listening import listen
-
 __all__ = [
     "COLLECTIVE_PACKAGES",
     "DRIVER_WORDS",
     "INTERFACE_VARIABLES",
     "core_count",
-    "free_port",
     "gpu_count",
     "gpu_names",
     "gpu_variable",
     "no_gpus",
-    "port_is_free",
     "torch_builds",
 ]
 
@@ -88,16 +84,3 @@ def gpu_names() -> list[str]:
         model = re.search(r"^Model:\s*(.+)$", path.read_text(errors="replace"), re.MULTILINE)
         found.append(model.group(1) if model else "unknown")
     return found
-
-
-def port_is_free(port: int) -> bool:
-    """Return whether a server of this machine could listen on a TCP port."""
-    with suppress(OSError), listen("", [port], 1):
-        return True
-    return False
-
-
-def free_port() -> int:
-    """Return a TCP port that no server of this machine listens on now."""
-    with listen("", [0], 1) as found:
-        return int(found.getsockname()[1])

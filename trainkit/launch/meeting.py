@@ -30,6 +30,7 @@ from trainkit.launch.workers import Place
 from trainkit.version import __version__
 from trainkit.watch.listening import listen
 from trainkit.watch.member import Member
+from trainkit.watch.report import FOLDER_VARIABLE
 
 __all__ = ["Card", "Meeting", "alone", "card_of", "difference", "meet", "probe", "to_compare"]
 
@@ -160,22 +161,33 @@ def card_of(job: JobSettings, **more: Any) -> Card:
     return {"machine": job.machine_rank, "host": here.host, "who": str(here), **more}
 
 
-def alone(job: JobSettings, port: int) -> Meeting:
+def alone(job: JobSettings) -> Meeting:
     """Return the meeting of a machine that is the only one; all stays on its loopback."""
     host = "127.0.0.1"
-    ports = (port, *ports_of(job))  # somebody may have been quicker
+    ports = (*([job.main_process_port] if job.main_process_port else []), *ports_of(job))
     return Meeting(0, [card_of(job, machine=0, address=host)], host, ports, Link(0, 1))
 
 
 def to_compare(plan: Plan) -> dict[str, str]:
     """Return what all machines must have alike: settings, versions, the script."""
-    script = plan.script
+    script, job = plan.script, plan.job
     name = Path(script.path).name
     if not script.is_module and not script.is_program:
         name += f" ({hashlib.sha256(Path(script.path).read_bytes()).hexdigest()[:12]})"
-    python = platform.python_version()
-    found = {"Python": python, "torch": torch.__version__, "trainkit": __version__, "script": name}
-    return {**plan.agreed, **found, SECRET: "set" if os.environ.get(SECRET) else "not set"}
+    told = {k: v for k, v in plan.environment.items() if k.startswith("TRAINKIT_")}
+    told.pop(FOLDER_VARIABLE, None)  # each has its own
+    return {
+        **told,
+        "num_processes": str(plan.processes * job.num_machines),
+        "num_machines": str(job.num_machines),
+        "max_restarts": str(job.max_restarts),
+        "role": job.role,
+        "Python": platform.python_version(),
+        "torch": torch.__version__,
+        "trainkit": __version__,
+        "script": name,
+        SECRET: "set" if os.environ.get(SECRET) else "not set",
+    }
 
 
 def meet(job: JobSettings, told: Mapping[str, str], fault: str = "") -> Meeting:

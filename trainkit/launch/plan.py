@@ -11,11 +11,9 @@ from pathlib import Path
 from trainkit.errors import ConfigError
 from trainkit.launch.machine import (
     core_count,
-    free_port,
     gpu_count,
     gpu_variable,
     no_gpus,
-    port_is_free,
 )
 from trainkit.launch.resolving import Resolved
 from trainkit.launch.settings import JobSettings
@@ -73,9 +71,7 @@ class Plan:
         script: What the processes run.
         processes: How many of them.
         environment: Variables to set, beside those of this process.
-        agreed: What must be equal on all machines.
-        port: Of the store on machine 0.
-        notes: What the user should know.
+        note: What the user should know; empty where there is nothing.
         needs_gpus: GPUs that this machine must have; 0 where none are asked for.
     """
 
@@ -83,9 +79,7 @@ class Plan:
     script: Script
     processes: int
     environment: Mapping[str, str]
-    agreed: Mapping[str, str]
-    port: int
-    notes: tuple[str, ...] = ()
+    note: str = ""
     needs_gpus: int = 0
 
     def command(self) -> list[str]:
@@ -101,7 +95,7 @@ class Plan:
             "WORLD_SIZE": self.processes * job.num_machines,
             "LOCAL_WORLD_SIZE": self.processes,
             "MASTER_ADDR": job.main_process_ip if job.num_machines > 1 else "127.0.0.1",
-            "MASTER_PORT": self.port,
+            "MASTER_PORT": port_of(job),
             **self.environment,
         }
         words = [f"{name}={shlex.quote(str(value))}" for name, value in variables.items()]
@@ -128,25 +122,13 @@ def make_plan(resolved: Resolved, script: Script) -> Plan:
             f"`gpu_ids` names {len(names)} GPU(s), but this machine starts {processes} processes. "
             "Each needs one of its own."
         )
-    port, notes = _free_port(job)
-    if uses_gpus and gpus < processes:
-        notes.append(f"this machine has {gpus} GPU(s) for {processes} process(es); see `--cpu`")
-    environment = _environment(resolved, processes, on_cpu=on_cpu)
-    agreed = {
-        "num_processes": str(processes * job.num_machines),
-        "num_machines": str(job.num_machines),
-        "max_restarts": str(job.max_restarts),
-        "role": job.role,
-    }
-    agreed |= {k: v for k, v in environment.items() if k.startswith("TRAINKIT_")}
+    lacks = uses_gpus and gpus < processes
     return Plan(
         job=job,
         script=script,
         processes=processes,
-        environment=environment,
-        agreed=agreed,
-        port=port,
-        notes=tuple(notes),
+        environment=_environment(resolved, processes, on_cpu=on_cpu),
+        note=f"this machine has {gpus} GPU(s) for {processes} process(es); see `--cpu`" * lacks,
         needs_gpus=processes if uses_gpus else 0,
     )
 
@@ -203,24 +185,8 @@ def ports_of(job: JobSettings) -> Sequence[int]:
 
 
 def port_of(job: JobSettings) -> int:
-    """Return the port of machine 0 that the others come to."""
+    """Return the port of machine 0 that the others come to, and the first to be tried there."""
     return job.main_process_port or ports_of(job)[0] or _DEFAULT_PORT
-
-
-def _free_port(job: JobSettings) -> tuple[int, list[str]]:
-    """Return the port of the store, and notes on it."""
-    if job.num_machines > 1:
-        return port_of(job), []  # the meeting tries it
-    allowed = ports_of(job)
-    if job.main_process_port and port_is_free(job.main_process_port):
-        return job.main_process_port, []
-    port = next((p for p in allowed if p and port_is_free(p)), 0)
-    if not port and job.ports is not None:
-        raise ConfigError(f"None of the ports {job.ports} of this machine is free. Pass others.")
-    port = port or free_port()
-    if not job.main_process_port:
-        return port, []
-    return port, [f"port {job.main_process_port} is taken; {port} is used instead"]
 
 
 def _environment(resolved: Resolved, processes: int, *, on_cpu: bool) -> dict[str, str]:
