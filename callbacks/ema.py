@@ -12,7 +12,7 @@ from typing_extensions import override
 from trainkit.basics.config import check_whole, checked
 from trainkit.basics.torch_internals import copy_each, lerp_each
 from trainkit.checkpoint.exact import as_parameter, saved_buffers
-from trainkit.checkpoint.format.value_checks import record, tensor_like, whole
+from trainkit.checkpoint.forms import Only, fit, tensor_like
 from trainkit.errors import CheckpointError, ConfigError
 from trainkit.strategies import Strategy
 from trainkit.training.callback import Callback
@@ -179,7 +179,7 @@ class EMA(Callback):
 
     @override
     def check_state_dict(self, run: Run, state: Mapping[str, Any]) -> None:
-        record({"updates": whole, "average": record({})}, closed=True)(state)
+        fit(state, Only({"updates": int, "average": {}}))
         present: dict[str, Tensor] = dict(_trained(run))
         if self.average_buffers:
             named = _floating_buffers(run.module).items()
@@ -195,7 +195,7 @@ class EMA(Callback):
         for name, tensor in present.items():
             dtype = torch.promote_types(tensor.dtype, torch.float32)
             like[name] = tensor_like(torch.empty(tensor.shape, dtype=dtype, device="meta"))
-        record({"average": record(like)})(state)
+        fit(state["average"], like, "average")
 
     @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -320,9 +320,9 @@ class Trainer:
             rng.seed_all(seed, self.processes.device)
             stack.enter_context(conditions(model, self.config, self._compile))
             if resume is not None:
-                from trainkit.training.resume import checkpointing  # on demand
+                from trainkit.training.resume.restore import restore  # on demand
 
-                checkpointing.restore(run, callbacks, resume, schedule, schedule_for)
+                restore(run, callbacks, resume, schedule, schedule_for)
             check_outputs(run, callbacks)
             stack.enter_context(run.interrupts)
             stack.callback(run.close)
@@ -487,9 +487,9 @@ class Trainer:
 
     def save_checkpoint(self) -> Path:
         """Save a checkpoint after `fit`; every process calls it. Returns its folder."""
-        from trainkit.training.resume import checkpointing
+        from trainkit.training.resume.checkpointing import save_now
 
-        return checkpointing.save_now(self.run, self.callbacks)
+        return save_now(self.run, self.callbacks)
 
     def save_model(
         self,

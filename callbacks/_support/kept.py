@@ -5,27 +5,18 @@ from typing import Any, ClassVar
 
 from typing_extensions import override
 
-from trainkit.checkpoint.format.value_checks import Check, flag, maybe, number, record, text, whole
+from trainkit.checkpoint.forms import Only, fit
 from trainkit.training.callback import Callback
 from trainkit.training.run import Run
 
 __all__ = ["Keeps"]
-
-_CHECKS: dict[Any, Check] = {
-    bool: flag,
-    float: number,
-    int: whole,
-    str: text,
-    int | None: maybe(whole),
-    str | None: maybe(text),
-}
 
 
 class Keeps(Callback):
     """Has as its state attributes of plain values, by their names without the underscore."""
 
     _kept: ClassVar[Mapping[str, Any]]
-    """The attributes, and their types, such as `int` (from 0 on) or `str | None`."""
+    """The attributes, and what each must be: `int` (from 0 on), `float`, `str | None`."""
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -33,8 +24,7 @@ class Keeps(Callback):
 
     @override
     def check_state_dict(self, run: Run, state: Mapping[str, Any]) -> None:
-        checks = {name.lstrip("_"): _CHECKS[kind] for name, kind in self._kept.items()}
-        record(checks, closed=True)(state)
+        fit(state, Only({name.lstrip("_"): form for name, form in self._kept.items()}))
 
     @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

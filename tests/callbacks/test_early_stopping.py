@@ -13,7 +13,7 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.toys import fit, make_trainer, toy_loaders
 from trainkit import Callback, ConfigError, Run, StepResult, Trainer
 from trainkit.callbacks import Checkpoint, EarlyStopping, Evaluation
-from trainkit.checkpoint.format.value_checks import Unfit
+from trainkit.checkpoint.forms import Unfit
 
 
 class _Scripted(Trainer):

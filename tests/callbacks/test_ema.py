@@ -16,7 +16,7 @@ from tests.helpers.tiers import with_few
 from tests.helpers.toys import fit, make_trainer, toy_loaders, toy_model
 from trainkit import Callback, CheckpointError, ConfigError, Run, Trainer
 from trainkit.callbacks import EMA, Checkpoint, Evaluation
-from trainkit.checkpoint.format.value_checks import Unfit
+from trainkit.checkpoint.forms import Unfit
 from trainkit.strategies import FSDP
 
 

@@ -14,7 +14,7 @@ from tests.helpers.toys import fit, make_trainer
 from trainkit import Callback, ConfigError, Run, StepResult
 from trainkit.basics.signals import Interrupted
 from trainkit.callbacks import Checkpoint, GradientMonitor, Throughput, WandbLogger
-from trainkit.checkpoint.format.value_checks import Unfit
+from trainkit.checkpoint.forms import Unfit
 
 BLOCK = 32768  # bytes; the files have the format of LevelDB's log after 7 bytes of their own
 OWN_HEADER = b":W&B"

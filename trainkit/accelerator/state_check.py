@@ -9,66 +9,42 @@ from torch import Tensor, nn
 from trainkit.accelerator.preparer import Registry
 from trainkit.checkpoint import Checkpoint
 from trainkit.checkpoint.format.names import process_part
-from trainkit.checkpoint.format.value_checks import (
-    anything,
-    each,
-    flag,
-    listed,
-    maybe,
-    record,
-    row,
-    tensor,
-    text,
-    whole,
-    within,
-)
-from trainkit.checkpoint.forms import (
+from trainkit.checkpoint.forms import fit, maybe
+from trainkit.checkpoint.training_state import (
     SCALE,
     STREAM,
     STREAMS,
-    blaming,
-    check_optimizer_form,
-    check_schedule_form,
+    check_optimizer,
+    check_schedule,
+    parameter_names,
+    same_torch,
     torch_state,
 )
-from trainkit.checkpoint.training_state import parameter_names, same_torch
 from trainkit.training.resume.fingerprint import model_problems
-from trainkit.training.resume.resume_check import check_model_form
+from trainkit.training.resume.restore import check_model_form
 
 __all__ = ["check_form", "part_name", "problems"]
 
-_GENERATORS = dict.fromkeys(
-    ("generators", "generators_inside", "generators_after"), listed(torch_state)
-)
-_HOST = row(STREAMS["python"], STREAMS["numpy"], STREAMS["torch"])
-_ORDER = {"host": _HOST, **_GENERATORS, "epoch": whole, "runs": whole}
-_LOADER = record(
-    {
-        "epoch": whole,
-        "batches": whole,
-        "has_ended": flag,
-        "order": maybe(record(_ORDER, optional={"epoch", "runs"})),  # older states have none
-        "facts": each(anything),
-        "digest": maybe(text),
-        "stream": STREAM,
-        "generators": listed(torch_state),
-    },
-    optional={"facts", "digest", "stream", "generators"},  # not all have them
-)
-_WINDOWS = record({"count": whole, "in_window": whole, "divisor": whole})
-_LOOP = record(
-    {
-        "schedulers": listed(anything),
-        "loaders": listed(_LOADER),
-        "scaler": record({}),
-        "accumulation": _WINDOWS,
-    }
-)
+_GENERATORS = ("generators", "generators_inside", "generators_after")
+_HOST = (STREAMS["python"], STREAMS["numpy"], STREAMS["torch"])
+_ORDER = {"host": _HOST, "epoch?": int, "runs?": int} | {key: [torch_state] for key in _GENERATORS}
+_LOADER = {
+    "epoch": int,
+    "batches": int,
+    "has_ended": bool,
+    "order": maybe(_ORDER),
+    "facts?": {str: Any},  # this and others that end so: not all have them
+    "digest?": str | None,
+    "stream?": STREAM,
+    "generators?": [torch_state],
+}
+_WINDOWS = {"count": int, "in_window": int, "divisor": int}
+_LOOP = {"schedulers": [Any], "loaders": [_LOADER], "scaler": {}, "accumulation": _WINDOWS}
 _PROCESS = {
     **STREAMS,
-    "gradients": each(tensor),
-    "loaders": listed(_LOADER),
-    "accumulation": _WINDOWS,
+    "gradients": {str: Tensor},
+    "loaders?": [_LOADER],  # this and the next: older states have none
+    "accumulation?": _WINDOWS,
 }
 
 
@@ -101,25 +77,21 @@ def check_form(
         check_model_form(checkpoint, name, parts[name], model)
     for index, optimizer in enumerate(registry.optimizers):
         name = part_name("optimizer", index)
-        with blaming(checkpoint, name):
-            check_optimizer_form(parts[name], optimizer.optimizer, parameters, strict=strict)
-    with blaming(checkpoint, "loop"):
+        with checkpoint.blaming(name):
+            check_optimizer(parts[name], optimizer.optimizer, parameters, strict=strict)
+    with checkpoint.blaming("loop"):
         loop = parts["loop"]
-        _LOOP(loop)
+        fit(loop, _LOOP)
         if scaled and loop["scaler"]:
-            within(SCALE, loop["scaler"], "scaler")
+            fit(loop["scaler"], SCALE, "scaler")
         pairs = zip(registry.schedulers, loop["schedulers"], strict=False)
         for index, (scheduler, state) in enumerate(pairs):
-            check = partial(check_schedule_form, scheduler=scheduler.scheduler, strict=strict)
-            within(check, state, "schedulers", index)
-    states = {"objects", *models}
-    of_process = record(
-        _PROCESS | dict.fromkeys(states, each(anything)),
-        optional={"loaders", "accumulation", *states},  # older ones have none
-    )
+            check = partial(check_schedule, scheduler=scheduler.scheduler, strict=strict)
+            fit(state, check, "schedulers", index)
+    of_process = _PROCESS | {f"{name}?": {str: Any} for name in ("objects", *models)}
     for rank, part in ranks.items():
-        with blaming(checkpoint, process_part(rank)):
-            of_process(part)
+        with checkpoint.blaming(process_part(rank)):
+            fit(part, of_process)
             if goes_on:
                 _check_generators(part.get("loaders", loop["loaders"]), registry)
 
@@ -129,13 +101,12 @@ def _check_generators(states: Sequence[Any], registry: Registry) -> None:
         present = loader.state_dict()
         if "generators" not in present:
             continue
-        generators = row(*[torch_state] * len(present["generators"]))
+        generators = (torch_state,) * len(present["generators"])
         order = state["order"] or {}
         # A pass that other processes began has as many as there.
-        began = row(*[torch_state] * len(order.get("generators", ())))
-        of_order = record(dict.fromkeys(_GENERATORS, began))
-        check = record({"generators": generators, "order": maybe(of_order)})
-        within(check, state, "loaders", index)
+        began = (torch_state,) * len(order.get("generators", ()))
+        form = {"generators": generators, "order": maybe(dict.fromkeys(_GENERATORS, began))}
+        fit(state, form, "loaders", index)
 
 
 def problems(

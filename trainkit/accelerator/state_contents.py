@@ -18,14 +18,15 @@ from trainkit.checkpoint import Checkpoint
 from trainkit.checkpoint.checkpoint import open_share
 from trainkit.checkpoint.exact import as_parameter, load_model, load_state
 from trainkit.checkpoint.format.names import process_part
-from trainkit.checkpoint.forms import applying, refuse
 from trainkit.checkpoint.per_process import put_own, states_for, take_states
 from trainkit.checkpoint.training_state import (
+    applying,
     check_rank_parts,
     load_named_optimizer_state,
     named_optimizer_state,
     parts_of_rank,
     read_rank_parts,
+    refuse,
 )
 from trainkit.distributed import Processes, collective_guard
 from trainkit.errors import CheckpointError, ConfigError, quoted

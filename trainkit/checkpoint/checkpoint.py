@@ -15,6 +15,7 @@ from trainkit.checkpoint.format.manifest import (
 from trainkit.checkpoint.format.names import JSON_SUFFIX, MANIFEST, TENSOR_SUFFIX, owner_of, part_of
 from trainkit.checkpoint.format.tensor_file import Header
 from trainkit.checkpoint.format.tensor_location import StoredTensor
+from trainkit.checkpoint.forms import Unfit
 from trainkit.checkpoint.io.reading import broken, names_in, open_directory, open_file
 from trainkit.checkpoint.resharding.tensor_reader import (
     PartReader,
@@ -78,7 +79,7 @@ class Checkpoint:
         """
         with self._reader() as reader:
             tree, own = self._tree(reader, part)
-            with self._blaming(part):
+            with self.blaming(part):
                 return PartReader(reader, own).read(tree, like)
 
     def verify_rest(self) -> None:
@@ -97,7 +98,7 @@ class Checkpoint:
         """
         with self._reader() as reader:
             nodes, own = self._nodes(reader, part)
-            with self._blaming(part):
+            with self.blaming(part):
                 found = {name: stored_in(nodes[name], own) for name in nodes}
         tensors = {name: stored for name, stored in found.items() if stored is not None}
         rest = [name for name in found if name not in tensors]
@@ -122,8 +123,24 @@ class Checkpoint:
                 raise CheckpointError(
                     f"The part {part!r} of `{self.path}` has no tensor {name!r}.", path=self.path
                 )
-            with self._blaming(part):
+            with self.blaming(part):
                 return PartReader(reader, own).read(nodes[name], None, hashed=False)
+
+    @contextmanager
+    def blaming(self, part: str | None) -> Iterator[None]:
+        """Turn what a part of a wrong form raises into an error on its file; None: the manifest."""
+        try:
+            yield
+        except CheckpointError:
+            raise
+        except MALFORMED as error:
+            self.verify_rest()  # if a file has changed, it is the one to blame
+            names = [MANIFEST] if part is None else [part + JSON_SUFFIX, part + TENSOR_SUFFIX]
+            file = next((name for name in names if name in self.manifest.files), names[0])
+            why = f"{error}. Nothing of it was applied"
+            if not isinstance(error, Unfit):
+                why = f"trainkit did not write it so: {error}"
+            raise broken(self.path, file, f": {why}") from error
 
     @contextmanager
     def _reader(self) -> Iterator[TensorReader]:
@@ -143,7 +160,7 @@ class Checkpoint:
         own = reader.of_part(part) if tensor_name in files else {}
         if tree_name not in files:
             return tree_of(reader.header(part)), own
-        with self._blaming(part):
+        with self.blaming(part):
             return strict_json.parse(reader.read_whole(tree_name)), own
 
     def _nodes(
@@ -151,23 +168,9 @@ class Checkpoint:
     ) -> tuple[Mapping[str, Any], Mapping[str, StoredTensor]]:
         if part not in self._flat:
             tree, own = self._tree(reader, part)
-            with self._blaming(part):
+            with self.blaming(part):
                 self._flat[part] = flat_items(tree), own
         return self._flat[part]
-
-    @contextmanager
-    def _blaming(self, part: str) -> Iterator[None]:
-        """Turn what a malformed part makes the decoder raise into an error on its file."""
-        try:
-            yield
-        except CheckpointError:
-            raise
-        except MALFORMED as error:
-            self.verify_rest()  # if a file has changed, it is the one to blame
-            has_tree = part + JSON_SUFFIX in self.manifest.files
-            file = part + (JSON_SUFFIX if has_tree else TENSOR_SUFFIX)
-            why = f": trainkit did not write it so: {error}"
-            raise broken(self.path, file, why) from error
 
 
 def verify(path: Path) -> Manifest:

@@ -1,303 +1,184 @@
-"""What the parts of a checkpoint must look like that both faces save: streams, optimizers, scales.
+"""What a value that came out of a file must be.
 
-Digests find accidents. These checks find what was written by something else, or changed and
-signed again: everything that a resume uses is looked at before anything is applied.
+Digests find accidents. Forms find what was written by something else, or changed and signed again:
+everything that a resume uses is compared with one before anything is applied.
+
+A form is a type: `int` (a whole number from 0 on), `float` (any number), `str`, `bool`, `Any`,
+`int | None`, or a class, such as `Tensor`. `[form]` is a list of what has that form, and a tuple of
+forms a list of as many values. `{str: form}` is a dict by texts, and a dict of forms one that has
+these keys, but perhaps not those that end in "?"; others are passed over, but not where the form is
+an `Only`. A data class is a dict of its fields, which need not be there where they have defaults. A
+function is a form too: it raises `Unfit`.
 """
 
-import inspect
 import math
-import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
-import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+__all__ = ["Only", "Unfit", "at_least", "finite", "fit", "like", "maybe", "one_of", "tensor_like"]
 
-from trainkit.checkpoint.checkpoint import Checkpoint
-from trainkit.checkpoint.format.names import JSON_SUFFIX, MANIFEST, TENSOR_SUFFIX
-from trainkit.checkpoint.format.value_checks import (
-    Check,
-    Unfit,
-    anything,
-    between,
-    each,
-    finite,
-    flag,
-    like,
-    listed,
-    maybe,
-    must_be,
-    record,
-    row,
-    tensor,
-    tensor_like,
-    text,
-    whole,
-    within,
-)
-from trainkit.errors import CheckpointCorrupt, CheckpointError
-
-__all__ = [
-    "SCALE",
-    "STREAM",
-    "STREAMS",
-    "applying",
-    "blaming",
-    "check_optimizer_form",
-    "check_schedule_form",
-    "refuse",
-    "torch_state",
-]
-
-_FLAGS = {"amsgrad", "capturable", "decoupled_weight_decay", "differentiable", "foreach", "fused"}
-_FLAGS |= {"maximize", "nesterov"}
+_MOST = 1 << 53
 
 
-@contextmanager
-def blaming(checkpoint: Checkpoint, part: str | None) -> Iterator[None]:
-    """Turn `Unfit` into an error on the file of a part; None: on the manifest."""
-    try:
-        yield
-    except Unfit as error:
-        names = [MANIFEST] if part is None else [part + JSON_SUFFIX, part + TENSOR_SUFFIX]
-        file = next((name for name in names if name in checkpoint.manifest.files), names[0])
-        raise CheckpointCorrupt(
-            f"The checkpoint `{checkpoint.path}` is broken: `{file}`: {error}. Nothing of it was "
-            "applied.",
-            path=checkpoint.path,
-            file=file,
-        ) from error
+class Unfit(ValueError):
+    """A value that is not what it must be.
+
+    Args:
+        why: What it must be and is, or what it lacks.
+        keys: Where it stands, from the outside.
+    """
+
+    def __init__(self, why: str, *keys: Any) -> None:
+        place = ".".join(map(str, keys))
+        super().__init__(f"`{place}` {why}" if place else f"it {why}")
+        self.why = why
+        self.keys = keys
 
 
-@contextmanager
-def applying(what: str, path: Any) -> Iterator[None]:
-    """Say of an error of `load_state_dict` whose it is, and what has become of the training."""
-    try:
-        yield
-    except Exception as error:
-        raise CheckpointError(
-            f"{what} refused its state of the checkpoint `{path}`: {type(error).__name__}: "
-            f"{error}. Part of the checkpoint is applied already, so this model and optimizer "
-            "cannot be used: make them anew.",
-            path=path,
-        ) from error
+class Only(dict[Any, Any]):
+    """A form of a dict that has no other keys."""
 
 
-def refuse(path: Path, problems: Sequence[str]) -> None:
-    """Raise CheckpointError where there are problems: whole sentences without a full stop."""
-    if problems:
-        listed = "\n".join(f"  - {problem}" for problem in problems)
-        raise CheckpointError(f"The checkpoint `{path}` does not fit:\n{listed}", path=path)
+def fit(value: Any, form: Any, *keys: Any) -> None:
+    """Raise `Unfit` where a value is not of a form; `keys` say where it stands."""
+    origin, inner = get_origin(form), get_args(form)
+    if origin is list:
+        form = [*inner]
+    elif origin is dict:
+        form = {inner[0]: inner[1]}
+    if form is Any:
+        return
+    if isinstance(form, dict) and str in form:
+        _require(isinstance(value, Mapping), "a dict", value, keys)
+        for key, item in value.items():
+            fit(key, str, *keys)
+            fit(item, form[str], *keys, key)
+    elif isinstance(form, dict):
+        _fit_record(value, form, keys)
+    elif is_dataclass(form):
+        hints = get_type_hints(form, include_extras=True)
+        optional = {f.name for f in fields(form) if f.default is not MISSING}
+        _fit_record(value, {n + "?" * (n in optional): h for n, h in hints.items()}, keys)
+    elif isinstance(form, list | tuple):
+        _require(isinstance(value, list | tuple), "a list", value, keys)
+        forms = form if isinstance(form, tuple) else form * len(value)
+        if len(value) != len(forms):
+            raise Unfit(f"must have {len(forms)} values, but has {len(value)}", *keys)
+        for index, (item, one) in enumerate(zip(value, forms, strict=True)):
+            fit(item, one, *keys, index)
+    elif origin is Annotated:
+        fit(value, form.__metadata__[0], *keys)
+    elif origin in (Union, UnionType):
+        if value is not None:
+            fit(value, inner[0], *keys)
+    elif form in _PLAIN:
+        what, holds = _PLAIN[form]
+        _require(holds(value), what, value, keys)
+    elif isinstance(form, type):
+        _require(isinstance(value, form), f"a {form.__name__}".lower(), value, keys)
+    else:
+        try:
+            form(value)
+        except Unfit as error:
+            raise Unfit(error.why, *keys, *error.keys) from None
 
 
-def _state_of(what: str, take: Callable[[Any], object]) -> Check:
-    """A state of a generator, which `take` accepts."""
+def _fit_record(value: Any, form: Mapping[str, Any], keys: tuple[Any, ...]) -> None:
+    _require(isinstance(value, Mapping), "a dict", value, keys)
+    known = set()
+    for name, inner in form.items():
+        key = name.removesuffix("?") if type(name) is str else name
+        known.add(key)
+        if key in value:
+            fit(value[key], inner, *keys, key)
+        elif key == name:
+            raise Unfit(f"lacks the key {key!r}", *keys)
+    extra = [key for key in value if key not in known] if isinstance(form, Only) else []
+    if extra:
+        raise Unfit(f"has the key {extra[0]!r}, which nothing knows", *keys)
+
+
+def _require(holds: bool, what: str, value: Any, keys: tuple[Any, ...] = ()) -> None:
+    if not holds:
+        raise Unfit(f"must be {what}, but is {_shown(value)}", *keys)
+
+
+def _is_number(value: Any) -> bool:
+    """Return whether a value is a float, or a whole number that a float can hold."""
+    return type(value) is float or (type(value) is int and abs(value) <= _MOST)
+
+
+_PLAIN: dict[Any, tuple[str, Callable[[Any], bool]]] = {
+    int: ("a whole number from 0 on", lambda v: type(v) is int and 0 <= v < _MOST),
+    float: ("a number", _is_number),  # also NaN or infinite
+    bool: ("true or false", lambda v: type(v) is bool),
+    str: ("a text", lambda v: type(v) is str),
+}
+
+
+def finite(value: Any) -> None:
+    """A number that is neither NaN nor infinite."""
+    _require(_is_number(value) and math.isfinite(value), "a finite number", value)
+
+
+def at_least(least: int) -> Callable[[Any], None]:
+    """A whole number from `least` on."""
 
     def check(value: Any) -> None:
-        try:
-            take(value)
-        except Exception as error:
-            raise Unfit(f"is no state of {what} generator ({error})") from None
+        _require(type(value) is int and value >= least, f"a whole number from {least} on", value)
 
     return check
 
 
-def _take_numpy(value: Any) -> None:
-    import numpy
-
-    _, keys, position, _, _ = value
-    if not 0 <= position <= 624 or keys.shape != (624,):  # which NumPy does not look at
-        raise ValueError("its position or its words are wrong")
-    numpy.random.RandomState(0).set_state(value)
+def one_of(*texts: str) -> Callable[[Any], None]:
+    """One of some texts."""
+    return lambda value: _require(type(value) is str and value in texts, f"in {texts}", value)
 
 
-torch_state = _state_of("torch's", lambda value: torch.Generator().set_state(value))
-
-STREAMS: dict[str, Check] = {
-    "python": _state_of("Python's", lambda value: random.Random().setstate(value)),
-    "numpy": maybe(_state_of("NumPy's", _take_numpy)),
-    "torch": torch_state,
-    "device": maybe(
-        must_be(
-            "a state of a device's generator",
-            lambda v: isinstance(v, Tensor) and v.dtype == torch.uint8 and v.ndim == 1,
-        )
-    ),
-}
-
-_OF_STREAM = record(
-    {"items": whole, "ended": flag, "before_last": anything, "batches": whole},
-    optional={"batches"},  # only of epochs that are limited
-)
-STREAM = record({"shards": whole, "inside": flag, "state": maybe(_OF_STREAM)})
-
-SCALE = record(
-    {
-        "scale": between(0, math.inf),
-        "growth_factor": between(1, math.inf),
-        "backoff_factor": between(0, 1),
-        "growth_interval": whole,
-        "_growth_tracker": whole,
-    }
-)
+def maybe(form: Any) -> Callable[[Any], None]:
+    """None, or what `form` says; for forms that `|` does not take."""
+    return lambda value: None if value is None else fit(value, form)
 
 
-def check_schedule_form(saved: Any, scheduler: Any, *, strict: bool) -> None:
-    """Check the state of a scheduler of torch or trainkit; others know their own.
+def like(present: Any) -> Any:
+    """The form of what stands in the place of `present`, whose keys it has: numbers for numbers.
 
-    Args:
-        strict: Whether the same version of torch wrote it, which knows the same keys.
+    Where `present` is None nothing but a container of unknown form is refused.
     """
-    if not type(scheduler).__module__.startswith(("torch.", "trainkit.")):
-        return
-    present = scheduler.state_dict()
-    record({})(saved)
-    for key in saved:
-        if callable(getattr(type(scheduler), str(key), None)):
-            raise Unfit("is no state, but a method of the scheduler", key)
-    table = {key: _loosely(key, value) for key, value in present.items()}
-    record(table, optional=() if strict else set(present) - {"last_epoch"})(saved)
-    for key in ("base_lrs", "_last_lr"):
-        if key in saved and isinstance(present.get(key), list):
-            within(row(*[_rate] * len(present[key])), saved[key], key)
-
-
-def _loosely(key: str, present: Any) -> Check:
-    if key in ("last_epoch", "_step_count", "num_bad_epochs", "cooldown_counter"):
-        return whole
-    if isinstance(present, list) and present:
-        plain = not isinstance(present[0], Mapping) and present[0] is not None
-        return listed(like(present[0]) if plain else maybe(record({})))
     if isinstance(present, Mapping):
-        return record({})
-    return maybe(_rate) if present is None else like(present)
+        return {key: like(item) for key, item in present.items()}
+    if isinstance(present, list | tuple):
+        return tuple(map(like, present))
+    if isinstance(present, bool | str):
+        return type(present)
+    if isinstance(present, int | float):
+        return _scalar
+    if hasattr(present, "dtype"):
+        return tensor_like(present)
+    return lambda value: _require(not isinstance(value, Mapping), "no dict", value)
 
 
-def _rate(value: Any) -> None:
-    if not (isinstance(value, Tensor) and value.numel() == 1):
-        finite(value)
+def _scalar(value: Any) -> None:
+    is_tensor = hasattr(value, "numel") and value.numel() == 1 and not value.dtype.is_complex
+    _require(is_tensor or _is_number(value), "a number", value)
 
 
-def check_optimizer_form(
-    saved: Any, optimizer: Optimizer, parameters: Mapping[str, Tensor], *, strict: bool
-) -> None:
-    """Check the state of an optimizer, whose parameters are called by their names.
+def tensor_like(present: Any) -> Callable[[Any], None]:
+    """A tensor of the same shape and dtype; a number where it has one element."""
 
-    Args:
-        parameters: By name; what they have as state is known of optimizers of torch.
-        strict: Whether the same version of torch wrote it, which knows the same keys.
-    """
-    groups = listed(record({"params": listed(text)}))
-    other = record({"keys": record({}), "state": record({})})
-    form = {"state": each(each(anything)), "groups": groups}
-    form |= {"parts": each(each(each(tensor))), "other": other}
-    record(form, optional={"parts", "other"})(saved)
-    names = [name for group in saved["groups"] for name in group["params"]]
-    if len(set(names)) != len(names):
-        raise Unfit("has one parameter twice", "groups")
-    for key in ("state", "parts"):
-        unknown = [name for name in saved.get(key, {}) if name not in names]
-        if unknown:
-            raise Unfit("belongs to no group", key, unknown[0])
-    if "training_weights" in saved:
-        table = {name: tensor_like(parameters[name]) for name in names if name in parameters}
-        within(record(table), saved["training_weights"], "training_weights")
-    if not type(optimizer).__module__.startswith("torch.optim"):
-        return  # what an option or a state of another one may become, only that one knows
-    pairs = zip(saved["groups"], optimizer.param_groups, strict=False)
-    for index, (group, present) in enumerate(pairs):
-        options = (*optimizer.defaults, "lr")
-        checks = {key: _option(key, value) for key, value in present.items() if key in options}
-        within(record(checks, optional=() if strict else checks), group, "groups", index)
-        _check_states(index, group, optimizer, saved["state"], parameters, strict=strict)
+    def check(value: Any) -> None:
+        is_tensor = hasattr(value, "dtype")
+        same = is_tensor and (value.dtype, value.shape) == (present.dtype, present.shape)
+        number = not is_tensor and present.numel() == 1 and _is_number(value)
+        _require(same or number, _shown(present), value)
+
+    return check
 
 
-def _option(key: str, present: Any) -> Check:
-    if key in _FLAGS or isinstance(present, bool):
-        return maybe(flag)
-    if present is None:
-        return anything
-    if isinstance(present, tuple | list):
-        return row(*(anything if item is None else _rate for item in present))
-    if isinstance(present, int | float | Tensor):
-        return _rate
-    return like(present)
-
-
-def _check_states(
-    index: int,
-    group: Mapping[str, Any],
-    optimizer: Optimizer,
-    states: Mapping[str, Any],
-    parameters: Mapping[str, Tensor],
-    *,
-    strict: bool,
-) -> None:
-    """Compare states with what the optimizer itself makes of a small parameter of each kind."""
-    made: dict[Any, dict[str, Any] | None] = {}
-    for name in group["params"]:
-        parameter, state = parameters.get(name), states.get(name)
-        if parameter is None or not state:
-            continue
-        kind = (parameter.dtype, parameter.ndim, parameter.device)
-        if kind not in made:
-            made[kind] = _made(optimizer, index, group, *kind)
-        expected = made[kind]
-        if expected is None:
-            return
-        table = {key: _made_like(key, value, parameter) for key, value in expected.items()}
-        check = record(table, optional=() if strict else table)
-        within(check, state, "state", name)
-
-
-def _made_like(key: str, made: Any, parameter: Tensor) -> Check:
-    if key == "step":
-        return _step
-    if not isinstance(made, Tensor):
-        return anything if made is None else _rate
-    if made.shape == (2,) * parameter.ndim:
-        return tensor_like(torch.empty(parameter.shape, dtype=made.dtype, device="meta"))
-    return tensor
-
-
-def _step(value: Any) -> None:
-    if isinstance(value, Tensor) and value.ndim == 0:
-        value = value.item()
-    finite(value)
-    whole(int(value))
-
-
-def _made(
-    optimizer: Optimizer,
-    index: int,
-    group: Mapping[str, Any],
-    dtype: torch.dtype,
-    ndim: int,
-    device: torch.device,
-) -> dict[str, Any] | None:
-    """Return the state that an optimizer makes of one small parameter; None if it cannot."""
-    kind: Any = type(optimizer)
-    accepted = inspect.signature(kind).parameters.keys() - {"params"}
-
-    def make(options: Mapping[str, Any]) -> dict[str, Any]:
-        dummy = nn.Parameter(torch.zeros((2,) * ndim, dtype=dtype, device=device))
-        dummy.grad = torch.zeros_like(dummy)
-        chosen = {key: value for key, value in options.items() if key in accepted}
-        if "lr" in optimizer.defaults:  # schedules make of it what they like
-            chosen["lr"] = optimizer.defaults["lr"]
-        one = kind([dummy], **chosen)
-        with torch.no_grad():
-            one.step()
-        return dict(one.state[dummy])
-
-    try:
-        make(optimizer.param_groups[index])
-    except Exception:  # needs more than that, such as sparse gradients
-        return None
-    try:
-        return make(group)
-    except Exception as error:
-        raise Unfit(f"is refused by `{kind.__name__}`: {error}", "groups", index) from None
+def _shown(value: Any) -> str:
+    if hasattr(value, "dtype"):
+        return f"a tensor of {value.dtype} with the shape {list(value.shape)}"
+    shown = repr(value)
+    return shown if len(shown) <= 60 else f"{type(value).__name__} {shown[:50]}..."

@@ -29,7 +29,7 @@ def begin(run: Run, callbacks: CallbackList) -> None:
     if run.checkpoints.resumed_from is not None and run.checkpoint is not None:
         callbacks.emit(Callback.on_checkpoint_loaded, run, run.checkpoint)
     if run.checkpoints.saver is not None:
-        from trainkit.training.resume.save_check import check_savable  # on demand
+        from trainkit.training.resume.checkpointing import check_savable  # on demand
 
         check_savable(run, callbacks)
     saver = run.checkpoints.saver
@@ -326,7 +326,7 @@ def _save(run: Run, callbacks: CallbackList) -> None:
     saver = run.checkpoints.saver
     assert saver is not None
     if run.state.step == 1:
-        from trainkit.training.resume.save_check import check_optimizer_state
+        from trainkit.training.resume.checkpointing import check_optimizer_state
 
         check_optimizer_state(run)
     _note_saved(run, callbacks, saver.poll())

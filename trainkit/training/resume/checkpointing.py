@@ -1,48 +1,141 @@
-"""What a checkpoint of a run holds, and how it is put back (rules 22, 29 to 31)."""
+"""What a checkpoint of a run holds, and how it is saved (rules 22, 28, 30)."""
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
-
-from torch.optim import Optimizer
+from typing import Annotated, Any
 
 from trainkit.basics import rng
-from trainkit.checkpoint import Checkpoint, KeepPolicy
-from trainkit.checkpoint.candidates import candidates, first_verified
-from trainkit.checkpoint.checkpoint import open_share
-from trainkit.checkpoint.exact import load_model, load_state, parameter_states
-from trainkit.checkpoint.forms import applying, refuse
-from trainkit.checkpoint.per_process import Owners, put_own, states_for, take_states
+from trainkit.checkpoint import KeepPolicy, check_encodable
+from trainkit.checkpoint.exact import parameter_states
+from trainkit.checkpoint.forms import Only, at_least, one_of
+from trainkit.checkpoint.per_process import Owners, take_states
 from trainkit.checkpoint.training_state import (
-    load_named_optimizer_state,
+    STREAM,
+    STREAMS,
     named_optimizer_state,
     parts_of_rank,
-    read_rank_parts,
     versions,
 )
 from trainkit.distributed import check_called_by_all, run_on_all
-from trainkit.errors import ConfigError
+from trainkit.errors import CheckpointError, ConfigError
 from trainkit.export.state import shapes_of
 from trainkit.training.callback import Callback, CallbackList
 from trainkit.training.finite import finiteness
-from trainkit.training.lr_schedule import LRSchedule, LRSchedules
+from trainkit.training.logging import BY_PROCESS
 from trainkit.training.modes import in_training_mode
-from trainkit.training.resume.fingerprint import (
-    differences,
-    fingerprint,
-    horizon_problems,
-    model_problems,
-    overruled_settings,
-)
-from trainkit.training.resume.reference import check_base, describe_base, left_out, read_model
-from trainkit.training.resume.resume_check import check_metadata, check_parts, check_states
+from trainkit.training.resume.fingerprint import fingerprint
+from trainkit.training.resume.reference import describe_base, left_out
 from trainkit.training.run import Run
-from trainkit.training.setup.epoch_order import order_of, order_problems, say_changes
+from trainkit.training.setup.epoch_order import order_of
 from trainkit.training.setup.run_folder import own_folder
-from trainkit.training.several.optimizers import Optimizers
+from trainkit.training.several.optimizers import COUNTERS, Optimizers
+from trainkit.training.state import TrainState
 
-__all__ = ["collect", "describe", "restore", "save_now", "save_weights"]
+__all__ = [
+    "METADATA",
+    "PROCESS",
+    "RunState",
+    "check_optimizer_state",
+    "check_savable",
+    "collect",
+    "describe",
+    "owners_of",
+    "save_now",
+    "save_weights",
+]
+
+_COUNTERS = Only(dict.fromkeys(TrainState().state_dict(), int))
+# Older ones have a reference of weights, which nothing reads.
+_OF_OPTIMIZER = Only(dict.fromkeys(COUNTERS, int) | {"precision": Any, "weight_reference?": Any})
+_OPTIMIZERS = Only({"together": bool | None, "by_name": {str: _OF_OPTIMIZER}})
+
+
+@dataclass(kw_only=True, slots=True)
+class RunState:
+    """What all processes have alike of a run, beside its model and optimizer: a part `trainer`.
+
+    The annotations are the forms that a resume compares with.
+    """
+
+    counters: Annotated[dict[str, int], _COUNTERS]
+    lr_scheduler: Any
+    precision: Any
+    metrics: dict[str, float]
+    best_metrics: dict[str, float]
+    last_logged_step: int
+    last_evaluated_attempt: Annotated[int, at_least(-1)]
+    callbacks: dict[str, Any]
+    objects: dict[str, Any]
+    data: Annotated[Any, {str: STREAM}] = None  # of iterable data sets; older ones have none
+    optimizer_states: int | None = None  # of how many parameters; older ones do not tell
+    optimizers: Annotated[Any, _OPTIMIZERS] = None  # beside their states, where there are several
+
+    @classmethod
+    def of(cls, run: Run) -> "RunState":
+        """Return that of a run, without its callbacks, objects and data sets."""
+        optimizer = run.optimizer
+        several = optimizer.training_state() if isinstance(optimizer, Optimizers) else None
+        return cls(
+            counters=run.state.state_dict(),
+            lr_scheduler=run.lr_schedule and run.lr_schedule.scheduler.state_dict(),
+            precision=run.precision.state_dict(),
+            metrics=run.metrics,
+            best_metrics=run.best_metrics,
+            last_logged_step=run.logging.last_step,
+            last_evaluated_attempt=run.evaluation.last_attempt,
+            callbacks={},
+            objects={},
+            optimizer_states=len(parameter_states(optimizer)),
+            optimizers=several,
+        )
+
+    def as_part(self) -> dict[str, Any]:
+        """Return what is saved."""
+        found = {one.name: getattr(self, one.name) for one in fields(self)}
+        if self.optimizers is None:
+            del found["optimizers"]
+        return found
+
+
+_SUM = (one_of("mean", BY_PROCESS, "sum", "max", "last"), float, float)
+PROCESS = {
+    **STREAMS,
+    "log_sums": {str: _SUM},
+    # What differs between the processes; older ones have none.
+    "callbacks?": {str: Any},
+    "objects?": {str: Any},
+    "model?": {str: Any},
+    "data?": {str: STREAM},
+}
+"""The form of what each process saves for itself."""
+
+METADATA = {
+    "epoch": int,
+    "metrics": {str: float},
+    "config": {"max_epochs": int | None, "max_steps": int | None},
+    "planned_steps": int | None,
+    "fingerprint": {
+        "parameters": {str: [int]},
+        "layouts?": {str: [int]},  # this and others that end so: older ones have none
+        "optimizer": str,
+        "optimizer groups": [[str]],
+        "added parameters?": {str: bool},
+        "scheduler": str | None,
+        "scheduler advances?": str | None,
+        "precision": str,
+        "data set length": int | None,
+        "global batch": int | None,
+        "seed": at_least(-(1 << 63)),
+        "training loaders?": str | None,
+    },
+    "versions?": {str: str},
+    "order?": {"facts": {str: Any}, "digest": str | None},
+    "hparams?": {str: Any},
+    "reference?": {"source": str, "digests": {str: str}},
+}
+"""The form of what `describe` returns."""
 
 
 def owners_of(run: Run, callbacks: CallbackList) -> Owners:
@@ -68,9 +161,16 @@ def collect(run: Run, callbacks: CallbackList) -> dict[str, Any]:
     """
 
     def take() -> tuple[dict[str, Any], dict[str, Any]]:
-        parts, shapes = _common(run), shapes_of(run.module)
-        entries = {key: v for key, v in parts["model"].items() if shapes.get(key) is None}
-        return parts, {"model": entries}
+        model = _model_state(run)  # first: it shards what an evaluation has gathered
+        parameters = dict(run.module.named_parameters())
+        parts = {
+            "model": model,
+            "optimizer": named_optimizer_state(run.optimizer, parameters)
+            | run.weights.state_dict(run.module),
+            "trainer": RunState.of(run).as_part(),
+        }
+        shapes = shapes_of(run.module)
+        return parts, {"model": {key: v for key, v in model.items() if shapes.get(key) is None}}
 
     processes = run.strategy.processes
     parts, alike, own = take_states(processes, owners_of(run, callbacks), take)
@@ -78,30 +178,6 @@ def collect(run: Run, callbacks: CallbackList) -> dict[str, Any]:
     streams = run.streams or rng.state_dict(run.strategy.device)
     own = {**streams, **own, "log_sums": run.logging.sums.state_dict()}
     return parts_of_rank(processes, parts, own, sharded=run.strategy.sharded)
-
-
-def _common(run: Run) -> dict[str, Any]:
-    """Return what all processes have alike, or hold together."""
-    optimizer = run.optimizer
-    several = (
-        {"optimizers": optimizer.training_state()} if isinstance(optimizer, Optimizers) else {}
-    )
-    return {
-        "model": _model_state(run),  # first: it shards what an evaluation has gathered
-        "optimizer": named_optimizer_state(optimizer, dict(run.module.named_parameters()))
-        | run.weights.state_dict(run.module),
-        "trainer": {
-            "counters": run.state.state_dict(),
-            "lr_scheduler": run.lr_schedule and run.lr_schedule.scheduler.state_dict(),
-            "precision": run.precision.state_dict(),
-            "metrics": run.metrics,
-            "best_metrics": run.best_metrics,
-            "last_logged_step": run.logging.last_step,
-            "last_evaluated_attempt": run.evaluation.last_attempt,
-            "optimizer_states": len(parameter_states(optimizer)),
-            **several,
-        },
-    }
 
 
 def _model_state(run: Run) -> dict[str, Any]:
@@ -189,180 +265,67 @@ def save_now(run: Run | None, callbacks: CallbackList) -> Path:
     return path
 
 
-def restore(
-    run: Run,
-    callbacks: CallbackList,
-    resume: str | Path,
-    schedule: str | None,
-    remake: Callable[[Optimizer, int | None], LRSchedule | LRSchedules | None],
-) -> None:
-    """Put a run back to where a checkpoint was made; one that finds none starts afresh.
+def check_savable(run: Run, callbacks: CallbackList) -> None:
+    """Raise where a save would fail, as far as that is known before the first step.
 
-    Nothing of the run changes before all of the checkpoint is known to be good and to fit.
-
-    Args:
-        run: A run that has not begun.
-        callbacks: Its callbacks.
-        resume: "auto", "must", or the folder of a checkpoint.
-        schedule: What to do where `max_epochs` or `max_steps` changed.
-        remake: Makes the learning-rate schedule of an optimizer for a number of planned steps.
+    Every process must call it. Nothing is copied or written.
 
     Raises:
-        CheckpointError: Nothing can be resumed, or the checkpoint does not fit; on all processes.
+        ConfigError: A state holds what has no form in a file; on all processes.
     """
-    processes = run.strategy.processes
-    folders = candidates(run.output_dir, resume, run.print) if processes.is_main else iter(())
-    present = _present(run, callbacks) if run.strategy.sharded else {}
-    found = first_verified(
-        processes,
-        folders,
-        lambda folder: _load(run, callbacks, Path(folder), present, schedule),
-        (lambda why: run.print(f"Skipped: {why}")) if resume in ("auto", "must") else None,
-    )
-    if found is None:
-        return
-    folder, loaded = found
-    if resume in ("auto", "must"):
-        run.print(f"trainkit: resuming from `{folder}` (step {loaded.checkpoint.step}).")
-    metadata = loaded.checkpoint.manifest.metadata
-    run_on_all(processes, lambda: check_base(Path(folder), metadata, run.module))
-    planned = metadata["planned_steps"]
-    if schedule == "keep" and planned != run.planned_steps:
-        run.lr_schedule = remake(run.optimizer, planned)  # it must end where it would have ended
-        run.scheduled_steps = planned
-    run_on_all(processes, lambda: _apply(run, callbacks, loaded, schedule))
-    say_changes(metadata, run)
-    if run.end_reached is not None:
-        run.print(
-            f"trainkit: this run has ended ({run.end_reached}): nothing is trained, and the model "
-            "has its weights. Another training, such as of other data, needs another `output_dir`."
-        )
-    run.checkpoint = Path(folder)
+    _check(run, _states(run, callbacks))
+    check_optimizer_state(run)
 
 
-@dataclass(slots=True)
-class _Loaded:
-    """The parts of a checkpoint, in memory, verified and compared with the run."""
-
-    checkpoint: Checkpoint
-    model: dict[str, Any]
-    optimizer: dict[str, Any]
-    trainer: dict[str, Any]
-    ranks: dict[int, dict[str, Any]]  # that of this process alone, where as many saved it
-    states: dict[str, dict[str, Any]]  # of callbacks and registered objects, for this process
+def check_optimizer_state(run: Run) -> None:
+    """Raise where the state of the optimizer cannot be saved; it makes it in its first step."""
+    _check(run, _optimizer_states(run))
 
 
-def _present(run: Run, callbacks: CallbackList) -> dict[str, Any]:
-    """Return where the run has sharded tensors, in the form of the parts of a checkpoint.
-
-    An optimizer has no state yet: what has the shape of a parameter lies as the parameter does.
-    """
-    stateful = owners_of(run, callbacks)["callbacks"]
-    parameters = dict(run.module.named_parameters())
-    return {
-        "model": run.module.state_dict(),
-        "optimizer": {"state": parameters, "training_weights": parameters},
-        "trainer": {
-            "callbacks": {
-                name: callback.state_template(run) for name, callback in stateful.items()
-            },
-            "objects": {name: part.state_dict() for name, part in run.objects.items()},
-        },
-    }
-
-
-def _load(
-    run: Run,
-    callbacks: CallbackList,
-    path: Path,
-    present: dict[str, Any],
-    schedule: str | None,
-) -> _Loaded:
-    processes = run.strategy.processes
-    checkpoint = open_share(path, processes.world)
-    manifest = checkpoint.manifest
-    check_metadata(checkpoint)
-    # What does not fit is not broken: "auto" must not go back, and begin afresh in the end.
-    told = differences(manifest.metadata["fingerprint"], fingerprint(run))
-    refuse(path, told + horizon_problems(manifest.metadata["config"], run, schedule))
-    model = read_model(checkpoint, run.module, present.get("model"))
-    optimizer, trainer = (checkpoint.read(p, present.get(p)) for p in ("optimizer", "trainer"))
-    ranks = read_rank_parts(checkpoint, processes, manifest.world_size)
-    checkpoint.verify_rest()
-    check_parts(run, checkpoint, model, optimizer, trainer, ranks)
-    owners, same_size = owners_of(run, callbacks), manifest.world_size == processes.size
-    own = list(ranks.values())
-    states, unfit = states_for(owners, trainer, own, rank=processes.rank, same_size=same_size)
-    if news := put_own(model, "model", own, same_size=same_size):
-        run.print(f"trainkit: {news}")
-    foreign = any(not type(c).__module__.startswith("trainkit.") for c in callbacks.callbacks)
-    late = str(path) if run.objects or foreign else None
-    unfit += order_problems(manifest.metadata.get("order"), trainer["counters"], run, late=late)
-    refuse(path, unfit + model_problems(model, run.module))
-    check_states(run, owners, checkpoint, states)
-    return _Loaded(checkpoint, model, optimizer, trainer, ranks, states)
+def _states(run: Run, callbacks: CallbackList) -> Iterator[tuple[str, Any]]:
+    """Yield the states of a run but for the optimizer's, with the path that leads to each."""
+    yield "model", run.module.state_dict()
+    for index, group in enumerate(run.optimizer.param_groups):
+        for name, value in group.items():
+            if name != "params":
+                yield f'optimizer.param_groups[{index}]["{name}"]', value
+    if run.lr_schedule is not None:
+        yield "lr_scheduler", run.lr_schedule.scheduler.state_dict()
+    yield "precision", run.precision.state_dict()
+    for name, part in run.objects.items():
+        yield f"objects.{name}", part.state_dict()
+    if run.train_loader.stream is not None:
+        yield "data.train", run.train_loader.stream.state_dict()
+    for callback in callbacks.callbacks:
+        with suppress(Exception):  # it may have none yet, before the first step; a save will tell
+            yield f"callbacks.{callback.name}", callback.state_dict()
 
 
-def _apply(run: Run, callbacks: CallbackList, loaded: _Loaded, schedule: str | None) -> None:
-    trainer, path = loaded.trainer, loaded.checkpoint.path
-    older = "layouts" not in loaded.checkpoint.manifest.metadata["fingerprint"]
-    with applying("The model", path):
-        load_model(run.module, loaded.model, older=older)
-    run.state.load_state_dict(trainer["counters"])
-    if isinstance(run.optimizer, Optimizers):
-        with applying("The optimizers", path):
-            run.optimizer.load_training_state(trainer["optimizers"])
-    rescaled = schedule == "rescale" and run.lr_schedule is not None
-    with applying("The optimizer", path):
-        _load_optimizer(run, loaded, rescaled=rescaled)
-        run.weights.load_state_dict(loaded.optimizer, run.module)
-    if run.lr_schedule is not None and not rescaled:
-        with applying("The learning-rate scheduler", path):
-            run.lr_schedule.scheduler.load_state_dict(trainer["lr_scheduler"])
-    with applying("The precision", path):
-        run.precision.load_state_dict(trainer["precision"])
-    run.metrics, run.best_metrics = trainer["metrics"], trainer["best_metrics"]
-    run.logging.last_step = trainer["last_logged_step"]
-    run.evaluation.last_attempt = trainer["last_evaluated_attempt"]
-    run.checkpoints.last_attempt = run.state.attempts
-    for kind, owners in owners_of(run, callbacks).items():
-        for name, state in loaded.states[kind].items():
-            with applying(f"`{kind}.{name}`", path):
-                load_state(owners[name], state)
-    run.checkpoints.run_id = loaded.checkpoint.manifest.run_id
-    run.checkpoints.resumed_from = loaded.checkpoint.step
-    _apply_streams(run, loaded)
+def _optimizer_states(run: Run) -> Iterator[tuple[str, Any]]:
+    saved = named_optimizer_state(run.optimizer, dict(run.module.named_parameters()))
+    yield "optimizer.other", saved.get("other", {})
+    for part in ("state", "parts"):
+        for name, values in saved.get(part, {}).items():
+            for key, value in values.items():
+                yield f'optimizer.state["{name}"]["{key}"]', value
 
 
-def _apply_streams(run: Run, loaded: _Loaded) -> None:
-    """Take this process's streams, or derive them where there are other processes now."""
-    rank, step = run.processes.process_index, run.state.step
-    if loaded.checkpoint.manifest.world_size == run.processes.num_processes:
-        run.streams = loaded.ranks[rank]
-        run.logging.sums.load_state_dict(run.streams["log_sums"])
-        return
-    if run.is_main_process:
-        share = run.processes.num_processes / loaded.checkpoint.manifest.world_size
-        for own in loaded.ranks.values():
-            run.logging.sums.merge(own["log_sums"], share)
-    rng.seed_all(rng.device_seed(run.config.seed, rank, step), run.strategy.device)
+def _check(run: Run, states: Iterator[tuple[str, Any]]) -> None:
+    def check() -> None:
+        for path, state in states:
+            parts = {path: state}
+            try:
+                if run.strategy.sharded:
+                    from trainkit.checkpoint.resharding.sharding import split  # others need none
 
+                    parts, _ = split(parts, 0)
+                for part in parts.values():
+                    check_encodable(part, path)
+            except CheckpointError as error:
+                raise ConfigError(
+                    f"No checkpoint of this run could be saved: {error} What is no state can be "
+                    "kept where no checkpoint looks, such as in an attribute; or leave "
+                    "`Checkpoint` out."
+                ) from error
 
-def _load_optimizer(run: Run, loaded: _Loaded, *, rescaled: bool) -> None:
-    optimizer, saved = run.optimizer, loaded.optimizer
-    if rescaled:
-        assert run.lr_schedule is not None
-        run.lr_schedule.catch_up(run.state)
-    overruled = [] if rescaled else overruled_settings(saved["groups"], run)
-    if overruled:
-        run.print(
-            f"trainkit: the optimizer goes on with the checkpoint's {', '.join(overruled)}: a "
-            "resumed run is the same run. For other settings, begin a new one with its weights."
-        )
-    parameters = dict(run.module.named_parameters())
-    added = loaded.checkpoint.manifest.metadata["fingerprint"].get("added parameters", {})
-    for group in saved["groups"][len(optimizer.param_groups) :]:
-        mine = [parameters[name].requires_grad_(added[name]) for name in group["params"]]
-        optimizer.add_param_group({**group, "params": mine})
-    # A rescaled schedule has set the learning rate of this step already.
-    load_named_optimizer_state(optimizer, saved, loaded.model, keep_settings=rescaled)
+    run_on_all(run.strategy.processes, check)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from trainkit.checkpoint import Checkpoint
 from trainkit.checkpoint.format.manifest import read_manifest
 from trainkit.checkpoint.format.names import MANIFEST
-from trainkit.checkpoint.forms import refuse
+from trainkit.checkpoint.training_state import refuse
 from trainkit.distributed import run_on_all
 from trainkit.errors import CheckpointError, ConfigError, quoted
 from trainkit.export.loading import load_evaluated
