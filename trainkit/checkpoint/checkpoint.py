@@ -8,12 +8,10 @@ from typing import TYPE_CHECKING, Any
 from trainkit.checkpoint.format import strict_json
 from trainkit.checkpoint.format.manifest import (
     Manifest,
-    open_listed,
     read_manifest,
     read_manifest_in,
 )
 from trainkit.checkpoint.format.names import JSON_SUFFIX, MANIFEST, TENSOR_SUFFIX, owner_of, part_of
-from trainkit.checkpoint.format.tensor_file import Header
 from trainkit.checkpoint.format.tensor_location import StoredTensor
 from trainkit.checkpoint.forms import Unfit
 from trainkit.checkpoint.io.reading import broken, names_in, open_directory, open_file
@@ -50,9 +48,7 @@ class Checkpoint:
     ) -> None:
         self.path = path
         self.manifest = manifest
-        self._left_out = left_out
-        self._verified: set[str] = set()
-        self._headers: dict[str, Header] = {}
+        self._reader = TensorReader(path, manifest.files, left_out)
         self._flat: dict[str, tuple[Mapping[str, Any], Mapping[str, StoredTensor]]] = {}
 
     @property
@@ -77,29 +73,22 @@ class Checkpoint:
                 holds. One in the place of a dict or list stands for all tensors of its shape in
                 there. All others are put together from their shards.
         """
-        with self._reader() as reader:
-            tree, own = self._tree(reader, part)
-            with self.blaming(part):
-                return PartReader(reader, own).read(tree, like)
+        tree, own = self._tree(part)
+        with self.blaming(part):
+            return PartReader(self._reader, own).read(tree, like)
 
     def verify_rest(self) -> None:
         """Compare what has not been read, and is not left to others, with the manifest."""
-        files = self.manifest.files
-        with open_directory(self.path) as directory:
-            for name in [name for name in files if name not in self._left_out | self._verified]:
-                with open_listed(directory, name, self.path, files[name]) as file:
-                    file.skip_rest().check_digest(files[name].xxh3_128)
-                self._verified.add(name)
+        self._reader.verify_rest()
 
     def layout(self, part: str, others: list[str] | None = None) -> dict[str, StoredTensor]:
         """Return where the tensors of a flat part are, in its order; tied ones are equal.
 
         `others` takes the names of what is no tensor, which is an error without it.
         """
-        with self._reader() as reader:
-            nodes, own = self._nodes(reader, part)
-            with self.blaming(part):
-                found = {name: stored_in(nodes[name], own) for name in nodes}
+        nodes, own = self._nodes(part)
+        with self.blaming(part):
+            found = {name: stored_in(nodes[name], own) for name in nodes}
         tensors = {name: stored for name, stored in found.items() if stored is not None}
         rest = [name for name in found if name not in tensors]
         if others is not None and tensors:
@@ -117,14 +106,13 @@ class Checkpoint:
 
         Its digest is not compared again: that would need the whole file for each tensor.
         """
-        with self._reader() as reader:
-            nodes, own = self._nodes(reader, part)
-            if name not in nodes:
-                raise CheckpointError(
-                    f"The part {part!r} of `{self.path}` has no tensor {name!r}.", path=self.path
-                )
-            with self.blaming(part):
-                return PartReader(reader, own).read(nodes[name], None, hashed=False)
+        nodes, own = self._nodes(part)
+        if name not in nodes:
+            raise CheckpointError(
+                f"The part {part!r} of `{self.path}` has no tensor {name!r}.", path=self.path
+            )
+        with self.blaming(part):
+            return PartReader(self._reader, own).read(nodes[name], None, hashed=False)
 
     @contextmanager
     def blaming(self, part: str | None) -> Iterator[None]:
@@ -142,13 +130,7 @@ class Checkpoint:
                 why = f"trainkit did not write it so: {error}"
             raise broken(self.path, file, f": {why}") from error
 
-    @contextmanager
-    def _reader(self) -> Iterator[TensorReader]:
-        with open_directory(self.path) as directory:
-            files, verified = self.manifest.files, self._verified
-            yield TensorReader(directory, self.path, files, self._headers, verified, self._left_out)
-
-    def _tree(self, reader: TensorReader, part: str) -> tuple[Any, dict[str, StoredTensor]]:
+    def _tree(self, part: str) -> tuple[Any, dict[str, StoredTensor]]:
         """Return the JSON of a part, and the tensors in its own file."""
         files = self.manifest.files
         tensor_name, tree_name = part + TENSOR_SUFFIX, part + JSON_SUFFIX
@@ -157,17 +139,15 @@ class Checkpoint:
                 f"The checkpoint `{self.path}` has no part {part!r}, only {self.names()}.",
                 path=self.path,
             )
-        own = reader.of_part(part) if tensor_name in files else {}
+        own = self._reader.of_part(part) if tensor_name in files else {}
         if tree_name not in files:
-            return tree_of(reader.header(part)), own
+            return tree_of(self._reader.header(part)), own
         with self.blaming(part):
-            return strict_json.parse(reader.read_whole(tree_name)), own
+            return strict_json.parse(self._reader.read_whole(tree_name)), own
 
-    def _nodes(
-        self, reader: TensorReader, part: str
-    ) -> tuple[Mapping[str, Any], Mapping[str, StoredTensor]]:
+    def _nodes(self, part: str) -> tuple[Mapping[str, Any], Mapping[str, StoredTensor]]:
         if part not in self._flat:
-            tree, own = self._tree(reader, part)
+            tree, own = self._tree(part)
             with self.blaming(part):
                 self._flat[part] = flat_items(tree), own
         return self._flat[part]

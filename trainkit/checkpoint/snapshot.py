@@ -9,7 +9,7 @@ from torch import Tensor
 from trainkit.basics.device import can_pin, is_accelerator
 from trainkit.basics.torch_internals import copy_each
 from trainkit.checkpoint.format.codec import MOST_VALUES
-from trainkit.checkpoint.format.strides import row_major
+from trainkit.checkpoint.format.tensor_file import row_major
 from trainkit.checkpoint.format.tensors import kept_strides, refused_tensor
 from trainkit.containers.json_form import DEEPEST
 

@@ -12,7 +12,6 @@ from trainkit.checkpoint.format.manifest import Manifest
 from trainkit.checkpoint.format.names import JSON_SUFFIX, TENSOR_SUFFIX, part_of
 from trainkit.checkpoint.format.tensor_location import ShardRegion, StoredTensor
 from trainkit.checkpoint.io.digests import xxh3_128_hexdigest
-from trainkit.checkpoint.io.reading import open_directory
 from trainkit.checkpoint.resharding.tensor_reader import TensorReader
 from trainkit.errors import CheckpointCorrupt
 
@@ -46,18 +45,17 @@ def read_contents(path: Path) -> Contents:
     """
     contents = Contents(verify(path))
     files = contents.manifest.files
-    with open_directory(path) as directory:
-        reader = TensorReader(directory, path, files, {}, set())
-        trees, tensors = _read_trees(reader, files, path)
-        shards = {part for own in tensors.values() for t in own.values() for part, _ in t.shards}
-        for part in sorted({part_of(name) for name in files} - shards):
-            if part + TENSOR_SUFFIX in files:
-                tensors[part] = reader.of_part(part) | tensors.get(part, {})
-            if tensors.get(part):
-                found = {name: _summary(reader, one) for name, one in tensors[part].items()}
-                contents.tensors[part] = found
-            if part in trees and not is_plain(trees[part]):
-                contents.values[part] = dict(leaves(trees[part]))
+    reader = TensorReader(path, files)
+    trees, tensors = _read_trees(reader, files, path)
+    shards = {part for own in tensors.values() for t in own.values() for part, _ in t.shards}
+    for part in sorted({part_of(name) for name in files} - shards):
+        if part + TENSOR_SUFFIX in files:
+            tensors[part] = reader.of_part(part) | tensors.get(part, {})
+        if tensors.get(part):
+            found = {name: _summary(reader, one) for name, one in tensors[part].items()}
+            contents.tensors[part] = found
+        if part in trees and not is_plain(trees[part]):
+            contents.values[part] = dict(leaves(trees[part]))
     return contents
 
 

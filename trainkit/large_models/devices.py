@@ -9,7 +9,7 @@ from torch import nn
 from trainkit.basics.device import accelerator_count, default_kind, free_memory
 from trainkit.errors import ConfigError, quoted
 from trainkit.export.layout import parse_size
-from trainkit.export.targets import targets_of
+from trainkit.export.loading import targets_of
 from trainkit.types import Size
 
 __all__ = ["DeviceMap", "Place", "device_of", "infer_device_map", "places_of", "prefix_of"]

@@ -11,10 +11,9 @@ from typing_extensions import override
 
 from trainkit.checkpoint.resharding.sharding_spec import is_sharded
 from trainkit.errors import ConfigError
-from trainkit.export.loading import LoadedKeys, Loading, dtype_of
+from trainkit.export.loading import LoadedKeys, Loading, TensorTarget, dtype_of
 from trainkit.export.sources import Stored
 from trainkit.export.state import unwrapped
-from trainkit.export.targets import TensorTarget
 from trainkit.large_models.devices import (
     DeviceMap,
     Place,

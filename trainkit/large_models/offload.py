@@ -13,7 +13,7 @@ from trainkit.checkpoint.io import files
 from trainkit.containers.tree import map_leaves
 from trainkit.errors import ConfigError
 from trainkit.export.layout import weight_piece, write_weights
-from trainkit.export.targets import TensorTarget, put_tensor
+from trainkit.export.loading import TensorTarget, put_tensor
 
 __all__ = ["align_devices", "offload", "read_back", "write_offloaded"]
 

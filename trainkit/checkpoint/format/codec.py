@@ -11,8 +11,7 @@ from typing import Any
 from typing_extensions import override
 
 from trainkit.checkpoint.format.names import tensor_name
-from trainkit.checkpoint.format.strides import check_strides
-from trainkit.checkpoint.format.tensor_file import Piece
+from trainkit.checkpoint.format.tensor_file import Piece, check_strides
 from trainkit.checkpoint.format.tensor_location import StoredTensor
 from trainkit.checkpoint.format.tensors import (
     Sharing,

@@ -5,9 +5,8 @@ manifest can change unseen. That line is the same in every version of the format
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -21,12 +20,13 @@ from trainkit.checkpoint.format.names import (
     TENSOR_SUFFIX,
     is_allowed,
 )
+from trainkit.checkpoint.forms import Only, fit
 from trainkit.checkpoint.io.digests import xxh3_128_hexdigest
-from trainkit.checkpoint.io.reading import HashedFile, broken, open_directory, open_file
+from trainkit.checkpoint.io.reading import broken, open_directory, open_file
 from trainkit.containers.json_form import MALFORMED
 from trainkit.errors import CheckpointError
 
-__all__ = ["FORMAT_VERSION", "FileInfo", "Manifest", "open_listed", "read_manifest"]
+__all__ = ["FORMAT_VERSION", "FileInfo", "Manifest", "read_manifest"]
 
 FORMAT_VERSION = 4
 """The newest version. Written is the least that has what is in the checkpoint: 2 where tensors
@@ -159,18 +159,9 @@ def read_manifest_in(directory: int, path: Path) -> Manifest:
     return Manifest.decode(content, path)
 
 
-@contextmanager
-def open_listed(directory: int, name: str, path: Path, info: FileInfo) -> Iterator[HashedFile]:
-    """Open a file of a checkpoint as `open_file` does, by what the manifest says of it."""
-    with open_file(directory, info.pack or name, path) as file:
-        if info.pack is not None:
-            file.narrow(name, info.begin, info.bytes)
-        file.check_size(info.bytes)
-        yield file
-
-
 def _build(body: Any, path: Path) -> Manifest:
-    version = _number(body, "format_version")
+    fit(body, {"format_version": int})
+    version = body["format_version"]
     if version > FORMAT_VERSION:
         raise CheckpointError(
             f"The checkpoint `{path}` has version {version} of the format, but this version of "
@@ -178,59 +169,42 @@ def _build(body: Any, path: Path) -> Manifest:
             path=path,
             file=MANIFEST,
         )
-    files = {name: _file(name, info) for name, info in _typed(body, "files", dict).items()}
+    fit(body, _FORM)
+    files = {name: FileInfo(**info) for name, info in body["files"].items()}
+    _check_files(files)
+    metadata = decode(body["metadata"], {})
+    fit(metadata, {}, "metadata")  # an object of JSON may stand for another value
+    known = {one.name for one in fields(Manifest)}
+    told = {name: body[name] for name in body if name in known}
+    return Manifest(**told | {"files": files, "metadata": metadata})
+
+
+_FORM = {
+    "step": int,
+    "revision": int,
+    "run_id": str,
+    "created": str,
+    "world_size": int,
+    "files": {str: Only({"bytes": int, "xxh3_128": str, "pack?": str, "begin?": int})},
+    "metadata": {},
+}
+
+
+def _check_files(files: Mapping[str, FileInfo]) -> None:
+    """Check names, digests, and that packed files follow each other: no byte is of none or two."""
     if len({name.lower() for name in files}) != len(files):
         raise ValueError("two files have names that differ only in case")
-    _check_packs(files)
-    metadata = decode(_typed(body, "metadata", dict), {})
-    if type(metadata) is not dict:  # an object of JSON may stand for another value
-        raise ValueError(f"`metadata` must be a dict, but is a {type(metadata).__name__}")
-    return Manifest(
-        format_version=version,
-        step=_number(body, "step"),
-        revision=_number(body, "revision"),
-        run_id=_typed(body, "run_id", str),
-        created=_typed(body, "created", str),
-        world_size=_number(body, "world_size"),
-        files=files,
-        metadata=metadata,
-    )
-
-
-def _file(name: str, info: Any) -> FileInfo:
-    if not is_allowed(name) or name.lower() == MANIFEST:
-        raise ValueError(f"no file of a checkpoint may be called {name[:200]!r}")
-    if not name.endswith((TENSOR_SUFFIX, JSON_SUFFIX)):
-        raise ValueError(f"the file {name!r} is neither safetensors nor JSON")
-    digest = _typed(info, "xxh3_128", str)
-    if len(digest) != 32 or set(digest) - set("0123456789abcdef"):
-        raise ValueError(f"the digest of {name!r} is not 32 hexadecimal digits")
-    if "pack" not in info:
-        return FileInfo(bytes=_number(info, "bytes"), xxh3_128=digest)
-    if info["pack"] != PACK:
-        raise ValueError(f"{name!r} is packed into another file than {PACK!r}")
-    begin, size = _number(info, "begin"), _number(info, "bytes")
-    return FileInfo(bytes=size, xxh3_128=digest, pack=PACK, begin=begin)
-
-
-def _check_packs(files: Mapping[str, FileInfo]) -> None:
-    """Check that packed files follow each other, so that no byte is of none or of two."""
+    for name, info in files.items():
+        if not is_allowed(name) or name.lower() == MANIFEST:
+            raise ValueError(f"no file of a checkpoint may be called {name[:200]!r}")
+        if not name.endswith((TENSOR_SUFFIX, JSON_SUFFIX)):
+            raise ValueError(f"the file {name!r} is neither safetensors nor JSON")
+        if len(info.xxh3_128) != 32 or set(info.xxh3_128) - set("0123456789abcdef"):
+            raise ValueError(f"the digest of {name!r} is not 32 hexadecimal digits")
+        if info.pack not in (None, PACK):
+            raise ValueError(f"{name!r} is packed into another file than {PACK!r}")
     end = 0
     for info in sorted((f for f in files.values() if f.pack), key=lambda f: (f.begin, f.bytes)):
         if info.begin != end:
             raise ValueError(f"a packed file begins at {info.begin}, but the last ends at {end}")
         end += info.bytes
-
-
-def _typed(body: Any, key: str, kind: type) -> Any:
-    value = body[key]
-    if type(value) is not kind:
-        raise ValueError(f"`{key}` must be a {kind.__name__}, but is a {type(value).__name__}")
-    return value
-
-
-def _number(body: Any, key: str) -> int:
-    value: int = _typed(body, key, int)
-    if not 0 <= value < 1 << 63:
-        raise ValueError(f"`{key}` must be in [0, 2**63), but is {value}")
-    return value

@@ -8,8 +8,7 @@ from itertools import combinations, product
 from operator import mul
 from typing import Any, Self
 
-from trainkit.checkpoint.format.strides import row_major
-from trainkit.checkpoint.format.tensor_file import SIZES
+from trainkit.checkpoint.format.tensor_file import SIZES, row_major
 
 __all__ = ["ShardRegion", "StoredTensor", "check_tiling", "runs"]
 

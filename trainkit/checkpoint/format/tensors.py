@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from trainkit.checkpoint.format.strides import is_dense, kept
-from trainkit.checkpoint.format.tensor_file import Piece
+from trainkit.checkpoint.format.tensor_file import Piece, is_dense, kept
 from trainkit.errors import CheckpointError
 
 if TYPE_CHECKING:

@@ -4,20 +4,20 @@ Torch is imported only where a state is put together.
 """
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainkit.checkpoint.format import tensor_file
 from trainkit.checkpoint.format.codec import decode
-from trainkit.checkpoint.format.manifest import FileInfo, open_listed
+from trainkit.checkpoint.format.manifest import FileInfo
 from trainkit.checkpoint.format.names import TENSOR_SUFFIX, owner_of
 from trainkit.checkpoint.format.tensor_file import SIZES, Header
 from trainkit.checkpoint.format.tensor_location import ShardRegion, StoredTensor, runs
 from trainkit.checkpoint.format.tensors import empty, with_strides
-from trainkit.checkpoint.io.reading import HashedFile, broken
+from trainkit.checkpoint.io.reading import HashedFile, broken, open_directory, open_file
 from trainkit.checkpoint.resharding.sharding_spec import ShardingSpec, is_sharded
 
 if TYPE_CHECKING:
@@ -33,40 +33,32 @@ _Stretch = tuple[int, memoryview]
 
 
 class TensorReader:
-    """Reads from the tensor files of one checkpoint.
+    """Reads the files of one checkpoint.
 
     Args:
-        directory: The open folder.
-        path: Its path, for errors.
+        path: Its folder.
         files: What the manifest says of the files.
-        headers: Those that are known already, by part; others are added.
-        verified: The names of files that were compared with their digests; others are added.
         left_out: The names of files that other processes compare; of them those that all read
             are not compared here.
+
+    Attributes:
+        verified: The names of files that were compared with their digests.
     """
 
     def __init__(
-        self,
-        directory: int,
-        path: Path,
-        files: Mapping[str, FileInfo],
-        headers: dict[str, Header],
-        verified: set[str],
-        left_out: Collection[str] = (),
+        self, path: Path, files: Mapping[str, FileInfo], left_out: Collection[str] = ()
     ) -> None:
-        self._directory = directory
+        self.verified: set[str] = set()
         self._path = path
         self._files = files
-        self._headers = headers
-        self._verified = verified
+        self._headers: dict[str, Header] = {}
         self._left_out = left_out
 
     def header(self, part: str) -> Header:
         """Return what the tensor file of a part says of itself."""
         if part not in self._headers:
             self._check_is_listed(part)
-            name = part + TENSOR_SUFFIX
-            with self._open(name) as file:
+            with self._open(part + TENSOR_SUFFIX) as file:
                 self._headers[part] = tensor_file.read_header(file)
         return self._headers[part]
 
@@ -75,8 +67,15 @@ class TensorReader:
         with self._open(name) as file:
             content = file.read(file.size)
             file.check_digest(self._files[name].xxh3_128)
-        self._verified.add(name)
+        self.verified.add(name)
         return content
+
+    def verify_rest(self) -> None:
+        """Compare what has not been read, and is not left to others, with the manifest."""
+        for name in [name for name in self._files if name not in self.verified | {*self._left_out}]:
+            with self._open(name) as file:
+                file.skip_rest().check_digest(self._files[name].xxh3_128)
+            self.verified.add(name)
 
     def of_part(self, part: str) -> dict[str, StoredTensor]:
         """Return the tensors in the file of a part, in the order of its header."""
@@ -135,10 +134,19 @@ class TensorReader:
                     else:
                         left = _fill(left, file)
                         file.skip_rest().check_digest(self._files[name].xxh3_128)
-                        self._verified.add(name)
+                        self.verified.add(name)
 
-    def _open(self, name: str) -> AbstractContextManager[HashedFile]:
-        return open_listed(self._directory, name, self._path, self._files[name])
+    @contextmanager
+    def _open(self, name: str) -> Iterator[HashedFile]:
+        info = self._files[name]
+        with (
+            open_directory(self._path) as directory,
+            open_file(directory, info.pack or name, self._path) as file,
+        ):
+            if info.pack is not None:
+                file.narrow(name, info.begin, info.bytes)
+            file.check_size(info.bytes)
+            yield file
 
     def _check_is_listed(self, part: str) -> None:
         name = part + TENSOR_SUFFIX

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from inspect import Parameter, signature
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -181,12 +181,6 @@ def _listed(what: str, names: list[str]) -> list[str]:
     return [f"{len(names)} x {what}: {shown}"] if names else []
 
 
-_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}  # by the number of dimensions
-
-Strides: TypeAlias = Sequence[int] | None
-"""How a parameter lies in memory; None: row by row."""
-
-
 def _layouts(module: nn.Module) -> dict[str, list[int]]:
     """Return the strides of the parameters that do not lie row by row."""
     return {
@@ -197,47 +191,36 @@ def _layouts(module: nn.Module) -> dict[str, list[int]]:
 
 
 def _layout_problems(
-    saved: Mapping[str, Strides], present: Mapping[str, Strides], shapes: Mapping[str, list[int]]
+    saved: Mapping[str, list[int]],
+    present: Mapping[str, list[int]],
+    shapes: Mapping[str, list[int]],
 ) -> list[str]:
     """Return, in words, which of all parameters lie otherwise than they did, by `_layouts`."""
-    changed = {
-        name: f"`{name}` {_words(saved.get(name), shape)} in the checkpoint, "
-        f"{_words(present.get(name), shape)} now"
+
+    def order(strides: Sequence[int] | None, shape: Sequence[int]) -> list[int]:
+        """Return the strides that matter: those of dimensions with more than one entry."""
+        steps = torch.empty(shape, device="meta").stride() if strides is None else strides
+        return [step for step, size in zip(steps, shape, strict=False) if size > 1]
+
+    changed = [
+        name
         for name, shape in shapes.items()
-        if _order(saved.get(name), shape) != _order(present.get(name), shape)
-    }
+        if order(saved.get(name), shape) != order(present.get(name), shape)
+    ]
     if not changed:
         return []
-    name = next(iter(changed))
-    strides, shape = saved.get(name), shapes[name]
-    alike = [n for n, other in shapes.items() if len(other) == len(shape)]
-    if strides and all(_is_channels_last(saved.get(n), shapes[n]) for n in alike):
-        remedy = f"model.to(memory_format={_FORMATS[len(shape)]})"
-    else:
-        value = f"torch.empty_strided({tuple(shape)}, {tuple(strides)}).copy_(p)" if strides else ""
-        remedy = f'p = model.get_parameter("{name}"); p.data = {value or "p.data.contiguous()"}'
+    words = [
+        f"`{name}` with the strides {saved[name]} in the checkpoint"
+        if name in saved
+        else f"`{name}` row by row in the checkpoint"
+        for name in changed
+    ]
     what = "parameter that lies otherwise in memory, which would change the last bits"
-    return [f"{_listed(what, [*changed.values()])[0]}. Before `fit`, write `{remedy}`"]
-
-
-def _order(strides: Strides, shape: Sequence[int]) -> list[int]:
-    """Return the strides that matter: those of dimensions with more than one entry."""
-    if strides is None:
-        strides = torch.empty(shape, device="meta").stride()
-    return [s for s, size in zip(strides, shape, strict=False) if size > 1]
-
-
-def _is_channels_last(strides: Strides, shape: Sequence[int]) -> bool:
-    """Return whether strides are those of the `channels_last` of as many dimensions."""
-    if len(shape) not in _FORMATS:
-        return False
-    like = torch.empty(shape, device="meta").to(memory_format=_FORMATS[len(shape)])
-    return _order(strides, shape) == _order(like.stride(), shape)
-
-
-def _words(strides: Strides, shape: Sequence[int]) -> str:
-    if strides is None:
-        return "row by row"
-    if _is_channels_last(strides, shape):
-        return f"in {str(_FORMATS[len(shape)]).removeprefix('torch.')}"
-    return f"with the strides {list(strides)}"
+    name = changed[0]
+    value = "p.data.contiguous()"
+    if name in saved:
+        value = f"torch.empty_strided({tuple(shapes[name])}, {tuple(saved[name])}).copy_(p)"
+    return [
+        f'{_listed(what, words)[0]}. Before `fit`, write `p = model.get_parameter("{name}"); '
+        f"p.data = {value}`, or where all are to be so `model.to(memory_format=...)`"
+    ]
