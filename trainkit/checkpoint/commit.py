@@ -104,11 +104,6 @@ def _too_large(name: str, size: int, tree: Any) -> CheckpointError:
     )
 
 
-def _sent(planned: Sequence[_PlannedFile]) -> dict[str, bytes]:
-    """Return the content of those files that process 0 writes for this process, by name."""
-    return {file.name: b"".join(file.chunks()) for file in planned if file.is_sent}
-
-
 def _pack(contents: Mapping[str, bytes]) -> tuple[_PlannedFile, dict[str, FileInfo]]:
     """Return the file that holds small ones of many processes, and where each is in there."""
     infos: dict[str, FileInfo] = {}
@@ -131,40 +126,6 @@ def _check_unique(names: Iterable[Iterable[str]]) -> None:
                     f"The file `{name}` is written twice, by process {other} and by process "
                     f"{rank}. Give their parts names that differ in more than case."
                 )
-
-
-def _write(planned: Iterable[_PlannedFile], folder: Path) -> list[_Written]:
-    """Write files into a folder and return what they must be, once they survive a power cut.
-
-    Raises:
-        CheckpointError: A tensor has changed its size since `plan`.
-        OSError: Writing failed.
-    """
-    hashed = [_Hashed(file) for file in planned]
-    files.write_files((folder / one.file.name, one.chunks()) for one in hashed)
-    return [(one.file.name, one.size, one.digest.hexdigest()) for one in hashed]
-
-
-class _Hashed:
-    """A file that is hashed and counted while it is written."""
-
-    def __init__(self, file: _PlannedFile) -> None:
-        self.file = file
-        self.size = 0
-        self.digest = xxh3_128()
-
-    def chunks(self) -> Iterator[bytes | memoryview]:
-        """Yield what is to be written, piece by piece."""
-        for chunk in self.file.chunks():
-            self.digest.update(chunk)
-            self.size += len(chunk)
-            yield chunk
-        if self.size != self.file.size:
-            raise CheckpointError(
-                f"`{self.file.name}` should have {self.file.size} bytes, but {self.size} were "
-                "written: a tensor has been changed while it was being saved. Save at the end of "
-                "a step."
-            )
 
 
 T = TypeVar("T")
@@ -215,14 +176,16 @@ class Save:
 
         def prepare() -> list[tuple[str, int, int, bytes | None]]:
             planned.extend(_plan(parts))
-            contents = _sent(planned)
-            return [(f.name, f.size, f.version, contents.get(f.name)) for f in planned]
+            return [
+                (f.name, f.size, f.version, b"".join(f.chunks()) if f.is_sent else None)
+                for f in planned
+            ]
 
         try:
             folder, version, self._needed, takes = self._step_of_all(prepare, self._begin)
             own = [file for file in planned if not (takes and file.is_sent)]
             name = self._step_of_all(
-                lambda: _write([*own, *self._pack], self._directory / folder),
+                lambda: self._write([*own, *self._pack], self._directory / folder),
                 lambda written: self._commit(written, version),
             )
         finally:
@@ -311,6 +274,26 @@ class Save:
         files.make_directory(self._temporary)
         return self._temporary.name, version, self._needed, takes
 
+    def _write(self, planned: Iterable[_PlannedFile], folder: Path) -> list[_Written]:
+        """Write files and return what they must be, once they survive a power cut."""
+        digests: dict[str, Any] = {}
+
+        def hashed(file: _PlannedFile) -> Iterator[bytes | memoryview]:
+            digest, size = digests.setdefault(file.name, xxh3_128()), 0
+            for chunk in file.chunks():
+                digest.update(chunk)
+                size += len(chunk)
+                yield chunk
+            if size != file.size:
+                raise CheckpointError(
+                    f"`{file.name}` should have {file.size} bytes, but {size} were written: a "
+                    "tensor has been changed while it was being saved. Save at the end of a step."
+                )
+
+        planned = [*planned]
+        files.write_files((folder / file.name, hashed(file)) for file in planned)
+        return [(file.name, file.size, digests[file.name].hexdigest()) for file in planned]
+
     def _commit(self, written: Sequence[Sequence[_Written]], version: int) -> str:
         """Publish what all have written; return the name of the folder."""
         infos = {
@@ -329,7 +312,11 @@ class Save:
             files=dict(sorted((infos | self._packed).items())),
             metadata=self._metadata,
         )
-        target = self._free_name(manifest.revision)
+        revision = manifest.revision
+        while (target := self._directory / folder_name(self._step, revision)).is_symlink() or (
+            target.exists()  # also what is no checkpoint
+        ):
+            revision += 1
         files.write_file(self._temporary / MANIFEST, [manifest.encode()])
         files.sync_directory(self._temporary)
         files.rename(self._temporary, target)
@@ -360,14 +347,6 @@ class Save:
                 with suppress(CheckpointCorrupt):  # is left alone, and another name taken
                     read_manifest(path)
         return same
-
-    def _free_name(self, revision: int) -> Path:
-        """Return a name that nothing has, not even a folder that is no checkpoint."""
-        while True:
-            path = self._directory / folder_name(self._step, revision)
-            if not path.exists() and not path.is_symlink():
-                return path
-            revision += 1
 
 
 def _text(name: Any) -> str | None:

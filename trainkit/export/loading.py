@@ -13,14 +13,12 @@ from torch import Tensor, nn
 from trainkit.basics.torch_internals import moves_in_place
 from trainkit.basics.torch_internals import buffers_of, is_saved, parameters_of
 from trainkit.checkpoint.exact import as_parameter
-from trainkit.checkpoint.format.manifest import read_manifest
-from trainkit.checkpoint.format.names import MANIFEST
 from trainkit.checkpoint.resharding.sharding_spec import held_part, is_sharded
 from trainkit.errors import CheckpointError, ConfigError
 from trainkit.export.sources import Stored, open_weights
 from trainkit.export.state import plain_name, same_memory, unwrapped
 
-__all__ = ["LoadedKeys", "Loading", "TensorTarget", "load_evaluated", "put_tensor", "targets_of"]
+__all__ = ["LoadedKeys", "Loading", "TensorTarget", "put_tensor", "targets_of"]
 
 
 @dataclass(slots=True)
@@ -104,20 +102,6 @@ class LoadedKeys(NamedTuple):
     """Tensors of the model that the file does not hold; they are as they were."""
     unexpected_keys: list[str]
     """Tensors of the file that the model has no place for."""
-
-
-def load_evaluated(model: nn.Module, checkpoint: Path, of: Sequence[str] | None = None) -> None:
-    """Load the weights that the evaluation of a checkpoint looked at, such as the average of `EMA`.
-
-    `of` is the callback that has them, and the key of its state; else what the checkpoint tells.
-    Where it is broken, does not fit, or has no such callback, CheckpointError is raised.
-    """
-    model.state_dict()  # shards what a forward has gathered
-    is_ours = (checkpoint / MANIFEST).is_file()
-    told = read_manifest(checkpoint).metadata if is_ours else {}
-    loading = Loading(model)
-    loading.may_lack = told.get("reference", {}).get("digests", {})  # the model has its base
-    loading.run(checkpoint, strict=True, of=told.get("evaluated_weights") if of is None else of)
 
 
 class Loading:

@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 from trainkit.checkpoint.format import strict_json
+from trainkit.checkpoint.forms import fit, one_of
 from trainkit.checkpoint.io.reading import HashedFile
 
 __all__ = [
@@ -163,14 +164,13 @@ def read_header(file: HashedFile) -> Header:
 
 
 def _checked(found: Any, header_size: int, file_size: int) -> Header:
-    if type(found) is not dict:
-        raise ValueError("it is no JSON object")
+    fit(found, {})
     if len(found) > _MOST_TENSORS:
         raise ValueError(f"it names {len(found)} tensors, more than {_MOST_TENSORS}")
     metadata = found.pop(_METADATA, {})
-    if type(metadata) is not dict:
-        raise ValueError(f"{_METADATA} is no JSON object")
-    strides = _strides(metadata)
+    fit(metadata, {str: str}, _METADATA)
+    strides = strict_json.parse(metadata.get(_STRIDES, "{}").encode())
+    fit(strides, {str: [int]}, _STRIDES)
     tensors = {name: _tensor(name, found[name], strides.pop(name, None)) for name in found}
     if strides:
         raise ValueError(f"it has strides of {next(iter(strides))!r:.200}, but no such tensor")
@@ -184,24 +184,17 @@ def _checked(found: Any, header_size: int, file_size: int) -> Header:
     return header
 
 
-def _strides(metadata: dict[str, Any]) -> dict[str, Any]:
-    text = metadata.get(_STRIDES, "{}")
-    strides = strict_json.parse(text.encode()) if type(text) is str else None
-    if type(strides) is not dict:
-        raise ValueError(f"`{_STRIDES}` in {_METADATA} is no JSON object")
-    return strides
+_INFO = {"dtype": one_of(*SIZES), "shape": [int], "data_offsets": (int, int)}
 
 
 def _tensor(name: str, info: Any, strides: Any) -> TensorInfo:
-    begin, end = info["data_offsets"]
-    shape = info["shape"]
-    if any(type(number) is not int or number < 0 for number in (begin, end, *shape)):
-        raise ValueError("a size or position is no whole number from 0 on")
+    fit(info, _INFO, name)
+    (begin, end), shape = info["data_offsets"], info["shape"]
     if len(shape) > 64:
         raise ValueError(f"a tensor has {len(shape)} dimensions")
     if math.prod(shape) * SIZES[info["dtype"]] != end - begin:
         raise ValueError(f"{end - begin} bytes cannot be {shape} of {info['dtype']}")
-    if strides is None:
-        return TensorInfo(info["dtype"], tuple(shape), begin, end)
-    check_strides(name, shape, strides)
-    return TensorInfo(info["dtype"], tuple(shape), begin, end, tuple(strides))
+    if strides is not None:
+        check_strides(name, shape, strides)
+        strides = tuple(strides)
+    return TensorInfo(info["dtype"], tuple(shape), begin, end, strides)

@@ -108,14 +108,10 @@ class _Splitter:
         address = local.untyped_storage().data_ptr()
         known = self._storages.setdefault(address, (local, stored))
         if known[1] is not stored:
-            if _is_same(local, known[0]) and known[1].shards == stored.shards:
+            places = [(t.storage_offset(), t.shape, t.stride(), t.dtype) for t in (local, known[0])]
+            if places[0] == places[1] and known[1].shards == stored.shards:
                 return known[1]  # tied
             local = local.clone()  # a file has no two tensors that overlap
         if is_first_copy:
             self.local[stored.name] = local.contiguous()
         return stored
-
-
-def _is_same(one: "Tensor", other: "Tensor") -> bool:
-    places = [(t.storage_offset(), t.shape, t.stride(), t.dtype) for t in (one, other)]
-    return places[0] == places[1]

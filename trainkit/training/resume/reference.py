@@ -12,7 +12,7 @@ from trainkit.checkpoint.format.names import MANIFEST
 from trainkit.checkpoint.training_state import refuse
 from trainkit.distributed import run_on_all
 from trainkit.errors import CheckpointError, ConfigError, quoted
-from trainkit.export.loading import load_evaluated
+from trainkit.export.loading import Loading
 from trainkit.export.state import whole
 from trainkit.training.resume.replicas import digests_of
 from trainkit.training.run import Base, Run
@@ -80,7 +80,8 @@ def describe_base(run: Run) -> dict[str, Any]:
 
     run_on_all(run.strategy.processes, check)
     digests = {name: base.whole[name] for name in names}
-    return {KEY: {"source": _source(run.module), "digests": digests}}
+    source = getattr(run.module, "name_or_path", "")  # of a model of transformers
+    return {KEY: {"source": source if isinstance(source, str) else "", "digests": digests}}
 
 
 def check_base(path: Path, metadata: Mapping[str, Any], module: nn.Module) -> None:
@@ -107,11 +108,18 @@ def check_base(path: Path, metadata: Mapping[str, Any], module: nn.Module) -> No
 
 
 def load_onto_base(module: nn.Module, path: Path, of: Sequence[str] | None = None) -> None:
-    """Do what `load_evaluated` does; a base that the checkpoint refers to is compared first."""
+    """Load the weights that the evaluation of a checkpoint looked at, such as the average of `EMA`.
+
+    A base that the checkpoint refers to is compared first. `of` is the callback that has the
+    weights, and the key of its state; else what the checkpoint tells. Where it is broken, does not
+    fit, or has no such callback, CheckpointError is raised.
+    """
     module.state_dict()  # shards what a forward has gathered
-    if (path / MANIFEST).is_file():
-        check_base(path, read_manifest(path).metadata, module)
-    load_evaluated(module, path, of)
+    told = read_manifest(path).metadata if (path / MANIFEST).is_file() else {}
+    check_base(path, told, module)
+    loading = Loading(module)
+    loading.may_lack = told.get(KEY, {}).get("digests", {})  # the model has its base
+    loading.run(path, strict=True, of=told.get("evaluated_weights") if of is None else of)
 
 
 def read_model(checkpoint: Checkpoint, module: nn.Module, like: Any = None) -> dict[str, Any]:
@@ -135,9 +143,3 @@ def _digests(parameters: Mapping[str, Tensor]) -> dict[str, str]:
         if id(parameter) not in known:
             known[id(parameter)] = digests_of({"": whole(parameter).cpu()})[""]
     return {name: known[id(parameter)] for name, parameter in parameters.items()}
-
-
-def _source(module: nn.Module) -> str:
-    """Return where a model of transformers came from, as it says itself."""
-    name = getattr(module, "name_or_path", "")
-    return name if isinstance(name, str) else ""
