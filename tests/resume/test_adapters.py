@@ -19,8 +19,8 @@ from tests.strategies.toys import STRATEGIES, Texts, gpt2
 from trainkit import CheckpointError, ConfigError, Run, StepResult, Trainer
 from trainkit.callbacks import Checkpoint
 from trainkit.checkpoint import CheckpointStore
+from trainkit.cli.checkpoint_export import export_checkpoint
 from trainkit.export import save_model
-from trainkit.export.from_checkpoint import export_checkpoint
 from trainkit.training.callback import Callback
 
 peft = pytest.importorskip("peft")

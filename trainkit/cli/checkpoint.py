@@ -267,7 +267,7 @@ def _prune(options: argparse.Namespace) -> int:
 
 
 def _export(options: argparse.Namespace) -> int:
-    from trainkit.export.from_checkpoint import export_checkpoint  # torch; other commands need none
+    from trainkit.cli.checkpoint_export import export_checkpoint  # torch; other commands need none
 
     path = _single(options.ckpt, best=options.best)
     layout = export_checkpoint(
@@ -279,7 +279,7 @@ def _export(options: argparse.Namespace) -> int:
 
 
 def _import(options: argparse.Namespace) -> int:
-    from trainkit.export.from_accelerate import import_accelerate
+    from trainkit.accelerate_compat.saved_states import import_accelerate
 
     path = import_accelerate(options.src, options.dir, skip=options.skip, step=options.step)
     print(f"wrote {path}")

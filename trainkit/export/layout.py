@@ -83,7 +83,10 @@ def lay_out(
     groups: list[list[str]] = [[]]
     used = heads = base
     for name, piece in pieces.items():
-        head = _head(name, piece) if safe else _PER_PICKLED_TENSOR + len(name)
+        head = _PER_PICKLED_TENSOR + len(name)
+        if safe:  # what it takes of the header at most
+            entry = {"dtype": piece.dtype, "shape": piece.shape, "data_offsets": [10**15] * 2}
+            head = len(strict_json.dump({name: entry}))
         if base + head + piece.size > limit:
             warnings.warn(
                 f"`{name}` alone has {piece.size} bytes, more than `max_shard_size` allows "
@@ -138,13 +141,6 @@ def write_weights(path: Path, pieces: Mapping[str, Piece]) -> None:
 def is_weights(name: str) -> bool:
     """Return whether a file of this name belongs to an export's weights."""
     return _WEIGHTS.fullmatch(name) is not None
-
-
-def _head(name: str, piece: Piece) -> int:
-    """Return how many bytes of a header a tensor takes at most."""
-    offsets = [10**15, 10**15]
-    entry = {"dtype": piece.dtype, "shape": list(piece.shape), "data_offsets": offsets}
-    return len(strict_json.dump({name: entry}))
 
 
 _FORM = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]?)(I?)B", re.IGNORECASE)

@@ -2,8 +2,8 @@
 
 import os
 import uuid
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from trainkit.checkpoint.format.names import MANIFEST
@@ -78,14 +78,18 @@ class Publication:
         with suppress(OSError):
             files.remove_tree(self.folder)
 
-    def failed(self, error: OSError) -> CheckpointError:
-        """Return the error that says why nothing was exported."""
-        return CheckpointError(
-            f"The model could not be exported to `{self.directory}`: {error}. An earlier export "
-            "there is as it was, unless its files were being replaced.",
-            path=self.directory,
-            errno=error.errno,
-        )
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """Turn an error of the system into one that says that nothing was exported."""
+        try:
+            yield
+        except OSError as error:
+            raise CheckpointError(
+                f"The model could not be exported to `{self.directory}`: {error}. An earlier "
+                "export there is as it was, unless its files were being replaced.",
+                path=self.directory,
+                errno=error.errno,
+            ) from error
 
     def _changes(self, name: str) -> bool:
         """Return whether a file stands under this name already, with another content."""

@@ -2,7 +2,7 @@
 
 import copy
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -88,12 +88,12 @@ def save_model(
         for place, content in contents.items():
             if place == folder and tokenizer is not None:
                 content.beside.append(tokenizer.save_pretrained)
-            export = _Export(content, place, limit, safe_serialization, processes)
+            publication = Publication(place)
             try:
-                export.run()
+                _export(content, publication, limit, safe_serialization, processes)
             finally:
                 if processes.is_main:
-                    export.publication.discard()
+                    publication.discard()
 
     sharded = any(map(is_sharded, module.state_dict(keep_vars=True).values()))
     run_on_all_or_main(
@@ -137,39 +137,29 @@ def _contents(model: Any, directory: Path, merge: bool) -> dict[Path, _Content]:
     }
 
 
-class _Export:
-    def __init__(
-        self, content: _Content, directory: Path, limit: int, safe: bool, processes: Processes
-    ) -> None:
-        self.publication = Publication(directory)
-        self._content = content
-        self._tensors = content.tensors
-        self._read = content.read or (lambda name: whole(content.tensors[name]))
-        self._limit = sys.maxsize if content.stems == ADAPTER else limit
-        self._safe = safe
-        self._processes = processes
-        self._layout = Layout({}, 0, None)
+def _export(
+    content: _Content, publication: Publication, limit: int, safe: bool, processes: Processes
+) -> None:
+    """Write and publish the files of one folder."""
+    layout = Layout({}, 0, None)
+    read = content.read or (lambda name: whole(content.tensors[name]))
 
-    def run(self) -> None:
-        """Write and publish all files."""
-        run_on_main(self._processes, self._guarded(self._begin))
-        # All gather in the order of process 0.
-        layout: dict[str, list[str]] = self._processes.broadcast_object(self._layout.files)
-        run_on_all(self._processes, self._guarded(lambda: self._write(layout)))
-        run_on_main(self._processes, self._guarded(self._finish))
+    @publication.telling()
+    def begin() -> None:
+        nonlocal layout
+        pieces = {name: weight_piece(name, tensor) for name, tensor in content.tensors.items()}
+        most = sys.maxsize if content.stems == ADAPTER else limit
+        layout = lay_out(pieces, most, safe=safe, stems=content.stems)
+        publication.begin()
 
-    def _begin(self) -> None:
-        pieces = {name: weight_piece(name, tensor) for name, tensor in self._tensors.items()}
-        self._layout = lay_out(pieces, self._limit, safe=self._safe, stems=self._content.stems)
-        self.publication.begin()
-
-    def _write(self, layout: Mapping[str, list[str]]) -> None:
+    @publication.telling()
+    def write() -> None:
         failure: Exception | None = None
-        for file, names in layout.items():
-            gathered = map(self._read, names)
+        for file, names in named.items():
+            gathered = map(read, names)
             try:
-                if self._processes.is_main and failure is None:
-                    self._write_file(self.publication.folder / file, names, gathered)
+                if processes.is_main and failure is None:
+                    write_file(publication.folder / file, names, gathered)
             except Exception as error:
                 failure = error
             for _ in gathered:
@@ -177,33 +167,28 @@ class _Export:
         if failure is not None:
             raise failure
 
-    def _write_file(self, path: Path, names: list[str], gathered: Iterator[Tensor]) -> None:
-        if not self._safe:
+    def write_file(path: Path, names: list[str], gathered: Iterator[Tensor]) -> None:
+        if safe:
+            own = {name: content.tensors[name] for name in names}
+            pieces = {n: weight_piece(n, like, lambda: next(gathered)) for n, like in own.items()}
+            write_weights(path, pieces)
+        else:
             tensors = {name: tensor.cpu() for name, tensor in zip(names, gathered, strict=True)}
             pickled.write_pickled(path, tensors)
-            return
-        pieces = {
-            name: weight_piece(name, self._tensors[name], lambda: next(gathered)) for name in names
-        }
-        write_weights(path, pieces)
 
-    def _finish(self) -> None:
-        if self._layout.index is not None:
-            content = self._layout.encode_index()
-            files.write_file(self.publication.folder / self._layout.index, [content])
-        for write in self._content.beside:
-            write(self.publication.folder)
-        self.publication.commit(self._layout.entry)
+    @publication.telling()
+    def finish() -> None:
+        if layout.index is not None:
+            files.write_file(publication.folder / layout.index, [layout.encode_index()])
+        for write_beside in content.beside:
+            write_beside(publication.folder)
+        publication.commit(layout.entry)
 
-    def _guarded(self, action: Callable[[], None]) -> Callable[[], None]:
-        return partial(_told_as_ours, action, self.publication)
-
-
-def _told_as_ours(action: Callable[[], None], publication: Publication) -> None:
-    try:
-        action()
-    except OSError as error:
-        raise publication.failed(error) from error
+    run_on_main(processes, begin)
+    # All gather in the order of process 0.
+    named: dict[str, list[str]] = processes.broadcast_object(layout.files)
+    run_on_all(processes, write)
+    run_on_main(processes, finish)
 
 
 def _write_configuration(model: nn.Module, folder: Path) -> None:

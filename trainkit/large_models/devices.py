@@ -102,67 +102,59 @@ def infer_device_map(
         no_split_module_classes: Names of classes whose modules stay on one device.
         dtype: Of floating tensors once they are loaded; None: as they are.
     """
-    free = _free_memory() if max_memory is None else _parsed(max_memory)
+    if max_memory is None:
+        host = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        gpus = range(accelerator_count())
+        free: dict[int | str, int] = {i: int(free_memory(i) * _MAPPED) for i in gpus}
+        free["cpu"] = int(host * _MAPPED)
+    else:
+        parsed = {
+            place: 0 if size == 0 else parse_size(size, f"max_memory[{place!r}]")
+            for place, size in max_memory.items()
+        }
+        free = dict(sorted(parsed.items(), key=lambda item: (item[0] == "cpu", str(item[0]))))
     sizes, ties = _sizes(model, dtype)
     unsplit = frozenset(no_split_module_classes)
     first = next(iter(free), "cpu")
     if first != "cpu" and sum(sizes.values()) > sum(v for k, v in free.items() if k != "cpu"):
         # What stays outside the GPUs visits the first one block by block.
-        free[first] = max(0, free[first] - _largest_block(model, sizes, unsplit))
-    return _MapBuilder(free, sizes, ties, unsplit).run(model)
+        blocks = [
+            _below(name, sizes)
+            for name, module in model.named_modules()
+            if type(module).__name__ in unsplit or not list(module.children())
+        ]
+        free[first] = max(0, free[first] - max(blocks, default=0))
+    left: list[tuple[Place, int]] = [*free.items(), ("disk", 1 << 62)]
+    places: dict[str, Place] = {}
 
+    def take(name: str, needed: int) -> bool:
+        """Place something where the last one went, if it fits there."""
+        place, room = left[0]
+        if needed <= room:
+            left[0], places[name] = (place, room - needed), place
+        return needed <= room
 
-class _MapBuilder:
-    def __init__(
-        self,
-        free: Mapping[int | str, int],
-        sizes: Mapping[str, int],
-        ties: Mapping[str, str],
-        unsplit: frozenset[str],
-    ) -> None:
-        self._left = [*free.items(), ("disk", 1 << 62)]
-        self._sizes = sizes
-        self._ties = ties
-        self._unsplit = unsplit
-        self._places: dict[str, Place] = {}
-
-    def run(self, model: nn.Module) -> dict[str, Place]:
-        """Return the map of a whole model, in its shortest form."""
-        self._put(model, "")
-        used = set(self._places.values())
-        return {"": used.pop()} if len(used) == 1 else self._places
-
-    def _put(self, module: nn.Module, name: str) -> None:
-        if (first := self._tied_to(name)) is not None:
-            self._places[name] = self._places[first]
-            return
-        needed = _below(name, self._sizes)
-        own = [full for full in self._sizes if full.rpartition(".")[0] == name]
-        children = list(module.named_children())
-        while not self._take(name, needed):
-            if children and type(module).__name__ not in self._unsplit:
-                for full in own:
-                    while not self._take(full, self._sizes[full]):
-                        self._left.pop(0)
-                for child, inner in children:
-                    self._put(inner, f"{name}.{child}" if name else child)
+    def put(module: nn.Module, name: str) -> None:
+        below = [full for full in sizes if full.startswith(f"{name}.")]
+        if below and all(full in ties for full in below):  # has no tensors but those of another
+            placed = prefix_of(ties[below[0]], places)
+            if placed is not None:
+                places[name] = places[placed]
                 return
-            self._left.pop(0)
+        children = list(module.named_children())
+        while not take(name, _below(name, sizes)):
+            if children and type(module).__name__ not in unsplit:
+                for full in [full for full in sizes if full.rpartition(".")[0] == name]:
+                    while not take(full, sizes[full]):
+                        left.pop(0)
+                for child, inner in children:
+                    put(inner, f"{name}.{child}" if name else child)
+                return
+            left.pop(0)
 
-    def _tied_to(self, name: str) -> str | None:
-        """Return a key that is placed and holds the tensors of a module that has no others."""
-        below = [full for full in self._sizes if full.startswith(f"{name}.")]
-        if not below or not all(full in self._ties for full in below):
-            return None
-        return prefix_of(self._ties[below[0]], self._places)
-
-    def _take(self, name: str, needed: int) -> bool:
-        place, left = self._left[0]
-        if needed > left:
-            return False
-        self._left[0] = (place, left - needed)
-        self._places[name] = place
-        return True
+    put(model, "")
+    used = set(places.values())
+    return {"": used.pop()} if len(used) == 1 else places
 
 
 def _below(name: str, sizes: Mapping[str, int]) -> int:
@@ -180,28 +172,3 @@ def _sizes(model: nn.Module, dtype: torch.dtype | None) -> tuple[dict[str, int],
         if name != first:
             ties[name] = first
     return sizes, ties
-
-
-def _largest_block(model: nn.Module, sizes: Mapping[str, int], unsplit: frozenset[str]) -> int:
-    blocks = [
-        _below(name, sizes)
-        for name, module in model.named_modules()
-        if type(module).__name__ in unsplit or not list(module.children())
-    ]
-    return max(blocks, default=0)
-
-
-def _free_memory() -> dict[int | str, int]:
-    free: dict[int | str, int] = {
-        index: int(free_memory(index) * _MAPPED) for index in range(accelerator_count())
-    }
-    host = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return {**free, "cpu": int(host * _MAPPED)}
-
-
-def _parsed(max_memory: Mapping[int | str, Size]) -> dict[int | str, int]:
-    parsed = {
-        place: 0 if size == 0 else parse_size(size, f"max_memory[{place!r}]")
-        for place, size in max_memory.items()
-    }
-    return dict(sorted(parsed.items(), key=lambda item: (item[0] == "cpu", str(item[0]))))

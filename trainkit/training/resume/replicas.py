@@ -1,6 +1,7 @@
 """Whether processes that should hold the same parameters and optimizer state do (rule 22)."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from numbers import Number
 from typing import Any
 
@@ -71,18 +72,7 @@ def _compare(
 ) -> None:
     digests = digests_of(entries)
     if not are_alike(processes, int(_hex(digests), 16) >> 2, part, parts):
-        complain(processes, (part, digests), lambda found: _error(_differences(found), when))
-
-
-def _error(differences: Sequence[str], when: str) -> DistributedError:
-    rest = f"; and {len(differences) - 5} more" if len(differences) > 5 else ""
-    return DistributedError(
-        f"The processes hold different models {when}: {'; '.join(differences[:5])}{rest}. "
-        "Something has changed it on some of them only, such as an edit under "
-        "`if is_main_process:`, or other hardware computes other bits. No checkpoint or metric is "
-        "made of it, and earlier ones stay. In `fit`, `ReplicaCheck(every_n_steps=1)` names the "
-        "first such step."
-    )
+        complain(processes, (part, digests), partial(_error, when))
 
 
 def _settings(
@@ -114,8 +104,8 @@ def _tensors(
                     yield f"`{key}` of `{name}` in optimizer {index}", value
 
 
-def _differences(found: Sequence[tuple[int, Mapping[str, str]]]) -> list[str]:
-    """Return, in words, which processes differ from the first one with the same part."""
+def _error(when: str, found: Sequence[tuple[int, Mapping[str, str]]]) -> DistributedError:
+    """Return the error that says which processes differ from the first one with the same part."""
     firsts = {part: rank for rank, (part, _) in reversed([*enumerate(found)])}
     words = []
     for label in dict.fromkeys(label for _, digests in found for label in digests):
@@ -124,7 +114,14 @@ def _differences(found: Sequence[tuple[int, Mapping[str, str]]]) -> list[str]:
             own = [r for r, (p, of) in enumerate(found) if p == part and of.get(label) != known]
             if own:
                 words.append(f"{label} on {named(own)} is not that of process {first}")
-    return words
+    rest = f"; and {len(words) - 5} more" if len(words) > 5 else ""
+    return DistributedError(
+        f"The processes hold different models {when}: {'; '.join(words[:5])}{rest}. "
+        "Something has changed it on some of them only, such as an edit under "
+        "`if is_main_process:`, or other hardware computes other bits. No checkpoint or metric is "
+        "made of it, and earlier ones stay. In `fit`, `ReplicaCheck(every_n_steps=1)` names the "
+        "first such step."
+    )
 
 
 def digests_of(entries: Mapping[str, Any]) -> dict[str, str]:

@@ -57,15 +57,14 @@ def export_checkpoint(
     layout = lay_out(pieces, limit, safe=True)
     publication = Publication(directory)
     try:
-        publication.begin()
-        for file, names in layout.files.items():
-            own = {name: pieces[name] for name in names}
-            write_weights(publication.folder / file, own)
-        if layout.index is not None:
-            files.write_file(publication.folder / layout.index, [layout.encode_index()])
-        publication.commit(layout.entry)
-    except OSError as error:
-        raise publication.failed(error) from error
+        with publication.telling():
+            publication.begin()
+            for file, names in layout.files.items():
+                own = {name: pieces[name] for name in names}
+                write_weights(publication.folder / file, own)
+            if layout.index is not None:
+                files.write_file(publication.folder / layout.index, [layout.encode_index()])
+            publication.commit(layout.entry)
     finally:
         publication.discard()
     return layout
