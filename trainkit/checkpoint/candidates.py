@@ -8,8 +8,6 @@ from trainkit.distributed import Processes, run_on_main
 from trainkit.distributed.collectives import first_with, raise_on_all
 from trainkit.errors import CheckpointCorrupt, CheckpointError, ConfigError
 
-__all__ = ["candidates", "first_verified"]
-
 P = TypeVar("P")
 T = TypeVar("T")
 

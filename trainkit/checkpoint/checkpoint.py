@@ -28,8 +28,6 @@ from trainkit.errors import CheckpointError
 if TYPE_CHECKING:
     from trainkit.distributed.world import World
 
-__all__ = ["Checkpoint", "check_sizes", "open_share", "verify"]
-
 
 class Checkpoint:
     """A checkpoint whose manifest is whole, and whose files have the names and sizes in it.

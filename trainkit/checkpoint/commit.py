@@ -33,8 +33,6 @@ from trainkit.checkpoint.io.digests import xxh3_128, xxh3_128_hexdigest
 from trainkit.checkpoint.listing import Entry, committed, folders
 from trainkit.errors import CheckpointCorrupt, CheckpointError, TrainkitError, text_of
 
-__all__ = ["Agree", "Save", "alone", "throw_away"]
-
 _SENT = 1 << 16  # bytes; process 0 holds those of all processes
 
 _Written = tuple[str, int, str]

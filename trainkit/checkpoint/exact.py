@@ -10,17 +10,6 @@ from torch.optim import Optimizer
 from trainkit.basics.torch_internals import buffers_of, is_saved
 from trainkit.checkpoint.format.tensors import kept_strides
 
-__all__ = [
-    "as_parameter",
-    "empty_buffers",
-    "load_model",
-    "load_optimizer",
-    "load_state",
-    "other_state",
-    "parameter_states",
-    "saved_buffers",
-]
-
 
 def load_state(owner: Any, state: Any) -> None:
     """Let an object take its state; an optimizer takes it exactly."""

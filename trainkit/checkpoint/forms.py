@@ -17,8 +17,6 @@ from dataclasses import MISSING, fields, is_dataclass
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
-__all__ = ["Only", "Unfit", "at_least", "finite", "fit", "like", "maybe", "one_of", "tensor_like"]
-
 _MOST = 1 << 53
 
 

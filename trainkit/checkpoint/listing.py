@@ -9,8 +9,6 @@ from trainkit.checkpoint.format.manifest import Manifest, read_manifest
 from trainkit.checkpoint.format.names import CHECKPOINTS, WEIGHTS
 from trainkit.errors import CheckpointError
 
-__all__ = ["Entry", "broken_folders", "committed", "folders", "of_run"]
-
 
 @dataclass(frozen=True, slots=True)
 class Entry:

@@ -16,8 +16,6 @@ from trainkit.distributed import Processes, run_on_all
 from trainkit.distributed.collectives import are_alike, gather_on_main, number_of
 from trainkit.errors import CheckpointError
 
-__all__ = ["Owners", "States", "put_own", "states_for", "take_states"]
-
 Owners = Mapping[str, Mapping[str, Any]]
 """What has a state of its own, by kind and name."""
 

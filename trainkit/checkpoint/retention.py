@@ -11,8 +11,6 @@ from trainkit.checkpoint.listing import Entry
 from trainkit.checkpoint.store import CheckpointStore
 from trainkit.errors import CheckpointError, ConfigError
 
-__all__ = ["Best", "KeepPolicy", "Retention", "best_of", "ranked", "removable", "rotate"]
-
 Best = tuple[str, Literal["min", "max"], int]
 """A metric, which end of it is good, and how many checkpoints to keep for it."""
 

@@ -22,8 +22,6 @@ from trainkit.distributed import Processes, run_on_all, run_on_main, with_own_gr
 from trainkit.distributed.collectives import gather_on_main
 from trainkit.errors import CheckpointError, ConfigError, text_of
 
-__all__ = ["NonFinite", "Saver", "check_unused"]
-
 NonFinite: TypeAlias = Literal["mark", "raise", "allow"]
 """A checkpoint that is not finite is marked and never taken for a good one, or refused, or saved
 like any other."""

@@ -13,8 +13,6 @@ from trainkit.checkpoint.format.tensor_file import row_major
 from trainkit.checkpoint.format.tensors import kept_strides, refused_tensor
 from trainkit.containers.json_form import DEEPEST
 
-__all__ = ["Snapshot"]
-
 _SHALLOW = (set, frozenset, bytearray)  # what they hold cannot change
 
 

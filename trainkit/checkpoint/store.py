@@ -17,8 +17,6 @@ from trainkit.checkpoint.io.reading import open_directory, open_file
 from trainkit.checkpoint.listing import Entry, broken_folders, committed
 from trainkit.errors import CheckpointError, ConfigError
 
-__all__ = ["CheckpointStore", "Entry"]
-
 _NOT_FINITE = "its parameters, or the loss before it, are not finite"
 
 

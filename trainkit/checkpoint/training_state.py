@@ -26,25 +26,6 @@ from trainkit.distributed import Processes
 from trainkit.errors import CheckpointError
 from trainkit.version import __version__
 
-__all__ = [
-    "SCALE",
-    "STREAM",
-    "STREAMS",
-    "applying",
-    "check_optimizer",
-    "check_rank_parts",
-    "check_schedule",
-    "load_named_optimizer_state",
-    "named_optimizer_state",
-    "parameter_names",
-    "parts_of_rank",
-    "read_rank_parts",
-    "refuse",
-    "same_torch",
-    "torch_state",
-    "versions",
-]
-
 
 def versions() -> dict[str, str]:
     """Return what stands in the manifest of the versions that a state was saved by."""

@@ -21,8 +21,6 @@ from trainkit.containers import tree
 from trainkit.containers.json_form import MALFORMED, Decoder, Encoder
 from trainkit.errors import DistributedError
 
-__all__ = ["Unencodable", "decode", "encode"]
-
 _HEADER = 8  # bytes in front, which tell the length of the JSON
 
 

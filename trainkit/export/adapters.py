@@ -14,8 +14,6 @@ from trainkit.errors import ConfigError
 from trainkit.export.state import tensors_of, whole
 from trainkit.types import class_name
 
-__all__ = ["adapter_folders", "adapter_tensors", "is_adapted", "merged", "write_adapter_config"]
-
 
 def is_adapted(model: nn.Module) -> TypeGuard[Any]:
     """Return whether a model is a `PeftModel`.

@@ -15,17 +15,6 @@ from trainkit.checkpoint.io import files
 from trainkit.errors import ConfigError
 from trainkit.types import Size
 
-__all__ = [
-    "ADAPTER",
-    "MODEL",
-    "Layout",
-    "is_weights",
-    "lay_out",
-    "parse_size",
-    "weight_piece",
-    "write_weights",
-]
-
 _METADATA = {"format": "pt"}  # which readers of transformers ask for
 
 MODEL, ADAPTER = ("model", "pytorch_model"), ("adapter_model", "adapter_model")

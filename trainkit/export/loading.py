@@ -10,15 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from trainkit.basics.torch_internals import moves_in_place
-from trainkit.basics.torch_internals import buffers_of, is_saved, parameters_of
+from trainkit.basics.torch_internals import buffers_of, is_saved, moves_in_place, parameters_of
 from trainkit.checkpoint.exact import as_parameter
 from trainkit.checkpoint.resharding.sharding_spec import held_part, is_sharded
 from trainkit.errors import CheckpointError, ConfigError
 from trainkit.export.sources import Stored, open_weights
 from trainkit.export.state import plain_name, same_memory, unwrapped
-
-__all__ = ["LoadedKeys", "Loading", "TensorTarget", "put_tensor", "targets_of"]
 
 
 @dataclass(slots=True)

@@ -16,8 +16,6 @@ from safetensors.torch import save_file
 
 from trainkit.errors import CheckpointError, ConfigError
 
-__all__ = ["Allowed", "read_pickled", "save", "write_pickled"]
-
 Allowed = Sequence[Callable[..., Any] | tuple[Callable[..., Any], str]]
 """Globals that a file may name besides those that torch allows, as `safe_globals` takes them."""
 

@@ -11,8 +11,6 @@ from trainkit.checkpoint.io import files
 from trainkit.errors import CheckpointError, ConfigError
 from trainkit.export.layout import ADAPTER, is_weights
 
-__all__ = ["Publication"]
-
 _TEMPORARY = ".tmp-export-"
 _LARGEST_COMPARED = 1 << 24  # bytes; larger files count as changed
 

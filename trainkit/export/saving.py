@@ -35,8 +35,6 @@ from trainkit.export.publication import Publication
 from trainkit.export.state import tensors_of, unwrapped, whole
 from trainkit.types import Size, class_name
 
-__all__ = ["save_model"]
-
 
 def save_model(
     model: nn.Module,

@@ -21,8 +21,6 @@ from trainkit.export.state import warn_of_others
 if TYPE_CHECKING:
     from trainkit.checkpoint import Checkpoint
 
-__all__ = ["Stored", "find_weights", "open_weights"]
-
 # In the order in which a folder is searched.
 _ENTRIES = (
     "model.safetensors",

@@ -12,17 +12,6 @@ from trainkit.checkpoint.exact import empty_buffers
 from trainkit.checkpoint.resharding.sharding_spec import is_sharded
 from trainkit.errors import ConfigError
 
-__all__ = [
-    "plain_name",
-    "same_memory",
-    "shapes_in",
-    "shapes_of",
-    "tensors_of",
-    "unwrapped",
-    "warn_of_others",
-    "whole",
-]
-
 # Segments that wrappers put into names; no module of a user is called so.
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 

@@ -12,8 +12,6 @@ from trainkit.export.layout import parse_size
 from trainkit.export.loading import targets_of
 from trainkit.types import Size
 
-__all__ = ["DeviceMap", "Place", "device_of", "infer_device_map", "places_of", "prefix_of"]
-
 Place = int | str | torch.device
 """A device, or "disk"."""
 

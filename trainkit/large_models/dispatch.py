@@ -25,8 +25,6 @@ from trainkit.large_models.devices import (
 from trainkit.large_models.offload import align_devices, offload, read_back, write_offloaded
 from trainkit.types import Size
 
-__all__ = ["load_checkpoint_and_dispatch", "load_checkpoint_in_model"]
-
 
 def load_checkpoint_in_model(
     model: nn.Module,

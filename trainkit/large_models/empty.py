@@ -11,8 +11,6 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-__all__ = ["init_empty_weights"]
-
 
 @contextmanager
 def init_empty_weights(include_buffers: bool = False) -> Iterator[None]:

@@ -15,8 +15,6 @@ from trainkit.errors import ConfigError
 from trainkit.export.layout import weight_piece, write_weights
 from trainkit.export.loading import TensorTarget, put_tensor
 
-__all__ = ["align_devices", "offload", "read_back", "write_offloaded"]
-
 _FILE = "offloaded.safetensors"
 # Their forward uses the parameters of their children itself.
 _TAKEN_WHOLE = (nn.MultiheadAttention,)

@@ -23,16 +23,6 @@ from trainkit.checkpoint.format.tensors import (
 from trainkit.containers import json_form
 from trainkit.errors import CheckpointError
 
-__all__ = [
-    "MOST_VALUES",
-    "Encoded",
-    "check_encodable",
-    "decode",
-    "encode",
-    "encode_inline",
-    "is_plain",
-]
-
 MOST_VALUES = 1 << 22  # in one state
 
 

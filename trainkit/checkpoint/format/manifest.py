@@ -26,8 +26,6 @@ from trainkit.checkpoint.io.reading import broken, open_directory, open_file
 from trainkit.containers.json_form import MALFORMED
 from trainkit.errors import CheckpointError
 
-__all__ = ["FORMAT_VERSION", "FileInfo", "Manifest", "read_manifest"]
-
 FORMAT_VERSION = 4
 """The newest version. Written is the least that has what is in the checkpoint: 2 where tensors
 are sharded, 3 where one does not lie row by row in memory, 4 with packed files, else 1."""

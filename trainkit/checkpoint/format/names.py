@@ -3,26 +3,6 @@
 import re
 from collections.abc import Collection, Iterable
 
-__all__ = [
-    "CHECKPOINTS",
-    "JSON_SUFFIX",
-    "MANIFEST",
-    "PACK",
-    "PINS",
-    "TEMPORARY",
-    "TENSOR_SUFFIX",
-    "TRASH",
-    "WEIGHTS",
-    "folder_name",
-    "is_allowed",
-    "is_of_one_process",
-    "owner_of",
-    "part_of",
-    "process_part",
-    "tensor_name",
-    "why_refused",
-]
-
 CHECKPOINTS = "checkpoints"  # the folder in a run's directory with those to resume from
 WEIGHTS = "weights"  # that with those of the best weights alone
 MANIFEST = "manifest.json"

@@ -4,8 +4,6 @@ import json
 import math
 from typing import Any, NoReturn
 
-__all__ = ["LARGEST", "dump", "parse"]
-
 LARGEST = 64 * 2**20  # bytes; also the limit of a manifest
 
 

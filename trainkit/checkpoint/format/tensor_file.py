@@ -14,21 +14,6 @@ from trainkit.checkpoint.format import strict_json
 from trainkit.checkpoint.forms import fit, one_of
 from trainkit.checkpoint.io.reading import HashedFile
 
-__all__ = [
-    "LARGEST_HEADER",
-    "SIZES",
-    "Header",
-    "Piece",
-    "TensorInfo",
-    "check_strides",
-    "chunks",
-    "encode_header",
-    "is_dense",
-    "kept",
-    "read_header",
-    "row_major",
-]
-
 
 def row_major(shape: Sequence[int]) -> tuple[int, ...]:
     """Return the strides of a tensor whose elements lie row by row."""

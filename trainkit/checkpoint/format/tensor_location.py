@@ -10,8 +10,6 @@ from typing import Any, Self
 
 from trainkit.checkpoint.format.tensor_file import SIZES, row_major
 
-__all__ = ["ShardRegion", "StoredTensor", "check_tiling", "runs"]
-
 
 @dataclass(frozen=True, slots=True)
 class ShardRegion:

@@ -9,16 +9,6 @@ from trainkit.errors import CheckpointError
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = [
-    "Sharing",
-    "empty",
-    "file_dtype",
-    "kept_strides",
-    "refused_tensor",
-    "tensor_piece",
-    "with_strides",
-]
-
 _TORCH_NAMES = {
     "BOOL": "bool", "U8": "uint8", "U16": "uint16", "U32": "uint32", "U64": "uint64",
     "I8": "int8", "I16": "int16", "I32": "int32", "I64": "int64",

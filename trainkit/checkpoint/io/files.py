@@ -14,22 +14,6 @@ from queue import SimpleQueue
 from threading import Semaphore, Thread
 from typing import TypeAlias
 
-__all__ = [
-    "close",
-    "create",
-    "make_directories",
-    "make_directory",
-    "remove_directory",
-    "remove_file",
-    "remove_tree",
-    "rename",
-    "sync",
-    "sync_directory",
-    "write",
-    "write_file",
-    "write_files",
-]
-
 _LARGEST_WRITE = 1 << 30  # Linux writes at most 2 GiB at once
 _OPEN_FILES = 8  # that are written or wait for the disk
 

@@ -10,8 +10,6 @@ from typing import Self
 from trainkit.checkpoint.io.digests import xxh3_128
 from trainkit.errors import CheckpointCorrupt
 
-__all__ = ["HashedFile", "broken", "names_in", "open_directory", "open_file"]
-
 _CHUNK = 1 << 19  # bytes read at once: they are hashed while the processor still has them
 _AHEAD = 1 << 24  # bytes that the system is asked to have in memory before they are read
 

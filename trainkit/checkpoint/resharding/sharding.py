@@ -18,8 +18,6 @@ from trainkit.errors import CheckpointError
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["split", "split_alike"]
-
 
 def split(parts: Mapping[str, Any], rank: int) -> tuple[dict[str, Any], str]:
     """Return the parts that this process writes, and a digest that must be equal on all.

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed.tensor import DTensor
 
-__all__ = ["ShardingSpec", "held_part", "is_sharded", "local_part"]
-
 
 def is_sharded(value: Any) -> bool:
     """Return whether a value is a `DTensor`; imports nothing."""

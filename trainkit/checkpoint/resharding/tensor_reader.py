@@ -23,8 +23,6 @@ from trainkit.checkpoint.resharding.sharding_spec import ShardingSpec, is_sharde
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["PartReader", "TensorReader", "flat_items", "stored_in", "tree_of"]
-
 ReadJob = tuple[StoredTensor, ShardRegion, memoryview]
 """A region of a tensor, and the memory that it is to fill, row by row."""
 

@@ -33,19 +33,6 @@ from trainkit.training.setup.run_folder import own_folder
 from trainkit.training.several.optimizers import COUNTERS, Optimizers
 from trainkit.training.state import TrainState
 
-__all__ = [
-    "METADATA",
-    "PROCESS",
-    "RunState",
-    "check_optimizer_state",
-    "check_savable",
-    "collect",
-    "describe",
-    "owners_of",
-    "save_now",
-    "save_weights",
-]
-
 _COUNTERS = Only(dict.fromkeys(TrainState().state_dict(), int))
 # Older ones have a reference of weights, which nothing reads.
 _OF_OPTIMIZER = Only(dict.fromkeys(COUNTERS, int) | {"precision": Any, "weight_reference?": Any})

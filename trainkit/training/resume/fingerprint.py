@@ -13,15 +13,6 @@ from trainkit.export.state import shapes_in, shapes_of
 from trainkit.training.run import Run
 from trainkit.training.several.optimizers import Optimizers, described
 
-__all__ = [
-    "changes",
-    "differences",
-    "fingerprint",
-    "horizon_problems",
-    "model_problems",
-    "overruled_settings",
-]
-
 _SCHEDULED = ("lr", "momentum", "betas")
 """Settings that schedules of torch change in every step."""
 

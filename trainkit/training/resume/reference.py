@@ -17,8 +17,6 @@ from trainkit.export.state import whole
 from trainkit.training.resume.replicas import digests_of
 from trainkit.training.run import Base, Run
 
-__all__ = ["base_of", "check_base", "describe_base", "left_out", "load_onto_base", "read_model"]
-
 KEY = "reference"
 """In the manifest of a checkpoint that refers to its base."""
 

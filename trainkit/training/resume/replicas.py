@@ -20,8 +20,6 @@ from trainkit.errors import DistributedError, named
 from trainkit.strategies import Strategy
 from trainkit.training.setup.settings import group_settings
 
-__all__ = ["check_parameters", "check_replicas", "digests_of"]
-
 _CHUNK = 2**22  # elements that a device works on at once: 32 MB in between
 
 

@@ -47,8 +47,6 @@ from trainkit.training.run import Run
 from trainkit.training.setup.epoch_order import order_problems, say_changes
 from trainkit.training.several.optimizers import Optimizers, described
 
-__all__ = ["check_model_form", "restore"]
-
 
 def restore(
     run: Run,

@@ -18,8 +18,6 @@ from trainkit.training.resume.reference import load_onto_base
 from trainkit.training.run import FitResult, Run
 from trainkit.training.unchanged import kept_buffers
 
-__all__ = ["held", "restore_best"]
-
 _NAMES = ("best", "last")
 
 
