@@ -15,19 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from typing_extensions import override
 
+from trainkit.accelerator import arguments
 from trainkit.accelerator.accumulation import Accumulation
-from trainkit.accelerator.arguments import (
-    Handlers,
-    chosen_generators,
-    chosen_loading,
-    chosen_precision,
-    chosen_project,
-    chosen_strategy,
-    chosen_windows,
-    compilation,
-    join,
-    precision_of,
-)
 from trainkit.accelerator.autocasting import autocast, unwrap
 from trainkit.accelerator.gradients import Gradients
 from trainkit.accelerator.loader import SharedLoader, Sharing, SkippedLoader, skip_first_batches
@@ -139,26 +128,28 @@ class Accelerator(Communicator):
         strategy: Any = None,
         device: torch.device | str | None = None,
     ) -> None:
-        handlers, cpu = Handlers(kwargs_handlers), cpu or uses_cpu()
-        precision_name = chosen_precision(mixed_precision)
-        generators = chosen_generators(rng_types)
-        loading = chosen_loading(dataloader_config, split_batches)
-        windows = chosen_windows(gradient_accumulation_steps, gradient_accumulation_plugin)
-        self._project = chosen_project(project_config, project_dir)
-        compiled = compilation(dynamo_backend, dynamo_plugin)
+        handlers, cpu = arguments.Handlers(kwargs_handlers), cpu or uses_cpu()
+        precision_name = arguments.chosen_precision(mixed_precision)
+        generators = arguments.chosen_generators(rng_types)
+        loading = arguments.chosen_loading(dataloader_config, split_batches)
+        windows = arguments.chosen_windows(
+            gradient_accumulation_steps, gradient_accumulation_plugin
+        )
+        self._project = arguments.chosen_project(project_config, project_dir)
+        compiled = arguments.compilation(dynamo_backend, dynamo_plugin)
         ddp: DistributedDataParallelKwargs = handlers.of(DistributedDataParallelKwargs)
-        chosen = chosen_strategy(strategy, fsdp_plugin, ddp.comm_hook, cpu=cpu)
+        chosen = arguments.chosen_strategy(strategy, fsdp_plugin, ddp.comm_hook, cpu=cpu)
         place = "cpu" if cpu else device
         if chosen is not None:
             place = chosen.agree_on(place)
-        join(handlers.of(InitProcessGroupKwargs), place)
+        arguments.join(handlers.of(InitProcessGroupKwargs), place)
         super().__init__(device=place)
         processes = self.processes
         self.loaders = _UNDER_WAY
         self._profile: ProfileKwargs = handlers.of(ProfileKwargs)
         self._trackers = Trackers(log_with, self._project, processes)
         scaler: GradScalerKwargs = handlers.of(GradScalerKwargs)
-        precision = precision_of(precision_name, scaler, self.device)
+        precision = arguments.precision_of(precision_name, scaler, self.device)
         if chosen is None:
             alone = processes.size == 1
             chosen = SingleDevice(device=self.device) if alone else ConfiguredDDP(ddp, self.device)

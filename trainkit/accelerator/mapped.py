@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -102,7 +101,7 @@ class MappedShare(SharedLoader):
             return ""
         why = ""
         with suppress(Exception):  # one that is not ready raises again later
-            why = run_to(digest, order["runs"], partial(self._draw_again, order))
+            why = self._find(order, digest)
         return why if why == OWN else ""  # another order is allowed between two passes
 
     @override
@@ -115,7 +114,7 @@ class MappedShare(SharedLoader):
         shuffles = type(self._sampler) is RandomSampler and self._seedable is None
         if changed or (more and not (shuffles and abs(more) == 1)):
             return changed or "its generators are others"
-        return run_to(digest, order.get("runs", 1), partial(self._draw_again, order))
+        return self._find(order, digest)
 
     @override
     def __len__(self) -> int:
@@ -201,16 +200,19 @@ class MappedShare(SharedLoader):
             return
         order, digest = resumption["order"], resumption.get("digest")
         after = order["generators_after"]
-        draw = partial(self._draw_again, order)
         if digest is None:  # of an older state, or of what is not made of plain values
-            draw()
-        elif why := run_to(digest, order.get("runs", 1), draw):
+            self._draw_again(order)
+        elif why := self._find(order, digest):
             raise CheckpointError(
                 f"The pass that the state was saved in cannot go on: {why}. Samples would come "
                 "twice or never. Use the same sampler, or a state that was saved between two "
                 "passes."
             )
         self._set_generators(after)
+
+    def _find(self, order: dict[str, Any], digest: str) -> str:
+        """Draw the order of an earlier pass again; return why that is not to be had, in words."""
+        return run_to(digest, order.get("runs", 1), lambda: self._draw_again(order))
 
     def _draw_again(self, order: dict[str, Any]) -> str | None:
         """Run the sampler on the random streams of an earlier pass; return the order's digest."""

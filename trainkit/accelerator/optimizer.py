@@ -97,11 +97,11 @@ class PreparedOptimizer(Optimizer):
 
     def train(self) -> None:
         """Switch an optimizer that has modes of its own to training."""
-        self._switch("train")
+        getattr(self.optimizer, "train", lambda: None)()
 
     def eval(self) -> None:
         """Switch an optimizer that has modes of its own to evaluation."""
-        self._switch("eval")
+        getattr(self.optimizer, "eval", lambda: None)()
 
     def __getattr__(self, name: str) -> Any:
         """Return what else the optimizer inside has."""
@@ -112,8 +112,3 @@ class PreparedOptimizer(Optimizer):
     @override
     def __repr__(self) -> str:
         return f"PreparedOptimizer({self.optimizer!r})"
-
-    def _switch(self, mode: str) -> None:
-        switch = getattr(self.optimizer, mode, None)
-        if callable(switch):
-            switch()

@@ -37,7 +37,6 @@ class PartialState(Communicator):
     """
 
     initialized = True
-    debug = fork_launched = False
 
     def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
         device = "cpu" if cpu or uses_cpu() else None
