@@ -1,7 +1,7 @@
 """Data that process 0 reads and sends to the others, in a loop of the user's own."""
 
 from collections.abc import Generator, Iterator
-from contextlib import closing, nullcontext
+from contextlib import closing
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -19,13 +19,10 @@ from trainkit.data import MicroBatch
 from trainkit.data.order import divide
 from trainkit.data.order_facts import changed_facts, digest_of
 from trainkit.data.transfer import transfer_for
-from trainkit.distributed import only_this_process
+from trainkit.distributed import only_this_process, run_on_main
 from trainkit.distributed.active_batches import ActiveLoaders
-from trainkit.errors import DataError
 
 __all__ = ["DispatchedShare", "for_process_0"]
-
-_FAILED = "failed"  # what process 0 sends where its data raised
 
 
 def for_process_0(sharing: Sharing) -> Sharing:
@@ -109,32 +106,16 @@ class DispatchedShare(SharedLoader):
             self._length = None
         self._stream = self._inner.state_dict().get("stream")
         self._inner.set_epoch(self.epoch)  # it may have read on when a pass was left
-        reading = self._global_batches(skip) if self._rank == 0 else None
-        if reading is None and isinstance(self._inner, MappedShare):
+        if self._rank > 0 and isinstance(self._inner, MappedShare):
             torch.empty((), dtype=torch.int64).random_()  # as it does on process 0
-        with nullcontext() if reading is None else closing(reading):
-            while (sent := self._sent(reading)) is not None:
+        with closing(self._global_batches(skip)) as reading:  # which only process 0 begins
+            while True:
+                sent = run_on_main(self._sharing.processes, lambda: next(reading, None))
+                if sent is None:
+                    return
                 yield self._share(*sent)
                 if sent[2]:
                     return
-
-    def _sent(self, reading: Iterator[Any] | None) -> tuple[Node, int, bool] | None:
-        """Return what process 0 reads next, on all; None at the end."""
-        message, fault = None, None
-        if reading is not None:
-            try:
-                message = next(reading, None)
-            except Exception as error:
-                message, fault = _FAILED, error
-        message = self._sharing.processes.broadcast_object(message)
-        if fault is not None:
-            raise fault
-        if message == _FAILED:
-            failed = DataError("Process 0 could not read its next batch; its own report says why.")
-            failed.origin = 0
-            raise failed
-        found: tuple[Node, int, bool] | None = message
-        return found
 
     def _share(self, node: Node, total: int, last: bool) -> MicroBatch:
         """Return the slice of this process in a global batch.
