@@ -22,9 +22,10 @@ from trainkit.errors import DistributedError
 from trainkit.launch.link import Link
 from trainkit.launch.meeting import Meeting, card_of, difference, to_compare
 from trainkit.launch.network import addresses_of, is_own, job_interface, reach
-from trainkit.launch.plan import Plan, port_of, ports_of
+from trainkit.launch.plan import Plan, port_of
 from trainkit.launch.settings import JobSettings
 from trainkit.launch.workers import Place
+from trainkit.watch.listening import ports
 
 __all__ = ["ElasticMeeting", "rendezvous"]
 
@@ -52,7 +53,7 @@ class ElasticMeeting(Meeting):
         if not address:
             address, own = reach(host, port, job.meeting_timeout)
         card = card_of(job, machine=0, address=own)
-        super().__init__(0, [card], address, ports_of(job), Link(0, 1))
+        super().__init__(0, [card], address, ports(job.ports), Link(0, 1))
         meet_without_pickles()
         # Else torch opens a store that nobody uses.
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"

@@ -24,11 +24,11 @@ from trainkit.distributed.group import SECRET
 from trainkit.errors import DistributedError, listed
 from trainkit.launch.link import Link, open_link, reach_link
 from trainkit.launch.network import addresses_of, is_own, job_interface, kernel_ports, reach
-from trainkit.launch.plan import Plan, port_of, ports_of
+from trainkit.launch.plan import Plan, port_of
 from trainkit.launch.settings import JobSettings
 from trainkit.launch.workers import Place
 from trainkit.version import __version__
-from trainkit.watch.listening import listen
+from trainkit.watch.listening import listen, ports
 from trainkit.watch.member import Member
 from trainkit.watch.report import FOLDER_VARIABLE
 
@@ -164,8 +164,9 @@ def card_of(job: JobSettings, **more: Any) -> Card:
 def alone(job: JobSettings) -> Meeting:
     """Return the meeting of a machine that is the only one; all stays on its loopback."""
     host = "127.0.0.1"
-    ports = (*([job.main_process_port] if job.main_process_port else []), *ports_of(job))
-    return Meeting(0, [card_of(job, machine=0, address=host)], host, ports, Link(0, 1))
+    first = [job.main_process_port] if job.main_process_port else []
+    allowed = (*first, *ports(job.ports))
+    return Meeting(0, [card_of(job, machine=0, address=host)], host, allowed, Link(0, 1))
 
 
 def to_compare(plan: Plan) -> dict[str, str]:
@@ -252,7 +253,7 @@ def _host(job: JobSettings, card: Card, end: float) -> Meeting:
     finally:
         for one in trial:
             one.close()
-    return Meeting(0, cards, address, ports_of(job), link)
+    return Meeting(0, cards, address, ports(job.ports), link)
 
 
 def _wait_for_cards(
@@ -330,7 +331,7 @@ def _guest(job: JobSettings, card: Card, end: float) -> Meeting:
         )
     doors: list[socket.socket] = []
     try:
-        doors.append(_listen(own, ports_of(job), f"`--ports` {job.ports or 'any'}"))
+        doors.append(_listen(own, ports(job.ports), f"`--ports` {job.ports or 'any'}"))
         card |= {"address": own, "at": address, "port": doors[0].getsockname()[1]}
         doors += _open_trial(own, card)
         link.tell("card", card)
@@ -375,7 +376,7 @@ def _open_trial(host: str, card: Card) -> list[socket.socket]:
     free = kernel_ports()
     card["range"] = f"{free[0]}-{free[-1]}"
     setting = f"`net.ipv4.ip_local_port_range` {card['range']}"
-    trial = [_listen(host, ports, setting) for ports in (free, free[::-1])]
+    trial = [_listen(host, each, setting) for each in (free, free[::-1])]
     card["trial"] = [one.getsockname()[1] for one in trial]
     return trial
 

@@ -4,7 +4,7 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +24,6 @@ __all__ = [
     "Script",
     "make_plan",
     "port_of",
-    "ports_of",
     "processes_here",
 ]
 
@@ -159,7 +158,7 @@ def _check_machines(job: JobSettings) -> None:
             f"`min_machines` is {job.min_machines}, but must be at most `num_machines`, which is "
             f"{job.num_machines}."
         )
-    port, allowed = job.main_process_port, ports_of(job)
+    port, allowed = job.main_process_port, ports(job.ports)
     if port and job.ports is not None and port not in allowed:
         raise ConfigError(
             f"`main_process_port` is {port}, but is none of the `ports` {job.ports}. Leave it out "
@@ -179,14 +178,9 @@ def _check_machines(job: JobSettings) -> None:
         )
 
 
-def ports_of(job: JobSettings) -> Sequence[int]:
-    """Return the ports that this job may listen at; 0 is any free one."""
-    return ports({PORTS_VARIABLE: job.ports or ""})
-
-
 def port_of(job: JobSettings) -> int:
     """Return the port of machine 0 that the others come to, and the first to be tried there."""
-    return job.main_process_port or ports_of(job)[0] or _DEFAULT_PORT
+    return job.main_process_port or ports(job.ports)[0] or _DEFAULT_PORT
 
 
 def _environment(resolved: Resolved, processes: int, *, on_cpu: bool) -> dict[str, str]:

@@ -7,7 +7,6 @@ the watch ask and answer; they read counters that torch keeps, so nothing is cou
 
 import threading
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,7 +127,8 @@ class Callers:
                 case "answer" if (
                     self._mine is not None and self._this.rank not in message["missing"]
                 ):
-                    self._answer = _answer_of(message)
+                    failure = message["failure"] and tuple(message["failure"])
+                    self._answer = Answer(tuple(message["missing"]), message["result"], failure)
                 case "done" | "ended":
                     self._ended.add(message.get("who", rank))
                 case kind if kind == GONE:
@@ -183,9 +183,3 @@ def ahead(now: Position, at: Position) -> bool:
 def position_of(value: Any) -> Position:
     """Return a position that has travelled as JSON."""
     return None if value is None else tuple(value)
-
-
-def _answer_of(message: Mapping[str, Any]) -> Answer:
-    failure = message["failure"]
-    told = None if failure is None else (str(failure[0]), str(failure[1]))
-    return Answer(tuple(message["missing"]), message["result"], told)

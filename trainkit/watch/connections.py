@@ -24,7 +24,7 @@ from weakref import WeakSet
 
 from trainkit.watch import timing
 from trainkit.watch.exit import say
-from trainkit.watch.listening import ADDRESS_VARIABLE, listen, ports
+from trainkit.watch.listening import ADDRESS_VARIABLE, PORTS_VARIABLE, listen, ports
 from trainkit.watch.member import Member
 
 __all__ = ["GONE", "Address", "Line", "Links", "Message", "open_server", "reach_server"]
@@ -373,7 +373,7 @@ def open_server(size: int, *, one_machine: bool) -> tuple[Links, Address]:
         OSError: There is no port.
     """
     host = "127.0.0.1" if one_machine else os.environ.get(ADDRESS_VARIABLE, "")
-    listening = [listen(host, ports(), size + _MOST_STRANGERS)]
+    listening = [listen(host, ports(os.environ.get(PORTS_VARIABLE)), size + _MOST_STRANGERS)]
     port = listening[0].getsockname()[1]
     # By which the others have found it already.
     name = host or os.environ.get("MASTER_ADDR") or socket.gethostname()

@@ -1,8 +1,7 @@
 """Where the processes of a job listen: at one address, and in a range of ports if one is given."""
 
-import os
 import socket
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 __all__ = ["ADDRESS_VARIABLE", "PORTS_VARIABLE", "listen", "ports"]
 
@@ -13,9 +12,9 @@ PORTS_VARIABLE = "TRAINKIT_PORTS"
 """Environment variable with the ports that a job may listen at, such as 29500-29520."""
 
 
-def ports(env: Mapping[str, str] = os.environ) -> Sequence[int]:
-    """Return the ports that a job may listen at; 0 is any free one."""
-    first, _, last = env.get(PORTS_VARIABLE, "").partition("-")
+def ports(allowed: str | None) -> Sequence[int]:
+    """Return the ports of a range, such as 29500-29520; without one 0, which is any free one."""
+    first, _, last = (allowed or "").partition("-")
     return range(int(first), int(last) + 1) if last else (0,)
 
 
