@@ -86,15 +86,17 @@ class Inquiry:
         this, quiet = self._this, now - self._heard
         if self._began is None or self.verdict is not None:
             return
+        for rank, line in this.links.children.items():
+            known = rank in self.states or rank in self._silent or line.has_ended
+            if not known and _is_silent(line, self._began, quiet):
+                self._silent[rank] = why = _silence(line)
+                this.send({"kind": "silent", "to": 0, "rank": rank, "why": why})
         if this.rank:
             if this.links.parent is not None and _is_silent(this.links.parent, self._began, quiet):
                 self._do_without(this.links.parent, now)
             return
         unknown = {*range(this.size)} - self.states.keys() - this.ended.keys()
         silent = {rank: why for rank, why in self._silent.items() if rank in unknown}
-        for rank, line in this.links.children.items():
-            if rank in unknown and rank not in silent and _is_silent(line, self._began, quiet):
-                silent[rank] = _silence(line)
         if silent.keys() == unknown or quiet > timing.LOST:
             self._decide(judge(self.states, dict.fromkeys(unknown, "does not answer") | silent))
 
