@@ -93,18 +93,17 @@ class Journal(Callback):
 
     @override
     def on_fit_end(self, run: Run) -> None:
-        file, self._file = self._file, None
-        if file is not None:
+        if self._file is not None:
             try:
-                self._write(file)
+                self._write()
             finally:
-                file.close()
+                self._file.close()
+                self._file = None
 
-    def _write(self, file: Lines | None = None) -> None:
+    def _write(self) -> None:
         """Read what waits on the device, at once, and write it."""
         rows, self._rows = self._rows, []
-        file = file or self._file
-        if not rows or file is None:
+        if not rows or self._file is None:
             return
         norms = [norm.to(loss) for _, loss, own, _ in rows for norm in own]
         numbers = iter(torch.stack([*(loss for _, loss, _, _ in rows), *norms]).tolist())
@@ -116,7 +115,7 @@ class Journal(Callback):
             norm = math.hypot(*(next(numbers) for _ in own)) if own else None
             record = Record(step, skipped, epoch, stop - samples, stop, loss, norm, reason)
             records.append(record.line())
-        file.write("\n".join(records))
+        self._file.write("\n".join(records))
 
     def _path(self, run: Run) -> Path:
         return log_place(run, None, JOURNAL, owner=type(self).__name__, argument="path")
