@@ -73,7 +73,7 @@ class Journal(Callback):
     @override
     def on_step_end(self, run: Run, result: StepResult) -> None:
         if self._file is not None:
-            state, samples = run.state, run.weighting.samples
+            state, samples = run.state, run.objectives.samples
             # A copy: whoever made the loss may use its memory again.
             loss = result.loss.to(self._dtype, copy=True)
             place = state.step, state.skipped_steps, state.epoch, state.epoch_samples, samples

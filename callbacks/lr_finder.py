@@ -143,7 +143,7 @@ class _Watch(Callback):
     @override
     def on_step_end(self, run: Run, result: StepResult) -> None:
         sums = LogSums()
-        sums.add("loss", *run.weighting.result())
+        sums.add("loss", result.loss, result.weight)
         self.loss = sums.reduce(run.strategy.processes).get("loss", math.nan)
 
     @override
@@ -157,7 +157,8 @@ def _unchanged(run: Run) -> Iterator[None]:
     before, scale = TrainedState(run), run.precision.state_dict()
     present = run.state, run.requests, run.lr_schedule
     owner = getattr(run.training_step, "__self__", None)  # the trainer
-    held = kept(run.module, owner, run.weighting, run.precision)
+    weightings = [each.weighting for each in run.objectives.active]
+    held = kept(run.module, owner, *weightings, run.precision)
     try:
         with held, rng.preserved(run.strategy.device), run.logging.apart():
             run.state, run.requests, run.lr_schedule = TrainState(), Requests(), None

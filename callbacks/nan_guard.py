@@ -58,7 +58,7 @@ class NaNGuard(Callback):
     @override
     def on_step_end(self, run: Run, result: StepResult) -> None:
         if self._first_bad is not None:
-            self._first_bad.end_step(run, result.loss)
+            self._first_bad.end_step(run, result.loss, result.weight)
             is_last = run.state.step == run.planned_steps
             if run.is_log_step or is_last or self._first_bad.unchecked >= MOST_STEPS:
                 self._first_bad.check(run)
@@ -121,10 +121,9 @@ class _FirstBad:
             torch.isfinite(torch.stack(norms).to(self._device)), NEVER, codes
         ).amin()
 
-    def end_step(self, run: Run, loss: Tensor) -> None:
+    def end_step(self, run: Run, loss: Tensor, weight: Tensor | float) -> None:
         """Look at the loss of a window that was applied, and keep what its gradients showed."""
-        state, weighting = run.state, run.weighting
-        _, weight = weighting.result()
+        state = run.state
         bad = ~torch.isfinite(loss.reshape(()))
         if isinstance(weight, Tensor):
             bad &= weight > 0  # a mean over no items is NaN, and counts for nothing
@@ -133,7 +132,7 @@ class _FirstBad:
         if self._window is not None:
             self._gradient = torch.minimum(self._gradient, self._window)
         end = state.epoch_samples
-        self._steps.append((run.data_epoch(state.epoch), end - weighting.samples, end))
+        self._steps.append((run.data_epoch(state.epoch), end - run.objectives.samples, end))
 
     def check(self, run: Run) -> None:
         """Raise NonFiniteError on all processes if any of them saw a bad step.

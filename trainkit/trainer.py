@@ -1,6 +1,5 @@
 """Trainer: the face for people who want the loop to be there."""
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from functools import partial
@@ -28,16 +27,16 @@ from trainkit.training.callback import Callback, CallbackList
 from trainkit.training.evaluation import Evaluator, RunEvaluation
 from trainkit.training.logging import Log, NoRun
 from trainkit.training.lr_schedule import LRSchedule, LRSchedules, by_name, make_lr_schedule
+from trainkit.training.objectives import Objectives
 from trainkit.training.run import FitResult, Run
 from trainkit.training.setup import arguments
 from trainkit.training.setup.fit_context import (
     Calls,
+    Course,
     compiling,
     conditions,
-    end,
-    loop_step,
+    course_of,
     make_weighting,
-    step_for,
     watched,
 )
 from trainkit.types import (
@@ -117,8 +116,6 @@ class Trainer:
     loss_fn: LossFn | None = None
     """What `fit` was given; the default steps use it."""
 
-    _replay: "Replay | None" = None  # under way
-
     planned_steps: int | None = None
     """Updates that the schedule is made for: those that `fit` planned when it began, and after
     `resume` with `schedule="keep"` those of the run before. `run.planned_steps` follows the data.
@@ -179,7 +176,10 @@ class Trainer:
         self.hparams = arguments.read_hparams(hparams)
         self.output_dir = None if output_dir is None else absolute(output_dir, "output_dir")
         self.new_run = arguments.check_new_run(new_run, output_dir)
-        self.callbacks = _list_callbacks(callbacks, self.output_dir)
+        arguments.check_callbacks(callbacks)
+        if callbacks is None:
+            callbacks = ask("default_callbacks")(self.output_dir)
+        self.callbacks = CallbackList(callbacks)
         self._compile = arguments.check_compile(compile)
         self._watchdog = watchdog
         self.strategy, self.precision = arguments.set_up(strategy, precision)
@@ -190,6 +190,7 @@ class Trainer:
 
     # What people override.
 
+    @default_steps.default
     def training_step(
         self, model: nn.Module, batch: Batch
     ) -> Tensor | Mapping[str, Any] | StepOutput | None:
@@ -206,6 +207,7 @@ class Trainer:
             model, self.strategy.unwrap(model), batch, self.loss_fn, self._is_first
         )
 
+    @default_steps.default
     def evaluation_step(self, model: nn.Module, batch: Batch) -> Mapping[str, Any]:
         """Return `scores`, `references` and `loss` of `batch`; see `Evaluator.evaluate`.
 
@@ -298,37 +300,52 @@ class Trainer:
                 leaves the program with the code 143, 130 or 75. In a notebook, and wherever
                 somebody goes on typing, `fit` returns after SIGINT.
         """
+        settings = arguments.FitSettings(
+            optimizer=optimizer,
+            lr_scheduler=lr_scheduler,
+            warmup=warmup,
+            loss_fn=loss_fn,
+            resume=resume,
+            schedule=schedule,
+            restore_best=restore_best,
+        )
+        return self._fit(model, loaders, settings, course_of(settings))
+
+    def _fit(
+        self, model: nn.Module, loaders: Any, settings: arguments.FitSettings, course: Course
+    ) -> FitResult:
+        """Train a model; a course says from where, what else runs, and what comes after it."""
         from trainkit.basics import console  # only where something runs
         from trainkit.training.modes import in_training_mode
         from trainkit.training.setup.run_folder import check_outputs, own_folder
 
-        how = arguments.check_how(resume, schedule, restore_best)
         with ExitStack() as stack:
             stack.enter_context(self._calls.enter("fit"))
-            self._take_loss_fn(type(self).loss_fn if loss_fn is None else loss_fn)
+            self._take_loss_fn(settings.loss_fn)
             stack.enter_context(console.lasting())
-            prepared = self._prepare_all(stack, loaders)
-            schedule_for = partial(self._make_schedule, lr_scheduler, warmup)
+            loader, evaluations = self._prepare_all(stack, loaders)
             # Before the strategy wraps: an own `train()` may freeze what it keeps still.
             stack.enter_context(in_training_mode(arguments.check_model(model)))
-            self.run = run = self._make_run(model, *prepared, optimizer, schedule_for, how)
-            resume, callbacks, finish = self._choose(run, how["resume"], restore_best, stack)
+            self.run = run = self._make_run(model, loader, evaluations, settings)
+            stack.enter_context(course)
+            checkpoint, callbacks = course.begin(run, self.callbacks, self.new_run)
             stack.enter_context(own_folder(run))
             stack.enter_context(watched(run, self._watchdog))
             stack.enter_context(rng.lent(self.processes.device))
             seed = rng.device_seed(self.config.seed, self.processes.process_index)
             rng.seed_all(seed, self.processes.device)
             stack.enter_context(conditions(model, self.config, self._compile))
-            if resume is not None:
+            if checkpoint is not None:
                 from trainkit.training.resume.restore import restore  # on demand
 
-                restore(run, callbacks, resume, schedule, schedule_for)
+                remake = partial(self._make_schedule, settings, run.objectives)
+                restore(run, callbacks, checkpoint, settings.schedule, remake)
             check_outputs(run, callbacks)
             stack.enter_context(run.interrupts)
             stack.callback(run.close)
             run.weights.train()
-            loop.fit(run, callbacks, loop_step(run))
-        return finish(run)
+            loop.fit(run, callbacks)
+        return course.end(run)
 
     @names_checked
     def evaluate(
@@ -433,13 +450,17 @@ class Trainer:
         Raises:
             ConfigError: There is no such step, no checkpoint, or no journal of `Checkpoint`.
         """
-        self._replay = ask("Replay")(step=step, process=process, until_nonfinite=until_nonfinite)
+        replay: Replay = ask("Replay")(step=step, process=process, until_nonfinite=until_nonfinite)
         try:
-            self.fit(model, loaders, **as_fit)
-            assert self._replay.result is not None
-            return self._replay.result
-        finally:
-            self._replay = None
+            settings = arguments.FitSettings(**as_fit)
+        except TypeError:
+            from trainkit.basics.argument_names import refuse_unknown  # only errors need it
+
+            refuse_unknown(Trainer.fit, as_fit)
+            raise
+        self._fit(model, loaders, settings, replay)
+        assert replay.result is not None
+        return replay.result
 
     def explain(self, model: nn.Module | None = None, loaders: Any = None, **given: Any) -> None:
         """Print what `fit` would do: make-up, order of hooks, saving, and every default.
@@ -563,20 +584,20 @@ class Trainer:
         module: nn.Module,
         loader: PreparedLoader,
         evaluations: dict[str, PreparedLoader],
-        optimizer: Any,
-        schedule_for: Callable[[Optimizer, int | None], LRSchedule | LRSchedules | None],
-        how: Mapping[str, Any],
+        settings: arguments.FitSettings,
     ) -> Run:
+        from trainkit.training.closure import give_closure
         from trainkit.training.setup import consistency
         from trainkit.training.several import optimizer_arguments  # on demand
 
         config, processes = self.config, self.strategy.processes
         arguments.check_evaluations(evaluations)
-        others = {**how, "compile": self._compile} | {name: getattr(self, name) for name in _ALIKE}
-        settings = consistency.settings_by_name(
+        others = {name: getattr(settings, name) for name in ("resume", "schedule", "restore_best")}
+        others |= {name: getattr(self, name) for name in _ALIKE} | {"compile": self._compile}
+        by_name = consistency.settings_by_name(
             config, module, loader, evaluations, others, self.callbacks.alike
         )
-        consistency.check_alike(processes, settings)
+        consistency.check_alike(processes, by_name)
         self.planned_steps = steps = arguments.planned_steps(config, loader)
         self.precision.setup(self.processes.device)  # its state is that of one training
         self.strategy.called_apart = [one for one in [self.loss_fn] if isinstance(one, nn.Module)]
@@ -584,66 +605,64 @@ class Trainer:
         # One process alone may have a logger, but all must reduce.
         log = Log(is_read=first_with(processes, self.callbacks.logs) is not None)
         accumulation = config.gradient_accumulation_steps
-        weighting = partial(make_weighting, loader, accumulation, self.strategy, module, log)
-        made = optimizer_arguments.make(self, Trainer, module, optimizer, weighting)
-        return Run(
+        evaluates = bool(evaluations) and not self.callbacks.schedule_evaluation
+        made, objectives = optimizer_arguments.make(
+            self,
+            lambda name: getattr(type(self), name) is not getattr(Trainer, name),
+            settings.optimizer,
+            module,
+            model,
+            partial(make_weighting, loader, accumulation, self.strategy, module, log),
+        )
+        run = Run(
             config=config,
             processes=self.processes,
             strategy=self.strategy,
             precision=self.precision,
-            model=model,
             module=module,
             optimizer=made,
-            lr_schedule=schedule_for(made, steps),
+            objectives=objectives,
+            lr_schedule=self._make_schedule(settings, objectives, steps),
             train_loader=loader,
-            training_step=step_for(self.training_step, loader),
-            weighting=weighting(),
+            training_step=default_steps.for_loader(self.training_step, loader),
             planned_steps=steps,
             logging=log,
-            evaluation=self._plan_evaluation(evaluations, log),
+            evaluation=RunEvaluation(
+                evaluator=self._evaluator(log),
+                loaders=evaluations,
+                after_epochs=evaluates,
+                at_end=evaluates,
+            ),
             output_dir=self.output_dir,
             hparams=self.hparams,
             objects=self._objects,
         )
-
-    def _choose(
-        self, run: Run, resume: str | Path | None, restore_best: bool, stack: ExitStack
-    ) -> tuple[str | Path | None, CallbackList, Callable[[Run], FitResult]]:
-        """Return what a run goes on from, its callbacks, and what ends it; choose its folder."""
-        run.checkpoints.restore_best = restore_best
-        replay = self._replay
-        if replay is None and "TRAINKIT_REPLAY" in os.environ:  # which started the program
-            replay = ask("Replay").started()
-        if replay is None:
-            from trainkit.training.setup.run_folder import choose_folder
-
-            return choose_folder(run, resume, self.new_run), self.callbacks, end
-        stack.enter_context(replay)
-        return *replay.prepare(run, self.callbacks, self.new_run), replay.end
+        run.checkpoints.restore_best = settings.restore_best
+        give_closure(run)
+        return run
 
     def _take_loss_fn(self, given: LossFn | None) -> None:
-        device = self.processes.device
+        given, device = type(self).loss_fn if given is None else given, self.processes.device
         self.loss_fn = None if given is None else default_steps.make_loss_fn(given, device)
 
-    def _plan_evaluation(self, loaders: dict[str, PreparedLoader], log: Log) -> RunEvaluation:
-        itself = bool(loaders) and not self.callbacks.schedule_evaluation
-        return RunEvaluation(
-            evaluator=self._evaluator(log), loaders=loaders, after_epochs=itself, at_end=itself
-        )
-
     def _make_schedule(
-        self, given: Any, warmup: float, optimizer: Optimizer, planned_steps: int | None
+        self, settings: arguments.FitSettings, objectives: Objectives, planned_steps: int | None
     ) -> LRSchedule | LRSchedules | None:
         """Return the schedule for a horizon; those of several optimizers as one."""
+
+        def make(given: Any, optimizer: Optimizer, planned: int | None) -> LRSchedule | None:
+            self.planned_steps = planned  # a callable that makes a schedule may ask for it
+            given = by_name(given, planned, settings.warmup)
+            return make_lr_schedule(self.configure_lr_scheduler(optimizer, given), optimizer)
+
+        arguments.check_override(self.configure_lr_scheduler, "optimizer, lr_scheduler")
+        if not objectives.by_name:
+            return make(settings.lr_scheduler, objectives.active[0].optimizer, planned_steps)
         from trainkit.training.several.optimizer_arguments import make_schedules  # on demand
 
-        schedules = make_schedules(self._make_schedule, given, warmup, optimizer, planned_steps)
+        schedules = make_schedules(make, settings.lr_scheduler, objectives, planned_steps)
         self.planned_steps = planned_steps
-        if schedules is not None:
-            return schedules if schedules.by_name else None
-        arguments.check_override(self.configure_lr_scheduler, "optimizer, lr_scheduler")
-        given = by_name(given, planned_steps, warmup)
-        return make_lr_schedule(self.configure_lr_scheduler(optimizer, given), optimizer)
+        return schedules
 
     def _evaluator(self, log: Log) -> Evaluator:
         return Evaluator(
@@ -739,10 +758,3 @@ class Trainer:
             if isinstance(run, Run) and run.phase != "done" and run.train_loader.stream is not None:
                 run.train_loader.stream.check_evaluations([loader])
             yield loader
-
-
-def _list_callbacks(callbacks: Iterable[Callback] | None, output_dir: Path | None) -> CallbackList:
-    arguments.check_callbacks(callbacks)
-    if callbacks is not None:
-        return CallbackList(callbacks)
-    return CallbackList(ask("default_callbacks")(output_dir))

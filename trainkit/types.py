@@ -113,6 +113,9 @@ class StepResult:
     reason: str | None = None
     """Why none was."""
 
+    weight: Tensor | float = 1
+    """How much the loss counts in the mean over the processes."""
+
 
 def class_name(module: nn.Module) -> str:
     """Return the name of a module's class as its author wrote it, for messages.

@@ -153,7 +153,7 @@ class FirstUpdate(Callback):
     @override
     def on_gradients(self, run: Run) -> None:
         if run.state.step == 0:
-            self.loss = run.weighting.result()[0]
+            self.loss = run.objectives.loss()
             named = run.module.named_parameters()
             self.gradients = {name: p.grad.clone() for name, p in named if p.grad is not None}
 

@@ -277,7 +277,7 @@ def saved_state(trainer: Trainer) -> dict[str, Any]:
         "rates": [group["lr"] for group in optimizer.param_groups],
         "schedule": schedule and schedule.scheduler.state_dict(),
         "counters": trainer.run.state.state_dict(),
-        "several": optimizer.training_state(),
+        "several": trainer.run.objectives.state_dict(),
     }
 
 
@@ -506,7 +506,7 @@ class Strange(ByName):
             give(*arguments)
         if not (how == "process" and self.run.processes.process_index):
             give("critic", critic)
-        if how != "micro-batch" or self.run.weighting.samples == 0:
+        if how != "micro-batch" or self.run.objectives.samples == 0:
             give("maker", critic if how == "unreached" else maker)
         return critic if how == "loss too" else None
 

@@ -168,7 +168,8 @@ def test_the_labels_of_an_adapted_model_are_weighed_as_those_of_its_base() -> No
     expected = dict(whole.run.module.named_parameters())
     for name, parameter in parts.run.module.named_parameters():
         torch.testing.assert_close(parameter, expected[name], rtol=1e-4, atol=1e-5)
-    assert float(parts.run.weighting.result()[1]) < 3 * 7 * 4  # without the first labels
+    (objective,) = parts.run.objectives.active
+    assert float(objective.weighting.result()[1]) < 3 * 7 * 4  # without the first labels
 
 
 @pytest.mark.e2e

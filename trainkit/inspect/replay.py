@@ -33,7 +33,6 @@ from trainkit.training.callback import Callback, CallbackList
 from trainkit.training.run import FitResult, Run
 from trainkit.training.setup.fit_context import end
 from trainkit.training.setup.run_folder import write_apart
-from trainkit.training.several.optimizers import loss_given
 from trainkit.types import StepResult
 
 __all__ = ["Replay", "Replayed"]
@@ -84,7 +83,7 @@ class Replay(Callback):
         """Return the one that `trainkit replay` has started this program for."""
         return cls(**json.loads(os.environ["TRAINKIT_REPLAY"]))
 
-    def prepare(
+    def begin(
         self, run: Run, callbacks: CallbackList, new_run: bool
     ) -> tuple[Path | None, CallbackList]:
         """Return where the run goes on from, and its callbacks; nothing of it is written to.
@@ -237,7 +236,7 @@ class Replay(Callback):
         try:
             part.observer.begin(batch)
             output = step(model, batch)
-            part.observer.end_forward(loss_given(run.optimizer, output))
+            part.observer.end_forward(run.objectives.loss_in(output))
         finally:
             set_compiled_call(run.module, compiled)
         return output
@@ -255,7 +254,7 @@ class Replay(Callback):
             fault = suspects.find_fault(run, parts, self._usual, self._sizes) if bad else None
             told = processes.all_gather_objects(None if fault is None else asdict(fault))
             faults = [Fault(**each) for each in told if each is not None]
-            loss, _ = run.weighting.result()
+            loss = run.objectives.loss()
             self._losses.append((attempt, step, loss.to(self._dtype, copy=True)))
             self._finish(run, step, parts, suspects.surest(faults))
         elif not bad:

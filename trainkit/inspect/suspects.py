@@ -76,7 +76,7 @@ def is_bad(run: Run, sizes: dict[str, float], *, overflowed: bool) -> bool:
 
     Gradients that overflow alone are what the loss scale of fp16 is for.
     """
-    if not all(size <= _ABSURD for size in sizes.values()) or not run.weighting.is_finite():
+    if not all(size <= _ABSURD for size in sizes.values()) or not run.objectives.is_finite():
         return True
     gradients = [] if overflowed else run.strategy.local_gradients(run.parameters)
     return not all(bool(g.isfinite().all()) for g in gradients if not g.is_sparse)

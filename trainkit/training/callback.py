@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeAlias
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 from typing_extensions import override
 
@@ -13,11 +13,10 @@ from trainkit.distributed import collective_guard
 from trainkit.errors import ConfigError
 
 if TYPE_CHECKING:
-    from trainkit.data import Window
     from trainkit.training.run import Run
     from trainkit.types import Batch, Scalars, StepResult
 
-__all__ = ["Callback", "CallbackList", "Step"]
+__all__ = ["Callback", "CallbackList"]
 
 P = ParamSpec("P")
 
@@ -279,10 +278,6 @@ class CallbackList:
     def schedule_evaluation(self) -> bool:
         """Whether any callback decides when to evaluate."""
         return any(callback.schedules_evaluation for callback in self.callbacks)
-
-
-Step: TypeAlias = "Callable[[Run, CallbackList, Window], None]"
-"""Trains on one window."""
 
 
 def _with_others(given: tuple[Callback, ...]) -> Iterator[Callback]:

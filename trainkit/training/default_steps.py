@@ -4,7 +4,7 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +12,20 @@ from torch.nn import functional as F
 
 from trainkit.basics.device import move_module
 from trainkit.containers.tree import map_leaves
+from trainkit.data import PreparedLoader
 from trainkit.errors import ConfigError
 from trainkit.types import IGNORED, Batch, LossFn, StepOutput, class_name
 
-__all__ = ["evaluation_step", "for_each_loader", "make_loss_fn", "training_step"]
+__all__ = [
+    "default",
+    "evaluation_step",
+    "for_loader",
+    "is_default",
+    "make_loss_fn",
+    "training_step",
+]
+
+T = TypeVar("T", bound=Callable[..., Any])
 
 # Means over labels: some may be left out, or count more than others.
 _OVER_LABELS = (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward, F.cross_entropy, F.nll_loss)
@@ -60,7 +70,24 @@ def training_step(
     return StepOutput(loss, item_count(module, batch))
 
 
-def for_each_loader(step: Callable[..., Any], model: nn.Module, batch: Batch) -> dict[str, Any]:
+def default(step: T) -> T:
+    """Mark a step as one that no user has written."""
+    step.is_default = True  # type: ignore[attr-defined]
+    return step
+
+
+def is_default(step: Callable[..., Any]) -> bool:
+    """Return whether a step is one of `Trainer` itself."""
+    step = step.args[0] if isinstance(step, partial) else step  # for each of several loaders
+    return getattr(step, "is_default", False)
+
+
+def for_loader(step: Callable[..., Any], loader: PreparedLoader) -> Callable[..., Any]:
+    """Return a trainer's step; that of `Trainer` itself takes several loaders one by one."""
+    return partial(_for_each_loader, step) if loader.parts and is_default(step) else step
+
+
+def _for_each_loader(step: Callable[..., Any], model: nn.Module, batch: Batch) -> dict[str, Any]:
     """Return what a step for one loader gives for the batch of each of several, by name."""
     return {name: step(model, each) for name, each in batch.items()}
 

@@ -19,6 +19,7 @@ from trainkit.distributed.gather import ROWS_VARY
 from trainkit.errors import ConfigError, DataError
 from trainkit.metrics.metric import Metric
 from trainkit.precision import Precision
+from trainkit.training.default_steps import is_default
 from trainkit.training.logging import Log, LogSums
 from trainkit.training.weighting import parse
 from trainkit.types import Batch, LossFn, Scalars, StepOutput
@@ -117,8 +118,11 @@ class Evaluator:
         chunks = self._chunks(module, loader, ())
         chunks.reading.check(outputs)
 
+        def on_host(leaf: Any) -> Any:
+            return leaf.cpu() if isinstance(leaf, Tensor) else leaf  # it may not fit a device
+
         def keep(gathered: list[tuple[Any, int]]) -> None:
-            parts.extend(map_leaves(part[outputs], _on_host) for part, _ in gathered)
+            parts.extend(map_leaves(part[outputs], on_host) for part, _ in gathered)
             sizes.extend(samples for _, samples in gathered)
 
         with (
@@ -137,9 +141,8 @@ class Evaluator:
         from trainkit.metrics.model_outputs import Reading  # only where something is evaluated
 
         # What a step of the user's own returns as scores may be probabilities.
-        is_default = getattr(self.step, "__module__", "").startswith("trainkit.")
         reading = Reading(module, self.loss_fn, self._smallest)
-        return _Chunks(self.communicator, loader, metrics, reading, is_default)
+        return _Chunks(self.communicator, loader, metrics, reading, is_default(self.step))
 
     def _smallest(self, number: int) -> int:
         return int(self.communicator.processes.all_reduce(torch.tensor(number), "min"))
@@ -317,10 +320,6 @@ def _undisturbed(module: nn.Module, communicator: Communicator) -> Iterator[None
         torch.clear_autocast_cache()  # else a forward around it takes casts that have no gradient
 
 
-def _on_host(leaf: Any) -> Any:
-    return leaf.cpu() if isinstance(leaf, Tensor) else leaf  # a data set may not fit a device
-
-
 def _mapping(outputs: object) -> Mapping[str, Any]:
     if isinstance(outputs, Mapping):
         return outputs
@@ -349,18 +348,16 @@ def _add_means(sums: LogSums, outputs: Mapping[str, Any], count: int) -> None:
         elif isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1):
             sums.add(name, value, weight)
         else:
+            is_tensor = isinstance(value, Tensor)
+            form = f"shape {tuple(value.shape)}" if is_tensor else type(value).__name__
             raise DataError(
-                f"`evaluation_step` returned `{name}` as {_shape(value)}, but the batch has "
+                f"`evaluation_step` returned `{name}` as {form}, but the batch has "
                 f"{count} samples. Return a scalar mean (with `weight`), or a tensor with one "
                 "number for each sample."
             )
     for term, each in loss.items() if isinstance(loss, Mapping) else ():
         value, weight = parse(each)
         sums.add(_LOSS_TERM + term, value, count if weight is None else weight)
-
-
-def _shape(value: object) -> str:
-    return f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
 def _all_values(metrics: Sequence[Metric], means: Scalars, loss_weight: float) -> Scalars:

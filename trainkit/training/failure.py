@@ -72,7 +72,7 @@ def _where_run_is(run: Run) -> dict[str, Any]:
     state, loader = run.state, run.train_loader
     first = state.epoch_samples
     total = loader.nominal_window(run.config.gradient_accumulation_steps)
-    end = min(first + (total or run.weighting.samples), loader.samples_per_epoch or math.inf)
+    end = min(first + (total or run.objectives.samples), loader.samples_per_epoch or math.inf)
     samples = {"first": first, "last": int(end) - 1} if end > first else {}
     return {"step": state.step, "epoch": state.epoch, "phase": run.phase, "samples": samples}
 

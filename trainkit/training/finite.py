@@ -53,6 +53,6 @@ def _is_finite(run: Run) -> bool:
         norms = [torch.stack(norm_of_each(each, math.inf)) for each in groups.values()]
         finite = all(bool(torch.isfinite(each).all()) for each in norms)
         if run.state.consecutive_skips == 0:
-            finite = finite and run.weighting.is_finite()
+            finite = finite and run.objectives.is_finite()
     bad = torch.tensor([int(not finite)])
     return not run.strategy.processes.all_reduce(bad, "max").item()

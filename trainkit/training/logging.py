@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -24,17 +25,36 @@ Reduction: TypeAlias = Literal["mean", "sum", "max", "last"]
 _REDUCTIONS = ("mean", "sum", "max", "last")
 BY_PROCESS = "mean by process"
 """What a state calls a mean in which each process has a weight of 1."""
-_Packet: TypeAlias = dict[str, tuple[str, float, float]]
+_Packet: TypeAlias = dict[str, tuple[Reduction, float, float]]
 
 
 @dataclass(slots=True)
 class _Entry:
-    """What was logged under one name: for a mean the sums, else the value so far."""
+    """What was logged under one name: a number and its weight so far, in fp64 on their device.
+
+    The number of a mean is the sum of values times weights.
+    """
 
     reduce: Reduction
-    value: Tensor | float = 0.0
-    weight: Tensor | float = 0.0
+    number: Tensor | float = 0.0
+    weight: Tensor | float = 0.0  # 0 before the first; 1 where it is no mean
     by_process: bool = False  # whether each process gives a weight of 1, and not its samples
+
+    def fold(self, number: Tensor | float, weight: Tensor | float = 1.0) -> None:
+        """Put another number and its weight to those so far."""
+        if self.reduce == "max" and self.weight:
+            self.number = _maximum(self.number, number)
+        elif self.reduce in ("mean", "sum"):
+            self.number = self.number + number
+        else:
+            self.number = number
+        self.weight = self.weight + weight if self.reduce == "mean" else 1.0
+
+    def result(self) -> float:
+        """Return what was logged; a mean over nothing is NaN."""
+        if self.reduce == "mean":
+            return float(self.number / self.weight) if self.weight else math.nan
+        return float(self.number)
 
 
 class LogSums:
@@ -66,12 +86,22 @@ class LogSums:
                 f"`{name}` was logged with reduce={entry.reduce!r} before, and now with "
                 f"reduce={reduce!r}. Use one of them, or two names."
             )
-        if isinstance(value, Tensor):
+        if isinstance(value, Tensor) and (value.ndim or value.requires_grad):
             value = _scalar(name, value)
-        if reduce == "mean":
-            _add_weighted(entry, value, 1 if weight is None else weight)
-        else:
-            _add_plain(entry, value)
+        if reduce != "mean":
+            entry.fold(_wide(value, copy=True) if isinstance(value, Tensor) else value)
+        elif isinstance(weight, Tensor):
+            weight = _wide(weight.detach()).reshape(())
+            number = value if isinstance(value, Tensor) else torch.full_like(weight, value)
+            # A mean over no items is NaN and must not count.
+            entry.fold(torch.where(weight > 0, number, 0.0) * weight, weight)
+        elif weight != 0:
+            weight = 1 if weight is None else weight
+            if isinstance(value, Tensor):
+                entry.number = _added(entry.number, value, weight)
+                entry.weight = entry.weight + weight
+            else:
+                entry.fold(value * weight, weight)
 
     def join(self, other: "LogSums") -> None:
         """Take over the values of `other`, which must have other names."""
@@ -88,7 +118,7 @@ class LogSums:
         Every process must call it. It reads the device once. What travels is as much for any
         number of processes, where all have logged the same names.
         """
-        packet = self._take()
+        packet, self._entries = self._packet(), {}
         kinds = sorted((name, kind) for name, (kind, _, _) in packet.items())
         if processes.size > 1 and are_alike(processes, number_of(kinds)):
             values = _reduced(processes, packet)
@@ -117,33 +147,25 @@ class LogSums:
         for name, told in state.items():
             other = _read_entry(*told)
             if other.by_process:
-                other.value, other.weight = other.value * share, other.weight * share
+                other.number, other.weight = other.number * share, other.weight * share
             entry = self._entries.setdefault(name, other)
-            if entry is not other and entry.reduce == "mean":
-                entry.value, entry.weight = entry.value + other.value, entry.weight + other.weight
-            elif entry is not other:
-                _add_plain(entry, other.value)
-
-    def _take(self) -> _Packet:
-        packet = self._packet()
-        self._entries = {}
-        return packet
+            if entry is not other:
+                entry.fold(other.number, other.weight)
 
     def _packet(self) -> _Packet:
         entries = self._entries
         tensors: dict[torch.device, list[Tensor]] = {}
         for entry in entries.values():
-            for number in (entry.value, entry.weight):
+            for number in (entry.number, entry.weight):
                 if isinstance(number, Tensor):
-                    wide = number.to(wide_dtype(number.device.type))
-                    tensors.setdefault(number.device, []).append(wide)
+                    tensors.setdefault(number.device, []).append(_wide(number))
         numbers = {device: iter(torch.stack(of).tolist()) for device, of in tensors.items()}
 
         def host(number: Tensor | float) -> float:
             return next(numbers[number.device]) if isinstance(number, Tensor) else float(number)
 
         return {
-            name: (entry.reduce, host(entry.value), host(entry.weight))
+            name: (entry.reduce, host(entry.number), host(entry.weight))
             for name, entry in entries.items()
         }
 
@@ -262,54 +284,32 @@ def _scalar(name: str, value: Tensor) -> Tensor:
     return value.detach().reshape(())
 
 
-def _add_weighted(entry: _Entry, value: Tensor | float, weight: Tensor | float) -> None:
-    if isinstance(weight, Tensor):
-        weight = weight.detach().to(wide_dtype(weight.device.type)).reshape(())
-        number = value if isinstance(value, Tensor) else torch.full_like(weight, value)
-        # A mean over no items is NaN and must not count.
-        entry.value = entry.value + torch.where(weight > 0, number, 0.0) * weight
-    elif weight == 0:
-        return
-    elif isinstance(value, Tensor):
+def _wide(value: Tensor, copy: bool = False) -> Tensor:
+    return value.to(wide_dtype(value.device.type), copy=copy)
+
+
+def _added(sums: Tensor | float, value: Tensor, weight: float) -> Tensor:
+    """Return `sums + value * weight`, which is rounded once; changes `sums` in place."""
+    if not isinstance(sums, Tensor):
         wide = wide_dtype(value.device.type)
-        if not isinstance(entry.value, Tensor):  # by the same call as ever: it rounds once
-            entry.value = torch.full((), entry.value, dtype=wide, device=value.device)
-        if entry.value.device == value.device:
-            entry.value.add_(value, alpha=weight)
-        else:
-            entry.value = entry.value + value.to(wide) * weight
-    else:
-        entry.value = entry.value + value * weight
-    entry.weight = entry.weight + weight
-
-
-def _add_plain(entry: _Entry, value: Tensor | float) -> None:
-    if isinstance(value, Tensor):
-        value = value.to(wide_dtype(value.device.type), copy=True)
-    seen, entry.weight = entry.weight, 1.0
-    if entry.reduce == "sum":
-        entry.value = entry.value + value
-    elif entry.reduce == "max" and seen:
-        entry.value = _maximum(entry.value, value)
-    else:
-        entry.value = value
+        sums = torch.full((), sums, dtype=wide, device=value.device)
+    if sums.device != value.device:
+        value = value.to(sums.device)
+    return sums.add_(value, alpha=weight)
 
 
 def _maximum(first: Tensor | float, second: Tensor | float) -> Tensor | float:
     """Return the larger; NaN where either is, because it must be seen."""
-    if isinstance(first, Tensor) and isinstance(second, Tensor):
-        return torch.maximum(first, second)
-    if isinstance(first, Tensor):
-        return torch.maximum(first, torch.full_like(first, float(second)))
-    if isinstance(second, Tensor):
-        return torch.maximum(torch.full_like(second, first), second)
-    return first if first != first or first > second else second
+    tensors = [each for each in (first, second) if isinstance(each, Tensor)]
+    if not tensors:
+        return first if first != first or first > second else second
+    return torch.maximum(*(torch.as_tensor(each).to(tensors[0]) for each in (first, second)))
 
 
 def _reduced(processes: Processes, packet: _Packet) -> Scalars:
     """Return the values of names that all processes hold, in their order."""
     entries = dict(sorted(packet.items()))
-    # The last value is that of process 0, as `_combine` takes it.
+    # The last value is that of process 0, as `_combined` takes it.
     mine = {"mean": True, "sum": True, "last": processes.is_main, "max": False}
     summands = [(v, w) if mine[kind] else (0.0, 0.0) for kind, v, w in entries.values()]
     sums = processes.all_reduce(torch.tensor(summands, dtype=torch.float64)).tolist()
@@ -330,25 +330,16 @@ def _reduced(processes: Processes, packet: _Packet) -> Scalars:
 
 
 def _combined(packets: list[_Packet]) -> Scalars:
-    """Put together what the processes hold."""
-    names = sorted({name for packet in packets for name in packet})
-    return {name: _combine(name, [p[name] for p in packets if name in p]) for name in names}
-
-
-def _combine(name: str, parts: list[tuple[str, float, float]]) -> float:
-    """Put together what the processes hold under one name; a mean over nothing is NaN."""
-    kinds = sorted({kind for kind, _, _ in parts})
-    if len(kinds) > 1:
-        raise ConfigError(
-            f"`{name}` was logged with reduce={kinds[0]!r} on one process and {kinds[1]!r} on "
-            "another. Use the same on all."
-        )
-    values = [value for _, value, _ in parts]
-    if kinds[0] == "mean":
-        weight = sum(weight for _, _, weight in parts)
-        return sum(values) / weight if weight else math.nan
-    if kinds[0] == "sum":
-        return sum(values)
-    if kinds[0] == "max":
-        return next((value for value in values if value != value), max(values))
-    return values[0]
+    """Put together what the processes hold, by names in order; of last values the first counts."""
+    entries: dict[str, _Entry] = {}
+    for name, (kind, number, weight) in chain.from_iterable(packet.items() for packet in packets):
+        entry = entries.setdefault(name, _Entry(kind))
+        if entry.reduce != kind:
+            first, second = sorted([entry.reduce, kind])
+            raise ConfigError(
+                f"`{name}` was logged with reduce={first!r} on one process and {second!r} on "
+                "another. Use the same on all."
+            )
+        if kind != "last" or not entry.weight:
+            entry.fold(number, weight)
+    return {name: entries[name].result() for name in sorted(entries)}

@@ -5,14 +5,13 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
-from torch import Tensor
-
-from trainkit.training.callback import Callback, CallbackList, Step
-from trainkit.training.phases import begin, check_reached, finish, first_window, follow_plan, serve
+from trainkit.training import phases
+from trainkit.training.callback import Callback, CallbackList
 from trainkit.types import StepResult
 
 if TYPE_CHECKING:
     from trainkit.data import MicroBatch, Window
+    from trainkit.training.objectives import Objective
     from trainkit.training.run import Run
 
 __all__ = ["fit", "train_epoch", "train_step"]
@@ -20,16 +19,16 @@ __all__ = ["fit", "train_epoch", "train_step"]
 _NOTHING: AbstractContextManager[object] = nullcontext()
 
 
-def fit(run: Run, callbacks: CallbackList, step: Step) -> None:
-    """Train by `step` until the run's end or a request to stop; `on_fit_end` comes anyway."""
+def fit(run: Run, callbacks: CallbackList) -> None:
+    """Train until the run's end or a request to stop; `on_fit_end` comes anyway."""
     failed = False
     try:
         run.optimizer.zero_grad(set_to_none=True)
         callbacks.emit(Callback.on_fit_start, run)
-        begin(run, callbacks)
+        phases.begin(run, callbacks)
         while run.stop_reason is None:
-            train_epoch(run, callbacks, step)
-        finish(run, callbacks)
+            train_epoch(run, callbacks)
+        phases.finish(run, callbacks)
     except BaseException as error:
         failed = True
         from trainkit.training.failure import report_failure  # only failures need it
@@ -44,7 +43,7 @@ def fit(run: Run, callbacks: CallbackList, step: Step) -> None:
             raise error_at_end
 
 
-def train_epoch(run: Run, callbacks: CallbackList, step: Step) -> None:
+def train_epoch(run: Run, callbacks: CallbackList) -> None:
     """Train on what is left of the current epoch, or until a request to stop."""
     state = run.state
     if state.epoch_samples == 0:
@@ -52,12 +51,12 @@ def train_epoch(run: Run, callbacks: CallbackList, step: Step) -> None:
     run.stop_reason = run.requests.stop
     if run.stop_reason is not None:
         return
-    windows, window = first_window(run)
+    windows, window = phases.first_window(run)
     while window is not None:
-        step(run, callbacks, window)
+        train_step(run, callbacks, window)
         window = next(windows, None)
         if window is not None:  # else the end of the epoch comes before the phases
-            serve(run, callbacks)
+            phases.serve(run, callbacks)
             if run.stop_reason is not None:
                 windows.close()
                 return
@@ -65,94 +64,95 @@ def train_epoch(run: Run, callbacks: CallbackList, step: Step) -> None:
 
 
 def train_step(run: Run, callbacks: CallbackList, window: Window) -> None:
-    """Accumulate the gradients of a window, then update the parameters once."""
-    weighting, state = run.weighting, run.state
+    """Accumulate the gradients of a window, then update the parameters once.
+
+    An objective is a loss and its optimizer. There is one; of several a window is for some.
+    """
+    state, objectives = run.state, run.objectives
     callbacks.emit(Callback.on_step_start, run)
-    weighting.begin(window)
-    for micro_batch in window:
-        run.logging.samples = micro_batch.count  # of what `run.log` is given until the next one
-        if micro_batch.count == 0:
-            with run.as_zero_weight():
+    results: dict[str, StepResult] = {}
+    with objectives.begin(window, state):
+        for micro_batch in window:
+            run.logging.samples = micro_batch.count  # of what `run.log` is given until the next one
+            if micro_batch.count == 0:
+                with run.as_zero_weight():
+                    forward_backward(run, micro_batch)
+            else:
+                callbacks.emit(Callback.on_microbatch_start, run, micro_batch.data)
                 forward_backward(run, micro_batch)
-        else:
-            callbacks.emit(Callback.on_microbatch_start, run, micro_batch.data)
-            forward_backward(run, micro_batch)
-            callbacks.emit(Callback.on_microbatch_end, run, micro_batch.data)
-    run.logging.samples = None
-    run.reduce_gradients()
-    if weighting.reached is not None:
-        check_reached(run, weighting)
-    overflowed = run.precision.unscale(run.optimizer, run.strategy.reduce_overflow)
-    if not overflowed:
+                callbacks.emit(Callback.on_microbatch_end, run, micro_batch.data)
+        run.logging.samples = None
+        for each in objectives.active:
+            if each.finish(state):
+                results[each.name] = skip(run, each)  # an overflow
+            if each.weighting.reached is not None:
+                phases.check_reached(run, each.weighting)
+    active = objectives.active
+    left = [each for each in active if each.name not in results] if results else active
+    if left:
         callbacks.emit(Callback.on_gradients, run)
-    state.epoch_samples += weighting.samples
-    state.samples_seen += weighting.samples
-    if overflowed or run.requests.skip is not None:
-        skip(run, callbacks)
+    samples = active[0].weighting.samples
+    state.epoch_samples += samples
+    state.samples_seen += samples
+    asked, run.requests.skip = run.requests.skip, None
+    for each in left:
+        results[each.name] = update(run, each) if asked is None else skip(run, each, asked)
+    result = objectives.put_together(results) if objectives.by_name else results[""]
+    if result.skipped:
+        state.skipped_steps += 1
+        state.consecutive_skips += 1
+        callbacks.emit(Callback.on_step_skipped, run, result)
     else:
-        update(run, callbacks)
+        state.step += 1
+        state.consecutive_skips = 0
+        callbacks.emit(Callback.on_step_end, run, result)
+        if state.step == run.config.max_steps:
+            run.request_stop("max_steps", agreed=True)
+    for name in results:
+        if results[name].skipped:
+            phases.refuse_more_skips(run, name, results[name].reason)
 
 
 def forward_backward(run: Run, micro_batch: MicroBatch) -> None:
     """Accumulate the gradients of one micro-batch; the last one of a window reduces them."""
     with _NOTHING if micro_batch.last else run.strategy.no_sync(run.model):
         with run.precision.autocast():
-            output = run.training_step(run.model, micro_batch.data)
-            loss = run.weighting.weigh(output, micro_batch)
-        if micro_batch.last and run.strategy.processes.size > 1:
-            run.strategy.begin_reduction(run.model)
-        run.weighting.backward(loss, run.precision.backward)
+            losses = run.objectives.losses(run.training_step, micro_batch)
+        for objective, loss, others_follow in losses:
+            objective.backward(loss, is_last=micro_batch.last, retain_graph=others_follow)
 
 
-def update(run: Run, callbacks: CallbackList) -> None:
-    """Clip, apply the gradients, and advance what counts steps."""
-    config, state, optimizer = run.config, run.state, run.optimizer
-    loss, weight = run.weighting.result()
-    result = StepResult(loss, grad_norm=clip(run))
-    if run.closure is None:
-        run.precision.step(optimizer)
+def update(run: Run, objective: Objective) -> StepResult:
+    """Clip the gradients of an objective and apply them."""
+    loss, weight = objective.weighting.result()
+    result = StepResult(loss, objective.clip(run.config), weight=weight)
+    if objective.closure is None:
+        objective.precision.step(objective.optimizer)
     else:  # LBFGS and the like compute loss and gradients again
-        optimizer.step(run.closure)
+        objective.optimizer.step(objective.closure)
     if run.lr_schedule is not None:
-        run.lr_schedule.advance("step")
-    optimizer.zero_grad(set_to_none=True)
-    state.step += 1
-    state.consecutive_skips = 0
+        run.lr_schedule.advance("step", objective.name)
+    objective.optimizer.zero_grad(set_to_none=True)
     if run.logging.is_read:
-        run.logging.sums.add("loss", loss, weight)
+        of = f"/{objective.name}" if objective.name else ""
+        run.logging.sums.add(f"loss{of}", loss, weight)
         if result.grad_norm is not None:
-            run.logging.sums.add("grad_norm", result.grad_norm)
-    callbacks.emit(Callback.on_step_end, run, result)
-    if state.step == config.max_steps:
-        run.request_stop("max_steps", agreed=True)
+            run.logging.sums.add(f"grad_norm{of}", result.grad_norm)
+    return result
 
 
-def clip(run: Run) -> Tensor | None:
-    """Clip the gradients as the configuration says; return their norm before, where it is taken."""
-    config, norm = run.config, None
-    if config.max_grad_norm is not None:
-        norm = run.strategy.clip_grad_norm(run.parameters, config.max_grad_norm)
-    if config.max_grad_value is not None:
-        run.strategy.clip_grad_value(run.parameters, config.max_grad_value)
-    return norm
-
-
-def skip(run: Run, callbacks: CallbackList) -> None:
-    """Clear the gradients and leave everything else as it was (rule 9)."""
-    state = run.state
-    loss, _ = run.weighting.result()
-    reason, run.requests.skip = run.requests.skip or run.overflow(loss), None
-    run.optimizer.zero_grad(set_to_none=True)
-    state.skipped_steps += 1
-    state.consecutive_skips += 1
-    callbacks.emit(Callback.on_step_skipped, run, StepResult(loss, skipped=True, reason=reason))
-    run.refuse_more_skips(reason)
+def skip(run: Run, objective: Objective, reason: str | None = None) -> StepResult:
+    """Clear the gradients of an objective and leave everything else as it was (rule 9)."""
+    loss, weight = objective.weighting.result()
+    reason = reason or run.overflow(loss, objective.precision)
+    objective.optimizer.zero_grad(set_to_none=True)
+    return StepResult(loss, skipped=True, reason=reason, weight=weight)
 
 
 def end_epoch(run: Run, callbacks: CallbackList) -> None:
     """Count the epoch, then serve what its last step and its end ask for, once."""
     state = run.state
-    follow_plan(run)
+    phases.follow_plan(run)
     if run.lr_schedule is not None:
         run.lr_schedule.advance("epoch")
     state.epoch += 1
@@ -161,4 +161,4 @@ def end_epoch(run: Run, callbacks: CallbackList) -> None:
     callbacks.emit(Callback.on_epoch_end, run)
     if (end := run.end_reached) is not None:
         run.request_stop(end, agreed=True)
-    serve(run, callbacks)
+    phases.serve(run, callbacks)

@@ -20,7 +20,7 @@ from trainkit.training.state import TrainState
 from trainkit.types import AnyScheduler, Scalars, SchedulerFactory
 
 if TYPE_CHECKING:
-    from trainkit.training.several.optimizers import Optimizers
+    from trainkit.training.objectives import Objectives
 
 __all__ = ["LRSchedule", "LRSchedules", "NamedLR", "by_name", "make_lr_schedule"]
 
@@ -89,8 +89,13 @@ class LRSchedule:
             for _ in range(state.step if self.every == "step" else state.epoch):
                 self.scheduler.step()  # type: ignore[call-arg]
 
-    def advance(self, unit: Literal["step", "epoch"]) -> None:
-        """Advance after an applied update or at the end of an epoch, if that is its pace."""
+    def advance(self, unit: Literal["step", "epoch"], of: str = "") -> None:
+        """Advance after an applied update or at the end of an epoch, if that is its pace.
+
+        Args:
+            unit: What has ended.
+            of: Which of several optimizers it was for; "" for all.
+        """
         if self.metric is not None or self.every != unit:
             return
         if unit == "step":
@@ -122,7 +127,7 @@ class LRSchedules:
     """The schedules of several optimizers, by their names; all advance as one."""
 
     by_name: Mapping[str, LRSchedule]
-    optimizers: "Optimizers"
+    objectives: "Objectives"
 
     @property
     def every(self) -> str:
@@ -157,12 +162,12 @@ class LRSchedules:
     def catch_up(self, state: TrainState) -> None:
         """Bring schedules that were made for a new horizon to where the training is."""
         for name, each in self.by_name.items():
-            each.catch_up(replace(state, step=self.optimizers.by_name[name].steps))
+            each.catch_up(replace(state, step=self.objectives.by_name[name].steps))
 
-    def advance(self, unit: Literal["step", "epoch"], name: str = "") -> None:
+    def advance(self, unit: Literal["step", "epoch"], of: str = "") -> None:
         """Advance that of one optimizer, or those of all, if that is its pace."""
-        for own, each in self.by_name.items():
-            if name in ("", own):
+        for name, each in self.by_name.items():
+            if of in ("", name):
                 each.advance(unit)
 
     def advance_evaluation(self, metrics: Scalars) -> None:
@@ -173,7 +178,7 @@ class LRSchedules:
     def each(self, steps: int | None) -> Iterator[tuple[str, LRSchedule, int | None]]:
         """As for one schedule."""
         for name, schedule in self.by_name.items():
-            yield name, schedule, self.optimizers.planned(name, steps)
+            yield name, schedule, self.objectives.planned(name, steps)
 
 
 @dataclass(frozen=True, slots=True)

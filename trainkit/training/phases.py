@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from trainkit.distributed.collectives import require_equal
-from trainkit.errors import ConfigError, DataError, by_process, quoted
+from trainkit.errors import ConfigError, DataError, TrainkitError, by_process, quoted
 from trainkit.training.callback import Callback, CallbackList
 
 if TYPE_CHECKING:
@@ -21,7 +21,15 @@ if TYPE_CHECKING:
     from trainkit.training.weighting import Weighting
     from trainkit.types import Scalars
 
-__all__ = ["begin", "check_reached", "finish", "first_window", "follow_plan", "serve"]
+__all__ = [
+    "begin",
+    "check_reached",
+    "finish",
+    "first_window",
+    "follow_plan",
+    "refuse_more_skips",
+    "serve",
+]
 
 
 def begin(run: Run, callbacks: CallbackList) -> None:
@@ -52,7 +60,7 @@ def begin(run: Run, callbacks: CallbackList) -> None:
 
     run.evaluation.check(rehearse(run), run.print)
     run.restore_streams()
-    run.phase = "train"
+    run.enter("train")
     run.stop_reason = run.end_reached  # where a run is resumed that had ended
 
 
@@ -189,13 +197,30 @@ def follow_plan(run: Run) -> None:
     run.print(text)
 
 
+def refuse_more_skips(run: Run, name: str, reason: str | None) -> None:
+    """Raise where too many windows in a row were skipped, the last one for `reason`.
+
+    Args:
+        name: Of one of several optimizers; "" of all.
+    """
+    skips = run.optimizers.get(name, run.state).consecutive_skips
+    limit, of = run.config.max_consecutive_skips, f" for `{name}`" if name else ""
+    if skips > limit:
+        raise TrainkitError(
+            f"{skips} windows in a row were skipped{of}, the last one because {reason}; "
+            f"`max_consecutive_skips` is {limit}. Lower the learning rate, look for non-finite "
+            "inputs, or use bf16 or fp32."
+        )
+
+
 def serve(run: Run, callbacks: CallbackList) -> None:
     """Serve what is due after a window, or after an epoch."""
     requests = run.requests
-    _read_requests(run)
+    if run.flags is not None or run.interrupts.received:
+        _read_requests(run)
     stops = requests.stop is not None
-    due = run.is_log_step or (stops and not _is_interrupted(run))
-    if run.logging.is_read and due and run.state.step != run.logging.last_step:
+    is_new = run.logging.is_read and run.state.step != run.logging.last_step
+    if is_new and (run.is_log_step or (stops and not _is_interrupted(run))):
         _write_log(run, callbacks)
     if requests.evaluation or (stops and run.lacks_last_evaluation):
         _evaluate(run, callbacks)
@@ -209,7 +234,7 @@ def serve(run: Run, callbacks: CallbackList) -> None:
 
 def finish(run: Run, callbacks: CallbackList) -> None:
     """Serve what was asked for while the last window was served, and save the last step."""
-    run.phase = "end"
+    run.enter("end")
     _read_requests(run)
     logs = run.logging.is_read and not _is_interrupted(run)
     if logs and run.state.step != run.logging.last_step:
@@ -220,7 +245,7 @@ def finish(run: Run, callbacks: CallbackList) -> None:
         run.checkpoints.last_attempt = -1  # else each start of a finished run would evaluate anew
     run.strategy.share_buffers(run.module)
     _say_untrained(run)
-    if not run.weighting.is_finite():
+    if not run.objectives.is_finite():
         run.print(
             "trainkit: the loss of the last step is not finite. `callbacks=[NaNGuard()]` ends a "
             "run where that begins, and says where it comes from."
@@ -244,7 +269,7 @@ def _evaluate(run: Run, callbacks: CallbackList) -> None:
     if saver is not None and saver.weights_only:  # what its weights are compared with must be there
         _note_saved(run, callbacks, saver.wait())
     with run.weights.held(error_is_last=True):
-        phase, run.phase = run.phase, "evaluate"
+        phase = run.enter("evaluate")
         run.strategy.share_buffers(run.module)
         callbacks.emit(Callback.on_evaluation_start, run)
         _say_untrained(run)
@@ -266,7 +291,11 @@ def _evaluate(run: Run, callbacks: CallbackList) -> None:
         evaluation.is_planned, run.requests.evaluation = run.requests.evaluation, False
         evaluation.last_attempt = run.state.attempts
         run.metrics = metrics
-        _keep_best(run, metrics)
+        evaluation.learn(evaluation.metrics, metrics)
+        for name, is_higher_better in evaluation.ends().items():
+            if not math.isnan(value := metrics.get(name, math.nan)):
+                best = run.best_metrics.get(name, value)
+                run.best_metrics[name] = (max if is_higher_better else min)(best, value)
         evaluation.check(metrics, run.print)
         if run.lr_schedule is not None and evaluation.is_planned:
             run.lr_schedule.advance_evaluation(metrics)
@@ -275,7 +304,7 @@ def _evaluate(run: Run, callbacks: CallbackList) -> None:
 
             save_weights(run, callbacks)
         callbacks.emit(Callback.on_evaluation_end, run, metrics)
-        run.phase = phase
+        run.enter(phase)
 
 
 def _check_replicas(run: Run) -> None:
@@ -285,15 +314,6 @@ def _check_replicas(run: Run) -> None:
 
         parameters = dict(run.module.named_parameters())
         check_replicas(run.strategy, parameters, [run.optimizer], f"after step {run.state.step}")
-
-
-def _keep_best(run: Run, metrics: Scalars) -> None:
-    """Note the best value of the metrics of which it is known what is better."""
-    run.evaluation.learn(run.evaluation.metrics, metrics)
-    for name, is_higher_better in run.evaluation.ends().items():
-        if not math.isnan(value := metrics.get(name, math.nan)):
-            best = run.best_metrics.get(name, value)
-            run.best_metrics[name] = (max if is_higher_better else min)(best, value)
 
 
 def _read_requests(run: Run) -> None:
@@ -333,7 +353,7 @@ def _save(run: Run, callbacks: CallbackList) -> None:
     due, run.requests.checkpoint = run.requests.checkpoint, False
     if not due or run.checkpoints.last_attempt == run.state.attempts:
         return
-    phase, run.phase = run.phase, "save"
+    phase = run.enter("save")
     callbacks.emit(Callback.on_checkpoint_start, run)
     _note_saved(run, callbacks, saver.wait())
     stops = run.requests.stop is not None or run.stop_reason is not None
@@ -344,7 +364,7 @@ def _save(run: Run, callbacks: CallbackList) -> None:
         path = saver.save(run.state.step, collect(run, callbacks), about)
     run.checkpoints.last_attempt = run.state.attempts
     _note_saved(run, callbacks, path)
-    run.phase = phase
+    run.enter(phase)
 
 
 def _note_saved(run: Run, callbacks: CallbackList, path: Path | None) -> None:

@@ -20,7 +20,7 @@ from trainkit.basics import rng
 from trainkit.basics.signals import Interrupted, Interrupts, is_interactive
 from trainkit.distributed import AsyncFlags, Processes, collective_guard
 from trainkit.distributed.collectives import first_with
-from trainkit.errors import ConfigError, TrainkitError
+from trainkit.errors import ConfigError, quoted
 from trainkit.training.evaluation_weights import EvaluationWeights
 from trainkit.training.logging import RunServices
 from trainkit.training.state import TrainState
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from trainkit.strategies import Strategy
     from trainkit.training.evaluation import RunEvaluation
     from trainkit.training.lr_schedule import LRSchedule, LRSchedules
-    from trainkit.training.several.optimizers import NamedOptimizer, Weight
-    from trainkit.training.weighting import Weighting
+    from trainkit.training.objectives import Objectives
+    from trainkit.training.several.objectives import NamedObjective, Weight
     from trainkit.types import Batch, Scalars, Stateful, StepOutput
 
 __all__ = ["FitResult", "Requests", "Run"]
@@ -159,13 +159,12 @@ class Run(RunServices):
     config: TrainConfig
     strategy: Strategy
     precision: Precision
-    model: nn.Module  # as wrapped by the strategy: what the training step gets
     module: nn.Module  # the user's own
     optimizer: Optimizer
     lr_schedule: LRSchedule | LRSchedules | None
     train_loader: PreparedLoader
     training_step: Callable[[nn.Module, Batch], Any]
-    weighting: Weighting
+    objectives: Objectives
     planned_steps: int | None
     evaluation: RunEvaluation
     checkpoints: RunCheckpoints = field(default_factory=RunCheckpoints)
@@ -198,8 +197,6 @@ class Run(RunServices):
     with them, and after the end a save holds them."""
     number: int = field(default_factory=lambda: next(_fits))
     """Which `fit` of this process it is, from 1 on."""
-    closure: Callable[[], Any] | None = None
-    """What the optimizer computes loss and gradients of the window by once more; see `closure`."""
     left_out: set[str] = field(default_factory=set)  # trainable, in no optimizer: nothing to say
     check_order: Callable[[], None] | None = None  # once, before the first window of a resume
     recut: Callable[[Generator[Window, None, None]], Generator[Window, None, None]] | None = None
@@ -224,9 +221,11 @@ class Run(RunServices):
         """What the run is doing: setup, train, evaluate, save, end, done."""
         return self.clock.phase
 
-    @phase.setter
-    def phase(self, phase: str) -> None:
+    def enter(self, phase: str) -> str:
+        """Note that another phase begins, and return the present one; `clock` counts seconds."""
+        present = self.clock.phase
         self.clock.enter(phase)
+        return present
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -234,9 +233,14 @@ class Run(RunServices):
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     @property
-    def optimizers(self) -> Mapping[str, NamedOptimizer]:
+    def model(self) -> nn.Module:
+        """What the training step gets: the module as the strategy has wrapped it."""
+        return self.objectives.model
+
+    @property
+    def optimizers(self) -> Mapping[str, NamedObjective]:
         """Several optimizers by name, with the updates of each; empty where there is one."""
-        return getattr(self.optimizer, "by_name", {})
+        return self.objectives.by_name
 
     def optimize(
         self,
@@ -263,9 +267,14 @@ class Run(RunServices):
         Raises:
             ConfigError: There is one optimizer, none of this name, or `loss` cannot be used.
         """
-        from trainkit.training.several.optimizers import take_loss  # most runs have one
-
-        take_loss(self.optimizer, name, loss, weight, loader, self.train_loader.parts)
+        loaders = self.train_loader.parts
+        if loader and loader not in (loaders or ()):
+            are = f"the training loaders are {quoted([*loaders])}" if loaders else "there is one"
+            raise ConfigError(
+                f"`run.optimize` was given the loader {loader!r}, but {are}. Of several, pass the "
+                "one whose samples the loss is a mean over, by its name in the batch."
+            )
+        self.objectives.optimize(name, loss, weight, loader or "")
 
     def windows(self) -> Generator[Window, None, None]:
         """Return the windows of what is left of the current epoch."""
@@ -404,10 +413,8 @@ class Run(RunServices):
         self.streams = rng.state_dict(self.strategy.device)
         if self.checkpoints.saver is not None:
             self.checkpoints.saver.close()
-        self.model = self.module
-        for each in self.optimizers.values():
-            each.model = None
-        self.phase = "done"
+        self.objectives.close()
+        self.enter("done")
 
     def interruption(self) -> Interrupted | None:
         """Say what a signal has ended, and return what ends the program.
@@ -445,34 +452,14 @@ class Run(RunServices):
         if streams is not None:
             rng.load_state_dict(streams, self.strategy.device)
 
-    def overflow(self, loss: Tensor, precision: Precision | None = None) -> str:
+    def overflow(self, loss: Tensor, precision: Precision) -> str:
         """Return why a window is skipped; raise where its overflow leaves no way on."""
-        if (precision or self.precision).exhausted:
+        if precision.exhausted:
             from trainkit.training.overflow import low_scale  # most runs need none of it
 
             named = self.module.named_parameters()
             raise low_scale(self.strategy, named, loss, step=self.state.step)
         return "the gradients overflowed"
-
-    def reduce_gradients(self) -> None:
-        """Make the gradients of a window those of all processes."""
-        if self.strategy.processes.size > 1:
-            self.model = self.strategy.finish_reduction(self.model, self.precision)
-        if (correction := self.weighting.correction()) is not None:
-            self.strategy.scale_gradients(self.parameters, correction)
-        if self.state.step == self.state.skipped_steps == 0:
-            self.strategy.check_gradients(self.module)
-
-    def refuse_more_skips(self, reason: str, of: NamedOptimizer | None = None) -> None:
-        """Raise where too many windows in a row were skipped, the last one for `reason`."""
-        skips, limit = (of or self.state).consecutive_skips, self.config.max_consecutive_skips
-        where = f" for `{of.name}`" if of is not None and of.name else ""
-        if skips > limit:
-            raise TrainkitError(
-                f"{skips} windows in a row were skipped{where}, the last one because {reason}; "
-                f"`max_consecutive_skips` is {limit}. Lower the learning rate, look for "
-                "non-finite inputs, or use bf16 or fp32."
-            )
 
     @contextmanager
     def as_zero_weight(self, *, gathers: bool = False) -> Iterator[None]:

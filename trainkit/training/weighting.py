@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from trainkit.basics.device import wide_dtype
 from trainkit.data import MicroBatch, Window
@@ -55,8 +56,8 @@ class Term(NamedTuple):
     loader: str = ""
 
 
-class _Sum:
-    """The losses of a window, on this process, that share one T.
+class _BySample:
+    """The losses of a window, on this process, that count by samples and share one T.
 
     Attributes:
         total: T, or T0 until it is known.
@@ -66,27 +67,50 @@ class _Sum:
 
     def __init__(self, total: Any) -> None:
         self.total = total
-        self.weight: Weight = 0
+        self.weight: Any = 0
         self.gradients: list[Tensor | None] = []
-        self.losses: list[tuple[Tensor, Weight]] = []
+        self.losses: list[tuple[Tensor, Any]] = []
 
-    def weigh(self, loss: Tensor, weight: Weight, size: int) -> Tensor:
+    def weigh(self, loss: Tensor, weight: Any, size: int) -> Tensor:
         """Take in a loss, and return what is to be run backward of it."""
         self.losses.append((loss.detach(), weight))
-        self.weight = self.weight + weight if self.losses[1:] else weight
-        if not isinstance(weight, Tensor):
-            share = weight * size / self.total
-            return loss if share == 1 else loss * share
-        if self.total is not weight:
-            weighed = loss * (weight * size / self.total).to(loss.dtype)
-        else:  # one micro-batch on one process
-            weighed = loss
-        # A mean over no items is NaN; it must not reach the sum.
-        return torch.where(weight > 0, weighed, torch.zeros_like(loss))
+        self.weight += weight
+        share = weight * size / self.total
+        return loss if share == 1 else loss * share
 
     def of_losses(self) -> Tensor:
         """Return the sum of `w * l`."""
-        return torch.stack([_times(loss, weight) for loss, weight in self.losses]).sum()
+        counted = [loss * w if w else torch.zeros_like(loss) for loss, w in self.losses]
+        return torch.stack(counted).sum()
+
+    def mean(self) -> Tensor:
+        """Return the mean of the losses; the latest where none counts."""
+        return torch.div(self.of_losses(), self.weight) if self.weight else self.losses[-1][0]
+
+
+class _ByWeight(_BySample):
+    """The same for losses with a weight that the step tells: it stays on the device.
+
+    A mean over no items is NaN, which must not reach a sum.
+    """
+
+    @override
+    def weigh(self, loss: Tensor, weight: Tensor, size: int) -> Tensor:
+        self.losses.append((loss.detach(), weight))
+        self.weight = self.weight + weight if self.losses[1:] else weight
+        weighed = loss
+        if self.total is not weight:  # else it is one micro-batch on one process
+            weighed = loss * (weight * size / self.total).to(loss.dtype)
+        return torch.where(weight > 0, weighed, torch.zeros_like(loss))
+
+    @override
+    def of_losses(self) -> Tensor:
+        counted = [torch.where(w > 0, loss * w, torch.zeros_like(loss)) for loss, w in self.losses]
+        return torch.stack(counted).sum()
+
+    @override
+    def mean(self) -> Tensor:
+        return torch.div(self.of_losses(), self.weight)
 
 
 class Weighting:
@@ -120,7 +144,7 @@ class Weighting:
         of: str = "",
     ) -> None:
         self.samples = 0
-        self._strategy, self._module, self._log, self._of = strategy, module, log, of
+        self.strategy, self.module, self.log, self._of = strategy, module, log, of
         self._processes = strategy.processes
         # Between forward and backward a sharded module has others.
         self.parameters = [*module.parameters()]
@@ -129,13 +153,18 @@ class Weighting:
         self._rows_vary = rows_vary
         self._forms: dict[tuple[str, ...], list[tuple[str, bool]]] = {}  # of what steps return
         self._is_plain = False  # whether steps return one loss, which counts by samples
-        self._sums: dict[str, _Sum] = {}
+        self._sums: dict[str, _BySample] = {}
+
+    @property
+    def has_own_samples(self) -> bool:
+        """Whether this process has real samples in the window so far."""
+        return self._own_samples > 0
 
     def begin(self, window: Window) -> None:
         """Start a window."""
         self._window = window
         self._sums = {}
-        self._apart: list[tuple[_Sum, Tensor]] = []  # losses of this micro-batch, for `backward`
+        self._apart: list[tuple[_BySample, Tensor]] = []  # of this micro-batch, for `backward`
         self._scales: dict[str, Tensor] = {}  # T0 / T of each sum, once they are known
         self._own_samples = self.samples = 0
         self._is_whole = False  # whether the window is one micro-batch
@@ -147,13 +176,16 @@ class Weighting:
         self._own_samples += micro_batch.counts[self._processes.rank]
         size = self._processes.size
         if self._is_plain:
-            loss, weight = parse(output)
+            if isinstance(output, StepOutput):
+                loss, weight = output.loss, output.weight
+            else:
+                loss, weight = parse(output)
             if weight is None:
                 loss = _scalar(loss) if loss.ndim else loss
                 if not self._sums:
                     self._is_whole = micro_batch.last
                     known = None if self._rows_vary else self._window.total
-                    self._sums[""] = _Sum(known or self._guessed(micro_batch))
+                    self._sums[""] = _BySample(known or self._guessed(micro_batch))
                 loss = self._sums[""].weigh(loss, micro_batch.count, size)
                 if self._rows_vary and micro_batch.last:
                     self._rows = self._begin_rows(self._sums[""])  # while the backward runs
@@ -200,7 +232,7 @@ class Weighting:
             run_backward(loss, **options)
             return
         apart, self._apart = self._apart, []
-        with self._strategy.gradients_apart(self._module):
+        with self.strategy.gradients_apart(self.module):
             for each, own in apart:
                 with self._gradients_of(each):
                     run_backward(own, **(options if own is loss else {"retain_graph": True}))
@@ -212,10 +244,10 @@ class Weighting:
 
         Every process must call it once a window: it sums the weights that steps returned.
         """
-        if len(self._sums) > 1 or (self._is_whole and not self._rows_vary):
+        if (self._is_whole and not self._rows_vary) or len(self._sums) > 1:
             return None
         ((key, only),) = self._sums.items()
-        if isinstance(only.weight, Tensor):
+        if isinstance(only, _ByWeight):
             if self._is_whole:
                 return None
             return _ratio(only.total, self._processes.all_reduce(only.weight.clone()))
@@ -231,17 +263,12 @@ class Weighting:
 
         The mean over the processes, by these weights, is the loss of the window.
         """
-        sums = [*self._sums.values()]
-        if sums[1:]:
-            loss = torch.stack([_ratio(each.of_losses(), each.total) for each in sums]).sum()
-            own = self._own_samples
+        first, *others = self._sums.values()
+        if others:
+            shares = [_ratio(each.of_losses(), each.total) for each in (first, *others)]
+            loss, own = torch.stack(shares).sum(), self._own_samples
             return loss * (self.samples / own if own else 1), own
-        losses, weight = sums[0].losses, sums[0].weight
-        if not losses[1:]:
-            return losses[0]
-        if not isinstance(weight, Tensor) and weight == 0:
-            return losses[-1][0], 0
-        return sums[0].of_losses() / weight, weight
+        return first.mean() if first.losses[1:] else first.losses[0][0], first.weight
 
     def is_finite(self) -> bool:
         """Return whether the latest loss of this process is finite; reads the device."""
@@ -250,7 +277,7 @@ class Weighting:
         loss, weight = self.result()
         return bool(torch.isfinite(loss)) or float(weight) == 0
 
-    def _begin_rows(self, only: _Sum) -> Pending:
+    def _begin_rows(self, only: _BySample) -> Pending:
         return self._processes.all_reduce_async(torch.tensor(only.weight))
 
     def _terms(self, output: object, micro_batch: MicroBatch) -> list[Term]:
@@ -283,11 +310,11 @@ class Weighting:
                 f"{_described(self._forms[loaders])} for the first micro-batch{of}. Return the "
                 "same always, and a weight with the same ones."
             )
-        if self._log.is_read:
+        if self.log.is_read:
             for name, loss, weight, batch, _ in terms:
                 if name and batch.count:
                     key = f"loss/{self._of}/{name}" if self._of else f"loss/{name}"
-                    self._log.add({key: loss}, batch.count if weight is None else weight, "mean")
+                    self.log.add({key: loss}, batch.count if weight is None else weight, "mean")
 
     def _expect(self, weights: Mapping[str, Weight], micro_batch: MicroBatch) -> None:
         """Begin the sums of a window, by its first micro-batch: T where known, else T0."""
@@ -297,11 +324,11 @@ class Weighting:
         totals = self._over_processes(open_sums)
         for key in weights:
             if key not in totals:
-                self._sums[key] = _Sum(self._known_total(key) or self._guessed(micro_batch))
+                self._sums[key] = _BySample(self._known_total(key) or self._guessed(micro_batch))
             elif self._is_whole and self._processes.size == 1:
-                self._sums[key] = _Sum(totals[key])
+                self._sums[key] = _ByWeight(totals[key])
             else:
-                self._sums[key] = _Sum(_positive(totals[key] * many))
+                self._sums[key] = _ByWeight(_positive(totals[key] * many))
 
     def _guessed(self, micro_batch: MicroBatch) -> int:
         """Return the samples of a window, as its first micro-batch lets one expect them."""
@@ -328,7 +355,7 @@ class Weighting:
         scales, self._scales = self._scales, {}
         for key, scale in scales.items():
             with self._gradients_of(self._sums[key]):
-                self._strategy.scale_gradients(parameters, scale)
+                self.strategy.scale_gradients(parameters, scale)
             for parameter, gradient in zip(parameters, self._sums[key].gradients, strict=True):
                 if parameter.grad is None:
                     parameter.grad = gradient
@@ -336,7 +363,7 @@ class Weighting:
                     parameter.grad += gradient
 
     @contextmanager
-    def _gradients_of(self, each: _Sum) -> Iterator[None]:
+    def _gradients_of(self, each: _BySample) -> Iterator[None]:
         """Let `.grad` be what one sum has accumulated."""
         others = [parameter.grad for parameter in self.parameters]
         given = each.gradients or [None] * len(others)
@@ -466,10 +493,3 @@ def _ratio(value: Tensor, total: Weight) -> Tensor:
     """Return `value / total`, and 0 where nothing had a weight."""
     ratio = value / total
     return torch.where(total > 0, ratio, 0) if isinstance(total, Tensor) else ratio
-
-
-def _times(loss: Tensor, weight: Weight) -> Tensor:
-    """Return `loss * weight`, and 0 for a mean over no items, which is NaN."""
-    if isinstance(weight, Tensor):
-        return torch.where(weight > 0, loss * weight, torch.zeros_like(loss))
-    return loss * weight if weight else torch.zeros_like(loss)

@@ -30,7 +30,7 @@ from trainkit.training.resume.reference import describe_base, left_out
 from trainkit.training.run import Run
 from trainkit.training.setup.epoch_order import order_of
 from trainkit.training.setup.run_folder import own_folder
-from trainkit.training.several.optimizers import COUNTERS, Optimizers
+from trainkit.training.several.objectives import COUNTERS
 from trainkit.training.state import TrainState
 
 _COUNTERS = Only(dict.fromkeys(TrainState().state_dict(), int))
@@ -62,8 +62,6 @@ class RunState:
     @classmethod
     def of(cls, run: Run) -> "RunState":
         """Return that of a run, without its callbacks, objects and data sets."""
-        optimizer = run.optimizer
-        several = optimizer.training_state() if isinstance(optimizer, Optimizers) else None
         return cls(
             counters=run.state.state_dict(),
             lr_scheduler=run.lr_schedule and run.lr_schedule.scheduler.state_dict(),
@@ -74,8 +72,8 @@ class RunState:
             last_evaluated_attempt=run.evaluation.last_attempt,
             callbacks={},
             objects={},
-            optimizer_states=len(parameter_states(optimizer)),
-            optimizers=several,
+            optimizer_states=len(parameter_states(run.optimizer)),
+            optimizers=run.objectives.state_dict() if run.optimizers else None,
         )
 
     def as_part(self) -> dict[str, Any]:
@@ -214,14 +212,14 @@ def save_weights(run: Run, callbacks: CallbackList) -> None:
     if run.checkpoint is None:  # nothing to resume from: what began anew would find these weights
         run.requests.checkpoint = True
         return
-    phase, run.phase = run.phase, "save"
+    phase = run.enter("save")
     about = describe(run, callbacks)
     about.pop("evaluated_weights", None)  # the model holds them
     if "finite" not in about:
         model, strategy = {"model": _model_state(run)}, run.strategy
         parts = parts_of_rank(strategy.processes, model, None, sharded=strategy.sharded)
         saver.save(step, parts, about | {"weights_only": True})
-    run.phase = phase
+    run.enter(phase)
 
 
 def save_now(run: Run | None, callbacks: CallbackList) -> Path:

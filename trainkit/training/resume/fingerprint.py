@@ -132,7 +132,7 @@ def overruled_settings(saved: Sequence[Mapping[str, Any]], run: Run) -> list[str
 def _given_settings(optimizer: Optimizer) -> list[str]:
     """Return the defaults that a caller can set: some optimizers also count in their groups."""
     if isinstance(optimizer, Optimizers):
-        return [n for each in optimizer.by_name.values() for n in _given_settings(each.optimizer)]
+        return [n for part in optimizer.parts.values() for n in _given_settings(part)]
     known = signature(type(optimizer)).parameters
     takes_more = any(p.kind is Parameter.VAR_KEYWORD for p in known.values())
     return [name for name in optimizer.defaults if takes_more or name in known]

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from trainkit.basics import rng
 from trainkit.checkpoint import Checkpoint
@@ -45,7 +44,7 @@ from trainkit.training.resume.fingerprint import (
 from trainkit.training.resume.reference import check_base, read_model
 from trainkit.training.run import Run
 from trainkit.training.setup.epoch_order import order_problems, say_changes
-from trainkit.training.several.optimizers import Optimizers, described
+from trainkit.training.several.optimizers import described
 
 
 def restore(
@@ -53,7 +52,7 @@ def restore(
     callbacks: CallbackList,
     resume: str | Path,
     schedule: str | None,
-    remake: Callable[[Optimizer, int | None], LRSchedule | LRSchedules | None],
+    remake: Callable[[int | None], LRSchedule | LRSchedules | None],
 ) -> None:
     """Put a run back to where a checkpoint was made; one that finds none starts afresh.
 
@@ -64,7 +63,7 @@ def restore(
         callbacks: Its callbacks.
         resume: "auto", "must", or the folder of a checkpoint.
         schedule: What to do where `max_epochs` or `max_steps` changed.
-        remake: Makes the learning-rate schedule of an optimizer for a number of planned steps.
+        remake: Makes the learning-rate schedule of the run for a number of planned steps.
 
     Raises:
         CheckpointError: Nothing can be resumed, or the checkpoint does not fit; on all processes.
@@ -87,7 +86,7 @@ def restore(
     run_on_all(processes, lambda: check_base(Path(folder), metadata, run.module))
     planned = metadata["planned_steps"]
     if schedule == "keep" and planned != run.planned_steps:
-        run.lr_schedule = remake(run.optimizer, planned)  # it must end where it would have ended
+        run.lr_schedule = remake(planned)  # it must end where it would have ended
         run.scheduled_steps = planned
     run_on_all(processes, lambda: _apply(run, callbacks, loaded, schedule))
     say_changes(metadata, run)
@@ -301,9 +300,9 @@ def _apply(run: Run, callbacks: CallbackList, loaded: _Loaded, schedule: str | N
     with applying("The model", path):
         load_model(run.module, loaded.model, older=older)
     run.state.load_state_dict(state.counters)
-    if isinstance(run.optimizer, Optimizers):
+    if run.optimizers:
         with applying("The optimizers", path):
-            run.optimizer.load_training_state(state.optimizers)
+            run.objectives.load_state_dict(state.optimizers)
     rescaled = schedule == "rescale" and run.lr_schedule is not None
     with applying("The optimizer", path):
         _load_optimizer(run, loaded, rescaled=rescaled)

@@ -3,8 +3,9 @@
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
@@ -20,13 +21,13 @@ from trainkit.lazy import ask
 from trainkit.metrics.metric import Metric
 from trainkit.precision import Precision
 from trainkit.strategies import DDP, SingleDevice, Strategy
-from trainkit.types import OptimizerFactory, Stateful, class_name
+from trainkit.types import LossFn, OptimizerFactory, Stateful, class_name
 
 __all__ = [
+    "FitSettings",
     "check_callbacks",
     "check_compile",
     "check_evaluations",
-    "check_how",
     "check_initialised",
     "check_model",
     "check_new_run",
@@ -235,28 +236,45 @@ def check_evaluations(loaders: Mapping[str, PreparedLoader]) -> None:
             )
 
 
-def check_how(resume: Any, schedule: object, restore_best: object) -> dict[str, Any]:
-    """Return how a training begins and ends, a path as an absolute one; raise where it cannot."""
-    check_argument("restore_best", restore_best, bool)
-    if schedule not in (None, "keep", "rescale"):
-        raise ConfigError(f'`schedule` must be "keep" or "rescale", but is {schedule!r}.')
-    if schedule is not None and resume is None:
-        raise ConfigError(
-            f'`schedule="{schedule}"` says how to resume, but `resume` was not given. Pass '
-            '`resume="auto"`, or leave it out.'
-        )
-    if not isinstance(resume, str | Path | None) or resume == "":
-        wanted = 'None, "auto", "must" or the folder of a checkpoint'
-        raise ConfigError(f"`resume` must be {wanted}, but is {resume!r}.")
-    if resume is not None and resume not in _RESUMES:
-        from trainkit.basics.outputs import absolute  # most runs need none of it
-        from trainkit.basics.parsing import nearest
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FitSettings:
+    """What `Trainer.fit` was given beside a model and loaders; how it begins is checked.
 
-        hint = nearest(str(resume), _RESUMES)
-        if hint and not Path(str(resume)).exists():
-            raise ConfigError(f"`resume={str(resume)!r}` is no folder of a checkpoint.{hint}")
-        resume = absolute(resume, "resume")
-    return {"resume": resume, "schedule": schedule, "restore_best": restore_best}
+    Raises:
+        ConfigError: It cannot begin or end so.
+    """
+
+    optimizer: Any = None
+    lr_scheduler: Any = None
+    warmup: float = 0
+    loss_fn: LossFn | None = None
+    resume: str | Path | None = None
+    """A path is made an absolute one."""
+    schedule: Literal["keep", "rescale"] | None = None
+    restore_best: bool = False
+
+    def __post_init__(self) -> None:
+        resume: Any = self.resume
+        schedule = self.schedule
+        check_argument("restore_best", self.restore_best, bool)
+        if schedule not in (None, "keep", "rescale"):
+            raise ConfigError(f'`schedule` must be "keep" or "rescale", but is {schedule!r}.')
+        if schedule is not None and resume is None:
+            raise ConfigError(
+                f'`schedule="{schedule}"` says how to resume, but `resume` was not given. Pass '
+                '`resume="auto"`, or leave it out.'
+            )
+        if not isinstance(resume, str | Path | None) or resume == "":
+            wanted = 'None, "auto", "must" or the folder of a checkpoint'
+            raise ConfigError(f"`resume` must be {wanted}, but is {resume!r}.")
+        if resume is not None and resume not in _RESUMES:
+            from trainkit.basics.outputs import absolute  # most runs need none of it
+            from trainkit.basics.parsing import nearest
+
+            hint = nearest(str(resume), _RESUMES)
+            if hint and not Path(str(resume)).exists():
+                raise ConfigError(f"`resume={str(resume)!r}` is no folder of a checkpoint.{hint}")
+            object.__setattr__(self, "resume", absolute(resume, "resume"))
 
 
 def read_hparams(given: Any) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from contextlib import suppress
 from typing import Any
 
 from trainkit.basics.hparams import changed
-from trainkit.data import PreparedLoader
 from trainkit.data.order_facts import OWN, changed_facts, run_to
 from trainkit.distributed.collectives import require_equal
 from trainkit.errors import CheckpointError, ConfigError, by_process
@@ -28,7 +27,8 @@ _SETTINGS = (
 def check_order(run: Run) -> None:
     """Raise, on all processes, where they draw other orders, of which each takes its part."""
     loader, processes = run.train_loader, run.strategy.processes
-    parts = [p for p in (loader.parts or {"": loader}).values() if _is_map_style(p)]
+    each = (loader.parts or {"": loader}).values()
+    parts = [part for part in each if part.order_facts().get("data") == "map-style"]
     if processes.size == 1 or not parts:
         return
     epoch, accumulation = run.state.epoch, run.config.gradient_accumulation_steps
@@ -43,10 +43,6 @@ def check_order(run: Run) -> None:
         )
 
     require_equal(processes, digest, complain)
-
-
-def _is_map_style(loader: PreparedLoader) -> bool:
-    return loader.order_facts().get("data") == "map-style"
 
 
 def order_of(run: Run) -> dict[str, Any]:

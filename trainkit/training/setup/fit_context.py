@@ -1,11 +1,11 @@
 """What surrounds a fit: calls inside calls, the watch, compilation, its end."""
 
-from collections.abc import Callable, Iterator, Mapping
+import os
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
 
@@ -14,10 +14,12 @@ from trainkit.basics.config import TrainConfig
 from trainkit.data import PreparedLoader
 from trainkit.distributed import collective_guard
 from trainkit.errors import ConfigError
-from trainkit.training import loop
-from trainkit.training.callback import Step
-from trainkit.training.default_steps import for_each_loader
+from trainkit.lazy import ask
+from trainkit.strategies import Strategy
+from trainkit.training.callback import CallbackList
+from trainkit.training.logging import Log
 from trainkit.training.run import FitResult, Run
+from trainkit.training.setup.arguments import FitSettings
 from trainkit.training.weighting import Weighting
 
 if TYPE_CHECKING:
@@ -25,12 +27,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Calls",
+    "Course",
     "compiling",
     "conditions",
+    "course_of",
     "end",
-    "loop_step",
     "make_weighting",
-    "step_for",
     "watched",
 ]
 
@@ -38,14 +40,13 @@ MOST_EVALUATIONS = 2
 """How many evaluations that a user calls may be inside each other."""
 
 
-def step_for(step: Callable[..., Any], loader: PreparedLoader) -> Callable[..., Any]:
-    """Return a trainer's step; that of `Trainer` itself takes several loaders one by one."""
-    is_default = step.__module__ == "trainkit.trainer"
-    return partial(for_each_loader, step) if loader.parts and is_default else step
-
-
 def make_weighting(
-    loader: PreparedLoader, accumulation: int, *parts: Any, of: str = ""
+    loader: PreparedLoader,
+    accumulation: int,
+    strategy: Strategy,
+    module: nn.Module,
+    log: Log,
+    of: str = "",
 ) -> Weighting:
     """Return what weighs the losses of a loader, or of several; see `Weighting`."""
     kind: type[Weighting] = Weighting
@@ -55,7 +56,9 @@ def make_weighting(
         )
 
     return kind(
-        *parts,
+        strategy,
+        module,
+        log,
         nominal=loader.nominal_window(accumulation),
         accumulation=accumulation,
         rows_vary=loader.rows_vary,
@@ -153,15 +156,41 @@ def end(run: Run) -> FitResult:
     return result
 
 
-def loop_step(run: Run) -> Step:
-    """Return the step of the loop: others with several optimizers, and with closures."""
-    from trainkit.training.closure import closure_for
+class Course(AbstractContextManager[Any], Protocol):
+    """How a fit begins and ends; what is between is done inside of it."""
 
-    run.closure = closure = closure_for(run)
-    if closure is not None:
-        return closure.train_step
-    if not run.optimizers:
-        return loop.train_step
-    from trainkit.training.several import several_optimizers  # most runs have one
+    def begin(
+        self, run: Run, callbacks: CallbackList, new_run: bool
+    ) -> tuple[str | Path | None, CallbackList]:
+        """Choose where a run writes; return what it resumes, and its callbacks."""
 
-    return several_optimizers.train_step
+    def end(self, run: Run) -> FitResult:
+        """Return what a run came to that has ended."""
+
+
+class AsAsked(nullcontext[None]):
+    """The course of a fit that is what its caller asked for."""
+
+    def __init__(self, resume: str | Path | None) -> None:
+        super().__init__()
+        self._resume = resume
+
+    def begin(
+        self, run: Run, callbacks: CallbackList, new_run: bool
+    ) -> tuple[str | Path | None, CallbackList]:
+        """Begin where it was asked for, with the callbacks that were given."""
+        from trainkit.training.setup.run_folder import choose_folder
+
+        return choose_folder(run, self._resume, new_run), callbacks
+
+    def end(self, run: Run) -> FitResult:
+        """End as every training does."""
+        return end(run)
+
+
+def course_of(settings: FitSettings) -> Course:
+    """Return the course of a `fit`; a replay where the program was started for one."""
+    if "TRAINKIT_REPLAY" not in os.environ:
+        return AsAsked(settings.resume)
+    replay: Course = ask("Replay").started()
+    return replay

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from trainkit.basics import rng
 from trainkit.containers.tree import count_samples, parts
 from trainkit.data import MicroBatch, Window
-from trainkit.training.default_steps import item_count
+from trainkit.training.default_steps import is_default, item_count
 from trainkit.training.modes import in_evaluation_mode
 from trainkit.training.run import Run
 from trainkit.training.unchanged import kept
@@ -29,10 +29,8 @@ def check_loss(run: Run, window: Window) -> None:
     Asked is the default step of a model with a loss of its own, about the first micro-batch of at
     least two samples. A sharded model is not asked.
     """
-    step = run.training_step
-    step = step.args[0] if isinstance(step, partial) else step  # for each of several loaders
-    is_default = step.__module__ == "trainkit.trainer" and run.evaluation.evaluator.loss_fn is None
-    if is_default and not run.strategy.sharded:
+    is_its_own = is_default(run.training_step) and run.evaluation.evaluator.loss_fn is None
+    if is_its_own and not run.strategy.sharded:
         window.through(partial(_seen, run))
 
 

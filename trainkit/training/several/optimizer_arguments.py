@@ -2,19 +2,21 @@
 
 import copy
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 from torch.optim import Optimizer
 
-from trainkit.basics.config import check_whole
+from trainkit.basics.config import TrainConfig, check_whole
 from trainkit.basics.parsing import nearest
 from trainkit.errors import ConfigError, quoted
 from trainkit.precision import Precision
 from trainkit.strategies import Strategy
-from trainkit.training.lr_schedule import LRSchedules
+from trainkit.training.lr_schedule import LRSchedule, LRSchedules
+from trainkit.training.objectives import Objective, Objectives
 from trainkit.training.setup.arguments import check_optimizer, check_override
-from trainkit.training.several.optimizers import NamedOptimizer, Optimizers
+from trainkit.training.several.objectives import ByName, NamedObjective, OneLoss, Turns
+from trainkit.training.several.optimizers import Optimizers
 from trainkit.training.weighting import Weighting
 from trainkit.types import Alternating, class_name
 
@@ -23,77 +25,93 @@ __all__ = ["make", "make_optimizers", "make_schedules"]
 _STEP = "training_step_"
 
 
+class Configures(Protocol):
+    """A trainer, as far as it makes optimizers."""
+
+    config: TrainConfig
+    strategy: Strategy
+    precision: Precision
+
+    def configure_optimizer(self, model: nn.Module, optimizer: Any) -> Optimizer:
+        """Return one."""
+
+    def configure_optimizers(
+        self, model: nn.Module, optimizers: Any
+    ) -> Mapping[str, Optimizer] | Alternating:
+        """Return several by name."""
+
+
 def make(
-    trainer: Any,
-    base: type,
-    module: nn.Module,
+    trainer: Configures,
+    overridden: Callable[[str], bool],
     given: Any,
-    weighting: Callable[..., Weighting],
-) -> Optimizer:
-    """Return the optimizer of a module that the strategy has wrapped; several as one.
+    module: nn.Module,
+    model: nn.Module,
+    weighting: Callable[[str], Weighting],
+) -> tuple[Optimizer, Objectives]:
+    """Return the optimizer of a module that the strategy has wrapped, several as one, and its aims.
 
     Args:
-        trainer: Makes them, and has their steps, a strategy and a precision.
-        base: `Trainer`, whose methods a user may have overridden.
+        trainer: Makes them, and has the steps of those that take turns.
+        overridden: Whether the user has written a method of it.
         given: What `fit` was given as `optimizer`.
-        weighting: Makes the weighting of one, `of` a name.
+        module: The user's own.
+        model: What the strategy made of it.
+        weighting: Makes what weighs the losses of one of several, by its name; "" of all.
     """
-    names, own = ("configure_optimizer", "configure_optimizers", "training_step"), type(trainer)
-    overridden = [name for name in names if getattr(own, name) is not getattr(base, name)]
     strategy, precision = trainer.strategy, trainer.precision
-    given, alternate = _taken_apart(given, None)
-    if not _are_several(given, overridden):
+    given, windows = _taken_apart(given, None)
+    how = ["`optimizer={...}`"] if isinstance(given, Mapping) else []
+    how += ["`configure_optimizers`"] if overridden("configure_optimizers") else []
+    if how and overridden("configure_optimizer"):
+        raise ConfigError(
+            f"`configure_optimizer` makes one optimizer, but there are several, by {how[-1]}. "
+            "Leave out one of both."
+        )
+    if how:
+        check_override(trainer.configure_optimizers, "model, optimizers")
+        made, windows = _taken_apart(trainer.configure_optimizers(module, given), windows)
+        made = _check_mapping(made)
+    else:
         check_override(trainer.configure_optimizer, "model, optimizer")
-        optimizer = trainer.configure_optimizer(module, given)
-        strategy.rebind_optimizer(optimizer, module)
-        check_optimizer(optimizer, module)
-        precision.bind(optimizer)
-        return optimizer  # type: ignore[no-any-return]
-    check_override(trainer.configure_optimizers, "model, optimizers")
-    made, alternate = _taken_apart(trainer.configure_optimizers(module, given), alternate)
-    made = _check_mapping(made)
+        made = {"": trainer.configure_optimizer(module, given)}
     for optimizer in made.values():
         strategy.rebind_optimizer(optimizer, module)
         check_optimizer(optimizer, module)
-    by_name = {
-        name: NamedOptimizer(
+    optimizer = Optimizers(made, windows) if how else made[""]
+    of_all = Objective(
+        optimizer=optimizer, precision=precision, weighting=weighting(""), model=model
+    )
+    if not how:
+        precision.bind(optimizer)
+        return optimizer, Objectives(of_all)
+    by_name = {}
+    for name, held in _names_of(made, module).items():
+        own_scale = copy.deepcopy(precision)
+        own_scale.setup(strategy.device)
+        own_scale.bind(made[name])
+        by_name[name] = NamedObjective(
             name=name,
             optimizer=made[name],
-            precision=_own_scale(precision, strategy, made[name]),
-            weighting=weighting(of=name),
+            precision=own_scale,
+            weighting=weighting(name),
+            model=module,
             parameter_names=held,
         )
-        for name, held in _names_of(made, module).items()
-    }
-    _set_steps(trainer, by_name, alternate)
-    # Steps by name return the loss of one, and the default step that of all.
-    together = False if alternate is not None else None if "training_step" in overridden else True
-    optimizers = Optimizers(by_name, alternate, together)
-    precision.bind(optimizers)
-    return optimizers
+    precision.bind(optimizer)
+    _set_steps(trainer, by_name, windows)
+    if windows is not None:
+        return optimizer, Turns(of_all, by_name, windows)
+    if overridden("training_step"):
+        recomputes = bool(getattr(strategy, "activation_checkpointing", False))
+        recomputes |= trainer.config.gradient_checkpointing
+        return optimizer, ByName(of_all, by_name, one_backward=recomputes)
+    return optimizer, OneLoss(of_all, by_name)  # the default step returns it
 
 
 def _taken_apart(given: Any, windows: Any) -> tuple[Any, Any]:
     """Return optimizers, and the windows in a row of those that take turns, else `windows`."""
     return (given.optimizers, given.windows) if isinstance(given, Alternating) else (given, windows)
-
-
-def _are_several(given: Any, overridden: list[str]) -> bool:
-    how = ["`optimizer={...}`"] if isinstance(given, Mapping) else []
-    how += ["`configure_optimizers`"] if "configure_optimizers" in overridden else []
-    if how and "configure_optimizer" in overridden:
-        raise ConfigError(
-            f"`configure_optimizer` makes one optimizer, but there are several, by {how[-1]}. "
-            "Leave out one of both."
-        )
-    return bool(how)
-
-
-def _own_scale(precision: Precision, strategy: Strategy, optimizer: Optimizer) -> Precision:
-    own = copy.deepcopy(precision)
-    own.setup(strategy.device)
-    own.bind(optimizer)
-    return own
 
 
 def _names_of(made: Mapping[str, Optimizer], module: nn.Module) -> dict[str, frozenset[str]]:
@@ -110,7 +128,7 @@ def _names_of(made: Mapping[str, Optimizer], module: nn.Module) -> dict[str, fro
     return {name: frozenset(p for p, own in owners.items() if own == name) for name in made}
 
 
-def _set_steps(trainer: Any, optimizers: Mapping[str, NamedOptimizer], alternate: Any) -> None:
+def _set_steps(trainer: object, optimizers: Mapping[str, NamedObjective], alternate: Any) -> None:
     """Give each optimizer its step, where they take turns."""
     steps = [key for key in dir(type(trainer)) if key.startswith(_STEP)]
     if alternate is not None:
@@ -206,34 +224,29 @@ def _check_alternate(
 
 
 def make_schedules(
-    make: Callable[..., Any],
+    make: Callable[[Any, Optimizer, int | None], LRSchedule | None],
     given: Any,
-    warmup: float,
-    optimizers: Optimizer,
+    objectives: Objectives,
     planned_steps: int | None,
 ) -> LRSchedules | None:
-    """Return the schedules of several optimizers; None where there is one.
+    """Return the schedules of several optimizers; None where none has one.
 
     Args:
         make: Makes the schedule of one, from its share of the other arguments.
         given: By name, or the same for all.
-        warmup: Of those by name.
-        optimizers: One, or several as one.
+        objectives: Those of the optimizers.
         planned_steps: Windows that will be trained on.
     """
-    if not isinstance(optimizers, Optimizers):
-        return None
-    by_name = given if isinstance(given, Mapping) else dict.fromkeys(optimizers.by_name, given)
-    unknown = [name for name in by_name if name not in optimizers.by_name]
+    optimizers = objectives.by_name
+    by_name = given if isinstance(given, Mapping) else dict.fromkeys(optimizers, given)
+    unknown = [name for name in by_name if name not in optimizers]
     if unknown:
         raise ConfigError(
-            f"`lr_scheduler` names {unknown[0]!r}, but the optimizers are "
-            f"{quoted([*optimizers.by_name])}."
+            f"`lr_scheduler` names {unknown[0]!r}, but the optimizers are {quoted([*optimizers])}."
         )
     made = {
-        name: make(
-            own, warmup, optimizers.by_name[name].optimizer, optimizers.planned(name, planned_steps)
-        )
+        name: make(own, optimizers[name].optimizer, objectives.planned(name, planned_steps))
         for name, own in by_name.items()
     }
-    return LRSchedules({name: each for name, each in made.items() if each}, optimizers)
+    schedules = {name: each for name, each in made.items() if each}
+    return LRSchedules(schedules, objectives) if schedules else None
