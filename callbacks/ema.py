@@ -26,11 +26,10 @@ class EMA(Callback):
     """Keeps an exponential moving average of the weights, and evaluates that instead of them.
 
     After each update, `average = decay * average + (1 - decay) * weights`, with a smaller `decay`
-    at first (`warmup`); a skipped step leaves
-    it as it is. It holds what the optimizer trains; what never changes is not held twice. The
-    model holds the average during every evaluation, so that its metrics, early stopping and the
-    best checkpoint are those of the average, and its own weights again afterwards, to the last
-    bit and also after an error. Training itself is not changed.
+    at first (`warmup`); a skipped step leaves it as it is. It holds what the optimizer trains; what
+    never changes is not held twice. The model holds the average during every evaluation, so that
+    its metrics, early stopping and the best checkpoint are those of the average, and its own
+    weights again afterwards, to the last bit and also after an error. Training is not changed.
 
     A checkpoint has both: the weights as the model, for an exact resume, and the average in the
     state of this callback. `EMA.load` puts the average of any checkpoint into a model, and after

@@ -32,8 +32,7 @@ class WandbLogger(ServiceLogger):
     settings of the trainer, versions and command. A fit that is resumed from a checkpoint goes on
     in the same W&B run; steps that were trained twice are there twice, with the same values. A
     fit that raises ends the W&B run as failed; one that a signal ends, with the exit code of the
-    program. Only the main process writes. A dry run is
-    not logged.
+    program. Only the main process writes. A dry run is not logged.
 
     It needs the package `wandb`, which is imported when a fit starts. Without a network:
     `mode="offline"`, or the environment variable `WANDB_MODE=offline`, and `wandb sync` later.

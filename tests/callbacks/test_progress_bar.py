@@ -7,6 +7,7 @@ import re
 import select
 import sys
 import termios
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ def _in_terminal(
     *callbacks: Callback,
     size: tuple[int, int] = (24, 120),
     streams: tuple[str, ...] = ("stdout", "stderr"),
+    around: bool = False,
     **settings: Any,
 ) -> str:
     """Return everything that a training writes to a terminal of so many rows and columns."""
@@ -46,7 +48,8 @@ def _in_terminal(
         monkeypatch.setattr(sys, name, terminal)
     error: BaseException | None = None
     try:
-        fit(make_trainer(callbacks=[ProgressBar(), *callbacks], **settings))
+        with tqdm(total=1, desc="seeds", file=terminal) if around else nullcontext():
+            fit(make_trainer(callbacks=[ProgressBar(), *callbacks], **settings))
     except ValueError as raised:
         error = raised
     finally:
@@ -187,6 +190,15 @@ def test_bars_of_others_and_what_goes_to_stderr_stay_whole(monkeypatch: pytest.M
     rows = _screen(_in_terminal(monkeypatch, _OwnBar(), size=(24, 80)))
     for text in ("mine: 100%", "to stderr", "epoch 1/1: 100%"):
         assert sum(row.startswith(text) for row in rows) == 1, rows
+
+
+def test_a_bar_around_the_fit_stays_above_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = _in_terminal(monkeypatch, _Prints(), size=(24, 80), around=True)
+    rows = _screen(text)
+    assert rows[:2] == ["step 1 of 8", "step 2 of 8"]
+    ends = [row for row in rows if "%|" in row]
+    assert [row.partition(":")[0] for row in ends] == ["epoch 1/1", "seeds"], rows
+    assert re.search(r"seeds: +0%.*\r?\n\repoch 1/1: ", text)  # while it trains
 
 
 def test_where_stdout_is_a_file_both_places_have_the_evaluations(
