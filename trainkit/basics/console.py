@@ -8,8 +8,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-__all__ = ["lasting", "lost", "put"]
-
 _NAMES = ("stdout", "stderr")
 _lost: dict[str, str] = {}
 

@@ -5,8 +5,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from typing import Any
 
-__all__ = ["clock", "count", "duration", "first_few", "json_value", "readable_size", "visible"]
-
 
 def count(number: int, noun: str) -> str:
     """Return a number with its noun, such as `1 step`, `2,000 steps` or `2 micro-batches`."""

@@ -14,21 +14,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-__all__ = [
-    "MALFORMED",
-    "LeftOut",
-    "complete_size",
-    "drop_half_line",
-    "json_object",
-    "last_object",
-    "lines",
-    "lines_from_end",
-    "object_at",
-    "parsed",
-    "stretches",
-    "whole_object",
-]
-
 MALFORMED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 """What an attempt to use a value of another kind raises."""
 

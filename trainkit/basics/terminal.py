@@ -9,8 +9,6 @@ from typing import Any
 
 from trainkit.basics.formatting import visible
 
-__all__ = ["print_table", "print_text", "visibly"]
-
 _INDENT = 2
 
 

@@ -17,8 +17,6 @@ from trainkit.checkpoint.store import CheckpointStore
 from trainkit.cli.contents import Contents, leaves, read_contents
 from trainkit.errors import CheckpointError, ConfigError
 
-__all__ = ["add_to"]
-
 _MOST_METRICS = 5  # that `ls` prints
 _MOST_VALUES = 20  # of one part that `show` prints
 

@@ -15,8 +15,6 @@ from trainkit.checkpoint.io.digests import xxh3_128_hexdigest
 from trainkit.checkpoint.resharding.tensor_reader import TensorReader
 from trainkit.errors import CheckpointCorrupt
 
-__all__ = ["Contents", "TensorSummary", "leaves", "read_contents"]
-
 
 @dataclass(frozen=True, slots=True)
 class TensorSummary:

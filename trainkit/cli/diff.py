@@ -18,8 +18,6 @@ from trainkit.errors import ConfigError
 if TYPE_CHECKING:
     from trainkit.cli.parting import Parting
 
-__all__ = ["add_to"]
-
 _MOST_ROWS = 10  # that are shown of a batch
 
 _DESCRIPTION = """Say where two runs part, and why, from their journals and checkpoints: the first

@@ -23,8 +23,6 @@ from trainkit.launch.machine import (
     torch_builds,
 )
 
-__all__ = ["add_to"]
-
 _PACKAGES = (
     "trainkit", "torch", "numpy", "safetensors", "transformers", "accelerate", "evaluate",
     "datasets", "torchmetrics", "tensorboard", "xxhash",

@@ -14,8 +14,6 @@ from trainkit.cli.parser import CommandParser
 from trainkit.errors import TrainkitError
 from trainkit.version import __version__
 
-__all__ = ["main"]
-
 _COMMANDS = {
     "launch": ("launch.command", "start a script on several processes, on one machine or more"),
     "config": ("launch.config", "answer questions once, for `launch` to read"),

@@ -13,8 +13,6 @@ from trainkit.basics.outputs import why
 from trainkit.basics.written_files import replace_file
 from trainkit.errors import ConfigError
 
-__all__ = ["add_to"]
-
 _DESCRIPTION = """Rewrite the imports of scripts that were written for Accelerate.
 
 Prints what changes, as a diff, and what cannot be rewritten, with its line. The exit code is 0 if

@@ -8,8 +8,6 @@ from typing_extensions import override
 
 from trainkit.basics.parsing import nearest
 
-__all__ = ["CommandParser"]
-
 
 class CommandParser(argparse.ArgumentParser):
     """Names the nearest option for an unknown one, and takes no abbreviations."""

@@ -17,8 +17,6 @@ from trainkit.data.order_facts import changed_facts
 from trainkit.errors import CheckpointError, ConfigError, quoted
 from trainkit.journal import JOURNAL, Journal, Record, read
 
-__all__ = ["OTHER_PROCESSES", "Cause", "Parting", "find_parting"]
-
 _LIKELY = (
     "settings", "model", "environment", "code", "command", "data", "parameters",
     "optimizer", "random streams", "state", "machine", "unknown",

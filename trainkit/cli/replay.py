@@ -15,8 +15,6 @@ from trainkit.basics.launch_environment import MIXED_PRECISIONS
 from trainkit.errors import ConfigError
 from trainkit.journal import read
 
-__all__ = ["add_to"]
-
 _DESCRIPTION = (
     "Start the program of a run again, let it go from the newest checkpoint to a step, with the "
     "same data, random streams and state, and open that step. Nothing of the run is changed."

@@ -9,8 +9,6 @@ from trainkit.errors import ConfigError
 from trainkit.inspect.report.page import make_page
 from trainkit.inspect.report.records import read_runs
 
-__all__ = ["add_to"]
-
 _DESCRIPTION = (
     "Write a page that shows what runs did: curves, where the time went, skipped steps, resumes, "
     "configuration. Several runs are drawn over each other, and their differences listed."

@@ -19,8 +19,6 @@ from trainkit.inspect.report.listing import facts, facts_of
 from trainkit.inspect.report.records import CHECKPOINTS, METRICS, RunLog, find_runs, mapping
 from trainkit.inspect.report.tables import number
 
-__all__ = ["add_to"]
-
 _PLAIN = ("run", "state", "step", "epoch", "seconds", "started")
 _MOST_METRICS = 3  # columns
 _MOST_LETTERS = 40  # of a hyperparameter, or of how a run ended

@@ -13,8 +13,6 @@ from trainkit.launch.command import start
 from trainkit.launch.plan import Plan, Script, make_plan
 from trainkit.launch.resolving import Resolved, add_options, resolve
 
-__all__ = ["add_to"]
-
 _DESCRIPTION = """Check that the processes of a job work together here: collectives, precision,
 training steps that equal those of one process, a checkpoint and a resume. Takes the options of
 `launch`. On several machines run it on all, in a folder that they share."""

@@ -26,8 +26,6 @@ from trainkit.training.lr_schedule import by_name, make_lr_schedule
 from trainkit.training.setup import arguments
 from trainkit.types import Alternating, class_name
 
-__all__ = ["Explanation"]
-
 LABEL = 15  # columns, at least
 Rows = Iterator[tuple[str, str]]
 Prepared = tuple[PreparedLoader, Mapping[str, PreparedLoader]]

@@ -14,8 +14,6 @@ from trainkit.basics.torch_internals import stored_values
 from trainkit.containers.tree import children, is_container
 from trainkit.types import class_name
 
-__all__ = ["Event", "Observer", "bad", "named_numbers", "numbers_of"]
-
 _NUMBERS = ("non_finite", "mean", "std", "min", "max", "bits")
 """What is kept of a tensor; `bits` is a sum over its bits, another one where a bit differs."""
 

@@ -26,7 +26,7 @@ from trainkit.errors import ConfigError
 from trainkit.inspect import suspects
 from trainkit.inspect.observer import Observer, bad as bad_events
 from trainkit.inspect.replay_plan import find_run, plan
-from trainkit.inspect.replay_report import Replayed, publish
+from trainkit.inspect.replay_report import Replayed as Replayed, publish
 from trainkit.inspect.suspects import Fault, Part
 from trainkit.journal import Record
 from trainkit.training.callback import Callback, CallbackList
@@ -34,8 +34,6 @@ from trainkit.training.run import FitResult, Run
 from trainkit.training.setup.fit_context import end
 from trainkit.training.setup.run_folder import write_apart
 from trainkit.types import StepResult
-
-__all__ = ["Replay", "Replayed"]
 
 
 class Replay(Callback):

@@ -13,8 +13,6 @@ from trainkit.checkpoint.training_state import versions
 from trainkit.errors import ConfigError
 from trainkit.journal import Journal, Record, digest, read
 
-__all__ = ["find_run", "plan"]
-
 
 def find_run(output_dir: Path | None, new_run: bool, asked: Path | None) -> Path:
     """Return the folder of the run that is made again.

@@ -17,8 +17,6 @@ from trainkit.inspect.suspects import Fault, Part
 from trainkit.training.failure import indices_of
 from trainkit.training.run import Run
 
-__all__ = ["Replayed", "publish"]
-
 _MOST_ROWS = 30  # of modules on a terminal
 
 

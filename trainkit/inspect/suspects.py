@@ -17,8 +17,6 @@ from trainkit.training.run import Run
 from trainkit.training.weighting import loss_of
 from trainkit.types import class_name
 
-__all__ = ["STEP", "Fault", "Part", "find_fault", "is_bad", "parameter_sizes", "surest"]
-
 STEP = "training_step"
 """What stands for a module where a fault is outside of the model."""
 

@@ -25,8 +25,6 @@ from trainkit.training.callback import Callback
 from trainkit.training.run import Run
 from trainkit.types import Batch
 
-__all__ = ["check_callback"]
-
 MakeCallback = Callable[[], Callback]
 
 SKIPPED_ATTEMPT = 2

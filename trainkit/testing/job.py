@@ -38,8 +38,6 @@ from trainkit.testing.task import (
 )
 from trainkit.trainer import Trainer
 
-__all__ = ["ROUNDS", "check_job", "findings", "leave_results"]
-
 # The processes work together.
 
 _STEPS = 4

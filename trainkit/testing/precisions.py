@@ -23,8 +23,6 @@ from trainkit.testing.task import (
     train,
 )
 
-__all__ = ["check_precision"]
-
 MakePrecision = Callable[[], Precision]
 
 STEPS = 2 * STEPS_PER_EPOCH

@@ -17,8 +17,6 @@ import torch
 from trainkit.containers.wire_format import decode, encode
 from trainkit.distributed.rendezvous import INIT_METHOD
 
-__all__ = ["ProcessFailed", "on_processes"]
-
 _torch: Any = torch.multiprocessing
 _FAILURES = (_torch.ProcessRaisedException, _torch.ProcessExitedException)
 _GRACE_SECONDS = 5.0  # given to the others after one process has failed

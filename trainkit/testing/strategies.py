@@ -33,8 +33,6 @@ from trainkit.trainer import Trainer
 from trainkit.training.run import Run
 from trainkit.types import Batch, StepResult
 
-__all__ = ["check_strategy"]
-
 MakeStrategy = Callable[[], Strategy]
 
 STEPS = 2 * STEPS_PER_EPOCH

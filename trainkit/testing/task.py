@@ -17,25 +17,6 @@ from trainkit.training.callback import Callback
 from trainkit.training.run import Run
 from trainkit.types import IGNORED, Scalars, StepOutput, StepResult
 
-__all__ = [
-    "GLOBAL_BATCH",
-    "SAVED_STEP",
-    "STEPS_PER_EPOCH",
-    "Network",
-    "Record",
-    "Save",
-    "WeightedTrainer",
-    "check_resume",
-    "check_state",
-    "fit",
-    "loaders",
-    "outcome",
-    "same",
-    "shown",
-    "train",
-    "weights",
-]
-
 FEATURES, WIDTH, CLASSES = 6, 8, 3
 GLOBAL_BATCH = 12  # samples of a step, all processes together
 SAMPLES = 44  # the last step of an epoch has 8: some processes have fewer, or none

@@ -8,8 +8,6 @@ from trainkit.basics.formatting import json_value
 from trainkit.inspect.report.goodput import throughput
 from trainkit.inspect.report.records import DRAWABLE, Point, RunLog
 
-__all__ = ["MOST_CHARTS", "Chart", "Series", "charts_of", "thin"]
-
 MOST_POINTS = 1200  # of a curve on the page
 ALL_POINTS = 150_000  # of all curves: two megabytes
 LEAST_POINTS = 50  # of each, however many there are

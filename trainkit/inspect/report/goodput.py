@@ -6,8 +6,6 @@ from itertools import pairwise
 
 from trainkit.inspect.report.records import RunLog, Session
 
-__all__ = ["PARTS", "Goodput", "Lost", "goodput", "progress", "throughput", "together"]
-
 PARTS = {
     "step": "steps that count",
     "data_wait": "waiting for data",

@@ -29,8 +29,6 @@ from trainkit.inspect.report.records import (
     read_run,
 )
 
-__all__ = ["facts", "facts_of"]
-
 _SHORT = 1 << 18  # bytes of a run of which all is read
 _LAST_LINES = 100  # that are looked through for the last values
 _CLOCK_STEPS = 10.0  # seconds by which the clock may have been set since a run began

@@ -15,8 +15,6 @@ from trainkit.inspect.report.records import RunLog
 from trainkit.inspect.report.sweep import axes, metrics, varied
 from trainkit.inspect.report.tables import Row, configuration, sessions
 
-__all__ = ["make_page"]
-
 MOST_SKIPS = 60  # that are listed by step
 LEAST_SHARE = 0.0005  # of the time that is told in words
 FEW_RUNS = 6  # that are shown beside each other; more are shown below each other

@@ -9,8 +9,6 @@ from trainkit.errors import ConfigError
 from trainkit.inspect.report.curves import Chart, charts_of
 from trainkit.inspect.report.records import RunLog
 
-__all__ = ["make_picture"]
-
 COLUMNS = 3
 MOST_CHARTS = 12
 MOST_RUNS = 24  # that are named

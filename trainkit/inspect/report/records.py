@@ -19,22 +19,6 @@ from typing import Any, TypeAlias
 from trainkit.basics.run_files import LeftOut, json_object, stretches, whole_object
 from trainkit.errors import ConfigError
 
-__all__ = [
-    "DRAWABLE",
-    "Event",
-    "Place",
-    "Point",
-    "RunLog",
-    "Session",
-    "as_number",
-    "events_of",
-    "find_runs",
-    "mapping",
-    "parse_line",
-    "read_run",
-    "read_runs",
-]
-
 METRICS = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
 _EVENTS = ".events.jsonl"

@@ -10,8 +10,6 @@ from trainkit.inspect.report.goodput import progress
 from trainkit.inspect.report.records import Point, RunLog, as_number, mapping
 from trainkit.inspect.report.tables import Row, configuration
 
-__all__ = ["axes", "metrics", "varied"]
-
 _SETTINGS = ("optimizer", "config", "run")
 _LOW = frozenset(
     ["loss", "error", "perplexity", "ppl", "nll", "mse", "mae", "rmse", "wer", "cer", "bpb", "bpc"]

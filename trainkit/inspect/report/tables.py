@@ -12,8 +12,6 @@ from trainkit.basics.hparams import flat
 from trainkit.inspect.report.goodput import Goodput
 from trainkit.inspect.report.records import DRAWABLE, RunLog, mapping
 
-__all__ = ["Row", "configuration", "number", "sessions"]
-
 _GROUPS = ("hparams", "config", "run", "optimizer", "versions", "started")
 _PID = ("started", "pid")
 _DEFAULTS = {field.name: field.default for field in fields(TrainConfig)}
