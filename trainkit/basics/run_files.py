@@ -199,11 +199,11 @@ def _line_start(file: BinaryIO, end: int) -> int:
 @contextmanager
 def _opened(path: Path) -> Iterator[BinaryIO]:
     """Open an ordinary file; a pipe would make the reader wait, and a device may have no end."""
-    with open(path, "rb", opener=_open_at_once) as file:
+
+    def at_once(name: str, flags: int) -> int:
+        return os.open(name, flags | os.O_NONBLOCK)
+
+    with open(path, "rb", opener=at_once) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError("no ordinary file")
         yield file
-
-
-def _open_at_once(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK)

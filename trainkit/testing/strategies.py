@@ -4,6 +4,7 @@ import math
 import tempfile
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +37,6 @@ from trainkit.types import Batch, StepResult
 MakeStrategy = Callable[[], Strategy]
 
 STEPS = 2 * STEPS_PER_EPOCH
-TRAININGS = {
-    "plain": "plain",
-    "accumulated": "accumulated, weighted",
-    "thawed": "first partly frozen (see `Strategy.finish_reduction`)",
-}
 SPOILED_STEP = 2  # counted from 0; the last full one, which a process may repeat
 
 
@@ -79,10 +75,12 @@ def check_strategy(
 
     expected = None
     if exact:  # what one device computes with the same global batches
-        expected = on_processes(1, lambda rank: _trainings(_single, GLOBAL_BATCH))[0]
-    found = run(_observe, exact)
-    for name in TRAININGS:
-        _check_training(name, [of[name] for of in found], expected and expected[name], tolerance)
+        alone = partial(SingleDevice, device="cpu")
+        expected = on_processes(1, _trainings, alone, GLOBAL_BATCH)[0]
+    run(_check_no_sync, exact)
+    found = run(_trainings)
+    for kind in found[0]:
+        _check_training(kind, [of[kind] for of in found], expected and expected[kind], tolerance)
     with tempfile.TemporaryDirectory(prefix="trainkit-") as folder:
         found = run(_troubles, Path(folder))  # processes that are not in step would hang in it
     _check_overflow([of["overflow"] for of in found])
@@ -90,16 +88,12 @@ def check_strategy(
         assert not of["left"], f"`close` on process {rank} left {of['left']} behind."
 
 
-def _observe(rank: int, make_strategy: MakeStrategy, batch: int, exact: bool) -> dict[str, Any]:
-    _check_no_sync(make_strategy, batch, reduces=exact)
-    return _trainings(make_strategy, batch)
-
-
-def _trainings(make_strategy: MakeStrategy, batch: int) -> dict[str, Any]:
+def _trainings(rank: int, make_strategy: MakeStrategy, batch: int) -> dict[str, Any]:
+    train_by = partial(_train, make_strategy, batch)
     return {
-        "plain": _train(make_strategy, batch, _Unwraps(), gradient_accumulation_steps=1),
-        "accumulated": _train(make_strategy, batch, _Unwraps(), trainer_class=WeightedTrainer),
-        "thawed": _train(make_strategy, batch, _Thaws()),
+        "plain": train_by(_Unwraps(), gradient_accumulation_steps=1),
+        "accumulated, weighted": train_by(_Unwraps(), trainer_class=WeightedTrainer),
+        "first partly frozen (see `Strategy.finish_reduction`)": train_by(_Thaws()),
     }
 
 
@@ -113,10 +107,6 @@ def _troubles(rank: int, make_strategy: MakeStrategy, batch: int, folder: Path) 
     if torch.distributed.is_initialized():
         left.append("a process group")
     return {"overflow": overflow, "left": left}
-
-
-def _single() -> Strategy:
-    return SingleDevice(device="cpu")
 
 
 class _Unwraps(Record):
@@ -166,9 +156,9 @@ def _train(
 
 
 def _check_training(
-    name: str, found: list[dict[str, Any]], expected: dict[str, Any] | None, tolerance: float
+    kind: str, found: list[dict[str, Any]], expected: dict[str, Any] | None, tolerance: float
 ) -> None:
-    what = f"In {TRAININGS[name]} training"
+    what = f"In {kind} training"
     for key in ("counters", "hooks", "losses", "metrics", "again", "weights"):
         values = [of[key] for of in found]
         assert same(values), f"{what}, `{key}` differ between processes: {shown(values)}."
@@ -281,7 +271,7 @@ class _Gradients(Record):
         kept.append(gradient.clone() if gradient is not None and whole else torch.empty(0))
 
 
-def _check_no_sync(make_strategy: MakeStrategy, batch: int, *, reduces: bool) -> None:
+def _check_no_sync(rank: int, make_strategy: MakeStrategy, batch: int, reduces: bool) -> None:
     """Check that a window accumulates on its own process, and is reduced at its end."""
     kept = _Gradients()
     trainer = Trainer(

@@ -339,35 +339,28 @@ def _nothing(run: RunLog) -> str:
 
 def _read(path: Path) -> RunLog:
     file = path if isfile(path) else path / METRICS
+    if not lexists(path):
+        raise ConfigError(f"`{path}` does not exist. Pass the `output_dir` of a run.")
     if not isfile(file):
-        raise ConfigError(_no_log(path))
+        raise ConfigError(
+            f"`{path}` holds no `{METRICS}`, so there is nothing to report. Train with "
+            '`callbacks=[..., JSONLLogger()]` and `Trainer(output_dir="...")`.'
+        )
     run = RunLog(name=basename(realpath(path)), path=file)
     events = events_of(file)
-    for found in stretches(events, _event, STRETCHES) if lexists(events) else ():
-        run.unreadable += found.count(None)
-        run.add_events([event for event in found if event is not None])
+    if lexists(events):
+        for found in stretches(events, lambda line: Event.of(json_object(line)), STRETCHES):
+            run.unreadable += found.count(None)
+            run.add_events([event for event in found if event is not None])
     for lines in stretches(file, parse_line, STRETCHES):
         run.unreadable += lines.count(None)
         run.add_lines([line for line in lines if line])
     return run
 
 
-def _no_log(path: Path) -> str:
-    if not lexists(path):
-        return f"`{path}` does not exist. Pass the `output_dir` of a run."
-    return (
-        f"`{path}` holds no `{METRICS}`, so there is nothing to report. Train with "
-        '`callbacks=[..., JSONLLogger()]` and `Trainer(output_dir="...")`.'
-    )
-
-
 def events_of(metrics: Path) -> Path:
     """Return the file of the events that belong to a file of metrics."""
     return metrics.with_name(metrics.stem + _EVENTS)
-
-
-def _event(line: bytes) -> Event:
-    return Event.of(json_object(line))
 
 
 def parse_line(line: bytes) -> dict[str, Any]:
