@@ -61,18 +61,29 @@ def _observe(rank: int, make_precision: MakePrecision, size: int, folder: Path) 
     if size == 1:
         _check_gradients(make_precision())
         _check_overflow(make_precision())
-    used = make_precision()
-    _train(used, GLOBAL_BATCH // size)
+    batch, used, record, plain = GLOBAL_BATCH // size, make_precision(), Record(), Record()
+    model = train(batch, [record], precision=used, dtype=torch.float32)[-1]
+    train(batch, [plain], precision=FP32(), dtype=torch.float32)
     check_state(used, _set_up(make_precision()), "precision")
-    _check_norm(make_precision, size)
+    dtypes = {str(p.dtype) for p in model.parameters()}
+    assert dtypes == {"torch.float32"}, (
+        f"The parameters came as float32 and left as {sorted(dtypes)}: a precision must leave "
+        "their dtype as it was."
+    )
+    assert record.hooks["on_step_end"] >= STEPS - 2, "More than two steps were skipped."
+    norm, expected = record.norms[0], plain.norms[0]  # clipping acts on gradients of true size
+    assert abs(norm - expected) <= CLOSE * expected, (
+        f"The norm of the first step's gradients is {norm}, but {expected} in fp32."
+    )
+    assert all(map(math.isfinite, record.losses)), "Losses are not finite."
+    assert record.losses[-1] < record.losses[0], "The loss does not fall."
     made: list[Precision] = []
 
     def options() -> dict[str, Any]:
         made.append(make_precision())
         return {"precision": made[-1], "dtype": torch.float32}
 
-    end = check_resume("a precision", GLOBAL_BATCH // size, folder, options)
-    return [end, made[0].state_dict()]
+    return [check_resume("a precision", batch, folder, options), made[0].state_dict()]
 
 
 def _set_up(precision: Precision) -> Precision:
@@ -135,27 +146,3 @@ def _check_overflow(precision: Precision) -> None:
     optimizer.zero_grad()
     optimizer = _backward(precision, model)
     assert precision.unscale(optimizer, _agree) is False, "An overflow is still reported later."
-
-
-def _train(precision: Precision, batch: int) -> tuple[nn.Module, Record]:
-    record = Record()
-    return train(batch, [record], precision=precision, dtype=torch.float32)[-1], record
-
-
-def _check_norm(make_precision: MakePrecision, size: int) -> None:
-    """Check dtypes, and that clipping acts on gradients of true size."""
-    batch = GLOBAL_BATCH // size
-    model, record = _train(make_precision(), batch)
-    dtypes = {str(p.dtype) for p in model.parameters()}
-    assert dtypes == {"torch.float32"}, (
-        f"The parameters came as float32 and left as {sorted(dtypes)}: a precision must leave "
-        "their dtype as it was."
-    )
-    _, plain = _train(FP32(), batch)
-    assert record.hooks["on_step_end"] >= STEPS - 2, "More than two steps were skipped."
-    norm, expected = record.norms[0], plain.norms[0]
-    assert abs(norm - expected) <= CLOSE * expected, (
-        f"The norm of the first step's gradients is {norm}, but {expected} in fp32."
-    )
-    assert all(map(math.isfinite, record.losses)), "Losses are not finite."
-    assert record.losses[-1] < record.losses[0], "The loss does not fall."
