@@ -14,7 +14,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from tests.accelerator.toys import Noisy, Stream, bits, numbers, prepared
+from tests.accelerator.behaviours import forget
+from tests.accelerator.toys import Noisy, Stream, bits, numbers, prepared, small
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiers import with_few
 from tests.resume.test_forged import sign, unpack
@@ -284,6 +285,39 @@ def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="it lacks \\['optimizer'\\]"):
         other.load_state(tmp_path / "state")
     assert bits(model) == before
+
+
+@pytest.mark.parametrize("side", ["accelerate", "trainkit"])
+def test_a_model_is_loaded_alone_where_nothing_else_is_prepared(
+    side: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As scripts do it that fine-tune: the optimizer is the new one's."""
+    library = pytest.importorskip(side)
+    forget(side)
+    accelerator = library.Accelerator(cpu=True)
+    model, optimizer, schedule, loader = prepared(accelerator, numbers(8))
+    for (batch,) in loader:
+        accelerator.backward(model(batch).pow(2).mean())
+        optimizer.step()
+        schedule.step()
+    accelerator.save_state(tmp_path / "state")
+    trained = bits(model)
+    group = optimizer.param_groups[0]
+    group["lr"], before = 0.125, schedule.get_last_lr()
+    nn.init.zeros_(model[0].weight)
+    accelerator._optimizers = accelerator._schedulers = []
+    accelerator.load_state(tmp_path / "state")
+    assert bits(model) == trained
+    assert (group["lr"], schedule.get_last_lr()) == (0.125, before)
+    if side == "trainkit":
+        said = capsys.readouterr().out
+        for kind in ("optimizer", "scheduler"):
+            assert f"no {kind} is prepared: what the state has of any {kind} is left out." in said
+        alone = Accelerator(cpu=True)
+        other = alone.prepare(small())
+        alone.load_state(tmp_path / "state")
+        assert bits(other) == trained
+    forget(side)
 
 
 class _Counter:

@@ -64,6 +64,14 @@ def _part(path: str) -> Any:
     return property(attrgetter(path))
 
 
+def _prepared(kind: str) -> Any:
+    """Return a property that is what was prepared of a kind; scripts that load less set it."""
+    return property(
+        lambda self: getattr(self._registry, kind),
+        lambda self, value: setattr(self._registry, kind, list(value)),
+    )
+
+
 class Accelerator(Communicator):
     """What a training loop of your own needs, with the names of Hugging Face Accelerate.
 
@@ -268,6 +276,8 @@ class Accelerator(Communicator):
         return any(optimizer.step_was_skipped for optimizer in self._registry.optimizers)
 
     # Models, optimizers, schedulers and loaders.
+
+    _optimizers, _schedulers = _prepared("optimizers"), _prepared("schedulers")
 
     def prepare(self, *args: Any, device_placement: Sequence[bool] | None = None) -> Any:
         """Return models, optimizers, schedulers and loaders as a loop uses them, in their order.

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,34 +13,80 @@ from torch.optim import Optimizer
 from trainkit.accelerator.accumulation import Accumulation
 from trainkit.accelerator.gradients import Gradients
 from trainkit.accelerator.preparer import Registry
-from trainkit.accelerator.state_check import check_form, part_name, problems
 from trainkit.basics import rng
 from trainkit.checkpoint import Checkpoint
 from trainkit.checkpoint.checkpoint import open_share
 from trainkit.checkpoint.exact import as_parameter, load_model, load_state
 from trainkit.checkpoint.format.names import process_part
+from trainkit.checkpoint.forms import fit, maybe
 from trainkit.checkpoint.per_process import put_own, states_for, take_states
 from trainkit.checkpoint.training_state import (
+    SCALE,
+    STREAM,
+    STREAMS,
     applying,
+    check_optimizer,
     check_rank_parts,
+    check_schedule,
     load_named_optimizer_state,
     named_optimizer_state,
+    parameter_names,
     parts_of_rank,
     read_rank_parts,
     refuse,
+    same_torch,
+    torch_state,
 )
 from trainkit.distributed import Processes, collective_guard
 from trainkit.errors import CheckpointError, ConfigError, quoted
 from trainkit.strategies import Strategy
+from trainkit.training.resume.fingerprint import model_problems
 from trainkit.training.resume.replicas import check_replicas
+from trainkit.training.resume.restore import check_model_form
 
-__all__ = ["LoadedState", "StateContents"]
+__all__ = ["LoadedState", "StateContents", "part_name"]
 
 _OBJECT = "custom_checkpoint_"
+
+_ORDER = {
+    "host": (STREAMS["python"], STREAMS["numpy"], STREAMS["torch"]),
+    "generators": [torch_state],
+    "generators_inside": [torch_state],
+    "generators_after": [torch_state],
+    "epoch?": int,  # this and others that end so: older states, or some loaders, have none
+    "runs?": int,
+}
+_LOADER = {
+    "epoch": int,
+    "batches": int,
+    "has_ended": bool,
+    "order": maybe(_ORDER),
+    "facts?": {str: Any},
+    "digest?": str | None,
+    "stream?": STREAM,
+    "generators?": [torch_state],
+}
+_WINDOWS = {"count": int, "in_window": int, "divisor": int}
+_LOOP = {"schedulers": [Any], "loaders": [_LOADER], "scaler": {}, "accumulation": _WINDOWS}
+"""The form of what all processes have alike beside models and optimizers."""
+_PROCESS = {
+    **STREAMS,
+    "gradients": {str: Tensor},
+    "loaders?": [_LOADER],
+    "accumulation?": _WINDOWS,
+    "objects?": {str: Any},
+}
+"""The form of what a process has for itself."""
+_LEFT_OUT = "no {0} is prepared: what the state has of any {0} is left out."
 _LACKING = (
     "it was saved by process 0 alone: the random streams of the other processes are new ones, "
     "derived from it."
 )
+
+
+def part_name(kind: str, index: int) -> str:
+    """Return the part of a model or optimizer."""
+    return kind if index == 0 else f"{kind}_{index}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,17 +162,21 @@ class StateContents:
             strict: False: entries that a model lacks are left out, and those that the state lacks
                 keep their values.
         """
-        checkpoint = open_share(path, self.processes.world)
+        checkpoint, registry = open_share(path, self.processes.world), self.registry
         optimizers, parameters = self._optimizers(), self._parameters()
         names = set(checkpoint.names())
         objects = {name for name in names if name.startswith(_OBJECT) and "-shard-" not in name}
         missing = sorted({*models, *optimizers} - names)
-        unknown = sorted(set(filter(_is_state, names)) - objects - {*self.models(), *optimizers})
+        unknown = set(filter(_is_state, names)) - objects - {*self.models(), *optimizers}
+        news = []
+        if not optimizers and (left := {n for n in unknown if n.startswith("optimizer")}):
+            unknown -= left
+            news.append(_LEFT_OUT.format("optimizer"))
         if missing or unknown:
             why = (
-                f"it lacks {missing or 'nothing'}, and has {unknown or 'nothing'} that is not "
-                "wanted. Prepare and register as many models, optimizers and objects as when it "
-                "was saved"
+                f"it lacks {missing or 'nothing'}, and has {sorted(unknown) or 'nothing'} that is "
+                "not wanted. Prepare and register as many models, optimizers and objects as when "
+                "it was saved"
             )
             refuse(path, [why])
         like = {"state": parameters} if self.strategy.sharded else None
@@ -136,14 +187,12 @@ class StateContents:
         trained = _trained(checkpoint)
         ranks = read_rank_parts(checkpoint, self.processes, trained)
         checkpoint.verify_rest()
-        same_size, registry = trained == self.processes.size, self.registry
-        scaled = self.gradients.scaler is not None
-        check_form(
-            checkpoint, parts, ranks, registry, models, parameters, goes_on=same_size, scaled=scaled
-        )
-        news = [] if strict else [_fitted(parts, name, likes[name]) for name in models]
+        self._check_forms(checkpoint, parts, ranks, models)
+
+        same_size, rank = trained == self.processes.size, self.processes.rank
+        if not strict:
+            news += [_fitted(parts, name, likes[name]) for name in models]
         own = self._own_parts(checkpoint, ranks, trained)
-        rank = self.processes.rank
         news += [put_own(parts[name], name, own, same_size=same_size) for name in models]
         if same_size and checkpoint.manifest.world_size < trained:
             news.append(_LACKING)
@@ -152,16 +201,104 @@ class StateContents:
             {"objects": self._objects()}, saved, own, rank=rank, same_size=same_size
         )
         streams = own[0] if same_size else None
-        refuse(path, unfit or problems(parts, registry, models, parameters, streams))
+        position = parts["loop"] | (streams or {})  # older states have it in `loop` alone
+        for kind, present in (("scheduler", registry.schedulers), ("loader", registry.loaders)):
+            states = position[f"{kind}s"]
+            if states and not present:
+                news.append(_LEFT_OUT.format(kind))
+            elif len(states) != len(present):
+                unfit.append(
+                    f"it has {len(states)} {kind}s, but {len(present)} are prepared. Prepare as "
+                    "many as when it was saved"
+                )
+        unfit += self._problems(parts, models, parameters, position, goes_on=same_size)
+        refuse(path, unfit)
         lost = {} if same_size else self._lost(parts["loop"]["loaders"])
         news += [f"the loader {index} begins a new pass: {why}." for index, why in lost.items()]
         anew = frozenset(lost)
         return LoadedState(path, parts, found["objects"], streams, anew, list(filter(None, news)))
 
+    def _check_forms(
+        self,
+        checkpoint: Checkpoint,
+        parts: Mapping[str, Any],
+        ranks: Mapping[int, Any],
+        models: Mapping[str, nn.Module],
+    ) -> None:
+        """Raise `CheckpointCorrupt` where something that is taken is not what it must be."""
+        strict, parameters = same_torch(checkpoint), self._parameters()
+        for name, model in models.items():
+            check_model_form(checkpoint, name, parts[name], model)
+        for name, optimizer in self._optimizers().items():
+            with checkpoint.blaming(name):
+                check_optimizer(parts[name], optimizer, parameters, strict=strict)
+        with checkpoint.blaming("loop"):
+            loop = parts["loop"]
+            fit(loop, _LOOP)
+            if self.gradients.scaler is not None and loop["scaler"]:
+                fit(loop["scaler"], SCALE, "scaler")
+            pairs = zip(self.registry.schedulers, loop["schedulers"], strict=False)
+            for index, (scheduler, state) in enumerate(pairs):
+                check = partial(check_schedule, scheduler=scheduler.scheduler, strict=strict)
+                fit(state, check, "schedulers", index)
+        of_process = _PROCESS | {f"{name}?": {str: Any} for name in models}
+        for rank, part in ranks.items():
+            with checkpoint.blaming(process_part(rank)):
+                fit(part, of_process)
+
+    def _problems(
+        self,
+        parts: Mapping[str, Any],
+        models: Mapping[str, nn.Module],
+        parameters: Mapping[str, Tensor],
+        position: Mapping[str, Any],
+        *,
+        goes_on: bool,
+    ) -> list[str]:
+        """Return, in words, why a state is not that of what is prepared.
+
+        Args:
+            parts: The parts for all processes, in their form.
+            models: The models that are loaded, by their parts.
+            parameters: The parameters by their names in states of optimizers.
+            position: Where the loaders are, and the open gradients.
+            goes_on: Whether passes of loaders go on where they were.
+        """
+        found = [
+            f"its {name}: {problem}"
+            for name, model in models.items()
+            for problem in model_problems(parts[name], model)
+        ]
+        for name, optimizer in self._optimizers().items():
+            saved = [group["params"] for group in parts[name]["groups"]]
+            known = parameter_names(optimizer, parameters)
+            present = [[known[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+            if saved != present:
+                found.append(
+                    f"its optimizer is over {_shown(saved)}, but here it is over "
+                    f"{_shown(present)}. Make the optimizers as when it was saved"
+                )
+        for name, gradient in position.get("gradients", {}).items():
+            like = parameters.get(name)
+            if like is None or (gradient.shape, gradient.dtype) != (like.shape, like.dtype):
+                found.append(f"its open gradient of `{name}` is that of another parameter")
+        pairs = zip(self.registry.loaders, position["loaders"], strict=False)
+        for index, (loader, state) in enumerate(pairs):
+            inside = goes_on and state["batches"] and not state["has_ended"]
+            if inside and (changed := loader.unfit(state)):
+                found.append(
+                    f"it was saved inside a pass of the loader {index}, which goes on in another "
+                    f"order: {'; '.join(changed)}. Prepare the same loader, or load a state that "
+                    "was saved between two passes"
+                )
+            if not inside and (why := loader.come_to(state, self.registry.objects)):
+                found.append(f"the loader {index}: {why}")
+        return found
+
     def _lost(self, states: Sequence[Mapping[str, Any]]) -> dict[int, str]:
         """Return why passes under way cannot go on, by the number of the loader."""
         found = {}
-        for index, (loader, state) in enumerate(zip(self.registry.loaders, states, strict=True)):
+        for index, (loader, state) in enumerate(zip(self.registry.loaders, states, strict=False)):
             inside = state["batches"] and not state["has_ended"]
             if inside and (why := loader.loses_place(dict(state))):
                 found[index] = why
@@ -185,7 +322,7 @@ class StateContents:
             with applying(f"The registered `{type(thing).__name__}`", path):
                 load_state(thing, loaded.objects[name])
         loop = parts["loop"]
-        for scheduler, state in zip(self.registry.schedulers, loop["schedulers"], strict=True):
+        for scheduler, state in zip(self.registry.schedulers, loop["schedulers"], strict=False):
             with applying("The scheduler", path):
                 scheduler.load_state_dict(state)
         if self.gradients.scaler is not None and loop["scaler"]:
@@ -193,7 +330,7 @@ class StateContents:
         self.gradients.forget()
         position = {**loop, **(own or {})}  # older states have it in `loop` alone
         self.accumulation.load_state_dict(position["accumulation"])
-        pairs = zip(self.registry.loaders, position["loaders"], strict=True)
+        pairs = zip(self.registry.loaders, position["loaders"], strict=False)
         for index, (loader, state) in enumerate(pairs):
             if index in loaded.anew:
                 loader.set_epoch(state["epoch"])
@@ -274,6 +411,12 @@ class StateContents:
             for index, model in enumerate(self.models().values())
             for name, parameter in model.named_parameters()
         }
+
+
+def _shown(groups: Sequence[Sequence[str]]) -> str:
+    names = [name for group in groups for name in group]
+    listed = ", ".join(f"`{name}`" for name in names[:3])
+    return f"{len(names)} parameters in {len(groups)} groups ({listed}, ...)"
 
 
 def _trained(checkpoint: Checkpoint) -> int:

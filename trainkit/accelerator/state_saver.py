@@ -8,8 +8,7 @@ from typing import Any
 
 from torch.utils.hooks import RemovableHandle
 
-from trainkit.accelerator.state_check import part_name
-from trainkit.accelerator.state_contents import StateContents
+from trainkit.accelerator.state_contents import StateContents, part_name
 from trainkit.accelerator.state_directory import StateDirectory
 from trainkit.checkpoint.checkpoint import open_share
 from trainkit.checkpoint.training_state import versions
