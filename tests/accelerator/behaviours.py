@@ -206,8 +206,6 @@ def facts(api: Any, split: bool) -> Any:
     return (
         ends,
         (state.end_of_dataloader, state.in_dataloader),
-        loader.total_batch_size,
-        loader.total_dataset_length,
         len(loader.dataset),
         (accelerator.split_batches, accelerator.even_batches),
         (str(accelerator.distributed_type.value), accelerator.mixed_precision),

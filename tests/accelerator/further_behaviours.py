@@ -66,7 +66,7 @@ def divided_by_the_accelerator(api: Any) -> Any:
     """`split_batches` as an argument of `Accelerator` itself."""
     accelerator = api.Accelerator(cpu=True, split_batches=True)
     loader = accelerator.prepare(DataLoader(numbers(13), 6))
-    return [values(batch) for batch in loader], loader.total_batch_size
+    return [values(batch) for batch in loader]
 
 
 @behaviour(*[{"length": length} for length in (3, 8, 9, 17)])

@@ -78,10 +78,9 @@ class StateDirectory:
                 metadata={**metadata, "follows": self._follows},
                 agree=partial(gather_on_main, processes),
             )
-            run_on_main(processes, lambda: _keep_last(store))
+            run_on_main(processes, lambda: rotate(store, KeepPolicy(keep_last=1)))
         finally:
             lock.release()
-        self.saved(folder)
         if self._project.automatic_checkpoint_naming:
             run_on_main(processes, self._drop_oldest)
 
@@ -124,14 +123,13 @@ class StateDirectory:
         number, project = _NUMBERED.fullmatch(folder.name), self._project
         if number is None or not project.automatic_checkpoint_naming or not project.project_dir:
             return
+        loaded = int(number[1])
 
         def look() -> tuple[bool, list[int]]:
             states = self._automatic()
-            numbers = [_number_of(state) for state in _numbered(states) if _is_state(state)]
-            return folder.resolve().parent == states.resolve(), numbers
+            return folder.resolve().parent == states.resolve(), [*_states_in(states)]
 
         is_own, numbers = run_on_main(self._processes, look)
-        loaded = int(number[1])
         self._follows = loaded if is_own else _NONE
         project.iteration = max([loaded, *numbers]) + 1
         if later := [number for number in numbers if is_own and number > loaded]:
@@ -195,11 +193,10 @@ class StateDirectory:
         limit = self._project.total_limit
         if limit is None:
             return
-        # Folders without a committed state, of saves that were stopped, do not count.
-        states = [folder for folder in _numbered(self._automatic()) if _is_state(folder)]
-        branch = {*_branch(self._automatic())}
-        states.sort(key=lambda folder: folder in branch)  # a branch that was left goes first
-        for folder in states[: max(0, len(states) - limit)]:
+        states, branch = _states_in(self._automatic()), {*_branch(self._automatic())}
+        # A branch that was left goes first.
+        folders = sorted(states.values(), key=lambda folder: folder in branch)
+        for folder in folders[: max(0, len(folders) - limit)]:
             remove_tree(folder)
 
     def _states(self, input_dir: Any, report: Callable[[str], None]) -> Iterator[tuple[str, str]]:
@@ -246,24 +243,23 @@ class StateDirectory:
         )
 
 
-def _numbered(directory: Path) -> list[Path]:
+def _numbered(directory: Path) -> dict[int, Path]:
     """Return the folders that are named by their number, by number."""
-    if not directory.is_dir():
-        return []
-    found = [(_NUMBERED.fullmatch(path.name), path) for path in directory.iterdir()]
-    numbered = [(int(match[1]), path) for match, path in found if match and path.is_dir()]
-    return [path for _, path in sorted(numbered)]
+    paths = directory.iterdir() if directory.is_dir() else ()
+    found = [(_NUMBERED.fullmatch(path.name), path) for path in paths]
+    return dict(sorted((int(match[1]), path) for match, path in found if match and path.is_dir()))
 
 
-def _number_of(folder: Path) -> int:
-    return int(folder.name.removeprefix("checkpoint_"))
+def _states_in(directory: Path) -> dict[int, Path]:
+    """Return those with a state that was committed; a save that was stopped leaves others."""
+    return {number: path for number, path in _numbered(directory).items() if _is_state(path)}
 
 
 def _branch(directory: Path) -> Iterator[Path]:
     """Yield the numbered folders of the newest state and of those that it came from."""
     follows: Any = None  # not known of states of older versions: the one before
-    for folder in reversed(_numbered(directory)):
-        if not isinstance(follows, int) or _number_of(folder) <= follows:
+    for number, folder in reversed(_numbered(directory).items()):
+        if not isinstance(follows, int) or number <= follows:
             yield folder
             if entries := CheckpointStore(folder).checkpoints():
                 follows = entries[-1].manifest.metadata.get("follows")
@@ -271,7 +267,3 @@ def _branch(directory: Path) -> Iterator[Path]:
 
 def _is_state(folder: Path) -> bool:
     return bool(CheckpointStore(folder).checkpoints())
-
-
-def _keep_last(store: CheckpointStore) -> None:
-    rotate(store, KeepPolicy(keep_last=1))
