@@ -32,7 +32,7 @@ RETIRED = {
     r"\bstrategy\.(adopt|rewrap|agree|place|adding_nothing)\b": "the names of Strategy",
     r"\b(run|strategy)\.vote\b": "run.flags",
     r"\bWatchedRun\b": "RunProgress",
-    r"\baccelerator[./](states|loadable)\b": "state_saver, state_check",
+    r"\baccelerator[./](states|loadable)\b": "state_saver, state_contents",
     r"\b([Ll]ogged|evaluated|[Tt]wo) figures?\b": "logged values, metrics",
     r"\bfigures? (to watch|of an evaluation)\b": "metrics",
 }

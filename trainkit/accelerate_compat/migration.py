@@ -11,8 +11,6 @@ from itertools import accumulate
 from trainkit.accelerate_compat import names
 from trainkit.errors import ConfigError
 
-__all__ = ["Migration", "migrated"]
-
 THEIRS, OURS = "accelerate", "trainkit.accelerate_compat"
 _MODULE = re.compile(rb"\baccelerate\b(?:[\s\\]*\.[\s\\]*\w+)*")
 _IN_TEXT = re.compile(r"accelerate((\.\w+)*| (config|env|launch|test)\b.*)", re.S)

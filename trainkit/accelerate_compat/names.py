@@ -9,8 +9,6 @@ from typing_extensions import override
 from trainkit.basics.parsing import nearest
 from trainkit.errors import ConfigError
 
-__all__ = ["MODULES", "PUBLIC", "REFUSED", "VERSION", "find", "known", "missing", "refusal"]
-
 _FACE = import_module("trainkit")
 PUBLIC: list[str] = _FACE.__all__
 """The public names of trainkit, which are Accelerate's where that has such a thing."""

@@ -13,8 +13,6 @@ from trainkit.errors import CheckpointError, ConfigError
 from trainkit.export.pickled import Allowed, read_pickled
 from trainkit.export.sources import open_weights
 
-__all__ = ["import_accelerate"]
-
 _RUN = "imported"
 _MODEL = re.compile(r"(?:pytorch_)?model(_\d+)?\.(?:safetensors|bin)(\.index\.json)?")
 _SHARD = re.compile(r"(?:pytorch_)?model-\d+-of-\d+\.(?:safetensors|bin)")

@@ -52,8 +52,6 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
 
-__all__ = ["Accelerator"]
-
 # Of every `Accelerator`: a metric may be gathered by another one than prepared its loader.
 _UNDER_WAY = ActiveLoaders()
 os.register_at_fork(after_in_child=_UNDER_WAY.forget)  # a child goes on with no loop

@@ -8,8 +8,6 @@ from typing_extensions import override
 from trainkit.accelerator.settings import GradientAccumulationPlugin
 from trainkit.distributed.active_batches import ActiveLoaders
 
-__all__ = ["Accumulation"]
-
 
 class Accumulation:
     """The windows of a loop of the user's own.

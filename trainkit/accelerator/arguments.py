@@ -33,19 +33,6 @@ from trainkit.precision import FP16, Precision
 from trainkit.strategies import Strategy
 from trainkit.training.setup.arguments import make_precision
 
-__all__ = [
-    "Handlers",
-    "chosen_generators",
-    "chosen_loading",
-    "chosen_precision",
-    "chosen_project",
-    "chosen_strategy",
-    "chosen_windows",
-    "compilation",
-    "join",
-    "precision_of",
-]
-
 HANDLERS = (
     AutocastKwargs,
     DistributedDataParallelKwargs,

@@ -11,8 +11,6 @@ from trainkit.accelerator.settings import AutocastKwargs
 from trainkit.containers.tree import map_leaves
 from trainkit.export.state import unwrapped
 
-__all__ = ["autocast", "run_in_autocast", "unwrap"]
-
 
 def autocast(device: str, dtype: torch.dtype, settings: AutocastKwargs) -> torch.autocast:
     """Return a context in which matrix products run in `dtype`, where that is enabled."""

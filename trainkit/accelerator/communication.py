@@ -8,8 +8,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trainkit.errors import ConfigError
 
-__all__ = ["DDPCommunicationHookType", "checked_hooks", "register"]
-
 
 class DDPCommunicationHookType(StrEnum):
     """What DDP sends in the place of the gradients: torch's own communication hooks."""

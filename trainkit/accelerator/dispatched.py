@@ -22,8 +22,6 @@ from trainkit.data.transfer import transfer_for
 from trainkit.distributed import only_this_process, run_on_main
 from trainkit.distributed.active_batches import ActiveLoaders
 
-__all__ = ["DispatchedShare", "for_process_0"]
-
 
 def for_process_0(sharing: Sharing) -> Sharing:
     """Return how process 0 reads all the data, as if it were alone."""

@@ -16,8 +16,6 @@ from trainkit.precision.fp16 import scaled_loss
 from trainkit.strategies import Strategy
 from trainkit.strategies.strategy import gradient_values
 
-__all__ = ["Gradients"]
-
 
 class Gradients:
     """Divides and scales losses, and makes gradients final before they are clipped or used.

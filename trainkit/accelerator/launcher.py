@@ -25,8 +25,6 @@ from trainkit.distributed.group import SECRET
 from trainkit.distributed.rendezvous import INIT_METHOD
 from trainkit.errors import ConfigError, DistributedError
 
-__all__ = ["notebook_launcher"]
-
 GRACE_SECONDS = 2.0  # for the others to end by themselves after one has failed
 _OF_OTHERS: dict[str, Any] = {
     "rdzv_backend": "static",

@@ -19,8 +19,6 @@ from trainkit.errors import ConfigError
 if TYPE_CHECKING:
     from trainkit.distributed import Processes
 
-__all__ = ["SharedLoader", "Sharing", "SkippedLoader", "skip_first_batches"]
-
 State: TypeAlias = dict[str, Any]
 """Where a loader was, as its `state_dict` says it."""
 

@@ -11,8 +11,6 @@ from trainkit.errors import ConfigError
 if TYPE_CHECKING:
     from trainkit.accelerator.accelerator import Accelerator
 
-__all__ = ["LocalSGD"]
-
 
 class LocalSGD:
     """Inside of it processes do not reduce gradients; their parameters are averaged instead.

@@ -10,8 +10,6 @@ from typing_extensions import override
 from trainkit.distributed import Processes
 from trainkit.distributed.world import World
 
-__all__ = ["ProcessLogger", "get_logger"]
-
 
 class ProcessLogger(logging.LoggerAdapter[logging.Logger]):
     """A logger whose records come from the main process only, unless told otherwise.

@@ -21,8 +21,6 @@ from trainkit.data.plan import BatchPlan, FlatPlan, Plan
 from trainkit.data.workers import datasets_of
 from trainkit.errors import CheckpointError
 
-__all__ = ["MappedShare"]
-
 
 class MappedShare(SharedLoader):
     """A loader over a map-style data set.

@@ -11,19 +11,6 @@ from trainkit.distributed import Processes, concatenate as join_entries
 from trainkit.distributed.communicator import Communicator
 from trainkit.distributed.processes import Reduction
 
-__all__ = [
-    "broadcast",
-    "broadcast_object_list",
-    "concatenate",
-    "extract_model_from_parallel",
-    "gather",
-    "gather_object",
-    "pad_across_processes",
-    "reduce",
-    "send_to_device",
-    "wait_for_everyone",
-]
-
 
 def gather(tensor: Any, differentiable: bool = False) -> Any:
     """Return the tensors of all processes, joined along dimension 0, on every process."""

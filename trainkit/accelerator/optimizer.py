@@ -11,8 +11,6 @@ from trainkit.accelerator.accumulation import Accumulation
 from trainkit.accelerator.gradients import Gradients
 from trainkit.errors import ConfigError
 
-__all__ = ["PreparedOptimizer"]
-
 
 def _of_inner(name: str) -> Any:
     """Return a property that is that of the optimizer inside."""

@@ -11,8 +11,6 @@ from trainkit.errors import ConfigError
 from trainkit.strategies import FSDP
 from trainkit.types import class_name
 
-__all__ = ["FullyShardedDataParallelPlugin", "TorchDynamoPlugin"]
-
 _RESHARD = {"FULL_SHARD": True, "1": True, "SHARD_GRAD_OP": False, "2": False}
 _INSTEAD = {
     "mixed_precision_policy": "Say `Accelerator(mixed_precision=...)`",

@@ -38,8 +38,6 @@ from trainkit.training.setup.consistency import check_alike, describe_model, des
 from trainkit.training.setup.settings import optimizer_settings, program, settings
 from trainkit.types import class_name
 
-__all__ = ["ConfiguredDDP", "Preparer", "Registry"]
-
 PREPARED = (SharedLoader, SkippedLoader, PreparedOptimizer, PreparedScheduler)
 
 

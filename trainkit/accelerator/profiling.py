@@ -14,8 +14,6 @@ from trainkit.errors import ConfigError
 if TYPE_CHECKING:
     from torch.profiler import profile
 
-__all__ = ["ProfileKwargs", "profiled"]
-
 
 @checked
 @dataclass

@@ -9,8 +9,6 @@ from trainkit.accelerator.accumulation import Accumulation
 from trainkit.accelerator.optimizer import PreparedOptimizer
 from trainkit.basics.torch_internals import steps_of_schedule
 
-__all__ = ["PreparedScheduler"]
-
 
 class PreparedScheduler:
     """What `prepare` makes of a scheduler.

@@ -10,8 +10,6 @@ from trainkit.distributed.world import World
 with suppress(ModuleNotFoundError):
     import numpy  # noqa: F401  # else what imports it later would not be seeded
 
-__all__ = ["set_seed"]
-
 
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
     """Seed the generators of Python, NumPy and torch, on the CPU and on every accelerator.

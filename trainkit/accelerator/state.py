@@ -23,8 +23,6 @@ from trainkit.distributed.group import Membership
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigError
 
-__all__ = ["AcceleratorState", "GradientState", "PartialState", "is_initialized"]
-
 _TRAVELS = ("_mixed_precision", "_distributed_type")
 
 

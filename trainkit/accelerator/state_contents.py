@@ -44,8 +44,6 @@ from trainkit.training.resume.fingerprint import model_problems
 from trainkit.training.resume.replicas import check_replicas
 from trainkit.training.resume.restore import check_model_form
 
-__all__ = ["LoadedState", "StateContents", "part_name"]
-
 _OBJECT = "custom_checkpoint_"
 
 _ORDER = {

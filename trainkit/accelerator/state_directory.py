@@ -18,8 +18,6 @@ from trainkit.distributed import Processes, run_on_main
 from trainkit.distributed.collectives import gather_on_main
 from trainkit.errors import CheckpointError, CheckpointMissing, ConfigError
 
-__all__ = ["StateDirectory"]
-
 T = TypeVar("T")
 
 _NUMBERED = re.compile(r"checkpoint_(\d+)")

@@ -22,8 +22,6 @@ from trainkit.distributed import (
 from trainkit.errors import ConfigError
 from trainkit.types import Stateful
 
-__all__ = ["StateSaver", "warn_of_options"]
-
 Hook = Callable[..., Any]
 
 

@@ -9,8 +9,6 @@ from typing_extensions import override
 from trainkit.accelerator.loader import SharedLoader, Sharing, State
 from trainkit.data import MicroBatch, PreparedLoader
 
-__all__ = ["StreamedShare"]
-
 
 class StreamedShare(SharedLoader):
     """A loader over an iterable data set, over keys of whole batches, or of another class.

@@ -18,8 +18,6 @@ from trainkit.trackers.tensorboard import TensorBoardTracker
 from trainkit.trackers.tracker import GeneralTracker
 from trainkit.trackers.wandb import WandBTracker
 
-__all__ = ["Trackers"]
-
 _KINDS: tuple[Any, ...] = (
     TensorBoardTracker, JSONLTracker, CSVTracker, WandBTracker, MLflowTracker
 )  # fmt: skip
