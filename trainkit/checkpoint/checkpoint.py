@@ -72,7 +72,7 @@ class Checkpoint:
                 there. All others are put together from their shards.
         """
         tree, own = self._tree(part)
-        with self.blaming(part):
+        with self.blaming(part, MALFORMED):
             return PartReader(self._reader, own).read(tree, like)
 
     def verify_rest(self) -> None:
@@ -85,7 +85,7 @@ class Checkpoint:
         `others` takes the names of what is no tensor, which is an error without it.
         """
         nodes, own = self._nodes(part)
-        with self.blaming(part):
+        with self.blaming(part, MALFORMED):
             found = {name: stored_in(nodes[name], own) for name in nodes}
         tensors = {name: stored for name, stored in found.items() if stored is not None}
         rest = [name for name in found if name not in tensors]
@@ -109,17 +109,24 @@ class Checkpoint:
             raise CheckpointError(
                 f"The part {part!r} of `{self.path}` has no tensor {name!r}.", path=self.path
             )
-        with self.blaming(part):
+        with self.blaming(part, MALFORMED):
             return PartReader(self._reader, own).read(nodes[name], None, hashed=False)
 
     @contextmanager
-    def blaming(self, part: str | None) -> Iterator[None]:
-        """Turn what a part of a wrong form raises into an error on its file; None: the manifest."""
+    def blaming(
+        self, part: str | None, kinds: tuple[type[Exception], ...] = (Unfit,)
+    ) -> Iterator[None]:
+        """Turn what a part of a wrong form raises into an error on its file.
+
+        Args:
+            part: None: the manifest.
+            kinds: What is raised there; of others nothing says that the file is to blame.
+        """
         try:
             yield
         except CheckpointError:
             raise
-        except MALFORMED as error:
+        except kinds as error:
             self.verify_rest()  # if a file has changed, it is the one to blame
             names = [MANIFEST] if part is None else [part + JSON_SUFFIX, part + TENSOR_SUFFIX]
             file = next((name for name in names if name in self.manifest.files), names[0])
@@ -140,13 +147,13 @@ class Checkpoint:
         own = self._reader.of_part(part) if tensor_name in files else {}
         if tree_name not in files:
             return tree_of(self._reader.header(part)), own
-        with self.blaming(part):
+        with self.blaming(part, MALFORMED):
             return strict_json.parse(self._reader.read_whole(tree_name)), own
 
     def _nodes(self, part: str) -> tuple[Mapping[str, Any], Mapping[str, StoredTensor]]:
         if part not in self._flat:
             tree, own = self._tree(part)
-            with self.blaming(part):
+            with self.blaming(part, MALFORMED):
                 self._flat[part] = flat_items(tree), own
         return self._flat[part]
 
