@@ -333,8 +333,8 @@ def main() -> None:
         TRIALS["kills"] = feature_trials
         import datasets  # noqa: F401  # here once, as above
         import tensorboard.backend.event_processing.plugin_event_accumulator  # noqa: F401
-        from torch.utils.tensorboard import writer  # noqa: F401
         import transformers.models.gpt2.modeling_gpt2  # noqa: F401
+        from torch.utils.tensorboard import writer  # noqa: F401
 
         if LACKING:
             print(f"left out, as their packages are not installed: {', '.join(LACKING)}")

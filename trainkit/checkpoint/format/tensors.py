@@ -92,53 +92,35 @@ def empty(dtype: str, shape: tuple[int, ...]) -> "Tensor":
         raise ValueError(f"no tensor can have the shape {shape}") from error
 
 
-@dataclass(frozen=True, slots=True)
-class _Memory:
-    """Where in its storage a tensor lies."""
-
-    storage: tuple[str, int]
-    begin: int  # bytes
-    end: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: str
-    itemsize: int  # bytes of one element
-    flipped: tuple[bool, bool]  # conjugated, negated: bits that the memory does not show
-
-
-def _memory_of(value: "Tensor") -> _Memory:
-    begin = int(value.storage_offset()) * value.element_size()
-    reach = sum((size - 1) * step for size, step in zip(value.shape, value.stride(), strict=True))
-    return _Memory(
-        storage=(str(value.device), value.untyped_storage().data_ptr()),
-        begin=begin,
-        end=begin + (int(reach) + 1) * value.element_size(),
-        shape=tuple(value.shape),
-        stride=value.stride(),
-        dtype=str(value.dtype),
-        itemsize=value.element_size(),
-        flipped=(value.is_conj(), value.is_neg()),
-    )
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Seen:
-    memory: _Memory
+    """A tensor that is to be written, and the nodes that refer to it."""
+
+    value: "Tensor"
     name: str
     nodes: list[dict[str, Any]]
+    begin: int  # bytes, in its storage
+    end: int
     covers: bool  # each of its bytes once: others can be views of it
-    is_row_major: bool
+
+
+def _identity(value: "Tensor") -> tuple[Any, ...]:
+    """Return what two tensors have in common that are the same memory seen alike."""
+    storage = (str(value.device), value.untyped_storage().data_ptr())
+    flipped = (value.is_conj(), value.is_neg())  # bits that the memory does not show
+    shape, place = tuple(value.shape), value.storage_offset()
+    return (storage, place, shape, value.stride(), value.dtype, flipped)
 
 
 class Sharing:
     """Which tensors of a state lie in the same memory; each memory is written once."""
 
     def __init__(self) -> None:
-        self._seen: dict[_Memory, _Seen] = {}
+        self._seen: dict[tuple[Any, ...], _Seen] = {}
 
     def known(self, value: "Tensor") -> dict[str, Any] | None:
         """Return a node for a tensor that was added before under another name, or None."""
-        seen = self._seen.get(_memory_of(value)) if value.numel() else None
+        seen = self._seen.get(_identity(value)) if value.numel() else None
         if seen is None:
             return None
         seen.nodes.append(dict(seen.nodes[0]))
@@ -147,52 +129,41 @@ class Sharing:
     def add(self, value: "Tensor", name: str, node: dict[str, Any]) -> dict[str, Any]:
         """Remember a tensor that is stored under `name`; return `node`."""
         if value.numel():
-            memory = _memory_of(value)
-            dense = "$tensor" in node and is_dense(memory.shape, memory.stride)
-            covers = dense and not any(memory.flipped)
-            self._seen[memory] = _Seen(memory, name, [node], covers, value.is_contiguous())
+            steps = zip(value.shape, value.stride(), strict=True)
+            begin = int(value.storage_offset())
+            end = begin + int(sum((size - 1) * step for size, step in steps)) + 1
+            dense = "$tensor" in node and is_dense(value.shape, value.stride())
+            covers = dense and not (value.is_conj() or value.is_neg())
+            width = value.element_size()
+            seen = _Seen(value, name, [node], begin * width, end * width, covers)
+            self._seen[_identity(value)] = seen
         return node
 
     def settle(self, pieces: dict[str, Piece], path: str) -> None:
         """Turn tensors that lie inside another one into views of it, and drop their pieces."""
-        storages: dict[tuple[str, int], list[_Seen]] = {}
-        for seen in self._seen.values():
-            storages.setdefault(seen.memory.storage, []).append(seen)
+        storages: dict[Any, list[_Seen]] = {}
+        for (storage, *_), seen in self._seen.items():
+            storages.setdefault(storage, []).append(seen)
         for group in storages.values():
             # The widest first; then whatever overlaps an earlier one must lie inside it.
-            group.sort(key=_order)
-            _settle_storage(group, pieces, path)
-
-
-def _order(seen: _Seen) -> tuple[int, bool, bool]:
-    return seen.memory.begin - seen.memory.end, not seen.covers, not seen.is_row_major
-
-
-def _settle_storage(group: list[_Seen], pieces: dict[str, Piece], path: str) -> None:
-    kept: list[_Seen] = []
-    for seen in group:
-        memory = seen.memory
-        others = [
-            one for one in kept if one.memory.begin < memory.end and memory.begin < one.memory.end
-        ]
-        if not others:
-            kept.append(seen)
-            continue
-        base = others[0]
-        if len(others) > 1 or not _contains(base, memory):
-            raise CheckpointError(
-                f"In `{path}`, the tensors `{base.name}` and `{seen.name}` overlap in memory, and "
-                "neither contains the other. Return a `clone()` of one of them."
-            )
-        del pieces[seen.name]
-        offset = (memory.begin - base.memory.begin) // memory.itemsize
-        view = [base.name, list(memory.shape), list(memory.stride), offset]
-        for node in seen.nodes:
-            node.clear()
-            node["$view"] = view
-
-
-def _contains(base: _Seen, memory: _Memory) -> bool:
-    inside = base.memory.begin <= memory.begin and memory.end <= base.memory.end
-    same = memory.dtype == base.memory.dtype and not any(memory.flipped)
-    return base.covers and inside and same
+            group.sort(key=lambda s: (s.begin - s.end, not s.covers, not s.value.is_contiguous()))
+            kept: list[_Seen] = []
+            for seen in group:
+                others = [one for one in kept if one.begin < seen.end and seen.begin < one.end]
+                if not others:
+                    kept.append(seen)
+                    continue
+                base, value = others[0], seen.value
+                inside = base.covers and base.begin <= seen.begin and seen.end <= base.end
+                same = value.dtype == base.value.dtype and not (value.is_conj() or value.is_neg())
+                if len(others) > 1 or not (inside and same):
+                    raise CheckpointError(
+                        f"In `{path}`, the tensors `{base.name}` and `{seen.name}` overlap in "
+                        "memory, and neither contains the other. Return a `clone()` of one of "
+                        "them."
+                    )
+                del pieces[seen.name]
+                offset = (seen.begin - base.begin) // value.element_size()
+                for node in seen.nodes:
+                    node.clear()
+                    node["$view"] = [base.name, [*value.shape], [*value.stride()], offset]
