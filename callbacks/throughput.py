@@ -13,7 +13,7 @@ from typing_extensions import override
 from trainkit.basics.config import checked
 from trainkit.basics.torch_internals import attention_on_cpu
 from trainkit.callbacks._support.log_schedule import log_follows
-from trainkit.callbacks._support.model_table import is_compiled
+from trainkit.callbacks.model_summary import is_compiled
 from trainkit.data.packing import PackedDataset
 from trainkit.errors import ConfigError
 from trainkit.training.callback import Callback

@@ -13,7 +13,7 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.toys import FEATURES, fit, make_trainer, toy_dataset, toy_model
 from trainkit import ConfigError, Trainer
 from trainkit.callbacks import ModelSummary
-from trainkit.callbacks._support.model_table import WIDTH, describe_output, model_table
+from trainkit.callbacks.model_summary import WIDTH, describe_output, model_table
 from trainkit.strategies import FSDP
 from trainkit.testing import task
 
