@@ -79,7 +79,7 @@ TORCH_FILES = "trainkit/export/pickled.py"
 KINDS_OF_DEVICES = {"cuda", "hip", "nccl", "npu", "xccl", "xpu"}
 """Words of one kind of accelerator: everything else goes by what `torch.accelerator` can do."""
 NAMES_DEVICES = {
-    "trainkit/basics/argument_names.py": "other libraries' names of arguments",
+    "trainkit/inspect/argument_names.py": "other libraries' names of arguments",
     "trainkit/basics/device.py": "asks torch, and is asked by all others",
     "trainkit/launch/machine.py": "variables that hide them, and what torch was built for",
     "trainkit/launch/accelerate_keys.py": "knows the keys of another program's file",
@@ -87,7 +87,7 @@ NAMES_DEVICES = {
     "trainkit/accelerate_compat/availability.py": "another library's functions for them",
     "trainkit/accelerate_compat/names.py": "their names",
     "trainkit/accelerator/settings.py": "another library's kinds of jobs",
-    "trainkit/basics/hints.py": "a variable that helps with one error",
+    "trainkit/watch/hints.py": "a variable that helps with one error",
     "callbacks/profiler.py": "an argument of torch's profiler",
 }
 

@@ -11,9 +11,9 @@ from torch.utils.data import DataLoader
 
 import trainkit.callbacks
 from trainkit import Accelerator, Callback, ConfigError, Trainer
-from trainkit.basics.argument_names import PLACES
 from trainkit.callbacks import Checkpoint, EarlyStopping, Evaluation, TensorBoardLogger, Timer
 from trainkit.cli.main import main
+from trainkit.inspect.argument_names import PLACES
 
 OWNERS: dict[str, Callable[..., Any]] = {
     "Trainer": Trainer,

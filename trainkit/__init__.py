@@ -125,7 +125,10 @@ provide(
         "Replay": "trainkit.inspect.replay",
         "as_metric": "trainkit.metrics",
         "default_callbacks": "trainkit.callbacks",
+        "hint_for": "trainkit.watch.hints",
+        "refuse_unknown": "trainkit.inspect.argument_names",
         "report_failure": "trainkit.watch.job_watch",
         "start_watch": "trainkit.watch.job_watch",
+        "tells_of_lost_peer": "trainkit.watch.hints",
     }
 )

@@ -454,9 +454,7 @@ class Trainer:
         try:
             settings = arguments.FitSettings(**as_fit)
         except TypeError:
-            from trainkit.basics.argument_names import refuse_unknown  # only errors need it
-
-            refuse_unknown(Trainer.fit, as_fit)
+            ask("refuse_unknown")(Trainer.fit, as_fit)
             raise
         self._fit(model, loaders, settings, replay)
         assert replay.result is not None

@@ -30,13 +30,13 @@ from tests.helpers.ranks import RanksError, run_ranks
 from tests.helpers.tiers import with_few
 from tests.system.harness import TIME_LIMIT, Job, running
 from trainkit import Accelerator, Callback, Run, Trainer, Watchdog
-from trainkit.basics.hints import hint_for
 from trainkit.distributed import Processes
 from trainkit.errors import ConfigError
 from trainkit.launch import failure
 from trainkit.watch import timing, where
 from trainkit.watch.connections import GONE, Address, Links, open_server, reach_server
 from trainkit.watch.exit import EXIT_OTHER_FAILED
+from trainkit.watch.hints import hint_for
 from trainkit.watch.member import Member
 from trainkit.watch.report import Report, first_of, read_all
 from trainkit.watch.stall import judge

@@ -13,6 +13,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, cast, get_args, get_origin
 
 from trainkit.errors import ConfigError
+from trainkit.lazy import ask
 
 T = TypeVar("T", bound=Callable[..., Any])
 
@@ -233,9 +234,7 @@ def checked(target: T) -> T:
         try:
             given = signature.bind(*args, **kwargs).arguments
         except TypeError:
-            from trainkit.basics.argument_names import refuse_unknown  # only errors need it
-
-            refuse_unknown(target, kwargs)
+            ask("refuse_unknown")(target, kwargs)
             given = {}  # Python says better what is missing or too many
         parameters = signature.parameters
         problems = []
@@ -263,9 +262,7 @@ def names_checked(target: T) -> T:
         try:
             return target(*args, **kwargs)
         except TypeError:
-            from trainkit.basics.argument_names import refuse_unknown  # only errors need it
-
-            refuse_unknown(target, kwargs)
+            ask("refuse_unknown")(target, kwargs)
             raise
 
     return cast(T, call)

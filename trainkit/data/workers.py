@@ -27,6 +27,7 @@ from trainkit.data.fetch import Fetch
 from trainkit.data.loader import LoaderContext
 from trainkit.data.order import set_epoch_on
 from trainkit.errors import ConfigError, DataError, text_of
+from trainkit.lazy import ask
 
 _DEATH_SECONDS = 0.3  # from the first sign of a worker's end until it is known
 
@@ -341,13 +342,11 @@ def _death(iterator: Any) -> str | None:
         return None
     worker = max(dead, key=lambda worker: worker.exitcode != 0)
     number = workers_of(iterator).index(worker)
-    from trainkit.basics.hints import hint_for  # only failures need it
-
     end = f"ended by itself with the exit code {worker.exitcode}"
     if worker.exitcode < 0:
         end = f"was killed by the signal {signal.Signals(-worker.exitcode).name}"
     text = f"The loader's worker {number} (pid {worker.pid}) {end}."
-    return f"{text} {hint_for('DataError', text)}".rstrip()
+    return f"{text} {ask('hint_for')('DataError', text)}".rstrip()
 
 
 def _travels(error: Exception) -> bool:

@@ -5,7 +5,6 @@ from contextlib import suppress
 from typing import Any
 
 from trainkit.basics.config import Watchdog
-from trainkit.basics.hints import hint_for, tells_of_lost_peer
 from trainkit.errors import text_of
 from trainkit.lazy import ask
 from trainkit.training.run import Run
@@ -49,7 +48,8 @@ def report_failure(run: Run, error: BaseException) -> None:
     """
     place = _where_run_is(run)
     processes = run.strategy.processes
-    hint = hint_for(type(error).__name__, text_of(error), alone=processes.size == 1)
+    alone = processes.size == 1
+    hint = ask("hint_for")(type(error).__name__, text_of(error), alone=alone)
     error.add_note(
         f"trainkit: process {processes.rank} of {processes.size}, epoch {place['epoch']}, after "
         f"step {place['step']} ({run.state.epoch_samples} samples of this epoch consumed), "
@@ -58,7 +58,7 @@ def report_failure(run: Run, error: BaseException) -> None:
     if run.train_loader.parts and place["phase"] == "train":
         error.add_note(f"trainkit: batches are mappings by loader, of {[*run.train_loader.parts]}.")
     # Of a lost peer the watch may know more, and some errors hold their hint.
-    if hint and not tells_of_lost_peer(error) and hint not in text_of(error):
+    if hint and not ask("tells_of_lost_peer")(error) and hint not in text_of(error):
         error.add_note(f"trainkit: {hint}")
     place["samples"] |= indices_of(run, place["samples"])
     ask("report_failure")(error, processes, place, run.output_dir)

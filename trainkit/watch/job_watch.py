@@ -12,13 +12,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from trainkit.basics.hints import tells_of_lost_peer
 from trainkit.basics.signals import is_failing
 from trainkit.distributed import Processes
 from trainkit.distributed.collectives import first_with
 from trainkit.distributed.watch import Progress
 from trainkit.watch import exit, report as reports, timing
 from trainkit.watch.connections import Address, Links, open_server, reach_server
+from trainkit.watch.hints import tells_of_lost_peer
 from trainkit.watch.member import Member
 from trainkit.watch.monitor import WatchThread
 from trainkit.watch.report import Report

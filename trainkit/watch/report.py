@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.basics.formatting import readable_size
-from trainkit.basics.hints import hint_for, tells_of_lost_peer
 from trainkit.basics.host import process_memory
 from trainkit.errors import text_of
+from trainkit.watch.hints import hint_for, tells_of_lost_peer
 
 __all__ = [
     "FOLDER_VARIABLE",
