@@ -11,6 +11,7 @@ import torch
 from tests.distributed.gather_cases import COLLATES, ONE_EACH, Case, random_case, same
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiers import with_few
+from trainkit.containers.sample_rows import Merge, Origin, parse
 from trainkit.distributed import (
     Processes,
     collective_guard,
@@ -20,6 +21,13 @@ from trainkit.distributed import (
 )
 from trainkit.distributed.communicator import Communicator
 from trainkit.errors import DataError, DistributedError
+
+
+def merged(values: list[Any], pad_value: float | None = None) -> Any:
+    known: dict[str, type] = {}
+    nodes = [parse(value, None, "value", known) for value in values]
+    origins = [Origin(0, batch) for batch in range(len(nodes))]
+    return Merge(known, pad_value=pad_value)(nodes, origins, "value")
 
 
 def check_case(case: Case, processes: Processes) -> list[str]:
@@ -257,11 +265,11 @@ def test_rows_of_different_width_are_filled_with_what_cannot_be_data(
 def test_arrays_are_filled_in_the_same_way() -> None:
     for dtype, fill in (("int16", "-100"), ("float32", "nan"), ("complex128", "(nan+0j)")):
         rows = [numpy.ones((1, width), dtype=dtype) for width in (1, 2)]
-        assert repr(concatenate(rows).tolist()[0][1]) == fill
+        assert repr(merged(rows).tolist()[0][1]) == fill
     for kind in ("bool", "uint8", "U1", "object", "datetime64[s]"):
         rows = [numpy.ones((1, width)).astype("int64").astype(kind) for width in (1, 2)]
         with pytest.raises(DataError, match="has rows of different width"):
-            concatenate(rows)
+            merged(rows)
 
 
 def _unfillable(rank: int, dtype: torch.dtype) -> tuple[str, Any]:
@@ -281,16 +289,16 @@ def test_rows_whose_type_has_no_such_value_are_refused(dtype: torch.dtype) -> No
 
 def test_filling_goes_by_the_type_that_comes_out() -> None:
     rows = [torch.ones(1, 1, dtype=torch.uint8), torch.ones(1, 2, dtype=torch.int64)]
-    assert concatenate(rows).tolist() == [[1, -100], [1, 1]]
+    assert merged(rows).tolist() == [[1, -100], [1, 1]]
     rows[1] = torch.ones(1, 2)
-    assert repr(concatenate(rows).tolist()) == "[[1.0, nan], [1.0, 1.0]]"
+    assert repr(merged(rows).tolist()) == "[[1.0, nan], [1.0, 1.0]]"
 
 
 @pytest.mark.parametrize("value", [0.5, math.nan, 300, -1])
 def test_a_pad_value_that_the_type_cannot_hold_is_refused(value: float) -> None:
     rows = [torch.ones(1, 1, dtype=torch.uint8), torch.ones(1, 2, dtype=torch.uint8)]
     with pytest.raises(DataError, match=r"`pad_value` is .* a whole number from 0 to 255"):
-        concatenate(rows, pad_value=value)
+        merged(rows, pad_value=value)
 
 
 def test_on_one_process_the_same_objects_come_back() -> None:
@@ -376,7 +384,7 @@ def test_concatenate_joins_gathered_values() -> None:
     first = {"x": torch.ones(2, 1), "names": ["a", "b"]}
     second = {"x": torch.zeros(1, 3), "names": ["c"]}
     expected = {"x": torch.tensor([[1.0, 9, 9], [1, 9, 9], [0, 0, 0]]), "names": list("abc")}
-    assert same(concatenate([first, second], pad_value=9), expected)
+    assert same(merged([first, second], pad_value=9), expected)
     assert same(concatenate([(torch.ones(2),), (torch.ones(1),)]), (torch.ones(3),))
-    assert same(concatenate([["a", "b"], ["c"]]), list("abc"))
+    assert same(concatenate([["a", "b"], ["c"]], [2, 1]), list("abc"))
     assert concatenate([]) == []

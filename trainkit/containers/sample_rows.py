@@ -16,6 +16,7 @@ is said to be so by the caller (`use_gather_object`), or is a list of dicts.
 """
 
 import functools
+import math
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ from torch import Tensor
 
 from trainkit.containers.tree import build, class_named, is_array, is_named, parts
 from trainkit.errors import DataError
+from trainkit.types import IGNORED
 
 
 @dataclass(slots=True)
@@ -311,9 +313,7 @@ class Merge:
                     f"`{path}` has unequal later dimensions: {sorted(set(later))}. Make them "
                     "equal first, for example with `pad_across_processes(value, dim=1)`."
                 )
-            from trainkit.containers.ragged_rows import filled_up  # few gathers need it
-
-            rows = filled_up(rows, self.pad_value, path)
+            rows = _filled_up(rows, self.pad_value, path)
         if isinstance(rows[0], Tensor):
             return torch.cat(rows)
         return sys.modules["numpy"].concatenate(rows)
@@ -339,6 +339,77 @@ def _check_exact(dtypes: Iterable[Any], path: str) -> None:
             f"Joined they would be {common}, which rounds large whole numbers. Give all of them "
             "one dtype, such as by `.double()` or `.long()`."
         )
+
+
+def _filled_up(rows: list[Any], pad_value: float | None, path: str) -> list[Any]:
+    """Return tensors, or arrays, of one type, as large in later dimensions as the largest.
+
+    Args:
+        rows: Of as many dimensions each.
+        pad_value: What they are filled up with, at the end; None: what no loss or metric takes
+            for data.
+        path: Names the value in errors.
+
+    Raises:
+        DataError: `pad_value` is needed, or is none of the type.
+    """
+    is_tensor = isinstance(rows[0], Tensor)
+    if is_tensor:
+        dtype = functools.reduce(torch.promote_types, [values.dtype for values in rows])
+    else:
+        dtype = sys.modules["numpy"].result_type(*rows)
+    later = tuple(max(sizes) for sizes in zip(*(values.shape[1:] for values in rows), strict=True))
+    value = _fill(dtype, pad_value, path)
+    filled = []
+    for values in rows:
+        shape = (values.shape[0], *later)
+        if is_tensor:
+            full = torch.full(shape, value, dtype=dtype, device=values.device)
+        else:
+            full = sys.modules["numpy"].full(shape, value, dtype=dtype)
+        full[tuple(slice(size) for size in values.shape)] = values
+        filled.append(full)
+    return filled
+
+
+def _fill(dtype: Any, pad_value: float | None, path: str) -> Any:
+    """Return what rows of `dtype` are filled up with.
+
+    Raises:
+        DataError: There is no value that cannot be data, or `pad_value` is none of that type.
+    """
+    is_float, is_signed, limits = _kind_of(dtype)
+    if pad_value is None:
+        if is_float or is_signed:
+            return math.nan if is_float else IGNORED
+        raise DataError(
+            f"`{path}` has rows of different width, and {dtype} has no value that cannot be data. "
+            "Say by `pad_value=` what they are filled up with, or make them equally wide first; "
+            "where a `Trainer` gathers, do that in `evaluation_step`, or return integers or floats."
+        )
+    if limits is not None and not (
+        pad_value == pad_value // 1 and limits[0] <= pad_value <= limits[1]
+    ):
+        raise DataError(
+            f"`pad_value` is {pad_value}, which {dtype}, the type of `{path}`, cannot hold. Give "
+            f"a whole number from {limits[0]} to {limits[1]}."
+        )
+    return pad_value if limits is None else int(pad_value)
+
+
+def _kind_of(dtype: Any) -> tuple[bool, bool, tuple[int, int] | None]:
+    """Return whether a type is floating or complex, or signed whole numbers, and its limits."""
+    if isinstance(dtype, torch.dtype):
+        if dtype.is_floating_point or dtype.is_complex:
+            return True, True, None
+        if dtype is torch.bool:
+            return False, False, (0, 1)
+        info: Any = torch.iinfo(dtype)
+        return False, dtype.is_signed, (info.min, info.max)
+    if dtype.kind in "iu":
+        info = sys.modules["numpy"].iinfo(dtype)
+        return False, dtype.kind == "i", (int(info.min), int(info.max))
+    return dtype.kind in "fc", dtype.kind in "fc", (0, 1) if dtype.kind == "b" else None
 
 
 def _shape(node: Node) -> tuple[Any, ...]:

@@ -276,6 +276,7 @@ class AgreedLoader(PreparedLoader):
     def _is_end(self, ahead: _GlobalBatch) -> bool:
         is_end = ahead.fault is None and ahead.total < self._least
         if is_end and self.stream is not None:
+            # Noted at once: whoever knows that a batch is the last may leave the pass after it.
             self.stream.end = ahead.state
         return is_end
 

@@ -87,8 +87,10 @@ class StreamSource(BatchSource):
 
     @override
     def rank_batches(self, epoch: int, position: int, start: Any = None) -> Iterator[RankBatch]:
+        # In this order: workers are copies, made when a pass begins, so the data set must have
+        # heard of its epoch, and the reader of where it begins, before there are any.
         if start is not None:
-            self.close()  # workers under way would not hear of it
+            self.close()  # those under way would not hear of it
         if self._forwards_epoch:
             set_epoch_on(datasets_of(self._loader.dataset), epoch)
         run = next(self._runs)

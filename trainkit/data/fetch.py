@@ -22,6 +22,7 @@ from typing_extensions import override
 
 from trainkit.basics import rng
 from trainkit.containers.tree import children, is_array, is_container, is_opaque
+from trainkit.data.loader import LoaderContext
 from trainkit.errors import DataError
 
 
@@ -55,16 +56,16 @@ class Fetch(ABC):
 
     Args:
         dataset: The data set that workers see.
-        seed: The seed of the run, or of evaluation.
+        context: What the loader is prepared for.
     """
 
-    in_training = True  # an evaluation has no epochs to speak of
     seeds: bool = False  # whether it seeds the global generators and leaves them changed
     rows_vary: bool = False  # whether a batch may be `Recounted`
 
-    def __init__(self, dataset: Any, seed: int) -> None:
+    def __init__(self, dataset: Any, context: LoaderContext) -> None:
         self.dataset = dataset
-        self.seed = seed
+        self.seed = context.seed
+        self.in_training = context.trains  # an evaluation has no epochs to speak of
 
     @abstractmethod
     def fetch(self, epoch: int, task: Any) -> Any:
@@ -86,8 +87,10 @@ class Fetch(ABC):
 class _TensorFetch(Fetch):
     """Selects the rows of a `TensorDataset` at once; nothing is drawn, nothing is a view."""
 
-    def __init__(self, dataset: Any, seed: int, base: TensorDataset, mapping: Any) -> None:
-        super().__init__(dataset, seed)
+    def __init__(
+        self, dataset: Any, context: LoaderContext, base: TensorDataset, mapping: Any
+    ) -> None:
+        super().__init__(dataset, context)
         self._tensors = base.tensors
         self._mapping = None if mapping is None else torch.as_tensor(mapping, dtype=torch.int64)
 
@@ -104,15 +107,14 @@ class _TensorFetch(Fetch):
 
 
 class _CollatedFetch(Fetch):
-    """Reads samples and lets `collate_fn` make a batch of them.
+    """Reads samples and lets `collate_fn` make a batch of them."""
 
-    Args:
-        collation: The function, and whether it, and whether the data set, may draw random numbers.
-    """
-
-    def __init__(self, dataset: Any, seed: int, collation: tuple[Any, bool, bool]) -> None:
-        super().__init__(dataset, seed)
-        self._collate, self._seeds_collate, self._seeds_samples = collation
+    def __init__(self, loader: DataLoader[Any], context: LoaderContext) -> None:
+        super().__init__(loader.dataset, context)
+        self._collate: Any = loader.collate_fn
+        # Whether random numbers may be drawn for a batch, and for its samples.
+        self._seeds_collate = context.sample_seeding and not collates_silently(self._collate)
+        self._seeds_samples = context.sample_seeding and not _is_silent(self.dataset)
         self.seeds = self._seeds_collate or self._seeds_samples
 
     def _collated(self, samples: Any, indices: list[Any], epoch: int) -> Any:
@@ -129,9 +131,9 @@ class _SampleFetch(_CollatedFetch):
     """Reads the samples of a batch: one after the other, or at once by `__getitems__`."""
 
     def __init__(
-        self, dataset: Any, seed: int, base: Any, mapping: Any, collation: tuple[Any, bool, bool]
+        self, loader: DataLoader[Any], context: LoaderContext, base: Any, mapping: Any
     ) -> None:
-        super().__init__(dataset, seed, collation)
+        super().__init__(loader, context)
         self._base = base
         self._mapping = mapping
         self._at_once = _hands_out_batches(base)
@@ -185,28 +187,16 @@ class _KeyFetch(_CollatedFetch):
         return self._collated(samples, [task], epoch)
 
 
-def fetch_for(loader: DataLoader[Any], seed: int, sample_seeding: bool) -> Fetch:
-    """Return the cheapest way to fetch the batches of a map-style `loader`.
-
-    Args:
-        loader: Its data set, `collate_fn` and kind of sampler count.
-        seed: The seed of the run, or of evaluation.
-        sample_seeding: Whether what may draw random numbers runs under keys.
-    """
-    dataset, collate = loader.dataset, loader.collate_fn
-    collation = (
-        collate,
-        sample_seeding and not collates_silently(collate),
-        sample_seeding and not _is_silent(dataset),
-    )
+def fetch_for(loader: DataLoader[Any], context: LoaderContext) -> Fetch:
+    """Return the cheapest way to fetch the batches of a map-style `loader`."""
     if loader.batch_sampler is None:
-        return _KeyFetch(dataset, seed, collation)
-    base, mapping = _look_through(dataset)
-    if type(base) is TensorDataset and collate is default_collate:
+        return _KeyFetch(loader, context)
+    base, mapping = _look_through(loader.dataset)
+    if type(base) is TensorDataset and loader.collate_fn is default_collate:
         tensors = base.tensors
         if all(type(t) is Tensor and t.layout == torch.strided and t.is_cpu for t in tensors):
-            return _TensorFetch(dataset, seed, base, mapping)
-    return _SampleFetch(dataset, seed, base, mapping, collation)
+            return _TensorFetch(loader.dataset, context, base, mapping)
+    return _SampleFetch(loader, context, base, mapping)
 
 
 def counted(data: Any, asked: int) -> tuple[Any, int]:

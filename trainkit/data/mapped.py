@@ -25,8 +25,8 @@ class MappedLoader(PreparedLoader):
 
     def __init__(self, loader: DataLoader[Any], context: LoaderContext) -> None:
         super().__init__(loader, context)
-        seed, size = context.seed, self.processes.size
-        self.order = KeyedOrder(loader, seed)
+        size = self.processes.size
+        self.order = KeyedOrder(loader, context.seed)
         self._split = context.split_batches
         self._unit = 1
         batch_sampler: Any = loader.batch_sampler
@@ -35,8 +35,7 @@ class MappedLoader(PreparedLoader):
             self.batch_size = divide(given, size) if self._split else given
             if batch_sampler.drop_last:
                 self._unit = self.batch_size * (size if self._trains else 1)
-        fetch = fetch_for(loader, seed, context.sample_seeding)
-        fetch.in_training = self._trains
+        fetch = fetch_for(loader, context)
         self._fetcher = fetcher_for(fetch, loader, context)
         self.rows_vary = fetch.rows_vary
         self._transfer = transfer_for(self.device)
@@ -143,6 +142,7 @@ class MappedLoader(PreparedLoader):
                         count = self._real_rows(plan, epoch, index - 1, size)
                     if index in lacking and self.repeats_last:
                         padding.keep(data, size)
+                # Before it is handed out: whoever uses it asks for the batch under way.
                 if active is not None:
                     active.yielded(self, counts, size, own=count if self.rows_vary else None)
                 last = until_last == 0 or index == stop

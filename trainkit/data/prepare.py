@@ -85,8 +85,7 @@ def prepared(loader: Any, context: LoaderContext) -> PreparedLoader:
     if loader.batch_sampler is not None:
         return MappedLoader(loader, context)
     order = KeyedOrder(loader, context.seed)
-    fetch = fetch_for(loader, context.seed, context.sample_seeding)
-    fetch.in_training = context.trains
+    fetch = fetch_for(loader, context)
     source = KeySource(order, fetch, fetcher_for(fetch, loader, context), context)
     keys = length_of(loader.sampler)
     batches = None if keys is None else -(-keys // context.processes.size)

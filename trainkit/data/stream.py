@@ -38,8 +38,7 @@ class StreamReader(Fetch):
     def __init__(
         self, loader: DataLoader[Any], context: LoaderContext, batch_size: int | None
     ) -> None:
-        super().__init__(loader.dataset, context.seed)
-        self.in_training = context.trains
+        super().__init__(loader.dataset, context)
         self.seeds = context.sample_seeding
         self._rank, self._size = context.processes.rank, context.processes.size
         # Some cannot be cut into more shards than they have files, and tell the number.

@@ -75,21 +75,12 @@ class WorkerPool(Fetcher):
     Args:
         fetch: What makes the batches; copied to each worker.
         loader: The user's loader; its settings of workers are used.
-        base_seed: What the workers' own generators start from; differs between processes.
-        forwards_epoch: Workers call `set_epoch` of their data set with the epoch of a task.
+        context: In training, workers call `set_epoch` of their data set with the epoch of a task.
         alone: The data set sees itself in the only worker.
-        pin: Batches come in pinned memory, if the loader asks for it.
     """
 
     def __init__(
-        self,
-        fetch: Fetch,
-        loader: DataLoader[Any],
-        *,
-        base_seed: int,
-        forwards_epoch: bool,
-        alone: bool,
-        pin: bool,
+        self, fetch: Fetch, loader: DataLoader[Any], context: LoaderContext, alone: bool
     ) -> None:
         super().__init__(fetch)
         if not getattr(loader, "in_order", True):
@@ -98,9 +89,9 @@ class WorkerPool(Fetcher):
                 "which a resume and the evaluation rely on. Leave `in_order` out."
             )
         self._loader = loader
-        self._base_seed = base_seed
-        self._side = _WorkerSide(fetch, loader.worker_init_fn, forwards_epoch, alone)
-        self._pin = pin and loader.pin_memory
+        self._base_seed = rng.derive(context.seed, "workers", context.processes.rank)
+        self._side = _WorkerSide(fetch, loader.worker_init_fn, context.trains, alone)
+        self._pin = loader.pin_memory and can_pin(context.device)
         self._keys = _Keys()
         self._inner: DataLoader[Any] | None = None
         self._iterators: list[Any] = []  # of torch, which have workers
@@ -115,7 +106,7 @@ class WorkerPool(Fetcher):
         generator = self._inner.generator
         assert isinstance(generator, torch.Generator)
         generator.manual_seed(rng.derive(self._base_seed, epoch))
-        self._keys.start(epoch, tasks)
+        self._keys.start(epoch, tasks)  # before the iterator is made, which asks for tasks at once
         # Workers inherit what is held back, until each has said that it ignores these signals.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, CAUGHT)
         try:
@@ -259,15 +250,7 @@ def fetcher_for(
     """Return what fetches in the workers of `loader`, or in this process where it has none."""
     if loader.num_workers == 0:
         return Fetcher(fetch)
-    base_seed = rng.derive(context.seed, "workers", context.processes.rank)
-    return WorkerPool(
-        fetch,
-        loader,
-        base_seed=base_seed,
-        forwards_epoch=context.trains,
-        alone=alone,
-        pin=can_pin(context.device),
-    )
+    return WorkerPool(fetch, loader, context, alone)
 
 
 def datasets_of(dataset: Any) -> list[Any]:

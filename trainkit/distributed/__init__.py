@@ -4,7 +4,6 @@ from trainkit.distributed.async_flags import AsyncFlags
 from trainkit.distributed.collectives import (
     check_called_by_all,
     only_this_process,
-    run_and_gather,
     run_on_all,
     run_on_all_or_main,
     run_on_main,
@@ -31,7 +30,6 @@ __all__ = [
     "gather_samples",
     "gather_tensors",
     "only_this_process",
-    "run_and_gather",
     "run_on_all",
     "run_on_all_or_main",
     "run_on_main",

@@ -161,24 +161,21 @@ def gather_on_main(processes: Processes, value: U, action: Callable[[list[U]], T
     return run_on_main(processes, act)
 
 
-def run_and_gather(processes: Processes, action: Callable[[], tuple[T, U]]) -> tuple[T, list[U]]:
-    """Do the same as `run_on_all` with an `action` that returns what stays and what travels.
+def run_and_gather(processes: Processes, action: Callable[[], T]) -> list[T]:
+    """Run `action` on every process, and return the results of all; if it raises on one, on all.
 
-    It makes one collective. What travels must be able to, as in `all_gather_objects`.
-
-    Returns:
-        What stays of this process's result, and what travels of that of each process.
+    It makes one collective. Results must be able to travel, as in `all_gather_objects`.
     """
     try:
-        own, sent = action()
+        result = action()
     except Exception as error:
         processes.all_gather_objects(_told(error))
         raise
-    reports = processes.all_gather_objects([sent])
+    reports = processes.all_gather_objects([result])
     for rank, report in enumerate(reports):
         if len(report) > 1:
             raise _theirs(report, rank)
-    return own, [report[0] for report in reports]
+    return [report[0] for report in reports]
 
 
 def run_on_all_or_main(

@@ -89,7 +89,7 @@ def _numbers_of_rows(processes: Processes, value: Any, name: str) -> list[list[i
         ]
         return "; ".join(words), counts
 
-    _, packets = run_and_gather(processes, lambda: (None, described()))
+    packets = run_and_gather(processes, described)
     for rank, (words, _) in enumerate(packets):
         if words != packets[0][0]:
             raise DataError(

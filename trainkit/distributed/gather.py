@@ -23,7 +23,7 @@ from trainkit.containers.sample_rows import (
     parse,
     split,
 )
-from trainkit.containers.tree import is_array, is_named, parts
+from trainkit.containers.tree import is_named, parts
 from trainkit.distributed import collective_guard
 from trainkit.distributed.active_batches import BatchInfo
 from trainkit.distributed.processes import Processes
@@ -159,26 +159,21 @@ def _merged(processes: Processes, mine: Node | Refusal, merge: Merge, name: str)
     return merge(nodes, origins, name)
 
 
-def concatenate(
-    values: Sequence[Any], sizes: Sequence[int] | None = None, *, pad_value: float | None = None
-) -> Any:
+def concatenate(values: Sequence[Any], sizes: Sequence[int] | None = None) -> Any:
     """Return one value with the entries of several, as `gather_samples` returns them, in order.
 
     Args:
-        values: Values of one structure, at least one, else an empty list comes back.
-        sizes: Number of samples in each; taken from the first tensor or list if not given.
-        pad_value: What fills up later dimensions; see `sample_rows.Merge`.
+        values: Values of one structure; of none an empty list comes back.
+        sizes: Number of samples that each must have; None: as many as it has.
     """
     if not values:
         return []
-    if sizes is None:
-        sizes = [_first_size(value) for value in values]
     known: dict[str, type] = {}
-    nodes = [parse(value, size, "value", known) for value, size in zip(values, sizes, strict=True)]
-    filled = [index for index, size in enumerate(sizes) if size > 0] or range(len(nodes))
+    wanted = [None] * len(values) if sizes is None else sizes
+    nodes = [parse(value, size, "value", known) for value, size in zip(values, wanted, strict=True)]
+    filled = [index for index, size in enumerate(wanted) if size != 0] or range(len(nodes))
     origins = [Origin(0, index) for index in filled]
-    merge = Merge(known, pad_value=pad_value)
-    return merge([nodes[index] for index in filled], origins, "value")
+    return Merge(known)([nodes[index] for index in filled], origins, "value")
 
 
 def _own_entries(
@@ -295,13 +290,3 @@ def _in_order(
     if failures and not (empty and nodes):
         raise DataError(failures[0])
     return nodes, origins
-
-
-def _first_size(value: Any) -> int:
-    """Return the number of samples that `value` seems to hold."""
-    while not is_array(value):
-        has_fields = isinstance(value, tuple) and value and is_array(value[0])
-        if not has_fields and not is_named(type(value)):
-            return len(value)
-        value = next((field for field in parts(value)[1] if field is not None), ())
-    return int(value.shape[0]) if value.ndim else 1

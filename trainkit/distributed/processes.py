@@ -111,6 +111,7 @@ class Processes:
         live = cls(membership, device)
         cls._live = live
         if live.size > 1:
+            # The watch connects over the group, so it comes last, and leaves first in `close`.
             atexit.register(live._close_at_exit)
             live.watch = ask("start_watch")(live)
         return live

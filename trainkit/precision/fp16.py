@@ -74,7 +74,22 @@ class FP16(Precision):
 
     @override
     def bind(self, optimizer: Optimizer) -> None:
-        place_scale(self.scaler, optimizer)
+        # torch copies the scale to where gradients are without waiting for the copy. On the CPU,
+        # where an offloaded model has them, it would be read before it has arrived: so it is made
+        # there at once.
+        groups = optimizer.param_groups
+        places = {p.device for group in groups for p in group["params"] if p.requires_grad}
+        if len(places) == 1 and loss_scale(self.scaler) is None:
+            make_loss_scale(self.scaler, *places)
+        kinds = {place.type for place in places}
+        if places and (scale := loss_scale(self.scaler)) is not None:
+            kinds.add(scale.device.type)
+        if len(places) > 1 or len(kinds) > 1:
+            raise ConfigError(
+                "Trainable parameters are on several devices "
+                f"({', '.join(sorted(kinds if len(kinds) > 1 else map(str, places)))}), and fp16 "
+                'has one loss scale for all. Put them on one device, or use `precision="bf16"`.'
+            )
 
     @property
     def scale(self) -> float:
@@ -106,6 +121,8 @@ class FP16(Precision):
         if not any(p.grad is not None for g in optimizer.param_groups for p in g["params"]):
             return False  # the scaler would wait for an update that cannot come
         self.scaler.unscale_(optimizer)
+        # All processes must have the same flag before the scale follows it, and before it does it
+        # is the scale that overflowed.
         flag = reduce_overflow(found_inf(self.scaler, optimizer))
         overflowed = flag.item() != 0  # the one read a step that fp16 costs
         self.exhausted = overflowed and self.is_lowest()
@@ -120,30 +137,6 @@ class FP16(Precision):
     @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.scaler.load_state_dict(dict(state))
-
-
-def place_scale(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> None:
-    """Put the scale where the gradients of `optimizer` will be, once and before it is used.
-
-    torch copies the scale to where gradients are without waiting for the copy. On the CPU, where
-    an offloaded model has its gradients, it would be read before it has arrived.
-
-    Raises:
-        ConfigError: Gradients would be on the CPU and on another device.
-    """
-    groups = optimizer.param_groups
-    places = {p.device for group in groups for p in group["params"] if p.requires_grad}
-    if len(places) == 1 and loss_scale(scaler) is None:
-        make_loss_scale(scaler, *places)
-    kinds = {place.type for place in places}
-    if places and (scale := loss_scale(scaler)) is not None:
-        kinds.add(scale.device.type)
-    if len(places) > 1 or len(kinds) > 1:
-        raise ConfigError(
-            "Trainable parameters are on several devices "
-            f"({', '.join(sorted(kinds if len(kinds) > 1 else map(str, places)))}), and fp16 has "
-            'one loss scale for all. Put them on one device, or use `precision="bf16"`.'
-        )
 
 
 def scaled_loss(scaler: torch.amp.GradScaler, loss: Tensor) -> Tensor:

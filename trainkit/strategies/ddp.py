@@ -73,6 +73,9 @@ class DDP(Strategy):
             "gradient_as_bucket_view": True,
         }
 
+    # In each window: `begin_reduction` before its last backward, then `finish_reduction`, on all
+    # processes alike. A repeat of weight 0 may lie between them; what it did is put back first.
+
     @override
     def begin_reduction(self, model: nn.Module) -> None:
         self._put_back()

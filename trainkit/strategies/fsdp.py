@@ -33,22 +33,6 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class _Phase:
-    """Where the training of a sharded model is.
-
-    Attributes:
-        reduces: The present backward reduces gradients: it is not inside `no_sync`.
-        shares_buffers: The next forward takes the buffers of process 0: gradients were reduced
-            since the last one, or there was none.
-        compares: The next forward is compared over the processes: it is the first since `wrap`.
-    """
-
-    reduces: bool = True
-    shares_buffers: bool = True
-    compares: bool = True
-
-
-@dataclass(slots=True)
 class _Sharded:
     """What is known of a sharded model.
 
@@ -58,16 +42,21 @@ class _Sharded:
             weak, so that they do not stay in memory.
         parameters: Those of the model while they are sharded, and what has no dimension.
         trained: Which of them trained, in each way that the processes have compared.
-        phase: Begins anew with each `wrap`.
         hooks: Those of the strategy that the model was last wrapped by.
+        reduces: The present backward reduces gradients: it is not inside `no_sync`.
+        shares_buffers: The next forward takes the buffers of process 0: gradients were reduced
+            since the last one, or there was none.
+        compares: The next forward is compared over the processes: it is the first since `wrap`.
     """
 
     dtype: torch.dtype | None
     replaced: dict[str, "weakref.ref[nn.Parameter]"]
     parameters: dict[str, nn.Parameter]
     trained: set[tuple[bool, ...]] = field(default_factory=set)
-    phase: _Phase = field(default_factory=_Phase)
     hooks: list[RemovableHandle] = field(default_factory=list)
+    reduces: bool = True
+    shares_buffers: bool = True
+    compares: bool = True
 
 
 _models: "weakref.WeakKeyDictionary[nn.Module, _Sharded]" = weakref.WeakKeyDictionary()
@@ -167,7 +156,7 @@ class FSDP(Strategy):
             )
         for hook in known.hooks:  # of an earlier strategy
             hook.remove()
-        known.phase = _Phase()
+        known.reduces = known.shares_buffers = known.compares = True
 
         def before_forward(model: nn.Module, inputs: Any) -> None:
             self._before_forward(model, known)
@@ -207,12 +196,12 @@ class FSDP(Strategy):
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
         model.set_requires_gradient_sync(False)  # type: ignore[operator]
-        phase = _models[model].phase
-        phase.reduces = False
+        known = _models[model]
+        known.reduces = False
         try:
             yield
         finally:
-            phase.reduces = True
+            known.reduces = True
             model.set_requires_gradient_sync(True)  # type: ignore[operator]
 
     @override
@@ -341,14 +330,13 @@ class FSDP(Strategy):
 
         The first forward of a training is compared over the processes.
         """
-        phase = known.phase
         trains = torch.is_grad_enabled() and model.training
-        if phase.shares_buffers and (trains or not model.training):
+        if known.shares_buffers and (trains or not model.training):
             self.share_buffers(model)
-            phase.shares_buffers = False
+            known.shares_buffers = False
         if trains:
-            phase.shares_buffers = phase.reduces
-            compares, phase.compares = phase.compares, False
+            known.shares_buffers = known.reduces
+            compares, known.compares = known.compares, False
             if compares and self.processes.size > 1 and compiled_call(model) is None:
                 from trainkit.strategies.forward_check import ForwardCheck
 
