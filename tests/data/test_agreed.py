@@ -117,7 +117,8 @@ def _resume_at_the_end(rank: int) -> list[list[Told]]:
     stream = loader_of(Stream(5), batch_size=2)
     keys = loader_of(_Blocks(), sampler=[[0, 1], [2, 3], [4, 5]], batch_size=None)
     shares = presharded([torch.arange(2), torch.arange(2)][: 2 - rank])
-    where = ((stream, 4), (keys, 4), (shares, 4))
+    empty = loader_of(_Blocks(), sampler=[[0, 1], [], [4, 5], []], batch_size=None)
+    where = ((stream, 4), (keys, 4), (shares, 4), (empty, 2))
     return [[_told(p) for p in micro_batches(_train(one), position=at)] for one, at in where]
 
 
@@ -134,9 +135,11 @@ def test_a_process_without_samples_after_a_resume_has_something_to_repeat() -> N
         [([4], 1, 1, 1, True)],
         [([4, 5], 2, 2, 2, True)],
         [([0, 1], 2, 2, 2, True)],
+        [([4, 5], 2, 2, 2, True)],
     ]
     assert second == [
         [([], 2, 0, 1, True)],
+        [([], 2, 0, 2, True)],
         [([], 2, 0, 2, True)],
         [([], 2, 0, 2, True)],
     ]

@@ -167,16 +167,15 @@ class AgreedLoader(PreparedLoader):
                 data, count = counted(self._transfer.finish(current.pending), count)
                 if ahead is None or not ahead.counts[rank]:
                     padding.keep(data, count)
+            elif current.fallback is not None and not padding.size:
+                first, rows = current.fallback
+                padding.keep(self._transfer.finish(self._transfer.start(first)), rows)
             if done < position:
                 done += current.total
                 if done > position:
                     break
                 continue
             if not is_own:
-                if not padding.size:
-                    assert current.fallback is not None  # else `lacking` says so
-                    first, rows = current.fallback
-                    padding.keep(self._transfer.finish(self._transfer.start(first)), rows)
                 data = padding.take()
             last = ahead is None or self._is_end(ahead)
             size = count if is_own else padding.size
