@@ -5,6 +5,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from trainkit.basics.config import checked
-from trainkit.basics.device import collective_backend, move_module, wide_dtype
+from trainkit.basics.device import can_pin, collective_backend, move_module, wide_dtype
 from trainkit.basics.torch_internals import compiled_call, moves_in_place, start_sharded
 from trainkit.checkpoint.resharding.sharding_spec import is_sharded, local_part
 from trainkit.distributed import Processes
@@ -24,6 +25,7 @@ from trainkit.distributed.world import World
 from trainkit.errors import ConfigError, quoted
 from trainkit.precision import Precision
 from trainkit.strategies import single_process_group
+from trainkit.strategies.activation_checkpointing import checkpoint_activations
 from trainkit.strategies.strategy import Strategy, on_meta, zeros_for
 
 if TYPE_CHECKING:
@@ -210,10 +212,8 @@ class FSDP(Strategy):
         trained = tuple(p.requires_grad for p in known.parameters.values())
         if trained in known.trained:
             return  # torch sees by itself what froze or thawed
-        from trainkit.strategies.sharding import check_scalars
-
         self._check_frozen(known.parameters)
-        check_scalars(known.parameters)
+        _check_scalars(known.parameters)
         known.trained.add(trained)
 
     @override
@@ -294,9 +294,21 @@ class FSDP(Strategy):
         single_process_group.leave()
 
     def _shard(self, model: nn.Module, dtype: torch.dtype | None, seed: int) -> _Sharded:
+        """Shard the model in place, block by block; each process keeps rows of its own values.
+
+        Raises:
+            ConfigError: A trainable parameter has no dimension or sparse gradients, one does not
+                lie row by row in memory, or nothing can be computed again.
+        """
+        from torch.distributed.fsdp import (
+            CPUOffloadPolicy,
+            MixedPrecisionPolicy,
+            OffloadPolicy,
+            fully_shard,
+        )
+
         from trainkit.strategies.blocks import find_blocks
         from trainkit.strategies.parameter_initializer import ParameterInitializer
-        from trainkit.strategies.sharding import shard
 
         if not moves_in_place(self.device) and not on_meta(model):
             move_module(model, self.device)  # else torch moves it, one block after the other
@@ -306,15 +318,28 @@ class FSDP(Strategy):
             model, blocks, self.processes, device, self.weights, seed
         )
         replaced = {name: weakref.ref(p) for name, p in model.named_parameters()}
-        shard(
-            model,
-            blocks,
-            self._mesh,
-            dtype=dtype,
-            reshard_after_forward=self.reshard_after_forward,
-            cpu_offload=self.cpu_offload,
-            activation_checkpointing=self.activation_checkpointing,
+        _check_rows(model)
+        _check_dense(model)
+        frozen_scalars = _check_scalars(dict(model.named_parameters()))
+        if self.activation_checkpointing:
+            checkpoint_activations(model, blocks.values())
+        pin = self.cpu_offload and can_pin(torch.device(self._mesh.device_type))
+        apply = partial(
+            fully_shard,
+            mesh=self._mesh,
+            # Parameters have that dtype while they are used; gradients are then reduced in fp32.
+            mp_policy=MixedPrecisionPolicy(
+                param_dtype=dtype, reduce_dtype=None if dtype is None else torch.float32
+            ),
+            offload_policy=(
+                CPUOffloadPolicy(pin_memory=pin) if self.cpu_offload else OffloadPolicy()
+            ),
+            ignored_params=frozen_scalars,
         )
+        for block in blocks.values():
+            apply(block, reshard_after_forward=self.reshard_after_forward)
+        # What lies outside of the blocks is used first in backward, so it is kept until then.
+        apply(model, reshard_after_forward=False)
         initializer.fill(model)
         # A block of which all is frozen would not learn in which dtype to reduce after a thaw.
         thawed = _first_of_frozen(model, blocks)
@@ -341,6 +366,41 @@ class FSDP(Strategy):
                 from trainkit.strategies.forward_check import ForwardCheck
 
                 known.hooks += ForwardCheck(model, self.processes).hooks
+
+
+def _check_scalars(parameters: Mapping[str, nn.Parameter]) -> set[nn.Parameter]:
+    """Return those without a dimension, which cannot be cut into rows; raise where one trains."""
+    scalars = {name: p for name, p in parameters.items() if p.ndim == 0}
+    trainable = [name for name, p in scalars.items() if p.requires_grad]
+    if trainable:
+        raise ConfigError(
+            f"{len(trainable)} trainable parameters have no dimension, and cannot be sharded: "
+            f"{quoted(trainable)}. Give them the shape (1,), freeze "
+            'them, or use `strategy="ddp"`.'
+        )
+    return set(scalars.values())
+
+
+def _check_rows(model: nn.Module) -> None:
+    turned = [name for name, p in model.named_parameters() if not p.is_contiguous()]
+    if turned:
+        raise ConfigError(
+            f"{len(turned)} parameters do not lie row by row in memory, so they cannot be cut into "
+            f"rows: {quoted(turned)}. Leave out "
+            "`memory_format=torch.channels_last`, write `p.data = p.data.contiguous()` for each, "
+            'or use `strategy="ddp"`.'
+        )
+
+
+def _check_dense(model: nn.Module) -> None:
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    sparse = [n for n, m in model.named_modules() if isinstance(m, kinds) and m.sparse]
+    sparse = [n for n in sparse if model.get_submodule(n).weight.requires_grad]
+    if sparse:
+        raise ConfigError(
+            f"{len(sparse)} modules have sparse gradients, which torch cannot shard: "
+            f'{quoted(sparse)}. Leave out `sparse=True`, freeze them, or use `strategy="ddp"`.'
+        )
 
 
 def _first_of_frozen(model: nn.Module, blocks: Mapping[str, nn.Module]) -> list[nn.Parameter]:
