@@ -268,8 +268,11 @@ class _Supervisor:
         self.workers.wait(self._seconds)
         self.workers.kill()
         codes = {rank: code or 0 for rank, code in self.workers.codes().items()}
-        others = {r: c for r, c in codes.items() if c not in (0, -signum, exit_code(signum))}
-        first = [*others.values()][:1] or [*codes.values()] or [exit_code(signum)]
+        saved = exit_code(signum)
+        others = {r: c for r, c in codes.items() if c not in (0, -signum, saved)}
+        # One that has saved counts more than one that was still too young to do so.
+        ended = [saved] if saved in codes.values() or not codes else [*codes.values()]
+        first = [*others.values()][:1] or ended
         late = "had not ended when the time was up, and was killed"
         failures = {
             rank: late if others[rank] == -signal.SIGKILL else text
