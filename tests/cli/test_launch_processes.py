@@ -13,6 +13,7 @@ import pytest
 
 from tests.cli.launcher import TIME_LIMIT, Launcher, free_port, lives, run
 from tests.cli.test_config_file import ACCELERATE
+from trainkit.launch.workers import Place, Workers
 
 TWO = ("launch", "--cpu", "--num_processes", 2)
 
@@ -162,6 +163,19 @@ def test_processes_are_started_again_after_a_failure(folder: Path) -> None:
 def test_processes_that_ended_on_request_are_not_started_again(folder: Path) -> None:
     output = run(*TWO, "--max_restarts", 2, "acts.py", "later", folder=folder, code=75)
     assert "restart" not in output
+
+
+def test_a_signal_that_comes_while_processes_are_started_reaches_them(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(self: Workers, place: Place) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        before(self, place)
+
+    before = Workers.start
+    monkeypatch.setattr(Workers, "start", start)
+    launcher = Launcher([*TWO, "acts.py", "saves"], folder)
+    assert launcher.wait() == 128 + signal.SIGTERM, launcher.output
 
 
 @pytest.mark.parametrize(

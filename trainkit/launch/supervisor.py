@@ -115,6 +115,7 @@ class _Supervisor:
         self._secret = os.environ.get(SECRET)  # the user's, which does not travel
         self._restarts = self._job.max_restarts
         self._signals: list[int] = []
+        self._early: list[int] | None = None  # those that came while processes are being started
         self._waits = True  # for the other machines, with no processes
         self._left: set[int] = set()  # ranks here that have ended with code 0
         self._looked = 0.0
@@ -143,10 +144,14 @@ class _Supervisor:
         if self._waits:
             self._waits = False
             raise _Asked
+        if self._early is not None:
+            self._early.append(signum)
+            return
         self.workers.send(signal.SIGKILL if len(self._signals) > 2 else signum)
 
     def _start(self, place: Place) -> None:
-        self._waits, self._place = False, place
+        self._early, self._place = [], place
+        self._waits = False
         self._left.clear()
         if place.number:
             most = self._job.max_restarts
@@ -158,7 +163,7 @@ class _Supervisor:
             self._reports.mkdir(parents=True, exist_ok=True)
             self.workers.start(place)
         except SignalException as error:  # by the handlers that torch sets
-            self._signals.append(error.sigval)
+            self._on_signal(error.sigval, None)
         except (RuntimeError, OSError) as error:
             text = str(error).split("\n", 1)[0]
             raise DistributedError(f"The processes could not be started: {text}") from error
@@ -166,6 +171,9 @@ class _Supervisor:
             for signum in _SIGNALS:
                 signal.signal(signum, self._on_signal)
         self._orphan_killer.hold(self.workers.groups())
+        early, self._early = self._early, None
+        for each in early:
+            self.workers.send(each)
 
     def _watch(self) -> End | None:
         """Look after the processes until the job ends, all is over, or all are to start again."""
