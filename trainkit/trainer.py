@@ -56,8 +56,6 @@ from trainkit.types import (
 if TYPE_CHECKING:
     from trainkit.inspect.replay import Replay, Replayed
 
-__all__ = ["Trainer"]
-
 _ALIKE = ("output_dir", "new_run", "strategy", "precision", "training_step", "loss_fn")
 
 

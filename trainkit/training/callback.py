@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from trainkit.training.run import Run
     from trainkit.types import Batch, Scalars, StepResult
 
-__all__ = ["Callback", "CallbackList"]
-
 P = ParamSpec("P")
 
 

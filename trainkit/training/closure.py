@@ -16,8 +16,6 @@ from trainkit.training.objectives import Losses, Objective, Objectives, Training
 from trainkit.training.run import Run
 from trainkit.training.state import TrainState
 
-__all__ = ["ComputedAgain", "give_closure"]
-
 
 def give_closure(run: Run) -> None:
     """Give the optimizer of a run what it computes gradients by, where it does.

@@ -16,15 +16,6 @@ from trainkit.data import PreparedLoader
 from trainkit.errors import ConfigError
 from trainkit.types import IGNORED, Batch, LossFn, StepOutput, class_name
 
-__all__ = [
-    "default",
-    "evaluation_step",
-    "for_loader",
-    "is_default",
-    "make_loss_fn",
-    "training_step",
-]
-
 T = TypeVar("T", bound=Callable[..., Any])
 
 # Means over labels: some may be left out, or count more than others.

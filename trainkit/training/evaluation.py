@@ -27,8 +27,6 @@ from trainkit.types import Batch, LossFn, Scalars, StepOutput
 if TYPE_CHECKING:
     from trainkit.metrics.model_outputs import Reading
 
-__all__ = ["Evaluator", "RunEvaluation"]
-
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
 EvaluationStep = Callable[[nn.Module, Batch], Mapping[str, Any]]

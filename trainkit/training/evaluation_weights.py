@@ -8,8 +8,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-__all__ = ["EvaluationWeights"]
-
 _KEY = "training_weights"
 
 

@@ -5,8 +5,6 @@ from torch import nn
 from trainkit.basics.formatting import count
 from trainkit.data import PreparedLoader
 
-__all__ = ["describe_window", "parameter_counts"]
-
 
 def parameter_counts(model: nn.Module) -> tuple[int, int]:
     """Return how many elements the parameters of a model have, and how many of them train."""

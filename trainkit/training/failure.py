@@ -9,8 +9,6 @@ from trainkit.errors import text_of
 from trainkit.lazy import ask
 from trainkit.training.run import Run
 
-__all__ = ["RunProgress", "indices_of", "report_failure"]
-
 _LISTED = 4096  # samples of a window that a report lists
 _LARGEST_ORDER = 5_000_000  # samples of an epoch whose order is made once more for a report
 

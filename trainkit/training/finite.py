@@ -10,8 +10,6 @@ from trainkit.basics.torch_internals import norm_of_each
 from trainkit.errors import NonFiniteError
 from trainkit.training.run import Run
 
-__all__ = ["finiteness"]
-
 _ADVICE = "`NaNGuard()` names the step and the parameter that it began with."
 
 

@@ -17,8 +17,6 @@ from trainkit.distributed.communicator import Communicator
 from trainkit.errors import ConfigError, DataError
 from trainkit.types import Scalars
 
-__all__ = ["Log", "LogSums", "NoRun", "Reduction", "RunServices"]
-
 Reduction: TypeAlias = Literal["mean", "sum", "max", "last"]
 """How the values of a name are put together, over steps and over processes."""
 

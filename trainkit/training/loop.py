@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from trainkit.training.objectives import Objective
     from trainkit.training.run import Run
 
-__all__ = ["fit", "train_epoch", "train_step"]
-
 _NOTHING: AbstractContextManager[object] = nullcontext()
 
 

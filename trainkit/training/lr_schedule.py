@@ -22,8 +22,6 @@ from trainkit.types import AnyScheduler, Scalars, SchedulerFactory
 if TYPE_CHECKING:
     from trainkit.training.objectives import Objectives
 
-__all__ = ["LRSchedule", "LRSchedules", "NamedLR", "by_name", "make_lr_schedule"]
-
 NAMES = ("constant", "linear", "cosine", "wsd")
 
 

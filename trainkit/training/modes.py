@@ -8,8 +8,6 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-__all__ = ["in_evaluation_mode", "in_training_mode"]
-
 _left_still: WeakSet[nn.Module] = WeakSet()
 """Modules that the latest `train()` of a model around them has left in evaluation mode.
 

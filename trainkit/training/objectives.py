@@ -17,8 +17,6 @@ from trainkit.training.state import TrainState
 from trainkit.training.weighting import Weighting, loss_of
 from trainkit.types import Batch, StepResult
 
-__all__ = ["Losses", "Objective", "Objectives", "TrainingStep"]
-
 _NOTHING: AbstractContextManager[object] = nullcontext()
 
 TrainingStep: TypeAlias = Callable[[nn.Module, Batch], Any]

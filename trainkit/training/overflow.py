@@ -10,8 +10,6 @@ from trainkit.distributed.collectives import first_with
 from trainkit.errors import NonFiniteError
 from trainkit.strategies import Strategy
 
-__all__ = ["low_scale"]
-
 
 def low_scale(
     strategy: Strategy, named: Iterable[tuple[str, Tensor]], loss: Tensor, *, step: int

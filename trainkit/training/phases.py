@@ -21,16 +21,6 @@ if TYPE_CHECKING:
     from trainkit.training.weighting import Weighting
     from trainkit.types import Scalars
 
-__all__ = [
-    "begin",
-    "check_reached",
-    "finish",
-    "first_window",
-    "follow_plan",
-    "refuse_more_skips",
-    "serve",
-]
-
 
 def begin(run: Run, callbacks: CallbackList) -> None:
     """Say what cannot work before any work is lost, and put the random streams back."""

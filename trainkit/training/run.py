@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from trainkit.training.several.objectives import NamedObjective, Weight
     from trainkit.types import Batch, Scalars, Stateful, StepOutput
 
-__all__ = ["FitResult", "Requests", "Run"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FitResult:

@@ -5,8 +5,6 @@ from dataclasses import asdict, dataclass, fields
 
 from trainkit.errors import ConfigError
 
-__all__ = ["TrainState"]
-
 
 @dataclass(kw_only=True, slots=True)
 class TrainState:

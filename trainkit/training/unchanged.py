@@ -9,8 +9,6 @@ from torch import Tensor, nn
 
 from trainkit.basics.torch_internals import buffers_of
 
-__all__ = ["kept", "kept_buffers"]
-
 _MISSING = object()
 _HOOKS = {name for name in vars(nn.Module()) if "hooks" in name}  # one may remove itself
 

@@ -33,8 +33,6 @@ from trainkit.strategies.strategy import leaves_behind
 from trainkit.training.logging import Log
 from trainkit.types import StepOutput
 
-__all__ = ["Term", "Weighting", "loss_of", "parse", "terms_of"]
-
 Weight: TypeAlias = Tensor | float
 """A number on the host, or one on the device where only the step knows it."""
 

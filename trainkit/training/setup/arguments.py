@@ -23,32 +23,6 @@ from trainkit.precision import Precision
 from trainkit.strategies import DDP, SingleDevice, Strategy
 from trainkit.types import LossFn, OptimizerFactory, Stateful, class_name
 
-__all__ = [
-    "FitSettings",
-    "check_callbacks",
-    "check_compile",
-    "check_evaluations",
-    "check_initialised",
-    "check_model",
-    "check_new_run",
-    "check_one_loader",
-    "check_override",
-    "check_stateful",
-    "check_steps",
-    "make_metrics",
-    "make_optimizer",
-    "make_precision",
-    "make_strategy",
-    "missing_attribute",
-    "name_loaders",
-    "planned_steps",
-    "read_hparams",
-    "set_up",
-    "split_loaders",
-    "warn_of_nothing",
-    "warn_of_shuffling",
-]
-
 T = TypeVar("T")
 _RESUMES = ("auto", "must")
 

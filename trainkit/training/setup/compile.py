@@ -12,8 +12,6 @@ from trainkit.basics.parsing import nearest
 from trainkit.basics.torch_internals import call_module, compiled_call, set_compiled_call
 from trainkit.errors import ConfigError
 
-__all__ = ["compile_options", "compiled"]
-
 
 def compile_options(wanted: Literal[True] | Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of torch.compile that were asked for.

@@ -19,14 +19,6 @@ from trainkit.errors import ConfigError, by_process
 from trainkit.training.setup.settings import SCRIPT, code_of, digest, program, settings
 from trainkit.types import class_name
 
-__all__ = [
-    "check_alike",
-    "check_evaluation",
-    "describe_model",
-    "describe_samples",
-    "settings_by_name",
-]
-
 _SAME_DATA = (
     "Every process must build the same; seed what is random in it, such as "
     "`random_split(..., generator=...)`."

@@ -10,8 +10,6 @@ from trainkit.distributed.collectives import require_equal
 from trainkit.errors import CheckpointError, ConfigError, by_process
 from trainkit.training.run import Run
 
-__all__ = ["check_order", "order_of", "order_problems", "say_changes"]
-
 _SETTINGS = (
     "sample_seeding",
     "drop_last_window",

@@ -25,17 +25,6 @@ from trainkit.training.weighting import Weighting
 if TYPE_CHECKING:
     from trainkit.basics.config import Watchdog
 
-__all__ = [
-    "Calls",
-    "Course",
-    "compiling",
-    "conditions",
-    "course_of",
-    "end",
-    "make_weighting",
-    "watched",
-]
-
 MOST_EVALUATIONS = 2
 """How many evaluations that a user calls may be inside each other."""
 

@@ -17,8 +17,6 @@ from trainkit.training.run import Run
 from trainkit.training.unchanged import kept
 from trainkit.types import class_name
 
-__all__ = ["check_loss"]
-
 _MOST_ROWS = 8
 _MOST_NAMES = 3
 

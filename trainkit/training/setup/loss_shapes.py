@@ -13,8 +13,6 @@ from trainkit.basics import rng
 from trainkit.errors import ConfigError
 from trainkit.training.unchanged import kept
 
-__all__ = ["note_given", "refuse_all_pairs"]
-
 
 def refuse_all_pairs(loss_fn: Any, outputs: Tensor, targets: Tensor) -> None:
     """Raise where a loss compares the output of each sample with the targets of all; reads it.

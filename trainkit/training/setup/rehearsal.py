@@ -13,8 +13,6 @@ from trainkit.training.run import Run
 from trainkit.training.unchanged import kept
 from trainkit.types import Scalars
 
-__all__ = ["rehearse"]
-
 
 def rehearse(run: Run) -> Collection[str] | None:
     """Evaluate one batch of each loader and forget it; return the names of the metrics.

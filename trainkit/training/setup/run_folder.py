@@ -12,8 +12,6 @@ from trainkit.errors import ConfigError
 from trainkit.training.callback import CallbackList
 from trainkit.training.run import Run
 
-__all__ = ["check_outputs", "choose_folder", "own_folder", "write_apart"]
-
 
 def choose_folder(run: Run, resume: str | Path | None, new_run: bool) -> str | Path | None:
     """Choose where a run writes; return what it resumes, which in a dry run is nothing."""

@@ -13,8 +13,6 @@ from trainkit.basics.torch_internals import parts_of_schedule, set_parts_of_sche
 from trainkit.errors import ConfigError
 from trainkit.training.lr_schedule import LRSchedule, LRSchedules
 
-__all__ = ["check_plan", "describe", "settings_of"]
-
 _FALLING = ("StepLR", "MultiStepLR", "ExponentialLR", "PolynomialLR", "LinearLR")
 # What says where a schedule ends, and which part of a run is strangely early for it.
 _ENDS = {"total_steps": 1.0, "T_max": 0.9, "total_iters": 0.6, "step_size": 0.6, "milestones": 0.6}

@@ -24,16 +24,6 @@ from trainkit.precision import Precision
 from trainkit.strategies import Strategy
 from trainkit.version import __version__
 
-__all__ = [
-    "SCRIPT",
-    "code_of",
-    "digest",
-    "group_settings",
-    "optimizer_settings",
-    "program",
-    "settings",
-]
-
 SCRIPT = "the script"  # a process may have none, such as a notebook
 
 _PARTS = (nn.Module, LRScheduler, Strategy, Precision)

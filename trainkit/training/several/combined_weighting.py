@@ -10,8 +10,6 @@ from trainkit.data.combined import CombinedBatch, CombinedWindow
 from trainkit.errors import ConfigError, DataError, quoted
 from trainkit.training.weighting import Term, Weighting, terms_of
 
-__all__ = ["CombinedWeighting"]
-
 
 class CombinedWeighting(Weighting):
     """Weighs the losses of several loaders, which a training step returns by their names.

@@ -19,8 +19,6 @@ from trainkit.training.state import TrainState
 from trainkit.training.weighting import parse
 from trainkit.types import StepOutput, StepResult
 
-__all__ = ["ByName", "NamedObjective", "OneLoss", "Turns"]
-
 _NOTHING: AbstractContextManager[object] = nullcontext()
 
 Weight: TypeAlias = Tensor | float | None

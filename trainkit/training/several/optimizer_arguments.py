@@ -20,8 +20,6 @@ from trainkit.training.several.optimizers import Optimizers
 from trainkit.training.weighting import Weighting
 from trainkit.types import Alternating, class_name
 
-__all__ = ["make", "make_optimizers", "make_schedules"]
-
 _STEP = "training_step_"
 
 

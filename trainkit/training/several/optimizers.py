@@ -10,8 +10,6 @@ from typing_extensions import override
 
 from trainkit.errors import ConfigError
 
-__all__ = ["Optimizers", "described", "refuse_several"]
-
 
 class Optimizers(Optimizer):
     """Several optimizers as one, for all that saves, compares and watches an optimizer.
