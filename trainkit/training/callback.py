@@ -215,12 +215,10 @@ class CallbackList:
         _check(given)
         self.callbacks = tuple(_with_others(given))
         self.writers = tuple(each for each in self.callbacks if _overrides(each, "check_output"))
-        self._listeners: dict[Callable[..., None], tuple[Callable[..., None], ...]] = {
-            getattr(Callback, hook): tuple(
-                _listener(callback, hook)
-                for callback in self.callbacks
-                if _overrides(callback, hook)
-            )
+        self._listeners: dict[Callable[..., None], list[tuple[Callback, Callable[..., None]]]] = {
+            getattr(Callback, hook): [
+                (each, _listener(each, hook)) for each in self.callbacks if _overrides(each, hook)
+            ]
             for hook in HOOKS
         }
 
@@ -228,11 +226,11 @@ class CallbackList:
         self, hook: Callable[Concatenate[Any, P], None], *args: P.args, **kwargs: P.kwargs
     ) -> None:
         """Call `hook`, a method of `Callback`, on every callback that overrides it."""
-        for listener in self._listeners[hook]:
+        for callback, listener in self._listeners[hook]:
             try:
                 listener(*args, **kwargs)
             except BaseException as error:
-                error.add_note(f"In the hook `{hook.__name__}` of {_owner_of(listener)}.")
+                error.add_note(f"In the hook `{hook.__name__}` of the callback `{callback.name}`.")
                 raise
 
     def emit_to_all(
@@ -240,11 +238,11 @@ class CallbackList:
     ) -> BaseException | None:
         """Call `hook` on every callback even if some raise; return the first error."""
         first: BaseException | None = None
-        for listener in self._listeners[hook]:
+        for callback, listener in self._listeners[hook]:
             try:
                 listener(*args, **kwargs)
             except BaseException as error:
-                error.add_note(f"In the hook `{hook.__name__}` of {_owner_of(listener)}.")
+                error.add_note(f"In the hook `{hook.__name__}` of the callback `{callback.name}`.")
                 first = first or error
         return first
 
@@ -304,26 +302,7 @@ def _listener(callback: Callback, hook: str) -> Callable[..., None]:
         with collective_guard.only(hook):
             own(*args, **kwargs)
 
-    guarded.__self__ = callback  # type: ignore[attr-defined]  # for `_owner_of`
     return guarded
-
-
-def _owner_of(listener: Callable[..., None]) -> str:
-    owner = getattr(listener, "__self__", None)
-    return f"the callback `{owner.name}`" if isinstance(owner, Callback) else "a callback"
-
-
-def _check_hooks(callback: Callback) -> None:
-    """Raise for a method that looks like a hook but would never be called."""
-    for name in dir(type(callback)):
-        if name.startswith("on_") and name not in HOOKS:
-            from trainkit.basics.parsing import nearest  # only errors need it
-
-            raise ConfigError(
-                f"`{type(callback).__name__}.{name}` is no hook and would never be called."
-                f"{nearest(name, HOOKS)} The docstring of `Callback` lists all hooks. Give the "
-                "method a name without `on_` if it is not meant as one."
-            )
 
 
 def _check(callbacks: tuple[Callback, ...]) -> None:
@@ -346,4 +325,12 @@ def _check(callbacks: tuple[Callback, ...]) -> None:
                 f'"{callback.name}-2"`.'
             )
         names.add(callback.name)
-        _check_hooks(callback)
+        for name in dir(type(callback)):
+            if name.startswith("on_") and name not in HOOKS:
+                from trainkit.basics.parsing import nearest  # only errors need it
+
+                raise ConfigError(
+                    f"`{type(callback).__name__}.{name}` is no hook and would never be called."
+                    f"{nearest(name, HOOKS)} The docstring of `Callback` lists all hooks. Give the "
+                    "method a name without `on_` if it is not meant as one."
+                )
