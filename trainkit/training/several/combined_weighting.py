@@ -1,4 +1,7 @@
-"""Rule 6 for several loaders: each has sums of its own, over its own samples (rule 17a)."""
+"""Rule 6 for several loaders: each has sums of its own, over its own samples (rule 17a).
+
+sum over the loaders a:  sum(w * gradient of l) / T_a,  where  T_a = sum(w) over the samples of a
+"""
 
 from collections.abc import Mapping
 from typing import Any
