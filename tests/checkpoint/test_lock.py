@@ -92,6 +92,19 @@ def test_the_lock_is_given_back_and_can_be_taken_again(tmp_path: Path) -> None:
             RunLock(tmp_path).acquire()
 
 
+def test_a_program_that_ends_with_a_lock_prints_nothing(tmp_path: Path) -> None:
+    program = (
+        "import torch; from trainkit import Accelerator\n"
+        "from trainkit.accelerate_compat import ProjectConfiguration as Project\n"
+        f"project = Project(project_dir={str(tmp_path)!r}, automatic_checkpoint_naming=True)\n"
+        "accelerator = Accelerator(cpu=True, project_config=project)\n"
+        "model = accelerator.prepare(torch.nn.Linear(1, 1))\n"
+        "accelerator.save_state()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_a_link_in_the_place_of_the_lock_is_not_followed(tmp_path: Path) -> None:
     target = tmp_path / "target"
     target.write_text("precious")

@@ -17,6 +17,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Subset, default_collate,
 from tests.helpers.ranks import run_ranks
 from tests.helpers.toys import fit, make_trainer, toy_dataset, toy_model
 from trainkit import Accelerator, ConfigError, GradScalerKwargs, LRSchedule, Run, Trainer
+from trainkit.callbacks import Evaluation
 from trainkit.precision import FP16
 from trainkit.strategies import DDP
 from trainkit.training.callback import Callback
@@ -369,3 +370,39 @@ def same_data(rank: int) -> None:
 
 def test_the_same_samples_on_all_processes_are_trained_on() -> None:
     run_ranks(2, same_data)
+
+
+def threshold(limit: float, rank: int) -> Callable[[Any, Any], float]:
+    def share(predictions: Any, references: Any) -> float:
+        return float((predictions > limit).float().mean()) + 0 * rank
+
+    return share
+
+
+def _measure(rank: int) -> str:
+    other = lambda predictions, references: float(rank or len(references))  # noqa: E731
+    first = lambda predictions, references: 0.0  # noqa: E731
+    told = []
+    for metrics in ([other if rank else first], [threshold(0.1 * rank, 0)], [threshold(0.1, rank)]):
+        loader = DataLoader(toy_dataset(), batch_size=4)
+        trainer = make_trainer(callbacks=[Evaluation(metrics)], strategy="ddp")
+        try:
+            trainer.fit(
+                toy_model(),
+                (loader, loader),
+                optimizer=partial(SGD, lr=0.1),
+                loss_fn=nn.CrossEntropyLoss(),
+            )
+            told.append("")
+        except ConfigError as error:
+            told.append(str(error))
+    return "\n".join(told)
+
+
+def test_a_metric_that_is_another_function_on_one_process_is_refused() -> None:
+    """Its figures would differ, and what watches them would end one process alone."""
+    for told in run_ranks(2, _measure):
+        code, limit, own_rank = told.split("\n")
+        assert "The processes differ in `metrics.lambda`" in code
+        assert "process 0: 0.0; process 1: 0.1" in limit
+        assert own_rank == ""

@@ -119,7 +119,8 @@ class RunLock:
             _held.discard(self)
 
     def __del__(self) -> None:
-        self.release()
+        if _held is not None:  # else Python is ending: it has cleared this module
+            self.release()
 
     def __enter__(self) -> Self:
         return self.acquire()

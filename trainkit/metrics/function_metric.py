@@ -66,16 +66,16 @@ class FunctionMetric(CollectingMetric):
                 f"`higher_is_better` of `{self.name}` must be True, False or None, but is "
                 f"{higher_is_better!r}."
             )
-        self._function = function
+        self.function = function
         self.higher_is_better = higher_is_better
 
     @override
     def _compute(self, predictions: Any, references: Any) -> dict[str, float]:
         if not self._is_like_sklearn:
-            return flatten(self.name, self._function(predictions, references))
+            return flatten(self.name, self.function(predictions, references))
         if getattr(predictions, "dtype", None) is torch.bfloat16:
             predictions = predictions.float()  # NumPy has no such numbers
-        name, columns = _function_name(self._function), getattr(predictions, "shape", ())[1:]
+        name, columns = _function_name(self.function), getattr(predictions, "shape", ())[1:]
         is_for_one = self.uses == "scores" and name in _OF_SCORES and columns == (2,)
         if is_for_one and getattr(references, "ndim", 0) == 1:
             raise DataError(
@@ -83,7 +83,7 @@ class FunctionMetric(CollectingMetric):
                 f'`FunctionMetric(lambda p, r: {name}(r, p[:, 1]), uses="probabilities")`. Where a '
                 "sample may have both labels, give `references` a column for each."
             )
-        return flatten(self.name, self._function(references, predictions))
+        return flatten(self.name, self.function(references, predictions))
 
 
 def scores(

@@ -56,7 +56,8 @@ def begin(run: Run, callbacks: CallbackList) -> None:
 
 def _check_alike(run: Run) -> None:
     """Raise where the processes differ in what is known only now."""
-    from trainkit.training.setup.consistency import check_alike  # one process needs none of it
+    from trainkit.metrics.function_metric import FunctionMetric  # one process needs none of it
+    from trainkit.training.setup.consistency import check_alike
     from trainkit.training.setup.settings import optimizer_settings, settings
 
     evaluation = run.evaluation
@@ -64,6 +65,9 @@ def _check_alike(run: Run) -> None:
     when = f"each epoch: {evaluation.after_epochs}, at the end: {evaluation.at_end}"
     plan = f"metrics {names}, {when}"
     by_name = {"their `Evaluation` callbacks": plan}
+    for metric in evaluation.metrics:
+        if isinstance(metric, FunctionMetric):
+            by_name |= dict(settings(f"metrics.{metric.name}", metric.function, whole=False))
     by_name |= dict(settings("lr_scheduler", run.lr_schedule))
     by_name |= dict(optimizer_settings("optimizer", run.optimizer))
     check_alike(run.strategy.processes, by_name.items())
