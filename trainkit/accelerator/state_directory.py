@@ -69,6 +69,9 @@ class StateDirectory:
             found = store.checkpoints()
             return found[-1].step + 1 if found else 0
 
+        def keep_last() -> None:
+            rotate(store, KeepPolicy(keep_last=1))
+
         try:
             store.save(
                 run_on_main(processes, begin),
@@ -76,7 +79,7 @@ class StateDirectory:
                 metadata={**metadata, "follows": self._follows},
                 agree=partial(gather_on_main, processes),
             )
-            run_on_main(processes, lambda: rotate(store, KeepPolicy(keep_last=1)))
+            run_on_main(processes, keep_last)
         finally:
             lock.release()
         if self._project.automatic_checkpoint_naming:
