@@ -84,7 +84,8 @@ class Trainer:
         deterministic: Ask torch for deterministic algorithms while `fit` runs.
         log_every_n_steps: Updates between two logs.
         drop_last_window: Drop the smaller last window of an epoch instead of applying it.
-        split_batches: The loader's batch size is that of all processes together.
+        split_batches: The training loader's batch size is that of all processes together; that
+            of a loader to evaluate is each process's.
         sample_seeding: Seed the global generators while samples are fetched (rule 13).
         max_consecutive_skips: Skipped updates in a row after which training gives up.
         compile: Run the model through `torch.compile`, with every strategy: True, or a mapping of

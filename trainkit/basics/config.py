@@ -86,7 +86,7 @@ class TrainConfig:
         log_every_n_steps: Updates between two calls of `on_log` (rule 35).
         max_consecutive_skips: Skipped windows in a row after which the run gives up (rule 2).
         drop_last_window: Drop the smaller last window of an epoch instead of applying it (rule 7).
-        split_batches: The loader's batch size is that of all processes together (rule 14).
+        split_batches: The training loader's batch size is that of all processes together (rule 14).
         sample_seeding: Seed the global generators while samples are fetched (rule 13).
         gradient_checkpointing: Compute activations again in backward instead of keeping them.
         limit_train_batches: Micro-batches of one process in an epoch, or a fraction of them.
