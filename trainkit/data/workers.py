@@ -94,9 +94,7 @@ class WorkerPool(Fetcher):
         self._pin = loader.pin_memory and can_pin(context.device)
         self._keys = _Keys()
         self._inner: DataLoader[Any] | None = None
-        self._iterators: list[Any] = []  # of torch, which have workers
-        self._pid = os.getpid()  # a fork must not stop our workers
-        _at_exit.add(self)
+        self._iterators: list[_Iterator] = []  # which have workers
 
     @override
     def batches(self, epoch: int, tasks: Tasks) -> Generator[Any, None, None]:
@@ -113,9 +111,7 @@ class WorkerPool(Fetcher):
             iterator = iter(self._inner)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        if self._pid != os.getpid():
-            self._iterators.clear()  # those of the process that this one was forked from
-        self._pid = os.getpid()
+        assert isinstance(iterator, _Iterator)
         if iterator not in self._iterators:  # a persistent one comes back for each pass
             self._iterators.append(iterator)
         try:
@@ -137,16 +133,10 @@ class WorkerPool(Fetcher):
             self._stop(iterator)
         self._inner = None
 
-    def _stop(self, iterator: Any) -> None:
+    def _stop(self, iterator: "_Iterator") -> None:
         # Torch leaves this to the garbage collector wherever an error holds the iterator in a
         # cycle; then it may run much later, or in a forked child, and wait for seconds.
-        if self._pid != os.getpid():
-            return
-        end_workers(iterator)
-        for worker in workers_of(iterator):
-            if worker.is_alive():  # stuck in the data set; torch has tried SIGTERM in vain
-                worker.kill()
-                worker.join()
+        iterator.end()
         if iterator in self._iterators:
             self._iterators.remove(iterator)
 
@@ -180,6 +170,17 @@ class _Iterator(WorkersIterator):
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._made_by = os.getpid()
         super().__init__(loader)
+        _at_exit.add(self)
+
+    def end(self) -> None:
+        """End the workers; not in a fork, whose parent still needs them."""
+        if self._made_by != os.getpid():
+            return
+        end_workers(self)
+        for worker in workers_of(self):
+            if worker.is_alive():  # stuck in the data set; torch has tried SIGTERM in vain
+                worker.kill()
+                worker.join()
 
     @override
     def __del__(self) -> None:
@@ -265,14 +266,14 @@ def datasets_of(dataset: Any) -> list[Any]:
     return [dataset, *(deeper for part in inner for deeper in datasets_of(part))]
 
 
-_at_exit: WeakSet[WorkerPool] = WeakSet()
+_at_exit: WeakSet[_Iterator] = WeakSet()  # also those that nobody but a cycle refers to
 
 
 @atexit.register
 def _stop_all() -> None:
     # Else multiprocessing, which hears of the exit later, asks them by SIGTERM and waits.
-    for workers in list(_at_exit):
-        workers.close()
+    for iterator in list(_at_exit):
+        iterator.end()
 
 
 def _start_worker(worker: int) -> None:
