@@ -138,6 +138,25 @@ class SharedLoader(ABC):
         """Say which epoch the next pass is; data set and samplers hear of it."""
         self.epoch = epoch
 
+    @property
+    def end_of_dataloader(self) -> bool:
+        """Whether the loader under way has yielded its last batch."""
+        return self._sharing.accumulation.end_of_dataloader
+
+    @property
+    def total_batch_size(self) -> int:
+        """Samples of a full global batch over all processes."""
+        given: Any = self.source.batch_size
+        if given is None:
+            given = getattr(self.source.batch_sampler, "batch_size", 1)
+        split = self._sharing.configuration.split_batches
+        return int(given) * (1 if split else self._sharing.processes.size)
+
+    @property
+    def total_dataset_length(self) -> int:
+        """Samples of the data set."""
+        return len(self.source.dataset)
+
     def state_dict(self) -> dict[str, Any]:
         """Return where the loader is; equal on all processes."""
         return {
