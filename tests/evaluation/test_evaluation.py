@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tests.helpers.ranks import run_ranks
 from trainkit import Callback, ConfigError, DataError, Run, Trainer
 from trainkit.basics import rng
+from trainkit.callbacks import Evaluation
 from trainkit.data import presharded
 
 CLASSES = 3
@@ -36,6 +37,11 @@ def wrong(predictions: Tensor, references: Tensor) -> dict[str, float]:
     return {"wrong": float((predictions != references).sum()), "seen": float(len(references))}
 
 
+def bootstrapped(predictions: Tensor, references: Tensor) -> float:
+    drawn = torch.randint(0, len(references), (len(references),))
+    return float((predictions[drawn] == references[drawn]).sum()) + random.random()
+
+
 class Classifier(Trainer):
     loss_fn = staticmethod(nn.functional.cross_entropy)
 
@@ -52,6 +58,27 @@ def evaluate(rank: int, samples: int, batch_size: int) -> dict[str, float]:
         "b": DataLoader(make_data(5), batch_size=2),
     }
     return trainer.evaluate(make_model(), loaders, metrics=metrics)
+
+
+def evaluate_by_chance(rank: int) -> tuple[dict[str, float], list[float]]:
+    found: list[float] = []
+    loader = DataLoader(make_data(32), batch_size=4)
+
+    class Looks(Callback):
+        def on_evaluation_end(self, run: Run, metrics: dict[str, float]) -> None:
+            found.append(metrics["eval/bootstrapped"])
+
+    trainer = Classifier(max_epochs=3, callbacks=[Looks(), Evaluation([bootstrapped])])
+    trainer.fit(make_model(), (loader, loader), optimizer=partial(SGD, lr=0.1))
+    random.seed(rank)
+    torch.manual_seed(rank)
+    return trainer.evaluate(make_model(), loader, metrics=[bootstrapped]), found
+
+
+def test_a_metric_that_draws_is_one_figure_of_all_processes() -> None:
+    first, *others = run_ranks(3, evaluate_by_chance)
+    assert len(set(first[1])) == 3
+    assert all(other == first for other in others)
 
 
 @pytest.mark.parametrize(("samples", "batch_size"), [(33, 4), (1, 2), (7, 3)])

@@ -106,6 +106,8 @@ class Evaluator:
                 found = {name.removeprefix("\0"): means.pop(name) for name in terms}
                 means |= {"loss": sum(found.values()), **found}
             values = _all_values(metrics, means, weight)
+            if metrics:  # what draws, or sums in any order, differs by process
+                values = self.communicator.processes.broadcast_object(values)
         prefix = f"eval/{name}/" if name else "eval/"
         return {f"{prefix}{key}": value for key, value in values.items()}
 
