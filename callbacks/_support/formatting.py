@@ -4,8 +4,6 @@ from collections.abc import Iterable, Mapping
 
 from trainkit.basics.formatting import count
 
-__all__ = ["by_loader", "every", "values_by_loader"]
-
 
 def every(number: int, noun: str) -> str:
     """Return how often something comes, such as `every step` or `every 2 steps`."""

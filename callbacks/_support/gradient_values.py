@@ -13,8 +13,6 @@ from trainkit.basics.device import wide_dtype
 from trainkit.basics.torch_internals import norm_of_each
 from trainkit.training.run import Run
 
-__all__ = ["GradientValues", "Histogram", "HistogramLogger"]
-
 
 @dataclass(frozen=True, slots=True)
 class Histogram:

@@ -9,8 +9,6 @@ from trainkit.checkpoint.forms import Only, fit
 from trainkit.training.callback import Callback
 from trainkit.training.run import Run
 
-__all__ = ["Keeps"]
-
 
 class Keeps(Callback):
     """Has as its state attributes of plain values, by their names without the underscore."""

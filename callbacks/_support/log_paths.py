@@ -6,8 +6,6 @@ from trainkit.basics.outputs import absolute
 from trainkit.errors import ConfigError
 from trainkit.training.run import Run
 
-__all__ = ["log_place", "move_away"]
-
 
 def log_place(run: Run, given: str | Path | None, name: str, *, owner: str, argument: str) -> Path:
     """Return `given`, or else `name` in the run's output directory.

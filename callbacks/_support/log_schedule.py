@@ -2,8 +2,6 @@
 
 from trainkit.training.run import Run
 
-__all__ = ["log_follows", "log_is_next"]
-
 
 def log_follows(run: Run) -> bool:
     """Return whether a log follows the step that has just ended; ask in `on_step_end`.

@@ -16,8 +16,6 @@ from trainkit.distributed.collectives import first_with
 from trainkit.training.run import Run
 from trainkit.training.weighting import loss_of
 
-__all__ = ["MemoryTrial", "TrainedState"]
-
 
 class MemoryTrial:
     """Runs the training step on parts of one micro-batch; on leaving, all is as it was before.

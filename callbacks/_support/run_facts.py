@@ -17,8 +17,6 @@ from trainkit.training.run import Run
 from trainkit.training.several.optimizers import described
 from trainkit.types import class_name
 
-__all__ = ["commit_of", "hidden_words", "hide_secrets", "run_facts"]
-
 _PACKAGES = ("trainkit", "torch", "numpy", "transformers")
 _SECRET = re.compile(
     r"token|secret|passw(or)?d|credential|auth|api_?key|(^|[._-])key\b", re.IGNORECASE

@@ -18,8 +18,6 @@ from trainkit.export.publication import Publication
 from trainkit.export.state import warn_of_others
 from trainkit.types import Size
 
-__all__ = ["export_checkpoint"]
-
 
 def export_checkpoint(
     checkpoint: Path, directory: Path, *, part: str | None = None, max_shard_size: Size = "5GB"

@@ -13,8 +13,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-__all__ = ["LAZY", "closed_to_strangers"]
-
 LAZY = "TORCH_GLOO_LAZY_INIT"
 """Environment variable; with 1, gloo connects two processes when they first talk to each other."""
 

@@ -13,8 +13,6 @@ from trainkit.basics import starters
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigError, DistributedError
 
-__all__ = ["INIT_METHOD", "Rendezvous"]
-
 INIT_METHOD = "TRAINKIT_INIT_METHOD"
 """Environment variable with the rendezvous to use instead of `env://`."""
 

@@ -7,8 +7,6 @@ from typing import Any, Protocol
 
 from trainkit.basics.config import Watchdog
 
-__all__ = ["Answer", "Callers", "Progress", "Watch"]
-
 
 class Progress(Protocol):
     """What is watched for progress: a run."""

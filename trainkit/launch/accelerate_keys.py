@@ -8,8 +8,6 @@ from collections.abc import Callable
 from trainkit.basics.parsing import boolean, nearest, one_of
 from trainkit.errors import ConfigError
 
-__all__ = ["GPUS_OF_OTHERS", "KEYS", "NULL", "check", "sharding"]
-
 NULL = ("", "null", "~")
 """What stands for no value in YAML."""
 

@@ -19,8 +19,6 @@ from trainkit.launch.resolving import Resolved, add_options, resolve
 from trainkit.launch.settings import JobSettings
 from trainkit.watch.report import FOLDER_VARIABLE
 
-__all__ = ["add_to", "start"]
-
 _TORCHRUN = re.compile(
     "PET_(NNODES|NODE_RANK|NPROC_PER_NODE|RDZV_.*|MASTER_.*|STANDALONE|MODULE|NO_PYTHON|RUN_PATH)"
 )

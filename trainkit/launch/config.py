@@ -13,8 +13,6 @@ from trainkit.launch.plan import processes_here
 from trainkit.launch.resolving import add_options, gathered
 from trainkit.launch.settings import SETTINGS, JobSettings
 
-__all__ = ["add_to", "write_basic_config"]
-
 _DESCRIPTION = """Write a YAML file that `trainkit launch` reads.
 
 It asks for what no option gives. The keys are those of `accelerate config`. The file is

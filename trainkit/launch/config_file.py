@@ -13,8 +13,6 @@ from trainkit.errors import ConfigError
 from trainkit.launch import accelerate_keys
 from trainkit.launch.settings import SETTINGS
 
-__all__ = ["VARIABLE", "ConfigFile", "default_path", "find", "read", "write"]
-
 VARIABLE = "TRAINKIT_CONFIG"
 """Environment variable with the file to read where no option names one."""
 

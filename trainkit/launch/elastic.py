@@ -27,8 +27,6 @@ from trainkit.launch.settings import JobSettings
 from trainkit.launch.workers import Place
 from trainkit.watch.listening import ports
 
-__all__ = ["ElasticMeeting", "rendezvous"]
-
 
 class ElasticMeeting(Meeting):
     """What a launcher knows of an elastic job: itself, and the way to the store.

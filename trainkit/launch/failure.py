@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from trainkit.launch.meeting import Meeting
     from trainkit.launch.supervisor import Outcome
 
-__all__ = ["explain", "show"]
-
 _GATHER_SECONDS = 45.0  # in which machines end their processes, and say how
 _LONGEST_STORY = 200_000  # characters of reports
 

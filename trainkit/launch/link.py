@@ -15,8 +15,6 @@ from typing import Any
 
 from trainkit.watch.connections import GONE, Address, Links
 
-__all__ = ["ASKED", "FAILED", "LOST", "End", "JobEnded", "Link", "open_link", "reach_link"]
-
 ASKED, FAILED, LOST = "asked", "failed", "lost"
 """Why a job ends: a signal, a process that failed, a machine that is gone."""
 

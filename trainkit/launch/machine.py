@@ -6,18 +6,6 @@ import re
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = [
-    "COLLECTIVE_PACKAGES",
-    "DRIVER_WORDS",
-    "INTERFACE_VARIABLES",
-    "core_count",
-    "gpu_count",
-    "gpu_names",
-    "gpu_variable",
-    "no_gpus",
-    "torch_builds",
-]
-
 COLLECTIVE_PACKAGES = ("nvidia-nccl", "oneccl")
 """How packages with collectives of accelerators begin."""
 

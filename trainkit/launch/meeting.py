@@ -32,8 +32,6 @@ from trainkit.watch.listening import listen, ports
 from trainkit.watch.member import Member
 from trainkit.watch.report import FOLDER_VARIABLE
 
-__all__ = ["Card", "Meeting", "alone", "card_of", "difference", "meet", "probe", "to_compare"]
-
 Card: TypeAlias = dict[str, Any]
 """Of a machine: `machine`, `host`, `who` (a process), `told` (settings), `fault` (why it cannot do
 its part), `address` and `port` (where others reach its launcher as long as it lives), `at` (where

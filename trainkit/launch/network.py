@@ -12,8 +12,6 @@ from pathlib import Path
 
 from trainkit.errors import DistributedError
 
-__all__ = ["addresses_of", "interface_to", "is_own", "job_interface", "kernel_ports", "reach"]
-
 _MACHINE_0 = "`main_process_ip`"  # what it is called in sentences: as the user has named it
 _NO_WAY = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
 _PAUSE = 0.25  # seconds between two attempts

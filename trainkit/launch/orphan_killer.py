@@ -6,8 +6,6 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 
-__all__ = ["OrphanKiller"]
-
 _RELEASED = "released\n"
 _PAUSE = 0.1  # seconds between looks at processes that are ending
 

@@ -19,14 +19,6 @@ from trainkit.launch.resolving import Resolved
 from trainkit.launch.settings import JobSettings
 from trainkit.watch.listening import PORTS_VARIABLE, ports
 
-__all__ = [
-    "Plan",
-    "Script",
-    "make_plan",
-    "port_of",
-    "processes_here",
-]
-
 _DEFAULT_PORT = 29500
 
 

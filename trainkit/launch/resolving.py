@@ -12,8 +12,6 @@ from trainkit.errors import ConfigError
 from trainkit.launch import config_file
 from trainkit.launch.settings import SETTINGS, JobSettings, Setting, least_and_most
 
-__all__ = ["Resolved", "add_options", "gathered", "resolve"]
-
 COMMAND_LINE, ENVIRONMENT, DEFAULT = "command line", "environment", "default"
 EXPLICIT = (COMMAND_LINE, ENVIRONMENT)  # a file may say it for another job
 

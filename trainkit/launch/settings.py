@@ -22,8 +22,6 @@ from trainkit.basics.setting_readers import (
 from trainkit.errors import ConfigError
 from trainkit.launch.accelerate_keys import GPUS_OF_OTHERS
 
-__all__ = ["SETTINGS", "JobSettings", "Setting", "least_and_most"]
-
 DISTRIBUTED_TYPES = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP")
 
 

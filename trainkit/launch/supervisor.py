@@ -26,8 +26,6 @@ from trainkit.watch.exit import EXIT_OTHER_FAILED
 from trainkit.watch.listening import ADDRESS_VARIABLE
 from trainkit.watch.report import FOLDER_VARIABLE, read_all
 
-__all__ = ["MACHINE_LOST_SECONDS", "Outcome", "supervise"]
-
 MACHINE_LOST_SECONDS = 4
 """What processes get from SIGTERM on, where a machine is gone."""
 

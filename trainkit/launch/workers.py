@@ -19,8 +19,6 @@ from torch.distributed.elastic.multiprocessing import (
 from trainkit.launch.plan import Plan
 from trainkit.watch.member import Member
 
-__all__ = ["Place", "Workers", "described", "shell_code"]
-
 _KILL_SECONDS = 5.0  # in which the kernel has ended what was killed
 _PAUSE = 0.05
 _LOOK_PAUSE, _STOPPED_LOOKS = 4.0, 12

@@ -12,8 +12,6 @@ from trainkit.metrics.local_metric import LocalMetric, Values
 from trainkit.metrics.samples import class_labels, label_marks
 from trainkit.types import IGNORED
 
-__all__ = ["Accuracy"]
-
 
 class Accuracy(LocalMetric):
     """The share of samples whose predicted class is the true one, in [0, 1].

@@ -16,8 +16,6 @@ from trainkit.metrics.local_metric import LocalMetric, Values
 from trainkit.metrics.samples import class_labels, label_marks
 from trainkit.types import IGNORED
 
-__all__ = ["F1", "ClassScore", "Precision", "Recall"]
-
 Average: TypeAlias = Literal["binary", "macro", "micro", "weighted"] | None
 Counts: TypeAlias = Sequence[float]
 """Of one class, or of several together: samples that are predicted right, predicted, true."""

@@ -13,8 +13,6 @@ from trainkit.errors import DataError
 from trainkit.metrics.metric import Metric
 from trainkit.metrics.samples import is_structure, matching_length
 
-__all__ = ["CollectingMetric"]
-
 
 class CollectingMetric(Metric):
     """Keeps every chunk in host memory and computes from all of them together.

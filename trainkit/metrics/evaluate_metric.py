@@ -14,8 +14,6 @@ from trainkit.metrics.collecting import CollectingMetric
 from trainkit.metrics.local_metric import LocalMetric
 from trainkit.metrics.metric import Uses, agreed, flatten, setting
 
-__all__ = ["EvaluateMetric", "as_evaluate"]
-
 
 class EvaluateMetric(CollectingMetric):
     """Calls the module's `compute` once, with all samples, in memory.

@@ -13,8 +13,6 @@ from trainkit.errors import ConfigError, DataError
 from trainkit.metrics.collecting import CollectingMetric
 from trainkit.metrics.metric import Uses, flatten
 
-__all__ = ["FunctionMetric", "scores"]
-
 _USES = ("predictions", "scores", "probabilities")
 _OF_PROBABILITIES = {"log_loss", "d2_log_loss_score"}  # whose parameter is `y_pred` in old releases
 _OF_SCORES = {  # by name: what gives a number of classes too, but a wrong one

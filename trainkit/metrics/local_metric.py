@@ -11,8 +11,6 @@ from trainkit.errors import ConfigError, DataError
 from trainkit.metrics.metric import Metric, flatten
 from trainkit.metrics.samples import matching_length, real_numbers
 
-__all__ = ["LocalMetric"]
-
 Values = dict[str, float | list[float]]
 
 

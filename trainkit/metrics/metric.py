@@ -7,8 +7,6 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 from trainkit.errors import ConfigError, DataError
 
-__all__ = ["Metric", "Uses", "agreed", "flatten", "setting"]
-
 T = TypeVar("T")
 
 Uses: TypeAlias = Literal["predictions", "scores", "values", "probabilities", "loss"]

@@ -12,8 +12,6 @@ from torch.nn import functional
 from trainkit.errors import ConfigError, DataError
 from trainkit.types import LossFn
 
-__all__ = ["Reading", "form"]
-
 
 @dataclass(frozen=True, slots=True)
 class _Convention:

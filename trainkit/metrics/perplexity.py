@@ -11,8 +11,6 @@ from trainkit.errors import ConfigError
 from trainkit.metrics.local_metric import LocalMetric, Values
 from trainkit.metrics.samples import real_numbers
 
-__all__ = ["Perplexity"]
-
 
 class Perplexity(LocalMetric):
     """`exp(sum(loss * weight) / sum(weight))`: of mean losses, and the tokens each averages.

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from trainkit.metrics.evaluate_metric import EvaluateMetric
     from trainkit.metrics.local_metric import LocalMetric
 
-__all__ = ["as_metric", "load"]
-
 # Where the metrics are, so that a program loads those alone that it uses.
 _SHIPPED = {
     "accuracy": "trainkit.metrics.accuracy:Accuracy",

@@ -15,8 +15,6 @@ from trainkit.metrics.local_metric import LocalMetric, Values
 from trainkit.metrics.samples import real_columns
 from trainkit.types import IGNORED
 
-__all__ = ["MAE", "MSE", "MeanError"]
-
 MultiOutput: TypeAlias = Literal["uniform_average", "raw_values"] | Sequence[float]
 
 

@@ -11,17 +11,6 @@ from trainkit.containers.tree import is_array
 from trainkit.errors import DataError
 from trainkit.types import IGNORED
 
-__all__ = [
-    "IGNORED",
-    "class_labels",
-    "count_samples",
-    "is_structure",
-    "label_marks",
-    "matching_length",
-    "real_columns",
-    "real_numbers",
-]
-
 
 def is_structure(values: Any) -> bool:
     """Whether `values` holds fields side by side, not samples: a mapping, a tuple of arrays."""

@@ -15,8 +15,6 @@ from trainkit.metrics.model_outputs import form
 from trainkit.metrics.samples import matching_length
 from trainkit.types import IGNORED
 
-__all__ = ["TorchMetric"]
-
 
 class TorchMetric(Metric):
     """Feeds a torchmetrics `Metric` or `MetricCollection` chunk by chunk.

@@ -28,8 +28,6 @@ from trainkit.basics.written_files import Lines, giving_up, replace_file
 from trainkit.errors import ConfigError
 from trainkit.trackers.tracker import GeneralTracker, has_one
 
-__all__ = ["CSVTracker", "FileTracker", "JSONLTracker"]
-
 
 class FileTracker(GeneralTracker, ABC):
     """Writes what is logged at a time as a line of `<logging_dir>/<run_name>/<file_name>`.

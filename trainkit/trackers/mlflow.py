@@ -18,8 +18,6 @@ from trainkit.basics.hparams import flat
 from trainkit.errors import ConfigError
 from trainkit.trackers.tracker import GeneralTracker, image_rows
 
-__all__ = ["SMALLER", "MLflowTracker"]
-
 SMALLER = ", or the smaller `pip install mlflow-skinny sqlalchemy alembic`"
 MOST, MOST_METRICS = 100, 1000  # parameters or tags, and metrics, that MLflow takes at once
 LONGEST, LONGEST_NAME = 5000, 250  # characters of a text, and of a name

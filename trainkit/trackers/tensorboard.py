@@ -16,8 +16,6 @@ from trainkit.basics.packages import require
 from trainkit.basics.written_files import giving_up
 from trainkit.trackers.tracker import GeneralTracker, has_one, image_rows
 
-__all__ = ["TensorBoardTracker"]
-
 
 class TensorBoardTracker(GeneralTracker):
     """Writes event files for TensorBoard under `<logging_dir>/<run_name>`.

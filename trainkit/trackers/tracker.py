@@ -6,8 +6,6 @@ from typing import Any
 
 from trainkit.errors import DataError
 
-__all__ = ["GeneralTracker", "has_one", "image_rows"]
-
 
 class GeneralTracker:
     """The interface of trackers; one of your own sets `name` and writes the methods.

@@ -6,8 +6,6 @@ from typing_extensions import override
 
 from trainkit.trackers.tracker import GeneralTracker, image_rows
 
-__all__ = ["WandBTracker"]
-
 
 class WandBTracker(GeneralTracker):
     """Writes to Weights & Biases, on the main process.

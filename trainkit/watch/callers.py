@@ -15,8 +15,6 @@ from trainkit.errors import DistributedError
 from trainkit.watch.connections import GONE, Message
 from trainkit.watch.where import ThisProcess
 
-__all__ = ["Callers", "Position", "ahead", "position_of"]
-
 Position = tuple[int, ...] | None
 """How many collectives a process has begun in each group; None: it has left the groups."""
 

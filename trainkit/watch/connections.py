@@ -27,8 +27,6 @@ from trainkit.watch.exit import say
 from trainkit.watch.listening import ADDRESS_VARIABLE, PORTS_VARIABLE, listen, ports
 from trainkit.watch.member import Member
 
-__all__ = ["GONE", "Address", "Line", "Links", "Message", "open_server", "reach_server"]
-
 Message: TypeAlias = dict[str, Any]
 """What travels: a JSON object with the keys `kind` and `from`, the process that says it.
 

@@ -16,8 +16,6 @@ from trainkit.watch.listening import ADDRESS_VARIABLE
 from trainkit.watch.member import Member
 from trainkit.watch.report import Report
 
-__all__ = ["EXIT_FAILED", "EXIT_OTHER_FAILED", "EXIT_STALLED", "kill", "leave", "publish", "say"]
-
 EXIT_FAILED = 1
 """Exit code of a process that failed by itself, as Python's own."""
 EXIT_OTHER_FAILED = 69

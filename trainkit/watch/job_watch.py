@@ -24,8 +24,6 @@ from trainkit.watch.monitor import WatchThread
 from trainkit.watch.report import Report
 from trainkit.watch.where import ThisProcess, call_of
 
-__all__ = ["JobWatch", "report_failure", "start_watch"]
-
 
 def start_watch(processes: Processes) -> "JobWatch | None":
     """Return the watch of this process, at work; None where the others cannot be reached.

@@ -3,8 +3,6 @@
 import socket
 from collections.abc import Iterable, Sequence
 
-__all__ = ["ADDRESS_VARIABLE", "PORTS_VARIABLE", "listen", "ports"]
-
 ADDRESS_VARIABLE = "TRAINKIT_ADDRESS"
 """Environment variable with the address by which other machines reach this one; empty: any."""
 

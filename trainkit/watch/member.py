@@ -8,8 +8,6 @@ from typing import Any
 
 from typing_extensions import override
 
-__all__ = ["Member", "started_at", "stat_of"]
-
 _EXITING = 4  # the kernel's flag of a process that has begun to end: PF_EXITING
 
 

@@ -21,8 +21,6 @@ from trainkit.watch.report import Report
 from trainkit.watch.stall import Crossed, Inquiry, Verdict, examples, is_frozen
 from trainkit.watch.where import ThisProcess
 
-__all__ = ["WatchThread"]
-
 
 @dataclass(frozen=True, slots=True)
 class _Cause:

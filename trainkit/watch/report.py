@@ -15,15 +15,6 @@ from trainkit.basics.host import process_memory
 from trainkit.errors import text_of
 from trainkit.watch.hints import hint_for, tells_of_lost_peer
 
-__all__ = [
-    "FOLDER_VARIABLE",
-    "Report",
-    "first_of",
-    "folder_for",
-    "of_error",
-    "read_all",
-]
-
 FOLDER_VARIABLE = "TRAINKIT_REPORT_DIR"
 """Environment variable with the folder for the reports of a job."""
 

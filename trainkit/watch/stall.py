@@ -15,8 +15,6 @@ from trainkit.watch.connections import Line, Message
 from trainkit.watch.member import Member
 from trainkit.watch.where import ThisProcess
 
-__all__ = ["Crossed", "Inquiry", "Verdict", "examples", "is_frozen", "judge"]
-
 _UNUSED = (
     ". Perhaps parameters are frozen on some processes only, or a step uses other parameters on "
     "some processes than on others: then pass `strategy=DDP(find_unused_parameters=True)`"

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from trainkit.distributed.watch import Progress
     from trainkit.watch.connections import Links, Message
 
-__all__ = ["ThisProcess", "call_of", "raised_at", "whereabouts"]
-
 _PACKAGE = str(Path(__file__).resolve().parent.parent) + os.sep
 _LIBRARY = sysconfig.get_paths()["stdlib"] + os.sep
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
