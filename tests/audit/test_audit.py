@@ -20,7 +20,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 from trainkit import Trainer
 from trainkit.training import callback
-from trainkit.data import fetch
+from trainkit.data.fetch import _CollatedFetch as kind
 
 DATA = pickle.dumps(datetime.timedelta(1))  # its class has to be looked up
 
@@ -68,9 +68,9 @@ PLANTED = {
         "pickle.find_class",
     ),
     "a pickle in a worker": (
-        "before, fetch._collated = fetch._collated, collate_in_a_worker\n"
+        "before, kind._collated = kind._collated, collate_in_a_worker\n"
         "under_trainkit(lambda: None, workers=1)\n"
-        "fetch._collated = before",
+        "kind._collated = before",
         "pickle.find_class",
     ),
 }

@@ -85,8 +85,9 @@ class Accumulation:
     @property
     def is_unpaired(self) -> bool:
         """Whether other processes have no batch beside the present one."""
-        loader, batch = self._active.latest()
-        return batch is not None and 0 in batch.counts and bool(loader.may_lack_batches)
+        loader, batch = self._active.latest()  # perhaps one of a `Trainer`, whose processes all have
+        may_lack = getattr(loader, "may_lack_batches", False)
+        return batch is not None and 0 in batch.counts and bool(may_lack)
 
     @property
     def active_dataloader(self) -> Any:

@@ -192,6 +192,7 @@ def _table(rows: Rows, width: int) -> list[str]:
             width,
             initial_indent=f"{label:<{column}}",
             subsequent_indent=" " * column,
+            break_long_words=False,  # a path is copied
             break_on_hyphens=False,
         )
     return lines
