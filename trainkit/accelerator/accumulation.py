@@ -85,7 +85,8 @@ class Accumulation:
     @property
     def is_unpaired(self) -> bool:
         """Whether other processes have no batch beside the present one."""
-        loader, batch = self._active.latest()  # perhaps one of a `Trainer`, whose processes all have
+        loader, batch = self._active.latest()
+        # Of a loader of a `Trainer` all processes have a batch.
         may_lack = getattr(loader, "may_lack_batches", False)
         return batch is not None and 0 in batch.counts and bool(may_lack)
 
