@@ -72,6 +72,13 @@ def test_the_tour_names_files_that_are_there() -> None:
     ]
 
 
+def test_the_page_on_new_parts_names_files_that_are_there() -> None:
+    text = (ROOT / "docs" / "how-to" / "add-a.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`((?:trainkit|callbacks|tests|docs)/[a-z_/.-]+)`", text))
+    assert len(named) > 15
+    assert not [path for path in named if not (ROOT / path).exists()]
+
+
 def test_the_picture_of_the_layers_is_drawn_from_the_imports() -> None:
     layers = runpy.run_path(str(ROOT / "docs" / "layers.py"))
     assert layers["PICTURE"].read_text(encoding="utf-8") == layers["draw"](), (

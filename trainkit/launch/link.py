@@ -18,6 +18,7 @@ from trainkit.watch.connections import GONE, Address, Links
 ASKED, FAILED, LOST = "asked", "failed", "lost"
 """Why a job ends: a signal, a process that failed, a machine that is gone."""
 
+# Less than the watch of the processes takes, so that one launcher says it for all of a machine.
 _UNREACHABLE_SECONDS = 35  # and a few more until all have ended are less than a minute
 _SILENT = (
     f"unreachable for {_UNREACHABLE_SECONDS} s: machine, network or power, or its launcher is "

@@ -222,7 +222,7 @@ class Strategy(ABC):
         return norm
 
     def clip_grad_value(self, parameters: Iterable[Tensor], max_value: float) -> None:
-        """Clip every element of the gradients to [-max_value, max_value]."""
+        """Clip every element of the gradients to [-max_value, max_value]; sharded ones: `FSDP`."""
         dense = []
         for p in parameters:
             if p.grad is not None and p.grad.is_sparse:

@@ -208,7 +208,7 @@ def refuse_more_skips(run: Run, name: str, reason: str | None) -> None:
 
 
 def serve(run: Run, callbacks: CallbackList) -> None:
-    """Serve what is due after a window, or after an epoch."""
+    """Serve what is due after a window, or after an epoch; `finish` serves in this order too."""
     requests = run.requests
     if run.flags is not None or run.interrupts.received:
         _read_requests(run)

@@ -4,10 +4,13 @@
 |---|---|---|
 | a process ends, however | at once: the kernel closes its connection | `GRACE` at most |
 | its collective breaks before that is heard of | | `EXPLAIN` |
-| a process is stopped or frozen | after `STOPPED` or `SILENT` | `ANSWER` |
+| a process is stopped, and another of its machine can look | after `STOPPED` | `ANSWER` |
+| a process is frozen, or stopped where nobody can look | after `SILENT` | `ANSWER` |
 | a run makes no progress | after the limits of `Watchdog` | `ANSWER` |
 | processes wait in different collectives | after `WAITS` and two times `TICK` | `ANSWER` |
 | a machine is gone | after `UNREACHABLE` | `GRACE` at most |
+
+The launchers of several machines have a limit of their own for a machine, in `launch/link.py`.
 """
 
 # How often the thread looks.
