@@ -12,7 +12,7 @@ from typing_extensions import override
 from trainkit.basics.config import check_whole, checked
 from trainkit.basics.torch_internals import copy_each, lerp_each
 from trainkit.checkpoint.exact import as_parameter, saved_buffers
-from trainkit.checkpoint.forms import Only, fit, tensor_like
+from trainkit.checkpoint.forms import Only, check_form, tensor_like
 from trainkit.errors import CheckpointError, ConfigError
 from trainkit.strategies import Strategy
 from trainkit.training.callback import Callback
@@ -178,7 +178,7 @@ class EMA(Callback):
 
     @override
     def check_state_dict(self, run: Run, state: Mapping[str, Any]) -> None:
-        fit(state, Only({"updates": int, "average": {}}))
+        check_form(state, Only({"updates": int, "average": {}}))
         present: dict[str, Tensor] = dict(_trained(run))
         if self.average_buffers:
             named = _floating_buffers(run.module).items()
@@ -194,7 +194,7 @@ class EMA(Callback):
         for name, tensor in present.items():
             dtype = torch.promote_types(tensor.dtype, torch.float32)
             like[name] = tensor_like(torch.empty(tensor.shape, dtype=dtype, device="meta"))
-        fit(state["average"], like, "average")
+        check_form(state["average"], like, "average")
 
     @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -15,7 +15,8 @@ from trainkit.basics.config import check_whole, checked
 from trainkit.callbacks._support.memory_trial import TrainedState
 from trainkit.data import Window
 from trainkit.errors import ConfigError
-from trainkit.training.callback import Callback, CallbackList
+from trainkit.training.callback import Callback
+from trainkit.training.callback_list import CallbackList
 from trainkit.training.logging import LogSums
 from trainkit.training.loop import train_step
 from trainkit.training.run import Requests, Run
@@ -97,7 +98,7 @@ class LRFinder(Callback):
         run.print(f"trainkit: {tried}: the loss {found}.{place}")
         if self.stop and run.config.dry_run is None:
             run.evaluation.at_end = False
-            run.checkpoints.last_attempt = run.state.attempts  # nothing was trained to be saved
+            run.checkpoints.saved_attempt = run.state.attempts  # nothing was trained to be saved
             run.request_stop(self.name, agreed=True)
 
     def plot(self, path: str | Path | None = None) -> Any:

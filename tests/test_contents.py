@@ -41,7 +41,11 @@ def facts(run: Run, counting: Counting) -> dict[str, Any]:
     return {
         "counters": run.state.state_dict(),
         "figures": (run.metrics, run.best_metrics),
-        "marks": (run.logging.last_step, run.evaluation.last_attempt, run.checkpoints.last_attempt),
+        "marks": (
+            run.logging.last_step,
+            run.evaluation.evaluated_attempt,
+            run.checkpoints.saved_attempt,
+        ),
         "sums": run.logging.sums.state_dict(),
         "callback": counting.steps,
         "weights": [p.tolist() for p in run.module.parameters()],

@@ -14,7 +14,8 @@ from torch.optim import SGD
 from torch.utils.data import DataLoader, TensorDataset
 
 from trainkit import Callback, ConfigError, Run, Trainer
-from trainkit.training.callback import HOOKS, CallbackList
+from trainkit.training.callback import HOOKS
+from trainkit.training.callback_list import CallbackList
 
 
 class Recorder(Callback):

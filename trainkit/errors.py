@@ -31,7 +31,7 @@ class TrainkitError(Exception):
 
 
 class ConfigError(TrainkitError, ValueError):
-    """A setting or an argument that cannot work; raised before the first step."""
+    """A setting, an argument or a call that cannot work: said as early as it shows."""
 
 
 class DataError(TrainkitError, ValueError):

@@ -23,7 +23,8 @@ from trainkit.metrics.metric import Metric
 from trainkit.precision import Precision
 from trainkit.strategies import Strategy
 from trainkit.training import default_steps, loop
-from trainkit.training.callback import Callback, CallbackList
+from trainkit.training.callback import Callback
+from trainkit.training.callback_list import CallbackList
 from trainkit.training.evaluation import Evaluator, RunEvaluation
 from trainkit.training.logging import Log, NoRun
 from trainkit.training.lr_schedule import LRSchedule, LRSchedules, by_name, make_lr_schedule

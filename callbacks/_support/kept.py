@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 from typing_extensions import override
 
-from trainkit.checkpoint.forms import Only, fit
+from trainkit.checkpoint.forms import Only, check_form
 from trainkit.training.callback import Callback
 from trainkit.training.run import Run
 
@@ -22,7 +22,7 @@ class Keeps(Callback):
 
     @override
     def check_state_dict(self, run: Run, state: Mapping[str, Any]) -> None:
-        fit(state, Only({name.lstrip("_"): form for name, form in self._kept.items()}))
+        check_form(state, Only({name.lstrip("_"): form for name, form in self._kept.items()}))
 
     @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

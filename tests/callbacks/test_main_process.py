@@ -7,7 +7,7 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.toys import fit, make_trainer
 from trainkit import Callback, ConfigError, DistributedError, Run, StepResult
 from trainkit.callbacks import Evaluation, MainProcess, main_process_only
-from trainkit.training.callback import CallbackList
+from trainkit.training.callback_list import CallbackList
 
 
 class _Counter(Callback):

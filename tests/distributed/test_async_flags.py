@@ -47,7 +47,7 @@ def _rhythm(rank: int) -> list[list[int]]:
         for window in range(1, 41):
             now += seconds[rank]
             flags.result()
-            if flags.is_due():
+            if flags.count_window():
                 flags.exchange([0])
                 windows.append(window)
         exchanged.append(windows)

@@ -18,7 +18,7 @@ from trainkit.checkpoint import Checkpoint
 from trainkit.checkpoint.checkpoint import open_share
 from trainkit.checkpoint.exact import as_parameter, load_model, load_state
 from trainkit.checkpoint.format.names import process_part
-from trainkit.checkpoint.forms import fit, maybe
+from trainkit.checkpoint.forms import check_form, maybe
 from trainkit.checkpoint.per_process import put_own, states_for, take_states
 from trainkit.checkpoint.training_state import (
     SCALE,
@@ -232,17 +232,17 @@ class StateContents:
                 check_optimizer(parts[name], optimizer, parameters, strict=strict)
         with checkpoint.blaming("loop"):
             loop = parts["loop"]
-            fit(loop, _LOOP)
+            check_form(loop, _LOOP)
             if self.gradients.scaler is not None and loop["scaler"]:
-                fit(loop["scaler"], SCALE, "scaler")
+                check_form(loop["scaler"], SCALE, "scaler")
             pairs = zip(self.registry.schedulers, loop["schedulers"], strict=False)
             for index, (scheduler, state) in enumerate(pairs):
                 check = partial(check_schedule, scheduler=scheduler.scheduler, strict=strict)
-                fit(state, check, "schedulers", index)
+                check_form(state, check, "schedulers", index)
         of_process = _PROCESS | {f"{name}?": {str: Any} for name in models}
         for rank, part in ranks.items():
             with checkpoint.blaming(process_part(rank)):
-                fit(part, of_process)
+                check_form(part, of_process)
 
     def _problems(
         self,

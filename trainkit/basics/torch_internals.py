@@ -99,7 +99,7 @@ def call_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def found_inf(scaler: GradScaler, optimizer: Optimizer) -> Tensor:
-    """Return the flag that `unscale_` has set for an optimizer, and that `step` will read."""
+    """Return the flag that `unscale_` has set for an optimizer, and that `update` will read."""
     found: Tensor
     (found,) = scaler._found_inf_per_device(optimizer).values()
     return found

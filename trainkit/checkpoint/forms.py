@@ -39,7 +39,7 @@ class Only(dict[Any, Any]):
     """A form of a dict that has no other keys."""
 
 
-def fit(value: Any, form: Any, *keys: Any) -> None:
+def check_form(value: Any, form: Any, *keys: Any) -> None:
     """Raise `Unfit` where a value is not of a form; `keys` say where it stands."""
     origin, inner = get_origin(form), get_args(form)
     if origin is list:
@@ -51,8 +51,8 @@ def fit(value: Any, form: Any, *keys: Any) -> None:
     if isinstance(form, dict) and str in form:
         _require(isinstance(value, Mapping), "a dict", value, keys)
         for key, item in value.items():
-            fit(key, str, *keys)
-            fit(item, form[str], *keys, key)
+            check_form(key, str, *keys)
+            check_form(item, form[str], *keys, key)
     elif isinstance(form, dict):
         _fit_record(value, form, keys)
     elif is_dataclass(form):
@@ -65,12 +65,12 @@ def fit(value: Any, form: Any, *keys: Any) -> None:
         if len(value) != len(forms):
             raise Unfit(f"must have {len(forms)} values, but has {len(value)}", *keys)
         for index, (item, one) in enumerate(zip(value, forms, strict=True)):
-            fit(item, one, *keys, index)
+            check_form(item, one, *keys, index)
     elif origin is Annotated:
-        fit(value, form.__metadata__[0], *keys)
+        check_form(value, form.__metadata__[0], *keys)
     elif origin in (Union, UnionType):
         if value is not None:
-            fit(value, inner[0], *keys)
+            check_form(value, inner[0], *keys)
     elif form in _PLAIN:
         what, holds = _PLAIN[form]
         _require(holds(value), what, value, keys)
@@ -90,7 +90,7 @@ def _fit_record(value: Any, form: Mapping[str, Any], keys: tuple[Any, ...]) -> N
         key = name.removesuffix("?") if type(name) is str else name
         known.add(key)
         if key in value:
-            fit(value[key], inner, *keys, key)
+            check_form(value[key], inner, *keys, key)
         elif key == name:
             raise Unfit(f"lacks the key {key!r}", *keys)
     extra = [key for key in value if key not in known] if isinstance(form, Only) else []
@@ -137,7 +137,7 @@ def one_of(*texts: str) -> Callable[[Any], None]:
 
 def maybe(form: Any) -> Callable[[Any], None]:
     """None, or what `form` says; for forms that `|` does not take."""
-    return lambda value: None if value is None else fit(value, form)
+    return lambda value: None if value is None else check_form(value, form)
 
 
 def like(present: Any) -> Any:

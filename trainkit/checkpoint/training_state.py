@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from trainkit.checkpoint.checkpoint import Checkpoint
 from trainkit.checkpoint.exact import load_optimizer, other_state, parameter_states
 from trainkit.checkpoint.format.names import process_part
-from trainkit.checkpoint.forms import Unfit, finite, fit, like, maybe, tensor_like
+from trainkit.checkpoint.forms import Unfit, check_form, finite, like, maybe, tensor_like
 from trainkit.checkpoint.resharding.sharding import split_alike
 from trainkit.checkpoint.resharding.subclasses import put_parts, take_parts
 from trainkit.distributed import Processes
@@ -199,7 +199,7 @@ STREAM = {
 
 def _scale(low: float, high: float) -> Callable[[Any], None]:
     def check(value: Any) -> None:
-        fit(value, float)
+        check_form(value, float)
         if not low < value < high:
             raise Unfit(f"must be between {low} and {high}, but is {value}")
 
@@ -226,13 +226,13 @@ def check_schedule(saved: Any, scheduler: Any, *, strict: bool) -> None:
         return
     present = scheduler.state_dict()
     needed = present.keys() if strict else {"last_epoch"}
-    fit(saved, {k if k in needed else f"{k}?": _loosely(k, v) for k, v in present.items()})
+    check_form(saved, {k if k in needed else f"{k}?": _loosely(k, v) for k, v in present.items()})
     for key in saved:
         if callable(getattr(type(scheduler), str(key), None)):
             raise Unfit("is no state, but a method of the scheduler", key)
     for key in ("base_lrs", "_last_lr"):
         if key in saved and isinstance(present.get(key), list):
-            fit(saved[key], (_rate,) * len(present[key]), key)
+            check_form(saved[key], (_rate,) * len(present[key]), key)
 
 
 def _loosely(key: str, present: Any) -> Any:
@@ -269,7 +269,7 @@ def check_optimizer(
         parameters: By name.
         strict: Whether the same version of torch wrote it, which knows the same keys.
     """
-    fit(saved, _OPTIMIZER)
+    check_form(saved, _OPTIMIZER)
     names = [name for group in saved["groups"] for name in group["params"]]
     if len(set(names)) != len(names):
         raise Unfit("has one parameter twice", "groups")
@@ -279,13 +279,15 @@ def check_optimizer(
             raise Unfit("belongs to no group", key, unknown[0])
     if "training_weights" in saved:
         form = {name: tensor_like(parameters[name]) for name in names if name in parameters}
-        fit(saved["training_weights"], form, "training_weights")
+        check_form(saved["training_weights"], form, "training_weights")
     if not type(optimizer).__module__.startswith("torch.optim"):
         return  # what an option or a state of another one may become, only that one knows
     pairs = zip(saved["groups"], optimizer.param_groups, strict=False)
     for index, (group, present) in enumerate(pairs):
         options = {k: _option(v) for k, v in present.items() if k in (*optimizer.defaults, "lr")}
-        fit(group, options if strict else {f"{k}?": v for k, v in options.items()}, "groups", index)
+        check_form(
+            group, options if strict else {f"{k}?": v for k, v in options.items()}, "groups", index
+        )
         made: dict[Any, dict[str, Any]] = {}
         for name in group["params"]:
             parameter, state = parameters.get(name), saved["state"].get(name)
@@ -304,7 +306,7 @@ def check_optimizer(
                 key if strict else f"{key}?": _form_of_state(key, value, parameter)
                 for key, value in made[kind].items()
             }
-            fit(state, form, "state", name)
+            check_form(state, form, "state", name)
 
 
 def _option(present: Any) -> Any:
@@ -361,4 +363,4 @@ def _step(value: Any) -> None:
     if isinstance(value, Tensor) and value.ndim == 0:
         value = value.item()
     finite(value)
-    fit(int(value), int)
+    check_form(int(value), int)

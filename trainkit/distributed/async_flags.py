@@ -15,10 +15,10 @@ MOST_WINDOWS = 32  # of an interval: windows may become slower at any time
 class AsyncFlags:
     """A few flags of each process, reduced on the CPU group while the training goes on.
 
-    Every process calls `result` and `is_due` once a window, and `exchange` where that says so, or
-    where all know that the end has come. All get the same answers: the largest value of each flag
-    over all processes. With the flags travels how long a window took: that of the slowest process
-    says after how many windows the next exchange comes.
+    Every process calls `result` and `count_window` once a window, and `exchange` where that says
+    so, or where all know that the end has come. All get the same answers: the largest value of each
+    flag over all processes. With the flags travels how long a window took: that of the slowest
+    process says after how many windows the next exchange comes.
 
     Args:
         processes: Those that exchange flags.
@@ -37,7 +37,7 @@ class AsyncFlags:
         self._windows = 0  # since the last exchange
         self._since = clock()
 
-    def is_due(self) -> bool:
+    def count_window(self) -> bool:
         """Count a window; return whether flags are to be exchanged at its end."""
         self._windows += 1
         return self._windows >= self._interval

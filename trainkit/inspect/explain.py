@@ -20,7 +20,8 @@ from trainkit.data import PreparedLoader
 from trainkit.distributed.communicator import Communicator
 from trainkit.precision import Precision
 from trainkit.strategies import Strategy
-from trainkit.training.callback import Callback, CallbackList
+from trainkit.training.callback import Callback
+from trainkit.training.callback_list import CallbackList
 from trainkit.training.facts import describe_window, parameter_counts
 from trainkit.training.lr_schedule import by_name, make_lr_schedule
 from trainkit.training.setup import arguments

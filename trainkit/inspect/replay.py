@@ -29,7 +29,8 @@ from trainkit.inspect.replay_plan import find_run, plan
 from trainkit.inspect.replay_report import Replayed as Replayed, publish
 from trainkit.inspect.suspects import Fault, Part
 from trainkit.journal import Record
-from trainkit.training.callback import Callback, CallbackList
+from trainkit.training.callback import Callback
+from trainkit.training.callback_list import CallbackList
 from trainkit.training.run import FitResult, Run
 from trainkit.training.setup.fit_context import end
 from trainkit.training.setup.run_folder import write_apart
@@ -201,7 +202,7 @@ class Replay(Callback):
                 if self.result is not None:
                     run.requests.evaluation = run.requests.checkpoint = False
                     run.evaluation.at_end = False
-                    run.checkpoints.last_attempt = run.state.attempts
+                    run.checkpoints.saved_attempt = run.state.attempts
                     run.request_stop("replay", agreed=True)
                     yield window  # is not trained on: the loop looks for requests before it
 

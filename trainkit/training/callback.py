@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 from typing_extensions import override
 
 from trainkit.basics.config import names_checked
-from trainkit.distributed import collective_guard
 from trainkit.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -51,27 +50,6 @@ class Callback:
     itself.
     """
 
-    schedules_evaluation = False
-    """True in a callback that decides when to evaluate; then epochs no longer end with one."""
-
-    per_process: bool | None = None
-    """Whether the state differs by process. None: the processes compare theirs at each save.
-
-    What differs, or is True, is saved by each process and comes back to it on as many processes;
-    on another number `merge_state_dicts(states)` is asked for one state, given those of all
-    processes in their order, and without such a method the resume is refused. False: the state of
-    process 0 speaks for all, and nothing is compared.
-    """
-
-    alike: Sequence[str] | None = None
-    """Of a callback that acts on all processes at once (it makes collectives, asks `agreed=True`,
-    or changes what is trained or evaluated): the attributes which must be equal on all of them, and
-    so must be its place among the others of its kind. None: a process may have its own."""
-
-    evaluated_weights: str | None = None
-    """In a callback that puts other weights into the model for an evaluation: the key of its
-    state under which they are, tensors by name. Whoever loads the best weights takes these."""
-
     _name: str | None = None
 
     @override
@@ -91,17 +69,6 @@ class Callback:
     def name(self, name: str) -> None:
         self._name = name
 
-    def check_output(self, run: Run) -> None:
-        """Raise ConfigError where what this callback writes could not be written.
-
-        Called by `fit` before `on_fit_start`, on every process; what one raises is raised by all.
-        No collectives. Where nothing is written there is nothing to override.
-        """
-
-    def brings(self) -> Sequence[Callback]:
-        """Return what is to run right after this one, where the list has none of its class."""
-        return ()
-
     def on_fit_start(self, run: Run) -> None:
         """All parts are made, nothing has been trained."""
 
@@ -120,7 +87,8 @@ class Callback:
     def on_gradients(self, run: Run) -> None:
         """Gradients are accumulated, reduced, normalised and unscaled, not yet clipped.
 
-        Not called after an overflow. The last place for `run.request_skip`.
+        Not called after an overflow (of several optimizers, of all of them). The last place for
+        `run.request_skip`.
         """
 
     def on_step_end(self, run: Run, result: StepResult) -> None:
@@ -176,6 +144,48 @@ class Callback:
         """Return what must survive a restart."""
         return {}
 
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` returned; its tensors are on the CPU."""
+        if state:
+            raise ConfigError(
+                f"The callback `{self.name}` keeps no state, but was given {sorted(state)}. "
+                "Override `load_state_dict` along with `state_dict`."
+            )
+
+    # The rest is for callbacks that save, evaluate, write or act on all processes at once.
+
+    schedules_evaluation = False
+    """True in a callback that decides when to evaluate; then epochs no longer end with one."""
+
+    per_process: bool | None = None
+    """Whether the state differs by process. None: the processes compare theirs at each save.
+
+    What differs, or is True, is saved by each process and comes back to it on as many processes;
+    on another number `merge_state_dicts(states)` is asked for one state, given those of all
+    processes in their order, and without such a method the resume is refused. False: the state of
+    process 0 speaks for all, and nothing is compared.
+    """
+
+    alike: Sequence[str] | None = None
+    """Of a callback that acts on all processes at once (it makes collectives, asks `agreed=True`,
+    or changes what is trained or evaluated): the attributes which must be equal on all of them, and
+    so must be its place among the others of its kind. None: a process may have its own."""
+
+    evaluated_weights: str | None = None
+    """In a callback that puts other weights into the model for an evaluation: the key of its
+    state under which they are, tensors by name. Whoever loads the best weights takes these."""
+
+    def check_output(self, run: Run) -> None:
+        """Raise ConfigError where what this callback writes could not be written.
+
+        Called by `fit` before `on_fit_start`, on every process; what one raises is raised by all.
+        No collectives. Where nothing is written there is nothing to override.
+        """
+
+    def brings(self) -> Sequence[Callback]:
+        """Return what is to run right after this one, where the list has none of its class."""
+        return ()
+
     def state_template(self, run: Run) -> dict[str, Any]:
         """Return the structure of the state, with a `DTensor` where a process wants its shard only.
 
@@ -192,145 +202,8 @@ class Callback:
         `check_state_dict(state)`.
         """
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` returned; its tensors are on the CPU."""
-        if state:
-            raise ConfigError(
-                f"The callback `{self.name}` keeps no state, but was given {sorted(state)}. "
-                "Override `load_state_dict` along with `state_dict`."
-            )
-
 
 PARTIAL_HOOKS = ("on_microbatch_start", "on_microbatch_end")
 """Hooks that a process with nothing but a zero-weight repeat does not run (rule 16)."""
 
 HOOKS: tuple[str, ...] = tuple(name for name in vars(Callback) if name.startswith("on_"))
-
-
-class CallbackList:
-    """The callbacks of a run; for each hook it holds only those that override it."""
-
-    def __init__(self, callbacks: Iterable[Callback]) -> None:
-        given = tuple(callbacks)
-        _check(given)
-        self.callbacks = tuple(_with_others(given))
-        self.writers = tuple(each for each in self.callbacks if _overrides(each, "check_output"))
-        self._listeners: dict[Callable[..., None], list[tuple[Callback, Callable[..., None]]]] = {
-            getattr(Callback, hook): [
-                (each, _listener(each, hook)) for each in self.callbacks if _overrides(each, hook)
-            ]
-            for hook in HOOKS
-        }
-
-    def emit(
-        self, hook: Callable[Concatenate[Any, P], None], *args: P.args, **kwargs: P.kwargs
-    ) -> None:
-        """Call `hook`, a method of `Callback`, on every callback that overrides it."""
-        for callback, listener in self._listeners[hook]:
-            try:
-                listener(*args, **kwargs)
-            except BaseException as error:
-                error.add_note(f"In the hook `{hook.__name__}` of the callback `{callback.name}`.")
-                raise
-
-    def emit_to_all(
-        self, hook: Callable[Concatenate[Any, P], None], *args: P.args, **kwargs: P.kwargs
-    ) -> BaseException | None:
-        """Call `hook` on every callback even if some raise; return the first error."""
-        first: BaseException | None = None
-        for callback, listener in self._listeners[hook]:
-            try:
-                listener(*args, **kwargs)
-            except BaseException as error:
-                error.add_note(f"In the hook `{hook.__name__}` of the callback `{callback.name}`.")
-                first = first or error
-        return first
-
-    def listens(self, hook: Callable[..., None]) -> bool:
-        """Whether any callback overrides `hook`."""
-        return bool(self._listeners[hook])
-
-    @property
-    def logs(self) -> bool:
-        """Whether any callback takes what is logged."""
-        return self.listens(Callback.on_log) or self.listens(Callback.on_late_log)
-
-    @property
-    def alike(self) -> dict[str, dict[str, Any]]:
-        """What all processes must have alike: settings by the name of the callback, or its kind."""
-        found = {}
-        for each in self.callbacks:
-            if each.alike is not None:
-                # A process may do more with one, in a class of its own.
-                kind = next(kind.__name__ for kind in type(each).mro() if "alike" in vars(kind))
-                found[each._name or kind] = {name: getattr(each, name) for name in each.alike}
-        return found
-
-    def names(self, hook: str) -> list[str]:
-        """Return the names of the callbacks that override `hook`, in the order they run in."""
-        return [callback.name for callback in self.callbacks if _overrides(callback, hook)]
-
-    @property
-    def schedule_evaluation(self) -> bool:
-        """Whether any callback decides when to evaluate."""
-        return any(callback.schedules_evaluation for callback in self.callbacks)
-
-
-def _with_others(given: tuple[Callback, ...]) -> Iterator[Callback]:
-    """Yield the callbacks and what they bring, one of each class."""
-    kinds = {type(callback) for callback in given}
-    for callback in given:
-        yield callback
-        for other in callback.brings():
-            if type(other) not in kinds:
-                kinds.add(type(other))
-                yield other
-
-
-def _overrides(callback: Callback, hook: str) -> bool:
-    own = getattr(callback, hook)
-    return getattr(own, "__func__", own) is not getattr(Callback, hook)
-
-
-def _listener(callback: Callback, hook: str) -> Callable[..., None]:
-    """Return what to call for a hook; a collective in one that not all processes run raises."""
-    own: Callable[..., None] = getattr(callback, hook)
-    if hook not in PARTIAL_HOOKS:
-        return own
-
-    def guarded(*args: Any, **kwargs: Any) -> None:
-        with collective_guard.only(hook):
-            own(*args, **kwargs)
-
-    return guarded
-
-
-def _check(callbacks: tuple[Callback, ...]) -> None:
-    names: set[str] = set()
-    for callback in callbacks:
-        if isinstance(callback, type):
-            raise ConfigError(
-                f"`callbacks` must hold instances, but holds the class `{callback.__name__}`. "
-                f"Write `{callback.__name__}(...)`."
-            )
-        if not isinstance(callback, Callback):
-            raise ConfigError(
-                f"`callbacks` must hold instances of `trainkit.Callback`, but holds "
-                f"{type(callback).__name__!r}. Inherit from `Callback`."
-            )
-        if callback.name in names:
-            raise ConfigError(
-                f"Two callbacks are called {callback.name!r}; their states could not be told "
-                "apart. Set `name` of one of them, for example `callback.name = "
-                f'"{callback.name}-2"`.'
-            )
-        names.add(callback.name)
-        for name in dir(type(callback)):
-            if name.startswith("on_") and name not in HOOKS:
-                from trainkit.basics.parsing import nearest  # only errors need it
-
-                raise ConfigError(
-                    f"`{type(callback).__name__}.{name}` is no hook and would never be called."
-                    f"{nearest(name, HOOKS)} The docstring of `Callback` lists all hooks. Give the "
-                    "method a name without `on_` if it is not meant as one."
-                )

@@ -178,7 +178,7 @@ class RunEvaluation:
     check_replicas: bool = True  # whether the processes first compare what they hold
     is_planned: bool = True
     """Whether the latest evaluation was asked for, and not only made because the run stops."""
-    last_attempt: int = -1  # `TrainState.attempts` at the latest evaluation
+    evaluated_attempt: int = -1  # `TrainState.attempts` at the latest evaluation
     higher_is_better: dict[str, bool] = field(default_factory=dict)
     """Of each metric of which that is known."""
     keep_best: tuple[str, str] | None = None

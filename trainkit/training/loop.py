@@ -1,4 +1,4 @@
-"""The algorithm of training: fit, an epoch, a step."""
+"""The algorithm of training: fit, an epoch, a step. Rules are those of `docs/design.md`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 from trainkit.training import phases
-from trainkit.training.callback import Callback, CallbackList
+from trainkit.training.callback import Callback
+from trainkit.training.callback_list import CallbackList
 from trainkit.types import StepResult
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def fit(run: Run, callbacks: CallbackList) -> None:
         failed = True
         from trainkit.training.failure import report_failure  # only failures need it
 
-        report_failure(run, error)
+        report_failure(run, error)  # does not return where another process has failed first
         callbacks.emit_to_all(Callback.on_exception, run, error)
         raise
     finally:
@@ -112,7 +113,7 @@ def train_step(run: Run, callbacks: CallbackList, window: Window) -> None:
 
 
 def forward_backward(run: Run, micro_batch: MicroBatch) -> None:
-    """Accumulate the gradients of one micro-batch; the last one of a window reduces them."""
+    """Accumulate the gradients of one micro-batch; the last backward and `finish` reduce them."""
     with _NOTHING if micro_batch.last else run.strategy.no_sync(run.model):
         with run.precision.autocast():
             losses = run.objectives.losses(run.training_step, micro_batch)
@@ -140,9 +141,9 @@ def update(run: Run, objective: Objective) -> StepResult:
 
 
 def skip(run: Run, objective: Objective, reason: str | None = None) -> StepResult:
-    """Clear the gradients of an objective and leave everything else as it was (rule 9)."""
+    """Clear the gradients of an objective; parameters and schedule stay as they were (rule 9)."""
     loss, weight = objective.weighting.result()
-    reason = reason or run.overflow(loss, objective.precision)
+    reason = reason or run.check_overflow(loss, objective.precision)
     objective.optimizer.zero_grad(set_to_none=True)
     return StepResult(loss, skipped=True, reason=reason, weight=weight)
 

@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 
 from trainkit.distributed.collectives import require_equal
 from trainkit.errors import ConfigError, DataError, TrainkitError, by_process, quoted
-from trainkit.training.callback import Callback, CallbackList
+from trainkit.training.callback import Callback
+from trainkit.training.callback_list import CallbackList
 
 if TYPE_CHECKING:
     from trainkit.data import MicroBatch, Window
@@ -220,7 +221,7 @@ def serve(run: Run, callbacks: CallbackList) -> None:
         _evaluate(run, callbacks)
     if run.checkpoints.saver is not None:
         _save(run, callbacks)
-    if run.flags is not None and (run.flags.is_due() or requests.stop is not None):
+    if run.flags is not None and (run.flags.count_window() or requests.stop is not None):
         requests.send(run.flags, run.interrupts.received)
     if requests.stop is not None:
         run.stop_reason = requests.stop
@@ -236,7 +237,8 @@ def finish(run: Run, callbacks: CallbackList) -> None:
     asked = run.requests.evaluation and not run.is_evaluated
     if asked or run.lacks_last_evaluation:
         _evaluate(run, callbacks)
-        run.checkpoints.last_attempt = -1  # else each start of a finished run would evaluate anew
+        # Saved once more with its metrics, or each start of a finished run would evaluate anew.
+        run.checkpoints.saved_attempt = -1
     run.strategy.share_buffers(run.module)
     _say_untrained(run)
     if not run.objectives.is_finite():
@@ -245,7 +247,7 @@ def finish(run: Run, callbacks: CallbackList) -> None:
             "run where that begins, and says where it comes from."
         )
     if run.checkpoints.saver is not None:
-        run.requests.checkpoint |= run.checkpoints.last_attempt != run.state.attempts
+        run.requests.checkpoint |= run.checkpoints.saved_attempt != run.state.attempts
         _save(run, callbacks)
         _note_saved(run, callbacks, run.checkpoints.saver.wait())
     elif not run.is_evaluated:
@@ -283,7 +285,7 @@ def _evaluate(run: Run, callbacks: CallbackList) -> None:
         # One that comes only because the run stops is no part of the plan that a resume goes on
         # with.
         evaluation.is_planned, run.requests.evaluation = run.requests.evaluation, False
-        evaluation.last_attempt = run.state.attempts
+        evaluation.evaluated_attempt = run.state.attempts
         run.metrics = metrics
         evaluation.learn(evaluation.metrics, metrics)
         for name, is_higher_better in evaluation.ends().items():
@@ -345,7 +347,7 @@ def _save(run: Run, callbacks: CallbackList) -> None:
         check_optimizer_state(run)
     _note_saved(run, callbacks, saver.poll())
     due, run.requests.checkpoint = run.requests.checkpoint, False
-    if not due or run.checkpoints.last_attempt == run.state.attempts:
+    if not due or run.checkpoints.saved_attempt == run.state.attempts:
         return
     phase = run.enter("save")
     callbacks.emit(Callback.on_checkpoint_start, run)
@@ -356,7 +358,7 @@ def _save(run: Run, callbacks: CallbackList) -> None:
     about = describe(run, callbacks)
     with run.evaluation_weights():
         path = saver.save(run.state.step, collect(run, callbacks), about)
-    run.checkpoints.last_attempt = run.state.attempts
+    run.checkpoints.saved_attempt = run.state.attempts
     _note_saved(run, callbacks, path)
     run.enter(phase)
 

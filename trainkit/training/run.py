@@ -141,8 +141,8 @@ class RunCheckpoints:
     saver: Saver | None = None  # None where nothing is to be saved
     run_id: str = field(default_factory=lambda: uuid.uuid4().hex)  # that of process 0 counts
     resumed_from: int | None = None
-    """The step of the checkpoint that this fit went on from."""
-    last_attempt: int = -1  # `TrainState.attempts` when the run was saved last
+    """The step of the checkpoint that this fit went on from: what is in the folder is its own."""
+    saved_attempt: int = -1  # `TrainState.attempts` when the run was saved last
     base: Base | None = None  # what checkpoints refer to, instead of holding it
     restore_best: bool = False  # whether the fit is to leave the best weights in the model
 
@@ -311,7 +311,7 @@ class Run(RunServices):
     @property
     def is_evaluated(self) -> bool:
         """Whether the latest evaluation is that of the present weights."""
-        return self.evaluation.last_attempt == self.state.attempts
+        return self.evaluation.evaluated_attempt == self.state.attempts
 
     @property
     def lacks_last_evaluation(self) -> bool:
@@ -450,7 +450,7 @@ class Run(RunServices):
         if streams is not None:
             rng.load_state_dict(streams, self.strategy.device)
 
-    def overflow(self, loss: Tensor, precision: Precision) -> str:
+    def check_overflow(self, loss: Tensor, precision: Precision) -> str:
         """Return why a window is skipped; raise where its overflow leaves no way on."""
         if precision.exhausted:
             from trainkit.training.overflow import low_scale  # most runs need none of it

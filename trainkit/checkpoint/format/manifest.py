@@ -20,7 +20,7 @@ from trainkit.checkpoint.format.names import (
     TENSOR_SUFFIX,
     is_allowed,
 )
-from trainkit.checkpoint.forms import Only, fit
+from trainkit.checkpoint.forms import Only, check_form
 from trainkit.checkpoint.io.digests import xxh3_128_hexdigest
 from trainkit.checkpoint.io.reading import broken, open_directory, open_file
 from trainkit.containers.json_form import MALFORMED
@@ -158,7 +158,7 @@ def read_manifest_in(directory: int, path: Path) -> Manifest:
 
 
 def _build(body: Any, path: Path) -> Manifest:
-    fit(body, {"format_version": int})
+    check_form(body, {"format_version": int})
     version = body["format_version"]
     if version > FORMAT_VERSION:
         raise CheckpointError(
@@ -167,11 +167,11 @@ def _build(body: Any, path: Path) -> Manifest:
             path=path,
             file=MANIFEST,
         )
-    fit(body, _FORM)
+    check_form(body, _FORM)
     files = {name: FileInfo(**info) for name, info in body["files"].items()}
     _check_files(files)
     metadata = decode(body["metadata"], {})
-    fit(metadata, {}, "metadata")  # an object of JSON may stand for another value
+    check_form(metadata, {}, "metadata")  # an object of JSON may stand for another value
     known = {one.name for one in fields(Manifest)}
     told = {name: body[name] for name in body if name in known}
     return Manifest(**told | {"files": files, "metadata": metadata})

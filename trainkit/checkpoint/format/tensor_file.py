@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 from trainkit.checkpoint.format import strict_json
-from trainkit.checkpoint.forms import fit, one_of
+from trainkit.checkpoint.forms import check_form, one_of
 from trainkit.checkpoint.io.reading import HashedFile
 
 
@@ -149,13 +149,13 @@ def read_header(file: HashedFile) -> Header:
 
 
 def _checked(found: Any, header_size: int, file_size: int) -> Header:
-    fit(found, {})
+    check_form(found, {})
     if len(found) > _MOST_TENSORS:
         raise ValueError(f"it names {len(found)} tensors, more than {_MOST_TENSORS}")
     metadata = found.pop(_METADATA, {})
-    fit(metadata, {str: str}, _METADATA)
+    check_form(metadata, {str: str}, _METADATA)
     strides = strict_json.parse(metadata.get(_STRIDES, "{}").encode())
-    fit(strides, {str: [int]}, _STRIDES)
+    check_form(strides, {str: [int]}, _STRIDES)
     tensors = {name: _tensor(name, found[name], strides.pop(name, None)) for name in found}
     if strides:
         raise ValueError(f"it has strides of {next(iter(strides))!r:.200}, but no such tensor")
@@ -173,7 +173,7 @@ _INFO = {"dtype": one_of(*SIZES), "shape": [int], "data_offsets": (int, int)}
 
 
 def _tensor(name: str, info: Any, strides: Any) -> TensorInfo:
-    fit(info, _INFO, name)
+    check_form(info, _INFO, name)
     (begin, end), shape = info["data_offsets"], info["shape"]
     if len(shape) > 64:
         raise ValueError(f"a tensor has {len(shape)} dimensions")

@@ -21,7 +21,8 @@ from trainkit.checkpoint.training_state import (
 from trainkit.distributed import check_called_by_all, run_on_all
 from trainkit.errors import CheckpointError, ConfigError
 from trainkit.export.state import shapes_of
-from trainkit.training.callback import Callback, CallbackList
+from trainkit.training.callback import Callback
+from trainkit.training.callback_list import CallbackList
 from trainkit.training.finite import finiteness
 from trainkit.training.logging import BY_PROCESS
 from trainkit.training.modes import in_training_mode
@@ -69,7 +70,7 @@ class RunState:
             metrics=run.metrics,
             best_metrics=run.best_metrics,
             last_logged_step=run.logging.last_step,
-            last_evaluated_attempt=run.evaluation.last_attempt,
+            last_evaluated_attempt=run.evaluation.evaluated_attempt,
             callbacks={},
             objects={},
             optimizer_states=len(parameter_states(run.optimizer)),
@@ -234,10 +235,10 @@ def save_now(run: Run | None, callbacks: CallbackList) -> Path:
             "by `run.request_checkpoint()`: it is saved when the step is complete."
         )
     check_called_by_all(run.strategy.processes, "save_checkpoint")
-    if run.checkpoint is not None and run.checkpoints.last_attempt == run.state.attempts:
+    if run.checkpoint is not None and run.checkpoints.saved_attempt == run.state.attempts:
         return run.checkpoint
 
-    run.checkpoints.resumed_from = run.state.step  # what is in the directory is its own
+    run.checkpoints.resumed_from = run.state.step  # else what it has saved counts as another's
     run.checkpoints.saver = None
     with own_folder(run), in_training_mode(run.module):
         run.save_checkpoints(KeepPolicy(keep_last=None))
@@ -246,7 +247,7 @@ def save_now(run: Run | None, callbacks: CallbackList) -> Path:
         with run.evaluation_weights():
             path = run.checkpoints.saver.save(run.state.step, collect(run, callbacks), about)
     assert path is not None
-    run.checkpoint, run.checkpoints.last_attempt = path, run.state.attempts
+    run.checkpoint, run.checkpoints.saved_attempt = path, run.state.attempts
     return path
 
 

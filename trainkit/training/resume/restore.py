@@ -14,7 +14,7 @@ from trainkit.checkpoint.candidates import candidates, first_verified
 from trainkit.checkpoint.checkpoint import open_share
 from trainkit.checkpoint.exact import load_model, load_state
 from trainkit.checkpoint.format.names import process_part
-from trainkit.checkpoint.forms import Only, Unfit, fit
+from trainkit.checkpoint.forms import Only, Unfit, check_form
 from trainkit.checkpoint.per_process import Owners, put_own, states_for
 from trainkit.checkpoint.training_state import (
     SCALE,
@@ -30,7 +30,7 @@ from trainkit.checkpoint.training_state import (
 from trainkit.distributed import run_on_all
 from trainkit.errors import CheckpointError
 from trainkit.precision import FP16
-from trainkit.training.callback import CallbackList
+from trainkit.training.callback_list import CallbackList
 from trainkit.training.lr_schedule import LRSchedule, LRSchedules
 from trainkit.training.resume.checkpointing import METADATA, PROCESS, RunState, owners_of
 from trainkit.training.resume.fingerprint import (
@@ -151,7 +151,7 @@ def _load(
     checkpoint.verify_rest()
 
     with checkpoint.blaming("trainer"):
-        fit(trainer, RunState)
+        check_form(trainer, RunState)
         names = {one.name for one in fields(RunState)}
         state = RunState(**{name: trainer[name] for name in trainer if name in names})
         _check_counters(run, checkpoint, state)
@@ -160,7 +160,7 @@ def _load(
     _check_weights(run, checkpoint, model, optimizer, state)
     for rank, part in ranks.items():
         with checkpoint.blaming(process_part(rank)):
-            fit(part, PROCESS)
+            check_form(part, PROCESS)
 
     owners, same_size = owners_of(run, callbacks), manifest.world_size == processes.size
     own = list(ranks.values())
@@ -188,7 +188,7 @@ def _check_manifest(checkpoint: Checkpoint) -> None:
         missing = {"model", "optimizer", "trainer"} - {*checkpoint.names()}
         if missing:
             raise Unfit(f"has no part {min(missing)!r}", "files")
-        fit(checkpoint.manifest.metadata, METADATA, "metadata")
+        check_form(checkpoint.manifest.metadata, METADATA, "metadata")
     check_rank_parts(checkpoint)
 
 
@@ -228,23 +228,23 @@ def _check_plugins(run: Run, checkpoint: Checkpoint, state: RunState) -> None:
     if scheduler is not None and scheduler.kind == told["scheduler"]:
         strict = same_torch(checkpoint)
         form = partial(check_schedule, scheduler=scheduler.scheduler, strict=strict)
-        fit(saved, form, "lr_scheduler")
+        check_form(saved, form, "lr_scheduler")
     scale: Any = Any if run.precision.state_dict() else Only()
     if isinstance(run.precision, FP16) and told["precision"] == "fp16":
         scale = SCALE
-    fit(state.precision, scale, "precision")
+    check_form(state.precision, scale, "precision")
     if run.optimizers and described(run.optimizer) == told["optimizer"]:
         by_name = Only({key: {"precision": scale} for key in run.optimizers})
-        fit(state.optimizers, {"by_name": by_name}, "optimizers")
+        check_form(state.optimizers, {"by_name": by_name}, "optimizers")
 
 
 def check_model_form(checkpoint: Checkpoint, part: str, saved: Any, module: nn.Module) -> None:
     """Check that a part holds tensors of the dtypes of a model, where that has tensors."""
     with checkpoint.blaming(part):
-        fit(saved, {})
+        check_form(saved, {})
         state = module.state_dict()
         dtypes = {n: v.dtype for n, v in state.items() if n in saved and isinstance(v, Tensor)}
-        fit(saved, dict.fromkeys(dtypes, Tensor))
+        check_form(saved, dict.fromkeys(dtypes, Tensor))
     found = {name: saved[name].dtype for name in dtypes}
     refuse(checkpoint.path, changes("entry of the model's state", "dtype", found, dtypes))
 
@@ -314,8 +314,8 @@ def _apply(run: Run, callbacks: CallbackList, loaded: _Loaded, schedule: str | N
         run.precision.load_state_dict(state.precision)
     run.metrics, run.best_metrics = state.metrics, state.best_metrics
     run.logging.last_step = state.last_logged_step
-    run.evaluation.last_attempt = state.last_evaluated_attempt
-    run.checkpoints.last_attempt = run.state.attempts
+    run.evaluation.evaluated_attempt = state.last_evaluated_attempt
+    run.checkpoints.saved_attempt = run.state.attempts
     for kind, owners in owners_of(run, callbacks).items():
         for name, own in loaded.states[kind].items():
             with applying(f"`{kind}.{name}`", path):

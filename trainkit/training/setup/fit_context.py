@@ -16,7 +16,7 @@ from trainkit.distributed import collective_guard
 from trainkit.errors import ConfigError
 from trainkit.lazy import ask
 from trainkit.strategies import Strategy
-from trainkit.training.callback import CallbackList
+from trainkit.training.callback_list import CallbackList
 from trainkit.training.logging import Log
 from trainkit.training.run import FitResult, Run
 from trainkit.training.setup.arguments import FitSettings

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from trainkit.distributed import run_on_all, run_on_main
 from trainkit.errors import ConfigError
-from trainkit.training.callback import CallbackList
+from trainkit.training.callback_list import CallbackList
 from trainkit.training.run import Run
 
 
