@@ -314,6 +314,10 @@ _RULES: list[_Rule] = [
         },
     ),
     (lambda p: p.optimizer == "LBFGS" and p.precision == "fp16", _to(precision="bf16")),
+    (  # whose line search divides by the rate, which ends at 0
+        lambda p: p.optimizer == "LBFGS" and p.schedule == "PolynomialLR",
+        _to(schedule="ExponentialLR"),
+    ),
     (
         lambda p: p.optimizer == "SparseAdam" and p.model != "sparse embedding",
         _to(optimizer="Adam"),
