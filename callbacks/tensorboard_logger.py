@@ -1,7 +1,9 @@
 """Write the metrics of a run for TensorBoard."""
 
+from collections.abc import Mapping
 from operator import mul
 from pathlib import Path
+from typing import Any
 
 from typing_extensions import override
 
@@ -25,7 +27,9 @@ class TensorBoardLogger(Logger):
 
     The axis is `run.state.step`. Hyperparameters are on the page HPARAMS, with the last value of
     each metric. A resumed run takes what was written after its step out of the curves; of its
-    hyperparameters TensorBoard shows those of the first start. A new run moves the event files
+    hyperparameters TensorBoard shows those of the first start. A window without an update stays
+    at its step: what follows it comes into a new file, which a run that is resumed from before
+    it renames to `events.out.left-out.*`. A new run moves the event files
     of an older one to `<directory>.1`, or the next number that is free. Only the main process
     writes.
 
@@ -50,7 +54,9 @@ class TensorBoardLogger(Logger):
     def add_histogram(self, run: Run, name: str, histogram: Histogram) -> None:
         """Draw a histogram under `name` at the present step; the main process calls it."""
         counts, centers = histogram.counts, histogram.centers
-        self._at_work().writer.add_histogram_raw(
+        tracker = self._at_work()
+        self._begin_file(run)
+        tracker.writer.add_histogram_raw(
             name,
             min=histogram.low,
             max=histogram.high,
@@ -68,14 +74,53 @@ class TensorBoardLogger(Logger):
         place, state = self._log_folder(run), run.state
         if state.attempts == 0:
             _move_away(place)
+        else:
+            _leave_out(place, state.skipped_steps)
         # What was written at the step itself is not written again.
         purge = None if state.attempts == 0 else state.step + 1
-        return TensorBoardTracker("", place, purge_step=purge, flush_secs=FLUSH_SECONDS)
+        return TensorBoardTracker(
+            "",
+            place,
+            purge_step=purge,
+            flush_secs=FLUSH_SECONDS,
+            filename_suffix=_suffix(state.skipped_steps),
+        )
+
+    @override
+    def _write(self, run: Run, kind: str, values: Mapping[str, float]) -> None:
+        self._begin_file(run)
+        super()._write(run, kind, values)
+
+    @override
+    def _add(self, run: Run, kind: str, name: str, value: Any) -> None:
+        self._begin_file(run)
+        super()._add(run, kind, name, value)
+
+    def _begin_file(self, run: Run) -> None:
+        """Go on in a new file if a window was skipped since the last event."""
+        if self._tracker is not None:
+            self._tracker.begin_file(_suffix(run.state.skipped_steps))
 
     def _log_folder(self, run: Run) -> Path:
         return log_place(
             run, self.directory, "tensorboard", owner="TensorBoardLogger", argument="directory"
         )
+
+
+def _suffix(skipped_steps: int) -> str:
+    """Return how the name of a file ends whose events came after so many skipped windows."""
+    return f".skipped-{skipped_steps}" if skipped_steps else ""
+
+
+def _leave_out(folder: Path, skipped_steps: int) -> None:
+    """Rename the files that were begun after more skipped windows: TensorBoard reads them no more.
+
+    Their first events may stand at the very step from which the run goes on.
+    """
+    for path in folder.glob("events.out.tfevents.*.skipped-*"):
+        count = path.name.rpartition("-")[2]
+        if count.isdecimal() and int(count) > skipped_steps:
+            path.rename(path.with_name(path.name.replace("tfevents", "left-out", 1)))
 
 
 def _move_away(folder: Path) -> None:

@@ -8,7 +8,7 @@ import torch
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
 from tensorboard.summary.writer import event_file_writer
 
-from tests.callbacks.test_jsonl_logger import _Resumed
+from tests.callbacks.test_jsonl_logger import _Resumed, _Skips
 from tests.helpers.ranks import run_ranks
 from tests.helpers.toys import fit, make_trainer
 from trainkit import Callback, ConfigError, DataError, Run, StepResult
@@ -53,6 +53,38 @@ def test_a_resumed_run_takes_later_events_out_and_keeps_its_own_step(
     monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
     _run(tmp_path, max_steps=8)
     assert _run(tmp_path, _Resumed(4), max_steps=6)["train/loss"] == [2, 4, 6]
+
+
+class _Marks(Callback):
+    """Gives a logger a text after each window, skipped or not, before that logger is called."""
+
+    def __init__(self, logger: TensorBoardLogger) -> None:
+        self.logger = logger
+
+    def on_step_end(self, run: Run, result: StepResult) -> None:
+        self.logger.add_text(run, "windows", f"window {run.state.attempts}")
+
+    def on_step_skipped(self, run: Run, result: StepResult) -> None:
+        self.on_step_end(run, result)
+
+
+def test_a_resumed_run_takes_out_what_a_later_skipped_window_left_at_its_own_step(
+    tmp_path: Path,
+) -> None:
+    def train(*before: Callback) -> list[tuple[int, bytes]]:
+        logger = TensorBoardLogger()
+        callbacks = [*before, _Skips(), _Marks(logger), logger]
+        fit(make_trainer(callbacks=callbacks, output_dir=tmp_path, max_steps=4))
+        points = _read(tmp_path / "tensorboard").Tensors("windows/text_summary")
+        return [(each.step, each.tensor_proto.string_val[0]) for each in points]
+
+    windows = [(1, b"window 1"), (2, b"window 2"), (2, b"window 3"), (3, b"window 4")]
+    windows.append((4, b"window 5"))
+    assert train() == windows
+    assert train(_Resumed(2)) == windows
+    assert train(_Resumed(2, skipped_steps=1)) == windows
+    assert train(_Resumed(2)) == windows  # an older checkpoint than the one before
+    assert len([*(tmp_path / "tensorboard").iterdir()]) == 7  # nothing is deleted
 
 
 class _Shows(Callback):

@@ -58,6 +58,13 @@ class TensorBoardTracker(GeneralTracker):
             start = SessionLog(status=SessionLog.START)
             self.writer.file_writer.add_event(Event(session_log=start), step)
 
+    def begin_file(self, suffix: str) -> None:
+        """Go on in a new event file, unless the name of the present one ends in `suffix`."""
+        if self.writer.filename_suffix != suffix:
+            with self._lasting():
+                self.writer.close()
+            self.writer.filename_suffix = suffix  # of the file that it opens for the next event
+
     @override
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary
