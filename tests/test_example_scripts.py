@@ -15,12 +15,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 from vision import Images, mirror, read_bytes, read_parts, shift
 
+from tests.helpers.callbacks import StopsAt
 from tests.helpers.scripts import ROOT, run_forked, run_program
 from trainkit import Alternating
 from trainkit.callbacks import Checkpoint
-from trainkit.training.callback import Callback
-from trainkit.training.run import Run
-from trainkit.types import StepResult
 
 EXAMPLES = ROOT / "examples"
 
@@ -134,19 +132,10 @@ def test_the_example_of_several_optimizers_runs(name: str, last_line: str) -> No
     assert re.fullmatch(last_line, lines[-1]), lines
 
 
-class _StopAt(Callback):
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_end(self, run: Run, result: StepResult) -> None:
-        if run.state.step == self.step:
-            run.request_stop("enough")
-
-
 def _train_gan(folder: Path, stop: int, resume: str | None = None) -> dict[str, Tensor]:
     torch.manual_seed(0)
     gan = GAN(width=8)
-    callbacks = [_StopAt(stop), Checkpoint()]
+    callbacks = [StopsAt(stop), Checkpoint()]
     trainer = GANTrainer(max_epochs=2, callbacks=callbacks, output_dir=folder)
     data = TensorDataset(torch.rand(50, 64, generator=torch.Generator().manual_seed(1)))
     trainer.fit(

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 from torch.utils.data import DataLoader, IterableDataset
 
+from tests.helpers.callbacks import FailsAt
 from tests.helpers.ranks import RanksError, run_ranks
 from tests.helpers.tiers import with_few
 from tests.helpers.toys import toy_dataset
@@ -55,8 +56,7 @@ class Limited(nn.Module):
 class Trail(Callback):
     """Keeps the samples and gradients of each step, and what is there before the first."""
 
-    def __init__(self, stop_at: int | None = None) -> None:
-        self.stop_at = stop_at
+    def __init__(self) -> None:
         self.samples: list[list[Tensor]] = []
         self.gradients: list[list[Tensor]] = []
         self.before: list[Any] = []
@@ -77,22 +77,18 @@ class Trail(Callback):
         gradients = [p.grad for p in run.module.parameters()]
         self.gradients.append([g.clone() for g in gradients if g is not None])
 
-    def on_step_end(self, run: Run, result: Any) -> None:
-        if run.state.step == self.stop_at:
-            raise KeyboardInterrupt
-
 
 def train(most: int, batch_size: int = 8, **options: Any) -> tuple[Limited, Trail, Run]:
     """Train, with a finder unless `finder` says otherwise."""
     finder = options.pop("finder", None) or BatchSizeFinder()
-    trail = Trail(options.pop("stop_at", None))
+    trail, stop = Trail(), FailsAt(options.pop("stop_at", None), KeyboardInterrupt())
     model = Limited(most, options.pop("kind", "device"))
     data = options.pop("data", None) or toy_dataset(28)
     shuffle = not isinstance(data, IterableDataset)
     accumulation = options.pop("accumulation", 1)
     resume, more = options.pop("resume", None), options.pop("more", [])
     optimizer = options.pop("optimizer", partial(AdamW, lr=0.05, weight_decay=0.1))
-    callbacks = [*([] if finder == "none" else [finder]), trail, *more]
+    callbacks = [*([] if finder == "none" else [finder]), trail, stop, *more]
     trainer = options.pop("trainer", Trainer)(
         max_epochs=2,
         callbacks=callbacks,

@@ -5,6 +5,7 @@ import sys
 import pytest
 import torch
 
+from tests.helpers.callbacks import Logged
 from tests.helpers.ranks import run_ranks
 from tests.helpers.toys import fit, make_trainer
 from trainkit import Callback, Run
@@ -13,14 +14,6 @@ from trainkit.callbacks.device_monitor import GIB
 
 ON_CPU = {"device/cpu_cores", "device/host_memory_gib", "device/host_memory_peak_gib"}
 ON_CUDA = {"device/memory_allocated_gib", "device/memory_reserved_gib", "device/memory_peak_gib"}
-
-
-class _Logs(Callback):
-    def __init__(self) -> None:
-        self.seen: dict[int, dict[str, float]] = {}
-
-    def on_log(self, run: Run, values: dict[str, float]) -> None:
-        self.seen[run.state.step] = {n: v for n, v in values.items() if n.startswith("device/")}
 
 
 class _Holds(Callback):
@@ -34,7 +27,7 @@ class _Holds(Callback):
 
 
 def _logged(*others: Callback) -> dict[int, dict[str, float]]:
-    logs = _Logs()
+    logs = Logged("device/")
     callbacks = [*others, DeviceMonitor(), logs]
     trainer = make_trainer(callbacks=callbacks, log_every_n_steps=4)
     fit(trainer)

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from torch import nn
 
+from tests.helpers.callbacks import StopsAt
 from tests.helpers.ranks import run_ranks
 from tests.helpers.toys import fit, make_trainer, toy_loaders
-from trainkit import Callback, ConfigError, Run, StepResult, Trainer
+from trainkit import Callback, ConfigError, Trainer
 from trainkit.callbacks import Checkpoint, EarlyStopping, Evaluation
 from trainkit.checkpoint.forms import Unfit
 
@@ -89,11 +90,6 @@ def test_the_evaluation_of_a_stop_counts_for_nothing(tmp_path: Path, at: int) ->
             inside = {1: 0.0, 3: 9.0}[at] if self.run.state.epoch_samples else 2.0
             return {"mine": inside}
 
-    class Stops(Callback):
-        def on_step_end(self, run: Run, result: StepResult) -> None:
-            if run.state.step == 8 * at + 3:
-                run.request_stop("enough for today", agreed=True)
-
     def epochs(*callbacks: Callback, **arguments: Any) -> list[Any]:
         stopping = EarlyStopping("eval/mine", patience=5, mode="min")
         trainer = Figures(
@@ -103,7 +99,7 @@ def test_the_evaluation_of_a_stop_counts_for_nothing(tmp_path: Path, at: int) ->
 
     whole = epochs()
     shutil.rmtree(tmp_path)
-    epochs(Stops())
+    epochs(StopsAt(8 * at + 3))
     assert epochs(resume="must") == whole
 
 

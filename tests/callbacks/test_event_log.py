@@ -6,20 +6,14 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.callbacks import FailsAt
 from tests.helpers.toys import fit, make_trainer
-from trainkit import Callback, Run, StepResult
 from trainkit.callbacks import Checkpoint, JSONLLogger
 from trainkit.callbacks._support.run_facts import commit_of, hide_secrets
 
 
 def _events(folder: Path, name: str = "metrics.events.jsonl") -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / name).read_text().splitlines() if line]
-
-
-class Breaks(Callback):
-    def on_step_end(self, run: Run, result: StepResult) -> None:
-        if run.state.step == 5:
-            raise ZeroDivisionError
 
 
 def test_each_event_has_the_counters_and_the_seconds_by_phase(tmp_path: Path) -> None:
@@ -49,14 +43,18 @@ def test_the_start_says_what_the_run_is_made_of(tmp_path: Path) -> None:
 
 def test_an_error_is_named_at_the_end(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError):
-        fit(make_trainer(callbacks=[JSONLLogger(), Breaks()], output_dir=tmp_path))
+        fit(
+            make_trainer(
+                callbacks=[JSONLLogger(), FailsAt(5, ZeroDivisionError())], output_dir=tmp_path
+            )
+        )
     last = _events(tmp_path)[-1]
     assert (last["kind"], last["step"], last["error"]) == ("end", 5, "ZeroDivisionError")
 
 
 def test_a_resumed_run_adds_to_the_events_and_cuts_the_figures(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"output_dir": tmp_path, "log_every_n_steps": 1}
-    broken = [JSONLLogger(), Breaks(), Checkpoint(every_n_steps=3)]
+    broken = [JSONLLogger(), FailsAt(5, ZeroDivisionError()), Checkpoint(every_n_steps=3)]
     with pytest.raises(ZeroDivisionError):
         fit(make_trainer(callbacks=broken, **settings))
     with (tmp_path / "metrics.events.jsonl").open("a") as file:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
 
+from tests.helpers.callbacks import FailsAt
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiers import with_few
 from tests.helpers.toys import fit, make_trainer, toy_model
@@ -23,8 +24,7 @@ FIRST = ("0.weight", "0.bias")
 class Trail(Callback):
     """Keeps, for each step, the parameters that had a gradient, and all values."""
 
-    def __init__(self, stop_at: int | None = None) -> None:
-        self.stop_at = stop_at
+    def __init__(self) -> None:
         self.trained: list[set[str]] = []
         self.values: list[dict[str, Tensor]] = []
         self.norms: list[Tensor] = []
@@ -36,8 +36,6 @@ class Trail(Callback):
     def on_step_end(self, run: Run, result: Any) -> None:
         self.values.append(whole(run.module))
         self.norms.append(result.grad_norm)
-        if run.state.step == self.stop_at:
-            raise KeyboardInterrupt
 
 
 def whole(model: nn.Module) -> dict[str, Tensor]:
@@ -48,12 +46,12 @@ def whole(model: nn.Module) -> dict[str, Tensor]:
 
 
 def train(freeze: FreezeUntil, **settings: Any) -> tuple[Trail, Run]:
-    trail = Trail(settings.pop("stop_at", None))
+    trail, stop = Trail(), FailsAt(settings.pop("stop_at", None), KeyboardInterrupt())
     resume = settings.pop("resume", None)
     precision = settings.pop("precision", "fp32")
     more = settings.pop("more", [])
     trainer = make_trainer(
-        callbacks=[freeze, trail, *more], max_grad_norm=0.5, precision=precision, **settings
+        callbacks=[freeze, trail, stop, *more], max_grad_norm=0.5, precision=precision, **settings
     )
     with suppress(KeyboardInterrupt):
         fit(trainer, optimizer=partial(AdamW, lr=0.05, weight_decay=0.1), resume=resume)

@@ -6,17 +6,17 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.callbacks import FailsAt
 from tests.helpers.ranks import run_ranks
 from tests.helpers.toys import fit, make_trainer
-from trainkit import Callback, ConfigError, Run, StepResult
+from trainkit import Callback, ConfigError, Run
 from trainkit.callbacks import GarbageCollection
 
 
 class _Watches(Callback):
     """Notes at which step a collection ran, and makes garbage enough for Python to want one."""
 
-    def __init__(self, fails_at: int | None = None) -> None:
-        self.fails_at = fails_at
+    def __init__(self) -> None:
         self.collected: list[int] = []
         self.garbage: list[Any] = []
         self.step = 0
@@ -29,10 +29,6 @@ class _Watches(Callback):
         for _ in range(2000):  # more than the 700 at which Python collects by itself
             circle: list[Any] = []
             circle.append(circle)
-
-    def on_step_end(self, run: Run, result: StepResult) -> None:
-        if run.state.step == self.fails_at:
-            raise ValueError("enough")
 
     def on_fit_end(self, run: Run) -> None:
         gc.callbacks.remove(self._note)
@@ -59,9 +55,8 @@ def test_it_collects_at_its_steps_only_and_leaves_no_trace(enabled: bool) -> Non
 
 
 def test_an_exception_leaves_no_trace(enabled: bool) -> None:
-    watches = _Watches(fails_at=4)
     with pytest.raises(ValueError, match="enough"):
-        fit(make_trainer(callbacks=[GarbageCollection(3), watches], max_steps=8))
+        fit(make_trainer(callbacks=[GarbageCollection(3), _Watches(), FailsAt(4)], max_steps=8))
     assert gc.isenabled() is enabled
 
 

@@ -10,6 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.helpers.callbacks import Skips
 from tests.helpers.ranks import run_ranks
 from tests.helpers.toys import FEATURES, fit, make_trainer, toy_model
 from trainkit import Callback, ConfigError, Run, StepResult
@@ -76,15 +77,10 @@ def test_parts_of_names_put_parameters_together() -> None:
 
 
 def test_a_skipped_window_is_not_logged() -> None:
-    class SkipsFourth(Callback):
-        def on_gradients(self, run: Run) -> None:
-            if run.state.attempts == 3:
-                run.request_skip("a wish")
-
     # Before and after the monitor: the request may come when the norms are there already.
-    for others in ([SkipsFourth()], []):
+    for others in ([Skips(3)], []):
         keeps = _Keeps()
-        callbacks = [*others, keeps, GradientMonitor(), *([] if others else [SkipsFourth()])]
+        callbacks = [*others, keeps, GradientMonitor(), *([] if others else [Skips(3)])]
         fit(make_trainer(callbacks=callbacks, log_every_n_steps=4, max_steps=6))
         for step, norms in keeps.logged.items():
             last = keeps.gradients[step]["0.bias"]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.callbacks import Skips
 from tests.helpers.ranks import run_ranks
 from tests.helpers.toys import fit, make_trainer
 from trainkit import Callback, ConfigError, Run, StepResult
@@ -29,12 +30,6 @@ class _Strange(Callback):
 
     def on_step_end(self, run: Run, result: StepResult) -> None:
         run.log({"up": math.inf, "down": -math.inf, "none": math.nan, "step": 7.0}, reduce="last")
-
-
-class _Skips(Callback):
-    def on_gradients(self, run: Run) -> None:
-        if run.state.attempts == 2:
-            run.request_skip("a wish")
 
 
 def _strict(text: str) -> Any:
@@ -75,7 +70,7 @@ def test_a_figure_cannot_take_the_place_of_a_counter(tmp_path: Path) -> None:
 
 
 def test_skipped_windows_have_a_line(tmp_path: Path) -> None:
-    skips = [line for line in _run(tmp_path, _Skips()) if line["kind"] == "skip"]
+    skips = [line for line in _run(tmp_path, Skips(2)) if line["kind"] == "skip"]
     assert [(line["step"], line["skipped_steps"], line["samples"]) for line in skips] == [
         (2, 1, 12)
     ]
@@ -89,7 +84,7 @@ def test_a_resumed_run_cuts_what_came_after_its_step(tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_cuts_skips_that_it_has_not_seen(tmp_path: Path) -> None:
-    _run(tmp_path, _Skips(), max_steps=4)
+    _run(tmp_path, Skips(2), max_steps=4)
     lines = _run(tmp_path, _Resumed(2), max_steps=4)
     assert [line["kind"] for line in lines if line["step"] == 2] == ["train"]
 

@@ -7,21 +7,13 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from tests.helpers.callbacks import Logged
 from tests.helpers.toys import fit, make_trainer, toy_model
-from trainkit import Callback, Run
 from trainkit.callbacks import LRMonitor
 
 
-class _Logs(Callback):
-    def __init__(self) -> None:
-        self.seen: dict[int, dict[str, float]] = {}
-
-    def on_log(self, run: Run, values: dict[str, float]) -> None:
-        self.seen[run.state.step] = {n: v for n, v in values.items() if n.startswith("lr")}
-
-
 def _logged(**arguments: Any) -> dict[int, dict[str, float]]:
-    logs = _Logs()
+    logs = Logged("lr")
     trainer = make_trainer(max_steps=5, callbacks=[LRMonitor(), logs], log_every_n_steps=2)
     fit(trainer, **arguments)
     return logs.seen

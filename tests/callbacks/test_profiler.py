@@ -8,28 +8,21 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers.callbacks import FailsAt, Skips
 from tests.helpers.ranks import run_ranks
 from tests.helpers.toys import fit, make_trainer
-from trainkit import Callback, ConfigError, Run, StepResult
+from trainkit import Callback, ConfigError, Run
 from trainkit.callbacks import Profiler
 
 
 class _Watches(Callback):
-    """Notes in which steps a profiler was on, skips one, and fails at another."""
+    """Notes in which steps a profiler was on."""
 
-    def __init__(self, skip_attempt: int | None = None, fails_at: int | None = None) -> None:
-        self.skip_attempt = skip_attempt
-        self.fails_at = fails_at
+    def __init__(self) -> None:
         self.on: list[bool] = []
 
     def on_gradients(self, run: Run) -> None:
         self.on.append(torch.autograd._profiler_enabled())  # type: ignore[attr-defined]
-        if run.state.attempts == self.skip_attempt:
-            run.request_skip("a wish")
-
-    def on_step_end(self, run: Run, result: StepResult) -> None:
-        if run.state.step == self.fails_at:
-            raise ValueError("enough")
 
 
 def _steps(path: Path) -> int:
@@ -48,14 +41,14 @@ def _traces(folder: Path) -> dict[str, int]:
     }
 
 
-def _run(folder: Path, watches: _Watches, *, max_steps: int = 16, **options: Any) -> None:
-    callbacks = [Profiler(**options), watches]
+def _run(folder: Path, *others: Callback, max_steps: int = 16, **options: Any) -> None:
+    callbacks = [Profiler(**options), *others]
     fit(make_trainer(callbacks=callbacks, output_dir=folder, max_steps=max_steps))
 
 
 def test_it_records_its_steps_and_is_off_in_all_others(tmp_path: Path) -> None:
-    watches = _Watches(skip_attempt=1)
-    _run(tmp_path, watches, wait=3, warmup=1, active=2, repeat=2)
+    watches = _Watches()
+    _run(tmp_path, watches, Skips(1), wait=3, warmup=1, active=2, repeat=2)
     # By attempts 3 wait, 1 warms up, 2 are recorded, and again; one of the first was skipped.
     assert [number for number, on in enumerate(watches.on) if on] == [4, 5, 10, 11]
     assert _traces(tmp_path) == {"step-00000003-rank-0": 2, "step-00000009-rank-0": 2}
@@ -65,7 +58,7 @@ def test_it_records_its_steps_and_is_off_in_all_others(tmp_path: Path) -> None:
 
 
 def test_from_the_first_step_on_and_without_a_table(tmp_path: Path) -> None:
-    _run(tmp_path, _Watches(), wait=0, warmup=1, active=1, table_rows=0, record_shapes=True)
+    _run(tmp_path, wait=0, warmup=1, active=1, table_rows=0, record_shapes=True)
     assert [path.name for path in (tmp_path / "profile").iterdir()] == [
         "step-00000001-rank-0.trace.json.gz"
     ]
@@ -74,13 +67,13 @@ def test_from_the_first_step_on_and_without_a_table(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("fails_at", [None, 4])
 def test_an_early_end_keeps_the_steps_that_there_were(tmp_path: Path, fails_at: int | None) -> None:
-    watches = _Watches(fails_at=fails_at)
+    watches = _Watches()
     options: dict[str, Any] = {"wait": 1, "warmup": 1, "active": 20}
     if fails_at is None:
         _run(tmp_path, watches, max_steps=4, **options)
     else:
         with pytest.raises(ValueError, match="enough"):
-            _run(tmp_path, watches, **options)
+            _run(tmp_path, watches, FailsAt(fails_at), **options)
     # The step in which it failed is there too; a last one that never began has nothing in it.
     assert list(_traces(tmp_path)) == ["step-00000002-rank-0"]
     assert not torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
@@ -88,7 +81,7 @@ def test_an_early_end_keeps_the_steps_that_there_were(tmp_path: Path, fails_at: 
 
 
 def test_an_end_before_any_recording_writes_nothing(tmp_path: Path) -> None:
-    _run(tmp_path, _Watches(), max_steps=3, wait=2, warmup=5)
+    _run(tmp_path, max_steps=3, wait=2, warmup=5)
     assert _traces(tmp_path) == {}
     assert not torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
 

@@ -15,21 +15,10 @@ import pytest
 import torch
 from tqdm import tqdm
 
+from tests.helpers.callbacks import FailsAt, Skips
 from tests.helpers.toys import fit, make_trainer, toy_loaders, toy_model
 from trainkit import Callback, Run, StepResult
 from trainkit.callbacks import Evaluation, ProgressBar, progress_bar
-
-
-class _Fails(Callback):
-    def on_step_end(self, run: Run, result: StepResult) -> None:
-        if run.state.step == 5:
-            raise ValueError("enough")
-
-
-class _Skips(Callback):
-    def on_gradients(self, run: Run) -> None:
-        if run.state.attempts == 2:
-            run.request_skip("a wish")
 
 
 def _in_terminal(
@@ -61,7 +50,7 @@ def _in_terminal(
         text += os.read(ours, 65536)
     terminal.close()
     os.close(ours)
-    assert (error is not None) == any(isinstance(callback, _Fails) for callback in callbacks)
+    assert (error is not None) == any(isinstance(callback, FailsAt) for callback in callbacks)
     return text.decode()
 
 
@@ -130,13 +119,13 @@ def test_the_bar_below_the_figures_of_an_evaluation_is_that_of_training(
 
 
 def test_the_bar_is_closed_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = _in_terminal(monkeypatch, _Fails())
+    text = _in_terminal(monkeypatch, FailsAt(5))
     assert "| 5/8 [" in text.rsplit("\r", 2)[-2]
     assert text.endswith("\r\n")
 
 
 def test_skipped_steps_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "1 skipped" in _in_terminal(monkeypatch, _Skips())
+    assert "1 skipped" in _in_terminal(monkeypatch, Skips(2))
 
 
 class _Prints(Callback):

@@ -7,16 +7,12 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.callbacks import FailsAt
 from tests.helpers.ranks import run_ranks
 from tests.helpers.toys import fit, make_trainer, toy_loaders, toy_model
-from trainkit import Callback, ConfigError, Run, StepResult
+from trainkit import ConfigError
 from trainkit.callbacks import Evaluation, JSONLLogger, Summary
 from trainkit.callbacks.summary import _block
-
-
-class _Fails(Callback):
-    def on_step_end(self, run: Run, result: StepResult) -> None:
-        raise ValueError("enough")
 
 
 def test_it_says_what_is_trained_and_what_came_of_it(
@@ -77,7 +73,7 @@ def test_each_named_loader_has_its_line(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_a_training_that_failed_says_by_what(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ValueError, match="enough"):
-        fit(make_trainer(callbacks=[Summary(), _Fails()]))
+        fit(make_trainer(callbacks=[Summary(), FailsAt(1)]))
     assert "trainkit: ended by ValueError after 00:00" in capsys.readouterr().out
 
 

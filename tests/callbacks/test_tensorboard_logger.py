@@ -8,17 +8,18 @@ import torch
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
 from tensorboard.summary.writer import event_file_writer
 
-from tests.callbacks.test_jsonl_logger import _Resumed, _Skips
+from tests.callbacks.test_jsonl_logger import _Resumed
+from tests.helpers.callbacks import FailsAt, Skips
 from tests.helpers.ranks import run_ranks
 from tests.helpers.toys import fit, make_trainer
 from trainkit import Callback, ConfigError, DataError, Run, StepResult
 from trainkit.callbacks import JSONLLogger, Logger, TensorBoardLogger
 
 
-class _Fails(Callback):
-    def on_step_end(self, run: Run, result: StepResult) -> None:
-        if run.state.step == 5:
-            raise ValueError("enough")
+@pytest.fixture(autouse=True)
+def _counts_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Files of one second are read in the order of a counter, as text: the tenth before the ninth.
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
 
 
 def _read(folder: Path) -> EventAccumulator:
@@ -46,11 +47,7 @@ def test_logs_and_evaluations_are_read_back_with_their_steps(tmp_path: Path) -> 
     assert _run(tmp_path) == {"train/loss": [2, 4, 6, 8], "eval/loss": [8]}
 
 
-def test_a_resumed_run_takes_later_events_out_and_keeps_its_own_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Files of one second are read in the order of a counter, as text: the tenth before the ninth.
-    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
+def test_a_resumed_run_takes_later_events_out_and_keeps_its_own_step(tmp_path: Path) -> None:
     _run(tmp_path, max_steps=8)
     assert _run(tmp_path, _Resumed(4), max_steps=6)["train/loss"] == [2, 4, 6]
 
@@ -73,7 +70,7 @@ def test_a_resumed_run_takes_out_what_a_later_skipped_window_left_at_its_own_ste
 ) -> None:
     def train(*before: Callback) -> list[tuple[int, bytes]]:
         logger = TensorBoardLogger()
-        callbacks = [*before, _Skips(), _Marks(logger), logger]
+        callbacks = [*before, Skips(2), _Marks(logger), logger]
         fit(make_trainer(callbacks=callbacks, output_dir=tmp_path, max_steps=4))
         points = _read(tmp_path / "tensorboard").Tensors("windows/text_summary")
         return [(each.step, each.tensor_proto.string_val[0]) for each in points]
@@ -140,7 +137,7 @@ def test_a_new_run_in_the_same_folder_shows_alone(tmp_path: Path) -> None:
 
 def test_a_failed_run_keeps_what_was_written(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="enough"):
-        _run(tmp_path, _Fails())
+        _run(tmp_path, FailsAt(5))
     assert _steps(tmp_path / "tensorboard") == {"train/loss": [2, 4]}
 
 

@@ -12,6 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.data import DataLoader, Dataset
 
+from tests.helpers.callbacks import Logged, Skips
 from tests.helpers.ranks import run_ranks
 from tests.helpers.toys import FEATURES, fit, make_trainer, toy_dataset, toy_loaders, toy_model
 from trainkit import Callback, ConfigError, Run, Trainer
@@ -26,14 +27,6 @@ ALWAYS = {
     "time/data_wait",
 }
 TOKENS = 6  # of a sample, two of them hidden by the mask
-
-
-class _Logs(Callback):
-    def __init__(self) -> None:
-        self.seen: dict[int, dict[str, float]] = {}
-
-    def on_log(self, run: Run, values: dict[str, float]) -> None:
-        self.seen[run.state.step] = {n: v for n, v in values.items() if n.startswith("time/")}
 
 
 class _Sleeps(Callback):
@@ -69,7 +62,7 @@ class _Slow(Dataset[Any]):
 
 
 def _logged(callback: Throughput, *others: Callback, **options: Any) -> dict[int, dict[str, float]]:
-    logs = _Logs()
+    logs = Logged("time/")
     settings = {"log_every_n_steps": 4, **options.pop("settings", {})}
     fit(make_trainer(callbacks=[callback, *others, logs], **settings), **options)
     return logs.seen
@@ -110,13 +103,8 @@ def test_what_lies_between_steps_counts_for_nothing(tmp_path: Path) -> None:
 
 
 def test_skipped_windows_are_steps_too() -> None:
-    class Skips(Callback):
-        def on_gradients(self, run: Run) -> None:
-            if run.state.attempts in (1, 2):
-                run.request_skip("a wish")
-
     settings = {"max_steps": 2, "max_epochs": None, "log_every_n_steps": 2}
-    figures = _logged(Throughput(), Skips(), _Sleeps(step=0.01), settings=settings)[2]
+    figures = _logged(Throughput(), Skips(1, 2), _Sleeps(step=0.01), settings=settings)[2]
     assert 4 * 4 / figures["time/samples_per_second"] >= 4 * 0.01
 
 
@@ -234,7 +222,7 @@ def test_bad_arguments_are_refused(arguments: dict[str, Any], message: str) -> N
 
 
 def _on_two(rank: int) -> dict[int, dict[str, float]]:
-    logs, flops = _Logs(), 1e6
+    logs, flops = Logged("time/"), 1e6
     trainer = Trainer(
         max_epochs=1,
         callbacks=[

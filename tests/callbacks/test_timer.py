@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.callbacks import FailsAt
 from tests.helpers.ranks import run_ranks
 from tests.helpers.toys import fit, make_trainer
 from trainkit import Callback, Run, StepResult
@@ -16,13 +17,8 @@ from trainkit.callbacks.timer import _times
 
 
 class _Slow(Callback):
-    def __init__(self, fails_at: int | None = None) -> None:
-        self.fails_at = fails_at
-
     def on_step_end(self, run: Run, result: StepResult) -> None:
         time.sleep(0.01)
-        if run.state.step == self.fails_at:
-            raise ValueError("enough")
 
     def on_evaluation_batch_end(self, run: Run) -> None:
         time.sleep(0.02)
@@ -67,7 +63,7 @@ def test_a_second_fit_counts_anew_and_a_failed_one_is_told_too(
     timer = Timer()
     fit(make_trainer(callbacks=[timer]))
     with pytest.raises(ValueError, match="enough"):
-        fit(make_trainer(callbacks=[timer, _Slow(fails_at=3)]))
+        fit(make_trainer(callbacks=[timer, _Slow(), FailsAt(3)]))
     assert timer.epochs == timer.evaluations == []
     out = capsys.readouterr().out
     assert out.count("trainkit: time of the fit") == 2

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.callbacks import At, FailsAt
 from tests.helpers.ranks import run_ranks
 from tests.helpers.toys import fit, make_trainer
-from trainkit import Callback, ConfigError, Run, StepResult
+from trainkit import Callback, ConfigError
 from trainkit.basics.signals import Interrupted
 from trainkit.callbacks import Checkpoint, GradientMonitor, Throughput, WandbLogger
 from trainkit.checkpoint.forms import Unfit
@@ -32,21 +33,6 @@ def _end_service() -> None:
     wandb: Any = sys.modules.get("wandb")
     if wandb is not None:
         wandb.teardown()
-
-
-class _Fails(Callback):
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_end(self, run: Run, result: StepResult) -> None:
-        if run.state.step == self.step:
-            raise ValueError("enough")
-
-
-class _Signals(Callback):
-    def on_step_end(self, run: Run, result: StepResult) -> None:
-        if run.state.step == 3:
-            run.interrupts.ask(15)
 
 
 def _records(path: Path) -> Iterator[Any]:
@@ -142,7 +128,7 @@ def test_a_resumed_fit_goes_on_in_the_same_run_and_an_exception_is_a_failure(
     tmp_path: Path,
 ) -> None:
     with pytest.raises(ValueError, match="enough"):
-        _fit(tmp_path, _Fails(13))
+        _fit(tmp_path, FailsAt(13))
     _fit(tmp_path, resume="auto")
     first, second = _read(tmp_path)
     assert first.id == second.id
@@ -166,7 +152,7 @@ def test_a_new_fit_is_a_new_run(tmp_path: Path) -> None:
 
 def test_a_signal_ends_the_run_with_its_code(tmp_path: Path) -> None:
     with pytest.raises(Interrupted):
-        _fit(tmp_path, _Signals())
+        _fit(tmp_path, At(3, lambda run: run.interrupts.ask(15)))
     (read,) = _read(tmp_path)
     assert read.exit_code == 143
 

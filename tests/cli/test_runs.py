@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from tests.cli.test_checkpoint import NO_TORCH, ROOT
+from tests.helpers.callbacks import FailsAt
 from tests.helpers.toys import fit, make_trainer
 from tests.report.logs import event, line, write_run
-from trainkit import Callback, Run, StepResult
 from trainkit.callbacks import Checkpoint, EarlyStopping, Evaluation, JSONLLogger
 from trainkit.checkpoint.format.names import CHECKPOINTS
 from trainkit.checkpoint.listing import committed
@@ -49,11 +49,6 @@ def _write(folder: Path, start: float, metrics: list[dict[str, float]], **more: 
     return write_run(folder, lines, events)
 
 
-class Breaks(Callback):
-    def on_step_end(self, run: Run, result: StepResult) -> None:
-        raise ZeroDivisionError
-
-
 def test_real_runs_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "runs"
     usual: dict[str, Any] = {"output_dir": folder / "x", "new_run": True, "max_epochs": 3}
@@ -62,7 +57,11 @@ def test_real_runs_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     stopping = EarlyStopping("eval/loss", patience=1, mode="min", min_delta=100.0)
     fit(make_trainer(callbacks=[*logs, stopping], **usual))
     with pytest.raises(ZeroDivisionError):
-        fit(make_trainer(callbacks=[JSONLLogger(), Breaks()], output_dir=folder / "y"))
+        fit(
+            make_trainer(
+                callbacks=[JSONLLogger(), FailsAt(1, ZeroDivisionError())], output_dir=folder / "y"
+            )
+        )
     fit(make_trainer(callbacks=[Checkpoint()], output_dir=folder / "z"))
     capsys.readouterr()
 

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from tests.helpers.callbacks import On, StopsAt
 from tests.helpers.ranks import RanksError, run_ranks
-from trainkit import Callback, Run, Trainer
+from trainkit import Callback, Trainer
 from trainkit.callbacks import Checkpoint
 
 LENGTHS = (8, 12, 4)
@@ -42,26 +43,14 @@ class GrowingStream(IterableDataset[Any], Growing):
         return (Growing.__getitem__(self, index) for index in range(len(self)))
 
 
-class Plans(Callback):
-    """Keeps the plan of each step; ends the run at a step, perhaps."""
-
-    def __init__(self, stop_at: int | None) -> None:
-        self.stop_at = stop_at
-        self.seen: list[int | None] = []
-
-    def on_step_end(self, run: Run, result: Any) -> None:
-        self.seen.append(run.planned_steps)
-        if run.state.step == self.stop_at:
-            run.request_stop("enough", agreed=True)
-
-
 def _fit(
     rank: int, folder: Path, data: Any, stop_at: int | None = None, **options: Any
 ) -> tuple[list[int | None], Any]:
-    plans = Plans(stop_at)
+    plans: list[int | None] = []
+    keeps = On(Callback.on_step_end, lambda run, result: plans.append(run.planned_steps))
     trainer = Trainer(
         **options.pop("settings", {"max_epochs": 3}),
-        callbacks=[plans, Checkpoint()],
+        callbacks=[keeps, StopsAt(stop_at), Checkpoint()],
         output_dir=folder,
     )
     batch = 4 // trainer.processes.num_processes
@@ -74,7 +63,7 @@ def _fit(
         **options,
     )
     assert trainer.run is not None
-    return plans.seen, trainer.run.planned_steps
+    return plans, trainer.run.planned_steps
 
 
 @pytest.mark.parametrize("size", [1, 2])

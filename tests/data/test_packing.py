@@ -15,6 +15,7 @@ from torch.optim import SGD
 from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
+from tests.helpers.callbacks import StopsAt
 from tests.helpers.ranks import run_ranks
 from trainkit import ConfigError, DataError, StepOutput, Trainer
 from trainkit.callbacks import Checkpoint, Throughput
@@ -301,20 +302,14 @@ def test_batches_of_similar_length_follow_from_seed_and_epoch_alone() -> None:
 
 
 class Steps(Callback):
-    """Keeps which items each step had, and ends the run after some steps."""
+    """Keeps which items each step had, in their order."""
 
-    def __init__(self, stop_at: int) -> None:
-        self.stop_at = stop_at
+    def __init__(self) -> None:
         self.steps: list[list[int]] = []
 
     @override
     def on_microbatch_start(self, run: Run, batch: Any) -> None:
         self.steps.append(sorted(batch[1].tolist()))
-
-    @override
-    def on_step_end(self, run: Run, result: Any) -> None:
-        if run.state.step == self.stop_at:
-            run.request_stop("a test", agreed=True)
 
 
 def grouped(
@@ -322,12 +317,12 @@ def grouped(
 ) -> list[list[int]]:
     """Return the items of each step on this process, with batches of `size` over all of them."""
     data = items(61)
-    seen = Steps(stop_at)
+    seen = Steps()
     trainer = Trainer(
         max_epochs=2,
         split_batches=True,
         output_dir=folder,
-        callbacks=[seen, Checkpoint(every_n_epochs=2)],
+        callbacks=[seen, StopsAt(stop_at), Checkpoint(every_n_epochs=2)],
     )
     rows = TensorDataset(torch.ones(61, 1), torch.arange(61))
     lengths = [len(item["input_ids"]) for item in data]

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from tests.data import streams
+from tests.helpers.callbacks import On, StopsAt
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiers import with_few
 from trainkit import Accelerator, Callback, DataLoaderConfiguration, Run, Trainer
@@ -27,21 +28,6 @@ class Identity(Trainer):
     def evaluation_step(self, model: nn.Module, batch: Any) -> dict[str, Any]:
         numbers = batch[0][:, 0]
         return {"scores": numbers, "predictions": numbers, "references": numbers}
-
-
-class Epochs(Callback):
-    """Keeps the numbers of each epoch; ends the run after a step, perhaps."""
-
-    def __init__(self, stop_at: int | None = None) -> None:
-        self.stop_at = stop_at
-        self.seen: dict[int, list[int]] = {}
-
-    def on_microbatch_start(self, run: Run, batch: Any) -> None:
-        self.seen.setdefault(run.state.epoch, []).extend(numbers_of(batch))
-
-    def on_step_end(self, run: Run, result: Any) -> None:
-        if run.state.step == self.stop_at:
-            run.request_stop("a test", agreed=True)
 
 
 def made(kind: str) -> Any:
@@ -64,8 +50,17 @@ def by_hand(data: Any, epoch: int | None = None) -> list[int]:
 
 def train(loaders: Any, folder: Path | None = None, **settings: Any) -> list[list[int]]:
     resume, stop_at = settings.pop("resume", None), settings.pop("stop_at", None)
-    epochs = Epochs(stop_at)
-    callbacks = [epochs, *settings.pop("more", []), *([] if folder is None else [Checkpoint()])]
+    seen: dict[int, list[int]] = {}
+
+    def note(run: Run, batch: Any) -> None:
+        seen.setdefault(run.state.epoch, []).extend(numbers_of(batch))
+
+    callbacks = [
+        On(Callback.on_microbatch_start, note),
+        StopsAt(stop_at),
+        *settings.pop("more", []),
+        *([] if folder is None else [Checkpoint()]),
+    ]
     trainer = Identity(callbacks=callbacks, output_dir=folder, **{"max_epochs": 3, **settings})
     trainer.fit(
         nn.Linear(2, 1).double(),
@@ -75,7 +70,7 @@ def train(loaders: Any, folder: Path | None = None, **settings: Any) -> list[lis
         resume=resume,
     )
     trainer.close()
-    return [*epochs.seen.values()]
+    return [*seen.values()]
 
 
 def evaluations(data: Any, many: int, **workers: Any) -> list[list[int]]:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.helpers.callbacks import Counts
 from tests.helpers.ranks import run_ranks
 from trainkit import Accelerator, Run, Trainer
 from trainkit.accelerator.settings import ProjectConfiguration
@@ -34,14 +35,6 @@ from trainkit.training.callback import Callback
 from trainkit.types import StepResult
 
 sgd = partial(torch.optim.SGD, lr=0.1)
-
-
-class _Steps(Callback):
-    def __init__(self) -> None:
-        self.count = 0
-
-    def on_step_end(self, run: Run, result: StepResult) -> None:
-        self.count += 1
 
 
 def _data() -> DataLoader[Any]:
@@ -89,7 +82,7 @@ def test_what_cannot_be_written_is_said_before_the_first_step(
     if name:
         output.mkdir()
     spoil(output / name)
-    steps = _Steps()
+    steps = Counts()
     callbacks = [steps] if callback is None else [steps, callback()]
     with pytest.raises(TrainkitError, match=words.replace("(", r"\(").replace(")", r"\)")) as told:
         _fit(output, *callbacks)
@@ -218,7 +211,7 @@ class _FillsUp(Callback):
 
 
 def test_a_disk_that_fills_up_costs_lines_and_no_training(tmp_path: Path) -> None:
-    logger, steps = JSONLLogger(), _Steps()
+    logger, steps = JSONLLogger(), Counts()
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         _fit(tmp_path, _FillsUp(logger), logger, steps)
@@ -235,7 +228,7 @@ class _Breaks(Callback):
 
 
 def test_predictions_that_cannot_be_written_end_no_training(tmp_path: Path) -> None:
-    steps, place = _Steps(), tmp_path / "of {step}"
+    steps, place = Counts(), tmp_path / "of {step}"
     with pytest.warns(UserWarning, match="`Predictions` cannot write: .* are lost"):
         _fit(tmp_path, Predictions(place / "p.csv"), _Breaks(tmp_path / "of 4"), steps)
     assert steps.count == 4

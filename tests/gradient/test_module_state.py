@@ -11,6 +11,7 @@ from torch.optim import SGD
 from torch.utils.data import DataLoader
 from torchmetrics import CatMetric
 
+from tests.helpers.callbacks import StopsAt
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiers import with_few
 from tests.helpers.toys import FEATURES, toy_dataset
@@ -84,15 +85,6 @@ def make_model() -> Model:
         return Model()
 
 
-class StopAt(Callback):
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_end(self, run: Run, result: Any) -> None:
-        if run.state.step == self.step:
-            run.request_stop("test", agreed=True)
-
-
 def train(
     folder: Path,
     strategy: str = "single",
@@ -110,7 +102,7 @@ def train(
         callbacks=[
             EMA(0.5),
             Checkpoint(every_n_steps=2, keep_last=None, background=background),
-            *([StopAt(stop_at)] if stop_at else []),
+            StopsAt(stop_at),
         ],
     )
     loader = DataLoader(toy_dataset(), batch_size=4)

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from torch.optim import SGD
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.helpers.callbacks import Counts
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiers import with_few
 from trainkit import Callback, Run, StepOutput, Trainer
@@ -117,13 +118,6 @@ def test_a_mean_over_labels_is_exact(size: int) -> None:
         assert mean == pytest.approx(loss_fn(model(inputs), labels).item(), rel=LIMIT), name
 
 
-class FirstSteps(Callback):
-    steps = 0
-
-    def on_step_end(self, run: Run, result: Any) -> None:
-        self.steps += 1
-
-
 class Own(nn.Module):
     """A loss of a user's own that says its reduction as those of torch do."""
 
@@ -149,7 +143,7 @@ def refuse(rank: int, accumulation: int) -> list[str]:
             partial(F.cross_entropy, reduction=reduction),
             Own(reduction),
         ):
-            steps = FirstSteps()
+            steps = Counts()
             model, data = make("labels")
             trainer = Wrapped(
                 max_epochs=1, gradient_accumulation_steps=accumulation, callbacks=[steps]
@@ -161,7 +155,7 @@ def refuse(rank: int, accumulation: int) -> list[str]:
                     optimizer=lambda p: SGD(p, lr=0.0),
                     loss_fn=loss_fn,
                 )
-            assert steps.steps == 0
+            assert steps.count == 0
             with pytest.raises(ConfigError, match="evaluation_step"):
                 trainer.evaluate(model, DataLoader(data, batch_size=2), loss_fn=loss_fn)
             said.append(str(error.value))
@@ -201,7 +195,7 @@ def own_steps(rank: int) -> Tensor:
     trainer.fit(model, loader, optimizer=sgd, loss_fn=loss_fn)
     for accumulation in (1, 3):
         vectors = Vectors(
-            max_epochs=1, gradient_accumulation_steps=accumulation, callbacks=[FirstSteps()]
+            max_epochs=1, gradient_accumulation_steps=accumulation, callbacks=[Counts()]
         )
         with pytest.raises(ConfigError, match=r"must be a scalar.*shape \(2,\)"):
             vectors.fit(model, loader, optimizer=sgd)

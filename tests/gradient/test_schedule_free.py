@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.utils.data import DataLoader
 
+from tests.helpers.callbacks import StopsAt
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiers import with_few
 from tests.helpers.toys import toy_dataset, toy_model
@@ -31,18 +32,15 @@ STEPS = 8
 
 
 class Journal(Callback):
-    """Notes the weights after each step, and at each evaluation; stops at a step."""
+    """Notes the weights after each step, and at each evaluation."""
 
-    def __init__(self, stop_at: int | None) -> None:
-        self.stop_at = stop_at
+    def __init__(self) -> None:
         self.trained: dict[int, list[Tensor]] = {}
         self.evaluated: dict[int, list[Tensor]] = {}
         self.losses: dict[int, float] = {}
 
     def on_step_end(self, run: Run, result: Any) -> None:
         self.trained[run.state.step] = weights(run.module)
-        if run.state.step == self.stop_at:
-            run.request_stop("test", agreed=True)
 
     def on_step_skipped(self, run: Run, result: Any) -> None:
         self.trained[-run.state.attempts] = weights(run.module)
@@ -81,7 +79,7 @@ class Fitted:
         background: bool = False,
         **settings: Any,
     ) -> None:
-        self.journal = Journal(stop_at)
+        self.journal = Journal()
         self.model = toy_model()
         self.trainer = Trainer(
             max_steps=STEPS,
@@ -92,6 +90,7 @@ class Fitted:
                 Evaluation(every_n_steps=evaluate_every),
                 Checkpoint(every_n_steps=3, keep_last=None, background=background),
                 self.journal,
+                StopsAt(stop_at),
             ],
             **settings,
         )
@@ -132,7 +131,7 @@ def by_hand(kind: str, evaluate: bool) -> tuple[dict[int, list[Tensor]], list[Te
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_is_the_training_of_a_plain_loop(kind: str, tmp_path: Path) -> None:
     trained, evaluated = by_hand(kind, False)
-    journal = Journal(None)
+    journal = Journal()
     model = toy_model()
     trainer = Trainer(max_steps=STEPS, callbacks=[journal, Evaluation(every_n_steps=1)])
     loaders = DataLoader(toy_dataset(), batch_size=2), DataLoader(toy_dataset(8), batch_size=4)

@@ -28,24 +28,15 @@ from torch.optim.lr_scheduler import (
 )
 from torch.utils.data import DataLoader, IterableDataset
 
+from tests.helpers.callbacks import Rates, StopsAt
 from tests.helpers.ranks import run_ranks
 from tests.helpers.toys import fit, make_trainer, toy_loaders, toy_model
-from trainkit import Callback, CheckpointError, ConfigError, LRSchedule, Run, StepResult, Trainer
+from trainkit import Callback, CheckpointError, ConfigError, LRSchedule, Run, Trainer
 from trainkit.callbacks import Checkpoint, Summary
 from trainkit.training.lr_schedule import NamedLR
 from trainkit.training.setup.schedule_check import describe
 
 EPOCHS, UPDATES = 5, 40  # of the toys, unless told otherwise
-
-
-class Rates(Callback):
-    """Notes the rate of each update."""
-
-    def __init__(self) -> None:
-        self.rates: list[float] = []
-
-    def on_gradients(self, run: Run) -> None:
-        self.rates.append(float(run.optimizer.param_groups[0]["lr"]))
 
 
 def train(lr_scheduler: Any, *, rate: float = 0.1, **settings: Any) -> tuple[Trainer, list[float]]:
@@ -59,7 +50,7 @@ def train(lr_scheduler: Any, *, rate: float = 0.1, **settings: Any) -> tuple[Tra
     trainer = make_trainer(callbacks=callbacks, **settings)
     optimizer = partial(SGD, lr=rate)
     fit(trainer, toy_loaders()[0], optimizer=optimizer, lr_scheduler=lr_scheduler, **arguments)
-    return trainer, rates.rates
+    return trainer, rates.seen
 
 
 Make = Callable[[Optimizer], Any]
@@ -277,8 +268,8 @@ def test_overrides_are_given_what_fit_was_and_know_the_planned_steps() -> None:
     trainer = Own(max_epochs=EPOCHS, callbacks=[rates])
     optimizer = partial(SGD, lr=0.1)
     fit(trainer, toy_loaders()[0], optimizer=optimizer, lr_scheduler="linear", warmup=1)
-    assert rates.rates[:2] == pytest.approx([0.05, 0.1])
-    assert 0 < rates.rates[-1] < 0.003
+    assert rates.seen[:2] == pytest.approx([0.05, 0.1])
+    assert 0 < rates.seen[-1] < 0.003
 
 
 def test_an_override_that_does_not_take_what_fit_was_given_is_refused() -> None:
@@ -311,14 +302,9 @@ def test_a_description_has_no_side_effects_and_is_true_for_long_runs() -> None:
 
 
 def test_a_resume_by_name_is_exact(tmp_path: Path) -> None:
-    class Stops(Callback):
-        def on_step_end(self, run: Run, result: StepResult) -> None:
-            if run.state.step == 17:
-                run.request_stop("here", agreed=True)
-
     settings: dict[str, Any] = {"output_dir": tmp_path, "warmup": 0.2}
     _, whole = train("wsd", warmup=0.2)
-    _, first = train("wsd", callbacks=[Stops(), Checkpoint()], **settings)
+    _, first = train("wsd", callbacks=[StopsAt(17), Checkpoint()], **settings)
     with pytest.raises(CheckpointError, match=r"scheduler: 'wsd, warmup=0.2' in the checkpoint"):
         train("wsd", callbacks=[Checkpoint()], resume="must", **settings | {"warmup": 0.1})
     trainer, second = train("wsd", callbacks=[Checkpoint()], resume="must", **settings)
@@ -372,11 +358,6 @@ def test_groups_keep_their_own_rates() -> None:
 def test_the_evaluation_of_a_stop_does_not_advance_a_schedule_that_watches_figures(
     tmp_path: Path,
 ) -> None:
-    class Stops(Callback):
-        def on_step_end(self, run: Run, result: StepResult) -> None:
-            if run.state.step == 5:
-                run.request_stop("enough for today", agreed=True)
-
     def fit_with(*callbacks: Callback, **arguments: Any) -> dict[str, Any]:
         trainer = make_trainer(
             max_epochs=2, callbacks=[Checkpoint(), *callbacks], output_dir=tmp_path
@@ -398,7 +379,7 @@ def test_the_evaluation_of_a_stop_does_not_advance_a_schedule_that_watches_figur
 
     whole = fit_with()
     shutil.rmtree(tmp_path)
-    fit_with(Stops())
+    fit_with(StopsAt(5))
     resumed = fit_with(resume="must")
     assert resumed["rate"] == whole["rate"]
     assert all(torch.equal(resumed["weights"][k], v) for k, v in whole["weights"].items())

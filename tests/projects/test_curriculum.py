@@ -11,9 +11,10 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset
 
+from tests.helpers.callbacks import On, StopsAt
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiers import with_few
-from trainkit import Callback, LRSchedule, Run, StepResult, Trainer
+from trainkit import Callback, LRSchedule, Trainer
 from trainkit.callbacks import Checkpoint, Evaluation
 
 SAMPLES, GLOBAL_BATCH, EPOCHS = 61, 8, 4  # the last step of an epoch is ragged
@@ -57,21 +58,6 @@ class EasyFirst(Sampler[int]):
         return iter(part[drawn].tolist())
 
 
-class Notes(Callback):
-    """Notes rate and epoch of each update, and ends the run early if asked to."""
-
-    def __init__(self, stop_at: int | None) -> None:
-        self.rates: list[tuple[int, float]] = []
-        self.stop_at = stop_at
-
-    def on_gradients(self, run: Run) -> None:
-        self.rates.append((run.state.epoch, run.optimizer.param_groups[0]["lr"]))
-
-    def on_step_end(self, run: Run, result: StepResult) -> None:
-        if run.state.step == self.stop_at:
-            run.request_stop("enough for today", agreed=True)
-
-
 def by_epoch(optimizer: Optimizer) -> LRSchedule:
     return LRSchedule(LambdaLR(optimizer, lambda epoch: PHASES[min(epoch, 3)]), every="epoch")
 
@@ -100,11 +86,15 @@ def session(
     targets = (features.sum(1, keepdim=True) + 0.1 * difficulty[:, None]).sin()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 1)).double()
-    notes = Notes(stop_at)
+    rates: list[tuple[int, float]] = []
+    notes = On(
+        Callback.on_gradients,
+        lambda run: rates.append((run.state.epoch, run.optimizer.param_groups[0]["lr"])),
+    )
     trainer = Trainer(
         max_epochs=EPOCHS,
         gradient_accumulation_steps=accumulation,
-        callbacks=[notes, Evaluation(), Checkpoint()],
+        callbacks=[notes, StopsAt(stop_at), Evaluation(), Checkpoint()],
         output_dir=folder,
     )
     loader = DataLoader(
@@ -121,7 +111,7 @@ def session(
         **SCHEDULES[schedule],
     )
     weights = torch.cat([p.detach().flatten() for p in model.parameters()])
-    return weights, notes.rates, result.metrics["eval/loss"]
+    return weights, rates, result.metrics["eval/loss"]
 
 
 @pytest.mark.parametrize("schedule", with_few([], SCHEDULES))

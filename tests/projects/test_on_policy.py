@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
+from tests.helpers.callbacks import On, StopsAt
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiers import with_few
-from trainkit import Callback, Run, StepOutput, Trainer
+from trainkit import Callback, StepOutput, Trainer
 from trainkit.callbacks import Checkpoint
 
 ARMS = torch.tensor([0.1, 0.9, 0.4, 0.2], dtype=torch.float64)
@@ -56,32 +57,23 @@ class Reinforce(Trainer):
         return StepOutput(loss, weight=len(batch["arm"]))
 
 
-class Arms(Callback):
-    """Keeps the arms that were played; ends the run at a step, perhaps."""
-
-    def __init__(self, stop_at: int | None) -> None:
-        self.stop_at = stop_at
-        self.played: list[list[int]] = []
-
-    def on_microbatch_start(self, run: Run, batch: Any) -> None:
-        self.played.append(batch["arm"].tolist())
-
-    def on_step_end(self, run: Run, result: Any) -> None:
-        if run.state.step == self.stop_at:
-            run.request_stop("enough", agreed=True)
-
-
 def _learn(
     rank: int, folder: Path, stop_at: int | None = None, **options: Any
 ) -> tuple[list[list[int]], list[float]]:
     torch.manual_seed(0)
     policy = nn.Linear(1, len(ARMS)).double()
-    arms = Arms(stop_at)
-    trainer = Reinforce(max_steps=60, callbacks=[arms, Checkpoint()], output_dir=folder)
+    played: list[list[int]] = []
+    notes = On(
+        Callback.on_microbatch_start,
+        lambda run, batch: played.append(batch["arm"].tolist()),
+    )
+    trainer = Reinforce(
+        max_steps=60, callbacks=[notes, StopsAt(stop_at), Checkpoint()], output_dir=folder
+    )
     batch = PLAYS // trainer.processes.num_processes
     data: Any = DataLoader(Plays(policy), batch)
     trainer.fit(policy, data, optimizer=partial(torch.optim.SGD, lr=1.0), **options)
-    return arms.played, policy(_one(policy)).softmax(-1).tolist()
+    return played, policy(_one(policy)).softmax(-1).tolist()
 
 
 @pytest.mark.parametrize("size", with_few([1], [1, 2]))

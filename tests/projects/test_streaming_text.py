@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
+from tests.helpers.callbacks import On, StopsAt
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiers import with_few
-from trainkit import Callback, Run, Trainer
+from trainkit import Callback, Trainer
 from trainkit.callbacks import Checkpoint
 
 WORDS = ("the", "cat", "sat", "on", "a", "mat", "and", "saw", "that", "it", "was", "good", "to")
@@ -66,28 +67,16 @@ class Model(nn.Module):
         return scores
 
 
-class Letters(Callback):
-    """Counts what this process reads; ends the run after a step, perhaps."""
-
-    def __init__(self, stop_at: int | None) -> None:
-        self.stop_at = stop_at
-        self.letters = 0
-
-    def on_microbatch_start(self, run: Run, batch: Any) -> None:
-        self.letters += batch[0].numel()
-
-    def on_step_end(self, run: Run, result: Any) -> None:
-        if run.state.step == self.stop_at:
-            run.request_stop("time is up", agreed=True)
-
-
 def _train(
     rank: int, folder: Path, stop_at: int | None = None, workers: int = 0, **options: Any
 ) -> tuple[float, int, int]:
     """Return the perplexity on other text, the letters read by this process, and all samples."""
     torch.manual_seed(0)
-    letters = Letters(stop_at)
-    trainer = Trainer(max_epochs=2, callbacks=[letters, Checkpoint()], output_dir=folder)
+    letters: list[int] = []
+    counts = On(Callback.on_microbatch_start, lambda run, batch: letters.append(batch[0].numel()))
+    trainer = Trainer(
+        max_epochs=2, callbacks=[counts, StopsAt(stop_at), Checkpoint()], output_dir=folder
+    )
     batch = 4 // trainer.processes.num_processes
     model = Model().double()
     result = trainer.fit(
@@ -98,7 +87,7 @@ def _train(
         **options,
     )
     figures = trainer.evaluate(model, DataLoader(Packed(11), 3))
-    return figures["eval/loss"], letters.letters, result.samples_seen
+    return figures["eval/loss"], sum(letters), result.samples_seen
 
 
 @pytest.mark.parametrize("size", with_few([1], [1, 2]))

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.callbacks import Skips
 from tests.helpers.toys import fit, make_trainer
 from tests.report.logs import event, line, write_run
-from trainkit import Callback, Run
 from trainkit.callbacks import Checkpoint, JSONLLogger, LRMonitor
 from trainkit.inspect.report import read_run, read_runs
 from trainkit.inspect.report.curves import charts_of, thin
@@ -20,14 +20,8 @@ from trainkit.inspect.report.picture import make_picture
 EVIL = "</script><img src=x onerror=alert(1)>"
 
 
-class Skips(Callback):
-    def on_gradients(self, run: Run) -> None:
-        if run.state.attempts == 2:
-            run.request_skip("a wish")
-
-
 def _real(folder: Path, **settings: Any) -> Path:
-    callbacks = [JSONLLogger(), LRMonitor(), Skips(), Checkpoint()]
+    callbacks = [JSONLLogger(), LRMonitor(), Skips(2), Checkpoint()]
     settings = {"log_every_n_steps": 2, "max_grad_norm": 1.0} | settings
     fit(make_trainer(callbacks=callbacks, output_dir=folder, **settings))
     return folder

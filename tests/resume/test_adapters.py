@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
 from torch.utils.data import DataLoader
-from typing_extensions import override
 
+from tests.helpers.callbacks import StopsAt
 from tests.helpers.ranks import run_ranks
 from tests.helpers.toys import toy_model
 from tests.strategies.toys import STRATEGIES, Texts, gpt2
-from trainkit import CheckpointError, ConfigError, Run, StepResult, Trainer
+from trainkit import CheckpointError, ConfigError, Trainer
 from trainkit.callbacks import Checkpoint
 from trainkit.checkpoint import CheckpointStore
 from trainkit.cli.checkpoint_export import export_checkpoint
@@ -73,16 +73,6 @@ def logits(model: Any) -> Tensor:
         inputs = torch.arange(8, device=next(model.parameters()).device)
         found: Tensor = model.eval()(input_ids=inputs[None]).logits
     return found.cpu()
-
-
-class StopAt(Callback):
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    @override
-    def on_step_end(self, run: Run, result: StepResult) -> None:
-        if run.state.step == self.step:
-            run.request_stop("enough", agreed=True)
 
 
 class Spoken:
@@ -175,7 +165,7 @@ def test_the_labels_of_an_adapted_model_are_weighed_as_those_of_its_base() -> No
 @pytest.mark.e2e
 def test_a_checkpoint_refers_to_the_base_and_a_resume_is_exact(tmp_path: Path) -> None:
     whole = train(adapted(), tmp_path / "whole", Checkpoint())
-    train(adapted(), tmp_path / "parts", StopAt(3), Checkpoint(frozen="reference"))
+    train(adapted(), tmp_path / "parts", StopsAt(3), Checkpoint(frozen="reference"))
     resumed = train(adapted(), tmp_path / "parts", Checkpoint(frozen="reference"), resume="must")
     assert whole.run is not None
     assert resumed.run is not None
@@ -194,7 +184,7 @@ def test_a_checkpoint_refers_to_the_base_and_a_resume_is_exact(tmp_path: Path) -
 
 @pytest.mark.e2e
 def test_another_base_is_refused_before_anything_is_applied(tmp_path: Path) -> None:
-    train(adapted(), tmp_path, StopAt(3), Checkpoint(frozen="reference"))
+    train(adapted(), tmp_path, StopsAt(3), Checkpoint(frozen="reference"))
     other = adapted(seed=5)
     before = {name: tensor.clone() for name, tensor in other.state_dict().items()}
     why = r"refers to its base.* of \d+ frozen parameters have other values now: `base_model"
@@ -212,7 +202,7 @@ def across(rank: int, strategy: str, folder: Path, steps: int, resume: str | Non
     trainer = train(
         adapted("dora"),
         folder,
-        StopAt(steps),
+        StopsAt(steps),
         Checkpoint(frozen="reference"),
         strategy=STRATEGIES[strategy](),
         resume=resume,

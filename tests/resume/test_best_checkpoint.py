@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.optim import SGD
 
+from tests.helpers.callbacks import FailsAt
 from tests.helpers.ranks import RanksError, run_ranks
 from tests.helpers.toys import toy_loaders, toy_model
 from trainkit import Callback, CheckpointError, ConfigError, FitResult, Run, Trainer
@@ -118,18 +119,12 @@ def test_a_kill_between_save_and_rotation_loses_no_rank(tmp_path: Path) -> None:
     assert steps(tmp_path) == [8, 16]
 
 
-class Crash(Callback):
-    def on_step_end(self, run: Run, result: Any) -> None:
-        if run.state.step == 10:
-            raise RuntimeError("crash")
-
-
 def test_weights_alone_are_ranked_on_after_a_crash(tmp_path: Path) -> None:
     """What was saved after the checkpoint that is resumed from is saved once more, not twice."""
     values, saving = (1.0, 5.0, 4.0, 2.0), partial(Checkpoint, keep_best=(*TOLD, 2))
     rare = partial(saving, every_n_epochs=3, weights_only=True)
     with pytest.raises(RuntimeError, match="crash"):
-        train(tmp_path, rare(), Crash(), values=values)
+        train(tmp_path, rare(), FailsAt(10, RuntimeError("crash")), values=values)
     # The first evaluation saved all, as there was nothing to resume from.
     assert (steps(tmp_path), steps(tmp_path, "weights")) == ([4], [8])
     _, _, result = train(tmp_path, rare(), values=values, resume="must")

@@ -14,6 +14,7 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Dataset
 
+from tests.helpers.callbacks import Rates
 from tests.helpers.ranks import RanksError, run_ranks
 from tests.helpers.tiers import with_few
 from trainkit import Callback, CheckpointError, ConfigError, Run, Trainer
@@ -263,13 +264,6 @@ def test_a_changed_horizon_must_be_spelt_out(tmp_path: Path) -> None:
 
 
 def rates(folder: Path, epochs: int, schedule: Any) -> list[float]:
-    class Rates(Callback):
-        def __init__(self) -> None:
-            self.seen: list[float] = []
-
-        def on_step_start(self, run: Run) -> None:
-            self.seen.append(round(run.optimizer.param_groups[0]["lr"], 6))
-
     watch = Rates()
     trainer = Noisy(max_epochs=epochs, callbacks=[watch, Checkpoint()], output_dir=folder)
 
@@ -286,7 +280,7 @@ def rates(folder: Path, epochs: int, schedule: Any) -> list[float]:
         resume="auto",
         schedule=schedule,
     )
-    return watch.seen
+    return [round(rate, 6) for rate in watch.seen]
 
 
 @pytest.mark.parametrize(

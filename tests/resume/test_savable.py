@@ -12,9 +12,10 @@ from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from torch.utils.data import DataLoader
 
+from tests.helpers.callbacks import Counts
 from tests.helpers.ranks import run_ranks
 from tests.helpers.toys import toy_dataset, toy_model
-from trainkit import Accelerator, Callback, CheckpointError, ConfigError, Run, Trainer
+from trainkit import Accelerator, Callback, CheckpointError, ConfigError, Trainer
 from trainkit.callbacks import Checkpoint
 from trainkit.strategies import FSDP
 
@@ -167,18 +168,10 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-class Steps(Callback):
-    def __init__(self) -> None:
-        self.count = 0
-
-    def on_step_end(self, run: Run, result: Any) -> None:
-        self.count += 1
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_what_cannot_be_saved_is_named_before_the_first_step(case: str, tmp_path: Path) -> None:
     arguments, words = CASES[case]
-    steps = Steps()
+    steps = Counts()
     arguments = {**arguments, "callbacks": (*arguments.get("callbacks", ()), steps)}
     with pytest.raises(ConfigError, match=words):
         train(tmp_path, **arguments)
@@ -186,7 +179,7 @@ def test_what_cannot_be_saved_is_named_before_the_first_step(case: str, tmp_path
 
 
 def _refused_on_both(rank: int, folder: Path) -> bool:
-    steps = Steps()
+    steps = Counts()
     with pytest.raises(ConfigError, match="decay_fn"):
         train(
             folder,
@@ -236,7 +229,7 @@ def test_other_parts_than_the_saved_ones_are_refused(tmp_path: Path) -> None:
 
 
 def test_one_that_has_no_parts_is_refused_after_one_step(tmp_path: Path) -> None:
-    steps = Steps()
+    steps = Counts()
     words = r"`optimizer.state\[\"0.weight\"\]\[\"momentum\"\]` is a `.*test_savable.Opaque`"
     with pytest.raises(ConfigError, match=words):
         train(tmp_path, optimizer=partial(Quantized, made=Opaque), callbacks=(steps,))

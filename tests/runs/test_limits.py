@@ -1,5 +1,6 @@
 """Limits on the batches of an epoch: the first of its order, and all that is planned follows."""
 
+from tests.helpers.callbacks import StopsAt
 from collections.abc import Callable
 from functools import partial
 from itertools import chain, islice
@@ -20,10 +21,9 @@ from trainkit.callbacks import Checkpoint, Evaluation
 
 
 class Seen(Callback):
-    """Keeps the first number of each sample by step, and the rates; ends the run early."""
+    """Keeps the first number of each sample by step, and the rates."""
 
-    def __init__(self, stop_at: int | None = None) -> None:
-        self.stop_at = stop_at
+    def __init__(self) -> None:
         self.steps: list[list[float]] = []
         self.rates: list[float] = []
 
@@ -34,10 +34,6 @@ class Seen(Callback):
     def on_microbatch_start(self, run: Run, batch: Any) -> None:
         self.steps[-1] += [round(row[0].item(), 5) for row in batch[0]]
 
-    def on_step_end(self, run: Run, result: StepResult) -> None:
-        if run.state.step == self.stop_at:
-            run.request_stop("a test", agreed=True)
-
 
 def run_of(trainer: Trainer) -> Run:
     assert trainer.run is not None
@@ -46,8 +42,8 @@ def run_of(trainer: Trainer) -> Run:
 
 def train(loader: Any, model: nn.Module | None = None, **settings: Any) -> tuple[Seen, Run]:
     options = {name: settings.pop(name) for name in ("resume", "lr_scheduler") if name in settings}
-    seen = Seen(settings.pop("stop_at", None))
-    trainer = make_trainer(**{"callbacks": [seen, *settings.pop("more", [])]} | settings)
+    seen, stop = Seen(), StopsAt(settings.pop("stop_at", None))
+    trainer = make_trainer(**{"callbacks": [seen, stop, *settings.pop("more", [])]} | settings)
     fit(trainer, loader, model, **options)
     trainer.close()
     return seen, run_of(trainer)
@@ -220,9 +216,9 @@ def test_another_limit_of_evaluation_is_said(
 def on_stream(kind: str, folder: Path, rank: int = 0, **settings: Any) -> tuple[list[Any], Run]:
     workers: dict[str, Any] = settings.pop("workers", {})
     resume, batch = settings.pop("resume", None), settings.pop("batch", 2)
-    seen = Seen(settings.pop("stop_at", None))
+    seen, stop = Seen(), StopsAt(settings.pop("stop_at", None))
     trainer = make_trainer(
-        callbacks=[seen, Checkpoint(every_n_steps=1)], output_dir=folder, max_epochs=3, **settings
+        callbacks=[seen, stop, Checkpoint(every_n_steps=1)], output_dir=folder, max_epochs=3, **settings
     )
     trainer.fit(
         nn.Linear(2, 1).double(),

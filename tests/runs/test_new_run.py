@@ -1,5 +1,6 @@
 """`new_run=True`: each fit has a folder of its own, and a resume finds the newest."""
 
+from tests.helpers.callbacks import FailsAt
 import multiprocessing
 import os
 import re
@@ -23,12 +24,6 @@ def _fit(folder: Path, *more: Callback, resume: Any = None, **settings: Any) -> 
     callbacks = [Checkpoint(every_n_steps=2), JSONLLogger(), *more]
     trainer = make_trainer(output_dir=folder, new_run=True, callbacks=callbacks, **settings)
     return fit(trainer, resume=resume)
-
-
-class Breaks(Callback):
-    def on_step_end(self, run: Run, result: StepResult) -> None:
-        if run.state.step == 5:
-            raise ZeroDivisionError
 
 
 def _name(number: int) -> str:
@@ -55,7 +50,7 @@ def test_each_fit_has_a_folder_of_its_own(tmp_path: Path) -> None:
 def test_a_resume_goes_on_with_the_newest(tmp_path: Path) -> None:
     _fit(tmp_path)
     with pytest.raises(ZeroDivisionError):
-        _fit(tmp_path, Breaks())
+        _fit(tmp_path, FailsAt(5, ZeroDivisionError()))
     result = _fit(tmp_path, resume="auto")
     assert (result.output_dir, result.step) == (tmp_path / _name(2), 8)
     steps = [path.name for path in sorted((tmp_path / _name(2) / "checkpoints").iterdir())]

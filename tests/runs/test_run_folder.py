@@ -1,5 +1,6 @@
 """One run writes to its folder: a second start in it is refused before it touches anything."""
 
+from tests.helpers.callbacks import At
 import multiprocessing
 import os
 import warnings
@@ -28,19 +29,8 @@ CALLBACKS: dict[str, Any] = {
 }
 
 
-class At(Callback):
-    """Calls a function after a step."""
-
-    def __init__(self, step: int, action: Any) -> None:
-        self.step, self.action = step, action
-
-    def on_step_end(self, run: Run, result: StepResult) -> None:
-        if run.state.step == self.step:
-            self.action()
-
-
 def _train(stand: Callable[[], None], folder: Path, callbacks: Any, settings: Any) -> None:
-    fit(make_trainer(output_dir=folder, callbacks=[*callbacks, At(5, stand)], **settings))
+    fit(make_trainer(output_dir=folder, callbacks=[*callbacks, At(5, lambda _: stand())], **settings))
 
 
 def _be_program(program: Callable[..., None], connection: Connection, arguments: Any) -> None:
@@ -158,10 +148,10 @@ def test_a_run_that_was_killed_holds_nothing(tmp_path: Path) -> None:
 
 
 def test_a_folder_is_given_back_when_fit_has_returned_or_raised(tmp_path: Path) -> None:
-    def fail() -> None:
+    def fail(_: Run) -> None:
         raise ZeroDivisionError
 
-    for action in (fail, fail, lambda: None):
+    for action in (fail, fail, lambda _: None):
         trainer = make_trainer(output_dir=tmp_path, callbacks=[JSONLLogger(), At(2, action)])
         if action is fail:
             with pytest.raises(ZeroDivisionError):
@@ -173,7 +163,7 @@ def test_a_folder_is_given_back_when_fit_has_returned_or_raised(tmp_path: Path) 
 
 
 def test_a_fit_inside_another_one_is_refused_in_its_folder_alone(tmp_path: Path) -> None:
-    def again() -> None:
+    def again(_: Run) -> None:
         with pytest.raises(CheckpointError, match=LOCKED.format(pid=os.getpid(), way="choose")):
             fit(make_trainer(output_dir=tmp_path))
         fit(make_trainer(output_dir=tmp_path / "other"))
@@ -191,7 +181,7 @@ def test_a_link_that_is_pointed_elsewhere_does_not_move_a_run(tmp_path: Path) ->
     second.mkdir()
     link.symlink_to(first)
 
-    def turn() -> None:
+    def turn(_: Run) -> None:
         link.unlink()
         link.symlink_to(second)
 
@@ -222,7 +212,7 @@ def test_nothing_is_saved_into_a_folder_that_has_taken_the_place(
     run, other = tmp_path / "run", tmp_path / "other"
     fit(make_trainer(output_dir=other, callbacks=CALLBACKS["checkpoints"]()))
 
-    def exchange() -> None:
+    def exchange(_: Run) -> None:
         run.rename(tmp_path / "away")
         other.rename(run)
 
@@ -241,7 +231,7 @@ def test_a_folder_that_was_removed_is_made_anew(tmp_path: Path) -> None:
         result = fit(
             make_trainer(
                 output_dir=run,
-                callbacks=[saves, At(3, lambda: run.rename(tmp_path / "away"))],
+                callbacks=[saves, At(3, lambda _: run.rename(tmp_path / "away"))],
             )
         )
     assert result.checkpoint == run / "checkpoints" / "step-00000008"

@@ -1,0 +1,88 @@
+"""Callbacks for tests: one thing that happens at one moment of a run, or is noted there."""
+
+from collections.abc import Callable
+from typing import Any
+
+from trainkit import Callback, Run, StepResult
+
+
+class On(Callback):
+    """Calls `action` whenever `hook` comes, with what the hook gets after the run.
+
+    Args:
+        hook: A method of `Callback`, such as `Callback.on_step_end`.
+        action: Gets what the hook gets: first the run.
+    """
+
+    def __init__(self, hook: Callable[..., None], action: Callable[..., Any]) -> None:
+        setattr(self, hook.__name__, action)
+
+
+class At(Callback):
+    """Calls `action` with the run once this many steps are done."""
+
+    def __init__(self, step: int | None, action: Callable[[Run], Any]) -> None:
+        self.step, self.action = step, action
+
+    def on_step_end(self, run: Run, result: StepResult) -> None:
+        if run.state.step == self.step:
+            self.action(run)
+
+
+class StopsAt(At):
+    """Asks the run to stop once this many steps are done."""
+
+    def __init__(self, step: int | None) -> None:
+        super().__init__(step, lambda run: run.request_stop("enough for today", agreed=True))
+
+
+class FailsAt(At):
+    """Raises `error` once this many steps are done."""
+
+    def __init__(self, step: int | None, error: BaseException | None = None) -> None:
+        self.error = error or ValueError("enough")
+        super().__init__(step, self._fail)
+
+    def _fail(self, run: Run) -> None:
+        raise self.error
+
+
+class Skips(Callback):
+    """Asks to skip windows, which count from 0."""
+
+    def __init__(self, *attempts: int) -> None:
+        self.attempts = attempts
+
+    def on_gradients(self, run: Run) -> None:
+        if run.state.attempts in self.attempts:
+            run.request_skip("a wish")
+
+
+class Counts(Callback):
+    """Counts the steps of a fit."""
+
+    count = 0
+
+    def on_step_end(self, run: Run, result: StepResult) -> None:
+        self.count += 1
+
+
+class Logged(Callback):
+    """Keeps what is logged under names that begin so, by the step."""
+
+    def __init__(self, prefix: str) -> None:
+        self.prefix = prefix
+        self.seen: dict[int, dict[str, float]] = {}
+
+    def on_log(self, run: Run, values: dict[str, float]) -> None:
+        self.seen[run.state.step] = {n: v for n, v in values.items() if n.startswith(self.prefix)}
+
+
+class Rates(Callback):
+    """Keeps the learning rate of every step."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_gradients(self, run: Run) -> None:
+        self.seen.append(float(run.optimizer.param_groups[0]["lr"]))
