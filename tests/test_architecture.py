@@ -45,6 +45,7 @@ FOR_TYPES = [("trainer", "inspect"), ("export", "large_models")]
 PICKLERS = {"pickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 FORBIDDEN_NAMES = {"eval", "exec", "compile", "__import__"}
 FORBIDDEN_ATTRIBUTES = {
+    *(("builtins", name) for name in FORBIDDEN_NAMES),
     ("torch", "load"),
     ("torch", "save"),
     ("yaml", "load"),

@@ -1,7 +1,6 @@
 """Everything that a run goes on from is in its checkpoint, and nothing moves before it fits."""
 
 import random
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,27 +11,12 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 from torch.utils.data import DataLoader
 
+from tests.helpers.callbacks import Counting
 from tests.helpers.ranks import run_ranks
 from tests.helpers.toys import toy_dataset, toy_model
 from trainkit import Callback, CheckpointError, Run, StepOutput, Trainer
 from trainkit.callbacks import Checkpoint, Evaluation, JSONLLogger
 from trainkit.checkpoint import CheckpointStore
-
-
-class Counting(Callback):
-    """Has a state of its own."""
-
-    def __init__(self) -> None:
-        self.steps = 0
-
-    def on_step_end(self, run: Run, result: Any) -> None:
-        self.steps += 1
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"steps": self.steps}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.steps = state["steps"]
 
 
 def facts(run: Run, counting: Counting) -> dict[str, Any]:

@@ -32,10 +32,11 @@ from trainkit.cli import main as cli
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
+README = ROOT / "README.md"
 START = DOCS / "start.md"
 ALL_PAGES = [
     *PAGES,
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *(README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"),
     *sorted(ROOT.glob("examples/**/*.md")),
     *sorted(ROOT.glob("benchmarks/**/*.md")),
 ]
@@ -55,7 +56,11 @@ def _runs(page: Path) -> list[Block]:
     return [block for block in blocks(page) if block.language in ("python", "py")]
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if _runs(page)], ids=_name)
+@pytest.mark.parametrize(
+    "page",
+    [*filter(_runs, PAGES), pytest.param(README, marks=pytest.mark.e2e)],
+    ids=_name,
+)
 def test_the_python_blocks_run_one_after_the_other(page: Path, tmp_path: Path) -> None:
     """In a fork, so that each page finds torch imported and nothing else done."""
     context = multiprocessing.get_context("fork")

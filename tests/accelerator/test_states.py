@@ -18,6 +18,7 @@ from tests.accelerator.behaviours import forget
 from tests.accelerator.toys import Noisy, Stream, bits, numbers, prepared, small
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiers import with_few
+from tests.helpers.toys import Registered
 from tests.resume.test_forged import sign, unpack
 from trainkit import (
     Accelerator,
@@ -320,22 +321,9 @@ def test_a_model_is_loaded_alone_where_nothing_else_is_prepared(
     forget(side)
 
 
-class _Counter:
-    """An object with a state."""
-
-    def __init__(self) -> None:
-        self.value: Any = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"value": self.value}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.value = state["value"]
-
-
 def test_registered_objects_are_saved_without_pickle(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True)
-    counter = _Counter()
+    counter = Registered()
     accelerator.register_for_checkpointing(counter)
     counter.value = {"a": (1, torch.ones(2))}
     accelerator.save_state(tmp_path / "state")
@@ -601,7 +589,7 @@ def test_a_model_that_is_no_dict_is_refused_where_entries_may_be_left_out(tmp_pa
 def _goes_back(rank: int, folder: Path, part: str, given: bool, hook: bool) -> Any:
     project = ProjectConfiguration(folder, automatic_checkpoint_naming=True)
     accelerator = Accelerator(cpu=True, project_config=project)
-    model, registered = nn.Linear(1, 1), _Counter()
+    model, registered = nn.Linear(1, 1), Registered()
     accelerator.prepare(model)
     accelerator.register_for_checkpointing(registered)
     seen: list[str] = []

@@ -19,9 +19,8 @@ _ROOT = os.path.dirname(os.path.dirname(_HERE)) + os.sep
 _OURS = (_ROOT + "trainkit" + os.sep, _ROOT + "callbacks" + os.sep)
 _LIBRARY = os.path.dirname(os.__file__)
 
-# Text that becomes code: what matters is who asks, as imports and libraries do it all day.
-_CODE = frozenset({"exec", "compile", "code.__new__"})
-_ACTIONS = frozenset(
+# That none of our code makes code of text, `tests/test_architecture.py` reads in it.
+_EVENTS = frozenset(
     {
         "ctypes.dlopen",
         "marshal.load",
@@ -37,7 +36,6 @@ _ACTIONS = frozenset(
         "urllib.Request",
     }
 )
-_EVENTS = _CODE | _ACTIONS
 
 # What a `DataLoader` moves to and from its workers, the script that `trainkit launch` lets torch
 # start, what the logger of Weights & Biases starts where a user asks for it, torch's own search for
@@ -72,14 +70,9 @@ def install() -> None:
 
 def _hook(event: str, arguments: Any) -> None:
     if event in _EVENTS:
-        frame = sys._getframe().f_back  # None where Python itself starts a script
-        culprit = _asked_by_us(frame) if event in _CODE else _culprit(frame)
+        culprit = _culprit(sys._getframe().f_back)
         if culprit is not None and not (event == "socket.connect" and _is_local(arguments[1])):
             _report(event, arguments, culprit)
-
-
-def _asked_by_us(frame: FrameType | None) -> FrameType | None:
-    return frame if frame is not None and frame.f_code.co_filename.startswith(_OURS) else None
 
 
 def _culprit(frame: FrameType | None) -> FrameType | None:

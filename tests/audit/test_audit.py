@@ -19,7 +19,6 @@ import datetime, os, pickle, socket, subprocess
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 from trainkit import Trainer
-from trainkit.training import callback
 from trainkit.data.fetch import _CollatedFetch as kind
 
 DATA = pickle.dumps(datetime.timedelta(1))  # its class has to be looked up
@@ -43,9 +42,6 @@ def under_trainkit(action, workers=0):
         optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
     )
 
-def in_a_file_of_trainkit(source):
-    exec(compile(source, callback.__file__, "exec"), {})
-
 def collate_in_a_worker(*_):
     assert get_worker_info() is not None
     pickle.loads(DATA)
@@ -60,8 +56,6 @@ PLANTED = {
         "under_trainkit(lambda: socket.socket(type=socket.SOCK_DGRAM).connect(('192.0.2.1', 9)))",
         "socket.connect",
     ),
-    "eval": ("in_a_file_of_trainkit('eval(\"1 + 1\")')", "exec"),
-    "exec": ("in_a_file_of_trainkit('exec(\"1 + 1\")')", "compile"),
     "torch's own pickle": (
         "torch.save({1: datetime.timedelta(1)}, 'x.pt')\n"
         "under_trainkit(lambda: torch.load('x.pt', weights_only=False))",

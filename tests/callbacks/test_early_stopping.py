@@ -11,20 +11,10 @@ from torch import nn
 
 from tests.helpers.callbacks import StopsAt
 from tests.helpers.ranks import run_ranks
-from tests.helpers.toys import fit, make_trainer, toy_loaders
+from tests.helpers.toys import Scripted, fit, make_trainer, toy_loaders
 from trainkit import Callback, ConfigError, Trainer
 from trainkit.callbacks import Checkpoint, EarlyStopping, Evaluation
 from trainkit.checkpoint.forms import Unfit
-
-
-class _Scripted(Trainer):
-    """Evaluates to the figures that it was given, one after the other."""
-
-    values: list[float]
-
-    def evaluation_step(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:
-        assert self.run is not None
-        return {"mine": self.values[self.run.state.epoch - 1]}
 
 
 def accuracy(predictions: Any, references: Any) -> float:
@@ -34,7 +24,7 @@ def accuracy(predictions: Any, references: Any) -> float:
 
 
 def _epochs(values: list[float], stopping: EarlyStopping) -> int:
-    trainer = _Scripted(max_epochs=len(values), callbacks=[stopping])
+    trainer = Scripted(max_epochs=len(values), callbacks=[stopping])
     trainer.values = values
     return fit(trainer).epoch
 
@@ -115,7 +105,7 @@ def test_an_unknown_metric_is_an_error_before_the_first_step_that_lists_the_know
 
 def test_so_is_one_that_an_evaluation_step_of_the_user_does_not_give() -> None:
     stopping = EarlyStopping("eval/yours", patience=1, mode="min")
-    trainer = _Scripted(max_epochs=2, callbacks=[stopping])
+    trainer = Scripted(max_epochs=2, callbacks=[stopping])
     trainer.values = [1.0, 2.0]
     with pytest.raises(ConfigError, match=r"only \['eval/mine'\]"):
         fit(trainer)

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from tests.helpers.callbacks import Skips
-from tests.helpers.ranks import run_ranks
 from tests.helpers.toys import fit, make_trainer
 from trainkit import Callback, ConfigError, Run, StepResult
 from trainkit.callbacks import JSONLLogger
@@ -137,17 +136,3 @@ def test_each_line_is_in_the_file_once_written(tmp_path: Path) -> None:
 def test_without_a_place_the_error_names_both_ways() -> None:
     with pytest.raises(ConfigError, match=r"Trainer\(output_dir=.*JSONLLogger\(path="):
         fit(make_trainer(callbacks=[JSONLLogger()]))
-
-
-def _two(rank: int, folder: Path) -> None:
-    trainer = make_trainer(
-        callbacks=[JSONLLogger(folder / str(rank) / "log.jsonl")], log_every_n_steps=2
-    )
-    fit(trainer)
-    trainer.close()
-
-
-def test_only_the_main_process_writes_the_figures_of_both(tmp_path: Path) -> None:
-    run_ranks(2, _two, tmp_path)
-    assert not (tmp_path / "1").exists()
-    assert _lines(tmp_path / "0" / "log.jsonl")[0]["samples"] == 16

@@ -1,12 +1,26 @@
 """Tests of what runs on the main process only."""
 
+import contextlib
+import io
+import json
+from pathlib import Path
+
 import pytest
 import torch
 
 from tests.helpers.ranks import run_ranks
 from tests.helpers.toys import fit, make_trainer
 from trainkit import Callback, ConfigError, DistributedError, Run, StepResult
-from trainkit.callbacks import Evaluation, MainProcess, main_process_only
+from trainkit.callbacks import (
+    Evaluation,
+    JSONLLogger,
+    MainProcess,
+    Summary,
+    TensorBoardLogger,
+    Timer,
+    WandbLogger,
+    main_process_only,
+)
 from trainkit.training.callback_list import CallbackList
 
 
@@ -48,6 +62,35 @@ def _counts(rank: int) -> tuple[int, int, int]:
 
 def test_hooks_run_on_the_main_process_only() -> None:
     assert run_ranks(2, _counts) == [(4, 4, 1), (0, 4, 0)]
+
+
+def _tells(rank: int, folder: Path) -> str:
+    own, out = folder / str(rank), io.StringIO()
+    loggers = [
+        JSONLLogger(own / "lines" / "log.jsonl"),
+        TensorBoardLogger(own / "tensorboard"),
+        WandbLogger(directory=own, mode="offline"),
+    ]
+    with contextlib.redirect_stdout(out):
+        trainer = make_trainer(callbacks=[*loggers, Summary(), Timer()], log_every_n_steps=2)
+        fit(trainer)
+        trainer.close()
+    return out.getvalue()
+
+
+def test_only_the_main_process_writes_and_prints_the_figures_of_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    told, nothing = run_ranks(2, _tells, tmp_path)
+    assert "ddp, 2 processes, cpu" in told
+    assert "time of the fit" in told
+    assert nothing == ""
+    assert [path.name for path in tmp_path.iterdir()] == ["0"]
+    assert {path.name for path in (tmp_path / "0").iterdir()} == {"lines", "tensorboard", "wandb"}
+    first = (tmp_path / "0" / "lines" / "log.jsonl").read_text().partition("\n")[0]
+    assert json.loads(first)["samples"] == 16
+    assert len([*(tmp_path / "0").glob("wandb/offline-run-*/run-*.wandb")]) == 1
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import json
 import os
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,9 @@ import optuna
 import pytest
 from optuna.pruners import ThresholdPruner
 from optuna.trial import TrialState
-from torch import nn
 
 from tests.helpers.ranks import RanksError, run_ranks
-from tests.helpers.toys import fit, make_trainer, toy_loaders
+from tests.helpers.toys import Scripted, fit, make_trainer, toy_loaders
 from trainkit import Callback, ConfigError, Interrupted, Run, StepResult, Trainer
 from trainkit.callbacks import Checkpoint, Evaluation, JSONLLogger, OptunaPruning
 
@@ -24,16 +23,6 @@ def _quiet() -> Iterator[None]:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     yield
     optuna.logging.set_verbosity(optuna.logging.INFO)
-
-
-class Scripted(Trainer):
-    """Evaluates to the figures that it was given, one after the other."""
-
-    values: list[float]
-
-    def evaluation_step(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:
-        assert self.run is not None
-        return {"mine": self.values[self.run.state.epoch - 1]}
 
 
 def _study(upper: float = 5.0) -> optuna.Study:

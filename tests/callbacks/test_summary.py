@@ -1,6 +1,5 @@
 """Tests of what is printed at the start and at the end."""
 
-import contextlib
 import re
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,6 @@ from typing import Any
 import pytest
 
 from tests.helpers.callbacks import FailsAt
-from tests.helpers.ranks import run_ranks
 from tests.helpers.toys import fit, make_trainer, toy_loaders, toy_model
 from trainkit import ConfigError
 from trainkit.callbacks import Evaluation, JSONLLogger, Summary
@@ -81,20 +79,6 @@ def test_it_is_silent_where_it_never_began(capsys: pytest.CaptureFixture[str]) -
     with pytest.raises(ConfigError, match="output_dir"):
         fit(make_trainer(callbacks=[JSONLLogger(), Summary()]))
     assert capsys.readouterr().out == ""
-
-
-def _train(rank: int, folder: Path) -> None:
-    with (folder / str(rank)).open("w") as file, contextlib.redirect_stdout(file):
-        trainer = make_trainer(callbacks=[Summary()])
-        fit(trainer)
-        trainer.close()
-
-
-@pytest.mark.e2e
-def test_only_the_main_process_prints(tmp_path: Path) -> None:
-    run_ranks(2, _train, tmp_path)
-    assert "ddp, 2 processes, cpu" in (tmp_path / "0").read_text()
-    assert (tmp_path / "1").read_text() == ""
 
 
 @pytest.mark.parametrize("columns", [60, 80, 120])

@@ -10,7 +10,6 @@ from tensorboard.summary.writer import event_file_writer
 
 from tests.callbacks.test_jsonl_logger import _Resumed
 from tests.helpers.callbacks import FailsAt, Skips
-from tests.helpers.ranks import run_ranks
 from tests.helpers.toys import fit, make_trainer
 from trainkit import Callback, ConfigError, DataError, Run, StepResult
 from trainkit.callbacks import JSONLLogger, Logger, TensorBoardLogger
@@ -149,14 +148,3 @@ def test_a_directory_of_its_own_needs_no_output_dir(tmp_path: Path) -> None:
 def test_without_a_place_the_error_names_both_ways() -> None:
     with pytest.raises(ConfigError, match=r"Trainer\(output_dir=.*TensorBoardLogger\(directory="):
         fit(make_trainer(callbacks=[TensorBoardLogger()]))
-
-
-def _two(rank: int, folder: Path) -> None:
-    trainer = make_trainer(callbacks=[TensorBoardLogger(folder / str(rank))])
-    fit(trainer)
-    trainer.close()
-
-
-def test_only_the_main_process_writes(tmp_path: Path) -> None:
-    run_ranks(2, _two, tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["0"]

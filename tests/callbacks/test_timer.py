@@ -3,12 +3,10 @@
 import re
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.helpers.callbacks import FailsAt
-from tests.helpers.ranks import run_ranks
 from tests.helpers.toys import fit, make_trainer
 from trainkit import Callback, Run, StepResult
 from trainkit.basics.formatting import duration
@@ -75,20 +73,3 @@ def test_times_are_written_for_people() -> None:
     assert {seconds: duration(seconds) for seconds in times} == times
     assert _times("epoch", [1.0]) == "1 epoch: 1.0 s"
     assert _times("epoch", [1.0] * 9 + [11.0]) == "10 epochs: mean 2.0 s, longest 11 s"
-
-
-def _printed(rank: int) -> Any:
-    import contextlib
-    import io
-
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out):
-        trainer = make_trainer(callbacks=[Timer()])
-        fit(trainer)
-        trainer.close()
-    return "time of the fit" in out.getvalue()
-
-
-@pytest.mark.e2e
-def test_only_the_main_process_prints() -> None:
-    assert run_ranks(2, _printed) == [True, False]

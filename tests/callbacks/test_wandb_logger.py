@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from tests.helpers.callbacks import At, FailsAt
-from tests.helpers.ranks import run_ranks
 from tests.helpers.toys import fit, make_trainer
 from trainkit import Callback, ConfigError
 from trainkit.basics.signals import Interrupted
@@ -197,15 +196,3 @@ def test_a_strange_state_is_refused() -> None:
     run: Any = None
     with pytest.raises(Unfit, match="lacks the key 'run_id'"):
         WandbLogger().check_state_dict(run, {"id": "x"})
-
-
-def _on_two(rank: int, folder: Path) -> None:
-    trainer = make_trainer(callbacks=[WandbLogger(directory=folder / str(rank), mode="offline")])
-    fit(trainer)
-    trainer.close()
-
-
-def test_only_the_main_process_writes(tmp_path: Path) -> None:
-    run_ranks(2, _on_two, tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["0"]
-    assert len(_read(tmp_path / "0")) == 1

@@ -157,6 +157,18 @@ HEADERS: dict[str, Any] = {
     "infinite": (None, b'{"a": Infinity}'),
     "byte order mark": (None, b"\xef\xbb\xbf{}"),
     "depth": (None, b"[" * 100_000),
+    "empty with an offset": (None, b'{"a": {"dtype": "U8", "shape": [0], "data_offsets": [8, 8]}}'),
+    "negative offset": (None, b'{"a": {"dtype": "U8", "shape": [8], "data_offsets": [-8, 0]}}'),
+    "bool": (None, b'{"a": {"dtype": "U8", "shape": [true], "data_offsets": [0, 1]}}'),
+    "text": (None, b'{"a": {"dtype": "U8", "shape": "8", "data_offsets": [0, 8]}}'),
+    "dimensions": (None, b'{"a": {"dtype": "U8", "shape": [%s8], "data_offsets": [0, 8]}}'
+                         % (b"1," * 999)),
+    "three offsets": (None, b'{"a": {"dtype": "U8", "shape": [8], "data_offsets": [0, 8, 9]}}'),
+    "no offsets": (None, b'{"a": {"dtype": "U8", "shape": [8]}}'),
+    "dtype of a list": (None, b'{"a": {"dtype": ["U8"], "shape": [8], "data_offsets": [0, 8]}}'),
+    "overlap by half": (None, b'{"a": {"dtype": "U8", "shape": [6], "data_offsets": [0, 6]}, '
+                              b'"b": {"dtype": "U8", "shape": [4], "data_offsets": [4, 8]}}'),
+    "invalid": (None, b'{"\xff": {"dtype": "U8", "shape": [8], "data_offsets": [0, 8]}}'),
 }  # fmt: skip
 
 
@@ -191,6 +203,19 @@ MANIFESTS = {
     "digest": FILES.replace(b"0123", b"ZZZZ"),
     "list": b"[]",
     "depth": b"[" * 100_000,
+    "folder": FILES.replace(b"x.json", b"a/x.json"),
+    "backslash": FILES.replace(b"x.json", b"..\\\\x.json"),
+    "accent": FILES.replace(b"x.json", "\u00e9.json".encode()),
+    "composed": FILES.replace(b"x.json", "e\u0301.json".encode()),
+    "long s": FILES.replace(b"x.json", "\u017f.json".encode()),
+    "newline": FILES.replace(b"x.json", b"x\\n.json"),
+    "empty": FILES.replace(b"x.json", b""),
+    "invalid": FILES.replace(b"x.json", b"\xff.json"),
+    "surrogate": FILES.replace(b"x.json", b"\\ud800.json"),
+    "float": FILES.replace(b"1,", b"1.0,"),
+    "infinity": FILES.replace(b"1,", b"1e999,"),
+    "no size": FILES.replace(b'"bytes": 1, ', b""),
+    "digits of others": FILES.replace(b"0123456789", "\u0660123456789".encode()),
 }
 
 

@@ -86,7 +86,7 @@ def test_what_cannot_be_written_is_said_before_the_first_step(
     callbacks = [steps] if callback is None else [steps, callback()]
     with pytest.raises(TrainkitError, match=words.replace("(", r"\(").replace(")", r"\)")) as told:
         _fit(output, *callbacks)
-    assert steps.count == 0
+    assert steps.steps == 0
     assert str(output / name) in str(told.value)
     assert "\n" not in str(told.value)
 
@@ -216,7 +216,7 @@ def test_a_disk_that_fills_up_costs_lines_and_no_training(tmp_path: Path) -> Non
         warnings.simplefilter("always")
         _fit(tmp_path, _FillsUp(logger), logger, steps)
     assert sum("Training goes on" in str(each.message) for each in told) == 2  # once a file
-    assert steps.count == 4
+    assert steps.steps == 4
 
 
 class _Breaks(Callback):
@@ -231,7 +231,7 @@ def test_predictions_that_cannot_be_written_end_no_training(tmp_path: Path) -> N
     steps, place = Counts(), tmp_path / "of {step}"
     with pytest.warns(UserWarning, match="`Predictions` cannot write: .* are lost"):
         _fit(tmp_path, Predictions(place / "p.csv"), _Breaks(tmp_path / "of 4"), steps)
-    assert steps.count == 4
+    assert steps.steps == 4
 
 
 def test_a_checkpoint_that_cannot_be_written_ends_the_training(tmp_path: Path) -> None:

@@ -155,7 +155,7 @@ def refuse(rank: int, accumulation: int) -> list[str]:
                     optimizer=lambda p: SGD(p, lr=0.0),
                     loss_fn=loss_fn,
                 )
-            assert steps.count == 0
+            assert steps.steps == 0
             with pytest.raises(ConfigError, match="evaluation_step"):
                 trainer.evaluate(model, DataLoader(data, batch_size=2), loss_fn=loss_fn)
             said.append(str(error.value))

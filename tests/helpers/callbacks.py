@@ -1,6 +1,6 @@
 """Callbacks for tests: one thing that happens at one moment of a run, or is noted there."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from trainkit import Callback, Run, StepResult
@@ -61,10 +61,20 @@ class Skips(Callback):
 class Counts(Callback):
     """Counts the steps of a fit."""
 
-    count = 0
+    steps = 0
 
     def on_step_end(self, run: Run, result: StepResult) -> None:
-        self.count += 1
+        self.steps += 1
+
+
+class Counting(Counts):
+    """Counts on after a resume: the number is its state."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.steps = state["steps"]
 
 
 class Logged(Callback):

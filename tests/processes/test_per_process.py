@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.helpers.callbacks import Counting
 from tests.helpers.ranks import RanksError, run_ranks
 from tests.helpers.toys import toy_dataset, toy_model
 from trainkit import Accelerator, Callback, DataLoaderConfiguration, Run, Trainer
@@ -65,22 +66,6 @@ class Watching(Callback):
 
     def merge_state_dicts(self, states: list[Any]) -> dict[str, Any]:
         return {"total": sum(state["total"] for state in states)}
-
-
-class Counting(Callback):
-    """Sees nothing but on the main process."""
-
-    def __init__(self) -> None:
-        self.steps = 0
-
-    def on_step_end(self, run: Run, result: Any) -> None:
-        self.steps += 1
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"steps": self.steps}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.steps = state["steps"]
 
 
 def fit(

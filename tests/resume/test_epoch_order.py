@@ -7,14 +7,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, RandomSampler, Sampler, WeightedRandomSampler
 
+from tests.accelerator.test_own_samplers import Own, Restored
 from tests.helpers.ranks import run_ranks
-from tests.helpers.toys import toy_dataset, toy_model
+from tests.helpers.toys import fit as train_toys, toy_dataset, toy_model
 from trainkit import Callback, CheckpointError, Run, Trainer
 from trainkit.callbacks import Checkpoint
 from trainkit.data.order_facts import digest_of
@@ -91,13 +91,7 @@ def fit(
     model = toy_model()
     before = [parameter.clone() for parameter in model.parameters()]
     try:
-        trainer.fit(
-            model,
-            loader(data),
-            optimizer=partial(torch.optim.SGD, lr=0.1),
-            loss_fn=nn.CrossEntropyLoss(),
-            resume=resume,
-        )
+        train_toys(trainer, loader(data), model, resume=resume)
     except KeyboardInterrupt:
         pass
     except CheckpointError:
@@ -249,19 +243,6 @@ def test_a_sampler_that_is_loaded_with_the_run_is_compared_then(
             train(7, tmp_path, None, "must")
 
 
-class Own(Sampler[int]):
-    """Draws from a generator of its own, which nobody sets back at an epoch."""
-
-    def __init__(self, seed: int | None = 3) -> None:
-        self.random = np.random.default_rng(seed)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.random.permutation(SAMPLES).tolist())
-
-    def __len__(self) -> int:
-        return SAMPLES
-
-
 def owning(seed: int | None, data: Any) -> Any:
     return DataLoader(data, 4, sampler=Own(seed))
 
@@ -282,16 +263,6 @@ def test_one_that_cannot_is_refused(stop: int, tmp_path: Path) -> None:
     fit(tmp_path, partial(owning, None), stop=stop)
     with pytest.raises(CheckpointError, match=r"keeps a random state of its own.*`set_epoch`"):
         fit(tmp_path, partial(owning, None), resume="must")
-
-
-class Restored(Own):
-    """One whose generator is saved and put back."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"random": self.random.bit_generator.state}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.random.bit_generator.state = state["random"]
 
 
 def test_one_that_is_registered_may_begin_anywhere(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from tests.helpers.callbacks import Counts
 from tests.helpers.ranks import run_ranks
-from tests.helpers.toys import toy_dataset, toy_model
+from tests.helpers.toys import Registered, toy_dataset, toy_model
 from trainkit import Accelerator, Callback, CheckpointError, ConfigError, Trainer
 from trainkit.callbacks import Checkpoint
 from trainkit.strategies import FSDP
@@ -119,17 +119,6 @@ class Holds(Callback):
         return {"found": [object()]}
 
 
-class Registered:
-    def __init__(self) -> None:
-        self.value: Any = 1
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"value": self.value}
-
-    def load_state_dict(self, state: Any) -> None:
-        self.value = state["value"]
-
-
 class Extra(nn.Linear):
     def get_extra_state(self) -> Any:
         return {"made_by": type(self)}
@@ -175,7 +164,7 @@ def test_what_cannot_be_saved_is_named_before_the_first_step(case: str, tmp_path
     arguments = {**arguments, "callbacks": (*arguments.get("callbacks", ()), steps)}
     with pytest.raises(ConfigError, match=words):
         train(tmp_path, **arguments)
-    assert steps.count == 0
+    assert steps.steps == 0
 
 
 def _refused_on_both(rank: int, folder: Path) -> bool:
@@ -187,7 +176,7 @@ def _refused_on_both(rank: int, folder: Path) -> bool:
             callbacks=(steps,),
             strategy=FSDP(device="cpu"),
         )
-    return steps.count == 0
+    return steps.steps == 0
 
 
 def test_so_it_is_on_two_processes(tmp_path: Path) -> None:
@@ -233,7 +222,7 @@ def test_one_that_has_no_parts_is_refused_after_one_step(tmp_path: Path) -> None
     words = r"`optimizer.state\[\"0.weight\"\]\[\"momentum\"\]` is a `.*test_savable.Opaque`"
     with pytest.raises(ConfigError, match=words):
         train(tmp_path, optimizer=partial(Quantized, made=Opaque), callbacks=(steps,))
-    assert steps.count == 1
+    assert steps.steps == 1
 
 
 def _sharded_is_refused(rank: int, folder: Path) -> bool:
