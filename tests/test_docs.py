@@ -313,13 +313,13 @@ def _anchors(page: Path) -> set[str]:
     return {heading.replace(" ", "-") for heading in words}
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build the site as `make docs` does; a warning fails."""
+@pytest.mark.e2e
+def test_the_site_has_what_it_must_and_fetches_nothing(tmp_path: Path) -> None:
+    """It is built as `make docs` does; a warning fails."""
     pytest.importorskip("mkdocs")
-    folder = tmp_path_factory.mktemp("site")
+    site = tmp_path / "site"
     built = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)],
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(site)],
         cwd=ROOT,
         env={**os.environ, "NO_MKDOCS_2_WARNING": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -328,11 +328,17 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         timeout=SECONDS,
     )
     assert (built.returncode, built.stdout, built.stderr) == (0, "", "")
-    return folder
+    _check_that_nothing_is_fetched(site)
+    _check_that_every_public_name_is_in_the_reference(site)
+    commands = (site / "reference" / "cli.html").read_text("utf-8")
+    assert not [name for name in cli._COMMANDS if f"usage: trainkit {name}" not in commands]
+    # Files outside of the documents have a page too.
+    loop = (site / "repository" / "trainkit" / "training" / "loop.py.html").read_text("utf-8")
+    assert "train_epoch" in loop
+    assert (site / "repository" / "CHANGELOG.html").exists()
 
 
-@pytest.mark.e2e
-def test_the_site_fetches_nothing(site: Path) -> None:
+def _check_that_nothing_is_fetched(site: Path) -> None:
     fetched = re.compile(
         r"<(?:script|img|iframe)[^>]+src=\"(https?:)?//|<link[^>]+href=\"https?://"
     )
@@ -342,34 +348,17 @@ def test_the_site_fetches_nothing(site: Path) -> None:
         assert not re.search(r"url\(['\"]?(https?:)?//|@import", sheet.read_text("utf-8")), sheet
 
 
-@pytest.mark.e2e
-def test_every_public_name_is_in_the_reference(site: Path) -> None:
+def _check_that_every_public_name_is_in_the_reference(site: Path) -> None:
     anchors = set()
     for page in (site / "reference").glob("*.html"):
         anchors |= set(re.findall(r'id="(trainkit[\w.]+)"', page.read_text("utf-8")))
     also = {anchor.replace("trainkit.export.", "trainkit.") for anchor in anchors}  # the same names
-    assert not sorted(set(_public_names()) - anchors - also)
-
-
-def _public_names() -> Iterator[str]:
-    for suffix in (*PACKAGES, ".testing", ".export"):
-        package = import_module(f"trainkit{suffix}")
-        for name in package.__all__:
-            yield f"{package.__name__}.{name}"
-
-
-@pytest.mark.e2e
-def test_every_command_is_in_the_reference(site: Path) -> None:
-    page = (site / "reference" / "cli.html").read_text("utf-8")
-    for name in cli._COMMANDS:
-        assert f"usage: trainkit {name}" in page
-
-
-@pytest.mark.e2e
-def test_files_outside_the_docs_get_a_page(site: Path) -> None:
-    loop = (site / "repository" / "trainkit" / "training" / "loop.py.html").read_text("utf-8")
-    assert "train_epoch" in loop
-    assert (site / "repository" / "CHANGELOG.html").exists()
+    names = {
+        f"trainkit{suffix}.{name}"
+        for suffix in (*PACKAGES, ".testing", ".export")
+        for name in import_module(f"trainkit{suffix}").__all__
+    }
+    assert not sorted(names - anchors - also)
 
 
 def test_blocks_and_commands_are_found(tmp_path: Path) -> None:

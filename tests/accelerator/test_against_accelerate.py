@@ -157,31 +157,27 @@ def _difference(name: str, size: int) -> Expected | None:
     return None
 
 
-@pytest.fixture(scope="module", params=with_few([1], SIZES))
-def outcome(request: pytest.FixtureRequest) -> tuple[int, dict[str, Results]]:
-    """Return the number of processes, and for each side what each process returned."""
-    size: int = request.param
+@pytest.mark.parametrize("size", with_few([1], SIZES))
+def test_both_do_the_same(size: int) -> None:
+    """All rows in one test: each other worker of pytest would start the processes again."""
     names = [name for name in BEHAVIOURS if _is_run(name, size)]
-    sides = {}
+    sides: dict[str, Results] = {}
     for side in SIDES:
         ranks = run_ranks(size, run_all, side, names)
         sides[side] = {name: [rank[name] for rank in ranks] for name in names}
-    return size, sides
+    assert not [problem for name in names if (problem := _problem(name, size, **sides))]
 
 
-@pytest.mark.parametrize("name", list(BEHAVIOURS))
-def test_both_do_the_same(name: str, outcome: tuple[int, dict[str, Results]]) -> None:
-    size, sides = outcome
-    if not _is_run(name, size):
-        return
-    ours, theirs = sides["trainkit"][name], sides["accelerate"][name]
+def _problem(name: str, size: int, trainkit: Results, accelerate: Results) -> str:
+    """Return what is not as it should be of a row, or nothing."""
+    ours, theirs = trainkit[name], accelerate[name]
     expected = _difference(name, size)
     if expected is None:
-        assert "raises" not in str(ours)
-        assert ours == theirs
-    else:
-        assert ours != theirs, "Accelerate does the same now: take it off the list"
-        assert expected(sides["trainkit"], size), ours
+        is_right = ours == theirs and "raises" not in str(ours)
+        return "" if is_right else f"{name}: {ours}, under Accelerate {theirs}"
+    if ours == theirs:
+        return f"{name}: Accelerate does the same now: take it off the list"
+    return "" if expected(trainkit, size) else f"{name}: {ours}"
 
 
 def test_the_list_of_differences_names_what_exists() -> None:

@@ -10,7 +10,6 @@ import torch
 
 from tests.accelerator.behaviours import SIDES, forget, start_apart
 from tests.helpers.ranks import run_ranks
-from tests.helpers.tiers import with_few
 
 pytest.importorskip("accelerate.utils")
 pytest.importorskip("trainkit.accelerate_compat")
@@ -54,14 +53,11 @@ def _run(rank: int, side: str, names: list[str], folder: Path) -> dict[str, Any]
     return results
 
 
-@pytest.fixture(scope="module", params=with_few([], [1, 2]))
-def outcome(request: pytest.FixtureRequest, tmp_path_factory: Any) -> dict[str, list[Any]]:
-    folder = tmp_path_factory.mktemp("scripts")
-    return {side: run_ranks(request.param, _run, side, NAMES, folder) for side in SIDES}
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_script_stays_as_it_is(name: str, outcome: dict[str, list[Any]]) -> None:
-    theirs, ours = ([rank[name] for rank in outcome[side]] for side in SIDES)
+@pytest.mark.e2e
+@pytest.mark.parametrize("size", [1, 2])
+def test_scripts_stay_as_they_are(size: int, tmp_path: Path) -> None:
+    """All in one test: each other worker of pytest would start the processes again."""
+    theirs, ours = (run_ranks(size, _run, side, NAMES, tmp_path) for side in SIDES)
     assert "raises" not in str(theirs)
-    assert ours == theirs
+    for name in NAMES:
+        assert [rank[name] for rank in ours] == [rank[name] for rank in theirs], name

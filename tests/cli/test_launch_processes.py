@@ -56,6 +56,20 @@ open("begun", "w").close()
 time.sleep(0 if action in ("once", "ends") else 60)
 """
 
+TELLS = """
+import json, os, sys
+PREFIXES = ("TRAINKIT_", "MASTER_", "OMP_", "CUDA_", "RANK", "LOCAL_", "WORLD_", "GROUP_")
+found = {k: v for k, v in os.environ.items() if k.startswith(PREFIXES)}
+with open(f"{sys.argv[1]} {os.environ['RANK']}", "w") as file:
+    json.dump(found, file)
+"""
+WAYS = ("by hand", "launched")
+# Of a launcher that lives: who watches, where reports go, and which try of which machine it is.
+BY_THE_LAUNCHER = {
+    *("GROUP_RANK", "GROUP_WORLD_SIZE"),
+    *("TRAINKIT_ADDRESS", "TRAINKIT_REPORT_DIR", "TRAINKIT_SECRET"),
+}
+
 TRAINS = """
 import sys
 from functools import partial
@@ -121,14 +135,18 @@ def test_a_file_for_gpus_is_refused_where_there_are_none(folder: Path) -> None:
 
 @pytest.mark.e2e
 def test_the_command_of_a_dry_run_does_the_same(folder: Path) -> None:
-    command = run(
-        *TWO, "--main_process_port", free_port(), "--dry-run", "trains.py", "one.pt", folder=folder
-    )
+    (folder / "tells.py").write_text(TELLS)
+    place = (*TWO, "--main_process_port", free_port())
+    command = run(*place, "--dry-run", "tells.py", "by hand", folder=folder)
     own = [f"RANK={rank} LOCAL_RANK={rank} {command}" for rank in range(2)]
     processes = [subprocess.Popen(each, shell=True, cwd=folder) for each in own]
     assert [process.wait(TIME_LIMIT) for process in processes] == [0, 0]
-    run(*TWO, "trains.py", "two.pt", folder=folder)
-    assert (folder / "one.pt").stat().st_size == (folder / "two.pt").stat().st_size
+    run(*place, "tells.py", "launched", folder=folder)
+    for rank in range(2):
+        ours, theirs = (json.loads((folder / f"{way} {rank}").read_text()) for way in WAYS)
+        assert theirs.keys() - ours.keys() == BY_THE_LAUNCHER
+        assert ours.items() <= theirs.items()
+        assert (ours["WORLD_SIZE"], ours["MASTER_ADDR"]) == ("2", "127.0.0.1")
 
 
 @pytest.mark.parametrize(

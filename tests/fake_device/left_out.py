@@ -19,7 +19,7 @@ LEFT_OUT: dict[str, tuple[str, ...]] = {
         "tests/cli/test_selftest.py::test_a_wrong_collective_is_named",
     ),
     "compares with Accelerate, which does not know this device": (
-        "tests/accelerator/test_scripts.py::test_a_script_stays_as_it_is[2-",
+        "tests/accelerator/test_scripts.py::test_scripts_stay_as_they_are[2",
         "tests/accelerator/test_usage.py::test_what_works_does_the_same[test_utils.torch_device]",
     ),
     "gives a model on the device, or its process group, tensors on the CPU": (
