@@ -1,7 +1,8 @@
 """Sharded checkpoints: written by each process, read by any strategy on any number (2.31)."""
 
 import shutil
-from functools import partial
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -159,7 +160,6 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert not [name for name in found if not torch.equal(found[name], expected[name])]
 
 
-SAVERS = [("fsdp", 2), ("ddp", 2), ("single", 1)]
 PAIRS = [
     (("fsdp", 2), ("fsdp", 1)),
     (("fsdp", 2), ("fsdp", 2)),
@@ -172,14 +172,19 @@ PAIRS = [
 ]
 
 
+Saved = Callable[[str, int], tuple[Path, Any]]
+
+
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Any]:
-    """Runs that stopped early, and the run that none of them should differ from."""
-    found: dict[tuple[str, int], Any] = {}
-    for strategy, size in SAVERS:
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """Return what makes a run that stops early, once for each strategy and size."""
+
+    @cache
+    def save(strategy: str, size: int) -> tuple[Path, Any]:
         folder = tmp_path_factory.mktemp(f"{strategy}-{size}")
-        found[strategy, size] = folder, start(folder, strategy, size, None, SAVED)[0]
-    return found
+        return folder, start(folder, strategy, size, None, SAVED)[0]
+
+    return save
 
 
 @pytest.fixture(scope="module")
@@ -194,11 +199,11 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 def test_any_strategy_loads_what_any_has_saved(
     saver: tuple[str, int],
     loader: tuple[str, int],
-    saved: dict[tuple[str, int], Any],
+    saved: Saved,
     undisturbed: list[float],
     tmp_path: Path,
 ) -> None:
-    folder, before = saved[saver]
+    folder, before = saved(*saver)
     (path,) = (entry.path for entry in CheckpointStore(folder / "checkpoints").checkpoints())
     for of_rank in start(tmp_path, *loader, str(path), STEPS):
         assert_equal(of_rank["loaded"], before["state"])
@@ -236,10 +241,10 @@ def test_a_damaged_shard_is_named_before_anything_is_applied(
     file: str,
     damage: bytes | None,
     message: str,
-    saved: dict[tuple[str, int], Any],
+    saved: Saved,
     tmp_path: Path,
 ) -> None:
-    shutil.copytree(saved["fsdp", 2][0], tmp_path, dirs_exist_ok=True)
+    shutil.copytree(saved("fsdp", 2)[0], tmp_path, dirs_exist_ok=True)
     path = tmp_path / "checkpoints" / f"step-{SAVED:08d}" / file
     content = path.read_bytes()
     path.unlink()
