@@ -112,8 +112,8 @@ def test_the_environment_fills_in_what_is_not_said(monkeypatch: pytest.MonkeyPat
 def _launched(rank: int) -> Any:
     import os
 
-    os.environ.update(TRAINKIT_STRATEGY="fsdp", TRAINKIT_FSDP_WRAP_CLASSES="Linear")
-    os.environ.update(TRAINKIT_FSDP_RESHARD_AFTER_FORWARD="false", TRAINKIT_USE_CPU="true")
+    os.environ.update(TRAINKIT_STRATEGY="fsdp", FSDP_TRANSFORMER_CLS_TO_WRAP="Linear")
+    os.environ.update(FSDP_RESHARD_AFTER_FORWARD="false", TRAINKIT_USE_CPU="true")
     accelerator = Accelerator()
     strategy = accelerator._strategy
     assert isinstance(strategy, FSDP)

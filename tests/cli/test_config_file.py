@@ -100,11 +100,16 @@ def test_an_older_file_of_accelerate_is_read(tmp_path: Path) -> None:
 
 
 def test_sharding_becomes_variables(tmp_path: Path) -> None:
-    assert read(tmp_path, FSDP).fsdp == {
-        "TRAINKIT_FSDP_ACTIVATION_CHECKPOINTING": "true",
-        "TRAINKIT_FSDP_CPU_OFFLOAD": "false",
-        "TRAINKIT_FSDP_RESHARD_AFTER_FORWARD": "false",
-        "TRAINKIT_FSDP_WRAP_CLASSES": "GPT2Block,Other",
+    assert read(tmp_path, FSDP).variables == {
+        "FSDP_ACTIVATION_CHECKPOINTING": "true",
+        "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+        "FSDP_BACKWARD_PREFETCH": "BACKWARD_PRE",
+        "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
+        "FSDP_OFFLOAD_PARAMS": "false",
+        "FSDP_RESHARD_AFTER_FORWARD": "false",
+        "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
+        "FSDP_TRANSFORMER_CLS_TO_WRAP": "GPT2Block,Other",
+        "FSDP_VERSION": "2",
     }
 
 
@@ -141,13 +146,13 @@ def test_multi_cpu_hides_the_gpus(tmp_path: Path) -> None:
         ("monitor_interval: -1\n", ["above 0"]),
         ("monitor_interval: .nan\n", ["above 0"]),
         ("distributed_type: XLA\n", ["one of NO, MULTI_CPU, MULTI_GPU, FSDP", "'XLA'"]),
-        ("tpu_use_cluster: true\n", ["TPUs", "Remove the key"]),
+        ("tpu_use_cluster: true\n", ["TPUs", "Leave it out"]),
         ("tpu_env: [A=1]\n", ["TPUs"]),
         ("downcast_bf16: 'yes'\n", ["TPUs"]),
         ("deepspeed_config:\n  zero_stage: 2\n", ["DeepSpeed"]),
         ("compute_environment: AMAZON_SAGEMAKER\n", ["SageMaker"]),
         ("main_training_function: train\n", ["whole script"]),
-        ("dynamo_config:\n  dynamo_backend: INDUCTOR\n", ["compile=True"]),
+        ("dynamo_config:\n  dynamo_mode: fast\n", ["`dynamo_mode`", "reduce-overhead"]),
         ("enable_cpu_affinity: true\n", ["numactl"]),
     ],
 )
@@ -183,7 +188,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 def test_every_field_of_accelerate_is_known() -> None:
     args = pytest.importorskip("accelerate.commands.config.config_args")
-    known = {*SETTINGS, *accelerate_keys.KEYS, "fsdp_config"}
+    known = {*SETTINGS, *accelerate_keys.KEYS, *accelerate_keys.SECTIONS}
     assert set(args.ClusterConfig.__dataclass_fields__) <= known
 
 

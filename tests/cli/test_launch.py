@@ -117,7 +117,8 @@ def test_arguments_of_the_script_are_its_own(capsys: pytest.CaptureFixture[str])
     own = ["--cpu", "-m", "--num_processes", "9", "a b", "--", "--help"]
     environment, arguments = planned(capsys, "--num_processes", 2, "script.py", *own)
     assert arguments[-len(own) - 1 :] == ["script.py", *own]
-    assert "TRAINKIT_USE_CPU" not in environment
+    assert environment["TRAINKIT_USE_CPU"] == "true"  # there are no GPUs
+    assert "CUDA_VISIBLE_DEVICES" not in environment
     _, arguments = planned(capsys, "--", "script.py", "x")
     assert arguments[-2:] == ["script.py", "x"]
 
@@ -178,7 +179,7 @@ def test_sharding_reaches_the_processes(alone: Path, capsys: pytest.CaptureFixtu
     (alone / "job.yaml").write_text(FSDP)
     environment, _ = planned(capsys, "--config_file", "job.yaml", "--cpu", "script.py")
     assert environment["TRAINKIT_STRATEGY"] == "fsdp"
-    assert environment["TRAINKIT_FSDP_WRAP_CLASSES"] == "GPT2Block,Other"
+    assert environment["FSDP_TRANSFORMER_CLS_TO_WRAP"] == "GPT2Block,Other"
     environment, _ = planned(
         capsys, "--config_file", "job.yaml", "--distributed_type", "MULTI_CPU", "script.py"
     )

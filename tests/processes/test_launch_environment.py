@@ -21,9 +21,12 @@ UNKNOWN = {
     "ACCELERATE_USE_FSDP": "2",
 }
 UNKNOWN_SHARDING = {
-    "TRAINKIT_FSDP_RESHARD_AFTER_FORWARD": "full",
-    "TRAINKIT_FSDP_CPU_OFFLOAD": "perhaps",
-    "TRAINKIT_FSDP_ACTIVATION_CHECKPOINTING": "-1",
+    "FSDP_RESHARD_AFTER_FORWARD": "full",
+    "FSDP_OFFLOAD_PARAMS": "perhaps",
+    "FSDP_ACTIVATION_CHECKPOINTING": "-1",
+    "FSDP_SHARDING_STRATEGY": "NO_SHARD",
+    "FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP",
+    "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": "true",
 }
 
 
@@ -66,9 +69,9 @@ def test_precision_is_what_the_launcher_says(
 def test_sharding_is_what_the_launcher_says(face: Face, monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(face()[0], SingleDevice)
     monkeypatch.setenv("TRAINKIT_STRATEGY", "fsdp")
-    monkeypatch.setenv("TRAINKIT_FSDP_RESHARD_AFTER_FORWARD", "0")
-    monkeypatch.setenv("TRAINKIT_FSDP_ACTIVATION_CHECKPOINTING", "Yes")
-    monkeypatch.setenv("TRAINKIT_FSDP_WRAP_CLASSES", "Tanh,Linear")
+    monkeypatch.setenv("FSDP_RESHARD_AFTER_FORWARD", "0")
+    monkeypatch.setenv("FSDP_ACTIVATION_CHECKPOINTING", "Yes")
+    monkeypatch.setenv("FSDP_TRANSFORMER_CLS_TO_WRAP", "Tanh,Linear")
     strategy = face()[0]
     assert isinstance(strategy, FSDP)
     assert (strategy.reshard_after_forward, strategy.cpu_offload) == (False, False)

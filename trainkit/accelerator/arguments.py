@@ -24,6 +24,7 @@ from trainkit.accelerator.settings import (
 from trainkit.basics.config import as_timeout
 from trainkit.basics.device import generator_kinds
 from trainkit.basics.launch_environment import MIXED_PRECISIONS, mixed_precision, read, sharding
+from trainkit.basics.parsing import boolean
 from trainkit.basics.setting_readers import text, whole
 from trainkit.distributed import Processes
 from trainkit.distributed.rendezvous import INIT_METHOD
@@ -134,7 +135,14 @@ def chosen_project(
 def compilation(backend: Any, plugin: TorchDynamoPlugin | None) -> dict[str, Any] | None:
     """Return the arguments of `torch.compile`; None where nothing is compiled."""
     if plugin is None:
-        return TorchDynamoPlugin(backend=backend or read("DYNAMO_BACKEND", text, "no")).arguments()
+        return TorchDynamoPlugin(
+            backend=backend or read("DYNAMO_BACKEND", text, "no"),
+            mode=read("DYNAMO_MODE", text, None),
+            fullgraph=read("DYNAMO_USE_FULLGRAPH", boolean, None),
+            dynamic=read("DYNAMO_USE_DYNAMIC", boolean, False)
+            or None,  # "false" is said by default
+            use_regional_compilation=read("DYNAMO_USE_REGIONAL_COMPILATION", boolean, None),
+        ).arguments()
     if backend is not None:
         raise ConfigError("Pass `dynamo_backend` or `dynamo_plugin`, not both.")
     return plugin.arguments()

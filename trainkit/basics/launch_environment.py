@@ -1,7 +1,7 @@
 """What a launcher says to the processes that it starts, by environment variables.
 
 `trainkit launch` sets `TRAINKIT_<NAME>`; without it, or where it is empty, `ACCELERATE_<NAME>` is
-read.
+read. How a model is sharded is said by the `FSDP_<NAME>` of Accelerate alone.
 """
 
 import os
@@ -16,21 +16,23 @@ T = TypeVar("T")
 MIXED_PRECISIONS = {"no": "fp32", "fp16": "fp16", "bf16": "bf16"}
 """The precisions that a launcher and `Accelerator` know, with their names in `Trainer`."""
 
-_SHARDING = ("reshard_after_forward", "cpu_offload", "activation_checkpointing")
+_RESHARDS = {"full_shard": True, "1": True, "shard_grad_op": False, "2": False}
+_WRAPPING = one_of("TRANSFORMER_BASED_WRAP", "NO_WRAP")
 
 
 def read(name: str, reader: Callable[[object], T], default: T) -> T:
     """Return what a launcher says under a name; the default where it says nothing.
 
     Args:
-        name: Of the variable, behind the prefix.
+        name: Of the variable, behind the prefix; `FSDP_...` have none.
         reader: Of `trainkit.basics.parsing`.
         default: What holds without the variable.
 
     Raises:
         ConfigError: The value cannot be; names the variable.
     """
-    for variable in (f"TRAINKIT_{name}", f"ACCELERATE_{name}"):
+    of_sharding = name.startswith("FSDP_")
+    for variable in (name,) if of_sharding else (f"TRAINKIT_{name}", f"ACCELERATE_{name}"):
         value = os.environ.get(variable)
         if not value:
             continue
@@ -57,9 +59,24 @@ def sharding() -> dict[str, Any] | None:
     """Return the arguments of `FSDP` that a launcher asks for; None where it asks for no FSDP."""
     if not read("STRATEGY", one_of("fsdp"), "") and not read("USE_FSDP", boolean, False):
         return None
-    said = {name: read(f"FSDP_{name.upper()}", boolean, None) for name in _SHARDING}
-    arguments: dict[str, Any] = {name: value for name, value in said.items() if value is not None}
-    classes = set(filter(None, read("FSDP_WRAP_CLASSES", str, "").split(",")))
+    read("FSDP_AUTO_WRAP_POLICY", _WRAPPING, "")
+    read("FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD", one_of("false"), "")
+    strategy = read("FSDP_SHARDING_STRATEGY", reshards, True)
+    arguments: dict[str, Any] = {
+        "reshard_after_forward": read("FSDP_RESHARD_AFTER_FORWARD", reshards, True) and strategy,
+        "cpu_offload": read("FSDP_OFFLOAD_PARAMS", boolean, False),
+        "activation_checkpointing": read("FSDP_ACTIVATION_CHECKPOINTING", boolean, False),
+    }
+    classes = set(filter(None, read("FSDP_TRANSFORMER_CLS_TO_WRAP", str, "").split(",")))
     if classes:
         arguments["wrap_policy"] = lambda name, module: type(module).__name__ in classes
     return arguments
+
+
+def reshards(value: object) -> bool:
+    """Read true or false, or the strategy of FSDP's first version, by name or number."""
+    word = str(value).strip().lower()
+    try:
+        return _RESHARDS[word] if word in _RESHARDS else boolean(value)
+    except ValueError:
+        raise ValueError("true or false (FULL_SHARD or SHARD_GRAD_OP)") from None

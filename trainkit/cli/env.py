@@ -133,4 +133,4 @@ def _configuration(given: str | None) -> dict[str, Any]:
         file = config_file.read(path)
     except TrainkitError as error:
         return {"file": str(path), "error": str(error)}
-    return {"file": str(path), **file.values, **file.fsdp}
+    return {"file": str(path), **file.values, **file.variables}

@@ -1,11 +1,13 @@
-"""Keys of `accelerate config` for what trainkit does not drive, and for sharding.
+"""Accelerate's keys and options for what trainkit does not drive, for sharding and compiling.
 
 A key that is off, or empty, says nothing and is accepted: `accelerate config` writes many such.
 """
 
 from collections.abc import Callable
 
+from trainkit.basics.launch_environment import reshards
 from trainkit.basics.parsing import boolean, nearest, one_of
+from trainkit.basics.setting_readers import text
 from trainkit.errors import ConfigError
 
 NULL = ("", "null", "~")
@@ -14,26 +16,56 @@ NULL = ("", "null", "~")
 _OFF = (*NULL, "no", "false", "none", "off", "0")
 
 _UNKNOWN_TO_US = {
-    # Either way the address of machine 0 is used, and GPUs are those that torch has.
-    "": ("same_network", "use_xpu"),
-    "DeepSpeed": ("deepspeed_config",),
-    "Intel's extension of torch": ("ipex_config",),
-    "Megatron-LM": ("megatron_lm_config",),
-    "SageMaker": ("aws_access_key_id", "aws_secret_access_key", "compute_environment"),
-    "TPU pods": ("command_file", "commands"),
-    "TPUs": ("downcast_bf16", "tpu_env", "tpu_name", "tpu_use_cluster", "tpu_use_sudo", "tpu_vm",
-             "tpu_zone"),
-    "a function to start: the whole script is run": ("main_training_function",),
-    "binding of processes to cores; use `numactl`": ("enable_cpu_affinity",),
-    "fp8": ("fp8_config",),
-    "mpirun; it starts the processes itself": ("mpirun_config",),
-    "tensor, context and sequence parallelism": ("parallelism_config",),
-    "torch.compile by the launcher; use `Trainer(compile=True)`": (
-        "dynamo_backend", "dynamo_config"),
-}  # fmt: skip
+    # Either way the address of machine 0 is used, GPUs are those that torch has, and after a
+    # failure there is one report.
+    "": "no_tpu_cluster quiet same_network use_xpu",
+    "DeepSpeed": """
+        deepspeed_config deepspeed_config_file deepspeed_exclusion_filter deepspeed_hostfile
+        deepspeed_inclusion_filter deepspeed_moe_layer_cls_names deepspeed_multinode_launcher
+        gradient_clipping offload_optimizer_device offload_optimizer_nvme_path offload_param_device
+        offload_param_nvme_path use_deepspeed zero3_init_flag zero3_save_16bit_model zero_stage
+    """,
+    "Intel's extension of torch": "ipex_config",
+    "Megatron-LM": """
+        megatron_lm_attention_backend megatron_lm_attention_dropout
+        megatron_lm_attention_softmax_in_fp32 megatron_lm_calculate_per_token_loss
+        megatron_lm_config megatron_lm_context_parallel_size
+        megatron_lm_decoder_last_pipeline_num_layers megatron_lm_eod_mask_loss
+        megatron_lm_expert_model_parallel_size megatron_lm_expert_tensor_parallel_size
+        megatron_lm_gradient_clipping megatron_lm_hidden_dropout megatron_lm_no_load_optim
+        megatron_lm_no_save_optim megatron_lm_num_micro_batches megatron_lm_optimizer_cpu_offload
+        megatron_lm_overlap_cpu_optimizer_d2h_h2d megatron_lm_pp_degree
+        megatron_lm_recompute_activations megatron_lm_recompute_granularity
+        megatron_lm_recompute_method megatron_lm_recompute_num_layers
+        megatron_lm_sequence_parallelism megatron_lm_tp_degree megatron_lm_use_custom_fsdp
+        megatron_lm_use_distributed_optimizer megatron_lm_use_precision_aware_optimizer
+        megatron_lm_use_rotary_position_embeddings use_megatron_lm
+    """,
+    "SageMaker": "aws_access_key_id aws_secret_access_key compute_environment",
+    "TPU pods": "command_file commands env vm",
+    "TPUs": """
+        downcast_bf16 tpu tpu_cluster tpu_env tpu_name tpu_use_cluster tpu_use_sudo tpu_vm tpu_zone
+    """,
+    "a function to start: the whole script is run": "main_training_function",
+    "binding of processes to cores; use `numactl`": "enable_cpu_affinity",
+    "fp8": """
+        fp8_amax_compute_algo fp8_amax_history_len fp8_backend fp8_config
+        fp8_enable_fsdp_float8_all_gather fp8_format fp8_interval fp8_margin fp8_opt_level
+        fp8_override_linear_precision fp8_pad_inner_dim fp8_use_autocast_during_eval
+    """,
+    "mpirun; it starts the processes itself": "mpirun_config mpirun_hostfile",
+    "tensor, context and sequence parallelism": """
+        parallelism_config parallelism_config_cp_backend parallelism_config_cp_comm_strategy
+        parallelism_config_cp_size parallelism_config_dp_replicate_size
+        parallelism_config_dp_shard_size parallelism_config_sp_attn_implementation
+        parallelism_config_sp_backend parallelism_config_sp_seq_length
+        parallelism_config_sp_seq_length_is_variable parallelism_config_sp_size
+        parallelism_config_tp_size use_parallelism_config
+    """,
+}
 
-KEYS = {key: what for what, keys in _UNKNOWN_TO_US.items() for key in keys}
-"""Known keys with what they would switch on."""
+KEYS = {key: what for what, keys in _UNKNOWN_TO_US.items() for key in keys.split()}
+"""Known keys of files and options of `accelerate launch`, with what they would switch on."""
 
 GPUS_OF_OTHERS = ("MULTI_NPU", "MULTI_XPU")
 """Values of `distributed_type` that mean MULTI_GPU."""
@@ -43,12 +75,10 @@ _HARMLESS = {"compute_environment": "LOCAL_MACHINE", "main_training_function": "
 
 def check(key: str, value: object, place: str) -> None:
     """Raise ConfigError if a key of `KEYS` switches on what trainkit does not drive."""
-    if not KEYS[key] or value == _HARMLESS.get(key) or _is_off(value):
-        return
-    raise ConfigError(
-        f"`{key}` ({place}) is {value!r}, which asks for {KEYS[key]}: trainkit does not drive it. "
-        "Remove the key."
-    )
+    if KEYS[key] and value != _HARMLESS.get(key) and not _is_off(value):
+        raise ConfigError(
+            f"`{key}` ({place}) asks for {KEYS[key]}: trainkit does not drive it. Leave it out."
+        )
 
 
 def _is_off(value: object) -> bool:
@@ -59,13 +89,8 @@ def _is_off(value: object) -> bool:
     return str(value).lower() in _OFF
 
 
-def _reshard(value: object) -> bool:
-    """Read true or false, or the strategy of FSDP's first version, by name or number."""
-    names = {"full_shard": True, "1": True, "shard_grad_op": False, "2": False}
-    word = str(value).lower()
-    if word not in ("true", "false", *names):
-        raise ValueError("true or false (FULL_SHARD or SHARD_GRAD_OP)")
-    return names.get(word, word == "true")
+def _strategy(value: object) -> str:
+    return "FULL_SHARD" if reshards(value) else "SHARD_GRAD_OP"
 
 
 def _classes(value: object) -> str:
@@ -76,30 +101,62 @@ def _classes(value: object) -> str:
     return ",".join(names)
 
 
-def _no_minimum(value: object) -> None:
+def _no_minimum(value: object) -> str:
     if str(value) not in ("0", "100000000"):
         raise ValueError("0: blocks are chosen by class, not by size")
+    return str(value)
 
 
-# With the variable of each key, if there is one, and what reads its value.
-_SHARDING: dict[str, tuple[str, Callable[[object], object]]] = {
-    "activation_checkpointing": ("ACTIVATION_CHECKPOINTING", boolean),
-    "auto_wrap_policy": ("", one_of("TRANSFORMER_BASED_WRAP", "NO_WRAP")),
-    "min_num_params": ("", _no_minimum),
-    "offload_params": ("CPU_OFFLOAD", boolean),
-    "reshard_after_forward": ("RESHARD_AFTER_FORWARD", _reshard),
-    "sharding_strategy": ("RESHARD_AFTER_FORWARD", _reshard),
-    "transformer_layer_cls_to_wrap": ("WRAP_CLASSES", _classes),
+PARTS: dict[str, tuple[Callable[[object], str | bool], str]] = {
+    "dynamo_backend": (text, "no"),
+    "dynamo_mode": (one_of("default", "reduce-overhead", "max-autotune"), "default"),
+    "dynamo_use_dynamic": (boolean, "false"),
+    "dynamo_use_fullgraph": (boolean, "false"),
+    "dynamo_use_regional_compilation": (boolean, "false"),
+    "fsdp_activation_checkpointing": (boolean, "false"),
+    "fsdp_activation_checkpointing_offload": (one_of("false"), "false"),
+    "fsdp_auto_wrap_policy": (one_of("TRANSFORMER_BASED_WRAP", "NO_WRAP"), ""),
+    "fsdp_backward_prefetch": (text, ""),
+    "fsdp_cpu_ram_efficient_loading": (boolean, "true"),
+    "fsdp_forward_prefetch": (boolean, "false"),
+    "fsdp_min_num_params": (_no_minimum, "100000000"),
+    "fsdp_offload_params": (boolean, "false"),
+    "fsdp_reshard_after_forward": (reshards, "true"),
+    "fsdp_sharding_strategy": (_strategy, "FULL_SHARD"),
+    "fsdp_state_dict_type": (text, ""),
+    "fsdp_sync_module_states": (boolean, "true"),
+    "fsdp_transformer_layer_cls_to_wrap": (_classes, ""),
+    "fsdp_use_orig_params": (boolean, "true"),
+    "fsdp_version": (one_of("1", "2"), "1"),
 }
-# With `fully_shard` these have no choice left, or do not change any result.
-_WITHOUT_EFFECT = (
-    "backward_prefetch", "backward_prefetch_policy", "cpu_ram_efficient_loading",
-    "forward_prefetch", "state_dict_type", "sync_module_states", "use_orig_params", "version",
-)  # fmt: skip
+"""Options of `accelerate launch` that its files hold in `dynamo_config` and `fsdp_config`.
+
+With what reads each, and what `accelerate launch` takes without it. What trainkit itself does not
+ask about changes no result with `fully_shard`; scripts on Accelerate do.
+"""
+SECTIONS = ("dynamo_config", "fsdp_config")
 
 
-def sharding(value: object, place: str) -> dict[str, str]:
-    """Return what a `fsdp_config` says, as environment variables for the processes.
+def variable(key: str) -> str:
+    """Return the environment variable by which `accelerate launch` passes on a part."""
+    return f"{'ACCELERATE_' * key.startswith('dynamo_')}{key.upper().replace('LAYER_CLS', 'CLS')}"
+
+
+def part(key: str, value: object, place: str) -> dict[str, str]:
+    """Return one of `PARTS` as an environment variable for the processes.
+
+    Raises:
+        ConfigError: The value cannot be.
+    """
+    try:
+        said = PARTS[key][0](value)
+    except ValueError as error:
+        raise ConfigError(f"`{key}` ({place}) must be {error}, but is {value!r}.") from None
+    return {variable(key): str(said).lower() if isinstance(said, bool) else said}
+
+
+def section(name: str, value: object, place: str) -> dict[str, str]:
+    """Return what one of `SECTIONS` says, as environment variables for the processes.
 
     Raises:
         ConfigError: A key is unknown, or a value cannot be.
@@ -107,23 +164,13 @@ def sharding(value: object, place: str) -> dict[str, str]:
     if _is_off(value):
         return {}
     if not isinstance(value, dict):
-        raise ConfigError(f"`fsdp_config` ({place}) must hold keys of its own, but is {value!r}.")
+        raise ConfigError(f"`{name}` ({place}) must hold keys of its own, but is {value!r}.")
     result: dict[str, str] = {}
+    prefix, place = name.removesuffix("config"), f"in `{name}`, {place}"
     for key, each in value.items():
-        short = str(key).removeprefix("fsdp_")
-        if each in NULL or short in _WITHOUT_EFFECT:
-            continue
-        if short not in _SHARDING:
-            hint = nearest(f"fsdp_{short}", [f"fsdp_{known}" for known in _SHARDING])
-            raise ConfigError(f"`{key}` in `fsdp_config` ({place}) is no known key.{hint}")
-        variable, reader = _SHARDING[short]
-        try:
-            said = reader(each)
-        except ValueError as error:
-            raise ConfigError(
-                f"`{key}` in `fsdp_config` ({place}) must be {error}, but is {each!r}."
-            ) from None
-        if variable:
-            word = str(said).lower() if isinstance(said, bool) else str(said)
-            result[f"TRAINKIT_FSDP_{variable}"] = word
+        full = prefix + str(key).removeprefix(prefix)
+        if full in PARTS and each not in NULL:
+            result |= part(full, each, place)
+        elif full not in PARTS and full != "fsdp_backward_prefetch_policy":
+            raise ConfigError(f"`{key}` ({place}) is no known key.{nearest(full, PARTS)}")
     return result

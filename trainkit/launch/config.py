@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.errors import ConfigError
-from trainkit.launch import config_file
+from trainkit.launch import accelerate_keys, config_file
 from trainkit.launch.machine import gpu_count
 from trainkit.launch.plan import processes_here
-from trainkit.launch.resolving import add_options, gathered
+from trainkit.launch.resolving import add_options, gathered, parts
 from trainkit.launch.settings import SETTINGS, JobSettings
 
 _DESCRIPTION = """Write a YAML file that `trainkit launch` reads.
@@ -57,6 +57,11 @@ def _run(options: argparse.Namespace) -> int:
     values = _answers(given) if is_asking else {**_defaults(given), **given}
     processes_here(JobSettings(**values))  # as `launch` will
     written = {**_CONSTANT, **values}
+    for name in accelerate_keys.SECTIONS:
+        prefix = name.removesuffix("config")
+        told = {key: word for key, word in parts(options).items() if key.startswith(prefix)}
+        accelerate_keys.section(name, told, "on the command line")
+        written |= {name: told} if told else {}
     config_file.write(path, {k: v for k, v in written.items() if v is not None})
     print(f"wrote {path}")
     return 0

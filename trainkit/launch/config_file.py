@@ -26,13 +26,13 @@ class ConfigFile:
     Args:
         values: The settings in it by name, checked.
         lines: The line of each, from 1.
-        fsdp: What it says on sharding: environment variables for the processes.
+        variables: What it says on sharding and compiling: environment variables for the processes.
     """
 
     path: Path
     values: dict[str, Any] = field(default_factory=dict)
     lines: dict[str, int] = field(default_factory=dict)
-    fsdp: dict[str, str] = field(default_factory=dict)
+    variables: dict[str, str] = field(default_factory=dict)
 
 
 def default_path(env: Mapping[str, str] = os.environ) -> Path:
@@ -69,12 +69,14 @@ def read(path: Path) -> ConfigFile:
         elif key == "fp16":  # before `mixed_precision` came
             result.values.setdefault("mixed_precision", "fp16" if value == "true" else "no")
             result.lines.setdefault("mixed_precision", line)
-        elif key == "fsdp_config":
-            result.fsdp = accelerate_keys.sharding(value, place)
+        elif key in accelerate_keys.SECTIONS:
+            result.variables |= accelerate_keys.section(key, value, place)
+        elif key == "dynamo_backend":  # before `dynamo_config` came
+            result.variables |= accelerate_keys.part(key, value, place)
         elif key in accelerate_keys.KEYS:
             accelerate_keys.check(key, value, place)
         else:
-            known = [*SETTINGS, *accelerate_keys.KEYS, "fsdp_config"]
+            known = [*SETTINGS, *accelerate_keys.KEYS, *accelerate_keys.SECTIONS]
             raise ConfigError(f"`{key}` ({place}) is no known key.{nearest(key, known)}")
     if result.values.get("distributed_type") == "MULTI_CPU":
         result.values.setdefault("use_cpu", True)

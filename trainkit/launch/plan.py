@@ -5,7 +5,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trainkit.errors import ConfigError
@@ -16,7 +16,7 @@ from trainkit.launch.machine import (
     no_gpus,
 )
 from trainkit.launch.resolving import Resolved
-from trainkit.launch.settings import JobSettings
+from trainkit.launch.settings import SETTINGS, JobSettings
 from trainkit.watch.listening import PORTS_VARIABLE, ports
 
 _DEFAULT_PORT = 29500
@@ -118,7 +118,7 @@ def make_plan(resolved: Resolved, script: Script) -> Plan:
         job=job,
         script=script,
         processes=processes,
-        environment=_environment(resolved, processes, on_cpu=on_cpu),
+        environment=_environment(resolved, processes, on_cpu=on_cpu, uses_gpus=uses_gpus),
         note=f"this machine has {gpus} GPU(s) for {processes} process(es); see `--cpu`" * lacks,
         needs_gpus=processes if uses_gpus else 0,
     )
@@ -175,24 +175,29 @@ def port_of(job: JobSettings) -> int:
     return job.main_process_port or ports(job.ports)[0] or _DEFAULT_PORT
 
 
-def _environment(resolved: Resolved, processes: int, *, on_cpu: bool) -> dict[str, str]:
+def _environment(
+    resolved: Resolved, processes: int, *, on_cpu: bool, uses_gpus: bool
+) -> dict[str, str]:
     """Return the variables that the processes need beside those of this one."""
     job = resolved.job
     threads = str(job.num_cpu_threads_per_process or max(1, core_count() // processes))
     if job.num_cpu_threads_per_process is None:
         threads = os.environ.get("OMP_NUM_THREADS") or threads
-    result = {"OMP_NUM_THREADS": threads, "TRAINKIT_MIXED_PRECISION": job.mixed_precision}
+    result = {"OMP_NUM_THREADS": threads, **resolved.variables}
     if on_cpu:
-        result |= {**no_gpus(), "TRAINKIT_USE_CPU": "true"}
+        result |= no_gpus()
     elif job.gpu_ids != "all":
         result[gpu_variable()] = job.gpu_ids
-    if job.gradient_accumulation_steps is not None:
-        steps = str(job.gradient_accumulation_steps)
-        result["TRAINKIT_GRADIENT_ACCUMULATION_STEPS"] = steps
+    # Without GPUs, scripts on Accelerate meet on the CPU only where they are told to use it.
+    job = replace(job, use_cpu=on_cpu or (not uses_gpus and processes * job.num_machines > 1))
+    for setting in SETTINGS.values():
+        if setting.accelerate and (said := getattr(job, setting.name)) is not None:
+            result |= dict.fromkeys(setting.variables, str(said).lower())
     if job.distributed_type == "FSDP":
-        result |= {"TRAINKIT_STRATEGY": "fsdp", **resolved.fsdp}
+        result |= {"TRAINKIT_STRATEGY": "fsdp", "ACCELERATE_USE_FSDP": "true"}
     if job.ports is not None:
         result[PORTS_VARIABLE] = job.ports
     if job.debug:
-        result |= {"TRAINKIT_DEBUG": "1", "TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
+        result |= {"TRAINKIT_DEBUG": "1", "ACCELERATE_DEBUG_MODE": "true"}
+        result["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
     return result

@@ -7,12 +7,15 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import override
+
 from trainkit.basics import starters
 from trainkit.errors import ConfigError
-from trainkit.launch import config_file
+from trainkit.launch import accelerate_keys, config_file
 from trainkit.launch.settings import SETTINGS, JobSettings, Setting, least_and_most
 
 COMMAND_LINE, ENVIRONMENT, DEFAULT = "command line", "environment", "default"
+_SWITCH = {"action": "store_const", "const": "true"}
 EXPLICIT = (COMMAND_LINE, ENVIRONMENT)  # a file may say it for another job
 
 
@@ -23,13 +26,13 @@ class Resolved:
     Args:
         sources: Where each one was said, by name.
         file: The configuration file that was read; None if there was none.
-        fsdp: Environment variables on sharding, from the file.
+        variables: Environment variables on sharding and compiling.
     """
 
     job: JobSettings
     sources: Mapping[str, str]
     file: Path | None = None
-    fsdp: Mapping[str, str] = field(default_factory=dict)
+    variables: Mapping[str, str] = field(default_factory=dict)
 
     def rows(self) -> list[tuple[str, str, str]]:
         """Return name, value and source of each setting."""
@@ -55,6 +58,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
             const=kind,
             help=help_text,
         )
+    for key in accelerate_keys.PARTS:
+        how: dict[str, Any] = _SWITCH if key.startswith("dynamo_use_") else {"metavar": "WORD"}
+        _add(parser, f"--{key}", dest=key, help="as in a file of accelerate", **how)
+    for key, what in accelerate_keys.KEYS.items():
+        how = {"action": _NotDriven, "nargs": "?", "const": "on"} if what else _SWITCH
+        _add(parser, f"--{key}", dest=key, help=None, **how)
 
 
 def _add_setting(parser: argparse.ArgumentParser, setting: Setting) -> None:
@@ -83,6 +92,23 @@ def _add(parser: argparse.ArgumentParser, *names: str, help: str | None, **argum
         parser.add_argument(*shown, help=help, default=None, **arguments)
     if hidden:
         parser.add_argument(*hidden, help=argparse.SUPPRESS, default=None, **arguments)
+
+
+class _NotDriven(argparse.Action):
+    """Refuses what trainkit does not drive, unless it is off."""
+
+    @override
+    def __call__(self, parser: Any, options: Any, values: Any, name: str | None = None) -> None:
+        try:
+            accelerate_keys.check(self.dest, values, "on the command line")
+        except ConfigError as error:
+            parser.error(str(error))
+
+
+def parts(options: argparse.Namespace) -> dict[str, str]:
+    """Return what the command line says on sharding and compiling, by option."""
+    given = {key: getattr(options, key) for key in accelerate_keys.PARTS}
+    return {key: value for key, value in given.items() if value is not None}
 
 
 def gathered(options: argparse.Namespace) -> dict[str, Any]:
@@ -122,7 +148,30 @@ def resolve(options: argparse.Namespace, env: Mapping[str, str] = os.environ) ->
         values.get("num_machines") == 1 and sources["num_machines"].startswith(EXPLICIT)
     )
     _ask_starter(values, sources, env, is_alone)
-    return Resolved(JobSettings(**values), sources, path, {} if file is None else file.fsdp)
+    job = JobSettings(**values)
+    return Resolved(job, sources, path, _variables(job, parts(options), file, env))
+
+
+def _variables(
+    job: JobSettings,
+    given: Mapping[str, str],
+    file: config_file.ConfigFile | None,
+    env: Mapping[str, str],
+) -> dict[str, str]:
+    """Return what the processes are told on sharding and compiling."""
+    shards = job.distributed_type == "FSDP"
+    result = {} if file is None else dict(file.variables)
+    for key, (_, default) in accelerate_keys.PARTS.items():
+        name = accelerate_keys.variable(key)
+        if name.startswith("FSDP_") and not shards:
+            result.pop(name, None)
+            if key in given:
+                raise ConfigError(f"`--{key}` has no effect without `--use_fsdp`. Pass that too.")
+        elif key in given:
+            result |= accelerate_keys.part(key, given[key], "on the command line")
+        elif word := env.get(name) or default:
+            result.setdefault(name, word)
+    return result
 
 
 def _ask_starter(

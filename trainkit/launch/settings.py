@@ -42,7 +42,7 @@ class Setting:
         help: What it means, for `--help`.
         metavar: What stands for its value in `--help`; empty for a switch.
         other: A second option with the same meaning.
-        accelerate: Whether the variable `ACCELERATE_<NAME>` is read too.
+        accelerate: Whether `ACCELERATE_<NAME>` is read too, and set for the processes.
     """
 
     name: str

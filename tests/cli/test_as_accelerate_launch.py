@@ -1,0 +1,218 @@
+"""`trainkit launch` beside `accelerate launch`: options, what processes get, what they train."""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from tests.cli.test_config_file import ACCELERATE, FSDP
+from trainkit.cli.main import main
+from trainkit.launch import accelerate_keys, plan
+from trainkit.launch.resolving import Resolved, add_options, resolve
+
+theirs = pytest.importorskip("accelerate.commands.launch")
+utils = pytest.importorskip("accelerate.utils.launch")
+
+DYNAMO = f"""{ACCELERATE}
+dynamo_config:
+  dynamo_backend: INDUCTOR
+  dynamo_mode: reduce-overhead
+  dynamo_use_dynamic: true
+  dynamo_use_fullgraph: false
+"""
+FIRST_FSDP = f"""{ACCELERATE.replace("MULTI_GPU", "FSDP")}
+fsdp_config:
+  fsdp_auto_wrap_policy: NO_WRAP
+  fsdp_offload_params: true
+  fsdp_sharding_strategy: SHARD_GRAD_OP
+  fsdp_use_orig_params: false
+"""
+FILES = {"gpus": ACCELERATE, "fsdp2": FSDP, "fsdp1": FIRST_FSDP, "compiled": DYNAMO}
+LINES = {
+    "sharded": [
+        "--use_fsdp", "--fsdp_version", "2", "--fsdp_offload_params", "True",
+        "--fsdp-activation-checkpointing=true", "--fsdp_transformer_layer_cls_to_wrap", "A,B",
+        "--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP", "--mixed_precision", "bf16",
+    ],
+    "compiled": ["--multi_gpu", "--dynamo_backend", "eager", "--dynamo_use_fullgraph"],
+    "strategy": ["--use_fsdp", "--fsdp_sharding_strategy", "SHARD_GRAD_OP", "--debug"],
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_said_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith(("ACCELERATE_", "FSDP_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")  # as a plan would
+    monkeypatch.setattr(plan, "gpu_count", lambda: 2)
+    (tmp_path / "script.py").touch()
+
+
+def resolved(*words: str) -> Resolved:
+    parser = argparse.ArgumentParser()
+    add_options(parser)
+    return resolve(parser.parse_args(words), {})
+
+
+def variables(environment: Any) -> dict[str, str]:
+    """Return what an environment says to scripts on Accelerate, in small letters."""
+    said = {k: v.lower() for k, v in environment.items() if k.startswith(("ACCELERATE_", "FSDP_"))}
+    # `accelerate launch` leaves it out on GPUs; where it is not there, it is false.
+    return {"ACCELERATE_USE_CPU": "false", **said}
+
+
+def both(tmp_path: Path, *words: str) -> tuple[dict[str, str], dict[str, str]]:
+    script = str(tmp_path / "script.py")
+    options = theirs.launch_command_parser().parse_args([*words, script])
+    options, *_ = theirs._validate_launch_command(options)
+    ours = plan.make_plan(resolved(*words), plan.Script(path=script))
+    return variables(ours.environment), variables(utils.prepare_multi_gpu_env(options))
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_processes_are_told_what_accelerate_tells_them_of_a_file(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    whole = {**yaml.safe_load(ACCELERATE), **yaml.safe_load(FILES[name])}
+    path.write_text(yaml.safe_dump(whole))
+    ours, expected = both(tmp_path, "--config_file", str(path))
+    assert ours == expected
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_processes_are_told_what_accelerate_tells_them_of_options(
+    name: str, tmp_path: Path
+) -> None:
+    ours, expected = both(tmp_path, "--num_processes", "2", *LINES[name])
+    assert ours == expected
+
+
+def test_every_long_option_of_accelerate_is_taken_or_refused_with_a_reason(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    known = argparse.ArgumentParser()
+    add_options(known)
+    launch = {"--module", "--no_python", "--no-python"}  # beside the settings
+    names = {name for action in theirs.launch_command_parser()._actions for name in
+             action.option_strings if name.startswith("--")} - {"--help"}  # fmt: skip
+    assert names - launch - {*known._option_string_actions} == set()
+    refused = [name for name in sorted(names) if accelerate_keys.KEYS.get(name[2:])]
+    for name in refused:
+        with pytest.raises(SystemExit) as caught:
+            main(["launch", name, "script.py"])
+        said = capsys.readouterr().err
+        assert caught.value.code == 2
+        assert f"`{name[2:]}` (on the command line) asks for" in said
+        assert accelerate_keys.KEYS[name[2:]] in said
+    assert len(refused) > 60
+
+
+def test_what_has_no_effect_takes_no_word_of_the_script(tmp_path: Path) -> None:
+    parser = argparse.ArgumentParser()
+    add_options(parser)
+    parser.add_argument("script", nargs=argparse.REMAINDER)
+    options = parser.parse_args(["--same_network", "--quiet", "train.py", "--zero_stage", "2"])
+    assert options.script == ["train.py", "--zero_stage", "2"]
+
+
+def test_sharding_without_fsdp_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", "--fsdp_offload_params", "true", "script.py"]) == 1
+    assert "`--fsdp_offload_params` has no effect without `--use_fsdp`" in capsys.readouterr().err
+
+
+def test_what_config_is_told_of_sharding_is_in_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    words = ["--use_fsdp", "--fsdp_version", "2", "--fsdp_offload_params", "true"]
+    assert main(["config", "--default", "--config_file", str(path), *words]) == 0
+    written = {"fsdp_version": "2", "fsdp_offload_params": "true"}
+    assert yaml.safe_load(path.read_text())["fsdp_config"] == written
+    assert resolved("--config_file", str(path)).variables["FSDP_OFFLOAD_PARAMS"] == "true"
+
+
+TRAINS = """
+import hashlib, json, os, sys
+import torch
+from torch.utils.data import Dataset
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
+
+class Tokens(Dataset):
+    rows = torch.randint(0, 64, (24, 8), generator=torch.Generator().manual_seed(1))
+    def __len__(self):
+        return len(self.rows)
+    def __getitem__(self, index):
+        return {"input_ids": self.rows[index], "labels": self.rows[index]}
+
+set_seed(0)
+config = LlamaConfig(vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
+                     num_attention_heads=2, num_key_value_heads=2)
+trainer = Trainer(
+    LlamaForCausalLM(config),
+    TrainingArguments("out", max_steps=4, per_device_train_batch_size=2, learning_rate=1e-2,
+                      logging_steps=1, save_strategy="no", report_to=[], disable_tqdm=True),
+    train_dataset=Tokens(),
+)
+trainer.train()
+accelerator = trainer.accelerator
+weights = accelerator.get_state_dict(trainer.model_wrapped)
+if accelerator.is_main_process:
+    sums = {name: hashlib.sha256(value.float().numpy().tobytes()).hexdigest()
+            for name, value in weights.items()}
+    history = [{k: row[k] for k in ("loss", "grad_norm") if k in row}
+               for row in trainer.state.log_history]
+    how = [accelerator.mixed_precision, accelerator.distributed_type.value,
+           accelerator.num_processes]
+    print("RESULT", json.dumps([how, history, sums]))
+"""
+# Accelerate shards on accelerators alone; that the CPU is one is said to it, under both launchers.
+ON_CPU = """
+import os
+os.environ |= {"ACCELERATE_USE_CPU": "false", "ACCELERATE_TORCH_DEVICE": "cpu"}
+from accelerate.state import DistributedType, PartialState
+PartialState._prepare_backend = lambda *args, **kwargs: ("gloo", DistributedType.MULTI_GPU)
+"""
+SHARDED = {
+    "fsdp_activation_checkpointing": True,
+    "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+    "fsdp_cpu_ram_efficient_loading": True,
+    "fsdp_reshard_after_forward": False,
+    "fsdp_transformer_layer_cls_to_wrap": "LlamaDecoderLayer",
+    "fsdp_version": 2,
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "MULTI_CPU": {"distributed_type": "MULTI_GPU", "mixed_precision": "bf16"},
+    "FSDP": {"distributed_type": "FSDP", "fsdp_config": SHARDED},
+}
+
+
+@pytest.mark.e2e
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="says that the CPU is the accelerator")
+@pytest.mark.parametrize("kind", KINDS)
+def test_transformers_trains_as_under_accelerate_launch(kind: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    script = tmp_path / "train.py"
+    script.write_text(ON_CPU * (kind == "FSDP") + TRAINS)
+    file = {**yaml.safe_load(ACCELERATE), "mixed_precision": "no", **KINDS[kind]}
+    found = []
+    for start in ("accelerate.commands.accelerate_cli", "trainkit.cli.main"):
+        if start.startswith("trainkit"):  # which starts processes on the CPU by these alone
+            file["distributed_type"] = kind
+        (tmp_path / "job.yaml").write_text(yaml.safe_dump(file))
+        code = f"import sys; from {start} import main; sys.exit(main())"
+        done = subprocess.run(
+            [sys.executable, "-c", code, "launch", "--config_file", "job.yaml", str(script)],
+            cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"},
+            capture_output=True, text=True, check=False, timeout=600,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        line = next(line for line in done.stdout.splitlines() if "RESULT" in line)
+        found.append(json.loads(line.partition("RESULT")[2]))
+    assert found[0] == found[1]
+    assert found[0][0] == [KINDS[kind].get("mixed_precision", "no"), kind, 2]
