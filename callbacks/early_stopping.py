@@ -34,12 +34,7 @@ class EarlyStopping(Keeps):
 
     @checked
     def __init__(
-        self,
-        metric: str,
-        *,
-        patience: int,
-        mode: Literal["min", "max"],
-        min_delta: float = 0.0,
+        self, metric: str, *, patience: int, mode: Literal["min", "max"], min_delta: float = 0.0
     ) -> None:
         check_whole("patience", patience)
         if not (math.isfinite(min_delta) and min_delta >= 0):

@@ -34,11 +34,7 @@ class GradientMonitor(Callback):
     """
 
     def __init__(
-        self,
-        *,
-        depth: int | None = None,
-        histograms: HistogramLogger | None = None,
-        bins: int = 64,
+        self, *, depth: int | None = None, histograms: HistogramLogger | None = None, bins: int = 64
     ) -> None:
         if depth is not None:
             check_whole("depth", depth)

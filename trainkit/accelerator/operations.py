@@ -74,8 +74,7 @@ def send_to_device(tensor: Any, device: torch.device | str, non_blocking: bool =
     """
     late = non_blocking and torch.device(device).type != "cpu"
     return map_leaves(
-        tensor,
-        lambda leaf: leaf.to(device, non_blocking=late) if hasattr(leaf, "to") else leaf,
+        tensor, lambda leaf: leaf.to(device, non_blocking=late) if hasattr(leaf, "to") else leaf
     )
 
 

@@ -54,11 +54,7 @@ class StateDirectory:
         return Path(run_on_main(processes, lambda: str(self._make(output_dir))))
 
     def commit(
-        self,
-        folder: Path,
-        parts: dict[str, Any],
-        metadata: dict[str, Any],
-        processes: Processes,
+        self, folder: Path, parts: dict[str, Any], metadata: dict[str, Any], processes: Processes
     ) -> None:
         """Commit `parts`, then delete the previous state of this folder."""
         store, lock = CheckpointStore(folder), RunLock(folder)

@@ -45,9 +45,7 @@ def claim(taken: dict[Path, str], path: Path, owner: str) -> None:
 
 @contextmanager
 def giving_up(
-    owner: str,
-    give_up: Callable[[], None],
-    outcome: str = "nothing more is written there",
+    owner: str, give_up: Callable[[], None], outcome: str = "nothing more is written there"
 ) -> Iterator[None]:
     """Warn, and call `give_up`, where nothing can be written inside: training is worth more."""
     try:

@@ -6,11 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainkit.checkpoint.format import strict_json
-from trainkit.checkpoint.format.manifest import (
-    Manifest,
-    read_manifest,
-    read_manifest_in,
-)
+from trainkit.checkpoint.format.manifest import Manifest, read_manifest, read_manifest_in
 from trainkit.checkpoint.format.names import JSON_SUFFIX, MANIFEST, TENSOR_SUFFIX, owner_of, part_of
 from trainkit.checkpoint.format.tensor_location import StoredTensor
 from trainkit.checkpoint.forms import Unfit

@@ -30,9 +30,7 @@ _WORDS = {"callbacks": "callback", "objects": "registered object", "data": "iter
 
 
 def take_states(
-    processes: Processes,
-    owners: Owners,
-    take: Callable[[], tuple[T, Mapping[str, States]]],
+    processes: Processes, owners: Owners, take: Callable[[], tuple[T, Mapping[str, States]]]
 ) -> tuple[T, dict[str, States], dict[str, States]]:
     """Return the states that process 0 saves for all, and those that this process saves itself.
 

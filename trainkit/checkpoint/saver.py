@@ -219,10 +219,7 @@ class Saver:
         run_on_main(processes, self.check_folder)
         try:
             path = store.save(
-                step,
-                parts,
-                metadata=metadata,
-                agree=partial(gather_on_main, processes),
+                step, parts, metadata=metadata, agree=partial(gather_on_main, processes)
             )
         except CheckpointError:
             run_on_main(processes, self.check_folder)  # which may have been moved meanwhile

@@ -63,8 +63,7 @@ def _add(
     **positional: str,
 ) -> argparse.ArgumentParser:
     parser = cast(
-        argparse.ArgumentParser,
-        commands.add_parser(name, help=help_text, description=help_text),
+        argparse.ArgumentParser, commands.add_parser(name, help=help_text, description=help_text)
     )
     for argument, meaning in positional.items():
         parser.add_argument(argument.lower(), metavar=argument, type=Path, help=meaning)

@@ -22,9 +22,7 @@ nothing is left to be done by hand, else 1."""
 def add_to(commands: Any) -> None:
     """Add the command to the parser's `commands`."""
     parser = commands.add_parser(
-        "migrate",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "migrate", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     what = "a script, or a folder with all scripts in it"
     parser.add_argument("scripts", metavar="SCRIPT", nargs="+", type=Path, help=what)

@@ -77,8 +77,7 @@ def _compare_trainings(resolved: Resolved) -> int:
         found = findings(Path(folder))
     words = {True: "ok", False: "BROKEN", None: "-"}
     print_table(
-        ("DEVICE", "WHAT", "PROMISED", "FOUND", ""),
-        [(*row, words[holds]) for *row, holds in found],
+        ("DEVICE", "WHAT", "PROMISED", "FOUND", ""), [(*row, words[holds]) for *row, holds in found]
     )
     broken = sum(row[-1] is False for row in found)
     print(f"{broken} of {len(found)} promises BROKEN" if broken else "All that was tried holds.")

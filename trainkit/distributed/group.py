@@ -168,12 +168,7 @@ def join(device: torch.device | None) -> tuple[Membership, torch.device]:
         _make(world, device)
     control = cpu_group()
     _check_secret(control, world)
-    membership = Membership(
-        world,
-        owned=not adopted,
-        control=control,
-        default=_default_group(),
-    )
+    membership = Membership(world, owned=not adopted, control=control, default=_default_group())
     return membership, device
 
 

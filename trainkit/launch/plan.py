@@ -9,12 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trainkit.errors import ConfigError
-from trainkit.launch.machine import (
-    core_count,
-    gpu_count,
-    gpu_variable,
-    no_gpus,
-)
+from trainkit.launch.machine import core_count, gpu_count, gpu_variable, no_gpus
 from trainkit.launch.resolving import Resolved
 from trainkit.launch.settings import SETTINGS, JobSettings
 from trainkit.watch.listening import PORTS_VARIABLE, ports

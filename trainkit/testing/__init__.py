@@ -17,10 +17,4 @@ from trainkit.testing.precisions import check_precision
 from trainkit.testing.processes import ProcessFailed, on_processes
 from trainkit.testing.strategies import check_strategy
 
-__all__ = [
-    "ProcessFailed",
-    "check_callback",
-    "check_precision",
-    "check_strategy",
-    "on_processes",
-]
+__all__ = ["ProcessFailed", "check_callback", "check_precision", "check_strategy", "on_processes"]

@@ -275,10 +275,7 @@ def _check_no_sync(rank: int, make_strategy: MakeStrategy, batch: int, reduces: 
     """Check that a window accumulates on its own process, and is reduced at its end."""
     kept = _Gradients()
     trainer = Trainer(
-        max_steps=1,
-        strategy=make_strategy(),
-        callbacks=[kept],
-        gradient_accumulation_steps=2,
+        max_steps=1, strategy=make_strategy(), callbacks=[kept], gradient_accumulation_steps=2
     )
     fit(trainer, Network(), loaders(batch // 2))
     gather = trainer.strategy.processes.all_gather_objects

@@ -179,10 +179,7 @@ class Log:
     last_step: int = 0  # the step that was logged last
 
     def add(
-        self,
-        values: Mapping[str, Tensor | float],
-        weight: Tensor | float | None,
-        reduce: Reduction,
+        self, values: Mapping[str, Tensor | float], weight: Tensor | float | None, reduce: Reduction
     ) -> None:
         """Take in values; see `RunServices.log`."""
         if not self.zero_weight:

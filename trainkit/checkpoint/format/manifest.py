@@ -13,13 +13,7 @@ from typing import Any
 
 from trainkit.checkpoint.format import codec, strict_json
 from trainkit.checkpoint.format.codec import decode
-from trainkit.checkpoint.format.names import (
-    JSON_SUFFIX,
-    MANIFEST,
-    PACK,
-    TENSOR_SUFFIX,
-    is_allowed,
-)
+from trainkit.checkpoint.format.names import JSON_SUFFIX, MANIFEST, PACK, TENSOR_SUFFIX, is_allowed
 from trainkit.checkpoint.forms import Only, check_form
 from trainkit.checkpoint.io.digests import xxh3_128_hexdigest
 from trainkit.checkpoint.io.reading import broken, open_directory, open_file

@@ -13,21 +13,9 @@ from socket import gethostname
 from typing import Any
 
 from trainkit.basics.hparams import flat
-from trainkit.basics.run_files import (
-    MALFORMED,
-    last_object,
-    lines_from_end,
-    object_at,
-)
+from trainkit.basics.run_files import MALFORMED, last_object, lines_from_end, object_at
 from trainkit.inspect.report.goodput import goodput
-from trainkit.inspect.report.records import (
-    Event,
-    RunLog,
-    Session,
-    events_of,
-    parse_line,
-    read_run,
-)
+from trainkit.inspect.report.records import Event, RunLog, Session, events_of, parse_line, read_run
 
 _SHORT = 1 << 18  # bytes of a run of which all is read
 _LAST_LINES = 100  # that are looked through for the last values

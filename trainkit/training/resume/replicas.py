@@ -24,10 +24,7 @@ _CHUNK = 2**22  # elements that a device works on at once: 32 MB in between
 
 
 def check_replicas(
-    strategy: Strategy,
-    parameters: Mapping[str, Tensor],
-    optimizers: Sequence[Optimizer],
-    when: str,
+    strategy: Strategy, parameters: Mapping[str, Tensor], optimizers: Sequence[Optimizer], when: str
 ) -> None:
     """Raise, on all processes, where those that hold the same part of a model differ in it.
 

@@ -130,11 +130,7 @@ def _present(run: Run, callbacks: CallbackList) -> dict[str, Any]:
 
 
 def _load(
-    run: Run,
-    callbacks: CallbackList,
-    path: Path,
-    present: dict[str, Any],
-    schedule: str | None,
+    run: Run, callbacks: CallbackList, path: Path, present: dict[str, Any], schedule: str | None
 ) -> _Loaded:
     """Read a checkpoint, and look at all that the run takes of it."""
     processes = run.strategy.processes

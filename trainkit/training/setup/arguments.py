@@ -74,10 +74,7 @@ def set_up(strategy: str | Strategy, precision: str | Precision) -> tuple[Strate
 
 
 def _look_up(
-    argument: str,
-    name: object,
-    known: Mapping[str, Callable[..., T]],
-    interface: str,
+    argument: str, name: object, known: Mapping[str, Callable[..., T]], interface: str
 ) -> Callable[..., T]:
     if isinstance(name, str) and name in known:
         return known[name]

@@ -108,11 +108,7 @@ def conditions(
     model: nn.Module, config: TrainConfig, options: Mapping[str, Any] | None
 ) -> Iterator[None]:
     """Hold what is to hold while a model is trained, and put it back afterwards."""
-    with (
-        compiling(model, options),
-        rng.determinism(config.deterministic),
-        ExitStack() as stack,
-    ):
+    with compiling(model, options), rng.determinism(config.deterministic), ExitStack() as stack:
         if config.gradient_checkpointing:
             from trainkit.strategies.activation_checkpointing import checkpoint_activations
             from trainkit.strategies.blocks import find_blocks  # most runs need neither

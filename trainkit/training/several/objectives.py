@@ -171,10 +171,7 @@ class Turns(OneLoss):
     is_shared = False
 
     def __init__(
-        self,
-        of_all: Objective,
-        by_name: Mapping[str, NamedObjective],
-        windows: Mapping[str, int],
+        self, of_all: Objective, by_name: Mapping[str, NamedObjective], windows: Mapping[str, int]
     ) -> None:
         super().__init__(of_all, by_name)
         _drop_wrapper(of_all)
@@ -216,11 +213,7 @@ class ByName(OneLoss):
     is_shared = None
 
     def __init__(
-        self,
-        of_all: Objective,
-        by_name: Mapping[str, NamedObjective],
-        *,
-        one_backward: bool,
+        self, of_all: Objective, by_name: Mapping[str, NamedObjective], *, one_backward: bool
     ) -> None:
         super().__init__(of_all, by_name)
         self._one_backward = one_backward
