@@ -101,10 +101,9 @@ class JSONLLogger(FileLogger):
     cuts what was written after its step. A new run moves the file of an older one to `<name>.1`,
     or the next number that is free. Only the main process writes.
 
-    Beside it, `metrics.events.jsonl` says when the run started, logged, evaluated, saved and
-    ended, with the seconds by phase; its lines "start" hold the hyperparameters, configuration,
-    versions and command. It is never cut, so that `trainkit report` can tell what was trained
-    twice.
+    Beside it, `metrics.events.jsonl` says when the run started, logged, evaluated, saved and ended,
+    with the seconds by phase; its lines "start" hold the hyperparameters, configuration, versions
+    and command. It is never cut, so that `trainkit report` can tell what was trained twice.
 
     Args:
         path: The file; by default `<output_dir>/metrics.jsonl`.

@@ -41,9 +41,8 @@ class Predictions(Keeps):
     nested lists; in JSON, NaN and infinities are the texts "NaN", "Infinity" and "-Infinity". A
     cell of a CSV file that is no number or text holds JSON.
 
-    The main process writes. A file appears, or is replaced, when it is complete. Without
-    `{step}` in its name it holds the predictions of the latest evaluation, at the end those of
-    the last.
+    The main process writes. A file appears, or is replaced, when it is complete. Without `{step}`
+    in its name it holds the predictions of the latest evaluation, at the end those of the last.
 
     `trainer.predict` returns its predictions, and no callback sees them; `Predictions.write`
     puts them into the same form.

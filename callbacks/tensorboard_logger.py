@@ -27,11 +27,10 @@ class TensorBoardLogger(Logger):
 
     The axis is `run.state.step`. Hyperparameters are on the page HPARAMS, with the last value of
     each metric. A resumed run takes what was written after its step out of the curves; of its
-    hyperparameters TensorBoard shows those of the first start. A window without an update stays
-    at its step: what follows it comes into a new file, which a run that is resumed from before
-    it renames to `events.out.left-out.*`. A new run moves the event files
-    of an older one to `<directory>.1`, or the next number that is free. Only the main process
-    writes.
+    hyperparameters TensorBoard shows those of the first start. A window without an update stays at
+    its step: what follows it comes into a new file, which a run that is resumed from before it
+    renames to `events.out.left-out.*`. A new run moves the event files of an older one to
+    `<directory>.1`, or the next number that is free. Only the main process writes.
 
     Args:
         directory: Folder of the event files; by default `<output_dir>/tensorboard`.

@@ -37,8 +37,7 @@ def load_checkpoint_in_model(
     """Load weights into a model, one tensor at a time.
 
     Nothing is loaded before all names and shapes have been compared. A tensor of a tied group may
-    stand in the file under any of its names. Each process of a sharded model reads
-    its own part.
+    stand in the file under any of its names. Each process of a sharded model reads its own part.
 
     Args:
         model: Any module; on the CPU, a device, or `meta` (see `init_empty_weights`).
