@@ -73,11 +73,11 @@ class BatchSizeFinder(Keeps):
                 "`BatchSizeFinder` cuts the batches of one training loader, but there are "
                 f"{len(run.train_loader.parts)}. Choose their batch sizes by hand."
             )
-        if run.recut is not None:
+        if run.internals.recut is not None:
             raise ConfigError("There are two `BatchSizeFinder`s in this run. Leave one out.")
         if run.checkpoints.resumed_from is None:
             self.size, self._tried = None, False
-        run.recut = partial(self._recut, run)
+        run.internals.recut = partial(self._recut, run)
 
     def _recut(self, run: Run, windows: Windows) -> Windows:
         """Return the windows of an epoch with micro-batches that fit."""

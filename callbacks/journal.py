@@ -52,7 +52,7 @@ class Journal(Callback):
     def check_output(self, run: Run) -> None:
         path = self._path(run)
         if run.is_main_process:
-            claim(run.outputs, path, f"`{self.name}`")
+            claim(run.internals.outputs, path, f"`{self.name}`")
             check_file(path, f"`{self.name}`")
 
     @override
@@ -164,7 +164,7 @@ def _start(run: Run) -> dict[str, Any]:
     return {
         **({} if typed or not folder else {"command": words}),
         "folder": folder,
-        "fit": run.number,
+        "fit": run.internals.number,
         "launched": run.processes.num_processes > 1 and not started,
         "threads": torch.get_num_threads(),
     }

@@ -22,7 +22,7 @@ from trainkit.callbacks._support.run_facts import run_facts
 from trainkit.callbacks.logger import Logger
 from trainkit.trackers.files import FileTracker, JSONLTracker
 from trainkit.training.run import Run
-from trainkit.training.state import TrainState
+from trainkit.training.run_parts import TrainState
 from trainkit.types import Scalars, StepResult
 
 __all__ = ["FileLogger", "JSONLLogger"]
@@ -46,7 +46,7 @@ class FileLogger(Logger):
     def check_output(self, run: Run) -> None:
         files = self._files(self._log_path(run))
         for each in files if run.is_main_process else ():
-            claim(run.outputs, each, f"`{self.name}`")
+            claim(run.internals.outputs, each, f"`{self.name}`")
             check_file(each, f"`{self.name}`")
 
     @override

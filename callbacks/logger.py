@@ -42,7 +42,7 @@ class Logger(Callback):
 
     @override
     def on_fit_start(self, run: Run) -> None:
-        if run.is_main_process and (run.scratch is None or self._in_dry_run):
+        if run.is_main_process and (run.internals.scratch is None or self._in_dry_run):
             self._failed = False
             tracker = self._make_tracker(run)
             tracker.owner = f"`{self.name}`"

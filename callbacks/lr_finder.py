@@ -19,9 +19,9 @@ from trainkit.training.callback import Callback
 from trainkit.training.callback_list import CallbackList
 from trainkit.training.logging import LogSums
 from trainkit.training.loop import train_step
-from trainkit.training.run import Requests, Run
+from trainkit.training.run import Run
+from trainkit.training.run_parts import Requests, TrainState
 from trainkit.training.several.optimizers import refuse_several
-from trainkit.training.state import TrainState
 from trainkit.training.unchanged import kept
 from trainkit.types import StepResult
 

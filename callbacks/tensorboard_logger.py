@@ -47,7 +47,7 @@ class TensorBoardLogger(Logger):
     def check_output(self, run: Run) -> None:
         place = self._log_folder(run)
         if run.is_main_process:
-            claim(run.outputs, place, f"`{self.name}`")
+            claim(run.internals.outputs, place, f"`{self.name}`")
             check_folder(place, f"`{self.name}`")
 
     def add_histogram(self, run: Run, name: str, histogram: Histogram) -> None:

@@ -38,4 +38,4 @@ class TimeLimit(Callback):
     @override
     def on_step_end(self, run: Run, result: StepResult) -> None:
         if run.is_main_process and time.monotonic() >= self._end:
-            run.interrupts.ask(signal.SIGUSR1)
+            run.internals.interrupts.ask(signal.SIGUSR1)

@@ -70,7 +70,7 @@ class WandbLogger(ServiceLogger):
     @override
     def check_output(self, run: Run) -> None:
         place = self.directory or run.output_dir
-        if place is not None and run.is_main_process and run.scratch is None:
+        if place is not None and run.is_main_process and run.internals.scratch is None:
             check_folder(place / "wandb", f"`{self.name}`")
 
     @override
@@ -92,7 +92,9 @@ class WandbLogger(ServiceLogger):
     @override
     def _make_tracker(self, run: Run) -> WandBTracker:
         folder = run.output_dir if self.directory is None else run.place(self.directory)
-        given = self.options if run.scratch is None else {**self.options, "mode": "disabled"}
+        given = (
+            self.options if run.internals.scratch is None else {**self.options, "mode": "disabled"}
+        )
         return WandBTracker(self.project, id=self.run_id, resume="allow", dir=folder, **given)
 
     @override

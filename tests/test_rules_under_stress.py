@@ -277,8 +277,8 @@ class Tempo(Callback):
 
     @override
     def on_fit_start(self, run: Run) -> None:
-        if run.flags is not None:
-            run.flags = AsyncFlags(run.strategy.processes, size=4, clock=lambda: self.now)
+        if run.internals.flags is not None:
+            run.internals.flags = AsyncFlags(run.strategy.processes, size=4, clock=lambda: self.now)
 
     @override
     def on_step_start(self, run: Run) -> None:

@@ -70,8 +70,8 @@ if TYPE_CHECKING:
     from trainkit.trainer import Trainer as Trainer
     from trainkit.training.callback import Callback as Callback
     from trainkit.training.lr_schedule import LRSchedule as LRSchedule
-    from trainkit.training.run import FitResult as FitResult, Run as Run
-    from trainkit.training.state import TrainState as TrainState
+    from trainkit.training.run import Run as Run
+    from trainkit.training.run_parts import FitResult as FitResult, TrainState as TrainState
     from trainkit.types import (
         Alternating as Alternating,
         StepOutput as StepOutput,
@@ -114,8 +114,8 @@ __all__, __getattr__, __dir__ = lazy_exports(
         "trainer": "Trainer",
         "training.callback": "Callback",
         "training.lr_schedule": "LRSchedule",
-        "training.run": "FitResult Run",
-        "training.state": "TrainState",
+        "training.run": "Run",
+        "training.run_parts": "FitResult TrainState",
         "types": "Alternating StepOutput StepResult",
     },
 )

@@ -29,11 +29,13 @@ from trainkit.training.evaluation import Evaluator, RunEvaluation
 from trainkit.training.logging import Log, NoRun
 from trainkit.training.lr_schedule import LRSchedule, LRSchedules, by_name, make_lr_schedule
 from trainkit.training.objectives import Objectives
-from trainkit.training.run import FitResult, Run
+from trainkit.training.run import Run
+from trainkit.training.run_parts import FitResult, RunCheckpoints
 from trainkit.training.setup import arguments
 from trainkit.training.setup.fit_context import (
     Calls,
     Course,
+    close,
     compiling,
     conditions,
     course_of,
@@ -341,9 +343,9 @@ class Trainer:
                 remake = partial(self._make_schedule, settings, run.objectives)
                 restore(run, callbacks, checkpoint, settings.schedule, remake)
             check_outputs(run, callbacks)
-            stack.enter_context(run.interrupts)
-            stack.callback(run.close)
-            run.weights.train()
+            stack.enter_context(run.internals.interrupts)
+            stack.callback(close, run)
+            run.internals.weights.train()
             loop.fit(run, callbacks)
         return course.end(run)
 
@@ -546,7 +548,7 @@ class Trainer:
             )
         if checkpoint is not None:
             check_called_by_all(self.strategy.processes, "save_model")
-        if self.run.scratch is not None:
+        if self.run.internals.scratch is not None:
             directory = self.run.place(absolute(directory, "directory"))
             self.processes.print(f"trainkit: dry run: the model goes to `{directory}` instead.")
         module = self.run.module
@@ -631,11 +633,10 @@ class Trainer:
                 after_epochs=evaluates,
                 at_end=evaluates,
             ),
+            checkpoints=RunCheckpoints(objects=self._objects, restore_best=settings.restore_best),
             output_dir=self.output_dir,
             hparams=self.hparams,
-            objects=self._objects,
         )
-        run.checkpoints.restore_best = settings.restore_best
         give_closure(run)
         return run
 

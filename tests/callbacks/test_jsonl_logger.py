@@ -11,7 +11,7 @@ from tests.helpers.callbacks import Skips
 from tests.helpers.toys import fit, make_trainer
 from trainkit import Callback, ConfigError, Run, StepResult
 from trainkit.callbacks import JSONLLogger
-from trainkit.training.state import TrainState
+from trainkit.training.run_parts import TrainState
 
 
 class _Resumed(Callback):

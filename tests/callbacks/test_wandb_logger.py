@@ -151,7 +151,7 @@ def test_a_new_fit_is_a_new_run(tmp_path: Path) -> None:
 
 def test_a_signal_ends_the_run_with_its_code(tmp_path: Path) -> None:
     with pytest.raises(Interrupted):
-        _fit(tmp_path, At(3, lambda run: run.interrupts.ask(15)))
+        _fit(tmp_path, At(3, lambda run: run.internals.interrupts.ask(15)))
     (read,) = _read(tmp_path)
     assert read.exit_code == 143
 

@@ -8,7 +8,7 @@ from typing_extensions import override
 from tests.helpers.ranks import run_ranks
 from trainkit.distributed import AsyncFlags, Processes
 from trainkit.errors import DistributedError
-from trainkit.training.run import Requests
+from trainkit.training.run_parts import Requests
 
 
 def _exchange(rank: int) -> list[tuple[int, ...] | None]:

@@ -21,7 +21,7 @@ from trainkit.callbacks import Checkpoint, Journal, NaNGuard
 from trainkit.cli.main import _parser, main
 from trainkit.cli.replay import _command as command_of
 from trainkit.journal import JOURNAL, read
-from trainkit.training import run as runs
+from trainkit.training import run_parts
 
 OPTIONS: dict[str, Any] = {
     "optimizer": partial(torch.optim.AdamW, lr=0.01),
@@ -230,10 +230,10 @@ def test_a_program_is_left_after_the_replay_it_was_started_for(
     asked = {"run": str(tmp_path / "run"), "step": 7, "leaves": str(tmp_path / "answer")}
     monkeypatch.setenv("TRAINKIT_REPLAY", json.dumps(asked))
     number = read(tmp_path / "run").header["start"]["fit"]
-    monkeypatch.setattr(runs, "_fits", count(number + 1))
+    monkeypatch.setattr(run_parts, "_fits", count(number + 1))
     with pytest.raises(ConfigError, match=f"`fit` number {number} of its program, and this is"):
         trainer(tmp_path / "run").fit(Model(), loader(), **OPTIONS)
-    monkeypatch.setattr(runs, "_fits", count(number - 1))
+    monkeypatch.setattr(run_parts, "_fits", count(number - 1))
     with pytest.raises(ConfigError, match=r"and a replay of `.*/run` was asked for"):
         trainer(tmp_path / "other").fit(Model(), loader(), **OPTIONS)
     with pytest.raises(SystemExit) as end:

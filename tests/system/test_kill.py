@@ -19,7 +19,7 @@ from tests.system.trials import (
     survive_stop,
     whole_run,
 )
-from trainkit import Run
+from trainkit.training.run_parts import Internals
 
 KILLED = [
     (Settings(), Saving()),
@@ -103,5 +103,5 @@ def test_the_check_notices_a_random_state_that_is_not_restored(tmp_path: Path) -
 
 def forgetful_stop(settings: Settings, saving: Saving, folder: Path, seed: int) -> Report:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Run, "restore_streams", lambda run: None)
+        patch.setattr(Internals, "restore_streams", lambda internals, device: None)
         return survive_stop(settings, saving, folder, random.Random(seed))

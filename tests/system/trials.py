@@ -315,7 +315,7 @@ def interrupted_run(settings: Settings, saving: Saving, signals: Signals) -> Cal
         run = training.trainer.run
         assert run is not None
         (folder / f"step-of-{rank}").write_text(str(run.state.step))
-        (folder / f"heard-by-{rank}").write_text(str(run.interrupts.received))
+        (folder / f"heard-by-{rank}").write_text(str(run.internals.interrupts.received))
         training.keep_outcome()
         training.trainer.close()
         return code

@@ -31,7 +31,8 @@ from trainkit.inspect.suspects import Fault, Part
 from trainkit.journal import Record
 from trainkit.training.callback import Callback
 from trainkit.training.callback_list import CallbackList
-from trainkit.training.run import FitResult, Run
+from trainkit.training.run import Run
+from trainkit.training.run_parts import FitResult
 from trainkit.training.setup.fit_context import end
 from trainkit.training.setup.run_folder import write_apart
 from trainkit.types import StepResult
@@ -105,11 +106,11 @@ class Replay(Callback):
             raise ConfigError(
                 f"`process` is {self._process}, but the run has {count(processes.size, 'process')}."
             )
-        if self._leaves is not None and planned["fit"] not in (None, run.number):
+        if self._leaves is not None and planned["fit"] not in (None, run.internals.number):
             raise ConfigError(
                 f"`{self._folder}` was made by `fit` number {planned['fit']} of its program, and "
-                f"this is number {run.number}: one that makes several trainings into one folder is "
-                "replayed by `trainer.replay` in place of that `fit`."
+                f"this is number {run.internals.number}: one that makes several trainings into one "
+                "folder is replayed by `trainer.replay` in place of that `fit`."
             )
         for line in planned["notes"]:
             run.print(f"trainkit: {line}")
@@ -132,8 +133,8 @@ class Replay(Callback):
         if self.result is None:
             self._finish(run, run.state.step)
             run.print(f"trainkit: all was finite until the end, step {run.state.step}.")
-        if run.is_main_process and run.scratch is not None:
-            shutil.rmtree(run.scratch, ignore_errors=True)
+        if run.is_main_process and run.internals.scratch is not None:
+            shutil.rmtree(run.internals.scratch, ignore_errors=True)
         if self._leaves is not None:
             raise SystemExit(0)
         return end(run)
@@ -149,14 +150,14 @@ class Replay(Callback):
 
     @override
     def on_fit_start(self, run: Run) -> None:
-        inner, step = run.recut, run.training_step
+        inner, step = run.internals.recut, run.training_step
         self._dtype = wide_dtype(run.strategy.device.type)
         self._is_cut, self._losses, self._usual = inner is not None, [], set()
 
         def recut(windows: Generator[Window, None, None]) -> Generator[Window, None, None]:
             return self._windows(run, windows if inner is None else inner(windows))
 
-        run.recut = recut
+        run.internals.recut = recut
         run.training_step = partial(self._see, run, step)
         for each in run.optimizers.values():
             if each.training_step is not None:

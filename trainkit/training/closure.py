@@ -14,7 +14,7 @@ from trainkit.precision import Precision
 from trainkit.training import loop
 from trainkit.training.objectives import Losses, Objective, Objectives, TrainingStep
 from trainkit.training.run import Run
-from trainkit.training.state import TrainState
+from trainkit.training.run_parts import TrainState
 
 
 def give_closure(run: Run) -> None:

@@ -36,7 +36,7 @@ def fit(run: Run, callbacks: CallbackList) -> None:
         callbacks.emit_to_all(Callback.on_exception, run, error)
         raise
     finally:
-        run.weights.evaluate()  # no step follows
+        run.internals.weights.evaluate()  # no step follows
         error_at_end = callbacks.emit_to_all(Callback.on_fit_end, run)
         if error_at_end is not None and not failed:  # must not hide the first error
             raise error_at_end
@@ -143,7 +143,7 @@ def update(run: Run, objective: Objective) -> StepResult:
 def skip(run: Run, objective: Objective, reason: str | None = None) -> StepResult:
     """Clear the gradients of an objective; parameters and schedule stay as they were (rule 9)."""
     loss, weight = objective.weighting.result()
-    reason = reason or run.check_overflow(loss, objective.precision)
+    reason = reason or phases.check_overflow(run, loss, objective.precision)
     objective.optimizer.zero_grad(set_to_none=True)
     return StepResult(loss, skipped=True, reason=reason, weight=weight)
 

@@ -16,7 +16,7 @@ from typing_extensions import override
 from trainkit.basics.config import check_argument
 from trainkit.errors import ConfigError
 from trainkit.training.evaluation import RunEvaluation
-from trainkit.training.state import TrainState
+from trainkit.training.run_parts import TrainState
 from trainkit.types import AnyScheduler, Scalars, SchedulerFactory
 
 if TYPE_CHECKING:

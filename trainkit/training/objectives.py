@@ -13,7 +13,7 @@ from trainkit.basics.config import TrainConfig
 from trainkit.data import MicroBatch, Window
 from trainkit.errors import ConfigError
 from trainkit.precision import Precision
-from trainkit.training.state import TrainState
+from trainkit.training.run_parts import TrainState
 from trainkit.training.weighting import Weighting, loss_of
 from trainkit.types import Batch, StepResult
 

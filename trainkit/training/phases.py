@@ -8,7 +8,7 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainkit.distributed.collectives import require_equal
@@ -18,6 +18,7 @@ from trainkit.training.callback_list import CallbackList
 
 if TYPE_CHECKING:
     from trainkit.data import MicroBatch, Window
+    from trainkit.precision import Precision
     from trainkit.training.run import Run
     from trainkit.training.weighting import Weighting
     from trainkit.types import Scalars
@@ -37,7 +38,7 @@ def begin(run: Run, callbacks: CallbackList) -> None:
             "`restore_best=True` leaves the best weights in the model, but nothing says which "
             'those are. Add the callback `Checkpoint(keep_best=("eval/loss", "min"))`.'
         )
-    run.left_out = {*_untrained(run)}
+    run.internals.left_out = {*_untrained(run)}
     if run.train_loader.stream is not None:
         run.train_loader.stream.check_evaluations(run.evaluation.loaders.values())
     if run.processes.num_processes > 1:
@@ -50,8 +51,8 @@ def begin(run: Run, callbacks: CallbackList) -> None:
     from trainkit.training.setup.rehearsal import rehearse  # only a fit needs it
 
     run.evaluation.check(rehearse(run), run.print)
-    run.restore_streams()
-    run.enter("train")
+    run.internals.restore_streams(run.strategy.device)
+    run.clock.enter("train")
     run.stop_reason = run.end_reached  # where a run is resumed that had ended
 
 
@@ -139,13 +140,13 @@ def _untrained(run: Run) -> list[str]:
 
 def _say_untrained(run: Run) -> None:
     """Say once which parameters began to train after `fit` had, though nothing updates them."""
-    if run.state.attempts == 0 or not (names := {*_untrained(run)} - run.left_out):
+    if run.state.attempts == 0 or not (names := {*_untrained(run)} - run.internals.left_out):
         return
     parameters, held = dict(run.module.named_parameters()), _held_by_anybody()
     lost = [n for n in names if parameters[n].grad is not None and id(parameters[n]) not in held]
     if not lost:
         return
-    run.left_out |= names
+    run.internals.left_out |= names
     run.print(
         f"trainkit: {len(lost)} parameters have gradients, but stay as they are: "
         f"{quoted(sorted(lost))}. They were frozen or missing when `fit` began, and no optimizer "
@@ -186,10 +187,20 @@ def follow_plan(run: Run) -> None:
     )
     if run.lr_schedule is not None and run.lr_schedule.every == "step":
         text += (
-            f" The learning-rate schedule stays that of {run.scheduled_steps} planned steps. Give "
-            "`max_steps` where it must end with the training."
+            f" The learning-rate schedule stays that of {run.internals.scheduled_steps} planned "
+            "steps. Give `max_steps` where it must end with the training."
         )
     run.print(text)
+
+
+def check_overflow(run: Run, loss: Tensor, precision: Precision) -> str:
+    """Return why a window is skipped; raise where its overflow leaves no way on."""
+    if precision.exhausted:
+        from trainkit.training.overflow import low_scale  # most runs need none of it
+
+        named = run.module.named_parameters()
+        raise low_scale(run.strategy, named, loss, step=run.state.step)
+    return "the gradients overflowed"
 
 
 def refuse_more_skips(run: Run, name: str, reason: str | None) -> None:
@@ -210,32 +221,32 @@ def refuse_more_skips(run: Run, name: str, reason: str | None) -> None:
 
 def serve(run: Run, callbacks: CallbackList) -> None:
     """Serve what is due after a window, or after an epoch; `finish` serves in this order too."""
-    requests = run.requests
-    if run.flags is not None or run.interrupts.received:
+    requests, flags = run.requests, run.internals.flags
+    if flags is not None or run.internals.interrupts.received:
         _read_requests(run)
     stops = requests.stop is not None
     is_new = run.logging.is_read and run.state.step != run.logging.last_step
     if is_new and (run.is_log_step or (stops and not _is_interrupted(run))):
         _write_log(run, callbacks)
-    if requests.evaluation or (stops and run.lacks_last_evaluation):
+    if requests.evaluation or (stops and _lacks_last_evaluation(run)):
         _evaluate(run, callbacks)
     if run.checkpoints.saver is not None:
         _save(run, callbacks)
-    if run.flags is not None and (run.flags.count_window() or requests.stop is not None):
-        requests.send(run.flags, run.interrupts.received)
+    if flags is not None and (flags.count_window() or requests.stop is not None):
+        requests.send(flags, run.internals.interrupts.received)
     if requests.stop is not None:
         run.stop_reason = requests.stop
 
 
 def finish(run: Run, callbacks: CallbackList) -> None:
     """Serve what was asked for while the last window was served, and save the last step."""
-    run.enter("end")
+    run.clock.enter("end")
     _read_requests(run)
     logs = run.logging.is_read and not _is_interrupted(run)
     if logs and run.state.step != run.logging.last_step:
         _write_log(run, callbacks)
     asked = run.requests.evaluation and not run.is_evaluated
-    if asked or run.lacks_last_evaluation:
+    if asked or _lacks_last_evaluation(run):
         _evaluate(run, callbacks)
         # Saved once more with its metrics, or each start of a finished run would evaluate anew.
         run.checkpoints.saved_attempt = -1
@@ -254,9 +265,14 @@ def finish(run: Run, callbacks: CallbackList) -> None:
         _check_replicas(run)
     if logs:
         _write_log(run, callbacks)
-    if run.flags is not None:  # a signal may have come since the last window
-        run.requests.send(run.flags, run.interrupts.received)
+    if run.internals.flags is not None:  # a signal may have come since the last window
+        run.requests.send(run.internals.flags, run.internals.interrupts.received)
     _read_requests(run)
+
+
+def _lacks_last_evaluation(run: Run) -> bool:
+    """Return whether the last step is to be evaluated and has not been."""
+    return run.evaluation.at_end and not run.is_evaluated
 
 
 def _evaluate(run: Run, callbacks: CallbackList) -> None:
@@ -264,8 +280,8 @@ def _evaluate(run: Run, callbacks: CallbackList) -> None:
     saver = run.checkpoints.saver
     if saver is not None and saver.weights_only:  # what its weights are compared with must be there
         _note_saved(run, callbacks, saver.wait())
-    with run.weights.held(error_is_last=True):
-        phase = run.enter("evaluate")
+    with run.internals.weights.held(error_is_last=True):
+        phase = run.clock.enter("evaluate")
         run.strategy.share_buffers(run.module)
         callbacks.emit(Callback.on_evaluation_start, run)
         _say_untrained(run)
@@ -300,7 +316,7 @@ def _evaluate(run: Run, callbacks: CallbackList) -> None:
 
             save_weights(run, callbacks)
         callbacks.emit(Callback.on_evaluation_end, run, metrics)
-        run.enter(phase)
+        run.clock.enter(phase)
 
 
 def _check_replicas(run: Run) -> None:
@@ -314,10 +330,10 @@ def _check_replicas(run: Run) -> None:
 
 def _read_requests(run: Run) -> None:
     """Take over what all processes know of; a signal asks for the end, which saves."""
-    if run.flags is not None:
-        run.requests.read(run.flags, run.strategy.processes)
-    elif run.interrupts.received:
-        run.requests.signal = run.interrupts.received
+    if run.internals.flags is not None:
+        run.requests.read(run.internals.flags, run.strategy.processes)
+    elif run.internals.interrupts.received:
+        run.requests.signal = run.internals.interrupts.received
     if not run.requests.signal:
         return
     run.requests.stop = f"signal {run.requests.signal}"
@@ -349,7 +365,7 @@ def _save(run: Run, callbacks: CallbackList) -> None:
     due, run.requests.checkpoint = run.requests.checkpoint, False
     if not due or run.checkpoints.saved_attempt == run.state.attempts:
         return
-    phase = run.enter("save")
+    phase = run.clock.enter("save")
     callbacks.emit(Callback.on_checkpoint_start, run)
     _note_saved(run, callbacks, saver.wait())
     stops = run.requests.stop is not None or run.stop_reason is not None
@@ -360,7 +376,7 @@ def _save(run: Run, callbacks: CallbackList) -> None:
         path = saver.save(run.state.step, collect(run, callbacks), about)
     run.checkpoints.saved_attempt = run.state.attempts
     _note_saved(run, callbacks, path)
-    run.enter(phase)
+    run.clock.enter(phase)
 
 
 def _note_saved(run: Run, callbacks: CallbackList, path: Path | None) -> None:

@@ -29,10 +29,10 @@ from trainkit.training.modes import in_training_mode
 from trainkit.training.resume.fingerprint import fingerprint
 from trainkit.training.resume.reference import describe_base, left_out
 from trainkit.training.run import Run
+from trainkit.training.run_parts import TrainState
 from trainkit.training.setup.epoch_order import order_of
 from trainkit.training.setup.run_folder import own_folder
 from trainkit.training.several.objectives import COUNTERS
-from trainkit.training.state import TrainState
 
 _COUNTERS = Only(dict.fromkeys(TrainState().state_dict(), int))
 # Older ones have a reference of weights, which nothing reads.
@@ -133,7 +133,7 @@ def owners_of(run: Run, callbacks: CallbackList) -> Owners:
     }
     stream = run.train_loader.stream
     data = {} if stream is None else {"train": stream}
-    return {"callbacks": stateful, "objects": dict(run.objects), "data": data}
+    return {"callbacks": stateful, "objects": dict(run.checkpoints.objects), "data": data}
 
 
 def collect(run: Run, callbacks: CallbackList) -> dict[str, Any]:
@@ -152,7 +152,7 @@ def collect(run: Run, callbacks: CallbackList) -> dict[str, Any]:
         parts = {
             "model": model,
             "optimizer": named_optimizer_state(run.optimizer, parameters)
-            | run.weights.state_dict(run.module),
+            | run.internals.weights.state_dict(run.module),
             "trainer": RunState.of(run).as_part(),
         }
         shapes = shapes_of(run.module)
@@ -161,7 +161,7 @@ def collect(run: Run, callbacks: CallbackList) -> dict[str, Any]:
     processes = run.strategy.processes
     parts, alike, own = take_states(processes, owners_of(run, callbacks), take)
     parts["trainer"] |= alike
-    streams = run.streams or rng.state_dict(run.strategy.device)
+    streams = run.internals.streams or rng.state_dict(run.strategy.device)
     own = {**streams, **own, "log_sums": run.logging.sums.state_dict()}
     return parts_of_rank(processes, parts, own, sharded=run.strategy.sharded)
 
@@ -190,7 +190,7 @@ def describe(run: Run, callbacks: CallbackList) -> dict[str, Any]:
         "metrics": dict(run.metrics) if run.is_evaluated else {},
         "config": asdict(run.config),
         "hparams": dict(run.hparams),
-        "planned_steps": run.scheduled_steps,
+        "planned_steps": run.internals.scheduled_steps,
         "strategy": run.strategy.name,
         "versions": versions(),
         "fingerprint": fingerprint(run),
@@ -213,14 +213,14 @@ def save_weights(run: Run, callbacks: CallbackList) -> None:
     if run.checkpoint is None:  # nothing to resume from: what began anew would find these weights
         run.requests.checkpoint = True
         return
-    phase = run.enter("save")
+    phase = run.clock.enter("save")
     about = describe(run, callbacks)
     about.pop("evaluated_weights", None)  # the model holds them
     if "finite" not in about:
         model, strategy = {"model": _model_state(run)}, run.strategy
         parts = parts_of_rank(strategy.processes, model, None, sharded=strategy.sharded)
         saver.save(step, parts, about | {"weights_only": True})
-    run.enter(phase)
+    run.clock.enter(phase)
 
 
 def save_now(run: Run | None, callbacks: CallbackList) -> Path:
@@ -278,7 +278,7 @@ def _states(run: Run, callbacks: CallbackList) -> Iterator[tuple[str, Any]]:
     if run.lr_schedule is not None:
         yield "lr_scheduler", run.lr_schedule.scheduler.state_dict()
     yield "precision", run.precision.state_dict()
-    for name, part in run.objects.items():
+    for name, part in run.checkpoints.objects.items():
         yield f"objects.{name}", part.state_dict()
     if run.train_loader.stream is not None:
         yield "data.train", run.train_loader.stream.state_dict()

@@ -44,7 +44,7 @@ def fingerprint(run: Run) -> dict[str, Any]:
         ],
         "added parameters": {
             names[id(p)]: p.requires_grad
-            for group in run.optimizer.param_groups[run.given_groups :]
+            for group in run.optimizer.param_groups[run.internals.given_groups :]
             for p in group["params"]
         },
         "scheduler": run.lr_schedule and run.lr_schedule.kind,

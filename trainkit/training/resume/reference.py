@@ -15,7 +15,8 @@ from trainkit.errors import CheckpointError, ConfigError, quoted
 from trainkit.export.loading import Loading
 from trainkit.export.state import whole
 from trainkit.training.resume.replicas import digests_of
-from trainkit.training.run import Base, Run
+from trainkit.training.run import Run
+from trainkit.training.run_parts import Base
 
 KEY = "reference"
 """In the manifest of a checkpoint that refers to its base."""

@@ -87,7 +87,7 @@ def restore(
     planned = metadata["planned_steps"]
     if schedule == "keep" and planned != run.planned_steps:
         run.lr_schedule = remake(planned)  # it must end where it would have ended
-        run.scheduled_steps = planned
+        run.internals.scheduled_steps = planned
     run_on_all(processes, lambda: _apply(run, callbacks, loaded, schedule))
     say_changes(metadata, run)
     if run.end_reached is not None:
@@ -124,7 +124,7 @@ def _present(run: Run, callbacks: CallbackList) -> dict[str, Any]:
             "callbacks": {
                 name: callback.state_template(run) for name, callback in stateful.items()
             },
-            "objects": {name: part.state_dict() for name, part in run.objects.items()},
+            "objects": {name: part.state_dict() for name, part in run.checkpoints.objects.items()},
         },
     }
 
@@ -164,7 +164,7 @@ def _load(
     if news := put_own(model, "model", own, same_size=same_size):
         run.print(f"trainkit: {news}")
     foreign = any(not type(c).__module__.startswith("trainkit.") for c in callbacks.callbacks)
-    late = str(path) if run.objects or foreign else None
+    late = str(path) if run.checkpoints.objects or foreign else None
     unfit += order_problems(manifest.metadata.get("order"), state.counters, run, late=late)
     refuse(path, unfit + model_problems(model, run.module))
     _check_owners(run, owners, checkpoint, states)
@@ -302,7 +302,7 @@ def _apply(run: Run, callbacks: CallbackList, loaded: _Loaded, schedule: str | N
     rescaled = schedule == "rescale" and run.lr_schedule is not None
     with applying("The optimizer", path):
         _load_optimizer(run, loaded, rescaled=rescaled)
-        run.weights.load_state_dict(loaded.optimizer, run.module)
+        run.internals.weights.load_state_dict(loaded.optimizer, run.module)
     if run.lr_schedule is not None and not rescaled:
         with applying("The learning-rate scheduler", path):
             run.lr_schedule.scheduler.load_state_dict(state.lr_scheduler)
@@ -325,8 +325,8 @@ def _apply_streams(run: Run, loaded: _Loaded) -> None:
     """Take this process's streams, or derive them where there are other processes now."""
     rank, step = run.processes.process_index, run.state.step
     if loaded.checkpoint.manifest.world_size == run.processes.num_processes:
-        run.streams = loaded.ranks[rank]
-        run.logging.sums.load_state_dict(run.streams["log_sums"])
+        run.internals.streams = loaded.ranks[rank]
+        run.logging.sums.load_state_dict(run.internals.streams["log_sums"])
         return
     if run.is_main_process:
         share = run.processes.num_processes / loaded.checkpoint.manifest.world_size

@@ -15,7 +15,8 @@ from trainkit.distributed import Processes, run_on_all, run_on_main
 from trainkit.errors import CheckpointError, ConfigError
 from trainkit.training.modes import in_training_mode
 from trainkit.training.resume.reference import load_onto_base
-from trainkit.training.run import FitResult, Run
+from trainkit.training.run import Run
+from trainkit.training.run_parts import FitResult
 from trainkit.training.unchanged import kept_buffers
 
 _NAMES = ("best", "last")

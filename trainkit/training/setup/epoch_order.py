@@ -91,7 +91,7 @@ def order_problems(
                 "already, but nothing was trained."
             )
 
-    run.check_order = check
+    run.internals.check_order = check
     return []
 
 
@@ -120,7 +120,7 @@ def _is_registered_in(run: Run) -> bool:
     source = run.train_loader.source
     batch_sampler = getattr(source, "batch_sampler", None)
     samplers = [batch_sampler, *(getattr(one, "sampler", None) for one in (source, batch_sampler))]
-    return any(part is sampler for part in run.objects.values() for sampler in samplers)
+    return any(part is sampler for part in run.checkpoints.objects.values() for sampler in samplers)
 
 
 def say_changes(metadata: Mapping[str, Any], run: Run) -> None:

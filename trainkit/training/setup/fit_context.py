@@ -1,6 +1,8 @@
 """What surrounds a fit: calls inside calls, the watch, compilation, its end."""
 
 import os
+import signal
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -11,6 +13,7 @@ from torch import nn
 
 from trainkit.basics import rng
 from trainkit.basics.config import TrainConfig
+from trainkit.basics.signals import Interrupted, is_interactive
 from trainkit.data import PreparedLoader
 from trainkit.distributed import collective_guard
 from trainkit.errors import ConfigError
@@ -18,7 +21,8 @@ from trainkit.lazy import ask
 from trainkit.strategies import Strategy
 from trainkit.training.callback_list import CallbackList
 from trainkit.training.logging import Log
-from trainkit.training.run import FitResult, Run
+from trainkit.training.run import Run
+from trainkit.training.run_parts import FitResult
 from trainkit.training.setup.arguments import FitSettings
 from trainkit.training.weighting import Weighting
 
@@ -126,11 +130,48 @@ def compiling(model: nn.Module, options: Mapping[str, Any] | None) -> AbstractCo
     return compiled(model, options)
 
 
+def close(run: Run) -> None:
+    """Give back the strategy's wrapper; a second fit makes its own."""
+    run.internals.streams = rng.state_dict(run.strategy.device)
+    if run.checkpoints.saver is not None:
+        run.checkpoints.saver.close()
+    run.objectives.close()
+    run.clock.enter("done")
+
+
+def _interruption(run: Run) -> Interrupted | None:
+    """Say what a signal has ended, and return what ends the program.
+
+    None: somebody goes on typing, as in a notebook, and has only asked the training to end.
+    """
+    signum = run.requests.signal
+    goes_on = signum == signal.SIGINT and is_interactive()
+    saved = f"checkpoint `{run.checkpoint}`" if run.checkpoints.saver else "nothing saved"
+    message = (
+        f"trainkit: ended by {signal.Signals(signum).name} at step {run.state.step}, {saved}."
+        + (" The model holds the weights of this step." if goes_on else "")
+    )
+    if sys.stderr is not None:
+        run.print(message, file=sys.stderr)
+    return None if goes_on else Interrupted(signum, message)
+
+
 def end(run: Run) -> FitResult:
     """Return what a training came to, its best weights in the model if wanted; raise a signal."""
-    if run.requests.signal and (stop := run.interruption()) is not None:
+    if run.requests.signal and (stop := _interruption(run)) is not None:
         raise stop
-    result, saver = run.result(), run.checkpoints.saver
+    saver = run.checkpoints.saver
+    result = FitResult(
+        step=run.state.step,
+        skipped_steps=run.state.skipped_steps,
+        epoch=run.state.epoch,
+        samples_seen=run.state.samples_seen,
+        metrics=dict(run.metrics),
+        best_metrics=dict(run.best_metrics),
+        stop_reason=run.stop_reason or "",
+        output_dir=run.output_dir,
+        checkpoint=run.checkpoint,
+    )
     if saver is not None and (best := saver.find_best()) is not None:
         path, step, value = best
         result = replace(result, best_checkpoint=Path(path), best_step=step, best_value=value)

@@ -38,9 +38,9 @@ def own_folder(run: Run) -> Iterator[None]:
             _take(run, run.output_dir)
         yield
     finally:
-        for lock in run.locks:
+        for lock in run.internals.locks:
             lock.release()
-        run.locks.clear()
+        run.internals.locks.clear()
 
 
 def _take(run: Run, given: Path) -> None:
@@ -52,7 +52,7 @@ def _take(run: Run, given: Path) -> None:
     def take() -> None:
         check_folder(given, owner)
         advice = "choose another `output_dir`, or pass `new_run=True`"
-        run.locks.append(RunLock(given.resolve(), advice=advice).acquire())
+        run.internals.locks.append(RunLock(given.resolve(), advice=advice).acquire())
 
     run_on_main(processes, take)
     # For good: whoever points a link elsewhere later does not move the run.
@@ -69,14 +69,16 @@ def check_outputs(run: Run, callbacks: CallbackList) -> None:
     def check() -> None:
         for callback in callbacks.writers:
             callback.check_output(run)
-        for place in run.outputs:
+        for place in run.internals.outputs:
             if place.is_char_device() or place.is_fifo():
                 continue
             if run.output_dir is None or not place.is_relative_to(run.output_dir):
                 from trainkit.basics.lock import RunLock  # by default all is in there
 
                 parts = (place,) if place.is_dir() else (place.parent, place.name)
-                run.locks.append(RunLock(*parts, advice="give the logger another place").acquire())
+                run.internals.locks.append(
+                    RunLock(*parts, advice="give the logger another place").acquire()
+                )
 
     run_on_all(run.strategy.processes, check)
 
@@ -113,6 +115,6 @@ def write_apart(run: Run, kind: str) -> None:
         weakref.finalize(run.processes, shutil.rmtree, folder, ignore_errors=True)
         return folder
 
-    run.scratch = Path(run_on_main(run.strategy.processes, make))
+    run.internals.scratch = Path(run_on_main(run.strategy.processes, make))
     if run.output_dir is not None:
         run.output_dir = run.place(run.output_dir)

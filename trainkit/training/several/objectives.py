@@ -15,7 +15,7 @@ from trainkit.distributed.collectives import require_equal
 from trainkit.errors import ConfigError, by_process, quoted
 from trainkit.strategies import Strategy
 from trainkit.training.objectives import Losses, Objective, Objectives, TrainingStep
-from trainkit.training.state import TrainState
+from trainkit.training.run_parts import TrainState
 from trainkit.training.weighting import parse
 from trainkit.types import StepOutput, StepResult
 
