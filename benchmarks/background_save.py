@@ -86,7 +86,7 @@ def measure(model: nn.Module, optimizer: torch.optim.Optimizer, rounds: int) -> 
     with tempfile.TemporaryDirectory() as folder:
         savers = [
             Saver(Path(folder, name), Processes.start(), KeepPolicy(), run_id="bench",
-                  resumed_from=None, background=name == "background")
+                  goes_on=False, background=name == "background")
             for name in ("background", "foreground")
         ]  # fmt: skip
         for step in range(rounds + 1):

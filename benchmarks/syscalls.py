@@ -44,7 +44,7 @@ def in_foreground(directory: Path) -> None:
 def in_background(directory: Path) -> None:
     """Do the same in a thread of its own."""
     saver = Saver(directory, Processes.start(), KeepPolicy(keep_last=1), run_id=RUN,
-                  resumed_from=1, background=True)  # fmt: skip
+                  goes_on=True, background=True)  # fmt: skip
     try:
         saver.save(2, {"model": {"weight": torch.full((64, 64), 2.0)}}, {})
         saver.wait()

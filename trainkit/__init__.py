@@ -127,7 +127,7 @@ provide(
         "default_callbacks": "trainkit.callbacks",
         "hint_for": "trainkit.watch.hints",
         "refuse_unknown": "trainkit.inspect.argument_names",
-        "report_failure": "trainkit.watch.job_watch",
+        "tell_of_failure": "trainkit.watch.job_watch",
         "start_watch": "trainkit.watch.job_watch",
         "tells_of_lost_peer": "trainkit.watch.hints",
     }

@@ -33,7 +33,7 @@ Loss = torch.nn.CrossEntropyLoss
 def make(directory: Path, *, background: bool = True, keep_last: int | None = 1) -> Saver:
     return Saver(
         directory, Processes.start(), KeepPolicy(keep_last=keep_last), run_id="run",
-        resumed_from=None, background=background,
+        goes_on=False, background=background,
     )  # fmt: skip
 
 

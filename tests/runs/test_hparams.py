@@ -18,7 +18,7 @@ from torch import nn
 from tests.helpers.ranks import run_ranks
 from tests.helpers.toys import fit, make_trainer
 from trainkit import ConfigError
-from trainkit.basics.hparams import changed, flat, plain
+from trainkit.basics.hparams import changed_hparams, flat, plain
 from trainkit.callbacks import Checkpoint, JSONLLogger
 from trainkit.checkpoint import CheckpointStore
 from trainkit.inspect.report.records import read_run
@@ -116,7 +116,7 @@ def test_secrets_are_not_recorded() -> None:
 def test_what_has_no_nesting_gets_dotted_names_and_lists_as_text() -> None:
     values = {"a": {"b": {"c": 1}, "empty": {}}, "l": [1, {"x": math.nan}], "n": None}
     assert flat(values) == {"a.b.c": 1, "a.empty": "{}", "l": '[1, {"x": "NaN"}]', "n": None}
-    assert changed({"a": {"b": 1}, "x": 1}, {"a": {"b": 2}, "y": 1}) == [
+    assert changed_hparams({"a": {"b": 1}, "x": 1}, {"a": {"b": 2}, "y": 1}) == [
         "`a.b` was 1 and is 2",
         "`x` was 1 and is not set",
         "`y` was not set and is 1",

@@ -53,7 +53,7 @@ def flat(values: Mapping[str, Any]) -> dict[str, Any]:
     return dict(_leaves(json_value(values), ""))
 
 
-def changed(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def changed_hparams(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return, in words, which hyperparameters are others than they were."""
     old, new = flat(was), flat(now)
     pairs = {name: [each.get(name, "not set") for each in (old, new)] for name in {**old, **new}}

@@ -69,7 +69,7 @@ class Saver:
             to `weights/`.
         retention: What stays after each commit.
         run_id: Names the run in every manifest.
-        resumed_from: The step that the run was resumed from, None for a fresh one.
+        goes_on: Whether checkpoints in the directory may be of this run: a new one finds none.
         background: Write while training goes on: `save` only takes a snapshot.
         non_finite: What is done about parameters or a loss that are not finite; for whoever saves.
         keep_best: What is the best.
@@ -89,7 +89,7 @@ class Saver:
         retention: Retention,
         *,
         run_id: str,
-        resumed_from: int | None,
+        goes_on: bool,
         background: bool = False,
         non_finite: NonFinite = "mark",
         keep_best: Best | None = None,
@@ -111,7 +111,7 @@ class Saver:
         self._job: _Job | None = None
 
         def prepare() -> None:
-            if resumed_from is None:
+            if not goes_on:
                 check_unused(directory)
             files.make_directories(directory)
             for store in (self.store, self._weights):

@@ -215,7 +215,7 @@ class Replay(Callback):
             yield from window
             return
         self._parts, self._sizes = [], suspects.parameter_sizes(run)
-        position, rank = run.state.epoch_samples, run.processes.process_index
+        position, rank = run.state.epoch_samples, run.strategy.processes.rank
         for micro_batch in window:
             # Pieces of what a loader gives are no ranges of the order.
             first = None if self._is_cut else position + sum(micro_batch.counts[:rank])

@@ -53,7 +53,7 @@ def publish(
         process: The one that is written; None: all.
         alone: Whether the others may have been ended.
     """
-    rank, folder = run.processes.process_index, result.folder
+    rank, folder = run.strategy.processes.rank, result.folder
     assert folder is not None
     folder.mkdir(parents=True, exist_ok=True)
     table = _write_window(run, folder, parts) if process in (None, rank) else []
@@ -96,13 +96,13 @@ def _write_window(run: Run, folder: Path, parts: list[Part]) -> list[dict[str, A
             for gradient in run.strategy.local_gradients([parameter]):
                 table[name]["gradient"] = _numbers(gradient)
     about = {
-        "process": run.processes.process_index,
+        "process": run.strategy.processes.rank,
         "epoch": run.state.epoch,
         "micro_batches": batches,
         "modules": modules,
         "parameters": table,
     }
-    name = f"process-{run.processes.process_index}"
+    name = f"process-{run.strategy.processes.rank}"
     save_file(tensors, folder / f"{name}.safetensors")
     replace_file(folder / f"{name}.json", (json.dumps(json_value(about), indent=1) + "\n").encode())
     return modules

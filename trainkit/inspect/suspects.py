@@ -96,7 +96,7 @@ def find_fault(
         sizes: Of the parameters before the window.
         error: What was raised.
     """
-    rank = run.processes.process_index
+    rank = run.strategy.processes.rank
     for name, size in sizes.items():
         if not size <= _ABSURD:
             text = f"the parameter `{name}` holds {size:g} before the window begins"
@@ -167,7 +167,7 @@ def _rows(event: Event, count: int) -> list[int]:
 def _alone(run: Run, part: Part, kind: str, error: Exception | None = None) -> list[int]:
     """Return the samples that show the same without the others."""
     together = any(isinstance(module, nn.SyncBatchNorm) for module in run.module.modules())
-    if run.processes.num_processes > 1 and (run.strategy.sharded or together):
+    if run.strategy.processes.size > 1 and (run.strategy.sharded or together):
         return []  # the others would have to take part
     count, found = part.micro_batch.count, []
     for row in range(count):

@@ -59,7 +59,7 @@ def report_failure(run: Run, error: BaseException) -> None:
     if hint and not ask("tells_of_lost_peer")(error) and hint not in text_of(error):
         error.add_note(f"trainkit: {hint}")
     place["samples"] |= indices_of(run, place["samples"])
-    ask("report_failure")(error, processes, place, run.output_dir)
+    ask("tell_of_failure")(error, processes, place, run.output_dir)
 
 
 def _where_run_is(run: Run) -> dict[str, Any]:

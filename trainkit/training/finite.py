@@ -28,7 +28,7 @@ def finiteness(run: Run) -> dict[str, Any]:
     step = run.state.step
     found = f"parameters or the loss of step {step} are not finite"
     if run.checkpoints.saver.non_finite == "raise":
-        process = run.processes.process_index
+        process = run.strategy.processes.rank
         raise NonFiniteError(f"Nothing is saved: {found}. {_ADVICE}", step=step, process=process)
     if not run.checkpoints.saver.has_warned:
         run.checkpoints.saver.has_warned = True

@@ -202,6 +202,7 @@ class RunServices:
     """What a step may use of `run`, in a training and in an evaluation before any."""
 
     processes: Communicator
+    """For users, with Accelerate's names; within trainkit `strategy.processes` is asked."""
     logging: Log = field(default_factory=Log)
 
     @property

@@ -41,7 +41,7 @@ def begin(run: Run, callbacks: CallbackList) -> None:
     run.internals.left_out = {*_untrained(run)}
     if run.train_loader.stream is not None:
         run.train_loader.stream.check_evaluations(run.evaluation.loaders.values())
-    if run.processes.num_processes > 1:
+    if run.strategy.processes.size > 1:
         _check_alike(run)
     if run.lr_schedule is not None:
         from trainkit.training.setup.schedule_check import check_plan  # many runs need none of it
@@ -321,7 +321,7 @@ def _evaluate(run: Run, callbacks: CallbackList) -> None:
 
 def _check_replicas(run: Run) -> None:
     """Raise where the processes hold different models; each save does so by itself."""
-    if run.processes.num_processes > 1 and run.evaluation.check_replicas:
+    if run.strategy.processes.size > 1 and run.evaluation.check_replicas:
         from trainkit.training.resume.replicas import check_replicas  # one process needs none of it
 
         parameters = dict(run.module.named_parameters())

@@ -226,11 +226,8 @@ class Run(RunServices):
 
     def place(self, path: Path) -> Path:
         """Return where to write what belongs at an absolute path: in a dry run not there."""
-        return (
-            path
-            if self.internals.scratch is None
-            else self.internals.scratch.joinpath(*path.parts[1:])
-        )
+        scratch = self.internals.scratch
+        return path if scratch is None else scratch.joinpath(*path.parts[1:])
 
     def save_checkpoints(
         self,
@@ -259,7 +256,8 @@ class Run(RunServices):
             processes,
             retention,
             run_id=checkpoints.run_id,
-            resumed_from=checkpoints.resumed_from,
+            # Of another start of it, or of this one when it has ended and is saved once more.
+            goes_on=checkpoints.resumed_from is not None or self.phase == "done",
             background=background,
             non_finite=non_finite,
             keep_best=keep_best,

@@ -90,14 +90,21 @@ class _ByWeight(_BySample):
     """The same for losses with a weight that the step tells: it stays on the device.
 
     A mean over no items is NaN, which must not reach a sum.
+
+    Args:
+        is_all: Whether the window is one micro-batch on one process, whose share is 1.
     """
+
+    def __init__(self, total: Tensor, *, is_all: bool) -> None:
+        super().__init__(total)
+        self.is_all = is_all
 
     @override
     def weigh(self, loss: Tensor, weight: Tensor, size: int) -> Tensor:
         self.losses.append((loss.detach(), weight))
         self.weight = self.weight + weight if self.losses[1:] else weight
         weighed = loss
-        if self.total is not weight:  # else it is one micro-batch on one process
+        if not self.is_all:
             weighed = loss * (weight * size / self.total).to(loss.dtype)
         return torch.where(weight > 0, weighed, torch.zeros_like(loss))
 
@@ -163,6 +170,7 @@ class Weighting:
         self._window = window
         self._sums = {}
         self._apart: list[tuple[_BySample, Tensor]] = []  # of this micro-batch, for `backward`
+        self._all_apart = False  # whether it has no other loss beside them
         self._scales: dict[str, Tensor] = {}  # T0 / T of each sum, once they are known
         self._own_samples = self.samples = 0
         self._is_whole = False  # whether the window is one micro-batch
@@ -206,10 +214,14 @@ class Weighting:
         open_sums = {key: w for key, w in weights.items() if isinstance(w, Tensor)}
         is_split = bool(open_sums) and len(losses) > 1 and not self._is_whole
         if is_split and micro_batch.last:
-            self._settle(open_sums)
+            own = {key: self._sums[key].weight + weight for key, weight in open_sums.items()}
+            for key, total in self._over_processes(own).items():  # T takes the place of T0
+                self._scales[key] = _ratio(self._sums[key].total, total)
+                self._sums[key].total = _positive(total)
         weighed = {k: self._sums[k].weigh(loss, weights[k], size) for k, loss in losses.items()}
         if is_split and not micro_batch.last:
             self._apart = [(self._sums[key], weighed.pop(key)) for key in open_sums]
+            self._all_apart = not weighed
         parts = [*weighed.values()] or [self._apart[-1][1]]
         return parts[0] if len(parts) == 1 else torch.stack(parts).sum()
 
@@ -231,10 +243,11 @@ class Weighting:
             return
         apart, self._apart = self._apart, []
         with self.strategy.gradients_apart(self.module):
-            for each, own in apart:
+            for number, (each, own) in enumerate(apart, 1):
+                is_last = self._all_apart and number == len(apart)
                 with self._gradients_of(each):
-                    run_backward(own, **(options if own is loss else {"retain_graph": True}))
-            if own is not loss:
+                    run_backward(own, **(options if is_last else {"retain_graph": True}))
+            if not self._all_apart:
                 run_backward(loss, **options)
 
     def correction(self) -> Weight | None:
@@ -324,22 +337,15 @@ class Weighting:
             if key not in totals:
                 self._sums[key] = _BySample(self._known_total(key) or self._guessed(micro_batch))
             elif self._is_whole and self._processes.size == 1:
-                self._sums[key] = _ByWeight(totals[key])
+                self._sums[key] = _ByWeight(totals[key], is_all=True)
             else:
-                self._sums[key] = _ByWeight(_positive(totals[key] * many))
+                self._sums[key] = _ByWeight(_positive(totals[key] * many), is_all=False)
 
     def _guessed(self, micro_batch: MicroBatch) -> int:
         """Return the samples of a window, as its first micro-batch lets one expect them."""
         if self._is_whole:
             return (micro_batch.count or 1) if self._processes.size == 1 else micro_batch.total
         return self._window.total or self._nominal or micro_batch.total * self._accumulation
-
-    def _settle(self, weights: Mapping[str, Tensor]) -> None:
-        """Put T in place of T0, by the weights of the last micro-batch."""
-        own = {key: self._sums[key].weight + weight for key, weight in weights.items()}
-        for key, total in self._over_processes(own).items():
-            self._scales[key] = _ratio(self._sums[key].total, total)
-            self._sums[key].total = _positive(total)
 
     def _over_processes(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if self._processes.size == 1 or not weights:

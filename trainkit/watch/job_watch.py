@@ -68,7 +68,7 @@ def _reach(processes: Processes, address: Address, *, one_machine: bool) -> "Job
     return None
 
 
-def report_failure(
+def tell_of_failure(
     error: BaseException, processes: Processes, place: dict[str, Any], output_dir: Path | None
 ) -> None:
     """Write a report of an error, and tell the other processes.

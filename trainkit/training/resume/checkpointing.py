@@ -238,7 +238,6 @@ def save_now(run: Run | None, callbacks: CallbackList) -> Path:
     if run.checkpoint is not None and run.checkpoints.saved_attempt == run.state.attempts:
         return run.checkpoint
 
-    run.checkpoints.resumed_from = run.state.step  # else what it has saved counts as another's
     run.checkpoints.saver = None
     with own_folder(run), in_training_mode(run.module):
         run.save_checkpoints(KeepPolicy(keep_last=None))

@@ -1,4 +1,4 @@
-"""What a checkpoint must have in common with the run that resumes from it (rules 22, 29)."""
+"""What a checkpoint has in common with the run that resumes from it, or not (rules 22, 29)."""
 
 from collections.abc import Mapping, Sequence
 from inspect import Parameter, signature
@@ -8,7 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainkit.basics.hparams import changed_hparams
 from trainkit.checkpoint.training_state import parameter_names
+from trainkit.data.order_facts import changed_facts
 from trainkit.export.state import shapes_in, shapes_of
 from trainkit.training.run import Run
 from trainkit.training.several.optimizers import Optimizers, described
@@ -28,6 +30,18 @@ _EQUAL = (
     "seed",
     *_NONE_BEFORE,
 )
+
+
+_MAY_CHANGE = (
+    "sample_seeding",
+    "drop_last_window",
+    "split_batches",
+    "max_grad_norm",
+    "max_grad_value",
+    "deterministic",
+    "limit_eval_batches",
+)
+"""Settings that change samples or updates, and that a resume takes from the run, not the save."""
 
 
 def fingerprint(run: Run) -> dict[str, Any]:
@@ -110,6 +124,28 @@ def horizon_problems(saved: Mapping[str, Any], run: Run, schedule: str | None) -
         'with the learning-rate schedule as it was, or `schedule="rescale"` to stretch it to the '
         "new horizon"
     ]
+
+
+def say_changes(metadata: Mapping[str, Any], run: Run) -> None:
+    """Print what a resume changes, and may: the order of later epochs, and some settings.
+
+    Args:
+        metadata: What the manifest says of the run that was saved.
+        run: The run that resumes.
+    """
+    saved, config = metadata.get("order"), metadata["config"]  # older checkpoints have no order
+    order = changed_facts(saved["facts"], run.train_loader.order_facts()) if saved else []
+    if order:
+        run.print(f"trainkit: other epochs have another order now: {'; '.join(order)}.")
+    settings = [
+        f"`{name}` was {config[name]!r} and is {getattr(run.config, name)!r}"
+        for name in _MAY_CHANGE
+        if name in config and config[name] != getattr(run.config, name)
+    ]
+    if settings:
+        run.print(f"trainkit: the run goes on with other settings: {', '.join(settings)}.")
+    if hparams := changed_hparams(metadata.get("hparams", run.hparams), run.hparams):
+        run.print(f"trainkit: other hyperparameters are recorded now: {', '.join(hparams)}.")
 
 
 def overruled_settings(saved: Sequence[Mapping[str, Any]], run: Run) -> list[str]:

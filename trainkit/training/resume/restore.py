@@ -40,10 +40,11 @@ from trainkit.training.resume.fingerprint import (
     horizon_problems,
     model_problems,
     overruled_settings,
+    say_changes,
 )
 from trainkit.training.resume.reference import check_base, read_model
 from trainkit.training.run import Run
-from trainkit.training.setup.epoch_order import order_problems, say_changes
+from trainkit.training.setup.epoch_order import order_problems
 from trainkit.training.several.optimizers import described
 
 
@@ -323,13 +324,13 @@ def _apply(run: Run, callbacks: CallbackList, loaded: _Loaded, schedule: str | N
 
 def _apply_streams(run: Run, loaded: _Loaded) -> None:
     """Take this process's streams, or derive them where there are other processes now."""
-    rank, step = run.processes.process_index, run.state.step
-    if loaded.checkpoint.manifest.world_size == run.processes.num_processes:
+    rank, step = run.strategy.processes.rank, run.state.step
+    if loaded.checkpoint.manifest.world_size == run.strategy.processes.size:
         run.internals.streams = loaded.ranks[rank]
         run.logging.sums.load_state_dict(run.internals.streams["log_sums"])
         return
     if run.is_main_process:
-        share = run.processes.num_processes / loaded.checkpoint.manifest.world_size
+        share = run.strategy.processes.size / loaded.checkpoint.manifest.world_size
         for own in loaded.ranks.values():
             run.logging.sums.merge(own["log_sums"], share)
     rng.seed_all(rng.device_seed(run.config.seed, rank, step), run.strategy.device)

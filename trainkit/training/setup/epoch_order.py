@@ -4,22 +4,10 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from trainkit.basics.hparams import changed
 from trainkit.data.order_facts import OWN, changed_facts, run_to
 from trainkit.distributed.collectives import require_equal
 from trainkit.errors import CheckpointError, ConfigError, by_process
 from trainkit.training.run import Run
-
-_SETTINGS = (
-    "sample_seeding",
-    "drop_last_window",
-    "split_batches",
-    "max_grad_norm",
-    "max_grad_value",
-    "deterministic",
-    "limit_eval_batches",
-)
-"""Settings that change samples or updates, and that a resume takes from the run, not the save."""
 
 
 def check_order(run: Run) -> None:
@@ -121,25 +109,3 @@ def _is_registered_in(run: Run) -> bool:
     batch_sampler = getattr(source, "batch_sampler", None)
     samplers = [batch_sampler, *(getattr(one, "sampler", None) for one in (source, batch_sampler))]
     return any(part is sampler for part in run.checkpoints.objects.values() for sampler in samplers)
-
-
-def say_changes(metadata: Mapping[str, Any], run: Run) -> None:
-    """Print what a resume changes, and may: the order of later epochs, and some settings.
-
-    Args:
-        metadata: What the manifest says of the run that was saved.
-        run: The run that resumes.
-    """
-    saved, config = metadata.get("order"), metadata["config"]  # older checkpoints have no order
-    order = changed_facts(saved["facts"], run.train_loader.order_facts()) if saved else []
-    if order:
-        run.print(f"trainkit: other epochs have another order now: {'; '.join(order)}.")
-    settings = [
-        f"`{name}` was {config[name]!r} and is {getattr(run.config, name)!r}"
-        for name in _SETTINGS
-        if name in config and config[name] != getattr(run.config, name)
-    ]
-    if settings:
-        run.print(f"trainkit: the run goes on with other settings: {', '.join(settings)}.")
-    if hparams := changed(metadata.get("hparams", run.hparams), run.hparams):
-        run.print(f"trainkit: other hyperparameters are recorded now: {', '.join(hparams)}.")

@@ -58,7 +58,7 @@ def _not_by_weight(run: Run, batch: Mapping[str, Any], count: int) -> list[str]:
     first = rows[:1]  # the heaviest: the lightest may have nothing that counts
     share = _weight(module, batch, first) / _weight(module, batch, rows)
     with (
-        rng.preserved(run.processes.device),
+        rng.preserved(run.strategy.device),
         kept(module),
         in_evaluation_mode(module),
         run.precision.autocast(),
