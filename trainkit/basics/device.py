@@ -98,21 +98,16 @@ def has_streams(device: torch.device) -> bool:
 
 def can_pin(device: torch.device) -> bool:
     """Return whether copies to and from a device gain by pinned memory."""
-    return device.type not in ("cpu", "meta", _SHARED) and _works(device.type, _pin)
-
-
-def _pin(_: torch.device) -> None:
-    torch.empty(1, pin_memory=True)
+    return device.type not in ("cpu", "meta", _SHARED) and _works(
+        device.type, lambda _: torch.empty(1, pin_memory=True)
+    )
 
 
 @cache
 def wide_dtype(kind: str) -> torch.dtype:
     """Return the type of sums on a kind of device: float64, or float32 where there is none."""
-    return torch.float64 if _works(kind, _make_wide) else torch.float32
-
-
-def _make_wide(device: torch.device) -> None:
-    torch.zeros(1, dtype=torch.float64, device=device)
+    has_wide = _works(kind, lambda it: torch.zeros(1, dtype=torch.float64, device=it))
+    return torch.float64 if has_wide else torch.float32
 
 
 def has_loss_scaling(device: torch.device) -> bool:

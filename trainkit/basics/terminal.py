@@ -43,7 +43,11 @@ def print_table(titles: Sequence[str], rows: Iterable[Sequence[object]]) -> None
     Columns that the terminal has no room for go on in lines of their own below, and no value is
     torn unless it is wider than the terminal.
     """
-    cells = [[_plain(cell) for cell in row] for row in rows]
+    # Each on one line; what a terminal would obey is shown, not sent.
+    cells = [
+        [visible(str(cell)).replace("\n", r"\n").replace("\t", r"\t") for cell in row]
+        for row in rows
+    ]
     columns = list(zip(titles, *cells, strict=True))
     widths = [max(len(cell) for cell in column) for column in columns]
     numeric = [bool(cells) and all(_is_number(cell) for cell in column[1:]) for column in columns]
@@ -78,11 +82,6 @@ def print_text(lines: Iterable[str]) -> None:
 
 def _terminal_columns() -> int:
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
-
-
-def _plain(cell: object) -> str:
-    """Return a cell on one line; what a terminal would obey is shown, not sent."""
-    return visible(str(cell)).replace("\n", r"\n").replace("\t", r"\t")
 
 
 def _is_number(cell: str) -> bool:

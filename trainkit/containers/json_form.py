@@ -152,10 +152,6 @@ def _is_unicode(text: str) -> bool:
     return text.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
-def _put_int(_: Encoder, value: int) -> Any:
-    return value if -_EXACT <= value <= _EXACT else {"$int": hex(value)}
-
-
 def _put_float(_: Encoder, value: float) -> Any:
     if math.isfinite(value):
         return value
@@ -196,7 +192,7 @@ def _put_defaultdict(encoder: Encoder, value: defaultdict[Any, Any]) -> Any:
 _WRITERS: dict[type, Callable[[Any, Any], Any]] = {
     type(None): lambda _, value: value,
     bool: lambda _, value: value,
-    int: _put_int,
+    int: lambda _, value: value if -_EXACT <= value <= _EXACT else {"$int": hex(value)},
     float: _put_float,
     complex: lambda encoder, value: {
         "$complex": [_put_float(encoder, value.real), _put_float(encoder, value.imag)]

@@ -210,7 +210,8 @@ def join(nodes: Sequence[Node]) -> Node | None:
     first = nodes[0]
     if isinstance(first, Rows):
         tensors = [node.values for node in nodes if isinstance(node, Rows)]
-        alike = len(tensors) == len(nodes) and len({*map(_row_form, tensors)}) == 1
+        forms = {(type(v), v.dtype, getattr(v, "device", None), v.shape[1:]) for v in tensors}
+        alike = len(tensors) == len(nodes) and len(forms) == 1
         return Rows(torch.cat(tensors)) if alike and isinstance(first.values, Tensor) else None
     if isinstance(first, Container):
         same = [n for n in nodes if isinstance(n, Container) and n.class_name == first.class_name]
@@ -221,10 +222,6 @@ def join(nodes: Sequence[Node]) -> Node | None:
         whole = all(child is not None for child in children)
         return Container(first.class_name, first.keys, children) if whole else None
     return first if all(isinstance(node, Nothing) for node in nodes) else None
-
-
-def _row_form(values: Any) -> Any:
-    return type(values), values.dtype, getattr(values, "device", None), values.shape[1:]
 
 
 def split(node: Node, sizes: Sequence[int]) -> Sequence[Node]:

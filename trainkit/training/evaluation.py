@@ -140,12 +140,14 @@ class Evaluator:
     ) -> "_Chunks":
         from trainkit.metrics.model_outputs import Reading  # only where something is evaluated
 
+        processes = self.communicator.processes
         # What a step of the user's own returns as scores may be probabilities.
-        reading = Reading(module, self.loss_fn, self._smallest)
+        reading = Reading(
+            module,
+            self.loss_fn,
+            lambda number: int(processes.all_reduce(torch.tensor(number), "min")),
+        )
         return _Chunks(self.communicator, loader, metrics, reading, is_default(self.step))
-
-    def _smallest(self, number: int) -> int:
-        return int(self.communicator.processes.all_reduce(torch.tensor(number), "min"))
 
     def _outputs(
         self,

@@ -77,8 +77,11 @@ class LogSums:
         """
         entry = self._entries.get(name)
         if entry is None:
-            entry = self._entries[name] = _new_entry(name, reduce)
-            entry.by_process = weight is None
+            if reduce not in _REDUCTIONS:
+                raise ConfigError(
+                    f"`reduce` of `{name}` must be one of {_REDUCTIONS}, but is {reduce!r}."
+                )
+            entry = self._entries[name] = _Entry(reduce, by_process=weight is None)
         elif entry.reduce != reduce:
             raise ConfigError(
                 f"`{name}` was logged with reduce={entry.reduce!r} before, and now with "
@@ -263,12 +266,6 @@ class NoRun(RunServices):
 def _read_entry(told: Any, value: float, weight: float) -> _Entry:
     by_process = told == BY_PROCESS
     return _Entry("mean" if by_process else told, value, weight, by_process)
-
-
-def _new_entry(name: str, reduce: Reduction) -> _Entry:
-    if reduce not in _REDUCTIONS:
-        raise ConfigError(f"`reduce` of `{name}` must be one of {_REDUCTIONS}, but is {reduce!r}.")
-    return _Entry(reduce)
 
 
 def _scalar(name: str, value: Tensor) -> Tensor:

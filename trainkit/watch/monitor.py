@@ -219,7 +219,10 @@ class WatchThread:
     def _stands_still(self, run: Progress, now: float) -> bool:
         """Return whether there was no progress for longer than the phase allows."""
         phase, first, marks = run.progress()
-        same = len(marks) == len(self._marks) and all(map(_same, marks, self._marks))
+        same = len(marks) == len(self._marks) and all(
+            mark is before or (isinstance(mark, int | str) and mark == before)
+            for mark, before in zip(marks, self._marks, strict=True)
+        )
         if not same:
             self._marks, self._moved_at = marks, now
         return now - self._moved_at > run.watchdog.limit(phase, first=first)
@@ -274,7 +277,3 @@ def _lost(rank: int, gone: Message) -> _Cause:
         return _Cause(rank, "unreachable", f"{text} (process {rank}, {who})")
     text = "ended without a word: killed by a signal, crashed, or left by `os._exit`"
     return _Cause(rank, "lost", f"process {rank} ({who}) {text}")
-
-
-def _same(mark: object, before: object) -> bool:
-    return mark is before or (isinstance(mark, int | str) and mark == before)
