@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         pad_across_processes as pad_across_processes,
         reduce as reduce,
         send_to_device as send_to_device,
+        set_seed as set_seed,
         wait_for_everyone as wait_for_everyone,
     )
     from trainkit.accelerator.plugins import (
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
         TorchDynamoPlugin as TorchDynamoPlugin,
     )
     from trainkit.accelerator.profiling import ProfileKwargs as ProfileKwargs
-    from trainkit.accelerator.seeds import set_seed as set_seed
     from trainkit.accelerator.settings import (
         AutocastKwargs as AutocastKwargs,
         DataLoaderConfiguration as DataLoaderConfiguration,
@@ -89,11 +89,10 @@ __all__, __getattr__, __dir__ = lazy_exports(
         "accelerator.logging": "get_logger",
         "accelerator.operations": (
             "broadcast broadcast_object_list concatenate extract_model_from_parallel gather "
-            "gather_object pad_across_processes reduce send_to_device wait_for_everyone"
+            "gather_object pad_across_processes reduce send_to_device set_seed wait_for_everyone"
         ),
         "accelerator.plugins": "FullyShardedDataParallelPlugin TorchDynamoPlugin",
         "accelerator.profiling": "ProfileKwargs",
-        "accelerator.seeds": "set_seed",
         "accelerator.settings": (
             "AutocastKwargs DataLoaderConfiguration DistributedDataParallelKwargs "
             "DistributedType GradientAccumulationPlugin GradScalerKwargs "

@@ -144,7 +144,7 @@ class Gradients:
     def _unscale(self, fp16: FP16, optimizer: Optimizer) -> bool:
         overflowed = fp16.unscale(optimizer, self._strategy.reduce_overflow, update=False)
         if fp16.exhausted:
-            from trainkit.training.overflow import low_scale  # most loops need none of it
+            from trainkit.training.finite import low_scale  # most loops need none of it
 
             models = nn.ModuleList(self._strategy.unwrap(model) for model in self._models)
             loss, done = self._loss * self._accumulation.divisor, self._accumulation.window - 1

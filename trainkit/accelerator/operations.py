@@ -1,15 +1,36 @@
 """The verbs as functions, for code that has no `Accelerator` at hand."""
 
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from trainkit.accelerator.autocasting import unwrap
+from trainkit.basics.rng import seed_host
 from trainkit.containers.tree import map_leaves
 from trainkit.distributed import Processes, concatenate as join_entries
 from trainkit.distributed.communicator import Communicator
 from trainkit.distributed.processes import Reduction
+from trainkit.distributed.world import World
+
+
+def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
+    """Seed the generators of Python, NumPy and torch, on the CPU and on every accelerator.
+
+    Args:
+        seed: Equal on all processes.
+        device_specific: Whether each process adds its number to the seed.
+        deterministic: Whether torch may only use deterministic algorithms from now on.
+    """
+    with suppress(ModuleNotFoundError):
+        import numpy  # noqa: F401  # else what imports it later would not be seeded
+    if device_specific:
+        seed += World.current().rank
+    seed_host(seed)
+    torch.manual_seed(seed)
+    if deterministic:
+        torch.use_deterministic_algorithms(True)
 
 
 def gather(tensor: Any, differentiable: bool = False) -> Any:

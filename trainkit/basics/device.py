@@ -129,7 +129,7 @@ def move_module(module: nn.Module, device: torch.device) -> nn.Module:
 
 def lacks_bf16(device: torch.device) -> bool:
     """Return whether a device says that it has no bfloat16."""
-    is_supported = getattr(_module(device), "is_bf16_supported", None)
+    is_supported = getattr(torch.get_device_module(device), "is_bf16_supported", None)
     return is_supported is not None and not is_supported()
 
 
@@ -161,18 +161,18 @@ def siblings(device: torch.device) -> list[torch.device]:
 
 def get_rng_state(device: torch.device) -> torch.Tensor:
     """Return the state of the generator of an accelerator."""
-    state: torch.Tensor = _module(device).get_rng_state(*_place(device))
+    state: torch.Tensor = torch.get_device_module(device).get_rng_state(*_place(device))
     return state
 
 
 def set_rng_state(state: torch.Tensor, device: torch.device) -> None:
     """Put back what `get_rng_state` returned."""
-    _module(device).set_rng_state(state, *_place(device))
+    torch.get_device_module(device).set_rng_state(state, *_place(device))
 
 
 def memory_figures(device: torch.device) -> dict[str, int]:
     """Return the bytes "allocated", "reserved" and at their "peak", as far as they are known."""
-    module = _module(device)
+    module = torch.get_device_module(device)
     if device.type == _SHARED:
         allocated, reserved = module.current_allocated_memory(), module.driver_allocated_memory()
         return {"allocated": allocated, "reserved": reserved}
@@ -195,13 +195,9 @@ def free_memory(index: int) -> int:
 def utilization(device: torch.device) -> float | None:
     """Return the percentage of time in which a device was busy; None where nobody tells."""
     try:
-        return float(_module(device).utilization(device))
+        return float(torch.get_device_module(device).utilization(device))
     except Exception:  # the driver's library is missing, or has errors of its own
         return None
-
-
-def _module(device: torch.device) -> Any:
-    return torch.get_device_module(device)
 
 
 def _place(device: torch.device) -> tuple[torch.device, ...]:

@@ -1,5 +1,6 @@
 """Read the command line, run a command, and turn its errors into a line and an exit code."""
 
+import argparse
 import os
 import sys
 import warnings
@@ -8,9 +9,11 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
+from typing_extensions import override
+
+from trainkit.basics.parsing import nearest
 from trainkit.basics.run_files import LeftOut
 from trainkit.basics.terminal import visibly
-from trainkit.cli.parser import CommandParser
 from trainkit.errors import TrainkitError
 from trainkit.version import __version__
 
@@ -27,6 +30,28 @@ _COMMANDS = {
     "runs": ("cli.runs", "list runs: best metrics, steps, time, how they ended, hyperparameters"),
 }
 """The module of each command, and what it does."""
+
+
+class CommandParser(argparse.ArgumentParser):
+    """Names the nearest option for an unknown one, and takes no abbreviations."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs, allow_abbrev=False)
+
+    @override
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        parsed, rest = super().parse_known_args(args, namespace)
+        if "--" in rest and getattr(parsed, "command", None) == []:
+            # Before 3.13 argparse has filled a positional of any length before it comes there.
+            cut = rest.index("--")
+            parsed.command, rest = rest[cut + 1 :], rest[:cut]
+        unknown = [each.partition("=")[0] for each in rest if each.startswith("-")]
+        if unknown:
+            hint = nearest(unknown[0], self._option_string_actions)
+            self.error(f"`{unknown[0]}` is no known option.{hint}")
+        return parsed, rest
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

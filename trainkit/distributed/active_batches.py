@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from trainkit.errors import ConfigError
@@ -142,7 +143,7 @@ class ActiveLoaders:
                 f"The given `loader`, a `{type(loader).__name__}`, has no batch under way. Give "
                 "the loader whose batch is meant, while it is iterated."
             )
-        return max(meant, key=_number).batch
+        return max(meant, key=attrgetter("latest")).batch
 
     def latest(self) -> tuple[Any, BatchInfo | None]:
         """Return the loader that yielded last, of those under way, and the batch; or None twice."""
@@ -179,11 +180,7 @@ class ActiveLoaders:
         return [one for one in self._passes if one.batch is not None]
 
     def _latest(self) -> _Pass:
-        return max(self._with_batch(), key=_number)
-
-
-def _number(one: _Pass) -> int:
-    return one.latest
+        return max(self._with_batch(), key=attrgetter("latest"))
 
 
 def _may_be_mistaken(one: BatchInfo | None, other: BatchInfo | None) -> bool:

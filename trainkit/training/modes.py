@@ -2,11 +2,12 @@
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+
+from trainkit.checkpoint.resharding.sharding_spec import local_part
 
 _left_still: WeakSet[nn.Module] = WeakSet()
 """Modules that the latest `train()` of a model around them has left in evaluation mode.
@@ -78,14 +79,8 @@ def _eval(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
         (weight, weight.clone())
         for part in model.modules()
         if type(part).train is not nn.Module.train
-        for weight in map(_local, part.parameters(recurse=False))
+        for parameter in part.parameters(recurse=False)
+        for weight in [local_part(parameter.detach())]
     ]
     model.eval()
     return [(weight, value) for weight, value in own if not torch.equal(weight, value)]
-
-
-def _local(parameter: Any) -> Tensor:
-    """Return what lies here of a parameter, perhaps a sharded one."""
-    weight = parameter.detach()
-    local: Tensor = weight.to_local() if hasattr(weight, "to_local") else weight
-    return local

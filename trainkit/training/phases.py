@@ -196,7 +196,7 @@ def follow_plan(run: Run) -> None:
 def check_overflow(run: Run, loss: Tensor, precision: Precision) -> str:
     """Return why a window is skipped; raise where its overflow leaves no way on."""
     if precision.exhausted:
-        from trainkit.training.overflow import low_scale  # most runs need none of it
+        from trainkit.training.finite import low_scale  # most runs need none of it
 
         named = run.module.named_parameters()
         raise low_scale(run.strategy, named, loss, step=run.state.step)
