@@ -111,13 +111,10 @@ class Trainer:
 
     processes: Communicator
     """The processes of the job: who am I, gather, reduce, print; from construction on."""
-
     run: Run | None = None
     """The parts of the latest `fit`."""
-
     loss_fn: LossFn | None = None
     """What `fit` was given; the default steps use it."""
-
     planned_steps: int | None = None
     """Updates that the schedule is made for: those that `fit` planned when it began, and after
     `resume` with `schedule="keep"` those of the run before. `run.planned_steps` follows the data.

@@ -100,19 +100,15 @@ class StepResult:
 
     loss: Tensor
     """Weighted mean loss of this process's micro-batches; scalar on the device, detached."""
-
     grad_norm: Tensor | None = None
     """L2 norm over all parameters and processes before clipping; None where nothing clips."""
-
     skipped: bool = False
     """True where no update was applied."""
-
     optimizers: "Mapping[str, StepResult] | None" = None
     """The same for each optimizer that the window was for, where there are several losses; the
     `loss` is then the sum of theirs. One may have skipped while another was applied."""
     reason: str | None = None
     """Why none was."""
-
     weight: Tensor | float = 1
     """How much the loss counts in the mean over the processes."""
 

@@ -21,22 +21,17 @@ class Metric(ABC):
 
     name: str
     """What error texts call the metric."""
-
     uses: Uses = "predictions"
     """What `update` is fed as predictions: classes, or values where there are none
     (`"predictions"`); what the model returns (`"scores"`, or `"values"` where logarithms of rates
     are refused); the probabilities of classes; or mean losses, and their weights as references
     (`"loss"`)."""
-
     keys: tuple[str, ...] | None = None
     """Names of the values, where they are known before the metric runs."""
-
     higher_is_better: bool | None = None
     """Whether the higher value is the better one, for all values; None where nobody can say."""
-
     latest_keys: tuple[str, ...] = ()
     """Names of the values that the latest evaluation got from it; set by the evaluation."""
-
     convention: Any = None
     """How the loss takes scores of the default step, if that is known; set by the evaluation."""
 

@@ -25,7 +25,6 @@ class Precision(ABC):
     name: ClassVar[str]
     dtype: ClassVar[torch.dtype | None] = None
     """What parameters may be converted to for a forward; None: they stay what they are."""
-
     device: torch.device
     exhausted: bool = False
     """Whether the latest overflow came where the loss cannot be scaled down any further."""

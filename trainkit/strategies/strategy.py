@@ -36,11 +36,9 @@ class Strategy(ABC):
     name: ClassVar[str]
     sharded: ClassVar[bool] = False
     """Whether processes hold parts of the parameters, and each one saves its own."""
-
     called_apart: Collection[nn.Module] = ()
     """What is called outside of the model's forward, perhaps a part of it: a loss that learns. Set
     before `wrap`."""
-
     device: torch.device
     processes: Processes
 

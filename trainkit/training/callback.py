@@ -156,7 +156,6 @@ class Callback:
 
     schedules_evaluation = False
     """True in a callback that decides when to evaluate; then epochs no longer end with one."""
-
     per_process: bool | None = None
     """Whether the state differs by process. None: the processes compare theirs at each save.
 
@@ -170,7 +169,6 @@ class Callback:
     """Of a callback that acts on all processes at once (it makes collectives, asks `agreed=True`,
     or changes what is trained or evaluated): the attributes which must be equal on all of them, and
     so must be its place among the others of its kind. None: a process may have its own."""
-
     evaluated_weights: str | None = None
     """In a callback that puts other weights into the model for an evaluation: the key of its
     state under which they are, tensors by name. Whoever loads the best weights takes these."""

@@ -15,8 +15,15 @@ from trainkit.training.run import Run
 
 def choose_folder(run: Run, resume: str | Path | None, new_run: bool) -> str | Path | None:
     """Choose where a run writes; return what it resumes, which in a dry run is nothing."""
-    if run.config.dry_run is not None:
-        _keep_nothing(run, resume)
+    if (many := run.config.dry_run) is not None:
+        from trainkit.basics.formatting import count  # only a dry run needs it
+
+        write_apart(run, "dry run")
+        tried = "" if resume is None else f" It begins anew: `resume={str(resume)!r}` is not tried."
+        run.print(
+            f"trainkit: dry run: {count(many, 'step')} of training, {count(many, 'batch')} of each "
+            f"evaluation; nothing is kept.{tried}"
+        )
         return None
     if new_run:
         from trainkit.basics.outputs import folder_of_run  # most runs have none
@@ -81,19 +88,6 @@ def check_outputs(run: Run, callbacks: CallbackList) -> None:
                 )
 
     run_on_all(run.strategy.processes, check)
-
-
-def _keep_nothing(run: Run, resume: str | Path | None) -> None:
-    """Let a dry run write into a folder that goes with the program; nothing is resumed."""
-    from trainkit.basics.formatting import count  # only a dry run needs it
-
-    write_apart(run, "dry run")
-    many = run.config.dry_run or 1
-    tried = "" if resume is None else f" It begins anew: `resume={str(resume)!r}` is not tried."
-    run.print(
-        f"trainkit: dry run: {count(many, 'step')} of training, {count(many, 'batch')} of each "
-        f"evaluation; nothing is kept.{tried}"
-    )
 
 
 def write_apart(run: Run, kind: str) -> None:
