@@ -92,9 +92,7 @@ class WandbLogger(ServiceLogger):
     @override
     def _make_tracker(self, run: Run) -> WandBTracker:
         folder = run.output_dir if self.directory is None else run.place(self.directory)
-        given = (
-            self.options if run.internals.scratch is None else {**self.options, "mode": "disabled"}
-        )
+        given = self.options | ({} if run.internals.scratch is None else {"mode": "disabled"})
         return WandBTracker(self.project, id=self.run_id, resume="allow", dir=folder, **given)
 
     @override

@@ -76,9 +76,8 @@ class TensorBoardTracker(GeneralTracker):
         start = SessionStartInfo(start_time_secs=time.time())
         for name, value in flat(values).items():
             kind = "bool" if isinstance(value, bool) else "number"
-            kind, value = (
-                (kind, value) if isinstance(value, int | float) else ("string", str(value))
-            )
+            if not isinstance(value, int | float):
+                kind, value = "string", str(value)
             setattr(start.hparams[name], f"{kind}_value", value)
         about = metadata.create_summary_metadata(HParamsPluginData(session_start_info=start))
         note = Summary.Value(tag=metadata.SESSION_START_INFO_TAG, metadata=about)
