@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import SGD
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.helpers.toys import fit as fit_toys
 from trainkit import Callback, ConfigError, Run, Trainer
 from trainkit.training.callback import HOOKS
 from trainkit.training.callback_list import CallbackList
@@ -49,12 +50,7 @@ def loader(samples: int = 8) -> DataLoader[Any]:
 def fit(callbacks: list[Callback], **options: Any) -> Any:
     options = {"max_epochs": 1, "gradient_accumulation_steps": 2, "log_every_n_steps": 1} | options
     trainer = Trainer(callbacks=callbacks, **options)
-    return trainer.fit(
-        nn.Linear(3, 1),
-        (loader(), loader(2)),
-        optimizer=partial(SGD, lr=0.1),
-        loss_fn=nn.functional.mse_loss,
-    )
+    return fit_toys(trainer, (loader(), loader(2)), nn.Linear(3, 1), loss_fn=nn.functional.mse_loss)
 
 
 MICRO_BATCH = ["on_microbatch_start", "on_microbatch_end"]

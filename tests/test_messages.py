@@ -250,10 +250,10 @@ def test_what_is_likely_no_use_is_said(capsys: pytest.CaptureFixture[str]) -> No
         trainer.predict(nn.Linear(4, 1), DataLoader(data, shuffle=True))
     with pytest.warns(UserWarning, match="nothing to compute"):
         assert trainer.evaluate(nn.Linear(4, 1), DataLoader(data)) == {}
-    trainer.fit(
-        nn.Linear(4, 1),
+    fit(
+        trainer,
         DataLoader(data),
-        optimizer=partial(SGD, lr=0.1),
+        nn.Linear(4, 1),
         loss_fn=lambda outputs, targets: (outputs - targets).mean() * math.nan,
     )
     assert "loss of the last step is not finite" in "".join(capsys.readouterr())

@@ -2,26 +2,15 @@
 
 import tempfile
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from tests.accelerator.behaviours import behaviour, numbers, values
-
-
-class Lines(IterableDataset[Any]):
-    """Numbers that come one after the other."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __iter__(self) -> Iterator[Any]:
-        yield from torch.arange(self.length, dtype=torch.float32).unsqueeze(1)
-
+from tests.accelerator.toys import Stream
 
 # Data
 
@@ -39,7 +28,7 @@ def dispatched(api: Any, length: int, split: bool, drop_last: bool, lines: bool)
     """What each process gets of data that process 0 reads, and what is gathered of it."""
     config = api.DataLoaderConfiguration(split_batches=split, dispatch_batches=True)
     accelerator = api.Accelerator(cpu=True, dataloader_config=config)
-    data: Any = Lines(length) if lines else numbers(length)
+    data: Any = Stream(length) if lines else numbers(length)
     loader = DataLoader(data, 6 if split else 2, drop_last=drop_last)
     loader = accelerator.prepare(loader)
     found = []

@@ -1,6 +1,5 @@
 """When checkpoints are saved, and which of them stay."""
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers.toys import toy_loaders, toy_model
+from tests.helpers.toys import fit, toy_loaders
 from trainkit import Callback, ConfigError, Run, Trainer
 from trainkit.callbacks import Checkpoint, Evaluation
 from trainkit.checkpoint import CheckpointStore
@@ -27,10 +26,7 @@ def saved(folder: Path, checkpoint: Checkpoint, *others: Callback, **options: An
     trainer = Worse(
         **({"max_epochs": 2} | options), output_dir=folder, callbacks=[*others, checkpoint]
     )
-    trainer.fit(
-        toy_model(), toy_loaders(batch_size=8), loss_fn=nn.CrossEntropyLoss(),
-        optimizer=partial(torch.optim.SGD, lr=0.1),
-    )  # fmt: skip
+    fit(trainer, toy_loaders(batch_size=8))
     return [entry.step for entry in CheckpointStore(folder / "checkpoints").checkpoints()]
 
 
@@ -99,7 +95,4 @@ def test_a_figure_that_no_evaluation_gives_is_refused_before_the_first_step(tmp_
     with pytest.raises(ConfigError, match=r"keeps the best by 'eval/nothing'.*eval/loss"):
         saved(tmp_path, Checkpoint(keep_best=("eval/nothing", "min")), Evaluation())
     with pytest.raises(ConfigError, match="has none"):
-        Trainer(max_steps=1, callbacks=[Checkpoint()]).fit(
-            toy_model(), toy_loaders(), loss_fn=nn.CrossEntropyLoss(),
-            optimizer=partial(torch.optim.SGD, lr=0.1),
-        )  # fmt: skip
+        fit(Trainer(max_steps=1, callbacks=[Checkpoint()]))

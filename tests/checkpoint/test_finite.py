@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import SGD
 
 from tests.helpers.ranks import run_ranks
-from tests.helpers.toys import toy_loaders, toy_model
+from tests.helpers.toys import fit, toy_loaders, toy_model
 from trainkit import Callback, NonFiniteError, Run, StepResult, Trainer
 from trainkit.callbacks import Checkpoint
 from trainkit.checkpoint import CheckpointStore
@@ -45,13 +45,7 @@ def train(
         strategy=strategy,
         callbacks=[*extra, Checkpoint(every_n_steps=1, **options)],
     )
-    trainer.fit(
-        toy_model(),
-        toy_loaders(48)[0],
-        optimizer=partial(SGD, lr=0.1),
-        loss_fn=nn.CrossEntropyLoss(),
-        resume=resume,
-    )
+    fit(trainer, toy_loaders(48)[0], resume=resume)
     assert trainer.run is not None
     return trainer.run
 
@@ -131,12 +125,7 @@ def test_it_is_never_the_best(tmp_path: Path) -> None:
         output_dir=tmp_path,
         callbacks=[Spoils(), Checkpoint(every_n_steps=1, keep_best=("eval/loss", "min"))],
     )
-    trainer.fit(
-        toy_model(),
-        toy_loaders(48),
-        optimizer=partial(SGD, lr=0.1),
-        loss_fn=nn.CrossEntropyLoss(),
-    )
+    fit(trainer, toy_loaders(48))
     assert not steps(tmp_path)[4]
     assert 2 in steps(tmp_path)
 

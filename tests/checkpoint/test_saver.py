@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from tests.checkpoint.test_codec import DTYPES, REFUSED, assert_same
 from tests.helpers.ranks import run_ranks
-from tests.helpers.toys import toy_dataset, toy_model
+from tests.helpers.toys import fit, toy_dataset, toy_model
 from trainkit import Callback, CheckpointError, Run, Trainer
 from trainkit.callbacks import Checkpoint
 from trainkit.checkpoint import CheckpointStore, KeepPolicy
@@ -283,10 +283,7 @@ def test_sigterm_with_a_save_under_way_commits_it_and_the_last_step(
         callbacks=[terminating, Checkpoint(every_n_steps=1, keep_last=None, background=True)],
     )  # fmt: skip
     with pytest.raises(SystemExit) as ended:
-        trainer.fit(
-            toy_model(), DataLoader(toy_dataset(), 4), loss_fn=Loss(),
-            optimizer=partial(torch.optim.SGD, lr=0.1),
-        )  # fmt: skip
+        fit(trainer, DataLoader(toy_dataset(), 4), loss_fn=Loss())
     assert ended.value.code == 143
     assert terminating.saved == ["step-00000001", "step-00000002"]
     newest = CheckpointStore(tmp_path / "checkpoints").newest_valid(print)
@@ -304,7 +301,4 @@ def test_a_fit_ends_with_the_failure_of_its_last_save(
     callbacks = [Checkpoint(background=True), FillsUp()]
     trainer = Trainer(max_steps=1, output_dir=tmp_path, callbacks=callbacks)
     with pytest.raises(CheckpointError, match="ENOSPC"):
-        trainer.fit(
-            toy_model(), DataLoader(toy_dataset(), 4), loss_fn=Loss(),
-            optimizer=partial(torch.optim.SGD, lr=0.1),
-        )  # fmt: skip
+        fit(trainer, DataLoader(toy_dataset(), 4), loss_fn=Loss())

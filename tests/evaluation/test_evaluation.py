@@ -14,6 +14,7 @@ from torch.optim import SGD
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.helpers.ranks import run_ranks
+from tests.helpers.toys import fit
 from trainkit import Callback, ConfigError, DataError, Run, Trainer
 from trainkit.basics import rng
 from trainkit.callbacks import Evaluation
@@ -202,10 +203,10 @@ def train(evaluated: bool, rank: int = 0) -> list[Tensor]:
                 run.request_evaluation()
 
     model = make_model()
-    Trainer(max_epochs=2, callbacks=[Asks()], gradient_accumulation_steps=2).fit(
-        model,
+    fit(
+        Trainer(max_epochs=2, callbacks=[Asks()], gradient_accumulation_steps=2),
         (DataLoader(make_data(20), batch_size=4, shuffle=True), DataLoader(make_data(9), 2)),
-        optimizer=partial(SGD, lr=0.1),
+        model,
         loss_fn=nn.functional.cross_entropy,
     )
     return [parameter.detach().clone() for parameter in model.parameters()]
@@ -222,10 +223,10 @@ def test_epochs_end_with_an_evaluation_unless_a_callback_schedules_it() -> None:
         def on_evaluation_end(self, run: Run, metrics: dict[str, float]) -> None:
             seen.append(metrics)
 
-    result = Trainer(max_epochs=2, callbacks=[Watch()]).fit(
-        make_model(),
+    result = fit(
+        Trainer(max_epochs=2, callbacks=[Watch()]),
         {"train": DataLoader(make_data(6), 2), "eval": {"x": DataLoader(make_data(4), 2)}},
-        optimizer=partial(SGD, lr=0.1),
+        make_model(),
         loss_fn=nn.functional.cross_entropy,
     )
     assert [list(metrics) for metrics in seen] == [["eval/x/loss"]] * 2

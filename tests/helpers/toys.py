@@ -49,7 +49,8 @@ def fit(
     """Train the toy model on the toy data, or what is given, by SGD on the cross entropy."""
     arguments.setdefault("optimizer", partial(torch.optim.SGD, lr=0.1))
     arguments.setdefault("loss_fn", nn.CrossEntropyLoss())
-    return trainer.fit(model or toy_model(), loaders or toy_loaders(), **arguments)
+    loaders = toy_loaders() if loaders is None else loaders
+    return trainer.fit(toy_model() if model is None else model, loaders, **arguments)
 
 
 class Registered:

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.helpers.callbacks import Counting
 from tests.helpers.ranks import RanksError, run_ranks
-from tests.helpers.toys import toy_dataset, toy_model
+from tests.helpers.toys import fit as fit_toys, toy_dataset, toy_model
 from trainkit import Accelerator, Callback, DataLoaderConfiguration, Run, Trainer
 from trainkit.callbacks import EMA, Checkpoint, MainProcess
 from trainkit.checkpoint import CheckpointStore
@@ -91,13 +90,7 @@ def fit(
     torch.manual_seed(0)
     model = toy_model()
     with suppress(KeyboardInterrupt):
-        trainer.fit(
-            model,
-            DataLoader(toy_dataset(96), 12, shuffle=True),
-            optimizer=partial(torch.optim.SGD, lr=0.1),
-            loss_fn=nn.CrossEntropyLoss(),
-            resume=resume,
-        )
+        fit_toys(trainer, DataLoader(toy_dataset(96), 12, shuffle=True), model, resume=resume)
     return [float(row) for row in seen.rows], watching.total, counting.steps, seen.loaded
 
 
@@ -171,12 +164,7 @@ def fail_on_one(rank: int, folder: Path, what: str) -> None:
 
     callback = {"raises": Failing, "holds": Unsavable}[what]()
     trainer = Trainer(max_steps=2, callbacks=[callback, Checkpoint()], output_dir=folder)
-    trainer.fit(
-        toy_model(),
-        DataLoader(toy_dataset(), 4),
-        optimizer=partial(torch.optim.SGD, lr=0.1),
-        loss_fn=nn.CrossEntropyLoss(),
-    )
+    fit_toys(trainer, DataLoader(toy_dataset(), 4))
 
 
 @pytest.mark.parametrize(
@@ -216,13 +204,7 @@ def shard(rank: int, folder: Path, what: str) -> Any:
         max_steps=2, strategy=FSDP(), callbacks=[holder, Checkpoint()], output_dir=folder
     )
     trainer.register_for_checkpointing(seen=seen)
-    trainer.fit(
-        model,
-        DataLoader(toy_dataset(), 4),
-        optimizer=partial(torch.optim.SGD, lr=0.1),
-        loss_fn=nn.CrossEntropyLoss(),
-        resume="auto",
-    )
+    fit_toys(trainer, DataLoader(toy_dataset(), 4), model, resume="auto")
     return holder.loaded, seen.loaded
 
 
@@ -303,11 +285,10 @@ class Seeing(nn.Linear):
 def see(rank: int, folder: Path, steps: int, resume: str | None, size: int = 2) -> float:
     model = Seeing(4, 2)
     trainer = Trainer(max_steps=steps, callbacks=[Checkpoint()], output_dir=folder)
-    trainer.fit(
-        model,
+    fit_toys(
+        trainer,
         DataLoader(toy_dataset(), 4 // size),
-        optimizer=partial(torch.optim.SGD, lr=0.1),
-        loss_fn=nn.CrossEntropyLoss(),
+        model,
         resume=resume,
         schedule="keep" if resume else None,
     )

@@ -387,12 +387,7 @@ def _measure(rank: int) -> str:
         loader = DataLoader(toy_dataset(), batch_size=4)
         trainer = make_trainer(callbacks=[Evaluation(metrics)], strategy="ddp")
         try:
-            trainer.fit(
-                toy_model(),
-                (loader, loader),
-                optimizer=partial(SGD, lr=0.1),
-                loss_fn=nn.CrossEntropyLoss(),
-            )
+            fit(trainer, (loader, loader))
             told.append("")
         except ConfigError as error:
             told.append(str(error))

@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.utils.data import DataLoader, RandomSampler, Sampler, WeightedRandomSampler
 
 from tests.accelerator.test_own_samplers import Own, Restored
 from tests.helpers.ranks import run_ranks
-from tests.helpers.toys import fit as train_toys, toy_dataset, toy_model
+from tests.helpers.toys import fit as fit_toys, toy_dataset, toy_model
 from trainkit import Callback, CheckpointError, Run, Trainer
 from trainkit.callbacks import Checkpoint
 from trainkit.data.order_facts import digest_of
@@ -91,7 +90,7 @@ def fit(
     model = toy_model()
     before = [parameter.clone() for parameter in model.parameters()]
     try:
-        train_toys(trainer, loader(data), model, resume=resume)
+        fit_toys(trainer, loader(data), model, resume=resume)
     except KeyboardInterrupt:
         pass
     except CheckpointError:
@@ -219,20 +218,15 @@ class Curriculum(Ordered):
 def test_a_sampler_that_is_loaded_with_the_run_is_compared_then(
     loads: bool, tmp_path: Path
 ) -> None:
-    def train(step: int, folder: Path, stop: int | None, resume: str | None) -> list[int]:
-        data, sampler = Places(), Curriculum(step)
+    def train(step: int, folder: Path, stop: int | None, resume: str | None) -> Any:
+        data: Any = Places()
+        sampler = Curriculum(step)
         trainer = Trainer(
             max_epochs=1, output_dir=folder, callbacks=[Stop(stop), Checkpoint(every_n_steps=1)]
         )
         trainer.register_for_checkpointing(sampler=sampler if loads else Curriculum(1))
         with suppress(KeyboardInterrupt):
-            trainer.fit(
-                toy_model(),
-                DataLoader(data, 4, sampler=sampler),  # type: ignore[arg-type]
-                optimizer=partial(torch.optim.SGD, lr=0.1),
-                loss_fn=nn.CrossEntropyLoss(),
-                resume=resume,
-            )
+            fit_toys(trainer, DataLoader(data, 4, sampler=sampler), resume=resume)
         return data.seen
 
     train(5, tmp_path, 4, None)

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiers import with_few
+from tests.helpers.toys import fit
 from tests.strategies.toys import MODELS, STRATEGIES, data_of
 from trainkit import ConfigError, Trainer
 
@@ -54,10 +55,10 @@ def weights_after(rank: int, strategy: str, model: str, wanted: Any) -> tuple[An
         gradient_accumulation_steps=2,
         callbacks=[],
     )
-    trainer.fit(
-        module,
+    fit(
+        trainer,
         DataLoader(data, 4),
-        optimizer=partial(SGD, lr=0.1),
+        module,
         loss_fn=nn.CrossEntropyLoss() if model == "blocks" else None,
     )
     whole = {n: getattr(p, "full_tensor", lambda p=p: p)() for n, p in module.named_parameters()}
