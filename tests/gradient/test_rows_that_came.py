@@ -141,7 +141,7 @@ def fit(
         callbacks=[seen],
         **options,
     )
-    loader = loader_of(kind, batch, workers=2 * (accumulation == 1 and trainer is Own))
+    loader = loader_of(kind, batch, workers=int(accumulation == 1 and trainer is Own))
     result = one.fit(model, loader, optimizer=lambda p: SGD(p, lr=0.0), loss_fn=nn.MSELoss())
     assert result.samples_seen == SAMPLES  # those that were asked for
     predicted = one.predict(model, loader)
