@@ -29,7 +29,7 @@ CORE = (
     ("training",),
     ("trainer",),
 )
-WRITERS = (("journal", "trackers"), ("callbacks",))
+WRITERS = (("journal", "storage", "trackers"), ("callbacks",))
 TOOLS = (
     ("accelerator", "inspect", "large_models", "testing", "watch"),
     ("accelerate_compat", "launch"),

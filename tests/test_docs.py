@@ -40,7 +40,7 @@ ALL_PAGES = [
     *sorted(ROOT.glob("examples/**/*.md")),
     *sorted(ROOT.glob("benchmarks/**/*.md")),
 ]
-FOREIGN = {"accelerate", "lightning", "pytorch_lightning", "ignite"}
+FOREIGN = {"accelerate", "lightning", "moto", "pytorch_lightning", "ignite"}
 PACKAGES = ("", ".callbacks", ".metrics", ".data", ".strategies", ".precision", ".checkpoint")
 SECONDS = 300
 

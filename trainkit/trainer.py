@@ -80,7 +80,8 @@ class Trainer:
         hparams: Hyperparameters, to be recorded: a mapping, a dataclass or a namespace, nested as
             one likes. They go into checkpoints and to all loggers, and change nothing.
         output_dir: Where loggers write; on storage that all machines share. A relative path is
-            that of the working directory now, wherever the program goes later.
+            that of the working directory now. An address such as `s3://bucket/run`: a folder of
+            the machine, which is mirrored there.
         new_run: Give each `fit` a folder of its own in `output_dir`, such as `2026-11-22_1`;
             `resume="auto"` goes on with the newest of them. `run.output_dir` says which it is.
         seed: The one seed of the run: order of the data, augmentation, dropout.
@@ -173,7 +174,8 @@ class Trainer:
         self._objects, self._calls = dict[str, Stateful](), Calls()
         check_argument("watchdog", watchdog, Watchdog | None)
         self.hparams = arguments.read_hparams(hparams)
-        self.output_dir = None if output_dir is None else absolute(output_dir, "output_dir")
+        given = None if output_dir is None else absolute(output_dir, "output_dir", stored=True)
+        self.output_dir = given
         self.new_run = arguments.check_new_run(new_run, output_dir)
         arguments.check_callbacks(callbacks)
         if callbacks is None:
@@ -546,7 +548,7 @@ class Trainer:
         if checkpoint is not None:
             check_called_by_all(self.strategy.processes, "save_model")
         if self.run.internals.scratch is not None:
-            directory = self.run.place(absolute(directory, "directory"))
+            directory = self.run.place(absolute(directory, "directory", stored=True))
             self.processes.print(f"trainkit: dry run: the model goes to `{directory}` instead.")
         module = self.run.module
         with self._weights(module, checkpoint), self.run.evaluation_weights():

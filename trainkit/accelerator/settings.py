@@ -135,7 +135,7 @@ def _absolute(path: str | Path | None, name: str) -> str | Path | None:
     """Return a folder for good; a text stays one, as scripts add to it."""
     if path is None:
         return None
-    found = absolute(path, name)
+    found = absolute(path, name, stored=True)
     return str(found) if isinstance(path, str) else found
 
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from trainkit.accelerator.settings import ProjectConfiguration
 from trainkit.basics.lock import RunLock
-from trainkit.basics.outputs import absolute, why
+from trainkit.basics.outputs import absolute, address_of, fetched, why
 from trainkit.checkpoint import CheckpointStore, KeepPolicy, rotate
 from trainkit.checkpoint.candidates import first_verified
 from trainkit.checkpoint.format.names import MANIFEST
@@ -17,6 +17,7 @@ from trainkit.checkpoint.listing import broken_folders
 from trainkit.distributed import Processes, run_on_main
 from trainkit.distributed.collectives import gather_on_main
 from trainkit.errors import CheckpointError, CheckpointMissing, ConfigError
+from trainkit.storage.addresses import forget, send_logs, send_state
 
 T = TypeVar("T")
 
@@ -78,6 +79,8 @@ class StateDirectory:
             run_on_main(processes, keep_last)
         finally:
             lock.release()
+        if address_of(folder) is not None:
+            run_on_main(processes, partial(send_state, folder))
         if self._project.automatic_checkpoint_naming:
             run_on_main(processes, self._drop_oldest)
 
@@ -109,8 +112,12 @@ class StateDirectory:
         return Path(folder), Path(path), state
 
     def release(self) -> None:
-        """Let other programs save to the project."""
+        """Let other programs save to the project; its logs go to its address, if it has one."""
         self._lock = None
+        folders = {self._project.project_dir, self._project.logging_dir}
+        for folder in folders if self._processes.is_main else ():
+            if folder is not None:
+                send_logs(Path(folder))
 
     def continue_from(self, folder: Path, report: Callable[[str], None]) -> None:
         """Save the next state after one that has been loaded, under a number that is free.
@@ -148,7 +155,7 @@ class StateDirectory:
         folder = (
             self._automatic(saves=True) / automatic
             if numbered
-            else absolute(output_dir, "output_dir")
+            else absolute(output_dir, "output_dir", stored=True)
         )
         if numbered and _is_state(folder):
             raise ConfigError(
@@ -195,6 +202,8 @@ class StateDirectory:
         folders = sorted(states.values(), key=lambda folder: folder in branch)
         for folder in folders[: max(0, len(folders) - limit)]:
             remove_tree(folder)
+            if address_of(folder) is not None:
+                forget(folder)
 
     def _states(self, input_dir: Any, report: Callable[[str], None]) -> Iterator[tuple[str, str]]:
         """Yield the folders of states, the newest first, and of the checkpoints inside them.
@@ -202,10 +211,10 @@ class StateDirectory:
         Reading a checkpoint verifies it.
         """
         if input_dir is not None:
-            where = absolute(input_dir, "input_dir")
+            where = fetched(absolute(input_dir, "input_dir", stored=True))
             folders: Iterable[Path] = [where]
         elif self._project.automatic_checkpoint_naming:
-            where = self._automatic()
+            where = fetched(self._automatic())
             folders = _branch(where)
         else:
             raise ConfigError(

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 from trainkit.errors import CheckpointError, ConfigError
+from trainkit.lazy import ask
 
 # `Path` makes one slash of two: there only what is known of storages is an address.
 _ADDRESS = re.compile(
@@ -14,23 +15,30 @@ _ADDRESS = re.compile(
 _RUN = re.compile(r"(\d{4}-\d\d-\d\d)_(\d+)", re.ASCII)  # the folder of one run of several
 
 
-def absolute(path: object, argument: str) -> Path:
+def absolute(path: object, argument: str, *, stored: bool = False) -> Path:
     """Return what a user gave as a path, so that a later change of the working directory is none.
 
+    Args:
+        stored: Whether it may be the address of a storage, such as `s3://bucket/run`: a folder of
+            this machine is returned then, which the caller mirrors. `address_of` tells it.
+
     Raises:
-        ConfigError: It is no path, the address of a storage, or a relative path in a working
-            directory that is gone.
+        ConfigError: It is no path, an address that is not supported, or a relative path in a
+            working directory that is gone.
     """
     if not isinstance(path, str | os.PathLike):
         raise ConfigError(f"`{argument}` must be a path, but is {path!r}.")
     if address := _ADDRESS.match(os.fspath(path)):
         if "file" in address.groups():
             raise ConfigError(f"`{argument}` is `{path}`: write the path without `file://`.")
-        raise ConfigError(
-            f"`{argument}` is `{path}`, which is the address of a storage, and trainkit writes to "
-            "and reads from folders. Copy what is there to a folder, or mount it as one (s3fs, "
-            "gcsfuse, blobfuse2), and pass that folder."
-        )
+        if not stored:
+            raise ConfigError(
+                f"`{argument}` is `{path}`, which is the address of a storage, but nothing brings "
+                "there what is written. Pass a folder; one in an `output_dir` that is an address "
+                "is mirrored."
+            )
+        folder: Path = ask("folder_of")(os.fspath(path), argument)
+        return folder
     given: str | os.PathLike[str] = path
     try:
         return Path(given).absolute()
@@ -40,6 +48,33 @@ def absolute(path: object, argument: str) -> Path:
             "process does not exist any more. Pass an absolute path, or start the program in a "
             "folder that exists."
         ) from None
+
+
+def is_address(path: str | Path) -> bool:
+    """Return whether a path is the address of a storage."""
+    return _ADDRESS.match(os.fspath(path)) is not None
+
+
+def storage_folder() -> Path:
+    """Return where the folders are that are mirrored to storages."""
+    given = os.environ.get("TRAINKIT_STORAGE_DIR")
+    return Path(given or Path.home() / ".cache" / "trainkit" / "storage").resolve()
+
+
+def address_of(folder: Path) -> str | None:
+    """Return the address that a folder is mirrored to, None for any other one."""
+    parts = folder.parts[len(above := storage_folder().parts) :]
+    is_inside = len(parts) > 1 and folder.parts[: len(above)] == above
+    if not is_inside or any(part.startswith(".") for part in parts):  # what a dry run writes
+        return None
+    return f"{parts[0]}://{'/'.join(parts[1:])}"
+
+
+def fetched(folder: Path) -> Path:
+    """Return a folder; one that is mirrored to a storage after what it lacks was fetched."""
+    if address_of(folder) is not None:
+        ask("fetch")(folder)
+    return folder
 
 
 def check_folder(folder: Path, owner: str) -> None:
@@ -97,6 +132,8 @@ def folder_of_run(parent: Path, resume: str | Path | None) -> Path:
         CheckpointError: "must" finds none.
         ConfigError: A folder cannot be made; says why.
     """
+    if address_of(parent) is not None:
+        ask("fetch_names")(parent)
     matches = [_RUN.fullmatch(place.name) for place in parent.glob("*_*") if place.is_dir()]
     runs = sorted((match[1], int(match[2]), match[0]) for match in matches if match)
     if resume in ("auto", "must"):

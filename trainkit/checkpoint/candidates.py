@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar, cast
 
+from trainkit.basics.outputs import fetched
 from trainkit.distributed import Processes, run_on_main
 from trainkit.distributed.collectives import first_with, raise_on_all
 from trainkit.errors import CheckpointCorrupt, CheckpointError, ConfigError
@@ -66,7 +67,7 @@ def candidates(
 ) -> Iterator[str | None]:
     """Yield the folders to resume from, the newest first, and at last None; for process 0."""
     if resume not in ("auto", "must"):
-        yield str(resume)
+        yield str(fetched(Path(resume)))
         return
     if output_dir is None:
         raise ConfigError(

@@ -27,6 +27,9 @@ NonFinite: TypeAlias = Literal["mark", "raise", "allow"]
 like any other."""
 
 
+_Committed: TypeAlias = Callable[[CheckpointStore, Retention, frozenset[int]], frozenset[int]]
+
+
 @dataclass(slots=True)
 class _Job:
     """A save under way in a thread of its own, which waits until it may begin."""
@@ -80,6 +83,8 @@ class Saver:
         check_replicas: Whether the processes first compare what they hold; for whoever saves.
         check_folder: Called on process 0 before each save; raises where the directory is no longer
             the run's.
+        committed: Called on process 0 after each commit, with what decides on its retention;
+            returns the steps that must stay for now.
     """
 
     def __init__(
@@ -102,6 +107,7 @@ class Saver:
         self.has_warned = False
         self.check_replicas = True
         self.check_folder: Callable[[], None] = lambda: None
+        self.committed: _Committed = lambda store, policy, more: frozenset()
         self._weights = CheckpointStore(directory / WEIGHTS)
         self._processes = processes
         self._writers = with_own_group(processes) if background else processes
@@ -229,8 +235,9 @@ class Saver:
 
     def _rotate(self, store: CheckpointStore) -> None:
         more = frozenset(e.step for e in self._ranked() if e.path.parent == store.directory)
+        policy = self._retention if store is self.store else KeepPolicy()
         try:
-            rotate(store, self._retention if store is self.store else KeepPolicy(), more)
+            rotate(store, policy, more | self.committed(store, policy, more))
         except CheckpointError as error:
             error.add_note("The new checkpoint is committed; only removing older ones failed.")
             raise

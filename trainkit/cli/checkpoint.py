@@ -14,6 +14,7 @@ from trainkit.checkpoint.format.names import CHECKPOINTS, MANIFEST, PINS, WEIGHT
 from trainkit.checkpoint.listing import Entry, broken_folders
 from trainkit.checkpoint.retention import Best, KeepPolicy, best_of, removable, rotate
 from trainkit.checkpoint.store import CheckpointStore
+from trainkit.cli.addresses import OUTLINE, WHOLE
 from trainkit.cli.contents import Contents, leaves, read_contents
 from trainkit.errors import CheckpointError, ConfigError
 
@@ -28,11 +29,17 @@ def add_to(commands: Any) -> None:
     own = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     where = "a run's directory, or the folder with its checkpoints"
     one = "the folder of one checkpoint; for a run's directory the newest"
-    _add(own, "ls", _list, "list the checkpoints", DIR=where)
-    _add(own, "verify", _verify, "read and check every byte", DIR=f"{where}, or of one")
-    _add(own, "show", _show, "show what is in a checkpoint", CKPT=one)
-    _add(own, "diff", _diff, "compare two checkpoints; exit with 1 if they differ", A=one, B=one)
+    listing = _add(own, "ls", _list, "list the checkpoints", DIR=where)
+    listing.set_defaults(reads={"dir": OUTLINE})
+    verifying = _add(own, "verify", _verify, "read and check every byte", DIR=f"{where}, or of one")
+    verifying.set_defaults(reads={"dir": WHOLE})
+    show = _add(own, "show", _show, "show what is in a checkpoint", CKPT=one)
+    show.set_defaults(reads={"ckpt": WHOLE})
+    diff_help = "compare two checkpoints; exit with 1 if they differ"
+    diff = _add(own, "diff", _diff, diff_help, A=one, B=one)
+    diff.set_defaults(reads={"a": WHOLE, "b": WHOLE})
     prune = _add(own, "prune", _prune, "remove checkpoints that no option keeps", DIR=where)
+    prune.set_defaults(reads={"dir": WHOLE})
     prune.add_argument("--keep-last", type=int, metavar="N", required=True, help="the newest N")
     best_help = "such as eval/accuracy:max:2; by default what the run kept as the best"
     prune.add_argument("--keep-best", type=_best, metavar="METRIC:MODE:M", help=best_help)
@@ -41,6 +48,7 @@ def add_to(commands: Any) -> None:
     export_help = "write the weights as model.safetensors, which transformers and others read"
     to = "where the files go; an earlier export there is replaced"
     export = _add(own, "export", _export, export_help, CKPT=one, DIR=to)
+    export.set_defaults(reads={"ckpt": WHOLE})
     size_help = "of a file; 5GB by default"
     export.add_argument("--max-shard-size", metavar="SIZE", default="5GB", help=size_help)
     part_help = "what to write; by default the model with the weights that were evaluated"
@@ -256,6 +264,12 @@ def _prune(options: argparse.Namespace) -> int:
             # Of weights alone the best stay, as in the run.
             own = KeepPolicy() if store.directory.name == WEIGHTS else policy
             found += (removable if options.dry_run else rotate)(store, own, kept)
+    if not options.dry_run and (folder := options.addresses.get("dir")) is not None:
+        from trainkit.storage.addresses import writing  # only addresses need it
+
+        with writing(folder) as remote:
+            for entry in found:
+                remote.remove(entry.path.relative_to(options.dir.resolve()).as_posix())
     for entry in found:
         print(f"{'would remove' if options.dry_run else 'removed'} {_shown(entry.path)}")
     if not found:

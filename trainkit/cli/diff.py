@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainkit.basics.formatting import count, json_value
 from trainkit.basics.terminal import print_text
+from trainkit.cli.addresses import WHOLE
 from trainkit.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def add_to(commands: Any) -> None:
     replay_help = "make that step of both once more, and name the first module that differs"
     parser.add_argument("--replay", action="store_true", help=replay_help)
     parser.add_argument("--json", action="store_true", help="all that is known, for programs")
-    parser.set_defaults(run=_run)
+    parser.set_defaults(run=_run, reads={"a": WHOLE, "b": WHOLE})
 
 
 def _run(options: argparse.Namespace) -> int:

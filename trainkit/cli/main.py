@@ -14,6 +14,7 @@ from typing_extensions import override
 from trainkit.basics.parsing import nearest
 from trainkit.basics.run_files import LeftOut
 from trainkit.basics.terminal import visibly
+from trainkit.cli.addresses import local_copies
 from trainkit.errors import TrainkitError
 from trainkit.version import __version__
 
@@ -67,7 +68,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             warnings.simplefilter("always", LeftOut)
             warnings.showwarning = partial(_show, warnings.showwarning)
             try:
-                code: int = options.run(options)
+                with local_copies(options):
+                    code: int = options.run(options)
             except TrainkitError as error:
                 print(f"trainkit: {error}", file=sys.stderr)
                 return 1

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.basics.launch_environment import MIXED_PRECISIONS
+from trainkit.basics.outputs import absolute, fetched, is_address
 from trainkit.errors import ConfigError
 from trainkit.journal import read
 
@@ -43,6 +44,8 @@ def add_to(commands: Any) -> None:
 def _run(options: argparse.Namespace) -> int:
     if options.step is None and not options.until_nonfinite:
         raise ConfigError("Say what to look for: `--step N`, or `--until-nonfinite`.")
+    if is_address(options.folder):
+        options.folder = fetched(absolute(options.folder, "RUN", stored=True))
     journal = read(options.folder)
     if not options.command and journal.path.stat().st_uid not in (0, os.getuid()):
         raise ConfigError(

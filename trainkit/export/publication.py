@@ -6,10 +6,12 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from trainkit.basics.outputs import address_of
 from trainkit.checkpoint.format.names import MANIFEST
 from trainkit.checkpoint.io import files
 from trainkit.errors import CheckpointError, ConfigError
 from trainkit.export.layout import ADAPTER, is_weights
+from trainkit.lazy import ask
 
 _TEMPORARY = ".tmp-export-"
 _LARGEST_COMPARED = 1 << 24  # bytes; larger files count as changed
@@ -70,6 +72,8 @@ class Publication:
         self._remove(sorted(name for name in stale if "-of-" not in name))
         self._remove(sorted(name for name in stale if "-of-" in name))
         files.remove_directory(self.folder)
+        if address_of(self.directory) is not None:
+            ask("send_files")(self.directory, [*others, entry], sorted(stale))
 
     def discard(self) -> None:
         """Remove what has not been published; what cannot be removed stays hidden."""

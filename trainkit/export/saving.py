@@ -79,7 +79,7 @@ def save_model(
             f"`{type(tokenizer).__name__}`."
         )
     processes = Processes.start() if processes is None else processes
-    module, folder = unwrapped(model), absolute(directory, "directory")
+    module, folder = unwrapped(model), absolute(directory, "directory", stored=True)
 
     def export(processes: Processes) -> None:
         contents = run_on_all(processes, lambda: _contents(module, folder, merge))

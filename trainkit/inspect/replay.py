@@ -67,7 +67,7 @@ class Replay(Callback):
             raise ConfigError("A replay needs `step`, or `until_nonfinite=True`.")
         check_whole("step", 1 if step is None else step)
         check_whole("process", process or 0, 0)
-        self._folder = None if run is None else absolute(run, "run")
+        self._folder = None if run is None else absolute(run, "run", stored=True)
         self._step, self._process, self._until = step, process, until_nonfinite
         self._leaves = leaves
         self._target = 0  # the window that is opened; 0 where it is not known

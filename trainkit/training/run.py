@@ -266,6 +266,8 @@ class Run(RunServices):
         self.evaluation.keep_best = None if keep_best is None else keep_best[:2]
         if self.internals.locks:
             checkpoints.saver.check_folder = self.internals.locks[0].check
+        if self.internals.mirror is not None:
+            checkpoints.saver.committed = self.internals.mirror.committed
 
     def windows(self) -> Generator[Window, None, None]:
         """Return the windows of what is left of the current epoch."""

@@ -190,6 +190,8 @@ class Internals:
     number: int = field(default_factory=lambda: next(_fits))
     """Which `fit` of this process it is, from 1 on."""
     interrupts: Interrupts = field(default_factory=Interrupts)
+    mirror: Any = None
+    """What mirrors the output directory to a storage, on the main process."""
     scratch: Path | None = None
     """Where a dry run writes; the folder is gone when the program ends."""
     outputs: dict[Path, str] = field(default_factory=dict)

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from trainkit.basics.outputs import absolute, folder_of_run
+from trainkit.basics.outputs import absolute, fetched, folder_of_run
 from trainkit.basics.parsing import nearest
 from trainkit.checkpoint.listing import of_run
 from trainkit.checkpoint.retention import best_of
@@ -60,7 +60,7 @@ def held(
 
 def _find(which: str | Path, output_dir: Path | None) -> Path:
     if which not in _NAMES:
-        path = absolute(which, "checkpoint")
+        path = fetched(absolute(which, "checkpoint", stored=True))
         if not path.exists():
             raise ConfigError(
                 f'`checkpoint` must be "best", "last" or a folder that is there, but is '
@@ -75,7 +75,7 @@ def _find(which: str | Path, output_dir: Path | None) -> Path:
     if not (entries := of_run(output_dir)):
         with suppress(CheckpointError):
             output_dir = folder_of_run(output_dir, "must")  # the newest of a trainer with `new_run`
-        entries = of_run(output_dir)
+        entries = of_run(fetched(output_dir))
     metric, found = best_of(entries)
     if which == "last":
         found = [entry for entry in entries if entry.manifest.is_resumable][-1:]

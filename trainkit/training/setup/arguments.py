@@ -245,7 +245,7 @@ class FitSettings:
             hint = nearest(str(resume), _RESUMES)
             if hint and not Path(str(resume)).exists():
                 raise ConfigError(f"`resume={str(resume)!r}` is no folder of a checkpoint.{hint}")
-            object.__setattr__(self, "resume", absolute(resume, "resume"))
+            object.__setattr__(self, "resume", absolute(resume, "resume", stored=True))
 
 
 def read_hparams(given: Any) -> dict[str, Any]:

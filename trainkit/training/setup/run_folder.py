@@ -9,6 +9,7 @@ from pathlib import Path
 
 from trainkit.distributed import run_on_all, run_on_main
 from trainkit.errors import ConfigError
+from trainkit.lazy import ask
 from trainkit.training.callback_list import CallbackList
 from trainkit.training.run import Run
 
@@ -48,11 +49,12 @@ def own_folder(run: Run) -> Iterator[None]:
         for lock in run.internals.locks:
             lock.release()
         run.internals.locks.clear()
+        run.internals.mirror = None
 
 
 def _take(run: Run, given: Path) -> None:
     from trainkit.basics.lock import RunLock
-    from trainkit.basics.outputs import check_folder  # many runs write nothing
+    from trainkit.basics.outputs import address_of, check_folder  # many runs write nothing
 
     owner, processes = "`Trainer(output_dir=...)`", run.strategy.processes
 
@@ -68,6 +70,15 @@ def _take(run: Run, given: Path) -> None:
         from trainkit.distributed.shared_folder import check_shared  # one process needs none of it
 
         check_shared(processes, folder, owner)
+    if run.internals.scratch is None and (address := address_of(folder)) is not None:
+
+        def mirror() -> None:
+            locks = run.internals.locks
+            run.internals.mirror = ask("Mirror")(locks[0], run.print)
+            locks.insert(0, run.internals.mirror)  # which needs the folder's lock until its end
+
+        run.print(f"trainkit: `{address}` mirrors `{folder}`.")
+        run_on_main(processes, mirror)
 
 
 def check_outputs(run: Run, callbacks: CallbackList) -> None:

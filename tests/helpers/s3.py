@@ -1,0 +1,156 @@
+"""An S3 on this machine, in a process of its own: moto, with faults in front of it.
+
+`python -m tests.helpers.s3` prints its address. What comes to `/_faults` is the fault of the
+requests that follow, what comes to `/_requests` is answered with those that came.
+"""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any
+
+BUCKET = "bucket"
+_KEY = "Credential=test/20260101/us-east-1/s3/aws4_request, SignedHeaders=host, Signature=0"
+_SIGNED = {"Authorization": f"AWS4-HMAC-SHA256 {_KEY}", "X-Of-Tests": "yes"}
+
+
+class S3:
+    """The server, as tests see it."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def fault(self, **about: Any) -> None:
+        """Let requests fail from now on; without arguments none.
+
+        Args:
+            about: `match`: an expression for "PUT name"; `after`: how many such requests succeed;
+                `times`: how many then fail (by default all); `status`: their answer, with `code`;
+                `kill`: a process that the first of them ends instead.
+        """
+        self._ask("/_faults", json.dumps(about).encode())
+
+    def requests(self) -> list[str]:
+        """Return the requests since the last call, such as "PUT run/metrics.jsonl"."""
+        found: list[str] = json.loads(self._ask("/_requests"))
+        return found
+
+    def names(self, prefix: str = "") -> list[str]:
+        """Return the names of all objects."""
+        listed = self._ask(f"/{BUCKET}?list-type=2&prefix={prefix}").decode()
+        return re.findall("<Key>(.*?)</Key>", listed)
+
+    def read(self, name: str) -> bytes:
+        """Return an object."""
+        return self._ask(f"/{BUCKET}/{name}")
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write an object."""
+        self._ask(f"/{BUCKET}/{name}", content, method="PUT")
+
+    def remove(self, name: str) -> None:
+        """Remove an object."""
+        self._ask(f"/{BUCKET}/{name}", method="DELETE")
+
+    def _ask(self, path: str, content: bytes | None = None, method: str | None = None) -> bytes:
+        # Not urllib, which the audit of the tests takes for a download by trainkit.
+        connection = HTTPConnection(self.url.removeprefix("http://"), timeout=60)
+        try:
+            connection.request(method or ("POST" if content else "GET"), path, content, _SIGNED)
+            answer = connection.getresponse()
+            body = answer.read()
+            assert answer.status < 300, (path, answer.status, body)
+        finally:
+            connection.close()
+        return body
+
+
+@contextmanager
+def serving() -> Iterator[S3]:
+    """Run a server inside, and let the environment name it."""
+    command = [sys.executable, "-m", "tests.helpers.s3"]
+    root = Path(__file__).resolve().parent.parent.parent
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root)
+    assert server.stdout is not None
+    try:
+        url = server.stdout.readline().strip()
+        assert url, "the server has not started"
+        yield S3(url)
+    finally:
+        server.kill()
+        server.wait()
+        server.stdout.close()
+
+
+class _Faulty:
+    """The application of moto, behind faults."""
+
+    def __init__(self, application: Any) -> None:
+        self._application = application
+        self._fault: dict[str, Any] = {}
+        self._requests: list[str] = []
+
+    def __call__(self, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
+        path = environ["PATH_INFO"]
+        if path == "/_faults":
+            size = int(environ.get("CONTENT_LENGTH") or 0)
+            self._fault = {
+                "after": 0,
+                "times": 1 << 30,
+                **json.loads(environ["wsgi.input"].read(size)),
+            }
+            start_response("200 OK", [])
+            return [b""]
+        if path == "/_requests":
+            found, self._requests = self._requests, []
+            start_response("200 OK", [])
+            return [json.dumps(found).encode()]
+        request = f"{environ['REQUEST_METHOD']} {path.removeprefix(f'/{BUCKET}').lstrip('/')}"
+        if "HTTP_X_OF_TESTS" not in environ:
+            self._requests.append(request)
+        fault = self._fault
+        if (
+            "match" in fault
+            and re.match(fault["match"], request)
+            and "HTTP_X_OF_TESTS" not in environ
+        ):
+            fault["after"] -= 1
+            if fault["after"] < 0 < fault["times"]:
+                fault["times"] -= 1
+                if "kill" in fault:
+                    self._fault = {}
+                    os.kill(fault["kill"], signal.SIGKILL)
+                code = fault.get("code", "InternalError")
+                start_response(f"{fault.get('status', 500)} Fault", [("Content-Type", "text/xml")])
+                return [f"<Error><Code>{code}</Code><Message>{code}</Message></Error>".encode()]
+        answer: Iterable[bytes] = self._application(environ, start_response)
+        return answer
+
+
+def _main() -> None:
+    import logging
+
+    from moto.server import DomainDispatcherApplication, create_backend_app
+    from werkzeug.serving import make_server
+
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    application = _Faulty(DomainDispatcherApplication(create_backend_app))
+    server = make_server("127.0.0.1", 0, application, threaded=True)
+    import threading
+
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}"
+    S3(url).write("", b"")
+    print(url, flush=True)
+    threading.Event().wait()
+
+
+if __name__ == "__main__":
+    _main()

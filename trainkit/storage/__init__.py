@@ -1,0 +1,1 @@
+"""Folders that are mirrored to object storage: what is written there, and what is fetched."""

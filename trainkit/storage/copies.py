@@ -1,0 +1,202 @@
+"""Copies folders to and from storage: a checkpoint is there when its manifest is, and not before.
+
+A folder that holds a manifest is a checkpoint, at whatever depth; all other files are copied one
+by one. Names that begin with a dot stay where they are.
+"""
+
+import os
+import re
+import stat
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from trainkit.checkpoint.checkpoint import verify
+from trainkit.checkpoint.commit import throw_away
+from trainkit.checkpoint.format.manifest import Manifest, read_manifest
+from trainkit.checkpoint.format.names import MANIFEST, TEMPORARY
+from trainkit.checkpoint.io import files
+from trainkit.errors import CheckpointError
+from trainkit.storage.objects import Objects, StorageError
+
+TOKEN = ".storage-token"
+"""The file of a lease in its folder: whoever holds the folder comes after the one who wrote it."""
+
+State = tuple[int, int]
+"""Bytes of a file, and when it was changed."""
+
+
+def checkpoints_in(folder: Path) -> dict[str, Manifest]:
+    """Return the committed checkpoints below a folder, by their names from there on."""
+    found = {}
+    for place, _, names in _walk(folder):
+        if MANIFEST in names:
+            try:
+                found[place.relative_to(folder).as_posix()] = read_manifest(place)
+            except CheckpointError:
+                continue
+    return found
+
+
+def files_in(folder: Path) -> dict[str, State]:
+    """Return the ordinary files below a folder that are of no checkpoint, by name."""
+    found = {}
+    for place, _, names in _walk(folder):
+        for name in names if not _named_like_one(place.name) else ():
+            path = place / name
+            with suppress(FileNotFoundError):
+                status = path.lstat()
+                if stat.S_ISREG(status.st_mode):
+                    state = status.st_size, status.st_mtime_ns
+                    found[path.relative_to(folder).as_posix()] = state
+    return found
+
+
+def _walk(folder: Path) -> Iterator[tuple[Path, list[str], list[str]]]:
+    for place, folders, names in os.walk(folder):
+        inner = (name for name in folders if not name.startswith("."))
+        # What has a token of its own is uploaded by whoever wrote it.
+        folders[:] = sorted(name for name in inner if not Path(place, name, TOKEN).exists())
+        yield Path(place), folders, [name for name in names if not name.startswith(".")]
+
+
+class Remote:
+    """What an address holds; only whoever holds its lease may change it.
+
+    Attributes:
+        checkpoints: Those that are complete, by name.
+        others: The bytes of all other objects that are of no checkpoint.
+    """
+
+    def __init__(self, objects: Objects) -> None:
+        self.objects = objects
+        found = {n: size for n, size in objects.names().items() if not _is_hidden(n)}
+        self.checkpoints: dict[str, Manifest] = {}
+        self.left: set[str] = set()  # checkpoints without a manifest: uploads that were cut
+        for name in found:
+            place, _, file = name.rpartition("/")
+            if file == MANIFEST:
+                content = objects.read(name)
+                try:
+                    self.checkpoints[place] = Manifest.decode(content or b"", Path(name))
+                except CheckpointError:
+                    self.left.add(place)
+        for place in {name.rpartition("/")[0] for name in found}:
+            if _named_like_one(place) and place not in self.checkpoints:
+                self.left.add(place)
+        whole = self.checkpoints.keys() | self.left
+        self.others = {n: s for n, s in found.items() if n.rpartition("/")[0] not in whole}
+        self._found = found
+
+    def newest_first(self) -> list[tuple[str, Manifest]]:
+        """Return the checkpoints, the newest first."""
+        by_age = sorted(self.checkpoints.items(), key=lambda e: (e[1].step, e[1].revision))
+        return by_age[::-1]
+
+    def fetch(self, name: str, folder: Path) -> None:
+        """Bring a checkpoint to its place in a folder, verified; what was there goes.
+
+        Raises:
+            CheckpointError: It is broken there; the folder is as it was.
+        """
+        manifest, target = self.checkpoints[name], folder / name
+        files.make_directories(target.parent)
+        scratch = Path(tempfile.mkdtemp(prefix=f"{TEMPORARY}fetch-", dir=target.parent))
+        try:
+            for file, size in manifest.sizes().items():
+                if self._found.get(f"{name}/{file}") != size:
+                    raise CheckpointError(
+                        f"`{self.objects.address}/{name}` is broken: `{file}` is missing, or has "
+                        f"not the {size} bytes that its manifest tells."
+                    )
+                self.objects.fetch(f"{name}/{file}", scratch / file)
+            self.objects.fetch(f"{name}/{MANIFEST}", scratch / MANIFEST)
+            try:
+                verify(scratch)
+            except CheckpointError as error:
+                raise CheckpointError(
+                    f"`{self.objects.address}/{name}` is broken: {error}"
+                ) from error
+            scratch.chmod(0o755)
+            files.sync_directory(scratch)
+            if target.exists():
+                throw_away(target)
+            files.rename(scratch, target)
+            files.sync_directory(target.parent)
+        finally:
+            if scratch.exists():
+                files.remove_tree(scratch)
+
+    def fetch_others(self, folder: Path, *, replaces: bool) -> None:
+        """Bring all that is of no checkpoint; what is there already stays, or is replaced."""
+        for name in self.others:
+            target = folder / name
+            if replaces or not target.exists():
+                target.parent.mkdir(parents=True, exist_ok=True)
+                scratch = target.with_name(f".{target.name}.{os.getpid()}")
+                scratch.unlink(missing_ok=True)
+                self.objects.fetch(name, scratch)
+                scratch.replace(target)
+
+    def copy(self, folder: Path, *, contents: bool) -> None:
+        """Bring all as it is, and verify nothing.
+
+        Args:
+            contents: Whether files of checkpoints are more than holes of their sizes.
+        """
+        for name, size in self._found.items():
+            path = folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if contents or name in self.others or path.name == MANIFEST:
+                self.objects.fetch(name, path)
+            else:
+                with path.open("xb") as hole:
+                    hole.truncate(size)
+
+    def send(self, name: str, folder: Path, may_write: Callable[[], None]) -> None:
+        """Write a checkpoint: its files, then its manifest, which must not be there.
+
+        Args:
+            may_write: Asked before each object; raises where it may not be written any more.
+
+        Raises:
+            FileNotFoundError: It was removed meanwhile; what arrived is no checkpoint.
+            StorageError: It cannot be written, or another run's is there.
+        """
+        content = (folder / name / MANIFEST).read_bytes()
+        manifest = Manifest.decode(content, folder / name)
+        if self.objects.read(f"{name}/{MANIFEST}") is None:
+            self.left.add(name)
+            for file in manifest.sizes():
+                may_write()
+                self.objects.put_file(f"{name}/{file}", folder / name / file)
+            may_write()
+            self.objects.create(f"{name}/{MANIFEST}", content)
+        # Also of a request whose answer was lost, and that was made again.
+        if self.objects.read(f"{name}/{MANIFEST}") != content:
+            raise ForeignCheckpoint(
+                f"`{self.objects.address}/{name}` holds another checkpoint than `{folder / name}`: "
+                "another run wrote there. It is left alone. Choose another `output_dir`."
+            )
+        self.left.discard(name)
+        self.checkpoints[name] = manifest
+
+    def remove(self, name: str) -> None:
+        """Remove a checkpoint, or what is left of one, so that at no moment a part counts."""
+        self.objects.delete([f"{name}/{MANIFEST}"])
+        self.checkpoints.pop(name, None)
+        self.objects.delete(self.objects.names(name))
+        self.left.discard(name)
+
+
+class ForeignCheckpoint(StorageError):
+    """Under the name of a checkpoint another one is stored."""
+
+
+def _named_like_one(name: str) -> bool:
+    return re.fullmatch(r"step-\d{8,}(\.\d+)?", name.rpartition("/")[2], re.ASCII) is not None
+
+
+def _is_hidden(name: str) -> bool:
+    return any(part.startswith(".") for part in name.split("/"))
