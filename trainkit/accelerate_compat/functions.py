@@ -1,6 +1,7 @@
 """Small things that scripts import from `accelerate.utils` and `accelerate.test_utils`."""
 
 from collections.abc import Callable
+from functools import wraps
 from importlib import import_module
 from typing import Any
 
@@ -37,6 +38,17 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
         )
     hidden = main_process_only and not World.current().is_local_main
     return bar(*args, **{**kwargs, "disable": kwargs.get("disable", False) or hidden})
+
+
+def on_main_process(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a method of a tracker run on the main process alone, unless it tracks on all of them."""
+
+    @wraps(method)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        only_main = getattr(self, "main_process_only", False)
+        return method(self, *args, **kwargs) if World.current().is_main or not only_main else None
+
+    return run
 
 
 def is_peft_model(model: nn.Module) -> bool:

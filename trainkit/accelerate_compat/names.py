@@ -42,7 +42,7 @@ _HOMES = {
     "accelerate_compat.availability": "compare_versions is_torch_version "
     + " ".join(f"is_{what}_available" for what in _AVAILABLE.split()),
     "accelerate_compat.functions": """
-        get_backend is_peft_model set_module_tensor_to_device torch_device tqdm
+        get_backend is_peft_model on_main_process set_module_tensor_to_device torch_device tqdm
     """,
     "accelerator.loader": "DataLoaderShard=SharedLoader",
     "accelerator.logging": "MultiProcessAdapter=ProcessLogger",
@@ -50,6 +50,7 @@ _HOMES = {
     "accelerator.scheduler": "AcceleratedScheduler=PreparedScheduler",
     "accelerator.settings": "KwargsHandler",
     "accelerator.state": "AcceleratorState GradientState is_initialized",
+    "accelerator.tracking": "register_tracker_class",
     "launch.config": "write_basic_config",
     "trackers.mlflow": "MLflowTracker",
     "trackers.tensorboard": "TensorBoardTracker",

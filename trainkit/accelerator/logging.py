@@ -3,7 +3,7 @@
 import logging
 import os
 from collections.abc import MutableMapping
-from typing import Any
+from typing import Any, ClassVar
 
 from typing_extensions import override
 
@@ -17,6 +17,8 @@ class ProcessLogger(logging.LoggerAdapter[logging.Logger]):
     `main_process_only=False` lets every process speak, `in_order=True` one after the other; all
     must make that call.
     """
+
+    _warned: ClassVar[set[str]] = set()
 
     @override
     def log(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:
@@ -32,6 +34,13 @@ class ProcessLogger(logging.LoggerAdapter[logging.Logger]):
             if speaks and rank == world.rank:
                 self.logger.log(level, msg, *args, **kwargs)
             Processes.start().barrier()
+
+    def warning_once(self, msg: object, *args: Any, **kwargs: Any) -> None:
+        """Warn, unless this was called with the same arguments before."""
+        call = str((msg, args, kwargs))
+        if call not in self._warned:
+            self._warned.add(call)
+            self.warning(msg, *args, **{"stacklevel": 3, **kwargs})  # who called this
 
     @override
     def process(

@@ -1,6 +1,9 @@
 """Trackers: where the values of a loop of the user's own go."""
 
+import time
+import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,30 @@ WRITERS = [kind.name for kind in _KINDS if kind.requires_logging_directory]
 """Those that "all" means."""
 
 
+def register_tracker_class(tracker_class: Any) -> None:
+    """Let `log_with` name trackers of a class by its `name`.
+
+    Args:
+        tracker_class: A class over `GeneralTracker`. It is called with the name of the run, the
+            folder of logs where it has `requires_logging_directory`, and its `init_kwargs`.
+
+    Raises:
+        ConfigError: It is no such class, or has no name.
+    """
+    is_kind = isinstance(tracker_class, type) and issubclass(tracker_class, GeneralTracker)
+    if not is_kind or not tracker_class.name:
+        raise ConfigError(
+            "`tracker_class` must be a class over `GeneralTracker` that has a `name`, but is "
+            f"{tracker_class!r}."
+        )
+    if KINDS.get(tracker_class.name, tracker_class) is not tracker_class:
+        warnings.warn(
+            f"`{tracker_class.__name__}` takes the place of the tracker {tracker_class.name!r}.",
+            stacklevel=2,
+        )
+    KINDS[tracker_class.name] = tracker_class
+
+
 class Trackers:
     """The trackers of an `Accelerator`.
 
@@ -41,7 +68,7 @@ class Trackers:
     def __init__(self, wanted: Any, project: ProjectConfiguration, processes: Processes) -> None:
         self.at_work: list[GeneralTracker] = []
         """Those that have started, on this process."""
-        self._wanted = _checked(wanted)
+        self._wanted = _checked(wanted, project.logging_dir)
         self._project = project
         self._processes = processes
         self._locks: list[RunLock] = []  # of the files that are written, while they are
@@ -84,13 +111,15 @@ class Trackers:
             tracker.start()
             if config is not None:
                 tracker.store_init_configuration(dict(config))
+                if isinstance(tracker, TensorBoardTracker):
+                    _write_yaml(tracker.logging_dir / str(time.time()), dict(config))
 
     def find(self, name: str, *, unwrap: bool) -> Any:
-        """Return a tracker, or what its library calls its run; a blank one on other processes."""
+        """Return a tracker, or what its library calls its run; a blank one without any."""
         for tracker in self.at_work:
             if tracker.name == name:
                 return tracker.tracker if unwrap else tracker
-        if not self._processes.is_main:
+        if not self._processes.is_main or not self.at_work:
             return GeneralTracker(_blank=True)
         known = ", ".join(tracker.name for tracker in self.at_work) or "none"
         raise ConfigError(
@@ -118,16 +147,21 @@ def _make_trackers(
         if isinstance(entry, GeneralTracker):
             made.append(entry)
             continue
-        if entry in WRITERS and logging_dir is None:
-            raise ConfigError(
-                f"The tracker {entry!r} writes files. Pass `Accelerator(project_dir=...)`."
-            )
-        place = (logging_dir,) if entry in WRITERS else ()
+        place = (logging_dir,) if KINDS[entry].requires_logging_directory else ()
         made.append(KINDS[entry](run_name, *place, **options.get(entry, {})))
     return made
 
 
-def _checked(wanted: Any) -> list[Any]:
+def _write_yaml(folder: Path, values: dict[str, Any]) -> None:
+    """Write settings where Accelerate leaves them beside those in TensorBoard's own file."""
+    with suppress(ImportError):  # no package that TensorBoard needs
+        import yaml
+
+        folder.mkdir(parents=True)
+        (folder / "hparams.yml").write_text(yaml.dump(values), "utf-8")
+
+
+def _checked(wanted: Any, logging_dir: str | Path | None) -> list[Any]:
     """Return what `log_with` names, each once: names of trackers, and trackers."""
     entries = wanted if isinstance(wanted, list | tuple) else [wanted]
     names: list[Any] = [getattr(each, "value", each) for each in entries if each is not None]
@@ -139,6 +173,10 @@ def _checked(wanted: Any) -> list[Any]:
                 f"`log_with` must be one of {', '.join(sorted(KINDS))}, all, or a "
                 f"`GeneralTracker`, but is {name!r}. Write a `GeneralTracker` around the library."
             )
-        if name in KINDS and name not in WRITERS:
+        if name in KINDS and KINDS[name].requires_logging_directory and logging_dir is None:
+            raise ConfigError(
+                f"The tracker {name!r} writes files. Pass `Accelerator(project_dir=...)`."
+            )
+        if name in KINDS and KINDS[name] in _KINDS and name not in WRITERS:
             require(name, f'`log_with="{name}"`', ", or log with tensorboard, jsonl or csv")
     return [name for place, name in enumerate(names) if name not in names[:place]]
