@@ -2,6 +2,7 @@
 
 import ast
 import runpy
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from tests.accelerator import test_against_accelerate
 from tests.accelerator.toys import numbers, prepared
+from tests.helpers.ranks import run_ranks
 from trainkit import Accelerator
 from trainkit.errors import ConfigError
 
@@ -55,6 +57,29 @@ def test_a_prepared_loader_has_the_attributes_of_its_source() -> None:
     loader = Accelerator(cpu=True).prepare(DataLoader(data, 2))
     assert not isinstance(loader, DataLoader)
     assert (loader.dataset, loader.batch_size, loader.num_workers) == (data, 2, 0)
+
+
+def _epochs_told(rank: int) -> list[int]:
+    told: list[int] = []
+
+    class Own:
+        batch_size, drop_last = 2, False
+        set_epoch = told.append
+
+        def __iter__(self) -> Iterator[list[int]]:
+            return iter([[0, 1], [2, 3], [4, 5], [6, 7]])
+
+        def __len__(self) -> int:
+            return 4
+
+    loader = Accelerator(cpu=True).prepare(DataLoader(numbers(8), batch_sampler=Own()))
+    list(loader)
+    list(loader)
+    return told
+
+
+def test_a_batch_sampler_is_told_the_epoch_on_several_processes() -> None:
+    assert run_ranks(2, _epochs_told) == [[0, 1], [0, 1]]
 
 
 def test_states_hold_no_pickle(tmp_path: Path) -> None:

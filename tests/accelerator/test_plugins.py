@@ -27,6 +27,7 @@ from trainkit import (
     ProfileKwargs,
     TorchDynamoPlugin,
 )
+from trainkit.accelerator.arguments import compilation
 from trainkit.distributed.processes import Reduction
 from trainkit.strategies import FSDP
 
@@ -73,6 +74,20 @@ def test_a_plugin_of_accelerate_is_a_strategy() -> None:
 def test_what_would_change_the_sharding_is_refused(settings: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         FullyShardedDataParallelPlugin(**settings)
+
+
+def test_the_launcher_says_how_models_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "EAGER")
+    monkeypatch.setenv("ACCELERATE_DYNAMO_MODE", "reduce-overhead")
+    monkeypatch.setenv("ACCELERATE_DYNAMO_USE_FULLGRAPH", "True")
+    monkeypatch.setenv("ACCELERATE_DYNAMO_USE_DYNAMIC", "False")
+    said = {"backend": "eager", "mode": "reduce-overhead", "fullgraph": True, "disable": False}
+    assert compilation(None, None) == said
+    monkeypatch.setenv("ACCELERATE_DYNAMO_USE_DYNAMIC", "True")
+    assert compilation("inductor", None) == {**said, "backend": "inductor", "dynamic": True}
+    monkeypatch.setenv("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", "True")
+    with pytest.raises(ConfigError, match="Compile the blocks"):
+        Accelerator(cpu=True)
 
 
 def test_settings_without_effect_are_refused() -> None:

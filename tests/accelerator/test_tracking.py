@@ -9,10 +9,17 @@ import yaml
 
 import trainkit.accelerate_compat as ours
 from tests.helpers.ranks import run_ranks
+from trainkit.accelerator import tracking
 from trainkit.errors import ConfigError
 
 pytest.importorskip("accelerate.tracking")
 theirs = pytest.importorskip("accelerate")
+
+
+@pytest.fixture(autouse=True)
+def _what_is_registered_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracking, "KINDS", dict(tracking.KINDS))
+
 
 BOTH = pytest.mark.parametrize("lib", [theirs, ours], ids=["accelerate", "trainkit"])
 
@@ -34,11 +41,11 @@ def lines_class(lib: Any, *, only_main: bool = True) -> Any:
         def tracker(self) -> Any:
             return self.lines
 
-        @on_main_process
+        @on_main_process  # type: ignore[untyped-decorator]
         def store_init_configuration(self, values: dict[str, Any]) -> None:
             self.lines.append(values)
 
-        @on_main_process
+        @on_main_process  # type: ignore[untyped-decorator]
         def log(self, values: dict[str, Any], step: int | None = None) -> None:
             self.lines.append((values, step))
 
@@ -79,10 +86,7 @@ def test_what_is_no_tracker_is_not_registered(wrong: Any) -> None:
         ours.tracking.register_tracker_class(wrong)
 
 
-def test_a_name_that_is_taken_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    from trainkit.accelerator import tracking
-
-    monkeypatch.setattr(tracking, "KINDS", dict(tracking.KINDS))
+def test_a_name_that_is_taken_is_said() -> None:
     own = lines_class(ours)
     own.name = "wandb"
     with pytest.warns(UserWarning, match="`Lines` takes the place of the tracker 'wandb'"):

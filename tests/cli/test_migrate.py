@@ -94,6 +94,38 @@ def test_what_is_left_has_its_line(tmp_path: Path, capsys: pytest.CaptureFixture
     assert any("`prepare_pippy` cannot be used" in line for line in lines[3:])
 
 
+def test_settings_that_would_have_no_effect_are_left(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import accelerate\n"
+        "import accelerate.data_loader as loading\n"
+        "accelerator = accelerate.Accelerator(mixed_precision='fp8')\n"
+        "accelerator.num_processes = 1\n"
+        "self.accelerator._custom = []\n"
+        "accelerator.state.deepspeed_plugin.deepspeed_config['a'] = 1\n"
+        "accelerate.utils.set_seed = loading.skip_first_batches = print\n"
+        # None of these needs a word.
+        "if accelerator.state.deepspeed_plugin is not None:\n"
+        "    accelerator.state.deepspeed_plugin.deepspeed_config['a'] = 1\n"
+        "accelerator.gradient_accumulation_steps = 2\n"
+        "accelerator._optimizers = []\n"
+        "accelerator.my_own = 1\n"
+        "model.config = accelerator.num_processes\n"
+    )
+    assert main(["migrate", str(script)]) == 1
+    lines = capsys.readouterr().err.splitlines()
+    found = [line.split(": ")[0].rpartition(":")[2] for line in lines]
+    assert found == ["3", "4", "5", "6", "7", "7"]
+    assert 'FP8 is not there: use `mixed_precision="bf16"`' in lines[0]
+    assert "`accelerator.num_processes` cannot be set. Pass it to `Accelerator(...)`" in lines[1]
+    assert "`self.accelerator._custom` cannot be set" in lines[2]
+    assert "`deepspeed_plugin` is None" in lines[3]
+    assert "`accelerate.utils.set_seed` is set, where trainkit does not look" in lines[4]
+    assert "`loading.skip_first_batches` is set" in lines[5]
+
+
 def test_folders_and_what_cannot_be_read(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,6 +6,7 @@ import re
 import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass
+from inspect import getattr_static
 from itertools import accumulate
 
 from trainkit.accelerate_compat import names
@@ -13,6 +14,10 @@ from trainkit.errors import ConfigError
 
 THEIRS, OURS = "accelerate", "trainkit.accelerate_compat"
 _MODULE = re.compile(rb"\baccelerate\b(?:[\s\\]*\.[\s\\]*\w+)*")
+_NO_DEEPSPEED = (
+    "`deepspeed_config` is of DeepSpeed, which is not driven: `deepspeed_plugin` is None. Leave it "
+    "out, or write `if accelerator.state.deepspeed_plugin is not None:` around it."
+)
 _IN_TEXT = re.compile(r"accelerate((\.\w+)*| (config|env|launch|test)\b.*)", re.S)
 
 
@@ -74,9 +79,19 @@ def _edits(tree: ast.AST, code: bytes, starts: list[int]) -> Iterator[tuple[int,
 
 
 def _left(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Yield what cannot be rewritten: names that are refused or not there, and texts."""
+    """Yield what cannot be rewritten: names that are refused or not there, settings, and texts."""
     bound = dict(_bound(tree))
+    branches = [node for node in ast.walk(tree) if isinstance(node, ast.If)]
+    asked = [node for node in branches if "deepspeed" in ast.unparse(node.test).lower()]
+    guarded = {inside for node in asked for inside in ast.walk(node)}
     for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield from _set(node, bound)
+        elif isinstance(node, ast.Attribute) and node.attr == "deepspeed_config":
+            if node not in guarded:
+                yield node.lineno, _NO_DEEPSPEED
+        elif isinstance(node, ast.keyword) and ast.unparse(node) == "mixed_precision='fp8'":
+            yield node.lineno, 'FP8 is not there: use `mixed_precision="bf16"`.'
         for path in _paths(node, bound):
             yield from _unusable(getattr(node, "lineno", 0), path)
         for each in node.args if isinstance(node, ast.Call) else ():
@@ -85,6 +100,24 @@ def _left(tree: ast.AST) -> Iterator[tuple[int, str]]:
                     each.lineno,
                     f"{text[:60]!r} names Accelerate in a text, which stays as it is.",
                 )
+
+
+def _set(node: ast.Attribute, bound: dict[str, str]) -> Iterator[tuple[int, str]]:
+    """Yield what is to be said of an attribute that a script sets."""
+    owner = _dotted(node.value)
+    root, dot, rest = owner.partition(".")
+    path = f"{bound.get(root, '')}{dot}{rest}"
+    if path == THEIRS or (path.startswith(THEIRS) and path.partition(".")[2] in names.MODULES):
+        yield (
+            node.lineno,
+            f"`{owner}.{node.attr}` is set, where trainkit does not look. Leave it out.",
+        )
+    elif owner.rpartition(".")[2] == "accelerator":
+        ours = getattr_static(names.find("Accelerator"), node.attr, None)
+        is_fixed = isinstance(ours, property) and ours.fset is None
+        if is_fixed or (ours is None and node.attr.startswith("_")):
+            said = "cannot be set. Pass it to `Accelerator(...)`, or leave it out."
+            yield node.lineno, f"`{owner}.{node.attr}` {said}"
 
 
 def _bound(tree: ast.AST) -> Iterator[tuple[str, str]]:

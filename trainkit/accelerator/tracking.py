@@ -173,10 +173,11 @@ def _checked(wanted: Any, logging_dir: str | Path | None) -> list[Any]:
                 f"`log_with` must be one of {', '.join(sorted(KINDS))}, all, or a "
                 f"`GeneralTracker`, but is {name!r}. Write a `GeneralTracker` around the library."
             )
-        if name in KINDS and KINDS[name].requires_logging_directory and logging_dir is None:
+        if name in KINDS and KINDS[name] in _KINDS and name not in WRITERS:
+            require(name, f'`log_with="{name}"`', ", or log with tensorboard, jsonl or csv")
+    for name in names if logging_dir is None else ():
+        if name in KINDS and KINDS[name].requires_logging_directory:
             raise ConfigError(
                 f"The tracker {name!r} writes files. Pass `Accelerator(project_dir=...)`."
             )
-        if name in KINDS and KINDS[name] in _KINDS and name not in WRITERS:
-            require(name, f'`log_with="{name}"`', ", or log with tensorboard, jsonl or csv")
     return [name for place, name in enumerate(names) if name not in names[:place]]
