@@ -27,8 +27,10 @@ OWN_LOOPS = ("own loop",)
 
 PACKAGES = {"StatefulDataLoader": "torchdata", "torchdata.nodes": "torchdata"}
 PACKAGES |= {"webdataset": "webdataset", "adapter by reference": "peft"}
+PACKAGES |= dict.fromkeys(("adapter on 4 bits", "adapter on 8 bits"), "bitsandbytes")
 LACKING = [kind for kind, package in PACKAGES.items() if find_spec(package) is None]
 KINDS = tuple(kind for kind in (*PROGRAMS, *OWN_LOOPS) if kind not in LACKING)
+REFERRING = ("adapter by reference", "adapter on 4 bits", "adapter on 8 bits")
 RESIZED = (
     "optimizers in turns",
     "optimizers, run.optimize",
@@ -216,6 +218,8 @@ def draw(seed: int, kinds: tuple[str, ...] = KINDS, size: int | None = None) -> 
     size = size or chance.choices([1, 2, 3], [0.4, 0.35, 0.25])[0]
     resized = kind in RESIZED and chance.random() < 0.4
     strategy = chance.choice(["ddp", "fsdp"]) if size > 1 else "single"
+    if "bits" in kind and size > 1:
+        strategy = "ddp"  # torch shards no whole numbers
     strategy = "auto" if resized and strategy != "fsdp" else strategy
     precision = "fp32" if resized else chance.choice(["fp32", "bf16", "fp16"])
     if kind == "gradient checkpointing, batch norm" and strategy == "fsdp":
@@ -242,6 +246,6 @@ def draw(seed: int, kinds: tuple[str, ...] = KINDS, size: int | None = None) -> 
             keep_last=chance.choice([1, 3]),
             background=trains and chance.random() < 0.5,
             keep_best=("eval/loss", "min", 2) if trains and chance.random() < 0.5 else None,
-            frozen="reference" if kind == "adapter by reference" else "save",
+            frozen="reference" if kind in REFERRING else "save",
         ),
     )

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -215,6 +216,35 @@ def adapter(mix: "Mix", folder: Path) -> Program:
     return texts(mix, peft.get_peft_model(gpt2(), config), Texts(torch.float32))
 
 
+def quantized(bits: int) -> nn.Module:
+    """Return a tiny Llama in 4 or 8 bits, by bitsandbytes, with adapters; always the same."""
+    import peft
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    base = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2,
+            num_attention_heads=2, use_cache=False,
+        )
+    )  # fmt: skip
+    how = BitsAndBytesConfig(
+        load_in_4bit=bits == 4, load_in_8bit=bits == 8, bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.float32,
+    )  # fmt: skip
+    with TemporaryDirectory() as folder:
+        base.save_pretrained(folder)
+        small = AutoModelForCausalLM.from_pretrained(
+            folder, quantization_config=how, dtype=torch.float32, device_map="cpu"
+        )
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.1)
+    return peft.get_peft_model(small, config)
+
+
+def small_adapter(bits: int, mix: "Mix", folder: Path) -> Program:
+    return texts(mix, quantized(bits), Texts(torch.float32))
+
+
 class Angles(nn.Module):
     """A loss with class centres."""
 
@@ -288,6 +318,8 @@ PROGRAMS: dict[str, Callable[["Mix", Path], Program]] = {
     "webdataset": web_dataset,
     "packed rows": packed,
     "adapter by reference": adapter,
+    "adapter on 4 bits": partial(small_adapter, 4),
+    "adapter on 8 bits": partial(small_adapter, 8),
     "loss with parameters": learning_loss,
     "gradient checkpointing, batch norm": recomputed,
 }

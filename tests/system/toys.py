@@ -189,7 +189,8 @@ class Ema:
         self.updates += 1
         self.average = self._now()
         for average, parameter in zip(self.average, self.module.parameters(), strict=True):
-            average.lerp_(parameter.detach(), 0.1)
+            if parameter.is_floating_point():  # not one in 4 or 8 bits
+                average.lerp_(parameter.detach(), 0.1)
 
     def state_dict(self) -> dict[str, Any]:
         self.on_save()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from trainkit.basics import rng
+from trainkit.basics.quantized import with_scales
 from trainkit.checkpoint import KeepPolicy, check_encodable
 from trainkit.checkpoint.exact import parameter_states
 from trainkit.checkpoint.forms import Only, at_least, one_of
@@ -119,7 +120,7 @@ METADATA = {
     "versions?": {str: str},
     "order?": {"facts": {str: Any}, "digest": str | None},
     "hparams?": {str: Any},
-    "reference?": {"source": str, "digests": {str: str}},
+    "reference?": {"source": str, "digests": {str: str}, "made?": {str: str}},
 }
 """The form of what `describe` returns."""
 
@@ -168,7 +169,7 @@ def collect(run: Run, callbacks: CallbackList) -> dict[str, Any]:
 
 def _model_state(run: Run) -> dict[str, Any]:
     """Return what is saved of the model: all but the base that a checkpoint refers to."""
-    model, referred = run.module.state_dict(), set(left_out(run))
+    model, referred = run.module.state_dict(), with_scales(run.module, left_out(run))
     return {name: value for name, value in model.items() if name not in referred}
 
 

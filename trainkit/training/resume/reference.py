@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from trainkit.basics.quantized import made_by, with_scales
 from trainkit.checkpoint import Checkpoint
 from trainkit.checkpoint.format.manifest import read_manifest
 from trainkit.checkpoint.format.names import MANIFEST
@@ -35,6 +36,11 @@ def _named(module: nn.Module) -> dict[str, nn.Parameter]:
 def _frozen(run: Run) -> dict[str, nn.Parameter]:
     held, named = set(map(id, run.parameters)), _named(run.module).items()
     return {name: p for name, p in named if not p.requires_grad and id(p) not in held}
+
+
+def _source(module: nn.Module) -> str:
+    source = getattr(module, "name_or_path", "")  # of a model of transformers
+    return source if isinstance(source, str) else ""
 
 
 def base_of(run: Run) -> Base:
@@ -79,8 +85,8 @@ def describe_base(run: Run) -> dict[str, Any]:
 
     run_on_all(run.strategy.processes, check)
     digests = {name: base.whole[name] for name in names}
-    source = getattr(run.module, "name_or_path", "")  # of a model of transformers
-    return {KEY: {"source": source if isinstance(source, str) else "", "digests": digests}}
+    made = {name: words for name, words in made_by(run.module).items() if name in digests}
+    return {KEY: {"source": _source(run.module), "digests": digests, "made": made}}
 
 
 def check_base(path: Path, metadata: Mapping[str, Any], module: nn.Module) -> None:
@@ -96,7 +102,9 @@ def check_base(path: Path, metadata: Mapping[str, Any], module: nn.Module) -> No
         return
     saved = told["digests"]
     present = _digests({name: p for name, p in _named(module).items() if name in saved})
-    if other := [name for name in saved if present.get(name) != saved[name]]:
+    made, same_source = made_by(module), bool(told["source"]) and told["source"] == _source(module)
+    alike = {n for n, words in told.get("made", {}).items() if same_source and made.get(n) == words}
+    if other := [n for n in saved if present.get(n) != saved[n] and n not in alike]:
         source = f" `{told['source']}`" if told["source"] else ""
         why = (
             f"it holds what was trained, and refers to its base{source} for the rest, but "
@@ -131,7 +139,8 @@ def read_model(checkpoint: Checkpoint, module: nn.Module, like: Any = None) -> d
     state: dict[str, Any] = checkpoint.read("model", like)
     if KEY in checkpoint.manifest.metadata and isinstance(state, dict):  # as it will be checked
         present, told = module.state_dict(), checkpoint.manifest.metadata[KEY]
-        state |= {name: present[name] for name in told["digests"] if name in present}
+        base = with_scales(module, told["digests"])
+        state |= {name: present[name] for name in base if name in present}
     return state
 
 

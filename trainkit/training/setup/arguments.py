@@ -135,7 +135,13 @@ def check_model(model: object) -> nn.Module:
 
 
 def check_initialised(model: nn.Module) -> None:
-    """Raise where modules, such as `nn.LazyLinear`, wait for a batch to know their shapes."""
+    """Raise where modules, such as `nn.LazyLinear`, wait for a batch to know their shapes.
+
+    Weights in 4 bits are held as they are, from here on.
+    """
+    from trainkit.basics.quantized import hold_quantized  # on demand
+
+    hold_quantized(model)
     for name, module in model.named_modules():
         lazy: Any = module
         if isinstance(module, LazyModuleMixin) and lazy.has_uninitialized_params():
