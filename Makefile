@@ -12,7 +12,8 @@ SHORT := -m "not slow and not gpu and not e2e"
 DEMO := runs/sentiment
 
 .DEFAULT_GOAL := help
-.PHONY: help demo data test test-all test-behaviour test-versions check fix bench bench-full docs wheel clean
+.PHONY: help demo data test test-all test-behaviour test-versions test-moves \
+	test-next-torch check fix bench bench-full docs wheel clean
 
 help:
 	@echo "make demo    train the Chinese review classifier on two processes, then check its figures"
@@ -21,6 +22,8 @@ help:
 	@echo "make test-all  run all tests, in 15 minutes: what every push runs"
 	@echo "make test-behaviour  run the rows of docs/behaviour.md, in a minute"
 	@echo "make test-versions  run the fast tests with the lowest and the newest Python, torch, ..."
+	@echo "make test-moves  let the lowest and the newest versions read each other's checkpoints"
+	@echo "make test-next-torch  run them with the newest torch, be it a pre-release"
 	@echo "make check   lint, format check, types and the tests of make test"
 	@echo "make fix     let ruff repair and format what it can"
 	@echo "make bench   compare the cost of a step with other frameworks, in 25 minutes"
@@ -64,7 +67,7 @@ test-behaviour: .venv/with-test
 PYTHON_OLDEST ?= python3.11
 PYTHON_MIDDLE ?= python3.12
 PYTHON_NEWEST ?= python3.13
-VERSIONS ?= lowest newest-oldest newest-middle newest-newest
+VERSIONS ?= lowest torch-2.10 newest-oldest newest-middle newest-newest without-transformers
 # The tests of `make test`, but for those that start documents and other frameworks: they say
 # nothing more about versions.
 FAST_TESTS ?= $(SHORT) tests --ignore-glob='*example*' --ignore-glob='*bench*' --ignore-glob='*against*' \
@@ -72,21 +75,53 @@ FAST_TESTS ?= $(SHORT) tests --ignore-glob='*example*' --ignore-glob='*bench*' -
 	--ignore=tests/test_readme.py --ignore=tests/test_packaging.py --ignore=tests/test_behaviour.py \
 	--ignore=tests/audit --ignore=tests/system
 
-test-versions: $(VERSIONS:%=test-versions-%)
+# What pip installs, torch first.
+PACKAGES = '.[versions,transformers]'
+TORCH = torch
+MADE_BY = $(PYTHON_OLDEST)
+.versions/lowest/made: LIMITS = --constraint constraints-lowest.txt
+.versions/torch-2.10/made: TORCH = 'torch==2.10.*'
+.versions/torch-2.10/made: PACKAGES += 'transformers==4.57.*'
+.versions/torch-2.10/made: MADE_BY = $(PYTHON_MIDDLE)
+.versions/newest-middle/made: MADE_BY = $(PYTHON_MIDDLE)
+.versions/newest-newest/made: MADE_BY = $(PYTHON_NEWEST)
+.versions/without-transformers/made: LIMITS = --constraint constraints-cpu.txt
+.versions/without-transformers/made: PACKAGES = '.[versions]'
+.versions/next-torch/made: TORCH = 'torch>=2.0.dev0'
+.versions/next-torch/made: MADE_BY = $(PYTHON_NEWEST)
 
-test-versions-lowest: MADE_BY = $(PYTHON_OLDEST)
-test-versions-lowest: AS_OF = --constraint constraints-lowest.txt
-test-versions-newest-oldest: MADE_BY = $(PYTHON_OLDEST)
-test-versions-newest-middle: MADE_BY = $(PYTHON_MIDDLE)
-test-versions-newest-newest: MADE_BY = $(PYTHON_NEWEST)
-test-versions-%:
+INTO = .versions/$*/bin/python -m pip install --quiet --no-cache-dir $(LIMITS)
+.versions/%/made:
 	@$(MADE_BY) --version >/dev/null 2>&1 || { echo "There is no $(MADE_BY) for \`make $@\`:" \
 		"install it, or say where it is by PYTHON_OLDEST, PYTHON_MIDDLE or PYTHON_NEWEST."; exit 1; }
 	rm -rf .versions/$* && $(MADE_BY) -m venv .versions/$*
 	.versions/$*/bin/python -m pip install --quiet --upgrade pip setuptools
-	.versions/$*/bin/python -m pip install --quiet --no-cache-dir $(AS_OF) --editable '.[versions]'
-	$(ONE_THREAD) .versions/$*/bin/python $(PYTEST) -p no:cacheprovider -p no:anyio $(FAST_TESTS)
+	$(INTO) $(TORCH)
+	$(INTO) $(TORCH) --editable $(PACKAGES)
+	touch $@
+
+test-versions: $(VERSIONS:%=test-versions-%)
+
+VERSIONS_PYTEST = $(ONE_THREAD) .versions/$(1)/bin/python $(PYTEST) -p no:cacheprovider -p no:anyio
+test-versions-%: .versions/%/made
+	$(call VERSIONS_PYTEST,$*) $(FAST_TESTS)
 	rm -rf .versions/$*
+
+# What the lowest versions save the newest read, and the other way round.
+MOVE = $(ONE_THREAD) .versions/$(1)/bin/python -m tests.resume.moved $(2) .versions/moved/$(3)
+test-moves: .versions/lowest/made .versions/newest-oldest/made
+	rm -rf .versions/moved
+	$(call MOVE,lowest,write,lowest)
+	$(call MOVE,newest-oldest,read,lowest)
+	$(call MOVE,newest-oldest,write,newest)
+	$(call MOVE,lowest,read,newest)
+	rm -rf .versions/moved .versions/lowest .versions/newest-oldest
+
+# The newest torch that pip finds, be it a pre-release. The names that it has no more come first.
+test-next-torch: .versions/next-torch/made
+	$(call VERSIONS_PYTEST,next-torch) tests/test_torch_names.py
+	$(call VERSIONS_PYTEST,next-torch) $(FAST_TESTS)
+	rm -rf .versions/next-torch
 
 check: .venv/with-dev
 	$(BIN)/ruff check .

@@ -21,6 +21,12 @@ def _counts_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
 
 
+@pytest.fixture(autouse=True)
+def _files_are_read_as_they_were_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Files of one second are read in the order of a counter, as text: the tenth before the ninth.
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
+
+
 def _read(folder: Path) -> EventAccumulator:
     """Return what the pages of TensorBoard are made from."""
     events = EventAccumulator(str(folder), size_guidance={"tensors": 0})

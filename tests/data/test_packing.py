@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
 from tests.helpers.callbacks import StopsAt
+from tests.helpers.needs import needs_transformers
 from tests.helpers.ranks import run_ranks
 from trainkit import ConfigError, DataError, StepOutput, Trainer
 from trainkit.callbacks import Checkpoint, Throughput
@@ -188,6 +189,7 @@ def first_update(make: Any, data: Any, batch: int, attention: str, **loader: Any
     return seen
 
 
+@needs_transformers
 @pytest.mark.parametrize(
     ("make", "attention", "mask"),
     [
@@ -245,6 +247,7 @@ def padding_of(data: Any, **loader: Any) -> float:
     return logged.values["data/padding"]
 
 
+@needs_transformers
 def test_the_share_of_padding_is_logged() -> None:
     data = items()
     batches = [filled(data[start : start + 4]) for start in range(0, 12, 4)]

@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
+from tests.helpers.needs import needs_transformers
 from trainkit.containers.wire_format import Unencodable, decode, encode
 from trainkit.errors import DistributedError
 
@@ -173,6 +174,7 @@ def test_containers_keep_their_class(value: Any) -> None:
         assert back.default_factory is value.default_factory
 
 
+@needs_transformers
 def test_outputs_of_transformers_keep_class_and_attributes() -> None:
     from transformers import BatchEncoding
     from transformers.modeling_outputs import SequenceClassifierOutput

@@ -8,6 +8,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from tests.export.toys import TOKENS, gpt2, read_export
+from tests.helpers.needs import needs_transformers
 from tests.helpers.ranks import run_ranks
 from tests.helpers.toys import make_trainer
 from trainkit.cli.main import main
@@ -30,6 +31,7 @@ def _train(rank: int, folder: str) -> Any:
     return logits
 
 
+@needs_transformers
 def test_a_model_from_fsdp(tmp_path: Path) -> None:
     from transformers import AutoModel, AutoModelForCausalLM
 

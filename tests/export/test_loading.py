@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 from tests.checkpoint.toys import save_alone
 from tests.export.toys import TOKENS, gpt2, tied
+from tests.helpers.needs import needs_transformers
 from tests.helpers.ranks import run_ranks
 from trainkit.checkpoint import CheckpointStore
 from trainkit.distributed import Processes
@@ -323,6 +324,7 @@ def test_auto_dispatch(export: Path, tmp_path: Path) -> None:
     assert not model.embedding.weight.is_meta  # type: ignore[union-attr]
 
 
+@needs_transformers
 def test_a_model_of_transformers_is_dispatched(tmp_path: Path) -> None:
     from transformers import GPT2LMHeadModel
 

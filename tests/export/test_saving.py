@@ -12,6 +12,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.fsdp import fully_shard
 
 from tests.export.toys import TOKENS, Tied, gpt2, read_export, tied
+from tests.helpers.needs import needs_transformers
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiers import with_few
 from trainkit.checkpoint.io import files
@@ -206,6 +207,7 @@ def _values_in(folder: Path) -> set[float]:
     return {float(value) for tensor in found.values() for value in tensor.flatten()}
 
 
+@needs_transformers
 def test_a_model_of_transformers(tmp_path: Path) -> None:
     from transformers import AutoModel, AutoModelForCausalLM, BertConfig, BertForMaskedLM
 
@@ -254,6 +256,7 @@ def _blocks_of_tied(model: Tied) -> Any:
     return list(model.blocks)
 
 
+@needs_transformers
 def test_a_sharded_model_of_transformers_loads_with_equal_logits(tmp_path: Path) -> None:
     from transformers import AutoModel, AutoModelForCausalLM
 

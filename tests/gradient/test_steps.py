@@ -4,10 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import nn
 
 from trainkit.training.default_steps import training_step
+
+transformers = pytest.importorskip("transformers")
 
 WORDS = 32
 SMALL: dict[str, Any] = {
@@ -65,7 +66,7 @@ def mean_loss(logits: torch.Tensor, labels: torch.Tensor) -> float:
 @pytest.mark.parametrize("kind", MODELS)
 def test_the_weight_is_the_number_of_labels_in_the_loss(kind: str) -> None:
     model_name, config_name = kind.split("/")
-    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers.logging.set_verbosity_error()
     torch.manual_seed(0)
     config = getattr(transformers, f"{config_name}Config")(**MODELS[kind])
     model = getattr(transformers, model_name)(config).eval()

@@ -10,6 +10,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import Accuracy, MetricCollection, classification as tm
 
+from tests.helpers.needs import needs_transformers
 from tests.helpers.ranks import run_ranks
 from trainkit import DataError, Trainer
 
@@ -140,6 +141,7 @@ def words(rank: int) -> list[dict[str, float]]:
     return found
 
 
+@needs_transformers
 @pytest.mark.parametrize("size", [1, 2])
 def test_words_that_a_token_classifier_ignores_are_ignored(size: int) -> None:
     for found in run_ranks(size, words, timeout=240):

@@ -39,6 +39,8 @@ FLAGS: dict[str, dict[str, list[Any]]] = {
     "SGD": {"momentum": [0.0, 0.9, 0.9], "maximize": [False, True]},
     "SparseAdam": {"maximize": [False, True]},
 }
+if not hasattr(torch.optim, "Muon"):  # before torch 2.9
+    del FLAGS["Muon"]
 """By optimizer: what its settings are drawn from."""
 
 FUSED = ("Adagrad", "Adam", "AdamW", "SGD")

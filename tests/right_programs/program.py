@@ -5,6 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 __all__ = ["LATER", "MODELS", "Program", "draw", "fitting"]
 
 LATER: dict[str, str] = {
@@ -37,10 +39,11 @@ STREAMS = ("stream", "random stream", "stateful stream", "lasting stream", "shar
 ORDERS = ("in order", "shuffled", "own generator", "own sampler", "by epoch", "weighted")
 BATCHES = ("uneven batches", "keys of batches")
 
-OPTIMIZERS = (
+OPTIMIZERS: tuple[str, ...] = (
     *("SGD", "SGD", "Adam", "AdamW", "AdamW", "ASGD", "Adadelta", "Adafactor", "Adagrad"),
     *("Adamax", "LBFGS", "Muon", "NAdam", "RAdam", "RMSprop", "Rprop", "SparseAdam"),
 )
+OPTIMIZERS = tuple(name for name in OPTIMIZERS if hasattr(torch.optim, name))  # Muon: since 2.9
 METRICS = ("accuracy", "share", "perplexity")
 BY_NAME = ("constant", "linear", "cosine", "wsd")
 SCHEDULES = (

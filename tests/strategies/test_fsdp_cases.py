@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
+from tests.helpers.needs import needs_transformers, needs_transformers_5
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiers import with_few
 from tests.strategies.toys import full, gpt2, mlp
@@ -90,6 +91,7 @@ class Twice(nn.Module):
         return self.head(x)  # type: ignore[no-any-return]
 
 
+@needs_transformers
 def test_blocks_are_found_by_structure_by_name_and_by_policy() -> None:
     assert sorted(find_blocks(mlp())) == ["0", "2", "4"]
     assert sorted(find_blocks(gpt2())) == ["transformer.h.0", "transformer.h.1"]
@@ -282,6 +284,7 @@ def from_meta(rank: int) -> None:
     assert equal(weights(model), weights(other), 0)
 
 
+@needs_transformers
 def test_the_values_of_process_0_fill_models_on_the_meta_device() -> None:
     run_ranks(2, from_meta)
 
@@ -304,6 +307,7 @@ def initialized(rank: int, seed: int) -> list[dict[str, Tensor]]:
     return results
 
 
+@needs_transformers_5
 def test_a_model_initialises_itself_alike_on_any_number_of_processes() -> None:
     one, two, three = (run_ranks(size, initialized, 5)[0] for size in (1, 2, 3))
     for number, tensors in enumerate(one):
@@ -364,6 +368,7 @@ def from_files(rank: int, folder: Path) -> None:
         fit(mlp(), FSDP(weights=folder / "whole"))
 
 
+@needs_transformers_5
 def test_a_model_on_the_meta_device_is_read_from_files(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 

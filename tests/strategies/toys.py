@@ -12,6 +12,7 @@ from torch.optim import AdamW
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 from typing_extensions import override
 
+from tests.helpers.needs import HAS_TRANSFORMERS
 from trainkit import Callback, Run, StepOutput, Trainer
 from trainkit.strategies import DDP, FSDP, SingleDevice, Strategy
 
@@ -95,7 +96,9 @@ def _eager(model: Any) -> nn.Module:
     return model  # type: ignore[no-any-return]
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {"mlp": mlp, "gpt2": gpt2, "bert": bert}
+MODELS: dict[str, Callable[[], nn.Module]] = {"mlp": mlp}
+if HAS_TRANSFORMERS:
+    MODELS |= {"gpt2": gpt2, "bert": bert}
 
 
 def data_of(name: str, dtype: torch.dtype) -> Dataset[Any]:

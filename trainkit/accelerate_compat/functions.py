@@ -21,7 +21,9 @@ def get_backend() -> tuple[str, int, Callable[..., int]]:
     kind = accelerator_kind()
     if kind is None:
         return "cpu", 1, int  # it returns 0
-    return kind, accelerator_count(), torch.accelerator.memory_allocated
+    module: Any = torch.get_device_module(kind)
+    count = getattr(module, "memory_allocated", None) or module.current_allocated_memory
+    return kind, accelerator_count(), count
 
 
 torch_device = get_backend()[0]

@@ -84,6 +84,7 @@ class ConfiguredDDP(DDP):
         given = self._settings
         if isinstance(wrapped, Reducing):
             wrapped.require_backward_grad_sync = True  # a loop calls `backward` as it likes
+            wrapped.broadcast_buffers = given.broadcast_buffers  # from now on: all begin alike
             wrapped.register_forward_pre_hook(self._follow_thaw)
             if given.comm_hook != "no":
                 register(wrapped, given.comm_hook, given.comm_wrapper, given.comm_state_option)
@@ -101,10 +102,7 @@ class ConfiguredDDP(DDP):
 
     @override
     def _options(self) -> dict[str, Any]:
-        return super()._options() | {
-            "forward_sync_buffers": self._settings.broadcast_buffers,
-            "static_graph": self._settings.static_graph,
-        }
+        return super()._options() | {"static_graph": self._settings.static_graph}
 
 
 @dataclass(kw_only=True)

@@ -189,7 +189,8 @@ def free_memory(index: int) -> int:
     """Return the bytes that are free on an accelerator."""
     if accelerator_kind() == _SHARED:
         return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
-    return torch.accelerator.get_memory_info(index)[0]
+    free: int = torch.get_device_module().mem_get_info(index)[0]
+    return free
 
 
 def utilization(device: torch.device) -> float | None:

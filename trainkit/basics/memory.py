@@ -107,4 +107,4 @@ def is_out_of_memory(error: Exception) -> bool:
 def _empty() -> None:
     gc.collect()
     if accelerator_kind() is not None:
-        torch.accelerator.empty_cache()  # nothing where it is not in use
+        torch.get_device_module().empty_cache()  # nothing where it is not in use

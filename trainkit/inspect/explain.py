@@ -154,7 +154,7 @@ class Explanation:
     def _order(self, width: int) -> list[str]:
         """Return the hooks that anybody uses, in their order, each with its callbacks."""
         lines, silent = [], []
-        tree = (Callback.__doc__ or "").partition("::")[2].partition("\n    After")[0]
+        tree = (Callback.__doc__ or "").partition("::\n\n")[2].partition("\n\n")[0]
         for line in textwrap.dedent(tree).splitlines():
             indent = "  " + " " * (len(line) - len(line.lstrip()))
             for hook in re.findall(r"on_\w+", line):

@@ -1,7 +1,7 @@
 """Let blocks of a model compute their activations again in backward, instead of keeping them."""
 
 from collections.abc import Callable, Collection
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -67,7 +67,8 @@ def _by_own_method(model: Any) -> Callable[[], None]:
     def undo() -> None:
         buffers.forget()
         own("gradient_checkpointing_disable")()
-        model.disable_input_require_grads()
+        with suppress(AttributeError):  # of transformers 4 where there is nothing to disable
+            model.disable_input_require_grads()
 
     return undo
 
