@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, SequentialSampler
 
 from tests.accelerator import test_against_accelerate
 from tests.accelerator.toys import numbers, prepared
@@ -52,11 +52,19 @@ def test_each_difference_that_a_comparison_finds_is_on_the_page() -> None:
     assert not [name for name in OF_BEHAVIOURS if not name.startswith(shown)]
 
 
-def test_a_prepared_loader_has_the_attributes_of_its_source() -> None:
+def test_a_sampler_is_ahead_of_the_batches() -> None:
+    taken: list[int] = []
+
+    class Noting(SequentialSampler):
+        def __iter__(self) -> Iterator[int]:
+            for index in super().__iter__():
+                taken.append(index)
+                yield index
+
     data = numbers(6)
-    loader = Accelerator(cpu=True).prepare(DataLoader(data, 2))
-    assert not isinstance(loader, DataLoader)
-    assert (loader.dataset, loader.batch_size, loader.num_workers) == (data, 2, 0)
+    loader = Accelerator(cpu=True).prepare(DataLoader(data, 2, sampler=Noting(data)))
+    next(iter(loader))
+    assert taken == [0, 1, 2, 3, 4, 5]
 
 
 def _epochs_told(rank: int) -> list[int]:

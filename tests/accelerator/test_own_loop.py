@@ -63,8 +63,6 @@ def test_prepare_returns_what_it_gets_in_any_order() -> None:
     assert found[3].scaler is None
     assert accelerator.prepare(*found) == found  # once is enough
     assert isinstance(found[3], torch.optim.Optimizer)
-    with pytest.raises(ConfigError, match="argument 1 is a `dict`"):
-        accelerator.prepare(model, {})
     batches = iter(loader)  # which nothing can be said of
     assert accelerator.prepare(batches) is batches
     with pytest.raises(ConfigError, match="for each of the 2 objects, but has 1 entries"):

@@ -176,10 +176,6 @@ CASES: dict[str, dict[str, tuple[Callable[[Any], Any], tuple[int, ...]]]] = {
             for kind in ("in order", "shuffled", "batch sampler", "whole batches")
         },
         "test_stateful_dataloader": (_with_accelerator("test_stateful_dataloader"), SEVERAL),
-        "test_stateful_dataloader_save_state": (
-            _with_accelerator("test_stateful_dataloader_save_state"),
-            SEVERAL,
-        ),
     },
     "external_deps/test_metrics": {
         **{
@@ -205,22 +201,13 @@ DIFFERENT: dict[str, tuple[str, str]] = {
         "Gradients not in sync when they should be",
         "as above",
     ),
-    **dict.fromkeys(
-        (
-            "test_script.dl_preparation_check",
-            "test_script.central_dl_preparation_check",
-            "test_script.custom_sampler_check",
-            "test_script.check_seedable_sampler_in_batch_sampler_shard",
-        ),
-        ("`prepare_data_loader` cannot be used", "it is a method of `Accelerator`"),
+    "test_script.check_seedable_sampler_in_batch_sampler_shard": (
+        "has no attribute 'batch_sampler'",
+        "the batch sampler of a prepared loader is the user's own",
     ),
     "test_script.rng_sync_check": (
         "`synchronize_rng_states` cannot be used",
         "`rng_types` of `Accelerator` says what a pass takes from process 0",
-    ),
-    "test_script.training_check(True)": (
-        "SeedableRandomSampler is not there",
-        "`DataLoaderConfiguration(use_seedable_sampler=True)` makes a sampler such",
     ),
     **dict.fromkeys(
         (
@@ -228,10 +215,6 @@ DIFFERENT: dict[str, tuple[str, str]] = {
             "test_distributed_data_loop.test_join_can_override_for_mixed_type_dataloaders",
         ),
         ("Error", "`even_batches` stands at the loader: the sampler is the user's own"),
-    ),
-    "test_distributed_data_loop.test_stateful_dataloader": (
-        "has no setter",
-        "settings are given to `Accelerator(...)`; `test_states.py` shows the same resumes",
     ),
 }
 
@@ -255,6 +238,8 @@ LEFT_OUT = {
     "test_ops.test_op_checker": "`state.debug`; with it each process of Accelerate raises where "
     "shapes differ",
     "test_script.test_reinstantiated_state": "`_reset_state` leaves an `Accelerator` as it is",
+    "test_distributed_data_loop.test_stateful_dataloader_save_state": "gives each process a folder "
+    "of its own; with one of all it passes, and `test_states.py` shows the same resumes",
     "test_distributed_data_loop.test_join_raises_warning_for_non_ddp_distributed": "sets the "
     "kind of job by hand",
     "test_sync.check_model_parameters": "is called by others",

@@ -1,6 +1,8 @@
 """Small things that scripts import from `accelerate.utils` and `accelerate.test_utils`."""
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import wraps
 from importlib import import_module
 from typing import Any
@@ -9,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.accelerate_compat.availability import is_available
-from trainkit.accelerator.autocasting import unwrap
+from trainkit.accelerator.autocasting import InAutocast, unwrap
+from trainkit.accelerator.launcher import notebook_launcher
 from trainkit.basics.device import accelerator_count, accelerator_kind
 from trainkit.basics.torch_internals import buffers_of, parameters_of
 from trainkit.distributed.world import World
@@ -101,3 +104,163 @@ def set_module_tensor_to_device(
         parameters_of(owner)[name] = nn.Parameter(new, requires_grad=old.requires_grad)
     else:
         buffers_of(owner)[name] = new
+
+
+# Files that states of Accelerate, and models of transformers, consist of.
+MODEL_NAME, SAFE_MODEL_NAME = "pytorch_model", "model"
+WEIGHTS_NAME, SAFE_WEIGHTS_NAME = "pytorch_model.bin", "model.safetensors"
+WEIGHTS_INDEX_NAME = "pytorch_model.bin.index.json"
+SAFE_WEIGHTS_INDEX_NAME = "model.safetensors.index.json"
+WEIGHTS_PATTERN_NAME = "pytorch_model{suffix}.bin"
+SAFE_WEIGHTS_PATTERN_NAME = "model{suffix}.safetensors"
+OPTIMIZER_NAME, SCHEDULER_NAME, SAMPLER_NAME = "optimizer", "scheduler", "sampler"
+SCALER_NAME, RNG_STATE_NAME = "scaler.pt", "random_states"
+PROFILE_PATTERN_NAME = "profile_{suffix}.json"
+
+
+def save(
+    obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False
+) -> None:
+    """Write an object on the main process, or on that of each machine, as `Accelerator.save`."""
+    from trainkit.export.pickled import save as write
+
+    world = World.current()
+    if world.is_local_main if save_on_each_node else world.is_main:
+        write(obj, f, safe_serialization=safe_serialization)
+
+
+def debug_launcher(
+    function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2
+) -> None:
+    """Run a function on several processes with the CPU alone; see `notebook_launcher`."""
+    with patch_environment(accelerate_use_cpu="yes"):
+        notebook_launcher(function, args, num_processes)
+
+
+# The environment.
+
+
+@contextmanager
+def _as_before() -> Iterator[None]:
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@contextmanager
+def clear_environment() -> Iterator[None]:
+    """Run the code inside without variables of the environment; it is then as before."""
+    with _as_before():
+        os.environ.clear()
+        yield
+
+
+@contextmanager
+def patch_environment(**variables: Any) -> Iterator[None]:
+    """Run the code inside with these variables of the environment, in capitals."""
+    with _as_before():
+        os.environ.update({name.upper(): str(value) for name, value in variables.items()})
+        yield
+
+
+def str_to_bool(value: str) -> int:
+    """Return 1 for "yes", "true", "on", "1" and the like, 0 for "no", "false", "off", "0"."""
+    for answer, words in ((1, "y yes t true on 1"), (0, "n no f false off 0")):
+        if value.lower() in words.split():
+            return answer
+    raise ConfigError(f"The value must be a word such as `yes`, `true`, `no`, but is `{value}`.")
+
+
+def parse_flag_from_env(key: str, default: bool = False) -> bool:
+    """Return whether a variable of the environment says yes."""
+    return bool(str_to_bool(os.environ.get(key, str(default))))
+
+
+def parse_choice_from_env(key: str, default: str = "no") -> str:
+    """Return the text of a variable of the environment."""
+    return os.environ.get(key, str(default))
+
+
+def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
+    """Return the first of some variables of the environment that is a number from 0 on."""
+    found = (int(os.environ.get(key, -1)) for key in env_keys)
+    return next((value for value in found if value >= 0), default)
+
+
+# Nestings.
+
+
+def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
+    """Return a sequence, such as a named tuple, of the type of `obj`."""
+    return type(obj)(*generator) if hasattr(obj, "_fields") else type(obj)(generator)
+
+
+def recursively_apply(
+    func: Callable[..., Any],
+    data: Any,
+    *args: Any,
+    test_type: Callable[[Any], bool] = torch.is_tensor,
+    error_on_other_type: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """Return a nesting of tuples, lists and dicts with `func` of each tensor in its place.
+
+    Args:
+        func: Gets the tensor, `args` and `kwargs`.
+        data: The nesting.
+        *args: For `func`.
+        test_type: Whether something is taken for a tensor.
+        error_on_other_type: Whether there may be nothing else.
+        **kwargs: For `func`.
+
+    Raises:
+        TypeError: There is something else.
+    """
+
+    def applied(part: Any) -> Any:
+        if isinstance(part, tuple | list):
+            return honor_type(part, map(applied, part))
+        if isinstance(part, Mapping):
+            new: Any = type(part)
+            return new({key: applied(value) for key, value in part.items()})
+        if test_type(part):
+            return func(part, *args, **kwargs)
+        if error_on_other_type:
+            raise TypeError(f"The nesting holds a `{type(part).__name__}`. Take it out.")
+        return part
+
+    return applied(data)
+
+
+def listify(data: Any) -> Any:
+    """Return a nesting with its tensors as lists of numbers."""
+    return recursively_apply(lambda tensor: tensor.detach().tolist(), data)
+
+
+def find_batch_size(data: Any) -> int:
+    """Return the rows of the first tensor of a nesting."""
+    while not isinstance(data, Tensor):
+        if not isinstance(data, tuple | list | Mapping):
+            raise TypeError(f"The batch size is that of tensors, but got `{type(data).__name__}`.")
+        if not data:
+            raise ConfigError(f"An empty {type(data).__name__} has no batch size. Leave it out.")
+        data = next(iter(data.values() if isinstance(data, Mapping) else data))
+    return data.shape[0]
+
+
+def merge_dicts(source: dict[Any, Any], destination: dict[Any, Any]) -> dict[Any, Any]:
+    """Put the entries of a dict, and of dicts in it, into another, and return that."""
+    for key, value in source.items():
+        if isinstance(value, dict):
+            merge_dicts(value, destination.setdefault(key, {}))
+        else:
+            destination[key] = value
+    return destination
+
+
+def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a forward whose half-precision outputs come in fp32."""
+    return InAutocast(model_forward, nullcontext)

@@ -42,15 +42,32 @@ _HOMES = {
     "accelerate_compat.availability": "compare_versions is_torch_version "
     + " ".join(f"is_{what}_available" for what in _AVAILABLE.split()),
     "accelerate_compat.functions": """
-        get_backend is_peft_model on_main_process set_module_tensor_to_device torch_device tqdm
+        clear_environment convert_outputs_to_fp32 debug_launcher find_batch_size get_backend
+        get_int_from_env honor_type is_peft_model listify merge_dicts on_main_process
+        parse_choice_from_env
+        parse_flag_from_env patch_environment recursively_apply save set_module_tensor_to_device
+        str_to_bool torch_device tqdm
+        MODEL_NAME OPTIMIZER_NAME PROFILE_PATTERN_NAME RNG_STATE_NAME SAFE_MODEL_NAME
+        SAFE_WEIGHTS_INDEX_NAME SAFE_WEIGHTS_NAME SAFE_WEIGHTS_PATTERN_NAME SAMPLER_NAME
+        SCALER_NAME SCHEDULER_NAME WEIGHTS_INDEX_NAME WEIGHTS_NAME WEIGHTS_PATTERN_NAME
     """,
-    "accelerator.loader": "DataLoaderShard=SharedLoader",
+    "accelerate_compat.large": """
+        UserCpuOffloadHook compute_module_sizes cpu_offload cpu_offload_with_hook disk_offload
+        dtype_byte_size find_tied_parameters infer_auto_device_map
+    """,
+    "accelerate_compat.loading": """
+        BatchSamplerShard DataLoaderDispatcher DataLoaderShard IterableDatasetShard
+        SeedableRandomSampler SkipBatchSampler SkipDataLoader prepare_data_loader
+    """,
+    "accelerator.autocasting": "convert_to_fp32=in_fp32",
     "accelerator.logging": "MultiProcessAdapter=ProcessLogger",
     "accelerator.optimizer": "AcceleratedOptimizer=PreparedOptimizer",
     "accelerator.scheduler": "AcceleratedScheduler=PreparedScheduler",
     "accelerator.settings": "KwargsHandler",
     "accelerator.state": "AcceleratorState GradientState is_initialized",
     "accelerator.tracking": "register_tracker_class",
+    "large_models.devices": "get_max_memory=room",
+    "large_models.dispatch": "dispatch_model",
     "launch.config": "write_basic_config",
     "trackers.mlflow": "MLflowTracker",
     "trackers.tensorboard": "TensorBoardTracker",
@@ -81,16 +98,12 @@ REFUSED = {
     """,
     "a model stays whole on one device: load it by `load_checkpoint_and_dispatch(model, "
     "checkpoint)`, or shard it with `Accelerator(strategy=trainkit.strategies.FSDP())`": """
-        AlignDevicesHook CpuOffload LayerwiseCastingHook ModelHook SequentialHook UserCpuOffloadHook
-        add_hook_to_module attach_layerwise_casting_hooks cpu_offload cpu_offload_with_hook
-        disk_offload dispatch_model get_balanced_memory infer_auto_device_map
+        AlignDevicesHook CpuOffload LayerwiseCastingHook ModelHook SequentialHook
+        add_hook_to_module attach_layerwise_casting_hooks get_balanced_memory
         remove_hook_from_module remove_hook_from_submodules
     """,
     "use torch's own: `with torch.device(device):`": "init_on_device",
     "use torch's own: `torch.amp.GradScaler(device)`": "get_grad_scaler",
-    "write `outputs.float()`": "convert_outputs_to_fp32 convert_to_fp32",
-    "add up `parameter.nbytes` of `model.named_parameters()`": "compute_module_sizes",
-    "set the variables in `os.environ`": "clear_environment patch_environment",
     "write the values themselves as texts": "DynamoBackend LoggerType PrecisionType RNGType",
     "use torch's own: `torch.compile(model)`, or `Accelerator(dynamo_backend=...)`": """
         compile_regions compile_regions_deepspeed compile_regions_fsdp2
@@ -99,11 +112,10 @@ REFUSED = {
         BnbQuantizationConfig load_and_quantize_model
     """,
     "start processes by `trainkit launch`, or by `notebook_launcher`": """
-        PrepareForLaunch debug_launcher launch_command launch_command_parser
+        PrepareForLaunch launch_command launch_command_parser
     """,
-    "use the method of `Accelerator`: `prepare_data_loader`, `save_state`, `load_state` or "
-    "`get_state_dict`": """
-        load_accelerator_state load_fsdp_model load_fsdp_optimizer prepare_data_loader
+    "use the method of `Accelerator`: `save_state`, `load_state` or `get_state_dict`": """
+        load_accelerator_state load_fsdp_model load_fsdp_optimizer
         save_accelerator_state save_fsdp_model save_fsdp_optimizer
     """,
     "it makes data for the tests of Accelerate's own examples: leave `TESTING_MOCKED_DATALOADERS` "

@@ -1,12 +1,10 @@
 """Accelerator: the face for people who keep their own loop."""
 
-import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from enum import Enum
-from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -17,6 +15,7 @@ from typing_extensions import override
 
 from trainkit.accelerator import arguments
 from trainkit.accelerator.accumulation import Accumulation
+from trainkit.accelerator.attributes import Attributes
 from trainkit.accelerator.autocasting import autocast, unwrap
 from trainkit.accelerator.gradients import Gradients
 from trainkit.accelerator.loader import SharedLoader, Sharing, SkippedLoader, skip_first_batches
@@ -26,14 +25,11 @@ from trainkit.accelerator.profiling import ProfileKwargs, profiled
 from trainkit.accelerator.scheduler import PreparedScheduler
 from trainkit.accelerator.settings import (
     AutocastKwargs,
-    DataLoaderConfiguration,
     DistributedDataParallelKwargs,
-    DistributedType,
     GradScalerKwargs,
     InitProcessGroupKwargs,
-    ProjectConfiguration,
 )
-from trainkit.accelerator.state import AcceleratorState
+from trainkit.accelerator.state import UNDER_WAY, AcceleratorState
 from trainkit.accelerator.state_contents import StateContents
 from trainkit.accelerator.state_directory import StateDirectory
 from trainkit.accelerator.state_saver import StateSaver, warn_of_options
@@ -41,36 +37,15 @@ from trainkit.accelerator.tracking import Trackers
 from trainkit.basics.config import checked
 from trainkit.basics.launch_environment import uses_cpu
 from trainkit.distributed import check_called_by_all, run_on_all_or_main
-from trainkit.distributed.active_batches import ActiveLoaders
-from trainkit.distributed.communicator import Communicator
 from trainkit.errors import ConfigError, DataError
 from trainkit.strategies import FSDP, SingleDevice
-from trainkit.trackers.tracker import GeneralTracker
 
 if TYPE_CHECKING:
     from torch.profiler import profile
     from torch.utils.hooks import RemovableHandle
 
 
-# Of every `Accelerator`: a metric may be gathered by another one than prepared its loader.
-_UNDER_WAY = ActiveLoaders()
-os.register_at_fork(after_in_child=_UNDER_WAY.forget)  # a child goes on with no loop
-
-
-def _part(path: str) -> Any:
-    """Return a property that is that of a part of the `Accelerator`."""
-    return property(attrgetter(path))
-
-
-def _prepared(kind: str) -> Any:
-    """Return a property that is what was prepared of a kind; scripts that load less set it."""
-    return property(
-        lambda self: getattr(self._registry, kind),
-        lambda self, value: setattr(self._registry, kind, list(value)),
-    )
-
-
-class Accelerator(Communicator):
+class Accelerator(Attributes):
     """What a training loop of your own needs, with the names of Hugging Face Accelerate.
 
     A script written for Accelerate runs after its import is changed; what differs on purpose
@@ -143,18 +118,19 @@ class Accelerator(Communicator):
         )
         self._project = arguments.chosen_project(project_config, project_dir)
         compiled = arguments.compilation(dynamo_backend, dynamo_plugin)
-        ddp: DistributedDataParallelKwargs = handlers.of(DistributedDataParallelKwargs)
+        self._ddp = ddp = handlers.of(DistributedDataParallelKwargs)
         chosen = arguments.chosen_strategy(strategy, fsdp_plugin, ddp.comm_hook, cpu=cpu)
         place = "cpu" if cpu else device
         if chosen is not None:
             place = chosen.agree_on(place)
-        arguments.join(handlers.of(InitProcessGroupKwargs), place)
+        self.init_handler = handlers.of(InitProcessGroupKwargs)
+        arguments.join(self.init_handler, place)
         super().__init__(device=place)
         processes = self.processes
-        self.loaders = _UNDER_WAY
-        self._profile: ProfileKwargs = handlers.of(ProfileKwargs)
+        self.loaders = UNDER_WAY
+        self.profile_handler = handlers.of(ProfileKwargs)
         self._trackers = Trackers(log_with, self._project, processes)
-        scaler: GradScalerKwargs = handlers.of(GradScalerKwargs)
+        self.scaler_handler = scaler = handlers.of(GradScalerKwargs)
         precision = arguments.precision_of(precision_name, scaler, self.device)
         if chosen is None:
             alone = processes.size == 1
@@ -168,7 +144,7 @@ class Accelerator(Communicator):
         )
         sharing = Sharing(
             processes=processes,
-            device=self.device if device_placement else torch.device("cpu"),
+            device=self.device,
             configuration=loading,
             rng_types=generators,
             active=self.loaders,
@@ -209,46 +185,7 @@ class Accelerator(Communicator):
         """Return this object: what refers to it belongs to this process."""
         return self
 
-    # What the loop is like.
-
-    deepspeed_plugin = parallelism_config = torch_device_mesh = fp8_recipe_handler = None
-
-    gradient_state: Accumulation = _part("_accumulation")
-    """The windows: `sync_gradients`, `end_of_dataloader`, `remainder`, `num_steps`."""
-    sync_gradients: bool = _part("_accumulation.sync_gradients")
-    """Whether the present micro-batch is the last of its window."""
-    step: int = _part("_accumulation.count")
-    """Micro-batches that `accumulate` has begun since a loader's end ended a window."""
-    scaler: torch.amp.GradScaler | None = _part("_gradients.scaler")
-    """The loss scale of fp16; None without one."""
-    distributed_type: DistributedType = _part("state.distributed_type")
-    """How the job shares its work."""
-    mixed_precision: str = _part("state.mixed_precision")
-    """ "no", "fp16" or "bf16"."""
-    project_configuration: ProjectConfiguration = _part("_project")
-    """Where the project writes."""
-    project_dir: Any = _part("_project.project_dir")
-    """Folder of checkpoints and logs."""
-    logging_dir: Any = _part("_project.logging_dir")
-    """Folder of logs."""
-    save_iteration: int = _part("_project.iteration")
-    """Number of the next state that is named by itself."""
-    trackers: list[GeneralTracker] = _part("_trackers.at_work")
-    """The trackers that are at work."""
-    dataloader_config: DataLoaderConfiguration = _part("_preparer.sharing.configuration")
-    """How loaders are shared out."""
-    split_batches: bool = _part("_preparer.sharing.configuration.split_batches")
-    """Whether a batch size is that of all processes together."""
-    even_batches: bool = _part("_preparer.sharing.configuration.even_batches")
-    """Whether the last batches are filled up, so that all processes have as many."""
-    dispatch_batches: bool | None = _part("_preparer.sharing.configuration.dispatch_batches")
-    """Whether process 0 reads for all."""
-    non_blocking: bool = _part("_preparer.sharing.configuration.non_blocking")
-    """Whether batches move to the device without waiting."""
-    use_seedable_sampler: bool = _part("_preparer.sharing.configuration.use_seedable_sampler")
-    """Whether the order follows the epoch's number."""
-    use_stateful_dataloader: bool = _part("_preparer.sharing.configuration.use_stateful_dataloader")
-    """Whether loaders have a state."""
+    # What the loop is like; most of it stands in `Attributes`.
 
     @property
     def gradient_accumulation_steps(self) -> int:
@@ -274,8 +211,6 @@ class Accelerator(Communicator):
         return any(optimizer.step_was_skipped for optimizer in self._registry.optimizers)
 
     # Models, optimizers, schedulers and loaders.
-
-    _optimizers, _schedulers = _prepared("optimizers"), _prepared("schedulers")
 
     def prepare(self, *args: Any, device_placement: Sequence[bool] | None = None) -> Any:
         """Return models, optimizers, schedulers and loaders as a loop uses them, in their order.
@@ -346,7 +281,7 @@ class Accelerator(Communicator):
 
     def profile(self, profile_handler: Any = None) -> AbstractContextManager["profile"]:
         """Return a context whose code is recorded; see `ProfileKwargs`."""
-        return profiled(profile_handler or self._profile, self.processes)
+        return profiled(profile_handler or self.profile_handler, self.processes)
 
     def autocast(self, autocast_handler: Any = None) -> AbstractContextManager[object]:
         """Return a context in which code outside of a model runs in the mixed precision."""

@@ -21,6 +21,8 @@ class Accumulation:
         active: Tells where the loaders under way are.
     """
 
+    initialized, is_xla_gradients_synced = True, False
+
     def __init__(self, plugin: GradientAccumulationPlugin, active: ActiveLoaders) -> None:
         self.plugin = plugin
         self._active = active
@@ -94,6 +96,9 @@ class Accumulation:
     def active_dataloader(self) -> Any:
         """The prepared loader that yielded last, of those under way; None where there is none."""
         return self._active.latest()[0]
+
+    def _set_sync_gradients(self, sync_gradients: bool) -> None:
+        self.sync_gradients = sync_gradients
 
     def pass_ended(self) -> None:
         """Note that a pass over a loader is over, or was left."""

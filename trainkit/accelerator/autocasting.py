@@ -1,6 +1,7 @@
 """Forward passes under autocast, with outputs in fp32, and how to get the user's module back."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial, update_wrapper
 from typing import Any
 
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 
 from trainkit.accelerator.settings import AutocastKwargs
 from trainkit.containers.tree import map_leaves
-from trainkit.export.state import unwrapped
+from trainkit.export.state import COMPILED, unwrapped
 
 
 def autocast(device: str, dtype: torch.dtype, settings: AutocastKwargs) -> torch.autocast:
@@ -19,7 +20,7 @@ def autocast(device: str, dtype: torch.dtype, settings: AutocastKwargs) -> torch
     )
 
 
-class _InAutocast:
+class InAutocast:
     """A forward under autocast.
 
     Args:
@@ -27,7 +28,9 @@ class _InAutocast:
         context: Makes the context that it runs in.
     """
 
-    def __init__(self, forward: Callable[..., Any], context: Callable[[], torch.autocast]) -> None:
+    def __init__(
+        self, forward: Callable[..., Any], context: Callable[[], AbstractContextManager[object]]
+    ) -> None:
         update_wrapper(self, forward)
         self.forward = forward
         self._context = context
@@ -35,7 +38,7 @@ class _InAutocast:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self._context():
             outputs = self.forward(*args, **kwargs)
-        return map_leaves(outputs, _in_fp32)
+        return in_fp32(outputs)
 
 
 def run_in_autocast(
@@ -45,8 +48,8 @@ def run_in_autocast(
 
     The loss is then computed in fp32, outside of the model.
     """
-    if not isinstance(model.__dict__.get("forward"), _InAutocast):
-        model.forward = _InAutocast(model.forward, partial(autocast, device, dtype, settings))
+    if not isinstance(model.__dict__.get("forward"), InAutocast):
+        model.forward = InAutocast(model.forward, partial(autocast, device, dtype, settings))
 
 
 def unwrap(
@@ -60,13 +63,20 @@ def unwrap(
         keep_torch_compile: Whether a model that `torch.compile` returned stays compiled.
     """
     model = unwrapped(model, keep_torch_compile=keep_torch_compile)
+    if isinstance(wrapper := dict(model.named_children()).get(COMPILED), nn.Module):
+        setattr(model, COMPILED, unwrap(wrapper, keep_fp32_wrapper=keep_fp32_wrapper))
     forward = model.__dict__.get("forward")
-    if isinstance(forward, _InAutocast) and not keep_fp32_wrapper:
+    if isinstance(forward, InAutocast) and not keep_fp32_wrapper:
         del model.forward
         own = getattr(forward.forward, "__func__", None)
         if getattr(model.forward, "__func__", None) is not own:
             model.forward = forward.forward  # it was the model's own attribute
     return model
+
+
+def in_fp32(outputs: Any) -> Any:
+    """Return a nesting with its half-precision tensors in fp32."""
+    return map_leaves(outputs, _in_fp32)
 
 
 def _in_fp32(leaf: Any) -> Any:

@@ -42,9 +42,9 @@ class Gradients:
         models: Sequence[nn.Module],
         scaled: bool,
     ) -> None:
-        self._fp16 = precision if isinstance(precision, FP16) and scaled else None
-        self.scaler = None if self._fp16 is None else self._fp16.scaler
-        """The scaler of fp16; None without one."""
+        scales = isinstance(precision, FP16) and scaled
+        self._fp16 = precision if isinstance(precision, FP16) else FP16()
+        self._scaler = self._fp16.scaler if scales else None
         self._models = models
         self._loss = torch.tensor(math.nan)  # the latest, not scaled
         self.optimizers: list[Optimizer] = []
@@ -52,6 +52,15 @@ class Gradients:
         self._accumulation = accumulation
         self._strategy = strategy
         self._unscaled: dict[int, tuple[int, bool]] = {}  # the window, and whether they overflowed
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """The scaler of fp16; None without one. Another may be set."""
+        return self._scaler
+
+    @scaler.setter
+    def scaler(self, value: torch.amp.GradScaler | None) -> None:
+        self._scaler = value if value is not None and value.is_enabled() else None
 
     def backward(self, loss: Any, **kwargs: Any) -> None:
         """Add the gradients of `loss`, divided by the size of the window, to the others.
@@ -68,10 +77,10 @@ class Gradients:
             )
         if self._accumulation.divisor != 1:
             loss = loss / self._accumulation.divisor
-        if self.scaler is not None:
+        if self._scaler is not None:
             self._refresh()
             self._loss = loss.detach()
-            loss = scaled_loss(self.scaler, loss)
+            loss = scaled_loss(self._scaler, loss)
         loss.backward(**kwargs)
 
     def unscale_once(self, optimizer: Optimizer) -> bool:
@@ -85,7 +94,7 @@ class Gradients:
         if window == self._accumulation.window:
             return overflowed
         if not self._accumulation.sync_gradients:
-            if self.scaler is None:
+            if self._scaler is None:
                 return False
             raise ConfigError(
                 "The gradients are scaled, and not complete before the last micro-batch of the "
@@ -94,23 +103,23 @@ class Gradients:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if self._accumulation.correction != 1.0:
             self._strategy.scale_gradients(parameters, self._accumulation.correction)
-        overflowed = self._fp16 is not None and self._unscale(self._fp16, optimizer)
+        overflowed = self._scaler is not None and self._unscale(self._scaler, optimizer)
         self._unscaled[key] = self._accumulation.window, overflowed
         return overflowed
 
     def mark_used(self, optimizer: Optimizer) -> None:
         """Note that an optimizer has made its step, or has left it out."""
         self._unscaled.pop(id(optimizer), None)
-        if self.scaler is not None and not self._unscaled:
-            unscaled = unscaled_optimizers(self.scaler)
+        if self._scaler is not None and not self._unscaled:
+            unscaled = unscaled_optimizers(self._scaler)
             if all(id(known) in unscaled for known in self.optimizers):
                 self._refresh()
 
     def forget(self) -> None:
         """Begin anew: what was made final no longer counts."""
         self._unscaled.clear()
-        if self.scaler is not None:
-            unscaled_optimizers(self.scaler).clear()
+        if self._scaler is not None:
+            unscaled_optimizers(self._scaler).clear()
 
     def clip_norm(
         self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float
@@ -130,7 +139,7 @@ class Gradients:
     def scale_state(self) -> dict[str, Any]:
         """Return the state of the loss scale; empty without one."""
         self._refresh()
-        return {} if self.scaler is None else self.scaler.state_dict()
+        return {} if self._scaler is None else self._scaler.state_dict()
 
     def _unscale_owners(self, parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:
         """Make the gradients final of each optimizer that has one of the parameters."""
@@ -141,9 +150,10 @@ class Gradients:
                 self.unscale_once(optimizer)
         return found
 
-    def _unscale(self, fp16: FP16, optimizer: Optimizer) -> bool:
-        overflowed = fp16.unscale(optimizer, self._strategy.reduce_overflow, update=False)
-        if fp16.exhausted:
+    def _unscale(self, scaler: torch.amp.GradScaler, optimizer: Optimizer) -> bool:
+        self._fp16.scaler = scaler
+        overflowed = self._fp16.unscale(optimizer, self._strategy.reduce_overflow, update=False)
+        if self._fp16.exhausted:
             from trainkit.training.finite import low_scale  # most loops need none of it
 
             models = nn.ModuleList(self._strategy.unwrap(model) for model in self._models)
@@ -153,5 +163,5 @@ class Gradients:
 
     def _refresh(self) -> None:
         """Let the scale follow the gradients that were unscaled since it last did."""
-        if self.scaler is not None and unscaled_optimizers(self.scaler):
-            self.scaler.update()
+        if self._scaler is not None and unscaled_optimizers(self._scaler):
+            self._scaler.update()

@@ -7,6 +7,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
+from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from trainkit.accelerator.accumulation import Accumulation
@@ -44,7 +45,7 @@ class Sharing:
     accumulation: Accumulation
 
 
-class SharedLoader(ABC):
+class SharedLoader(DataLoader[Any], ABC):
     """A loader whose batches are shared out over the processes.
 
     A pass that was under way when `state_dict` was called can be gone on with: the first pass
@@ -56,6 +57,7 @@ class SharedLoader(ABC):
     """
 
     fills_up = False  # whether `even_batches` says anything
+    skip_batches = 0
     may_lack_batches = False  # whether a process may have none where others have one
 
     def __init__(self, inner: "PreparedLoader | SharedLoader", sharing: Sharing) -> None:
@@ -66,7 +68,8 @@ class SharedLoader(ABC):
         """Whether short last batches are filled up."""
         self.epoch = 0
         """Complete passes, or what `set_epoch` was told."""
-        self.is_stateful = sharing.configuration.use_stateful_dataloader
+        self.use_stateful_dataloader = sharing.configuration.use_stateful_dataloader
+        self.dispatches = sharing.configuration.dispatch_batches
         self._inner: Any = inner
         self._rows_vary: bool = getattr(inner, "rows_vary", False)
         self._sharing = sharing
@@ -89,11 +92,13 @@ class SharedLoader(ABC):
             resumption: What was saved inside of the pass, where it goes on.
         """
 
+    @override
     @abstractmethod
     def __len__(self) -> int:
         """Return the number of batches of this process; TypeError where it is not known."""
 
-    def __iter__(self) -> Iterator[Any]:
+    @override
+    def __iter__(self) -> Any:
         """Yield the batches of this process."""
         return self.iterate(None)
 
@@ -107,7 +112,8 @@ class SharedLoader(ABC):
         if skip is not None and skip == ended_at:
             return  # nothing is left of the pass that the state was saved in
         if skip is None:
-            skip = resumption["batches"] if resumption is not None and self.is_stateful else 0
+            goes_on = self.use_stateful_dataloader and resumption is not None
+            skip = resumption["batches"] if goes_on and resumption else 0
         active = self._sharing.active
         self._position = skip
         self._pass = this = object()
@@ -142,6 +148,30 @@ class SharedLoader(ABC):
     def end_of_dataloader(self) -> bool:
         """Whether the loader under way has yielded its last batch."""
         return self._sharing.accumulation.end_of_dataloader
+
+    @property
+    def iteration(self) -> int:
+        """`epoch`; may be set."""
+        return self.epoch
+
+    @iteration.setter
+    def iteration(self, value: int) -> None:
+        self.epoch = value
+
+    @property
+    def gradient_state(self) -> Accumulation:
+        """The windows that its end may end."""
+        return self._sharing.accumulation
+
+    @property
+    def device(self) -> torch.device:
+        """Where the batches come to be."""
+        return self._sharing.device
+
+    @property
+    def base_dataloader(self) -> Any:
+        """The user's loader."""
+        return self.source
 
     @property
     def total_batch_size(self) -> int:
@@ -222,7 +252,7 @@ class SharedLoader(ABC):
         return getattr(self.source, name)
 
 
-class SkippedLoader:
+class SkippedLoader(DataLoader[Any]):
     """A loader without its first batches, in every pass.
 
     Args:
@@ -232,14 +262,16 @@ class SkippedLoader:
 
     def __init__(self, source: Any, skipped: int) -> None:
         self.source = source
-        self.skipped = skipped
+        self.skipped = self.skip_batches = skipped
 
-    def __iter__(self) -> Iterator[Any]:
+    @override
+    def __iter__(self) -> Any:
         """Return the batches that are left."""
         if isinstance(self.source, SharedLoader):
             return self.source.iterate(self.skipped)
         return islice(self.source, self.skipped, None)
 
+    @override
     def __len__(self) -> int:
         """Return the number of batches that are left."""
         return max(0, len(self.source) - self.skipped)

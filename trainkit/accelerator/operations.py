@@ -78,6 +78,8 @@ def wait_for_everyone() -> None:
 
 def concatenate(data: list[Any], dim: int = 0) -> Any:
     """Return one tensor, or nesting of tensors, with the rows of several of the same form."""
+    if len(data) == 1:
+        return data[0]
     if dim == 0 or not data:
         return join_entries(data)
     first = data[0]

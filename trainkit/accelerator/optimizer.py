@@ -1,9 +1,9 @@
 """An optimizer that waits for the end of its window and leaves out a step on overflow."""
 
 from collections.abc import Callable, Mapping
+from operator import attrgetter
 from typing import Any
 
-import torch
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -43,10 +43,11 @@ class PreparedOptimizer(Optimizer):
         self._gradients = gradients
         self._before_first = before_first
 
-    @property
-    def scaler(self) -> torch.amp.GradScaler | None:
-        """The scaler of fp16; None without one."""
-        return self._gradients.scaler
+    scaler = property(
+        attrgetter("_gradients.scaler"),
+        lambda self, value: setattr(self._gradients, "scaler", value),
+        doc="The scaler of fp16; None without one.",
+    )
 
     # `Optimizer` has these as attributes; they must never differ from those inside.
     state: Any = _of_inner("state")
@@ -101,6 +102,11 @@ class PreparedOptimizer(Optimizer):
         """Switch an optimizer that has modes of its own to evaluation."""
         getattr(self.optimizer, "eval", lambda: None)()
 
+    @override
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Let what is pickled or copied be the optimizer inside: windows belong to a process."""
+        return _arrived, (self.optimizer,)
+
     def __getattr__(self, name: str) -> Any:
         """Return what else the optimizer inside has."""
         if name in ("optimizer", "_accumulation", "_gradients", "_before_first"):
@@ -110,3 +116,7 @@ class PreparedOptimizer(Optimizer):
     @override
     def __repr__(self) -> str:
         return f"PreparedOptimizer({self.optimizer!r})"
+
+
+def _arrived(optimizer: Optimizer) -> Optimizer:
+    return optimizer

@@ -4,7 +4,8 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ from trainkit.training.setup.consistency import check_alike, describe_model, des
 from trainkit.training.setup.settings import optimizer_settings, program, settings
 from trainkit.types import class_name
 
+_MARK = "_is_accelerate_prepared"  # by which libraries know what Accelerate has prepared
 PREPARED = (SharedLoader, SkippedLoader, PreparedOptimizer, PreparedScheduler)
 
 
@@ -70,18 +72,17 @@ class ConfiguredDDP(DDP):
     """
 
     def __init__(self, settings: DistributedDataParallelKwargs, device: torch.device) -> None:
-        super().__init__(
-            device=device,
-            # A static graph finds them itself.
-            find_unused_parameters=settings.find_unused_parameters and not settings.static_graph,
-            bucket_cap_mb=settings.bucket_cap_mb,
-        )
-        self._settings = settings
+        super().__init__(device=device)
+        self.settings = settings
+        """May be changed until a model is wrapped."""
 
     @override
     def wrap(self, model: nn.Module, precision: Precision, seed: int = 0) -> nn.Module:
+        given = self.settings
+        # A static graph finds them itself.
+        self.find_unused_parameters = given.find_unused_parameters and not given.static_graph
+        self.bucket_cap_mb = given.bucket_cap_mb
         wrapped = super().wrap(model, precision, seed)
-        given = self._settings
         if isinstance(wrapped, Reducing):
             wrapped.require_backward_grad_sync = True  # a loop calls `backward` as it likes
             wrapped.broadcast_buffers = given.broadcast_buffers  # from now on: all begin alike
@@ -102,7 +103,7 @@ class ConfiguredDDP(DDP):
 
     @override
     def _options(self) -> dict[str, Any]:
-        return super()._options() | {"static_graph": self._settings.static_graph}
+        return super()._options() | {"static_graph": self.settings.static_graph}
 
 
 @dataclass(kw_only=True)
@@ -135,9 +136,8 @@ class Preparer:
         parameters that its model has in the end, a scheduler its optimizer.
 
         Raises:
-            ConfigError: An object is of none of the four kinds and no iterator, or processes that
-                are to train together have others, such as data sets of other lengths; on all
-                processes.
+            ConfigError: Processes that are to train together have others, such as data sets of
+                other lengths; on all processes.
         """
         moves = device_placement or [None] * len(objects)
         if len(moves) != len(objects):
@@ -146,7 +146,8 @@ class Preparer:
                 f"{len(moves)} entries."
             )
         for index, thing in enumerate(objects):
-            _check_kind(thing, index, shared=self.sharing.processes.size > 1)
+            if self.sharing.processes.size > 1:
+                _look_for_data(thing, index)
         self.check_alike(objects)
         results = list(objects)
         kinds: tuple[tuple[Any, Callable[[Any, bool | None], Any]], ...] = (
@@ -158,14 +159,15 @@ class Preparer:
         for kind, make in kinds:
             for index, (thing, moved) in enumerate(zip(objects, moves, strict=True)):
                 if isinstance(thing, kind) and not self._is_prepared(thing):
-                    results[index] = make(thing, moved)
+                    results[index] = prepared = make(thing, moved)
+                    setattr(prepared, _MARK, True)
         return results
 
     def check_alike(self, objects: Sequence[Any]) -> None:
         """Raise, on all processes, where loaders, or what trains a model held together, differ."""
         if any(map(self._trains_together, objects)):
             check_alike(self.sharing.processes, self._facts_of(objects))
-        elif any(isinstance(thing, DataLoader) for thing in objects):
+        elif any(map(_is_raw_loader, objects)):
             check_alike(self.sharing.processes, self._loaders_of(objects))
 
     def _trains_together(self, thing: Any) -> bool:
@@ -201,7 +203,7 @@ class Preparer:
 
     def _loaders_of(self, objects: Sequence[Any]) -> Iterator[tuple[str, str]]:
         for index, thing in enumerate(objects):
-            data = thing.dataset if isinstance(thing, DataLoader) else None
+            data = thing.dataset if _is_raw_loader(thing) else None
             if isinstance(data, Sized) and not isinstance(data, IterableDataset):
                 words = [f"{len(data)} samples, batch size {thing.batch_size}"]
                 if not self.sharing.configuration.dispatch_batches:  # else process 0 reads for all
@@ -218,8 +220,9 @@ class Preparer:
             moved: Whether it moves to the device; None: as the settings say, here and below.
             evaluation_mode: It is only evaluated.
         """
-        if any(model is unwrapped(known) for known in self.registry.models):
-            raise ConfigError("The model is prepared already. Use what `prepare` returned.")
+        for known in self.registry.models:
+            if model is unwrapped(known):
+                return known
         check_initialised(model)
         dtype = self.precision.dtype
         if dtype is not None and not isinstance(self.precision, FP32):
@@ -258,43 +261,12 @@ class Preparer:
 
     def loader(self, loader: Any, moved: bool | None = None) -> SharedLoader:
         """Return a loader whose batches are shared out over the processes."""
-        sharing = self.sharing
+        # A copy: what is set later is for later loaders.
+        sharing = replace(self.sharing, configuration=replace(self.sharing.configuration))
         if not self._moves(moved):
-            sharing = replace(sharing, device=torch.device("cpu"))
-        seed = int(sharing.processes.broadcast_object(torch.initial_seed()))
-        prepared: SharedLoader
-        if sharing.configuration.dispatch_batches and sharing.processes.size > 1:
-            from trainkit.accelerator.dispatched import DispatchedShare, for_process_0
-
-            if isinstance(loader, Presharded):
-                raise ConfigError(
-                    "The loader is `presharded`: each process reads its own share, and with "
-                    "`dispatch_batches=True` process 0 would read for all. Use one of the two."
-                )
-            reader = self._share(loader, for_process_0(sharing), seed)
-            prepared = DispatchedShare(reader, sharing)
-        else:
-            prepared = self._share(loader, sharing, seed)
-        self.registry.loaders.append(prepared)
+            sharing.device = torch.device("cpu")
+        self.registry.loaders.append(prepared := shared_out(loader, sharing))
         return prepared
-
-    def _share(self, loader: Any, sharing: Sharing, seed: int) -> SharedLoader:
-        """Return a loader of which every process of `sharing` reads its own batches."""
-        from trainkit.accelerator.mapped import MappedShare
-        from trainkit.accelerator.streamed import StreamedShare
-        from trainkit.data.mapped import MappedLoader
-
-        inner = training_loader(
-            loader,
-            processes=sharing.processes,
-            device=sharing.device,
-            seed=rng.derive(seed, "own loop"),
-            split_batches=sharing.configuration.split_batches,
-            may_be_empty=True,
-        )
-        if isinstance(inner, MappedLoader):
-            return MappedShare(inner, sharing, seed)
-        return StreamedShare(inner, sharing)
 
     def scheduler(self, scheduler: Any, moved: bool | None = None) -> PreparedScheduler:
         """Return a scheduler that follows its optimizer, or all of them."""
@@ -318,20 +290,18 @@ class Preparer:
         return self.device_placement if asked is None else asked
 
 
-def _check_kind(thing: Any, index: int, *, shared: bool) -> None:
-    kinds = (nn.Module, Optimizer, DataLoader, Presharded, LRScheduler, ReduceLROnPlateau)
-    if thing is None or isinstance(thing, kinds + PREPARED):
-        return
-    if not isinstance(thing, Iterator):
-        raise ConfigError(
-            f"`prepare` takes models, optimizers, schedulers of torch and `DataLoader`s, but "
-            f"argument {index} is a `{type(thing).__name__}`. Leave it out; what only needs to be "
-            "saved goes to `register_for_checkpointing`."
-        )
-    if shared:
+def _is_raw_loader(thing: Any) -> bool:
+    return isinstance(thing, DataLoader) and not isinstance(thing, PREPARED)
+
+
+def _look_for_data(thing: Any, index: int) -> None:
+    """Warn if something is handed back that looks like data, which every process would read."""
+    known = isinstance(thing, (nn.Module, Optimizer, DataLoader, Presharded, *PREPARED))
+    if not known and any(hasattr(thing, name) for name in ("__iter__", "__getitem__")):
         warnings.warn(
             f"Argument {index} of `prepare` is a `{type(thing).__name__}`, which stays as it is: "
-            "every process takes all that it yields. Prepare the `DataLoader` that it reads.",
+            "every process takes all that it yields. Prepare the `DataLoader` that it reads, or "
+            "the parts of it one by one.",
             stacklevel=4,
         )
 
@@ -349,3 +319,50 @@ def _look_at_gradients(optimizer: Optimizer, models: Sequence[DistributedDataPar
                 "that, also inside of wrappers, instead of the model that `prepare` was given.",
                 stacklevel=3,
             )
+
+
+def shared_out(loader: Any, sharing: Sharing) -> SharedLoader:
+    """Return a loader whose batches are shared out over the processes of `sharing`."""
+    seed = int(sharing.processes.broadcast_object(torch.initial_seed()))
+    if sharing.configuration.dispatch_batches and sharing.processes.size > 1:
+        from trainkit.accelerator.dispatched import DispatchedShare, for_process_0
+
+        if isinstance(loader, Presharded):
+            raise ConfigError(
+                "The loader is `presharded`: each process reads its own share, and with "
+                "`dispatch_batches=True` process 0 would read for all. Use one of the two."
+            )
+        reader = _share(loader, for_process_0(sharing), seed)
+        prepared: SharedLoader = DispatchedShare(reader, sharing)
+    else:
+        prepared = _share(loader, sharing, seed)
+    if sharing.configuration.use_stateful_dataloader and find_spec("torchdata"):
+        prepared.__class__ = _of_torchdata(type(prepared))
+    return prepared
+
+
+@cache
+def _of_torchdata(kind: type[SharedLoader]) -> type[SharedLoader]:
+    """Return a class whose objects scripts take for a loader of torchdata, which they are like."""
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    return type(kind.__name__, (kind, StatefulDataLoader), {})
+
+
+def _share(loader: Any, sharing: Sharing, seed: int) -> SharedLoader:
+    """Return a loader of which every process of `sharing` reads its own batches."""
+    from trainkit.accelerator.mapped import MappedShare
+    from trainkit.accelerator.streamed import StreamedShare
+    from trainkit.data.mapped import MappedLoader
+
+    inner = training_loader(
+        loader,
+        processes=sharing.processes,
+        device=sharing.device,
+        seed=rng.derive(seed, "own loop"),
+        split_batches=sharing.configuration.split_batches,
+        may_be_empty=True,
+    )
+    if isinstance(inner, MappedLoader):
+        return MappedShare(inner, sharing, seed)
+    return StreamedShare(inner, sharing)

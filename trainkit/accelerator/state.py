@@ -1,5 +1,6 @@
 """What Accelerate's state classes say: the place of this process, and of what job."""
 
+import os
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, ClassVar, Self
@@ -14,7 +15,7 @@ from trainkit.accelerator.settings import (
     GradientAccumulationPlugin,
     InitProcessGroupKwargs,
 )
-from trainkit.basics.device import collective_backend
+from trainkit.basics.device import collective_backend, default_kind
 from trainkit.basics.launch_environment import uses_cpu
 from trainkit.distributed import Processes
 from trainkit.distributed.active_batches import ActiveLoaders
@@ -50,6 +51,14 @@ class PartialState(Communicator):
     def backend(self) -> str | None:
         """What moves tensors between the processes; None on one."""
         return collective_backend(self.device) if self.use_distributed else None
+
+    @property
+    def default_device(self) -> torch.device:
+        """The kind of device that this machine has."""
+        return torch.device(default_kind())
+
+    def set_device(self) -> None:
+        """Do nothing: the device is known from the beginning."""
 
     def destroy_process_group(self) -> None:
         """Leave the process group, as all processes do at their end."""
@@ -157,14 +166,17 @@ class AcceleratorState(PartialState):
         return f"{super().__repr__()}\nMixed precision type: {self.mixed_precision}\n"
 
 
+UNDER_WAY = ActiveLoaders()
+"""Of every `Accelerator`: a metric may be gathered by another one than prepared its loader."""
+os.register_at_fork(after_in_child=UNDER_WAY.forget)  # a child goes on with no loop
+
+
 class GradientState:
     """`GradientState()` is `gradient_state` of the newest `Accelerator`."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Return it; without an `Accelerator`, one with windows of one micro-batch."""
-        return AcceleratorState.gradients or Accumulation(
-            GradientAccumulationPlugin(), ActiveLoaders()
-        )
+        return AcceleratorState.gradients or Accumulation(GradientAccumulationPlugin(), UNDER_WAY)
 
     @staticmethod
     def _reset_state() -> None:

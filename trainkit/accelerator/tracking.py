@@ -68,7 +68,8 @@ class Trackers:
     def __init__(self, wanted: Any, project: ProjectConfiguration, processes: Processes) -> None:
         self.at_work: list[GeneralTracker] = []
         """Those that have started, on this process."""
-        self._wanted = _checked(wanted, project.logging_dir)
+        self.wanted = _checked(wanted, project.logging_dir)
+        """Names of trackers, and trackers, that are to start."""
         self._project = project
         self._processes = processes
         self._locks: list[RunLock] = []  # of the files that are written, while they are
@@ -93,7 +94,7 @@ class Trackers:
             ConfigError: A tracker lacks its folder, or two write to one place.
         """
         place = self._project.logging_dir
-        made = _make_trackers(self._wanted, run_name, place, options)
+        made = _make_trackers(_checked(self.wanted, place), run_name, place, options)
         is_main = self._processes.is_main  # which scripts let call this alone
         if is_main and place and any(each.requires_logging_directory for each in made):
             check_folder(Path(place) / run_name, "`init_trackers`")

@@ -357,7 +357,9 @@ class Communicator:
         place = f"on_{name.removesuffix('_index')}"
 
         def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-            return self._on(function, lambda: getattr(self, name) == index, place)
+            return self._on(
+                function, lambda: not self.use_distributed or getattr(self, name) == index, place
+            )
 
         return decorate if function is None else decorate(function)
 

@@ -126,11 +126,15 @@ class Loading:
         """
         with open_weights(path, of) as stored:
             keys = self._compare(path, stored, strict)
-            for name, target in self.unique():
-                source = next((stored[one] for one in target.names if one in stored), None)
-                self.fill(name, target, source)
-            self.finish()
+            self.take(stored)
         return keys
+
+    def take(self, stored: Mapping[str, Stored]) -> None:
+        """Fill, with what fits."""
+        for name, target in self.unique():
+            source = next((stored[one] for one in target.names if one in stored), None)
+            self.fill(name, target, source)
+        self.finish()
 
     def fill(self, name: str, target: TensorTarget, source: Stored | None) -> None:
         """Read one tensor; it stays as it is where the file does not hold it."""

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from trainkit.errors import CheckpointError, ConfigError
+from trainkit.export.state import same_memory
 
 Allowed = Sequence[Callable[..., Any] | tuple[Callable[..., Any], str]]
 """Globals that a file may name besides those that torch allows, as `safe_globals` takes them."""
@@ -63,7 +64,8 @@ def save(obj: Any, f: Any, *, safe_serialization: bool) -> None:
     """Write `obj` to the file `f`.
 
     Args:
-        obj: Anything; a dict of tensors where `safe_serialization`.
+        obj: Anything; a dict of tensors where `safe_serialization`, of which tied ones are written
+            once, under the first of their names.
         safe_serialization: Write safetensors; else what `torch.load` reads, a pickle, which
             trainkit itself never loads.
     """
@@ -75,4 +77,6 @@ def save(obj: Any, f: Any, *, safe_serialization: bool) -> None:
             f"`safe_serialization` needs a dict of tensors, but `obj` is a {type(obj).__name__} "
             "that is none."
         )
-    save_file({name: tensor.contiguous() for name, tensor in obj.items()}, Path(f))
+    first = {same_memory(tensor): name for name, tensor in reversed(obj.items())}
+    own = {name: t.contiguous() for name, t in obj.items() if first[same_memory(t)] == name}
+    save_file(own, Path(f))

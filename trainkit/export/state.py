@@ -13,7 +13,9 @@ from trainkit.checkpoint.resharding.sharding_spec import is_sharded
 from trainkit.errors import ConfigError
 
 # Segments that wrappers put into names; no module of a user is called so.
-_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+COMPILED = "_orig_mod"
+"""What `torch.compile` calls the module inside of what it returns."""
+_WRAPPERS = frozenset({COMPILED, "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 
 
 def unwrapped(model: nn.Module, *, keep_torch_compile: bool = False) -> nn.Module:
@@ -25,7 +27,7 @@ def unwrapped(model: nn.Module, *, keep_torch_compile: bool = False) -> nn.Modul
     parallel = (nn.parallel.DistributedDataParallel, nn.DataParallel)
     while True:
         # Not by `getattr`, which some modules pass on to what is inside of them.
-        compiled = None if keep_torch_compile else dict(model.named_children()).get("_orig_mod")
+        compiled = None if keep_torch_compile else dict(model.named_children()).get(COMPILED)
         inner = model.module if isinstance(model, parallel) else compiled
         if not isinstance(inner, nn.Module):
             return model

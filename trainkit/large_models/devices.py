@@ -100,17 +100,7 @@ def infer_device_map(
         no_split_module_classes: Names of classes whose modules stay on one device.
         dtype: Of floating tensors once they are loaded; None: as they are.
     """
-    if max_memory is None:
-        host = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        gpus = range(accelerator_count())
-        free: dict[int | str, int] = {i: int(free_memory(i) * _MAPPED) for i in gpus}
-        free["cpu"] = int(host * _MAPPED)
-    else:
-        parsed = {
-            place: 0 if size == 0 else parse_size(size, f"max_memory[{place!r}]")
-            for place, size in max_memory.items()
-        }
-        free = dict(sorted(parsed.items(), key=lambda item: (item[0] == "cpu", str(item[0]))))
+    free = room(max_memory)
     sizes, ties = _sizes(model, dtype)
     unsplit = frozenset(no_split_module_classes)
     first = next(iter(free), "cpu")
@@ -153,6 +143,20 @@ def infer_device_map(
     put(model, "")
     used = set(places.values())
     return {"": used.pop()} if len(used) == 1 else places
+
+
+def room(max_memory: Mapping[int | str, Size] | None = None) -> dict[int | str, int]:
+    """Return how many bytes may go to each place; see `max_memory` of `infer_device_map`."""
+    if max_memory is None:
+        host = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        gpus = range(accelerator_count())
+        free: dict[int | str, int] = {i: int(free_memory(i) * _MAPPED) for i in gpus}
+        return free | {"cpu": int(host * _MAPPED)}
+    parsed = {
+        place: 0 if size == 0 else parse_size(size, f"max_memory[{place!r}]")
+        for place, size in max_memory.items()
+    }
+    return dict(sorted(parsed.items(), key=lambda item: (item[0] == "cpu", str(item[0]))))
 
 
 def _below(name: str, sizes: Mapping[str, int]) -> int:

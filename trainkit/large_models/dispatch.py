@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -106,6 +106,43 @@ def load_checkpoint_and_dispatch(  # noqa: PLR0913  the names that Accelerate do
     return model
 
 
+def dispatch_model(
+    model: nn.Module,
+    device_map: Place | DeviceMap,
+    main_device: Place | None = None,
+    state_dict: Mapping[str, Tensor] | None = None,
+    offload_dir: str | Path | None = None,
+    *,
+    preload_module_classes: Iterable[str] | None = None,
+    **others: Any,
+) -> nn.Module:
+    """Spread a model that is in memory over devices, and return it ready for inference.
+
+    Args:
+        model: Any module.
+        device_map: As for `load_checkpoint_in_model`.
+        main_device: Where runs what is on "cpu" or "disk"; None: the first device of the map.
+        state_dict: Its values; None: those that it has.
+        offload_dir: Where what is on "disk" is kept.
+        preload_module_classes: As for `load_checkpoint_and_dispatch`.
+        **others: Names that Accelerate has, which make no difference to the values.
+    """
+    whole = frozenset(preload_module_classes or ())
+    main = None if main_device is None else device_of(main_device)
+    loading = _Dispatch(model, device_map, offload_dir, None, whole, main)
+    values = {name: target.tensor for name, target in loading.targets.items()} | {
+        **(state_dict or {})
+    }
+    loading.take(
+        {
+            name: Stored(tuple(value.shape), partial(_part_of, value))
+            for name, value in values.items()
+            if not value.is_meta
+        }
+    )
+    return model
+
+
 class _Dispatch(Loading):
     """Puts each tensor where the map says; what lies on disk or host is fetched when it is run."""
 
@@ -116,6 +153,7 @@ class _Dispatch(Loading):
         offload_folder: str | Path | None,
         dtype: torch.dtype | str | None,
         whole_classes: frozenset[str] = frozenset(),
+        main: torch.device | None = None,
     ) -> None:
         if device_map == "auto":
             raise ConfigError(
@@ -130,8 +168,8 @@ class _Dispatch(Loading):
         self._in_memory: dict[str, tuple[TensorTarget, Stored]] = {}
         devices = [device_of(p) for p in self._places.values() if p != "disk"]
         others = [device for device in devices if device.type != "cpu"]
-        self._main = others[0] if others else torch.device("cpu")
-        self._offloads_host = bool(others)
+        self._main = main or (others[0] if others else torch.device("cpu"))
+        self._offloads_host = bool(others) or self._main.type != "cpu"
         if "disk" in self._places.values() and self._folder is None:
             raise ConfigError(
                 'A part of the model goes to "disk" by `device_map`, but `offload_folder` is not '
@@ -167,7 +205,10 @@ class _Dispatch(Loading):
     @override
     def finish(self) -> None:
         self._offload()
-        if len(set(map(str, self._places.values()))) > 1:
+        if self._places:
+            setattr(self.model, "hf_device_map", dict(self._places))  # noqa: B010  mypy knows modules
+        is_offloaded = self._on_disk or self._in_memory
+        if is_offloaded or len(set(map(str, self._places.values()))) > 1:
             align_devices(self.model, {n: self._runs_on(p) for n, p in self._places.items()})
 
     def _mapped_place(self, name: str) -> Place | None:
@@ -197,6 +238,10 @@ class _Dispatch(Loading):
             for name, (target, _) in self._on_disk.items():
                 reads[name] = (target, partial(read, name), self._main)
         offload(self.model, reads, self._whole_classes)
+
+
+def _part_of(value: Tensor, part: Any = ...) -> Tensor:
+    return value.detach()[part].to("cpu", copy=True)
 
 
 def _read_as(source: Stored, dtype: torch.dtype) -> Tensor:
