@@ -3,6 +3,9 @@
 The state is a model and its AdamW. All times are taken in one process, in turns: the blocked time
 of `Saver.save`, a copy of every tensor into a buffer that is there already, and a save in the
 foreground. The parameters change at once after each save; what was written must be what was there.
+
+With `--storage s3://bucket/folder` there are also saves in the background that are mirrored there,
+while the upload of the save before may be under way.
 """
 
 import argparse
@@ -13,15 +16,19 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from trainkit.basics.lock import RunLock
+from trainkit.basics.outputs import absolute
 from trainkit.checkpoint import KeepPolicy
 from trainkit.checkpoint.saver import Saver
 from trainkit.distributed import Processes
+from trainkit.storage.mirror import Mirror
 
 AIM = 1.3  # times the plain copy
 
@@ -68,12 +75,23 @@ def check(saver: Saver, path: Path | None, expected: list[Tensor]) -> None:
         raise SystemExit("The checkpoint does not hold the state of its step.")
 
 
-def measure(model: nn.Module, optimizer: torch.optim.Optimizer, rounds: int) -> dict[str, Any]:
+def mirrored(saver: Saver, folder: Path) -> Mirror:
+    """Let what a saver commits be mirrored; return what does so."""
+    mirror = Mirror(RunLock(folder).acquire(), print)
+    saver.committed = mirror.committed
+    return mirror
+
+
+def measure(
+    model: nn.Module, optimizer: torch.optim.Optimizer, rounds: int, storage: Path | None
+) -> dict[str, Any]:
     """Take all times, in turns; the first round fills the buffers and is reported apart."""
     tensors = tensors_in(parts_of(model, optimizer))
     buffers = [tensor.clone() for tensor in tensors]
     expected = [tensor.clone() for tensor in tensors]
-    blocked, copied, written, front = [], [], [], []
+    copied, front = [], []
+    blocked: dict[str, list[float]] = {}
+    written: dict[str, list[float]] = {}
 
     def copy() -> None:
         for buffer, tensor in zip(buffers, tensors, strict=True):
@@ -83,34 +101,52 @@ def measure(model: nn.Module, optimizer: torch.optim.Optimizer, rounds: int) -> 
         parts = parts_of(model, optimizer)
         return seconds(lambda: saver.save(step, parts, {}))
 
-    with tempfile.TemporaryDirectory() as folder:
-        savers = [
-            Saver(Path(folder, name), Processes.start(), KeepPolicy(), run_id="bench",
-                  goes_on=False, background=name == "background")
-            for name in ("background", "foreground")
-        ]  # fmt: skip
+    with tempfile.TemporaryDirectory() as place, ExitStack() as stack:
+        folders = {"background": Path(place, "background"), "foreground": Path(place, "foreground")}
+        if storage is not None:
+            folders["mirrored"] = storage
+        savers = {
+            name: Saver(folder, Processes.start(), KeepPolicy(), run_id="bench",
+                        goes_on=False, background=name != "foreground")
+            for name, folder in folders.items()
+        }  # fmt: skip
+        for saver in savers.values():
+            stack.enter_context(closing(saver))
+        foreground = savers.pop("foreground")
+        if storage is not None:
+            stack.callback(mirrored(savers["mirrored"], storage).release)
         for step in range(rounds + 1):
             copied.append(seconds(copy))
-            blocked.append(save(savers[0], step))
-            torch._foreach_copy_(expected, tensors)
-            optimizer.step()  # training goes on while the thread writes
-            path: list[Path | None] = []
-            written.append(seconds(lambda: path.append(savers[0].wait())))  # noqa: B023
-            check(savers[0], path[0], expected)
-            front.append(save(savers[1], step))
-        for saver in savers:
-            saver.close()
-    ratios = [ours / theirs for ours, theirs in zip(blocked[1:], copied[1:], strict=True)]
-    return {
+            for name, saver in savers.items():
+                blocked.setdefault(name, []).append(save(saver, step))
+                torch._foreach_copy_(expected, tensors)
+                optimizer.step()  # training goes on while the thread writes
+                path: list[Path | None] = []
+                took = seconds(lambda: path.append(saver.wait()))  # noqa: B023
+                written.setdefault(name, []).append(took)
+                check(saver, path[0], expected)
+            front.append(save(foreground, step))
+    ours = blocked["background"]
+    ratios = [one / other for one, other in zip(ours[1:], copied[1:], strict=True)]
+    found = {
         "megabytes": round(sum(tensor.nbytes for tensor in tensors) / 1e6),
         "tensors": len(tensors),
-        "plain copy, ms": round(1e3 * statistics.median(copied[1:]), 1),
-        "blocked in the background, ms": round(1e3 * statistics.median(blocked[1:]), 1),
+        "plain copy, ms": median(copied),
+        "blocked in the background, ms": median(ours),
         "ratio": round(statistics.median(ratios), 2),
-        "first save, ms": round(1e3 * blocked[0], 1),
-        "foreground, ms": round(1e3 * statistics.median(front[1:]), 1),
-        "then written within, ms": round(1e3 * statistics.median(written[1:]), 1),
+        "first save, ms": round(1e3 * ours[0], 1),
+        "foreground, ms": median(front),
+        "then written within, ms": median(written["background"]),
     }
+    if storage is not None:
+        found["blocked where it is mirrored, ms"] = median(blocked["mirrored"])
+        found["then written within where it is mirrored, ms"] = median(written["mirrored"])
+    return found
+
+
+def median(times: list[float]) -> float:
+    """Return the median of seconds in milliseconds, without the first."""
+    return round(1e3 * statistics.median(times[1:]), 1)
 
 
 def main() -> None:
@@ -118,10 +154,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--output", type=Path)
+    parser.add_argument("--storage", metavar="ADDRESS", help="mirror there, too")
     arguments = parser.parse_args()
     results = {}
     for name, width, depth in (("large tensors", 1024, 20), ("small tensors", 256, 300)):
-        results[name] = measure(*make_state(width, depth), arguments.rounds)
+        storage = None
+        if arguments.storage is not None:
+            address = f"{arguments.storage}/{name.replace(' ', '-')}"
+            storage = absolute(address, "--storage", stored=True)
+        results[name] = measure(*make_state(width, depth), arguments.rounds, storage)
         print(f"{name}: " + ", ".join(f"{key} {value}" for key, value in results[name].items()))
     if arguments.output:
         facts = {"python": platform.python_version(), "torch": torch.__version__,

@@ -4,6 +4,7 @@
 requests that follow, what comes to `/_requests` is answered with those that came.
 """
 
+import io
 import json
 import os
 import re
@@ -33,7 +34,8 @@ class S3:
         Args:
             about: `match`: an expression for "PUT name"; `after`: how many such requests succeed;
                 `times`: how many then fail (by default all); `status`: their answer, with `code`;
-                `kill`: a process that the first of them ends instead.
+                `kill`: a process that the first of them ends instead; `cut`: they succeed, but
+                the last byte of what they bring is lost.
         """
         self._ask("/_faults", json.dumps(about).encode())
 
@@ -127,6 +129,12 @@ class _Faulty:
                 if "kill" in fault:
                     self._fault = {}
                     os.kill(fault["kill"], signal.SIGKILL)
+                if "cut" in fault:
+                    size = int(environ["CONTENT_LENGTH"])
+                    content = environ["wsgi.input"].read(size)[:-1]
+                    about = {"wsgi.input": io.BytesIO(content), "CONTENT_LENGTH": str(len(content))}
+                    cut: Iterable[bytes] = self._application({**environ, **about}, start_response)
+                    return cut
                 code = fault.get("code", "InternalError")
                 start_response(f"{fault.get('status', 500)} Fault", [("Content-Type", "text/xml")])
                 return [f"<Error><Code>{code}</Code><Message>{code}</Message></Error>".encode()]

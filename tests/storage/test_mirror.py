@@ -15,6 +15,7 @@ from tests.helpers.s3 import S3
 from tests.storage.toys import STEPS, At, start, train
 from trainkit import ConfigError, Trainer
 from trainkit.callbacks import JSONLLogger
+from trainkit.storage.objects import Objects
 
 
 def _equal(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
@@ -52,13 +53,13 @@ def test_storage_has_what_the_folder_has(s3: S3, tmp_path: Path) -> None:
         assert len({each.split("/")[2] for each in order[begin : end + 1]}) <= 2  # with one cut
 
 
-@pytest.mark.parametrize("after", [0, 4, 9, 12])
+@pytest.mark.parametrize("after", [0, 4, 9, 14])
 def test_a_run_killed_in_an_upload_goes_on_elsewhere_bit_equal(
     s3: S3, tmp_path: Path, after: int
 ) -> None:
     run = f"killed-{after}"
     process, gate = start(f"s3://bucket/{run}", tmp_path / "a", prints=tmp_path / "log")
-    s3.fault(match=f"PUT {run}/(?!.train)", after=after, kill=process.pid)
+    s3.fault(match=f"(PUT|DELETE) {run}/(?!.train)", after=after, kill=process.pid)
     gate.set()
     process.join(120)
     assert process.exitcode == -signal.SIGKILL, (tmp_path / "log").read_text()
@@ -107,6 +108,37 @@ def test_a_storage_that_fails_for_a_while_gets_all(
     s3.fault(match=f"PUT {run}/", after=3, times=2, status=status, code=code)
     run_ranks(1, train, f"s3://bucket/{run}", tmp_path / "a")
     assert f"{run}/checkpoints/step-{STEPS:08d}/manifest.json" in s3.names(run)
+
+
+def test_what_is_cut_on_its_way_is_sent_again(
+    s3: S3, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    s3.fault(match="PUT way/checkpoints/.*/model.safetensors", times=1, cut=True)
+    run_ranks(1, train, "s3://bucket/way", tmp_path / "a")
+    assert "was cut or changed on its way" in capfd.readouterr().out
+    name = f"checkpoints/step-{STEPS:08d}/model.safetensors"
+    here = tmp_path / "a/s3/bucket/way" / name
+    assert s3.read(f"way/{name}") == here.read_bytes()
+
+
+def test_large_files_travel_in_parts_compared_by_the_digests_of_the_store(
+    s3: S3, tmp_path: Path
+) -> None:
+    sent, back = tmp_path / "sent", tmp_path / "back"
+    sent.write_bytes(os.urandom(35 << 20))
+
+    def there(rank: int) -> None:
+        objects = Objects("s3://bucket/large")
+        objects.put_file("file", sent)
+        s3.fault(match="GET", status=403)  # nothing was read back for it, and nothing is now
+        objects.put_file("file", sent)
+        s3.fault()
+        objects.fetch("file", back)
+
+    s3.requests()
+    run_ranks(1, there)
+    assert back.read_bytes() == sent.read_bytes()
+    assert sum(each == "PUT large/file" for each in s3.requests()) == 6  # three parts, twice
 
 
 def test_wrong_credentials_are_told_before_the_first_step(s3: S3, tmp_path: Path) -> None:

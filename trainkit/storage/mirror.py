@@ -21,7 +21,7 @@ from trainkit.storage.copies import (
 from trainkit.storage.lease import Lease
 from trainkit.storage.objects import Objects, StorageError
 
-_PAUSE = 30.0  # seconds between two looks at what has changed, and after a failure
+_PAUSE, _RETRY = 300.0, 30.0  # seconds until files are looked at again; after a failure
 _PLACES = (CHECKPOINTS, WEIGHTS)
 
 
@@ -139,7 +139,7 @@ class Mirror:
             if ends:
                 return
             if not self._ends:
-                self._wake.wait(_PAUSE)
+                self._wake.wait(_RETRY if self._failed else _PAUSE)
 
     def _tell(self, error: Exception, ends: bool) -> None:
         lacks = sorted(checkpoints_in(self._folder).keys() - self._remote.checkpoints.keys())
