@@ -30,7 +30,8 @@ Frozen = Literal["save", "reference"]
 
 def rows() -> DataLoader[Any]:
     tokens = torch.randint(0, 64, (16, 8), generator=torch.Generator().manual_seed(3))
-    return DataLoader([{"input_ids": row, "labels": row} for row in tokens], 4, shuffle=True)
+    data: Any = [{"input_ids": row, "labels": row} for row in tokens]
+    return DataLoader(data, 4, shuffle=True)
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:

@@ -228,7 +228,8 @@ def quantized(bits: int) -> nn.Module:
             num_attention_heads=2, use_cache=False,
         )
     )  # fmt: skip
-    how = BitsAndBytesConfig(
+    settings: Any = BitsAndBytesConfig
+    how = settings(
         load_in_4bit=bits == 4, load_in_8bit=bits == 8, bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.float32,
     )  # fmt: skip

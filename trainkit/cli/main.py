@@ -25,6 +25,7 @@ _COMMANDS = {
     "test": ("cli.selftest", "check that the processes of a job work together here"),
     "checkpoint": ("cli.checkpoint", "list, verify, show, compare and thin out checkpoints"),
     "diff": ("cli.diff", "say where two runs part, and why"),
+    "estimate": ("cli.estimate", "print the memory of a training, from the shapes of its model"),
     "migrate": ("cli.migrate", "rewrite the imports of scripts that were written for Accelerate"),
     "report": ("cli.report", "show what runs did, on one page"),
     "replay": ("cli.replay", "make a step of a run once more, and open it"),
