@@ -65,7 +65,7 @@ _HOMES = {
     "accelerator.scheduler": "AcceleratedScheduler=PreparedScheduler",
     "accelerator.settings": "KwargsHandler",
     "accelerator.state": "AcceleratorState GradientState is_initialized",
-    "accelerator.tracking": "register_tracker_class",
+    "accelerator.tracking": "LOGGER_TYPE_TO_CLASS=KINDS register_tracker_class",
     "large_models.devices": "get_max_memory=room",
     "large_models.dispatch": "dispatch_model",
     "launch.config": "write_basic_config",
