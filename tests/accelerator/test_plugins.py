@@ -27,7 +27,7 @@ from trainkit import (
     ProfileKwargs,
     TorchDynamoPlugin,
 )
-from trainkit.accelerator.arguments import compilation
+from trainkit.accelerator.arguments import chosen_strategy, compilation
 from trainkit.distributed.processes import Reduction
 from trainkit.strategies import FSDP
 
@@ -74,6 +74,15 @@ def test_a_plugin_of_accelerate_is_a_strategy() -> None:
 def test_what_would_change_the_sharding_is_refused(settings: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         FullyShardedDataParallelPlugin(**settings)
+
+
+def test_a_plugin_does_not_ask_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_ACTIVATION_CHECKPOINTING", "true")
+    assert not FullyShardedDataParallelPlugin().strategy("cpu").activation_checkpointing
+    chosen = chosen_strategy(None, None, "no", cpu=True)
+    assert isinstance(chosen, FSDP)
+    assert chosen.activation_checkpointing
 
 
 def test_the_launcher_says_how_models_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:

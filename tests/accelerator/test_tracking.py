@@ -113,6 +113,23 @@ def test_tensorboard_has_the_settings_as_yaml(lib: Any, tmp_path: Path) -> None:
     float(path.parent.name)  # when it began
 
 
+@pytest.mark.filterwarnings("ignore")  # of its database
+def test_mlflow_has_its_own_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/runs.db")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(TypeError, match="logging_dir"):
+        ours.tracking.MLflowTracker("own", logging_dir=str(tmp_path))
+    (tmp_path / "note.txt").touch()
+    accelerator = ours.Accelerator(cpu=True, log_with="mlflow")
+    accelerator.init_trackers("own")
+    tracker = accelerator.get_tracker("mlflow")
+    tracker.client.log_artifact(tracker.run_id, str(tmp_path / "note.txt"))
+    found = mlflow.MlflowClient(tracker.tracking_uri).list_artifacts(tracker.run_id)
+    accelerator.end_training()
+    assert [each.path for each in found] == ["note.txt"]
+
+
 @BOTH
 def test_a_folder_that_is_missing_is_named_at_once(lib: Any) -> None:
     with pytest.raises(ValueError, match="tensorboard"):
