@@ -13,7 +13,7 @@ DEMO := runs/sentiment
 
 .DEFAULT_GOAL := help
 .PHONY: help demo data test test-all test-behaviour test-versions test-moves \
-	test-next-torch check fix bench bench-full docs wheel clean
+	test-next-torch gpu check fix bench bench-full docs wheel clean
 
 help:
 	@echo "make demo    train the Chinese review classifier on two processes, then check its figures"
@@ -24,6 +24,7 @@ help:
 	@echo "make test-versions  run the fast tests with the lowest and the newest Python, torch, ..."
 	@echo "make test-moves  let the lowest and the newest versions read each other's checkpoints"
 	@echo "make test-next-torch  run them with the newest torch, be it a pre-release"
+	@echo "make gpu     try the accelerators of this machine, in ten minutes: writes trainkit-gpu.md"
 	@echo "make check   lint, format check, types and the tests of make test"
 	@echo "make fix     let ruff repair and format what it can"
 	@echo "make bench   compare the cost of a step with other frameworks, in 25 minutes"
@@ -122,6 +123,11 @@ test-next-torch: .versions/next-torch/made
 	$(call VERSIONS_PYTEST,next-torch) tests/test_torch_names.py
 	$(call VERSIONS_PYTEST,next-torch) $(FAST_TESTS)
 	rm -rf .versions/next-torch
+
+gpu: .venv/with-test
+	$(BIN)/python -m trainkit.cli test --gpu \
+		--also "$(BIN)/python -m pytest -q -p no:cacheprovider -m gpu tests" \
+		--also "$(BIN)/python -u -m benchmarks.gpu --output trainkit-gpu.json"
 
 check: .venv/with-dev
 	$(BIN)/ruff check .

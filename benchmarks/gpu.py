@@ -22,13 +22,12 @@ import statistics
 import sys
 import tempfile
 import time
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,11 +36,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 from typing_extensions import override
 
-from trainkit import Trainer
 from trainkit.callbacks import Checkpoint
+from trainkit.testing.speed import Span, Task, by_hand, by_trainkit, loss_of, move, run, wait
 
-MAX_NORM = 1.0
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 SAVES = 4
 SYNC_WARNING = "synchronizing CUDA operation"
 
@@ -69,6 +66,11 @@ class Size:
     images: tuple[int, int, int]
     save_every: int
     backend: str
+
+    @property
+    def counted(self) -> tuple[int, int]:
+        """Steps of the warm-up, and the measured ones."""
+        return self.warm_up, self.steps
 
     @property
     def tokens(self) -> int:
@@ -104,54 +106,23 @@ class Texts(Dataset[dict[str, Tensor]]):
 
 
 @dataclass
-class Span:
-    """The measured steps of a run: from the end of the warm-up to the last update."""
-
-    device: torch.device
-    warm_up: int
-    steps: int
-    counts_syncs: bool = False
-    updates: int = 0
-    syncs: int = 0
-    stamps: list[float] = field(default_factory=list)
-    _mode: Any = None
+class Syncs(Span):
+    """The same, with how often the host waited for the device, as torch itself reports it."""
 
     @property
-    def seconds(self) -> float:
-        """Of a step."""
-        return (self.stamps[-1] - self.stamps[0]) / self.steps
+    def syncs(self) -> int:
+        """How often the host waited."""
+        return sum(SYNC_WARNING in text for text in self.warnings)
 
-    @contextmanager
-    def watching(self) -> Iterator["Span"]:
-        """Watch the updates of all optimizers."""
-        hook = register_optimizer_step_post_hook(self._after_update)
-        try:
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                yield self
-            self.syncs = sum(SYNC_WARNING in str(warning.message) for warning in caught)
-        finally:
-            hook.remove()
-            self._report_syncs("default")
+    @override
+    def after_update(self, *_: Any) -> None:
+        self._report("default")
+        super().after_update()
+        self._report("warn" if len(self.stamps) == 1 else "default")
 
-    def _after_update(self, *_: Any) -> None:
-        self.updates += 1
-        if self.updates in (self.warm_up, self.warm_up + self.steps):
-            self._report_syncs("default")
-            wait(self.device)
-            self.stamps.append(time.perf_counter())
-            if self.updates == self.warm_up:
-                self._report_syncs("warn")
-
-    def _report_syncs(self, mode: str) -> None:
-        if self.counts_syncs and self.device.type == "cuda":
+    def _report(self, mode: str) -> None:
+        if self.device.type == "cuda":
             torch.cuda.set_sync_debug_mode(mode)
-
-
-def wait(device: torch.device) -> None:
-    """Wait until the device has done all its work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def make_model(size: Size) -> nn.Module:
@@ -171,69 +142,6 @@ def make_model(size: Size) -> nn.Module:
 def make_optimizer(parameters: Any) -> Optimizer:
     """Return the optimizer of both loops."""
     return AdamW(parameters, lr=1e-4, fused=True)
-
-
-def loss_of(model: nn.Module, batch: Any, loss_fn: Any) -> Tensor:
-    """Return the loss of a batch."""
-    if loss_fn is None:
-        loss: Tensor = model(**batch).loss
-    else:
-        loss = loss_fn(model(batch[0]), batch[1])
-    return loss
-
-
-def move(batch: Any, device: torch.device) -> Any:
-    """Return the batch on the device, without waiting where it is pinned."""
-    if isinstance(batch, dict):
-        return {name: value.to(device, non_blocking=True) for name, value in batch.items()}
-    return [value.to(device, non_blocking=True) for value in batch]
-
-
-@dataclass(frozen=True)
-class Task:
-    """What both loops train, with which options."""
-
-    device: torch.device
-    loader: Callable[..., DataLoader[Any]]  # of keyword arguments for the DataLoader
-    make_optimizer: Callable[[Any], Optimizer]
-    loss_fn: Any = None
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    compile: dict[str, Any] | None = None
-    max_norm: float | None = MAX_NORM
-
-
-def by_hand(task: Task, model: nn.Module, *, pinned: bool = True) -> None:
-    """Train one epoch as a careful user writes it: pinned memory, no reads of the device."""
-    model.to(task.device).train()
-    if task.compile is not None:
-        model.compile(**task.compile)
-    optimizer = task.make_optimizer(model.parameters())
-    scaler = torch.amp.GradScaler(task.device.type, enabled=task.precision == "fp16")
-    dtype = DTYPES.get(task.precision)
-    autocast = torch.autocast(task.device.type, dtype) if dtype else nullcontext()
-    for batch in task.loader(pin_memory=pinned and task.device.type == "cuda"):
-        with autocast:
-            loss = loss_of(model, move(batch, task.device), task.loss_fn)
-        scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
-        if task.max_norm is not None:
-            scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(model.parameters(), task.max_norm)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad(set_to_none=True)
-
-
-def by_trainkit(task: Task, model: nn.Module, **options: Any) -> None:
-    """Train the same by `Trainer.fit`."""
-    trainer = Trainer(
-        max_epochs=1,
-        strategy="single",
-        precision=task.precision,
-        max_grad_norm=task.max_norm,
-        compile=task.compile or False,
-        **{"callbacks": []} | options,
-    )
-    trainer.fit(model, task.loader(), optimizer=task.make_optimizer, loss_fn=task.loss_fn)
 
 
 def text_task(size: Size, device: torch.device, steps: int, **options: Any) -> Task:
@@ -257,15 +165,17 @@ def measure_training(size: Size, device: torch.device) -> dict[str, Any]:
         seconds: dict[str, list[float]] = {loop: [] for loop in loops}
         for number in range(size.rounds + 1):
             for loop, train in loops.items():
-                span = run(task, train, models[loop], size)
+                span = run(task, train, models[loop], Span(device, *size.counted))
                 if number:  # the first round is warm-up: kernels, memory, compilation
                     seconds[loop].append(span.seconds)
         results[name] = row = compare(seconds, size.tokens)
         if "compile" not in options:
             row |= {
-                f"{loop} syncs a step": run(task, train, models[loop], size, syncs=True).syncs
-                / size.steps
+                f"{loop} syncs a step": span.syncs / size.steps
                 for loop, train in loops.items()
+                for span in [
+                    run(task, train, models[loop], Syncs(device, size.warm_up, size.steps))
+                ]
             }
         show(f"training, {name}", row)
     bf16, fp16 = results["bf16"], results["fp16"]
@@ -275,17 +185,6 @@ def measure_training(size: Size, device: torch.device) -> dict[str, Any]:
     }
     show("fp16 costs over bf16", row)
     return results
-
-
-def run(
-    task: Task, train: Callable[..., None], model: nn.Module, size: Size, *, syncs: bool = False
-) -> Span:
-    """Train one epoch and return its measured steps."""
-    with Span(task.device, size.warm_up, size.steps, counts_syncs=syncs).watching() as span:
-        train(task, model)
-    if len(span.stamps) != 2:
-        raise RuntimeError(f"{span.updates} updates were made.")
-    return span
 
 
 def compare(seconds: dict[str, list[float]], tokens: int) -> dict[str, Any]:
@@ -328,7 +227,11 @@ def measure_data(size: Size, device: torch.device) -> dict[str, Any]:
         times: dict[str, list[float]] = {loop: [] for loop in loops}
         for _ in range(size.rounds):
             for loop, train in loops.items():
-                times[loop].append(run(task, train, make_net(width), part).seconds)
+                times[loop].append(
+                    run(
+                        task, train, make_net(width), Span(device, part.warm_up, part.steps)
+                    ).seconds
+                )
         row = {f"{loop}, ms a step": 1e3 * statistics.median(t) for loop, t in times.items()}
         row["trainkit to raw"] = statistics.median(
             raw / ours for ours, raw in zip(times["trainkit"], times["raw"], strict=True)

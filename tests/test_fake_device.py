@@ -6,7 +6,10 @@ host are counted, copies that nobody waited for are poison, and memory has a lim
 tests of each kind; `python -m tests.fake_device` runs all on it.
 """
 
+import os
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -51,6 +54,46 @@ def run_on_device(arguments: tuple[str, ...], **variables: str) -> None:
 @pytest.mark.parametrize("name", RUNS)
 def test_on_the_pretended_device(name: str) -> None:
     run_on_device(RUNS[name])
+
+
+WRITE = """
+from pathlib import Path
+from trainkit.cli import gpu_page as gpu
+gpu._SECONDS = 1500.0  # this machine may be busy
+every = gpu._parts
+gpu._parts = lambda *given: (part for part in every(*given) if "speed" not in part[0])
+raise SystemExit(gpu.write_page(Path("page.md"), ["python -c 'raise ValueError(1234)'"]))
+"""
+
+
+def test_a_page_is_written_that_a_user_can_send(tmp_path: Path) -> None:
+    environment = {**build.environment(), "FAKE_DEVICES": "2", "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] += f"{os.pathsep}{ROOT}"
+    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        [sys.executable, "-c", WRITE],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=1700,
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    page = (tmp_path / "page.md").read_text("utf-8")
+    assert '2 of type "fake"' in page
+    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")]
+    outcomes = {title: outcome for title, outcome, _ in rows[2:]}
+    *good, failed = outcomes
+    assert good == [
+        "versions and devices",
+        "1 process(es) work together",
+        "2 process(es) work together",
+        "the same training in other ways",
+    ]
+    assert {outcomes[title] for title in good} == {"ok"}, page
+    assert outcomes[failed] == "FAILED (exit code 1)"
+    assert "ValueError: 1234" in page  # its traceback
+    assert "2 process(es), device type fake" in page
 
 
 def test_on_a_device_that_lacks_what_others_have() -> None:

@@ -181,12 +181,13 @@ class Trainer:
         if callbacks is None:
             callbacks = ask("default_callbacks")(self.output_dir)
         self.callbacks = CallbackList(callbacks)
-        self._compile = arguments.check_compile(compile)
         self._watchdog = watchdog
         self.strategy, self.precision = arguments.set_up(strategy, precision)
         if watchdog is not None and (timeout := watchdog.group_timeout()) is not None:
             self.strategy.processes.set_timeout(timeout)
         device = self.strategy.device
+        many = self.config.gradient_accumulation_steps > 1
+        self._compile = arguments.check_compile(compile, device, accumulates=many)
         self.processes = Communicator(processes=self.strategy.processes, device=device)
 
     # What people override.

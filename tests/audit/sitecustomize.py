@@ -55,8 +55,9 @@ _GATHERS = {
     ("distributed/communicator.py", "gather_object"),
     ("distributed/gather.py", "_exchange"),
 }
-# The program of a run, which `trainkit replay` is there to start, and that for `trainkit diff`.
-_STARTERS = {("cli/replay.py", "_run"), ("cli/diff.py", "_replay")}
+# The program of a run, which `trainkit replay` is there to start, and that for `trainkit diff`; the
+# parts of `trainkit test --gpu`, and the commands that a user gives to it.
+_STARTERS = {("cli/replay.py", "_run"), ("cli/diff.py", "_replay"), ("cli/gpu_page.py", "_run")}
 # The codec's own test asks for it by `allow_pickle=True`, as a user does.
 _ASKS = os.path.join(_ROOT, "tests", "distributed", "test_codec.py")
 

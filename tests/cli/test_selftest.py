@@ -2,6 +2,8 @@
 
 import contextlib
 import io
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,10 @@ import torch
 
 from tests.cli.launcher import run
 from tests.helpers.ranks import run_ranks
+from trainkit.basics.device import accelerator_count
+from trainkit.cli import gpu_page as gpu
+from trainkit.cli.main import main as cli
+from trainkit.testing import speed
 
 
 @pytest.mark.e2e
@@ -124,3 +130,32 @@ def test_a_broken_promise_is_named_and_a_missing_compiler_said(tmp_path: Path) -
     text, holds = found["1 process: compiled or not"]
     assert holds is None
     assert text.startswith("not tried: ")
+
+
+@pytest.mark.skipif(accelerator_count() > 0, reason="there is an accelerator")
+def test_where_there_is_no_accelerator_a_sentence_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "page.md"
+    assert cli(["test", "--gpu", "--output", str(page)]) == 1
+    assert "can use no accelerator of this machine" in capsys.readouterr().err
+    assert not page.exists()
+
+
+def test_a_part_that_takes_too_long_is_ended(tmp_path: Path) -> None:
+    program = "import time; print('begun', flush=True); time.sleep(3000)"
+    outcome, _ = gpu._run([sys.executable, "-c", program], 0.5)
+    assert outcome == "not done after 0 s: time was up"
+    outcome, output = gpu._run([sys.executable, "-c", "print(1); raise SystemExit(3)"], 600.0)
+    assert (outcome, output) == ("FAILED (exit code 3)", "1\n")
+
+
+def test_speed_is_told_beside_a_loop_by_hand(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(speed, "_TOKENS", 4)
+    monkeypatch.setattr(speed, "_BATCH", 2)
+    speed.main((1, 2), rounds=1)
+    _, *rows = capsys.readouterr().out.splitlines()
+    assert [row.split(":")[0] for row in rows] == ["fp32", "bf16", "fp16"]
+    assert all(re.search(r"ms by trainkit, ratio \d+\.\d+ \(in 1 rounds ", row) for row in rows)

@@ -30,6 +30,7 @@ from trainkit import (
     StepResult,
     Trainer,
     find_executable_batch_size,
+    notebook_launcher,
 )
 from trainkit.basics import rng
 from trainkit.callbacks import EMA, Journal, NaNGuard
@@ -365,6 +366,18 @@ def test_values_of_host_and_device_are_logged_together() -> None:
     train(callbacks=[mixed], log_every_n_steps=4)
     expected = {"host": 2, "device": 3, "first on the host": 2, "first on the device": 8}
     assert {name: mixed.seen[name] for name in expected} == expected
+
+
+def device_of_mine(folder: Path) -> None:
+    accelerator = Accelerator()
+    (folder / f"{accelerator.process_index}").write_text(str(accelerator.device))
+
+
+def test_a_notebook_forks_without_a_look_after_which_cuda_works_in_no_fork(tmp_path: Path) -> None:
+    before = fake_device.looks
+    notebook_launcher(device_of_mine, (tmp_path,), num_processes=2)
+    assert fake_device.looks == before
+    assert sorted(path.read_text() for path in tmp_path.iterdir()) == ["fake:0", "fake:1"]
 
 
 def the_launchers_checks(rank: int) -> tuple[int, str]:

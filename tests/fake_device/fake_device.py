@@ -49,6 +49,15 @@ def _device(device: Any) -> Any:
         _c.exchange(old)
 
 
+looks = 0  # how often was asked whether there are devices, as CUDA, once asked, forbids to fork
+
+
+def _is_available() -> bool:
+    global looks
+    looks += os.environ.get("PYTORCH_NVML_BASED_CUDA_CHECK") != "1"
+    return bool(_c.count() > 0)
+
+
 def _generator(device: Any = None) -> Any:
     return _c.generator(_index(device))
 
@@ -66,7 +75,7 @@ class _Event(torch.Event):
 def _module() -> types.ModuleType:
     """Return `torch.fake`, with the names that modules of devices have."""
     module: Any = types.ModuleType(f"torch.{NAME}")
-    module.is_available = lambda: _c.count() > 0
+    module.is_available = _is_available
     module.is_initialized = _c.is_used
     module._is_in_bad_fork = lambda: False
     module._lazy_init = module.init = lambda: None

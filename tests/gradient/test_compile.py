@@ -13,6 +13,7 @@ from tests.helpers.tiers import with_few
 from trainkit import ConfigError, Trainer
 from trainkit.checkpoint import CheckpointStore
 from trainkit.testing.task import Network, Save, fit, loaders, weights
+from trainkit.training.setup.compile import compile_options
 
 EAGER = {"backend": "eager"}
 AOT = {"backend": "aot_eager"}
@@ -118,6 +119,19 @@ def test_the_module_is_left_as_it_was() -> None:
 def test_bad_options_are_refused_at_once(options: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Trainer(max_steps=1, compile=options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"mode": "reduce-overhead"}, {"mode": "max-autotune"}, {"options": {"triton.cudagraphs": 1}}],
+)
+def test_replays_that_would_overwrite_gradients_are_refused(options: dict[str, Any]) -> None:
+    gpu, cpu = torch.device("cuda", 0), torch.device("cpu")
+    with pytest.raises(ConfigError, match="overwrite the gradients of earlier micro-batches"):
+        compile_options(options, gpu, accumulates=True)
+    assert compile_options(options, gpu, accumulates=False) == options
+    assert compile_options(options, cpu, accumulates=True) == options
+    assert compile_options(True, gpu, accumulates=True) == {}
 
 
 @pytest.mark.parametrize("options", [{"backend": "nothing"}, {"mode": "fastest"}])

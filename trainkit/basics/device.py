@@ -16,6 +16,9 @@ from torch import nn
 from trainkit.basics.torch_internals import extension_kind, moves_in_place, try_loss_scaling
 from trainkit.errors import ConfigError
 
+ASK_THE_DRIVER = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+"""Lets torch ask what there is without CUDA, which then works in no process that is forked."""
+
 _SHARED = "mps"  # its memory is the host's; it has one device, and names of its own for figures
 
 
@@ -89,6 +92,11 @@ def _works(kind: str, attempt: Callable[[torch.device], object]) -> bool:
     except (RuntimeError, TypeError):  # NotImplementedError is a RuntimeError
         return False
     return True
+
+
+def has_graphs(device: torch.device) -> bool:
+    """Return whether compiled code may be recorded on a device, and replayed in place."""
+    return device.type == "cuda"
 
 
 def has_streams(device: torch.device) -> bool:

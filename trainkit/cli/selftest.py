@@ -26,11 +26,24 @@ def add_to(commands: Any) -> None:
         "several (2 unless told), and say whether the numbers agree as promised"
     )
     parser.add_argument("--determinism", action="store_true", help=help_text)
+    help_text = (
+        "instead: try the accelerators of this machine (the checks above on one and on two "
+        "processes, speed beside a loop by hand) in ten minutes, and write a page to send with a "
+        "report; takes no options but `--output` and `--also`"
+    )
+    parser.add_argument("--gpu", action="store_true", help=help_text)
+    parser.add_argument("--output", metavar="FILE", default="trainkit-gpu.md", help="of `--gpu`")
+    also_help = "a command that `--gpu` is to run besides; may be given several times"
+    parser.add_argument("--also", metavar="COMMAND", action="append", default=[], help=also_help)
     add_options(parser)
     parser.set_defaults(run=_run)
 
 
 def _run(options: argparse.Namespace) -> int:
+    if options.gpu:
+        from trainkit.cli.gpu_page import write_page  # torch; nothing else here needs it
+
+        return write_page(Path(options.output), options.also)
     resolved = resolve(options)
     if options.determinism:
         return _compare_trainings(resolved)

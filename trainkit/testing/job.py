@@ -7,6 +7,7 @@ ways whose results must agree, and leaves them in the folder, for `findings` to 
 import json
 import os
 import shutil
+import socket
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -73,7 +74,7 @@ def _require(is_right: bool, message: str) -> None:
 
 
 def _places(job: Communicator) -> None:
-    mine = [job.process_index, str(job.device), os.uname().nodename]
+    mine = [job.process_index, str(job.device), socket.gethostname()]
     ranks, *devices = zip(*job.processes.all_gather_objects(mine), strict=True)
     _require([*ranks] == [*range(len(ranks))], f"The processes are numbered {[*ranks]}.")
     used = [*zip(*devices, strict=True)]
@@ -288,6 +289,7 @@ def _finding(kind: str, what: str, a: Any, b: Any, bits: bool) -> Row:
 
 
 if __name__ == "__main__":
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # of deterministic trainings
     if len(sys.argv) == 1:
         sys.exit(check_job())
     leave_results(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+import torch
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.optim import Optimizer
@@ -311,13 +312,15 @@ def check_callbacks(callbacks: object) -> None:
         )
 
 
-def check_compile(wanted: bool | Mapping[str, Any]) -> dict[str, Any] | None:
+def check_compile(
+    wanted: bool | Mapping[str, Any], device: torch.device, *, accumulates: bool
+) -> dict[str, Any] | None:
     """Return the options of torch.compile that were asked for; None: nothing is compiled."""
     if wanted is False:
         return None
     from trainkit.training.setup.compile import compile_options  # most runs need none of it
 
-    return compile_options(wanted)
+    return compile_options(wanted, device, accumulates=accumulates)
 
 
 def check_override(method: Callable[..., Any], given: str) -> None:

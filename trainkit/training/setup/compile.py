@@ -8,16 +8,29 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from trainkit.basics.device import has_graphs
 from trainkit.basics.parsing import nearest
 from trainkit.basics.torch_internals import call_module, compiled_call, set_compiled_call
 from trainkit.errors import ConfigError
 
+_WITH_GRAPHS = (
+    "reduce-overhead",
+    "max-autotune",
+)  # modes that record graphs of a device
 
-def compile_options(wanted: Literal[True] | Mapping[str, Any]) -> dict[str, Any]:
+
+def compile_options(
+    wanted: Literal[True] | Mapping[str, Any], device: torch.device, *, accumulates: bool
+) -> dict[str, Any]:
     """Return the options of torch.compile that were asked for.
 
+    Args:
+        device: Where the model runs.
+        accumulates: Whether a window has several micro-batches.
+
     Raises:
-        ConfigError: `wanted` is neither a boolean nor options that torch.compile has.
+        ConfigError: `wanted` is neither a boolean nor options that torch.compile has, or the
+            gradients of a window would lie where each replay of a graph writes.
     """
     if wanted is True:
         return {}
@@ -33,6 +46,15 @@ def compile_options(wanted: Literal[True] | Mapping[str, Any]) -> dict[str, Any]
                 f"`compile` has the option {name!r}, which `torch.compile` does not know."
                 f"{nearest(str(name), known)} It takes {known}."
             )
+    settings = wanted.get("options") or {}
+    graphs = wanted.get("mode") in _WITH_GRAPHS or settings.get("triton.cudagraphs")
+    if graphs and accumulates and has_graphs(device):
+        raise ConfigError(
+            f"`compile` is {dict(wanted)!r}, with which torch replays graphs of the device, and "
+            "these overwrite the gradients of earlier micro-batches of a window. Pass "
+            "`gradient_accumulation_steps=1`, or `compile=True` or the mode "
+            '"max-autotune-no-cudagraphs", which need no such graphs.'
+        )
     return dict(wanted)
 
 
