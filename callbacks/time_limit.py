@@ -1,11 +1,11 @@
 """End a training in time, with a checkpoint."""
 
-import signal
 import time
 
 from typing_extensions import override
 
 from trainkit.basics.config import checked
+from trainkit.basics.signals import LATER
 from trainkit.errors import ConfigError
 from trainkit.training.callback import Callback
 from trainkit.training.run import Run
@@ -38,4 +38,4 @@ class TimeLimit(Callback):
     @override
     def on_step_end(self, run: Run, result: StepResult) -> None:
         if run.is_main_process and time.monotonic() >= self._end:
-            run.internals.interrupts.ask(signal.SIGUSR1)
+            run.internals.interrupts.ask(LATER)

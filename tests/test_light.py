@@ -150,8 +150,14 @@ def _environment(folder: Path, *packages: str) -> Path:
 
 
 def _run(python: Path, *arguments: str) -> str:
+    ended = _ended(python, *arguments)
+    assert ended.returncode == 0, f"{ended.stdout}\n{ended.stderr}"
+    return ended.stdout
+
+
+def _ended(python: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    ended = subprocess.run(
+    return subprocess.run(
         [python, *arguments],
         cwd=python.parents[2],
         env={**env, "OMP_NUM_THREADS": "1"},
@@ -161,14 +167,28 @@ def _run(python: Path, *arguments: str) -> str:
         check=False,
         timeout=240,
     )
-    assert ended.returncode == 0, f"{ended.stdout}\n{ended.stderr}"
-    return ended.stdout
 
 
 def test_all_modules_and_a_training_with_torch_safetensors_and_tqdm_only(tmp_path: Path) -> None:
     (tmp_path / "everything.py").write_text(EVERYTHING, encoding="utf-8")
     output = _run(_environment(tmp_path / "bare", *PACKAGES), "everything.py")
     assert int(output.split()[0]) > 200  # modules
+
+
+def test_where_torch_is_missing_a_sentence_says_what_to_install(tmp_path: Path) -> None:
+    says = "run `pip install torch safetensors tqdm typing_extensions` (of torch,"
+    python = _environment(tmp_path / "bare")
+    version = _run(python, "-c", "import trainkit; print(trainkit.__version__)")
+    commands = (["--version"], ["env"], ["launch", "train.py"], ["test", "--gpu"])
+    programs = ("from trainkit import Trainer", "from trainkit.callbacks import EMA")
+    for arguments in [*(["-m", "trainkit.cli", *each] for each in commands),
+                      *(["-c", program] for program in programs)]:  # fmt: skip
+        ended = _ended(python, *arguments)
+        assert ended.returncode == 1, ended.stdout
+        last = ended.stderr.splitlines()[-1]
+        assert says in last, ended.stderr
+        assert "-c" in arguments or ended.stderr.count("\n") == 1, ended.stderr
+    assert version.strip()
 
 
 def test_a_resume_of_two_processes_needs_only_xxhash_besides(tmp_path: Path) -> None:

@@ -1,8 +1,11 @@
 """What is installed is what is in the tree."""
 
+import shutil
+import stat
 import subprocess
 import sys
 import tomllib
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +35,31 @@ def test_the_link_leads_to_the_callbacks() -> None:
     assert link.is_symlink()
     assert link.readlink() == Path("../callbacks")
     assert link.resolve() == ROOT / "callbacks"
+
+
+@pytest.mark.e2e
+def test_the_wheel_holds_the_callbacks_and_no_link(tmp_path: Path) -> None:
+    pytest.importorskip("setuptools", minversion="77")
+    tree = tmp_path / "tree"  # a build leaves folders beside what it builds
+    for name in ("trainkit", "callbacks"):
+        shutil.copytree(ROOT / name, tree / name, symlinks=True)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tree / name)
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-index"]
+    command += ["--no-build-isolation", "--wheel-dir", str(tmp_path), str(tree)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    entries = zipfile.ZipFile(wheel).infolist()
+    assert not [each.filename for each in entries if stat.S_ISLNK(each.external_attr >> 16)]
+    found = {each.filename for each in entries if "dist-info" not in each.filename}
+    core = [path for path in (ROOT / "trainkit").rglob("*.py") if not path.is_symlink()]
+    core = [path for path in core if ROOT / "trainkit" / "callbacks" not in path.parents]
+    expected = {path.relative_to(ROOT).as_posix() for path in core}
+    expected |= {
+        f"trainkit/{p.relative_to(ROOT).as_posix()}" for p in (ROOT / "callbacks").rglob("*.py")
+    }
+    assert {name for name in found if name.endswith(".py")} == expected
 
 
 def test_callbacks_refuse_their_folder_s_name() -> None:

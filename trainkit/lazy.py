@@ -6,9 +6,12 @@ The core does not import the rings around it. What it asks of them is provided b
 
 from collections.abc import Callable, Mapping
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
-__all__ = ["ask", "lazy_exports", "provide"]
+__all__ = ["ask", "lazy_exports", "provide", "what_to_install"]
+
+_REQUIRED = ("torch", "safetensors", "tqdm", "typing_extensions")
 
 _homes: dict[str, str] = {}
 
@@ -30,9 +33,25 @@ def lazy_exports(
             raise AttributeError(f"module `{package}` has no attribute {name!r}")
         module = home[name]
         whole = module if module.startswith("trainkit.") else f"{package}.{module}"
-        return getattr(import_module(whole), name)
+        try:
+            return getattr(import_module(whole), name)
+        except ModuleNotFoundError as error:
+            if (text := what_to_install(error)) is None:
+                raise
+            raise ModuleNotFoundError(text, name=error.name) from None
 
     return sorted(home), load, lambda: sorted([*home])
+
+
+def what_to_install(error: ModuleNotFoundError) -> str | None:
+    """Return what to install where a package is missing that no part can do without; else None."""
+    missing = [name for name in _REQUIRED if find_spec(name) is None]
+    if (error.name or "").partition(".")[0] not in missing:
+        return None
+    return (
+        f"trainkit needs what is not installed: run `pip install {' '.join(missing)}` (of torch, "
+        "https://pytorch.org/get-started has the build for each machine)."
+    )
 
 
 def provide(homes: Mapping[str, str]) -> None:

@@ -6,7 +6,8 @@ import os
 import secrets
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from threading import Thread
 from typing import Any
 
@@ -18,8 +19,9 @@ from torch.multiprocessing.spawn import (
     start_processes,
 )
 
-from trainkit.basics.device import accelerator_count, forbids_fork
+from trainkit.basics.device import ASK_THE_DRIVER, accelerator_count, forbids_fork
 from trainkit.basics.launch_environment import MIXED_PRECISIONS
+from trainkit.basics.systems import require_fork
 from trainkit.distributed import Processes
 from trainkit.distributed.group import SECRET
 from trainkit.distributed.rendezvous import INIT_METHOD
@@ -76,7 +78,8 @@ def notebook_launcher(
                 f"`{name}={value!r}` has no effect in `notebook_launcher`, which starts its "
                 "processes once. Leave it out, or use `trainkit launch`."
             )
-    count = max(1, accelerator_count()) if num_processes is None else num_processes
+    with _variables(ASK_THE_DRIVER):
+        count = max(1, accelerator_count()) if num_processes is None else num_processes
     if count < 1:
         raise ConfigError(f"`num_processes` must be at least 1, but is {count}.")
     if mixed_precision not in MIXED_PRECISIONS:
@@ -86,7 +89,8 @@ def notebook_launcher(
         )
     environment = {"TRAINKIT_MIXED_PRECISION": mixed_precision}
     if count * num_nodes == 1:
-        _run_here(function, args, environment)
+        with _variables(environment):
+            function(*args)
         return
     _refuse_started()
     first = node_rank * count
@@ -183,13 +187,13 @@ def _be_child(
         raise
 
 
-def _run_here(
-    function: Callable[..., Any], args: Sequence[Any], environment: Mapping[str, str]
-) -> None:
+@contextmanager
+def _variables(environment: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables inside."""
     before = {name: os.environ.get(name) for name in environment}
     os.environ.update(environment)
     try:
-        function(*args)
+        yield
     finally:
         for name, value in before.items():
             if value is None:
@@ -199,7 +203,10 @@ def _run_here(
 
 
 def _refuse_started() -> None:
-    if forbids_fork():
+    require_fork("`notebook_launcher`", "Pass `num_processes=1`, or start a script by `torchrun`.")
+    with _variables(ASK_THE_DRIVER):
+        is_used = forbids_fork()
+    if is_used:
         raise ConfigError(
             "The accelerator is in use in this notebook, and a forked process cannot use it then. "
             "Restart the kernel, and touch it (`model.to(...)`, `Accelerator()`) only inside the "

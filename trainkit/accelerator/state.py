@@ -1,6 +1,5 @@
 """What Accelerate's state classes say: the place of this process, and of what job."""
 
-import os
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, ClassVar, Self
@@ -17,6 +16,7 @@ from trainkit.accelerator.settings import (
 )
 from trainkit.basics.device import collective_backend, default_kind
 from trainkit.basics.launch_environment import uses_cpu
+from trainkit.basics.systems import after_fork
 from trainkit.distributed import Processes
 from trainkit.distributed.active_batches import ActiveLoaders
 from trainkit.distributed.communicator import Communicator
@@ -168,7 +168,7 @@ class AcceleratorState(PartialState):
 
 UNDER_WAY = ActiveLoaders()
 """Of every `Accelerator`: a metric may be gathered by another one than prepared its loader."""
-os.register_at_fork(after_in_child=UNDER_WAY.forget)  # a child goes on with no loop
+after_fork(UNDER_WAY.forget)  # a child goes on with no loop
 
 
 class GradientState:

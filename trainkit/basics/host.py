@@ -2,28 +2,47 @@
 
 import os
 import re
-import resource
 import sys
 from contextlib import suppress
 from pathlib import Path
 
+try:
+    import resource
+except ModuleNotFoundError:  # Windows
+    resource = None  # type: ignore[assignment]
+
 
 def process_memory() -> dict[str, int]:
     """Return what is known of the memory of this process and machine, in bytes."""
-    unit = 1 if sys.platform == "darwin" else 1024
-    found = {"highest": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
+    found: dict[str, int] = {}
+    if resource is not None:
+        unit = 1 if sys.platform == "darwin" else 1024
+        found["highest"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+        if soft != resource.RLIM_INFINITY:
+            found["address space limit"] = soft
     with suppress(OSError, ValueError, IndexError):
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         found = {"resident": pages * os.sysconf("SC_PAGE_SIZE")} | found
-    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if soft != resource.RLIM_INFINITY:
-        found["address space limit"] = soft
     with suppress(OSError, ValueError):
         found["limit of the container"] = int(Path("/sys/fs/cgroup/memory.max").read_text())
     with suppress(OSError, ValueError, AttributeError):
         match = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
         found["available"] = int(match[1]) * 1024  # type: ignore[index]
     return found
+
+
+def machine_memory(*kinds: str) -> int | None:
+    """Return the bytes of memory of this machine.
+
+    Args:
+        *kinds: "SC_AVPHYS_PAGES" for what is free, "SC_PHYS_PAGES" for all; the first that the
+            system tells counts. None where it tells none.
+    """
+    for kind in kinds:
+        with suppress(AttributeError, ValueError, OSError):  # macOS tells less, Windows nothing
+            return os.sysconf("SC_PAGE_SIZE") * os.sysconf(kind)
+    return None
 
 
 def kernel_kills() -> int | None:

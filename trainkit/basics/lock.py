@@ -1,10 +1,8 @@
 """One program at a time writes to a folder, or to a file of its own in one (rule 24)."""
 
-import fcntl
 import json
 import os
 import socket
-import sys
 import warnings
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,7 +11,13 @@ from typing import Self
 from weakref import WeakSet, WeakValueDictionary
 
 from trainkit.basics.outputs import why
+from trainkit.basics.systems import ITSELF, after_fork
 from trainkit.errors import CheckpointError
+
+try:
+    import fcntl
+except ModuleNotFoundError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 _MOST_BYTES = 4096
 _held: "WeakSet[RunLock]" = WeakSet()
@@ -58,10 +62,9 @@ class RunLock:
         Raises:
             CheckpointError: Somebody else holds it, or the directory cannot be written to.
         """
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(self._path, flags, 0o644)
+            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | ITSELF, 0o644)
             try:
                 self._lock(descriptor)
                 self._identity = _identity(self.directory)
@@ -135,6 +138,8 @@ class RunLock:
 
     def _lock(self, descriptor: int) -> None:
         try:
+            if fcntl is None:
+                raise OSError("this system has no `flock`")
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise CheckpointError(
@@ -161,13 +166,13 @@ def _sign(descriptor: int) -> bytes:
     owner = {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
     content = json.dumps(owner).encode()
     os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, content, 0)
+    os.write(descriptor, content)
     return content
 
 
 def _holder(descriptor: int) -> str:
     try:
-        owner = json.loads(os.pread(descriptor, _MOST_BYTES, 0))
+        owner = json.loads(os.read(descriptor, _MOST_BYTES))
         pid, host, since = (str(owner[name])[:64] for name in ("pid", "host", "since"))
         return f"process {pid} on host {host} since {since.partition('.')[0]} UTC"
     except (LookupError, RecursionError, TypeError, ValueError):
@@ -180,5 +185,4 @@ def _let_go_in_child() -> None:
         lock.release()
 
 
-if hasattr(os, "register_at_fork") and sys.platform != "win32":
-    os.register_at_fork(after_in_child=_let_go_in_child)
+after_fork(_let_go_in_child)

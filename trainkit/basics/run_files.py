@@ -14,6 +14,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
+from trainkit.basics.systems import AT_ONCE
+
 MALFORMED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 """What an attempt to use a value of another kind raises."""
 
@@ -201,7 +203,7 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
     """Open an ordinary file; a pipe would make the reader wait, and a device may have no end."""
 
     def at_once(name: str, flags: int) -> int:
-        return os.open(name, flags | os.O_NONBLOCK)
+        return os.open(name, flags | AT_ONCE)
 
     with open(path, "rb", opener=at_once) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):

@@ -5,7 +5,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -14,13 +15,45 @@ from typing_extensions import override
 EXIT_LATER = 75
 """Exit code after SIGUSR1 or the time limit: EX_TEMPFAIL of sysexits.h, "try again later"."""
 
-CAUGHT = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+LATER: int = getattr(signal, "SIGUSR1", 10)
+"""The signal that asks to end and go on later, as the time limit does; Windows cannot send it."""
+
+KILL: int = getattr(signal, "SIGKILL", signal.SIGTERM)
+"""The signal that no process can ignore; on Windows it is the other one."""
+
+CAUGHT = tuple(s for s in (signal.SIGTERM, signal.SIGINT, LATER) if s in signal.valid_signals())
 """The signals that ask a training to end."""
 
 
 def exit_code(signum: int) -> int:
     """Return the code to exit with: 143 for SIGTERM, 130 for SIGINT, 75 for SIGUSR1."""
-    return EXIT_LATER if signum == signal.SIGUSR1 else 128 + signum
+    return EXIT_LATER if signum == LATER else 128 + signum
+
+
+def signal_name(signum: int) -> str:
+    """Return what a signal is called."""
+    return "SIGUSR1" if signum == LATER else signal.Signals(signum).name
+
+
+@contextmanager
+def held_back() -> Iterator[None]:
+    """Hold back the signals that ask to end; processes that are forked inside inherit that."""
+    if not hasattr(signal, "pthread_sigmask"):  # Windows, where nothing is inherited
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, CAUGHT)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def ignore() -> None:
+    """Ignore the signals that ask to end, also where they were held back until now."""
+    for signum in CAUGHT:
+        signal.signal(signum, signal.SIG_IGN)
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, CAUGHT)
 
 
 class Interrupted(SystemExit):

@@ -6,6 +6,7 @@ take each of them out and see the harm.
 
 import errno as errors
 import os
+import shutil
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -355,10 +356,9 @@ def _free(directory: Path) -> int:
     """Return the bytes that are free for us where `directory` is or will be; 0 if unknown."""
     for folder in (directory, *directory.parents):
         try:
-            status = os.statvfs(folder)
+            return shutil.disk_usage(folder).free
         except OSError:
             continue
-        return status.f_bavail * status.f_frsize
     return 0
 
 

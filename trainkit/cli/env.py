@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.basics.formatting import readable_size
+from trainkit.basics.host import machine_memory
 from trainkit.errors import TrainkitError
 from trainkit.launch import config_file
 from trainkit.launch.machine import (
@@ -76,8 +77,8 @@ def _facts(given: str | None) -> dict[str, dict[str, Any]]:
 
 
 def _platform() -> str:
-    """Return the kernel and the distribution; the functions of `platform` would start `uname`."""
-    kernel = " ".join((os.uname().sysname, os.uname().release, os.uname().machine))
+    """Return the kernel and the distribution; `platform.platform()` would start `uname`."""
+    kernel = " ".join((platform.system(), platform.release(), platform.machine()))
     with suppress(OSError):
         kernel += f" ({platform.freedesktop_os_release()['PRETTY_NAME']})"
     return kernel
@@ -91,11 +92,8 @@ def _version(package: str) -> str:
 
 
 def _memory() -> str:
-    try:
-        size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):
-        return "unknown"
-    return readable_size(size)
+    size = machine_memory("SC_PHYS_PAGES")
+    return "unknown" if size is None else readable_size(size)
 
 
 def _torch_build() -> dict[str, str]:

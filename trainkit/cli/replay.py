@@ -47,7 +47,7 @@ def _run(options: argparse.Namespace) -> int:
     if is_address(options.folder):
         options.folder = fetched(absolute(options.folder, "RUN", stored=True))
     journal = read(options.folder)
-    if not options.command and journal.path.stat().st_uid not in (0, os.getuid()):
+    if not options.command and journal.path.stat().st_uid not in (0, getattr(os, "getuid", int)()):
         raise ConfigError(
             f"`{journal.path}` is another user's, and says which command to start. Look at it, and "
             "pass the command yourself: `trainkit replay RUN --step N -- python train.py`."

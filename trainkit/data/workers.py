@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from trainkit.basics import rng
 from trainkit.basics.device import can_pin
-from trainkit.basics.signals import CAUGHT
+from trainkit.basics.signals import held_back, ignore
 from trainkit.basics.torch_internals import WorkersIterator, end_workers, workers_of
 from trainkit.data.fetch import Fetch
 from trainkit.data.loader import LoaderContext
@@ -106,11 +106,8 @@ class WorkerPool(Fetcher):
         generator.manual_seed(rng.derive(self._base_seed, epoch))
         self._keys.start(epoch, tasks)  # before the iterator is made, which asks for tasks at once
         # Workers inherit what is held back, until each has said that it ignores these signals.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, CAUGHT)
-        try:
+        with held_back():
             iterator = iter(self._inner)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         assert isinstance(iterator, _Iterator)
         if iterator not in self._iterators:  # a persistent one comes back for each pass
             self._iterators.append(iterator)
@@ -277,9 +274,7 @@ def _stop_all() -> None:
 
 
 def _start_worker(worker: int) -> None:
-    for signum in CAUGHT:
-        signal.signal(signum, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, CAUGHT)
+    ignore()
     gc.freeze()  # a process group among what is inherited could wait here for threads it had there
     gc.enable()  # it may be off in the process that starts this one
     info = get_worker_info()

@@ -216,7 +216,10 @@ def _raise_descriptor_limit(size: int) -> None:
     Raises:
         ConfigError: They are too few for a job of `size` processes.
     """
-    import resource  # one process needs none of it
+    try:
+        import resource  # one process needs none of it
+    except ModuleNotFoundError:  # Windows has no such limit
+        return
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(OSError, ValueError):

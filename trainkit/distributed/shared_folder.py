@@ -1,6 +1,7 @@
 """Find out, before it matters, whether all machines see one folder."""
 
 import os
+import socket
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -33,7 +34,7 @@ def check_shared(processes: Processes, folder: Path, owner: str) -> None:
     failure: ConfigError | None = None
     if world.is_local_main and not _shows(folder / name):
         failure = ConfigError(
-            f"{owner} is `{folder}`, but {os.uname().nodename} does not see there what process 0 "
+            f"{owner} is `{folder}`, but {socket.gethostname()} does not see there what process 0 "
             "has written: it must be on storage that all machines share. Give a folder on such "
             "storage, or mount it under the same path everywhere."
         )

@@ -7,6 +7,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from trainkit.basics.outputs import address_of
+from trainkit.basics.systems import ITSELF
 from trainkit.checkpoint.format.names import MANIFEST
 from trainkit.checkpoint.io import files
 from trainkit.errors import CheckpointError, ConfigError
@@ -102,7 +103,7 @@ class Publication:
         return large or old.read_bytes() != new.read_bytes()
 
     def _sync(self, name: str) -> None:
-        descriptor = os.open(self.folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        descriptor = os.open(self.folder / name, os.O_RDWR | ITSELF)
         try:
             files.sync(descriptor)
         finally:

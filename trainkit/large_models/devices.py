@@ -1,12 +1,12 @@
 """Device maps: which module of a model lives where."""
 
-import os
 from collections.abc import Collection, Iterable, Mapping
 
 import torch
 from torch import nn
 
 from trainkit.basics.device import accelerator_count, default_kind, free_memory
+from trainkit.basics.host import machine_memory
 from trainkit.errors import ConfigError, quoted
 from trainkit.export.layout import parse_size
 from trainkit.export.loading import targets_of
@@ -148,7 +148,12 @@ def infer_device_map(
 def room(max_memory: Mapping[int | str, Size] | None = None) -> dict[int | str, int]:
     """Return how many bytes may go to each place; see `max_memory` of `infer_device_map`."""
     if max_memory is None:
-        host = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        host = machine_memory("SC_AVPHYS_PAGES", "SC_PHYS_PAGES")
+        if host is None:
+            raise ConfigError(
+                "This system does not say how much memory it has. Pass it as `max_memory`, such as "
+                '{0: "20GB", "cpu": "50GB"}.'
+            )
         gpus = range(accelerator_count())
         free: dict[int | str, int] = {i: int(free_memory(i) * _MAPPED) for i in gpus}
         return free | {"cpu": int(host * _MAPPED)}

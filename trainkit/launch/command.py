@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from trainkit.basics.systems import require_fork
 from trainkit.basics.terminal import print_table
 from trainkit.errors import ConfigError, TrainkitError
 from trainkit.launch import failure
@@ -146,6 +147,7 @@ def _report_folder(parent: str | None) -> Path:
 
 def _run_processes(plan: Plan) -> tuple[int, bool]:
     """Return the exit code, and whether there are reports to keep."""
+    require_fork("`trainkit launch`", "Start the script by `torchrun`.")
     job = plan.job
     for name in filter(_TORCHRUN.fullmatch, list(os.environ)):
         del os.environ[name]  # the plan has taken from them what nobody else said

@@ -22,6 +22,7 @@ from hashlib import blake2b
 from typing import Any, TypeAlias
 from weakref import WeakSet
 
+from trainkit.basics.systems import after_fork
 from trainkit.watch import timing
 from trainkit.watch.exit import say
 from trainkit.watch.listening import ADDRESS_VARIABLE, PORTS_VARIABLE, listen, ports
@@ -410,16 +411,16 @@ def _local_name(address: Address) -> bytes:
 
 def _listen_here(name: bytes, size: int) -> list[socket.socket]:
     """Listen for processes of this machine, if no other one does so already."""
+    if not _HAS_LOCAL_NAMES:
+        return []
     listening = socket.socket(socket.AF_UNIX)
     try:
-        if _HAS_LOCAL_NAMES:
-            listening.bind(name)
-            listening.listen(size)
-            return [listening]
+        listening.bind(name)
+        listening.listen(size)
     except OSError:  # it is bound already
-        pass
-    listening.close()
-    return []
+        listening.close()
+        return []
+    return [listening]
 
 
 def _connect(address: Any, seconds: float) -> socket.socket:
@@ -449,4 +450,4 @@ def _close_in_fork() -> None:
         links.close()
 
 
-os.register_at_fork(after_in_child=_close_in_fork)
+after_fork(_close_in_fork)

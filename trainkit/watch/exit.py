@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from trainkit.basics.signals import exit_code, kill_workers
+from trainkit.basics.signals import KILL, exit_code, kill_workers
 from trainkit.watch.listening import ADDRESS_VARIABLE
 from trainkit.watch.member import Member
 from trainkit.watch.report import Report
@@ -56,7 +56,7 @@ def kill(members: Iterable[Member]) -> None:
     while time.monotonic() < end and any(member.lives() for member in aborted):
         time.sleep(0.02)  # it writes its stack to its stderr
     for member in frozen:
-        member.kill(signal.SIGKILL)
+        member.kill(KILL)
 
 
 def leave(

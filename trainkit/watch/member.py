@@ -1,6 +1,7 @@
 """One process of a job, as the other processes of its machine see it."""
 
 import os
+import socket
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +33,7 @@ class Member:
     @classmethod
     def this(cls) -> "Member":
         """Return this process."""
-        parts = [os.uname().nodename]
+        parts = [socket.gethostname()]
         with suppress(OSError):
             parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
             parts += [os.readlink(f"/proc/self/ns/{space}") for space in ("pid", "net")]
@@ -69,7 +70,8 @@ class Member:
 
     def used(self) -> float:
         """Return for how many seconds this process of the own machine has used a processor."""
-        return sum(map(int, stat_of(self.pid)[11:13])) / os.sysconf("SC_CLK_TCK")
+        ticks = [*map(int, stat_of(self.pid)[11:13])]
+        return sum(ticks) / os.sysconf("SC_CLK_TCK") if ticks else 0.0
 
     def doing(self) -> str:
         """Return why a process of this machine does not answer, in words."""

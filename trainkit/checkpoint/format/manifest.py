@@ -16,7 +16,7 @@ from trainkit.checkpoint.format.codec import decode
 from trainkit.checkpoint.format.names import JSON_SUFFIX, MANIFEST, PACK, TENSOR_SUFFIX, is_allowed
 from trainkit.checkpoint.forms import Only, check_form
 from trainkit.checkpoint.io.digests import xxh3_128_hexdigest
-from trainkit.checkpoint.io.reading import broken, open_directory, open_file
+from trainkit.checkpoint.io.reading import Directory, broken, open_directory, open_file
 from trainkit.containers.json_form import MALFORMED
 from trainkit.errors import CheckpointError
 
@@ -139,7 +139,7 @@ def read_manifest(path: Path) -> Manifest:
         return read_manifest_in(directory, path)
 
 
-def read_manifest_in(directory: int, path: Path) -> Manifest:
+def read_manifest_in(directory: Directory, path: Path) -> Manifest:
     """Return the manifest in the open folder `directory`, as `read_manifest` does."""
     with open_file(directory, MANIFEST, path) as file:
         if file.size > strict_json.LARGEST:

@@ -6,6 +6,7 @@ whatever the umask. All functions raise `OSError` with the name of the file.
 """
 
 import os
+import shutil
 import stat
 from collections.abc import Iterable
 from contextlib import suppress
@@ -13,6 +14,8 @@ from pathlib import Path
 from queue import SimpleQueue
 from threading import Semaphore, Thread
 from typing import TypeAlias
+
+from trainkit.basics.systems import IN_FOLDERS, ITSELF
 
 _LARGEST_WRITE = 1 << 30  # Linux writes at most 2 GiB at once
 _OPEN_FILES = 8  # that are written or wait for the disk
@@ -37,8 +40,7 @@ def make_directories(path: Path) -> None:
 
 def create(path: Path) -> int:
     """Create a file that must not exist; return its descriptor."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    return os.open(path, flags, 0o644)
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | ITSELF, 0o644)
 
 
 def write(descriptor: int, data: bytes | memoryview) -> None:
@@ -60,7 +62,9 @@ def close(descriptor: int) -> None:
 
 def sync_directory(path: Path) -> None:
     """Wait until the names in a folder survive a power cut."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    if not IN_FOLDERS:  # Windows keeps names by itself
+        return
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
     except OSError as error:
@@ -72,7 +76,7 @@ def sync_directory(path: Path) -> None:
 
 def rename(source: Path, target: Path) -> None:
     """Give a file or folder another name in the same folder, at once or not at all."""
-    os.rename(source, target)
+    os.replace(source, target)
 
 
 def remove_file(directory: int, name: str, path: Path) -> None:
@@ -154,8 +158,12 @@ def _keep(descriptor: int, path: Path) -> None:
 
 def remove_tree(path: Path) -> None:
     """Remove a file, or a folder with all that is in it; links are removed, never followed."""
-    if not stat.S_ISDIR(os.lstat(path).st_mode):
-        directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    is_folder = stat.S_ISDIR(os.lstat(path).st_mode)
+    if not IN_FOLDERS:
+        shutil.rmtree(path) if is_folder else os.unlink(path)
+        return
+    if not is_folder:
+        directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
         try:
             remove_file(directory, path.name, path.parent)
         finally:

@@ -1,14 +1,19 @@
 """Read the files of a checkpoint without following links, blocking, or trusting a length."""
 
+import errno
 import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Self
+from typing import Self, TypeAlias
 
+from trainkit.basics.systems import AT_ONCE, IN_FOLDERS, ITSELF
 from trainkit.checkpoint.io.digests import xxh3_128
 from trainkit.errors import CheckpointCorrupt
+
+Directory: TypeAlias = int | Path
+"""An open folder; on Windows, which opens none, its path."""
 
 _CHUNK = 1 << 19  # bytes read at once: they are hashed while the processor still has them
 _AHEAD = 1 << 24  # bytes that the system is asked to have in memory before they are read
@@ -21,11 +26,14 @@ def broken(path: Path, file: str, why: str, errno: int | None = None) -> Checkpo
 
 
 @contextmanager
-def open_directory(path: Path) -> Iterator[int]:
+def open_directory(path: Path) -> Iterator[Directory]:
     """Open the folder `path`, which must not be a link; close it at the end."""
+    descriptor = -1
     try:
-        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-        descriptor = os.open(path, flags)
+        if IN_FOLDERS:
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | ITSELF)
+        elif path.is_symlink() or not path.is_dir():
+            raise FileNotFoundError(errno.ENOENT, "there is no such folder", str(path))
     except OSError as error:
         if path.is_symlink():
             text = f"`{path}` is a link. Pass the folder itself, not a link to it."
@@ -35,30 +43,31 @@ def open_directory(path: Path) -> Iterator[int]:
             text = f"The checkpoint `{path}` cannot be opened: {error}."
         raise CheckpointCorrupt(text, path=path, errno=error.errno) from error
     try:
-        yield descriptor
+        yield descriptor if IN_FOLDERS else path
     finally:
-        os.close(descriptor)
+        if descriptor >= 0:
+            os.close(descriptor)
 
 
-def names_in(directory: int) -> list[str]:
+def names_in(directory: Directory) -> list[str]:
     """Return the names in an open folder."""
     with os.scandir(directory) as entries:
         return sorted(entry.name for entry in entries)
 
 
 @contextmanager
-def open_file(directory: int, name: str, path: Path) -> Iterator["HashedFile"]:
+def open_file(directory: Directory, name: str, path: Path) -> Iterator["HashedFile"]:
     """Open the ordinary file `name` in the open folder `directory`; close it at the end.
 
     Args:
         path: The folder's path, for errors.
     """
     descriptor = -1
+    place, at = (name, directory) if isinstance(directory, int) else (directory / name, None)
     try:
         # Looked at before it is opened: opening a pipe waits, and opening a device may act.
-        _check_is_ordinary(os.stat(name, dir_fd=directory, follow_symlinks=False), name, path)
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        descriptor = os.open(name, flags, dir_fd=directory)
+        _check_is_ordinary(os.stat(place, dir_fd=at, follow_symlinks=False), name, path)
+        descriptor = os.open(place, os.O_RDONLY | ITSELF | AT_ONCE, dir_fd=at)
         status = os.fstat(descriptor)
         _check_is_ordinary(status, name, path)
         yield HashedFile(descriptor, status.st_size, name, path)
@@ -75,6 +84,16 @@ def _check_is_ordinary(status: os.stat_result, name: str, path: Path) -> None:
     if not stat.S_ISREG(status.st_mode):
         kind = "a link" if stat.S_ISLNK(status.st_mode) else "not an ordinary file"
         raise broken(path, name, f" is {kind}")
+
+
+def _read_into(target: memoryview, descriptor: int, place: int) -> int:
+    """Read what is at a place of a file, at most as much as fits; return how many bytes came."""
+    if hasattr(os, "preadv"):
+        return os.preadv(descriptor, [target], place)
+    os.lseek(descriptor, place, os.SEEK_SET)
+    data = os.read(descriptor, len(target))
+    target[: len(data)] = data
+    return len(data)
 
 
 class HashedFile:
@@ -122,7 +141,7 @@ class HashedFile:
         left = target
         while left:
             place = self._begin + begin + len(target) - len(left)
-            count = os.preadv(self._descriptor, [left], place)
+            count = _read_into(left, self._descriptor, place)
             if count == 0:
                 raise self.broken("it is cut")
             left = left[count:]

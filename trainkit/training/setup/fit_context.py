@@ -13,7 +13,7 @@ from torch import nn
 
 from trainkit.basics import rng
 from trainkit.basics.config import TrainConfig
-from trainkit.basics.signals import Interrupted, is_interactive
+from trainkit.basics.signals import Interrupted, is_interactive, signal_name
 from trainkit.data import PreparedLoader
 from trainkit.distributed import collective_guard
 from trainkit.errors import ConfigError
@@ -147,9 +147,8 @@ def _interruption(run: Run) -> Interrupted | None:
     signum = run.requests.signal
     goes_on = signum == signal.SIGINT and is_interactive()
     saved = f"checkpoint `{run.checkpoint}`" if run.checkpoints.saver else "nothing saved"
-    message = (
-        f"trainkit: ended by {signal.Signals(signum).name} at step {run.state.step}, {saved}."
-        + (" The model holds the weights of this step." if goes_on else "")
+    message = f"trainkit: ended by {signal_name(signum)} at step {run.state.step}, {saved}." + (
+        " The model holds the weights of this step." if goes_on else ""
     )
     if sys.stderr is not None:
         run.print(message, file=sys.stderr)
