@@ -34,8 +34,12 @@ def test_files_stay_short() -> None:
     assert not too_long
 
 
-LIMITS = {"trainkit": 52_000, "what the trainer can reach": 25_900, "what the loop imports": 5_350}
-"""Lines. Where less is reached the limit follows; 44,000 and 22,000 are wanted of the first two."""
+LIMITS = {"trainkit": 54_900, "what the trainer can reach": 26_250, "what the loop imports": 5_450}
+"""Lines. Where less is reached the limit follows; 44,000 and 22,000 are wanted of the first two.
+
+3,000 of the first stand in rings that came last: object storage, more names of Accelerate, the page
+of a GPU, older versions of torch, memory before the run.
+"""
 
 
 def test_the_house_stays_small_enough_to_be_read() -> None:

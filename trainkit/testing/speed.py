@@ -178,7 +178,7 @@ def main(steps: tuple[int, int] = (_WARM_UP, _STEPS), rounds: int = _ROUNDS) -> 
     precisions: tuple[Literal["fp32", "bf16", "fp16"], ...] = ("fp32", "bf16", "fp16")
     for precision in precisions:
         task = Task(device, loader, adam, nn.CrossEntropyLoss(), precision)
-        loops = (by_hand, by_trainkit)
+        loops: tuple[Callable[..., None], ...] = (by_hand, by_trainkit)
         models = [_Reader(), _Reader()]
         times: list[tuple[float, ...]] = []
         try:
