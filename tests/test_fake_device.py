@@ -66,6 +66,7 @@ raise SystemExit(gpu.write_page(Path("page.md"), ["python -c 'raise ValueError(1
 """
 
 
+@pytest.mark.slow
 def test_a_page_is_written_that_a_user_can_send(tmp_path: Path) -> None:
     environment = {**build.environment(), "FAKE_DEVICES": "2", "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] += f"{os.pathsep}{ROOT}"

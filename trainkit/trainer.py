@@ -721,7 +721,7 @@ class Trainer:
         run, given = self.run, self.loss_fn
         with self._calls.enter(call), compiling(model, self._compile):
             check_called_by_all(self.strategy.processes, call)
-            arguments.check_initialised(model)
+            arguments.hold_weights(model)
             is_trained = isinstance(run, Run) and model in (run.model, run.module)
             present: Any = run or NoRun(processes=self.processes)
             try:

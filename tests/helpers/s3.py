@@ -145,11 +145,13 @@ class _Faulty:
 def _main() -> None:
     import logging
 
-    from moto.server import DomainDispatcherApplication, create_backend_app
+    import moto.server
     from werkzeug.serving import make_server
 
+    module: Any = moto.server  # which exports neither in words
+
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    application = _Faulty(DomainDispatcherApplication(create_backend_app))
+    application = _Faulty(module.DomainDispatcherApplication(module.create_backend_app))
     server = make_server("127.0.0.1", 0, application, threaded=True)
     import threading
 

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -24,6 +25,7 @@ class Counts(Callback):
     @override
     def on_step_end(self, run: Run, result: StepResult) -> None:
         run.log({"step": float(run.state.step)})
+        time.sleep(0.15)  # so long that the processes exchange what they know at each step
         if run.state.step == self.stop:
             os.kill(os.getpid(), signal.SIGTERM)
 

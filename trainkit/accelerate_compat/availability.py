@@ -17,6 +17,7 @@ _COMPARE = {
 }  # fmt: skip
 _CALLED_OTHERWISE = {
     "4bit_bnb": "bitsandbytes", "8bit_bnb": "bitsandbytes", "bnb": "bitsandbytes",
+    "bitsandbytes_multi_backend": "bitsandbytes",
     "lomo": "lomo_optim", "megatron_lm": "megatron",
     "torchdata_stateful_dataloader": "torchdata",
 }  # fmt: skip
@@ -29,7 +30,7 @@ _ANSWERS: dict[str, Callable[[], bool]] = {
     "xccl": torch.distributed.is_xccl_available,
 }
 # What trainkit does not drive is not available to it, installed or not.
-_NEVER = ("bitsandbytes_multi_backend", "fp8", "pippy", "torch_xla", "transformer_engine_mxfp8")
+_NEVER = ("fp8", "pippy", "torch_xla", "transformer_engine_mxfp8")
 
 
 def compare_versions(library_or_version: Any, operation: str, requirement_version: str) -> bool:

@@ -3,7 +3,7 @@
 import argparse
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ def local_copies(options: argparse.Namespace) -> Iterator[None]:
     `options.addresses` then has the folder of this machine that is mirrored to each address.
     """
     options.addresses = dict[str, Path]()
-    with tempfile.TemporaryDirectory(prefix="trainkit-") as place:
+    with ExitStack() as copies:
 
         def copied(name: str, given: Path, contents: bool) -> Path:
             if not is_address(given):
@@ -28,7 +28,8 @@ def local_copies(options: argparse.Namespace) -> Iterator[None]:
             from trainkit.storage.addresses import copy  # only addresses need it
 
             options.addresses[name] = folder = absolute(given, name, stored=True)
-            target = Path(tempfile.mkdtemp(dir=place)) / folder.name
+            place = tempfile.TemporaryDirectory(prefix="trainkit-")
+            target = Path(copies.enter_context(place)) / folder.name
             copy(folder, target, contents=contents)
             return target
 

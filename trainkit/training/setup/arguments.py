@@ -135,14 +135,16 @@ def check_model(model: object) -> nn.Module:
     return model
 
 
-def check_initialised(model: nn.Module) -> None:
-    """Raise where modules, such as `nn.LazyLinear`, wait for a batch to know their shapes.
-
-    Weights in 4 bits are held as they are, from here on.
-    """
+def hold_weights(model: nn.Module) -> None:
+    """Keep weights in 4 bits as they are, from here on."""
     from trainkit.basics.quantized import hold_quantized  # on demand
 
     hold_quantized(model)
+
+
+def check_initialised(model: nn.Module) -> None:
+    """Raise where modules, such as `nn.LazyLinear`, wait for a batch to know their shapes."""
+    hold_weights(model)
     for name, module in model.named_modules():
         lazy: Any = module
         if isinstance(module, LazyModuleMixin) and lazy.has_uninitialized_params():
