@@ -1,7 +1,7 @@
 """The names of torch that it does not document and trainkit needs: nothing else uses such names.
 
-Each says why there is no other way, and what is done without it where it is younger than torch 2.10.
-What a newer torch has no more, `make test-next-torch` names.
+Each says why there is no other way, and what is done without it where it is younger than torch
+2.10. What a newer torch has no more, `make test-next-torch` names.
 """
 
 import json
