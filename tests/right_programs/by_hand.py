@@ -193,7 +193,12 @@ class _Loop:
                     continue
                 scores, loss = self._forward(rank, part[1])
                 if not weight[rank]:  # a mean over nothing has no gradient
-                    loss = torch.stack([x.sum() for x in _listed(scores)]).sum() * 0
+                    # Not in fp16, in which the first scale of a GradScaler is infinite.
+                    sums = [
+                        x.sum(dtype=torch.promote_types(x.dtype, torch.float32))
+                        for x in _listed(scores)
+                    ]
+                    loss = torch.stack(sums).sum() * 0
                 factor = weight[rank] * count / total if total else 0.0
                 scaled: Any = self.scaler.scale(loss if factor == 1 else loss * factor)
                 scaled.backward()
