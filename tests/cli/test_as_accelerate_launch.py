@@ -170,6 +170,8 @@ if accelerator.is_main_process:
     how = [accelerator.mixed_precision, accelerator.distributed_type.value,
            accelerator.num_processes]
     print("RESULT", json.dumps([how, history, sums]))
+# Else a thread of gloo may let go of its last tensor while Python ends, which aborts the process.
+accelerator.end_training()
 """
 # Accelerate shards on accelerators alone; that the CPU is one is said to it, under both launchers.
 ON_CPU = """
