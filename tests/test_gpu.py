@@ -204,3 +204,28 @@ def filled() -> None:
 
 def test_a_model_on_the_meta_device_is_filled() -> None:
     in_new_process(filled)
+
+
+class Scaled(nn.Linear):
+    """Times a number that is frozen, which no process can hold a part of."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 3)
+        self.scale = nn.Parameter(torch.tensor(2.0), requires_grad=False)
+
+    @override
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        scales = torch.stack([self.scale, self.bias[0] * 0 + 1])
+        return super().forward(input) * scales.prod()
+
+
+def scaled(strategy: str) -> None:
+    model = nn.Sequential(Scaled())
+    trainer = Trainer(max_steps=2, strategy=make(strategy), callbacks=[])
+    fit(trainer, model, loaders(6, torch.float32)[0])
+    assert model.get_parameter("0.scale").device == DEVICE
+
+
+@every_strategy
+def test_a_frozen_number_is_where_the_rest_is_computed(strategy: str) -> None:
+    in_new_process(scaled, strategy)

@@ -129,6 +129,20 @@ def test_predict_gives_each_sample_once_in_order(samples: int) -> None:
             assert torch.equal(result, make_data(samples).tensors[0])
 
 
+def test_outputs_may_lie_where_the_next_forward_writes() -> None:
+    """As those of a graph do that the device replays."""
+
+    class Replays(Trainer):
+        def evaluation_step(self, model: nn.Module, batch: Any) -> dict[str, Any]:
+            outputs[: len(batch[0])] = batch[0]
+            return {"predictions": outputs[: len(batch[0])]}
+
+    data = make_data(5)
+    outputs = torch.empty(2, *data.tensors[0].shape[1:])
+    found = Replays(max_steps=1, callbacks=[]).predict(make_model(), DataLoader(data, 2))
+    assert torch.equal(found, data.tensors[0])
+
+
 def test_predict_follows_a_shuffled_loader() -> None:
     (expected,) = run_ranks(1, predict, 9, True)
     assert all(torch.equal(result, expected) for result in run_ranks(2, predict, 9, True))

@@ -41,6 +41,7 @@ from trainkit.strategies import DDP, FSDP, SingleDevice, Strategy
 from trainkit.testing import check_precision, check_strategy
 from trainkit.testing.job import check_job
 from trainkit.training.setup.consistency import describe_model
+from trainkit.training.weighting import _on_device
 
 LACKS = set(os.environ.get("FAKE_LACKS", "").split())
 STEPS, WARM = 12, 4  # steps of a training, those before it is steady
@@ -242,6 +243,23 @@ def test_an_own_loop_trains_the_parameters_that_the_optimizer_holds() -> None:
         optimizer.step()
     assert model.second.weight is model.first.weight
     assert not torch.equal(model.last.weight.detach().cpu(), start)
+
+
+def test_an_optimizer_that_has_made_steps_counts_them_where_its_kernel_reads_them() -> None:
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    model(torch.ones(1, 12)).sum().backward()
+    optimizer.step()
+    _, prepared = Accelerator().prepare(model, optimizer)
+    states = prepared.optimizer.state.values()
+    assert {value.device.type for state in states for value in state.values()} == {"fake"}
+
+
+def test_a_weight_of_the_host_is_not_copied_over() -> None:
+    loss = torch.ones((), device="fake")
+    fake_device.reset()
+    assert _on_device(torch.tensor([4]), loss).device == loss.device
+    assert "aten::_copy_from" not in fake_device.calls()
 
 
 def test_batches_that_do_not_fit_are_made_smaller() -> None:

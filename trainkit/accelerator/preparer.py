@@ -246,11 +246,12 @@ class Preparer:
         """Return an optimizer that follows the windows, on the models' present parameters."""
         for model in self.registry.models:
             self.strategy.rebind_optimizer(optimizer, self.strategy.unwrap(model))
-        for parameter, state in optimizer.state.items() if self._moves(moved) else ():
-            for name, value in state.items():
-                is_apart = isinstance(value, torch.Tensor) and value.device != parameter.device
-                if is_apart and value.ndim:
-                    state[name] = value.to(parameter.device)
+        for group in optimizer.param_groups if self._moves(moved) else ():
+            counts = group.get("fused") or group.get("capturable")  # on the device, as torch wants
+            for parameter in group["params"]:
+                for name, value in optimizer.state.get(parameter, {}).items():
+                    if isinstance(value, torch.Tensor) and (value.ndim or counts):
+                        optimizer.state[parameter][name] = value.to(parameter.device)
         self.precision.bind(optimizer)
         ddp = [m for m in self.registry.models if isinstance(m, DistributedDataParallel)]
         look = partial(_look_at_gradients, optimizer, ddp) if ddp else None

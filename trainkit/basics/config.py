@@ -170,7 +170,7 @@ class Watchdog:
     """From the last step to the return of `fit`."""
     process_group_timeout: timedelta | float | None = None
     """How long a collective may wait before it raises, in every process group: a `timedelta` or
-    seconds. None: torch's default, half an hour on the CPU."""
+    seconds. None: half an hour, which torch has for the CPU; in groups that were there, theirs."""
 
     def __post_init__(self) -> None:
         self.group_timeout()

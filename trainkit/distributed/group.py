@@ -54,7 +54,7 @@ class Membership:
         owned: Whether trainkit made the default process group and has to destroy it.
         control: A gloo group of all processes, for whatever is on the CPU; None on one process.
         default: The default process group; None if there is none.
-        timeout: How long a collective may wait; None: torch's default of each group.
+        timeout: How long a collective may wait; None: nobody has said it.
     """
 
     world: World
@@ -280,4 +280,6 @@ def _make(world: World, device: torch.device) -> None:
             rank=world.rank,
             world_size=world.size,
             device_id=device if can_bind(device) else None,
+            # NCCL has a shorter one, at which it ends the process before a watch can report.
+            timeout=torch.distributed.default_pg_timeout,
         )

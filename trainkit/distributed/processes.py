@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp, Work
 
 from trainkit.basics.signals import is_failing
+from trainkit.basics.torch_internals import group_backends, set_backend_timeout
 from trainkit.containers import wire_format
 from trainkit.distributed import collective_guard
 from trainkit.distributed.group import Membership, join, set_group_timeout
@@ -140,11 +141,13 @@ class Processes:
         self._membership.set_timeout(timeout)
 
     def apply_timeout(self, *groups: ProcessGroup) -> None:
-        """Give groups that trainkit has made the time-out that was set, if it was."""
-        timeout = self._membership.timeout
-        if timeout is not None:
-            for group in groups:
-                set_group_timeout(group, timeout)
+        """Give groups that trainkit has made the time-out that was set, or that of its others."""
+        for group in groups:
+            if self._membership.timeout is not None:
+                set_group_timeout(group, self._membership.timeout)
+            else:  # not all back ends can change it, and none must where nobody has asked
+                for backend in group_backends(group):
+                    set_backend_timeout(backend, self.timeout)
 
     def position(self) -> tuple[int, ...] | None:
         """Return how many collectives this process has begun; None once it has left the groups.

@@ -346,6 +346,8 @@ class FSDP(Strategy):
         # What lies outside of the blocks is used first in backward, so it is kept until then.
         apply(model, reshard_after_forward=False)
         initializer.fill(model)
+        for p in frozen_scalars:
+            p.data = p.data.to(self.device)  # torch moves what it shards, and nothing else
         # A block of which all is frozen would not learn in which dtype to reduce after a thaw.
         thawed = _first_of_frozen(model, blocks)
         for p in thawed:

@@ -276,7 +276,9 @@ class _Chunks:
 
     def hold(self, entries: dict[str, Any]) -> list[tuple[Any, int]]:
         """Keep what is to be gathered of one batch; return what `flush` does, if it was time."""
-        self.outputs.append(entries)
+        # Copies: a replayed graph, as any model may, writes its next outputs where these lie.
+        copies = map_leaves(entries, lambda it: it.clone() if isinstance(it, Tensor) else it)
+        self.outputs.append(copies)
         info = self.communicator.loaders.current(self.loader)
         assert info is not None  # the loader has just yielded
         self.infos.append(info)

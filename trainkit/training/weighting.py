@@ -461,16 +461,17 @@ def _scalar(loss: Tensor, called: str = "loss") -> Tensor:
 
 
 def _on_device(weight: Tensor | float, loss: Tensor) -> Tensor:
-    """Return a weight as a scalar of wide type beside the loss; numbers are not copied over."""
-    if isinstance(weight, Tensor):
-        if weight.numel() != 1:
-            raise DataError(
-                "`weight` must be one number, the items that the loss averages, but "
-                f"`training_step` returned the shape {tuple(weight.shape)}. Return its sum, with "
-                "the loss as the mean weighted by it."
-            )
-        return weight.detach().to(loss.device, wide_dtype(loss.device.type)).reshape(())
-    return torch.full((), weight, dtype=wide_dtype(loss.device.type), device=loss.device)
+    """Return a weight as a scalar of wide type beside the loss, without a copy from the host."""
+    dtype = wide_dtype(loss.device.type)
+    if isinstance(weight, Tensor) and weight.numel() != 1:
+        raise DataError(
+            "`weight` must be one number, the items that the loss averages, but `training_step` "
+            f"returned the shape {tuple(weight.shape)}. Return its sum, with the loss as the mean "
+            "weighted by it."
+        )
+    if isinstance(weight, Tensor) and weight.device == loss.device:
+        return weight.detach().to(dtype).reshape(())
+    return torch.full((), float(weight), dtype=dtype, device=loss.device)
 
 
 def _differ(of_all: Sequence[list[tuple[str, bool]]]) -> DataError:
