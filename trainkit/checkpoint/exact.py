@@ -1,5 +1,6 @@
 """Put states back into what is there now, with the dtypes and the strides that they had."""
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -123,6 +124,28 @@ def empty_buffers(module: nn.Module) -> dict[str, tuple[nn.Module, str]]:
     return {
         name: (part, key) for name, part, key, buffer in saved_buffers(module) if buffer is None
     }
+
+
+def resized_buffers(module: nn.Module, saved: Mapping[str, Any]) -> set[str]:
+    """Return the buffers of another size in `saved` that the modules which hold them can load.
+
+    Observers of quantization get their size from data; they are asked by a load on a copy of them,
+    without the parameters.
+    """
+    found = set()
+    for name, part, key, buffer in saved_buffers(module):
+        was = saved.get(name)
+        if buffer is None or not isinstance(was, Tensor) or was.shape == buffer.shape:
+            continue
+        prefix = name.removesuffix(key)
+        inside = {n: v for n, _, _, v in saved_buffers(part) if f"{prefix}{n}" in saved}
+        trial = copy.deepcopy(part, {id(p): p for p in part.parameters()})
+        try:
+            trial.load_state_dict({n: saved[f"{prefix}{n}"] for n in inside}, strict=False)
+        except Exception:  # whatever keeps it out: the shapes are what is told of it
+            continue
+        found.add(name)
+    return found
 
 
 def load_model(module: nn.Module, saved: Mapping[str, Any], *, older: bool = False) -> None:

@@ -61,6 +61,8 @@ def _kept_tensors(tensors: Iterable[Tensor]) -> Iterator[None]:
     finally:
         with torch.no_grad():
             for tensor, value in before:
+                if tensor.shape != value.shape:  # an observer gets its size with the first batch
+                    tensor.resize_(value.shape)
                 tensor.copy_(value)
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainkit.basics.hparams import changed_hparams
+from trainkit.checkpoint.exact import resized_buffers
 from trainkit.checkpoint.training_state import parameter_names
 from trainkit.data.order_facts import changed_facts
 from trainkit.export.state import shapes_in, shapes_of
@@ -104,7 +105,7 @@ def differences(saved: Mapping[str, Any], present: Mapping[str, Any]) -> list[st
 
 def model_problems(saved: Mapping[str, Any], module: nn.Module) -> list[str]:
     """Return, in words, what keeps a saved state out of a model."""
-    expected = shapes_of(module, saved)
+    expected = shapes_of(module, saved) | dict.fromkeys(resized_buffers(module, saved))
     return _key_problems("entry of the model's state", shapes_in(saved, expected), expected)
 
 
