@@ -43,7 +43,6 @@ LEFT_OUT: dict[str, tuple[str, ...]] = {
     ),
     "needs sparse tensors, which this device has not": (
         "tests/test_rules_under_stress.py::test_sparse_gradients_train_on_several_processes",
-        "tests/resume/test_random_resumes.py::test_a_resumed_run_is_the_same_run[6]",
     ),
     "forks after a backward: autograd has threads for each device that is there": (
         "tests/gradient/test_contrastive.py::test_in_a_loop_of_ones_own_unequal_batches_need_a_factor",

@@ -1,4 +1,4 @@
-"""Trainings that one environment saves and another resumes; `make test-moves` runs both ways.
+"""Right programs that one environment saves and another resumes; `make test-moves` runs both ways.
 
     python -m tests.resume.moved write FOLDER
     python -m tests.resume.moved read FOLDER
@@ -7,10 +7,13 @@ The reader resumes where the training was over, and must hold what the writer he
 trains nothing. Then it resumes where the training was under way, and goes on to the end.
 """
 
+import contextlib
+import io
 import pickle
 import platform
 import sys
 import tempfile
+import warnings
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -18,65 +21,80 @@ from pathlib import Path
 import torch
 
 from tests.helpers.ranks import run_ranks
-from tests.resume.test_random_resumes import ALONE, SAMPLES, SHARED, draw, fit, loop
+from tests.right_programs import by_own_loop, by_trainkit
+from tests.right_programs.by_hand import Outcome
+from tests.right_programs.compare import after_resume
+from tests.right_programs.program import Program, draw
 
 MANY, MANY_SHARED = 60, 12
-LAST = SAMPLES // 2  # micro-batch of a loop of one's own
 
 
-def write(rank: int, seeds: Iterable[int], strategies: tuple[str, ...], folder: Path) -> None:
+def write(rank: int, seeds: Iterable[int], processes: int, folder: Path) -> None:
     """Train as the seeds say, and keep the checkpoints and what each training ended with."""
     folder.mkdir(parents=True, exist_ok=True)
     for seed in seeds:
-        case = draw(seed, strategies)
-        name = f"{case.strategy}-{seed}"
-        if case.strategy == "accelerator":
-            case = replace(case, stop=LAST)
-        run = loop if case.strategy == "accelerator" else fit
-        whole = run(case, folder / name, None)
-        (folder / f"{name}.{rank}").write_bytes(pickle.dumps((case, whole)))
+        program = draw(seed, processes)
+        program = replace(program, saves=program.saves or 2)
+        name = f"{processes}-{seed}"
+        whole = _quietly(program, folder / name)
+        (folder / f"{name}.{rank}").write_bytes(pickle.dumps((program, whole)))
+        if by_own_loop.fits(program):
+            last = by_own_loop.batches(program)
+            own = by_own_loop.train(program, folder / f"own-{name}", last)
+            (folder / f"own-{name}.{rank}").write_bytes(pickle.dumps((program, own)))
 
 
-def read(rank: int, strategies: tuple[str, ...], folder: Path, new: Path) -> str:
+def _quietly(program: Program, folder: Path, resume: Path | None = None) -> Outcome:
+    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of versions that differ
+        return by_trainkit.fit(program, folder, resume)
+
+
+def read(rank: int, processes: int, folder: Path, new: Path) -> str:
     """Resume each training, and let it go on in a new folder; return how many there were.
 
     Raises:
         AssertionError: A resumed training holds something else than the one that was saved.
     """
-    read = alike = 0
+    read = ended = alike = 0
     left_out = set()
-    for written in sorted(path for s in strategies for path in folder.glob(f"{s}-*.{rank}")):
-        case, whole = pickle.loads(written.read_bytes())
-        if not hasattr(torch.optim, case.optimizer):
-            left_out.add(case.optimizer)
+    for written in sorted(folder.glob(f"{processes}-*.{rank}")):
+        program, whole = pickle.loads(written.read_bytes())
+        if not hasattr(torch.optim, program.optimizer):
+            left_out.add(program.optimizer)
             continue
-        run = loop if case.strategy == "accelerator" else fit
-        *earlier, last = sorted((folder / written.stem / "checkpoints").glob("st*"))
-        loaded = run(case, new / written.stem / "loaded", last)
-        # A version of torch may have settings of an optimizer that another has not.
-        known = {name for name in whole if ".groups." not in name} | (loaded.keys() & whole)
-        different = [name for name in sorted(known) if loaded.get(name) != whole[name]]
-        assert not different, (written.name, case, different)
-        ended = [run(case, new / written.stem / "ended", path) for path in earlier[:1]]
-        assert all(each.keys() == loaded.keys() for each in ended), (written.name, case)
+        *earlier, last = sorted((folder / written.stem / "checkpoints").glob("step-*"))
+        loaded = _quietly(program, new / written.stem / "loaded", last)
+        assert not [*after_resume(whole, whole.counters["step"], loaded)], (written.name, program)
         read += 1
-        alike += all(each.get(name) == whole[name] for each in ended for name in known)
+        for path in earlier[:1]:
+            again = _quietly(program, new / written.stem / "ended", path)
+            assert again.weights.keys() == whole.weights.keys(), (written.name, program)
+            ended += 1
+            alike += not [*after_resume(whole, whole.counters["step"], again)]
+    for written in sorted(folder.glob(f"own-{processes}-*.{rank}")):
+        program, whole = pickle.loads(written.read_bytes())
+        if hasattr(torch.optim, program.optimizer):
+            stop = by_own_loop.batches(program)
+            loaded = by_own_loop.train(program, folder / written.stem, stop, resume=True)
+            assert not [*after_resume(whole, stop, loaded)], (written.name, program)
+            read += 1
     without = f"; torch {torch.__version__} has no {', '.join(left_out)}" if left_out else ""
-    return f"{read} trainings read, {alike} went on to the same bits{without}"
+    return f"{read} trainings read, {alike} of {ended} went on to the same bits{without}"
 
 
 def main(what: str, folder: Path) -> None:
     """Write or read, on one process and on two."""
     here = f"Python {platform.python_version()}, torch {torch.__version__}"
     if what == "write":
-        write(0, range(MANY), ALONE, folder)
-        run_ranks(2, write, range(MANY_SHARED), SHARED, folder)
+        write(0, range(MANY), 1, folder)
+        run_ranks(2, write, range(MANY_SHARED), 2, folder)
         print(f"{here}: {MANY + MANY_SHARED} trainings written.")
     else:
         with tempfile.TemporaryDirectory() as name:
             new = Path(name)
-            print(f"{here}, on one process: {read(0, ALONE, folder, new)}.")
-            print(f"{here}, on two processes: {run_ranks(2, read, SHARED, folder, new)[0]}.")
+            print(f"{here}, on one process: {read(0, 1, folder, new)}.")
+            print(f"{here}, on two processes: {run_ranks(2, read, 2, folder, new)[0]}.")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""Runs a program by hand, by trainkit, and once more from a checkpoint, and compares."""
+"""Runs a program by hand, by trainkit, and once more from a checkpoint, and compares.
+
+Some are trained in a loop of one's own too, and resumed there.
+"""
 
 import contextlib
 import io
@@ -14,12 +17,12 @@ import torch
 from torch import Tensor
 
 from tests.helpers.ranks import RanksError, run_ranks
-from tests.right_programs import by_hand, by_trainkit
+from tests.right_programs import by_hand, by_own_loop, by_trainkit
 from tests.right_programs.by_hand import Outcome
 from tests.right_programs.models import make_model
 from tests.right_programs.program import Program, draw
 
-__all__ = ["problems", "run_seeds"]
+__all__ = ["after_resume", "problems", "run_seeds"]
 
 _ROUNDING = 1e-15  # of float64, in which programs with sums in another order are trained
 _AMPLIFIED = 100
@@ -71,6 +74,7 @@ def problems(program: Program, folder: Path, rank: int = 0) -> list[str]:
                 warnings.filterwarnings("ignore", text)
             found = by_trainkit.fit(program, folder)
             resumed = _resumed(program, folder)
+            own = [*_own_loop(program, folder / "own")] if by_own_loop.fits(program) else []
     except Exception:
         return [traceback.format_exc()]
     if rank:
@@ -82,7 +86,7 @@ def problems(program: Program, folder: Path, rank: int = 0) -> list[str]:
         if wrong and not program.is_exact:
             nearby = by_hand.train(program, moved=_ROUNDING)
             wrong = [*_differences(program, expected, found, nearby)]
-    return [*wrong, *_after_resume(found, *resumed)]
+    return [*wrong, *after_resume(found, *resumed), *own]
 
 
 def _resumed(p: Program, folder: Path) -> tuple[int, Outcome | None]:
@@ -99,7 +103,16 @@ def _resumed(p: Program, folder: Path) -> tuple[int, Outcome | None]:
     return step, by_trainkit.fit(p, folder, "must")
 
 
-def _after_resume(whole: Outcome, step: int, resumed: Outcome | None) -> Iterator[str]:
+def _own_loop(p: Program, folder: Path) -> Iterator[str]:
+    """Yield what a loop of one's own has not in common with one that is resumed."""
+    stop = 1 + p.flags % by_own_loop.batches(p)
+    whole = by_own_loop.train(p, folder, stop)
+    for text in after_resume(whole, stop, by_own_loop.train(p, folder, stop, resume=True)):
+        yield f"loop of one's own: {text}"
+
+
+def after_resume(whole: Outcome, step: int, resumed: Outcome | None) -> Iterator[str]:
+    """Yield in what a run that was resumed from a step, if one was, is not the whole one."""
     if resumed is None:
         return
     for name in ("weights", "state", "average", "rates", "counters", "predictions"):
@@ -120,7 +133,12 @@ def _entries(values: dict[str, Any] | list[Any]) -> Iterable[tuple[Any, Any]]:
 
 def _is_same(one: object, other: object) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return torch.equal(one.nan_to_num(1e9), other.nan_to_num(1e9))
+        layouts = [
+            [step for step, n in zip(x.stride(), x.shape, strict=True) if n > 1]
+            for x in (one, other)
+        ]
+        are_equal = torch.equal(one.nan_to_num(1e9), other.nan_to_num(1e9))
+        return are_equal and layouts[0] == layouts[1]
     return one == other
 
 

@@ -1,5 +1,6 @@
 """Small models of all kinds: rows of `FEATURES` numbers become scores of `CLASSES` classes."""
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +23,25 @@ def make_model(program: Program) -> nn.Module:
         model = WithLoss(model)
     if program.loss == "learned":
         model = WithLearnedLoss(model)
-    return model.double() if program.double else model
+    model = model.double() if program.double else model
+    chance = random.Random(program.seed)
+    for parameter in model.parameters():
+        parameter.data = _laid_out(parameter.data, program.layout, chance)
+    return model
+
+
+def _laid_out(value: Tensor, layout: str, chance: random.Random) -> Tensor:
+    """Return a tensor in another order in memory, where there is such an order."""
+    if layout == "channels last" and value.ndim in (4, 5):
+        kind: Any = torch.channels_last if value.ndim == 4 else torch.channels_last_3d
+        return value.to(memory_format=kind)
+    if layout == "turned" and value.ndim > 1:
+        return value.transpose(0, 1).contiguous().transpose(0, 1)
+    if layout == "permuted" and value.ndim > 1:
+        order = chance.sample(range(value.ndim), value.ndim)
+        back = [order.index(dim) for dim in range(value.ndim)]
+        return value.permute(order).contiguous().permute(back)
+    return value
 
 
 def _dense(drops: float = 0.0) -> nn.Module:
@@ -244,6 +263,12 @@ _MAKE: dict[str, Callable[[], Any]] = {
     ),
     "images": lambda: Reshaped(
         (1, 3, 4), nn.Conv2d(1, 4, 2), nn.BatchNorm2d(4, momentum=None), nn.ReLU()
+    ),
+    "volumes": lambda: Reshaped(
+        (1, 3, 2, 2), nn.Conv3d(1, 4, (2, 1, 2)), nn.BatchNorm3d(4), nn.ReLU()
+    ),
+    "turned convolution": lambda: Reshaped(
+        (3, 2, 2), nn.ConvTranspose2d(3, 4, 2), nn.GroupNorm(2, 4), nn.Conv2d(4, 4, 2, groups=2)
     ),
     "attention": Attention,
     "embedding": Embedded,

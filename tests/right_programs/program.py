@@ -15,7 +15,7 @@ LATER: dict[str, str] = {
 }
 """What is not drawn yet, and why."""
 
-BATCH_NORM = ("convolution", "images", "batch norm blocks")
+BATCH_NORM = ("convolution", "images", "volumes", "batch norm blocks")
 BLOCKS = ("blocks", "batch norm blocks")
 BY_POSITION = (
     *("dense", "dropout", "normalised", "blocks", "tied", "part frozen", "reparametrised"),
@@ -24,9 +24,10 @@ MODELS = (
     *BY_POSITION,
     *BATCH_NORM,
     *("attention", "embedding", "sparse embedding", "lstm", "gru", "unused head"),
-    *("several outputs", "unused output", "counting"),
+    *("several outputs", "unused output", "counting", "turned convolution"),
 )
 SEVERAL = ("several outputs", "unused output")
+LAYOUTS = ("channels last", "turned", "permuted")
 
 LOSSES = (
     *("cross entropy", "smoothed", "class weights", "ignored class", "partial", "function"),
@@ -69,6 +70,7 @@ class Program:
     strategy: str = "single"
 
     model: str = "dense"
+    layout: str = "row by row"  # how parameters lie in memory
     double: bool = False  # parameters of float64
     precision: str = "fp32"
     checkpointing: bool = False
@@ -237,6 +239,7 @@ def draw(seed: int, processes: int = 1) -> Program:
         background=of(True, False),
         frozen_by=of("FreezeUntil", "hooks", "step"),
         past=rarely(True, False, 0.3),
+        layout=rarely(of(*LAYOUTS), "row by row", 0.5),
     )
     return fitting(program)
 
@@ -403,6 +406,7 @@ _RULES: list[_Rule] = [
         lambda p: {"metrics": tuple(each for each in p.metrics if each != "accuracy")},
     ),
     # What goes with what else.
+    (lambda p: p.is_sharded or p.optimizer == "LBFGS", _to(layout="row by row")),
     (lambda p: p.model not in BATCH_NORM, _to(ema_of_buffers=False)),
     (lambda p: p.model not in ("dense", "dropout", "attention", "blocks"), _to(freeze=None)),
     (lambda p: p.optimizer == "Muon", _to(freeze=None)),

@@ -15,7 +15,7 @@ from tests.right_programs.program import draw
 
 GIVEN = os.environ.get("RIGHT_PROGRAM")
 FIXED = {1: range(8), 2: range(4)}  # by the number of processes
-EACH = {1: 24, 2: 12}  # in one test of new seeds
+EACH = {1: 12, 2: 6}  # in one test of new seeds
 
 
 def check(seeds: list[int], processes: int, folder: Path) -> None:
