@@ -55,6 +55,7 @@ def printed(text: str) -> dict[str, int]:
     return {row[0]: int(row[-2].replace(",", "")) for row in rows}
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_it_says_what_two_processes_hold(strategy: str, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["tests.test_estimate:network", "--strategy", strategy, "--processes", "2"]

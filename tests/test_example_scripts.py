@@ -45,6 +45,7 @@ def test_the_example_runs(name: str, processes: int, tmp_path: Path) -> None:
     assert (tmp_path / "metrics.jsonl").stat().st_size
 
 
+@pytest.mark.e2e
 def test_the_table_gives_the_same_figure_on_any_number_of_processes() -> None:
     alone, together = (
         run_forked(EXAMPLES / "tabular.py", size=processes).output.splitlines()[-1]
@@ -147,6 +148,7 @@ def _train_gan(folder: Path, stop: int, resume: str | None = None) -> dict[str, 
     return gan.state_dict()
 
 
+@pytest.mark.e2e
 def test_a_resumed_gan_ends_like_one_that_was_never_stopped(tmp_path: Path) -> None:
     whole = _train_gan(tmp_path / "whole", stop=12)
     _train_gan(tmp_path / "parts", stop=5)

@@ -69,6 +69,7 @@ def uses() -> Iterator[tuple[str, str]]:
                         yield name, path.relative_to(ROOT / top).as_posix()
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("system", GUARDED)
 def test_a_name_that_a_system_lacks_is_asked_for_first(system: str, tmp_path: Path) -> None:
     used: dict[str, set[str]] = {}

@@ -230,6 +230,7 @@ def test_who_does_not_know_the_secret_is_no_member(secrets: list[str | None]) ->
         assert "does not know its secret (`TRAINKIT_SECRET`)" in told
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("secrets", [["a", "a"], [None, None]])
 def test_a_job_with_one_secret_starts(secrets: list[str | None]) -> None:
     assert run_ranks(2, _join, secrets) == ["", ""]

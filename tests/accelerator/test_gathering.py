@@ -53,6 +53,7 @@ def _after_the_loop(rank: int) -> Any:
     return inside, _numbers(after["own"]), after["texts"], _numbers(everything)
 
 
+@pytest.mark.e2e
 def test_after_a_loop_everything_is_gathered() -> None:
     # The last two are what filled process 1's last batch up.
     everything = [0, 1, 4, 5, 2, 3, 0, 1]
@@ -99,6 +100,7 @@ def _in_turns(rank: int) -> Any:
     return found, refused
 
 
+@pytest.mark.e2e
 def test_of_two_loaders_in_turns_the_last_is_meant_unless_both_may_be() -> None:
     for found, refused in run_ranks(2, _in_turns):
         assert found == [[0, 1, 2, 3]] * 3 + [[4, 5, 6, 7], [4, 5, 6]]
@@ -135,6 +137,7 @@ def _first_round(rank: int) -> list[Any]:
     return found
 
 
+@pytest.mark.e2e
 def test_the_first_round_of_two_loaders_in_turns_is_refused_as_well() -> None:
     # Nothing tells the first round of a generator around a loader from an evaluation in an epoch.
     expected = ["refused", "refused", [0, 1, 2], "refused", [0, 1, 2], [0, 1, 2]]
@@ -159,6 +162,7 @@ def _held(rank: int) -> Any:
     return found
 
 
+@pytest.mark.e2e
 def test_an_iterator_that_is_drawn_from_now_and_then_is_meant_when_it_yielded_last() -> None:
     expected = [[0, 1, 2, 3], list(range(8)), [4, 5, 6], list(range(8, 16)), list(range(8, 16))]
     assert run_ranks(2, _held) == [expected] * 2
@@ -240,6 +244,7 @@ def _campaign(rank: int, seeds: range, size: int) -> list[str]:
     return [wrong for wrong in (_check_loader(seed, size) for seed in seeds) if wrong]
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("size", [1, 2])
 def test_random_loaders_are_gathered_as_on_one_process(size: int) -> None:
     assert run_ranks(size, _campaign, range(40), size) == [[]] * size

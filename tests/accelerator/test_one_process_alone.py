@@ -85,6 +85,7 @@ def test_process_0_saves_alone_and_the_training_goes_on(
     assert resumed[0][1] == resumed[1][1]
 
 
+@pytest.mark.e2e
 def test_a_save_by_all_is_the_same_save_whoever_comes_late(tmp_path: Path) -> None:
     for late in (None, 0, 1):
         run_ranks(2, _late, tmp_path / str(late), late)
@@ -129,6 +130,7 @@ def _draw(rank: int, folder: Path) -> Any:
     return torch.rand(3).tolist()
 
 
+@pytest.mark.e2e
 def test_some_of_three_processes_may_call_beside_process_0(tmp_path: Path) -> None:
     results = run_ranks(3, _loop, tmp_path, {1: [0, 2], 2: [0, 1]})
     assert results[0][1] == results[1][1] == results[2][1]
@@ -195,6 +197,7 @@ def _inside_a_window(rank: int, folder: Path) -> None:
     accelerator.wait_for_everyone()
 
 
+@pytest.mark.e2e
 def test_gradients_of_others_are_never_left_out(tmp_path: Path) -> None:
     run_ranks(2, _inside_a_window, tmp_path / "state")
     assert not (tmp_path / "state").exists()
@@ -217,6 +220,7 @@ def _one_after_the_other(rank: int, folder: Path) -> None:
     Processes.start().close()
 
 
+@pytest.mark.e2e
 def test_calls_without_a_collective_between_them_are_told_apart(tmp_path: Path) -> None:
     run_ranks(2, _one_after_the_other, tmp_path)
     assert "process-00001.json" not in _parts(tmp_path / "best")
@@ -239,6 +243,7 @@ def _numbered(rank: int, folder: Path) -> Any:
     return names, accelerator.save_iteration
 
 
+@pytest.mark.e2e
 def test_all_agree_on_the_number_after_a_save_of_process_0_alone(tmp_path: Path) -> None:
     names = [f"checkpoint_{number}" for number in range(4)]
     assert run_ranks(2, _numbered, tmp_path) == [(names, 4), (names[2:], 4)]
@@ -271,6 +276,7 @@ def _hooked(rank: int, folder: Path) -> None:
     accelerator.save_state(folder / "three")
 
 
+@pytest.mark.e2e
 def test_hooks_run_where_process_0_saves_alone(tmp_path: Path) -> None:
     run_ranks(2, _hooked, tmp_path)
     assert (tmp_path / "one" / "mine").exists()
@@ -293,6 +299,7 @@ def _exports(rank: int, folder: Path) -> None:
     Processes.start().close()
 
 
+@pytest.mark.e2e
 def test_a_whole_model_is_written_by_process_0_alone(tmp_path: Path) -> None:
     run_ranks(2, _exports, tmp_path)
     assert load_file(tmp_path / "model" / "model.safetensors").keys() == (
@@ -310,6 +317,7 @@ def _raw(rank: int, folder: Path) -> None:
     torch.distributed.barrier()
 
 
+@pytest.mark.e2e
 def test_collectives_of_the_users_own_count(tmp_path: Path) -> None:
     run_ranks(2, _raw, tmp_path / "state")
     assert (tmp_path / "state").exists()

@@ -120,6 +120,7 @@ def _launched(rank: int) -> Any:
     return blocks, strategy.reshard_after_forward
 
 
+@pytest.mark.e2e
 @pytest.mark.filterwarnings("ignore")
 def test_the_launcher_may_ask_for_sharding() -> None:
     blocks = ["FSDPSequential", "FSDPLinear", "FSDPLinear"]
@@ -231,6 +232,7 @@ def _overflowing_loop(rank: int) -> tuple[int, str | None, str]:
     return skips, "none", "200 steps"
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_scale_that_cannot_fall_further_ends_the_loop(size: int) -> None:
     for skips, parameter, message in run_ranks(size, _overflowing_loop):
@@ -309,6 +311,7 @@ def _split_unevenly(rank: int) -> list[tuple[Any, Any]]:
     return [(active.current().counts, len(batch)) for (batch,) in loader]
 
 
+@pytest.mark.e2e
 def test_a_process_that_skips_a_small_batch_knows_the_counts_of_the_next() -> None:
     first, second = run_ranks(2, _split_unevenly)
     assert first == [((2, 2), 2), ((1, 0), 1), ((2, 1), 2)]
@@ -393,6 +396,7 @@ def _sharded(rank: int, folder: Path) -> Any:
     return norm == again, kind, {name: list(value.shape) for name, value in state.items()}
 
 
+@pytest.mark.e2e
 @pytest.mark.filterwarnings("ignore")
 def test_a_sharded_model_is_saved_and_loaded(tmp_path: Path) -> None:
     for same, kind, shapes in run_ranks(2, _sharded, tmp_path):
@@ -525,6 +529,7 @@ def _log_lines(rank: int, file: Path) -> None:
     logger.info("everyone %d", rank, main_process_only=False, in_order=True)
 
 
+@pytest.mark.e2e
 def test_loggers_speak_once(tmp_path: Path) -> None:
     run_ranks(2, _log_lines, tmp_path / "log")
     assert (tmp_path / "log").read_text().splitlines() == ["main", "everyone 0", "everyone 1"]
@@ -558,6 +563,7 @@ def _trained(rank: int, compiled: bool) -> list[int]:
     return bits(accelerator.unwrap_model(model, keep_torch_compile=False))
 
 
+@pytest.mark.e2e
 @pytest.mark.filterwarnings("ignore")
 def test_a_compiled_model_trains_to_the_same_weights() -> None:
     assert run_ranks(1, _trained, False) == run_ranks(1, _trained, True)
@@ -613,6 +619,7 @@ def _rates_of_a_falling_loss(_: int) -> list[float]:
     return rates
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_plateau_counts_each_figure_once(size: int) -> None:
     assert run_ranks(size, _rates_of_a_falling_loss) == [[0.5] * 4] * size

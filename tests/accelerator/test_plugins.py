@@ -240,6 +240,7 @@ def _past_the_prepared(rank: int) -> list[list[str]]:
     return said
 
 
+@pytest.mark.e2e
 def test_gradients_that_no_process_averaged_are_said_once() -> None:
     for passed_by, called in run_ranks(2, _past_the_prepared):
         assert len(passed_by) == 1
@@ -266,6 +267,7 @@ def _as_lists(samples: list[Any]) -> Any:
     return {"x": rows, "name": [sample["name"] for sample in samples], "none": None}
 
 
+@pytest.mark.e2e
 def test_what_process_0_cannot_read_ends_all() -> None:
     first, second = run_ranks(2, _dispatch)
     assert first[0] == ([0.0], ["0"], None)
@@ -299,6 +301,7 @@ def _resumed(rank: int, folder: Path) -> tuple[Any, Any]:
     return found[0][2:], found[1]
 
 
+@pytest.mark.e2e
 def test_a_dispatched_pass_goes_on_where_it_was(tmp_path: Path) -> None:
     for before, after in run_ranks(2, _resumed, tmp_path):
         assert len(before) == 4  # three of the pass, and one of the next

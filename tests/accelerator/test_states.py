@@ -109,6 +109,7 @@ def _stream(rank: int, folder: Path) -> Any:
     return [value for values in gathered for value in values]
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("size", SIZES)
 def test_streams_are_shared_out_and_skipped(size: int, tmp_path: Path) -> None:
     assert run_ranks(size, _stream, tmp_path) == [list(map(float, range(15)))] * size
@@ -195,6 +196,7 @@ def _rolls_back(rank: int, project: Path) -> list[float]:
     return found
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("size", SIZES)
 def test_a_rollback_overwrites_nothing_and_leaves_its_branch(
     size: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -445,6 +447,7 @@ def test_another_number_of_processes_goes_on_with_what_is_left(
     assert rest == [whole[12:]] * after
 
 
+@pytest.mark.e2e
 def test_a_pass_that_cannot_go_on_elsewhere_begins_anew_and_says_so(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -627,6 +630,7 @@ def test_loading_the_newest_goes_back_to_the_one_before(
     assert ["checkpoint_2" in line and f"`{part}.json`" in line for line in told] == [True]
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(("given", "hook"), [(True, False), (False, True)])
 def test_where_there_is_no_choice_a_forged_state_raises(
     given: bool, hook: bool, tmp_path: Path

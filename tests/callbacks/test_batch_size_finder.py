@@ -246,6 +246,7 @@ class Gathers(Trainer):
         return super().training_step(model, batch)
 
 
+@pytest.mark.e2e
 def test_the_batch_under_way_is_the_piece() -> None:
     def body(rank: int) -> int | None:
         finder = BatchSizeFinder()
@@ -311,6 +312,7 @@ def shard(rank: int) -> None:
     train(3, strategy="fsdp")
 
 
+@pytest.mark.e2e
 def test_sharded_parameters_are_refused() -> None:
     with pytest.raises(RanksError, match="does not work with sharded parameters"):
         run_ranks(2, shard)

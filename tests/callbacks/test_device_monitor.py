@@ -50,6 +50,7 @@ def _holds_on_one(rank: int) -> float:
     return _logged(_Holds(GIB // 2 if rank else 4))[4]["device/host_memory_gib"]
 
 
+@pytest.mark.e2e
 def test_memory_is_that_of_the_process_that_has_most() -> None:
     first, second = run_ranks(2, _holds_on_one)
     assert first == second > 1 / 2

@@ -189,6 +189,7 @@ def buffers_of_a_rank(rank: int) -> list[Any]:
     return [buffers.seen, list(average_of(ema).values())]
 
 
+@pytest.mark.e2e
 def test_two_processes_evaluate_the_same_buffers() -> None:
     first, second = run_ranks(2, buffers_of_a_rank)
     assert torch.equal(first[0], second[0])
@@ -253,6 +254,7 @@ def test_it_is_resumed_from_shards_and_into_shards(
             torch.testing.assert_close(resumed[name], tensor)
 
 
+@pytest.mark.e2e
 def test_shards_are_evaluated_with_the_average_too(tmp_path: Path) -> None:
     alone = run_ranks(1, short_fit, tmp_path / "1", None, "single")[0]
     for result in run_ranks(2, short_fit, tmp_path / "2", None, "fsdp"):

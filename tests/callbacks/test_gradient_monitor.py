@@ -236,6 +236,7 @@ def _on(rank: int, size: int, strategy: Callable[[], Any]) -> Any:
     return keeps.logged[2], {name: (h.low, h.high, h.counts) for name, h in drawn.items()}
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     "strategy", [lambda: "ddp", FSDP, lambda: FSDP(replicas=2)], ids=["ddp", "fsdp", "replicas"]
 )

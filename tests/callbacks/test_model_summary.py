@@ -174,6 +174,7 @@ def _sharded(rank: int, meta: bool) -> str:
     return out.getvalue()
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("meta", [False, True], ids=["real", "meta"])
 def test_a_sharded_model_is_shown_whole(meta: bool) -> None:
     first, second = run_ranks(2, _sharded, meta)

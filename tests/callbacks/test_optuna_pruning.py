@@ -74,6 +74,7 @@ def _on_two(rank: int, folder: Path) -> list[Any]:
     return found
 
 
+@pytest.mark.e2e
 def test_all_processes_stop_after_the_same_evaluation_and_go_on_with_the_next_trial(
     tmp_path: Path,
 ) -> None:

@@ -58,6 +58,7 @@ def predict_rank(rank: int, folder: Path) -> None:
     trainer.close()
 
 
+@pytest.mark.e2e
 def test_files_are_the_same_on_several_processes(tmp_path: Path) -> None:
     for size in (1, 2):
         run_ranks(size, predict_rank, tmp_path / str(size))

@@ -115,6 +115,7 @@ def _recorded(rank: int, folder: Path) -> None:
     trainer.close()
 
 
+@pytest.mark.e2e
 def test_each_process_writes_its_own(tmp_path: Path) -> None:
     run_ranks(2, _recorded, tmp_path)
     assert _traces(tmp_path) == {"step-00000001-rank-0": 1, "step-00000001-rank-1": 1}

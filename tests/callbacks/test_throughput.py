@@ -237,6 +237,7 @@ def _on_two(rank: int) -> dict[int, dict[str, float]]:
     return logs.seen
 
 
+@pytest.mark.e2e
 def test_processes_are_put_together() -> None:
     first, second = run_ranks(2, _on_two)
     assert first == second

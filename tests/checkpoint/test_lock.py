@@ -57,6 +57,7 @@ def test_a_second_run_is_told_who_holds_the_directory(tmp_path: Path) -> None:
         pass
 
 
+@pytest.mark.e2e
 def test_a_worker_that_outlives_its_run_does_not_keep_the_lock(tmp_path: Path) -> None:
     with hold(tmp_path, "fork") as process:
         assert process.stdout is not None
@@ -68,6 +69,7 @@ def test_a_worker_that_outlives_its_run_does_not_keep_the_lock(tmp_path: Path) -
             os.kill(worker, signal.SIGKILL)
 
 
+@pytest.mark.e2e
 def test_of_many_runs_that_start_at_once_one_gets_the_lock(tmp_path: Path) -> None:
     processes = [hold(tmp_path / "new" / "run") for _ in range(6)]
     words = []

@@ -55,6 +55,7 @@ def test_each_file_is_compared_by_one_process_of_the_machine(tmp_path: Path) -> 
     assert first.count("model.safetensors") + second.count("model.safetensors") == 1
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     "places",
     [

@@ -90,6 +90,7 @@ def test_what_keeps_machines_apart_is_said_on_each(case: str, folder: Path) -> N
             assert "ready" not in launcher.output
 
 
+@pytest.mark.e2e
 def test_machines_that_were_told_different_things_say_so(folder: Path) -> None:
     port = free_port()
     launchers = [

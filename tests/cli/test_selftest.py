@@ -52,6 +52,7 @@ def checked(rank: int, damage: str) -> tuple[int, str]:
     return code, printed.getvalue()
 
 
+@pytest.mark.e2e
 def test_a_wrong_collective_is_named() -> None:
     (code, printed), (other, _) = run_ranks(2, checked, "sum")
     assert (code, other) == (1, 1)
@@ -60,6 +61,7 @@ def test_a_wrong_collective_is_named() -> None:
     assert "On process 1: These are wrong: sum on cpu." in failed.splitlines()[1]
 
 
+@pytest.mark.e2e
 def test_different_weights_are_named() -> None:
     (code, printed), _ = run_ranks(2, checked, "weights")
     assert code == 1

@@ -73,6 +73,7 @@ def test_the_plan_follows_from_the_first_step_of_the_epoch(size: int, tmp_path: 
         assert last == len(seen)
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("size", [1, 2])
 def test_the_plan_of_a_stream_follows_at_the_end_of_the_epoch(size: int, tmp_path: Path) -> None:
     for seen, last in run_ranks(size, _fit, tmp_path, GrowingStream()):

@@ -226,6 +226,7 @@ def test_who_is_silent_is_looked_at_before_it_is_blamed(
     assert is_frozen(found)
 
 
+@pytest.mark.e2e
 @LINUX
 def test_a_debugger_ends_nothing(program: tuple[subprocess.Popen[bytes], Line]) -> None:
     process, found = program

@@ -101,6 +101,7 @@ def _count(rank: int) -> dict[str, tuple[int, int, int]]:
     return counts
 
 
+@pytest.mark.e2e
 def test_what_a_process_sends_grows_at_most_as_the_logarithm(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

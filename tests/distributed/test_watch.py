@@ -584,6 +584,7 @@ def _crossed(rank: int) -> None:
     accelerator.backward(model(torch.ones(1, 1)).sum())
 
 
+@pytest.mark.e2e
 def test_a_loop_of_the_users_own_that_hangs_for_ever_is_ended(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
@@ -628,6 +629,7 @@ def _different(rank: int, ways: tuple[tuple[Call, ...], tuple[Call, ...]]) -> No
         call(accelerator)
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("ways", "shown"),
     [

@@ -71,6 +71,7 @@ def inside(rank: int) -> None:
     assert trainer.evaluate(model, loader(), loss_fn=nn.CrossEntropyLoss())
 
 
+@pytest.mark.e2e
 def test_an_evaluation_in_a_fit_compares_the_weights() -> None:
     run_ranks(2, inside)
 
@@ -85,5 +86,6 @@ def buffers(rank: int) -> None:
     assert torch.equal(trainer.predict(model, loader()), before)
 
 
+@pytest.mark.e2e
 def test_buffers_that_one_process_changed_are_those_of_process_0() -> None:
     run_ranks(2, buffers)

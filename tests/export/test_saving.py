@@ -256,6 +256,7 @@ def _blocks_of_tied(model: Tied) -> Any:
     return list(model.blocks)
 
 
+@pytest.mark.e2e
 @needs_transformers
 def test_a_sharded_model_of_transformers_loads_with_equal_logits(tmp_path: Path) -> None:
     from transformers import AutoModel, AutoModelForCausalLM
@@ -272,6 +273,7 @@ def test_a_sharded_model_of_transformers_loads_with_equal_logits(tmp_path: Path)
     assert torch.equal(inner(TOKENS).last_hidden_state, hidden)
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("safe", [True, False])
 def test_a_sharded_model_is_written_as_an_unsharded_one(tmp_path: Path, safe: bool) -> None:
     options: Any = {"max_shard_size": "700B" if safe else "4kB", "safe_serialization": safe}

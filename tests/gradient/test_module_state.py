@@ -195,6 +195,7 @@ def test_a_loop_of_ones_own_saves_it_too(tmp_path: Path) -> None:
     assert own_loop(0, tmp_path, False)
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("sharded", [False, True])
 def test_a_loop_on_two_processes_saves_it_too(sharded: bool, tmp_path: Path) -> None:
     assert run_ranks(2, own_loop, tmp_path, sharded) == [True, True]

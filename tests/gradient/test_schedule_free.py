@@ -197,6 +197,7 @@ def test_a_checkpoint_holds_the_weights_to_be_evaluated(tmp_path: Path) -> None:
     assert equal(weights(fresh), weights(fitted.model))
 
 
+@pytest.mark.e2e
 def test_a_sharded_run_goes_on_without_shards(tmp_path: Path) -> None:
     run_ranks(2, partial(_sharded, folder=tmp_path))
     whole = Fitted(tmp_path / "whole", "AdamW")

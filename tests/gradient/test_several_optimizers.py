@@ -473,6 +473,7 @@ needs_muon = pytest.mark.skipif(
 )
 
 
+@pytest.mark.e2e
 @needs_muon
 def test_one_loss_is_shared_by_muon_for_matrices_and_adamw_for_the_rest() -> None:
     alone = run_ranks(1, split, "single")[0]

@@ -133,6 +133,7 @@ def strategies(rank: int, strategy: str) -> list[bool]:
     return [*still, all(step["head"] for of_model in modes for step in of_model)]
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_it_is_called_under_every_strategy(strategy: str) -> None:
     assert run_ranks(2, strategies, strategy) == [[True, True]] * 2

@@ -109,6 +109,7 @@ def test_a_host_that_dies_says_so_unless_it_has_no_power(tmp_path: Path) -> None
                 server.wait_for("closed")
 
 
+@pytest.mark.e2e
 def test_nothing_is_left_of_hosts_whose_test_is_killed(tmp_path: Path) -> None:
     script = (
         "import os, sys, time, pathlib\n"

@@ -115,6 +115,7 @@ def test_what_is_alike_is_saved_once(tmp_path: Path) -> None:
     assert own["objects"]["seen"]["rank"] == 1
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 3)])
 def test_other_processes_get_what_the_owner_makes_of_all(
     before: int, after: int, tmp_path: Path
@@ -137,6 +138,7 @@ def test_a_state_that_cannot_be_divided_anew_is_refused_before_anything_changes(
     assert "`per_process = False`" in text
 
 
+@pytest.mark.e2e
 def test_an_owner_may_say_that_process_0_speaks_for_all(tmp_path: Path) -> None:
     attributes = {"per_process": False}
     run_ranks(2, fit, tmp_path, 3, None)
@@ -146,6 +148,7 @@ def test_an_owner_may_say_that_process_0_speaks_for_all(tmp_path: Path) -> None:
     assert [result[3] for result in again] == [0, 0, 0]
 
 
+@pytest.mark.e2e
 def test_a_callback_of_one_process_alone_keeps_its_state(tmp_path: Path) -> None:
     run_ranks(2, fit, tmp_path, 3, None, only_first=True)
     assert len(run_ranks(2, fit, tmp_path, None, "must", only_first=True)) == 2
@@ -167,6 +170,7 @@ def fail_on_one(rank: int, folder: Path, what: str) -> None:
     fit_toys(trainer, DataLoader(toy_dataset(), 4))
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("what", "words"), [("raises", "no state today"), ("holds", "callbacks.Unsavable.function")]
 )
@@ -208,11 +212,13 @@ def shard(rank: int, folder: Path, what: str) -> Any:
     return holder.loaded, seen.loaded
 
 
+@pytest.mark.e2e
 def test_sharded_states_are_saved_together(tmp_path: Path) -> None:
     assert run_ranks(2, shard, tmp_path, "alike") == [(None, None)] * 2
     assert run_ranks(2, shard, tmp_path, "alike") == [("DTensor", 0), ("DTensor", 1)]
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("what", "words"),
     [("differs", "values that differ between the processes"), ("own", "`per_process = True`")],
@@ -238,6 +244,7 @@ def loop(rank: int, folder: Path, make: Any, load: bool) -> Any:
     return seen.loaded, alike.loaded
 
 
+@pytest.mark.e2e
 def test_registered_objects_of_an_own_loop_come_back_to_their_process(tmp_path: Path) -> None:
     run_ranks(2, loop, tmp_path, Merging, False)
     assert run_ranks(2, loop, tmp_path, Merging, True) == [(0, 7), (1, 7)]
@@ -260,6 +267,7 @@ def uneven(rank: int, folder: Path, load: bool) -> Any:
     return None
 
 
+@pytest.mark.e2e
 def test_the_position_of_a_loader_is_that_of_its_process(tmp_path: Path) -> None:
     run_ranks(2, uneven, tmp_path, False)
     assert run_ranks(2, uneven, tmp_path, True) == [[[8.0, 9.0]], [[6.0, 7.0]]]
@@ -321,6 +329,7 @@ def see_oneself(rank: int, folder: Path, load: bool, sharded: bool = False) -> A
     return None
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("sharded", [False, True])
 def test_so_it_does_in_an_own_loop(
     sharded: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]

@@ -218,6 +218,7 @@ def resume_on(rank: int, folder: Path, epochs: int) -> None:
     )
 
 
+@pytest.mark.e2e
 def test_an_elastic_resume_is_alike(tmp_path: Path) -> None:
     for size, epochs in ((1, 1), (3, 2), (2, 3)):
         run_ranks(size, resume_on, tmp_path, epochs)
@@ -241,6 +242,7 @@ def hybrid(rank: int) -> list[str]:
     return texts
 
 
+@pytest.mark.e2e
 def test_copies_of_one_shard_are_compared() -> None:
     found = run_ranks(4, hybrid)
     assert all(texts == found[0] for texts in found)
@@ -275,6 +277,7 @@ def own_loop(rank: int, folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
+@pytest.mark.e2e
 def test_an_own_loop_saves_no_state_of_replicas_that_differ(tmp_path: Path) -> None:
     assert run_ranks(2, own_loop, tmp_path) == [["after", "asked", "good"]] * 2
 

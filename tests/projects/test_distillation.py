@@ -115,6 +115,7 @@ def distil(rank: int, folder: Path) -> dict[str, Any]:
     }
 
 
+@pytest.mark.e2e
 def test_distillation_stops_early_on_its_soft_loss(tmp_path: Path) -> None:
     (alone,) = run_ranks(1, distil, tmp_path / "1")
     both = run_ranks(2, distil, tmp_path / "2")

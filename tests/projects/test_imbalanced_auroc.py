@@ -93,6 +93,7 @@ def train(rank: int) -> list[tuple[dict[str, float], dict[str, float]]]:
     ]
 
 
+@pytest.mark.e2e
 def test_figures_are_those_by_hand_on_one_and_two_processes() -> None:
     found = [run_ranks(size, train) for size in (1, 2)]
     for results in [*found[0], *found[1]]:

@@ -81,6 +81,7 @@ def close(found: Tensor, expected: Tensor) -> bool:
     return torch.allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.e2e
 def test_each_sample_is_predicted_once_by_a_model_that_has_not_seen_it() -> None:
     (alone,) = run_ranks(1, cross_validate)
     targets = make_data().tensors[1]

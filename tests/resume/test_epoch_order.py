@@ -195,6 +195,7 @@ def on_ranks(rank: int, folder: Path, resume: Any, before: Any, accumulation: in
     return fit(folder, before, stop=stop, resume=resume, gradient_accumulation_steps=accumulation)
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("one", [shuffled, partial(paired, 4)])
 def test_the_order_is_that_of_any_number_of_processes(one: Any, tmp_path: Path) -> None:
     """Batches of 4 on two processes, and twice as many on one, make the same steps."""

@@ -231,6 +231,7 @@ def _sharded_is_refused(rank: int, folder: Path) -> bool:
     return True
 
 
+@pytest.mark.e2e
 def test_sharded_ones_are_refused_after_one_step(tmp_path: Path) -> None:
     assert run_ranks(2, _sharded_is_refused, tmp_path) == [True, True]
 

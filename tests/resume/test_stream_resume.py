@@ -140,6 +140,7 @@ def test_another_number_of_processes_goes_on_after_the_last_sample(
     assert sorted(together(first) + together(rest)) == together(whole)
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 3)])
 def test_shards_that_do_not_say_how_are_refused_before_the_first_step(
     before: int, after: int, tmp_path: Path

@@ -302,6 +302,7 @@ def together(ranks: list[Any]) -> list[list[float]]:
     return [sorted(chain.from_iterable(parts)) for parts in steps]
 
 
+@pytest.mark.e2e
 def test_two_processes_use_the_samples_of_one(tmp_path: Path) -> None:
     one = run_ranks(1, mapped_rank, 8, tmp_path / "one", **LIMITS)
     two = run_ranks(2, mapped_rank, 4, tmp_path / "two", **LIMITS)

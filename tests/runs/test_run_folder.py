@@ -267,6 +267,7 @@ def _save_twice(stand: Callable[[], None], project: Path) -> None:
     accelerator.save_state()
 
 
+@pytest.mark.e2e
 def test_two_programs_do_not_number_their_states_in_one_folder(tmp_path: Path) -> None:
     with standing(_save_twice, tmp_path) as process:
         before = contents(tmp_path)

@@ -40,6 +40,7 @@ def test_checkpoints_are_listed_without_their_contents(
     assert "BROKEN" not in shown
 
 
+@pytest.mark.e2e
 def test_checkpoints_are_verified(run: str, s3: S3, capfd: pytest.CaptureFixture[str]) -> None:
     assert run_ranks(1, _command, "checkpoint", "verify", run) == [0]
     name = f"{run.removeprefix('s3://bucket/')}/checkpoints/step-{STEPS:08d}"
@@ -51,11 +52,13 @@ def test_checkpoints_are_verified(run: str, s3: S3, capfd: pytest.CaptureFixture
     assert f"BROKEN step-{STEPS:08d}" in capfd.readouterr().out
 
 
+@pytest.mark.e2e
 def test_a_checkpoint_is_exported_from_storage(run: str, tmp_path: Path) -> None:
     assert run_ranks(1, _command, "checkpoint", "export", run, str(tmp_path / "model")) == [0]
     assert (tmp_path / "model/model.safetensors").is_file()
 
 
+@pytest.mark.e2e
 def test_storage_is_thinned_out(run: str, s3: S3, capfd: pytest.CaptureFixture[str]) -> None:
     name = run.removeprefix("s3://bucket/")
     assert run_ranks(1, _command, "checkpoint", "prune", run, "--keep-last", "1") == [0]
@@ -93,6 +96,7 @@ def _on(machine: Path, action: Callable[[], Any]) -> Any:
     return run_ranks(1, there)[0]
 
 
+@pytest.mark.e2e
 def test_states_of_an_own_loop_go_on_elsewhere(s3: S3, tmp_path: Path) -> None:
     def prepared() -> tuple[Accelerator, nn.Linear]:
         project = ProjectConfiguration(
@@ -140,6 +144,7 @@ def test_a_state_at_an_address_replaces_the_one_before(s3: S3, tmp_path: Path) -
     assert _on(tmp_path / "b", load) == 1.0
 
 
+@pytest.mark.e2e
 def test_a_model_is_written_to_an_address(s3: S3, tmp_path: Path) -> None:
     large = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(2)))
     _on(tmp_path, lambda: save_model(large, "s3://bucket/model", "17000B"))

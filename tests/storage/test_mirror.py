@@ -53,6 +53,7 @@ def test_storage_has_what_the_folder_has(s3: S3, tmp_path: Path) -> None:
         assert len({each.split("/")[2] for each in order[begin : end + 1]}) <= 2  # with one cut
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("after", [0, 3, 6, 9])
 def test_a_run_killed_in_an_upload_goes_on_elsewhere_bit_equal(
     s3: S3, tmp_path: Path, after: int
@@ -71,6 +72,7 @@ def test_a_run_killed_in_an_upload_goes_on_elsewhere_bit_equal(
     assert without_time(mine.read_text()) == without_time(plain.read_text())
 
 
+@pytest.mark.e2e
 def test_two_processes_go_on_elsewhere(s3: S3, tmp_path: Path) -> None:
     def stop() -> None:
         raise KeyError("stopped")
@@ -100,6 +102,7 @@ def test_a_storage_that_fails_ends_no_training(
     assert _steps(s3, "down") == {f"step-{STEPS:08d}"}
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(("status", "code"), [(500, "InternalError"), (503, "SlowDown")])
 def test_a_storage_that_fails_for_a_while_gets_all(
     s3: S3, tmp_path: Path, status: int, code: str
@@ -110,6 +113,7 @@ def test_a_storage_that_fails_for_a_while_gets_all(
     assert f"{run}/checkpoints/step-{STEPS:08d}/manifest.json" in s3.names(run)
 
 
+@pytest.mark.e2e
 def test_what_is_cut_on_its_way_is_sent_again(
     s3: S3, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -147,6 +151,7 @@ def test_wrong_credentials_are_told_before_the_first_step(s3: S3, tmp_path: Path
         run_ranks(1, train, "s3://bucket/secret", tmp_path / "a")
 
 
+@pytest.mark.e2e
 def test_what_was_cut_in_storage_is_passed_over(
     s3: S3, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -170,6 +175,7 @@ def test_a_new_training_is_refused_where_storage_holds_another(s3: S3, tmp_path:
         run_ranks(1, train, "s3://bucket/taken", tmp_path / "b", resume=None)
 
 
+@pytest.mark.e2e
 def test_another_runs_checkpoint_under_the_same_name_is_left_alone(
     s3: S3, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -203,6 +209,7 @@ def test_the_second_writer_is_refused(s3: S3, tmp_path: Path) -> None:
     run_ranks(1, train, "s3://bucket/both", tmp_path / "c")  # the holder is dead
 
 
+@pytest.mark.e2e
 def test_a_lost_lease_ends_the_run_before_it_overwrites_anything(s3: S3, tmp_path: Path) -> None:
     def lose() -> None:
         s3.fault(match="PUT lost/.trainkit-lock", status=403)  # nothing is renewed any more
@@ -219,6 +226,7 @@ def test_a_lost_lease_ends_the_run_before_it_overwrites_anything(s3: S3, tmp_pat
     assert b"another" in s3.read("lost/.trainkit-lock")
 
 
+@pytest.mark.e2e
 def test_each_run_has_a_folder_that_storage_has_not(s3: S3, tmp_path: Path) -> None:
     for machine in "ab":
         run_ranks(1, train, "s3://bucket/many", tmp_path / machine, resume=None, new_run=True)

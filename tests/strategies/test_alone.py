@@ -51,6 +51,7 @@ def _one(rank: int, folder: Path, member_number: int, steps: tuple[int, ...]) ->
     return member(member_number, folder, steps)
 
 
+@pytest.mark.e2e
 def test_what_was_trained_alone_is_exchanged_between_fits(tmp_path: Path) -> None:
     first, second = run_ranks(2, joined, tmp_path)
     assert first != second

@@ -505,6 +505,7 @@ def thaw_in_own_loop(rank: int) -> dict[str, Tensor]:
     return weights_of(net)
 
 
+@pytest.mark.e2e
 def test_what_thaws_in_an_own_loop_is_reduced() -> None:
     (alone,) = run_ranks(1, thaw_in_own_loop)
     for found in run_ranks(2, thaw_in_own_loop):

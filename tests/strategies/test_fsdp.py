@@ -98,6 +98,7 @@ def test_options_change_no_figure(name: str) -> None:
             assert torch.allclose(value, other.weights[key], rtol=0, atol=1e-12)
 
 
+@pytest.mark.e2e
 def test_replicas_of_shards_are_the_same_training_as_ddp() -> None:
     cases = [Case("ddp", steps=4), Case("fsdp", steps=4, options={"replicas": 2})]
     for ddp, fsdp in run_ranks(4, train, 4, cases):
@@ -113,6 +114,7 @@ def test_bf16_learns_as_it_does_under_ddp(name: str) -> None:
         assert deviation(ddp.norms, fsdp.norms) < 0.2
 
 
+@pytest.mark.e2e
 def test_fp16_learns_as_it_does_under_ddp() -> None:
     case = Case("ddp", "mlp", torch.float32, steps=8, precision=FP16(init_scale=64.0))
     for ddp, fsdp in run_ranks(2, train, 2, [case, replace(case, strategy="fsdp", fused=True)]):

@@ -169,10 +169,12 @@ def sparse(rank: int) -> None:
     fit(model)
 
 
+@pytest.mark.e2e
 def test_a_module_with_sparse_gradients_is_named() -> None:
     run_ranks(2, sparse)
 
 
+@pytest.mark.e2e
 def test_scalars_may_be_frozen_but_not_trained() -> None:
     run_ranks(2, scalars)
 
@@ -208,6 +210,7 @@ def ready_made(rank: int) -> None:
         fit(seeded(mlp), optimizer=AdamW(mlp().parameters()))
 
 
+@pytest.mark.e2e
 def test_a_ready_made_optimizer_is_moved_to_the_sharded_parameters() -> None:
     run_ranks(2, ready_made)
 
@@ -242,6 +245,7 @@ def unlike_starts(rank: int) -> None:
     assert equal(weights(model), seeded(mlp).state_dict(), 0)
 
 
+@pytest.mark.e2e
 def test_every_process_starts_from_the_values_of_process_0() -> None:
     run_ranks(2, unlike_starts)
 
@@ -307,6 +311,7 @@ def initialized(rank: int, seed: int) -> list[dict[str, Tensor]]:
     return results
 
 
+@pytest.mark.e2e
 @needs_transformers_5
 def test_a_model_initialises_itself_alike_on_any_number_of_processes() -> None:
     one, two, three = (run_ranks(size, initialized, 5)[0] for size in (1, 2, 3))
@@ -341,6 +346,7 @@ def bare(rank: int) -> None:
         fit(model)
 
 
+@pytest.mark.e2e
 def test_what_cannot_be_filled_is_named() -> None:
     run_ranks(2, bare)
     with pytest.raises(ConfigError, match="meta device: its parameters have no values"):
@@ -368,6 +374,7 @@ def from_files(rank: int, folder: Path) -> None:
         fit(mlp(), FSDP(weights=folder / "whole"))
 
 
+@pytest.mark.e2e
 @needs_transformers_5
 def test_a_model_on_the_meta_device_is_read_from_files(tmp_path: Path) -> None:
     from safetensors.torch import save_file
@@ -403,6 +410,7 @@ def statistics(rank: int) -> None:
     assert equal(results[0], results[1])
 
 
+@pytest.mark.e2e
 def test_buffers_are_those_of_process_0() -> None:
     run_ranks(2, statistics)
 
@@ -480,6 +488,7 @@ def guarded(rank: int) -> None:
         fit(seeded(mlp), callbacks=[Bad(), NaNGuard("skip")], max_steps=3, max_consecutive_skips=2)
 
 
+@pytest.mark.e2e
 def test_the_guard_finds_a_bad_gradient_on_one_shard(capfd: pytest.CaptureFixture[str]) -> None:
     run_ranks(2, guarded)
     assert "training Sequential" in capfd.readouterr().out
@@ -498,6 +507,7 @@ def alone(rank: int) -> None:
         FSDP(replicas=2).setup()
 
 
+@pytest.mark.e2e
 def test_one_process_works_and_says_that_it_gains_nothing() -> None:
     run_ranks(1, alone)
 
@@ -515,6 +525,7 @@ def uneven_use(rank: int) -> None:
     fit(Half(), max_grad_norm=1.0, precision="fp16")
 
 
+@pytest.mark.e2e
 def test_parameters_that_no_process_uses_are_left_alone() -> None:
     run_ranks(2, uneven_use)
 
@@ -548,6 +559,7 @@ def second_of_two(rank: int) -> None:
         models[1](torch.randn(2, 6))
 
 
+@pytest.mark.e2e
 def test_each_of_two_sharded_models_is_compared() -> None:
     run_ranks(2, second_of_two)
 
@@ -574,5 +586,6 @@ def trained_by_others(rank: int) -> None:
         fit(model, DDP())
 
 
+@pytest.mark.e2e
 def test_other_strategies_refuse_a_sharded_model() -> None:
     run_ranks(2, trained_by_others)

@@ -229,6 +229,7 @@ def resume_damaged(rank: int, folder: Path) -> str:
     return str(caught.value)
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("file", "damage", "message"),
     [
@@ -275,6 +276,7 @@ def save_oddly(rank: int, folder: Path) -> None:
     trainer.fit(Net(), DataLoader(Rows(), 2), optimizer=partial(AdamW, lr=1e-2))
 
 
+@pytest.mark.e2e
 def test_sharded_tensors_that_only_some_processes_have_are_refused(tmp_path: Path) -> None:
     with pytest.raises(RanksError, match="other sharded tensors on other processes") as caught:
         run_ranks(2, save_oddly, tmp_path)

@@ -169,6 +169,7 @@ class Raises(Callback):
         raise ZeroDivisionError("in a hook that seldom comes")
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("broken", "options", "message"),
     [
