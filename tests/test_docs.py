@@ -27,6 +27,7 @@ from types import ModuleType
 import pytest
 
 from tests.helpers.markdown import Block, blocks, commands, links
+from tests.helpers.tiers import with_few
 from trainkit.cli import main as cli
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -58,7 +59,7 @@ def _runs(page: Path) -> list[Block]:
 
 @pytest.mark.parametrize(
     "page",
-    [*filter(_runs, PAGES), pytest.param(README, marks=pytest.mark.e2e)],
+    with_few([START, DOCS / "concepts" / "steps.md"], filter(_runs, [*PAGES, README])),
     ids=_name,
 )
 def test_the_python_blocks_run_one_after_the_other(page: Path, tmp_path: Path) -> None:

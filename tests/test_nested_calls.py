@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.optim import SGD
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from tests.helpers.ranks import RanksError, run_ranks
+from tests.helpers.ranks import RanksError, in_turn, run_ranks
+from tests.helpers.tiers import with_few
 from tests.helpers.toys import fit, make_trainer, toy_dataset, toy_loaders, toy_model
 from trainkit import Callback, ConfigError, DistributedError, Run, Trainer
 from trainkit.callbacks import Checkpoint, MainProcess
@@ -92,7 +93,7 @@ def train(rank: int, asks: bool, folder: Path) -> tuple[list[Tensor], Any]:
     return state, (callbacks[-1] if asks else None, result)
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", with_few([1], [1, 2]))
 def test_an_evaluation_inside_any_hook_disturbs_nothing(size: int, tmp_path: Path) -> None:
     plain = run_ranks(size, train, False, tmp_path / "plain")
     asking = run_ranks(size, train, True, tmp_path / "asking")
@@ -135,14 +136,12 @@ def train_in_steps(rank: int, kind: type[Trainer], precision: str) -> Any:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_an_evaluation_inside_a_step_disturbs_nothing(size: int, precision: str) -> None:
-    plain = run_ranks(size, train_in_steps, Twice, precision)
-    for (expected, metrics), (state, same) in zip(
-        plain, run_ranks(size, train_in_steps, InSteps, precision), strict=True
-    ):
-        assert all(torch.equal(a, b) for a, b in zip(expected, state, strict=True))
-        assert metrics == same
+def test_an_evaluation_inside_a_step_disturbs_nothing(size: int) -> None:
+    cases = [(kind, precision) for precision in ("fp32", "bf16") for kind in (Twice, InSteps)]
+    for results in run_ranks(size, in_turn, train_in_steps, cases):
+        for (expected, metrics), (state, same) in (results[:2], results[2:]):
+            assert all(torch.equal(a, b) for a, b in zip(expected, state, strict=True))
+            assert metrics == same
 
 
 def evaluate_statistics(rank: int) -> list[float]:
@@ -163,6 +162,7 @@ def evaluate_statistics(rank: int) -> list[float]:
     return found
 
 
+@pytest.mark.e2e
 def test_on_two_processes_one_model_is_evaluated() -> None:
     for first, second in run_ranks(2, evaluate_statistics):
         assert first == second
@@ -204,7 +204,7 @@ def fit_in_fit(rank: int) -> Any:
     assert all(torch.equal(a, b) for a, b in pairs)
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", with_few([1], [1, 2]))
 def test_a_fit_inside_a_fit_is_refused_before_anything_happens(size: int) -> None:
     run_ranks(size, fit_in_fit)
 
@@ -224,7 +224,7 @@ def fit_another(rank: int) -> None:
     assert fit(trainer).step > 2
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", with_few([1], [1, 2]))
 def test_another_trainer_may_fit_inside(size: int) -> None:
     run_ranks(size, fit_another)
 
@@ -334,6 +334,7 @@ def evaluate_alone(rank: int, caller: int, call: str, hook: str) -> None:
     fit(trainer)
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("caller", "call", "hook"),
     [(0, "evaluate", "on_step_end"), (1, "predict", "on_step_end"), (0, "predict", "on_log")],
@@ -364,6 +365,7 @@ def _one_regression(_: int) -> dict[str, float]:
     return trainer.evaluate(model, loader, metrics=[gap, "mae"], loss_fn=loss)
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_column_of_predictions_meets_a_row_of_references(size: int) -> None:
     for figures in run_ranks(size, _one_regression):
@@ -383,6 +385,7 @@ def _other_loaders(rank: int) -> str:
     return str(caught.value)
 
 
+@pytest.mark.e2e
 def test_processes_that_evaluate_other_data_are_told() -> None:
     first, second = run_ranks(2, _other_loaders)
     assert first == second
@@ -419,6 +422,7 @@ def _closed_by_another(rank: int) -> str:
     return str(caught.value)
 
 
+@pytest.mark.e2e
 def test_trainers_share_the_group_that_one_of_them_leaves() -> None:
     for said in run_ranks(2, _closed_by_another):
         assert "it has left by `close`" in said

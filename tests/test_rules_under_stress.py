@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, TensorDataset, random_split
 from typing_extensions import override
 
-from tests.helpers.ranks import RanksError, run_ranks
+from tests.helpers.ranks import RanksError, in_turn, run_ranks
 from trainkit import (
     Callback,
     Combined,
@@ -298,25 +298,30 @@ def ask(
     return result.step, callback.evaluated, result.stop_reason
 
 
-@pytest.mark.parametrize("hook", ["on_step_end", "on_log", "on_gradients"])
-def test_a_stop_that_one_process_asks_for_comes_one_window_later_on_all(hook: str) -> None:
+def test_a_stop_that_one_process_asks_for_comes_one_window_later_on_all() -> None:
     start = 3
-    alone, _, _ = run_ranks(1, ask, hook, "stop", start)[0]
-    assert alone == start + (hook == "on_gradients")
-    results = run_ranks(2, ask, hook, "stop", start)
-    assert results[0] == results[1]
-    assert results[0][0] == alone + 1
-    assert results[0][2] == "enough"
+    cases = [(hook, "stop", start) for hook in ("on_step_end", "on_log", "on_gradients")]
+    (alone,) = run_ranks(1, in_turn, ask, cases)
+    assert [step for step, _, _ in alone] == [start, start, start + 1]
+    first, second = run_ranks(2, in_turn, ask, cases)
+    assert first == second
+    assert [step for step, _, _ in first] == [step + 1 for step, _, _ in alone]
+    assert {reason for _, _, reason in first} == {"enough"}
 
 
 def test_where_windows_are_short_what_one_process_asks_for_waits_for_the_next_exchange() -> None:
     # Of 0.1 s each: exchanged after windows 1, 3, 5 and so on,
     # and read a window later.
-    for step, stop in ((2, 4), (3, 4), (4, 6)):
-        assert run_ranks(2, ask, "on_step_end", "stop", step, 0.1) == [(stop, [], "enough")] * 2
-    # What was not yet exchanged is served at the end, on the last step.
-    assert run_ranks(2, ask, "on_step_end", "evaluation", 8, 0.1) == [(8, [8], "max_steps")] * 2
-    assert run_ranks(2, ask, "on_step_end", "evaluation", 2, 0.0) == [(8, [8], "max_steps")] * 2
+    cases = {
+        **{
+            ("on_step_end", "stop", step, 0.1): (stop, [], "enough")
+            for step, stop in ((2, 4), (3, 4), (4, 6))
+        },
+        # What was not yet exchanged is served at the end, on the last step.
+        ("on_step_end", "evaluation", 8, 0.1): (8, [8], "max_steps"),
+        ("on_step_end", "evaluation", 2, 0.0): (8, [8], "max_steps"),
+    }
+    assert run_ranks(2, in_turn, ask, [*cases]) == [[*cases.values()]] * 2
 
 
 class Words(nn.Module):
@@ -355,7 +360,7 @@ class Norms(Callback):
 CLIPS: list[dict[str, Any]] = [{"max_grad_norm": 0.05}, {"max_grad_value": 0.05}]
 
 
-def clip_sparsely(rank: int, clip: dict[str, Any], *, several: bool, sparse: bool) -> list[Tensor]:
+def clip_sparsely(rank: int, clip: dict[str, Any], several: bool, sparse: bool) -> list[Tensor]:
     """Return the weights and norms of a training whose words come several times in a batch."""
     model = Words()
     model.embedding.sparse = sparse
@@ -368,13 +373,14 @@ def clip_sparsely(rank: int, clip: dict[str, Any], *, several: bool, sparse: boo
     return [*(p.detach() for p in model.parameters()), *norms.found]
 
 
-@pytest.mark.parametrize("clip", CLIPS, ids=lambda clip: next(iter(clip)))
-@pytest.mark.parametrize("several", [False, True])
-def test_sparse_gradients_are_clipped_as_dense_ones(clip: dict[str, Any], several: bool) -> None:
-    (alone,) = run_ranks(1, clip_sparsely, clip, several=False, sparse=False)
+def test_sparse_gradients_are_clipped_as_dense_ones() -> None:
+    dense = [(clip, False, False) for clip in CLIPS]
+    (alone,) = run_ranks(1, in_turn, clip_sparsely, dense)
     for size in (1, 2):
-        found = run_ranks(size, clip_sparsely, clip, several=several, sparse=True)[-1]
-        torch.testing.assert_close(found, alone)
+        for several in (False, True):
+            cases = [(clip, several, True) for clip in CLIPS]
+            found = run_ranks(size, in_turn, clip_sparsely, cases)[-1]
+            torch.testing.assert_close(found, alone)
 
 
 def count_reductions(rank: int, seconds: float) -> tuple[int, int]:
@@ -395,21 +401,22 @@ def count_reductions(rank: int, seconds: float) -> tuple[int, int]:
     return step, len(calls)
 
 
-@pytest.mark.parametrize(("seconds", "exchanges"), [(SLOW, 8), (0.1, 5), (0.0, 2)])
-def test_flags_are_reduced_by_time(seconds: float, exchanges: int) -> None:
+def test_flags_are_reduced_by_time() -> None:
     # And twice at the end of fit, where they compare the model; in the first step two compare
     # whether all weigh their losses, and which gradients there are. These are reduced by torch's
     # own reducer.
-    assert run_ranks(2, count_reductions, seconds) == [(8, exchanges + 4)] * 2
+    found = run_ranks(2, in_turn, count_reductions, [(SLOW,), (0.1,), (0.0,)])
+    assert found == [[(8, exchanges + 4) for exchanges in (8, 5, 2)]] * 2
 
 
-@pytest.mark.parametrize("hook", ["on_step_end", "on_log"])
-@pytest.mark.parametrize("step", [2, 8])
-def test_an_evaluation_that_one_process_asks_for_comes_once(hook: str, step: int) -> None:
+def test_an_evaluation_that_one_process_asks_for_comes_once() -> None:
+    steps, hooks = (2, 8), ("on_step_end", "on_log")
+    cases = [(hook, "evaluation", step) for step in steps for hook in hooks]
     for size in (1, 2):
-        results = run_ranks(size, ask, hook, "evaluation", step)
+        results = run_ranks(size, in_turn, ask, cases)
         assert all(result == results[0] for result in results)
-        assert results[0][1] == [min(8, step + (size > 1))]
+        expected = [min(8, step + (size > 1)) for step in steps for _ in hooks]
+        assert [evaluations for _, [evaluations], _ in results[0]] == expected
 
 
 def test_a_stop_before_the_first_step_trains_nothing() -> None:

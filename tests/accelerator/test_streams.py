@@ -7,7 +7,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 from tests.data import streams
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import in_turn, run_ranks
 from trainkit import Accelerator, DataLoaderConfiguration
 
 WORKERS: dict[str, Any] = {"num_workers": 2, "persistent_workers": True}
@@ -38,16 +38,11 @@ def _read(rank: int, folder: Path, kind: str, stateful: bool, workers: dict[str,
 
 
 @pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize(
-    ("kind", "stateful", "workers"),
-    [
-        ("Counting", True, {}),
-        ("Buffering", False, {}),
-        ("Buffering", True, WORKERS),
-        ("Stateless", True, {}),
-    ],
-)
-def test_a_loop_goes_on_after_the_batch_that_was_consumed(
-    kind: str, stateful: bool, workers: dict[str, Any], size: int, tmp_path: Path
-) -> None:
-    run_ranks(size, _read, tmp_path, kind, stateful, workers)
+def test_a_loop_goes_on_after_the_batch_that_was_consumed(size: int, tmp_path: Path) -> None:
+    cases: list[tuple[Any, ...]] = [
+        (tmp_path / "0", "Counting", True, {}),
+        (tmp_path / "1", "Buffering", False, {}),
+        (tmp_path / "2", "Buffering", True, WORKERS),
+        (tmp_path / "3", "Stateless", True, {}),
+    ]
+    run_ranks(size, in_turn, _read, cases)

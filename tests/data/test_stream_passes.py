@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from tests.data import streams
 from tests.helpers.callbacks import On, StopsAt
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import in_turn, run_ranks
 from tests.helpers.tiers import with_few
 from trainkit import Accelerator, Callback, DataLoaderConfiguration, Run, Trainer
 from trainkit.callbacks import Checkpoint, Evaluation
@@ -172,6 +172,9 @@ def _broken_off(rank: int, kind: str, folder: Path, stateful: bool) -> None:
 @pytest.mark.e2e
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_pass_that_an_own_loop_broke_off_is_over_in_its_state(size: int, tmp_path: Path) -> None:
-    for kind in ("Counting", "Ending", "Walking", "huggingface"):
-        for stateful in (False, True):
-            run_ranks(size, _broken_off, kind, tmp_path / f"{kind} {stateful}", stateful)
+    cases = [
+        (kind, tmp_path / f"{kind} {stateful}", stateful)
+        for kind in ("Counting", "Ending", "Walking", "huggingface")
+        for stateful in (False, True)
+    ]
+    run_ranks(size, in_turn, _broken_off, cases)

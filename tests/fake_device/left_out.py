@@ -9,10 +9,6 @@ LEFT_OUT: dict[str, tuple[str, ...]] = {
         "tests/processes/test_growth.py::test_set_up_handles_no_sample_by_itself_and_a_resume_reads_none",
         "tests/processes/test_growth.py::test_tensors_of_parameters_cost_what_they_cost_in_a_raw_loop",
     ),
-    "compares bits with a loop on the CPU, whose autocast runs other operators in low precision": (
-        "tests/gradient/test_parity.py::test_weights_equal_those_of_a_plain_loop[bf16",
-        "tests/gradient/test_parity.py::test_weights_equal_those_of_a_plain_loop[fp16",
-    ),
     "expects the name of the CPU, or that there is no accelerator": (
         "tests/test_explain.py::test_it_says_what_is_trained",
         "tests/cli/test_launch_processes.py::test_a_file_for_gpus_is_refused_where_there_are_none",

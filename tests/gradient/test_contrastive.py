@@ -151,7 +151,7 @@ def fit_many(rank: int, cases: list[Case]) -> list[list[Tensor]]:
     return [fit(case) for case in cases]
 
 
-@pytest.mark.parametrize("size", with_few([1, 2], [1, 2, 3]))
+@pytest.mark.parametrize("size", with_few([2], [2, 3]))
 def test_the_gradient_is_that_of_one_process(size: int) -> None:
     cases: list[Case] = []
     for kind in LOSSES:
@@ -203,6 +203,7 @@ def uneven(samples: int) -> list[list[int]]:
     return [list(part) for k in starts for part in (range(k, k + 2), range(k + 2, k + 6))]
 
 
+@pytest.mark.e2e
 def test_in_a_loop_of_ones_own_unequal_batches_need_a_factor() -> None:
     model, data, expected = make_model(), make_data(24), []
     for window in ((0, 6), (12, 18)):
@@ -243,6 +244,7 @@ def _repeating(rank: int) -> Any:
     return seen
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_repeated_batch_gives_no_rows(size: int) -> None:
     first = make_data(9)[:5][1][:, 0].tolist()
@@ -331,6 +333,7 @@ def _labels_by_rank(rank: int, asks: str) -> list[str]:
     return [str(warning.message) for warning in caught]
 
 
+@pytest.mark.e2e
 def test_labels_that_count_from_the_rank_are_warned_of_where_rows_are_uneven() -> None:
     assert run_ranks(2, _labels_by_rank, "first") == [[], []]
     assert run_ranks(2, _labels_by_rank, "last") == [[], []]

@@ -11,7 +11,7 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import in_turn, run_ranks
 from tests.helpers.toys import toy_loaders, toy_model
 from trainkit import Callback, ConfigError, NonFiniteError, Run, StepResult, Trainer, TrainkitError
 from trainkit.callbacks import Checkpoint
@@ -98,11 +98,11 @@ def spoiled_fit(rank: int, size: int, fused: bool, accumulation: int) -> dict[st
     }
 
 
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize(("size", "accumulation"), [(1, 1), (2, 1), (2, 2), (3, 1)])
-def test_overflow_on_one_process_skips_on_all(size: int, accumulation: int, fused: bool) -> None:
-    results = run_ranks(size, spoiled_fit, size, fused, accumulation)
-    for result in results:
+@pytest.mark.parametrize(("size", "accumulation"), [(1, 1), (2, 2), (3, 1)])
+def test_overflow_on_one_process_skips_on_all(size: int, accumulation: int) -> None:
+    cases = [(size, fused, accumulation) for fused in (False, True)]
+    ranks = run_ranks(size, in_turn, spoiled_fit, cases)
+    for case, result in [numbered for results in ranks for numbered in enumerate(results)]:
         assert (result["step"], result["skipped"]) == (6, 1)
         assert result["skips"] == [SPOILED_STEP]
         assert result["unchanged"]
@@ -110,7 +110,7 @@ def test_overflow_on_one_process_skips_on_all(size: int, accumulation: int, fuse
         assert result["samples"] == 7 * result["window"]  # the position moved on
         assert result["scale"] == 128.0
         assert result["lr"] == pytest.approx(1e-2 * 0.9**6)
-        assert equal(result["weights"], results[0]["weights"])
+        assert equal(result["weights"], ranks[0][case]["weights"])
 
 
 def test_too_many_skips_in_a_row_end_the_run() -> None:

@@ -10,7 +10,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -85,6 +85,18 @@ def run_ranks(
         texts = [f"---- rank {rank} of {size}: {text}" for rank, text in failures.items()]
         raise RanksError("\n" + "\n".join(texts), failures)
     return [child.result for child in children]
+
+
+def in_turn(rank: int, function: Callable[..., Any], cases: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """Call `function(rank, *case)` for each case, all in one job; return the results."""
+    results = []
+    for case in cases:
+        try:
+            results.append(function(rank, *case))
+        except BaseException as error:
+            error.add_note(f"The case: {case}")
+            raise
+    return results
 
 
 def _start(

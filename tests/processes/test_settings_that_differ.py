@@ -14,7 +14,7 @@ from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import LambdaLR, SequentialLR, StepLR
 from torch.utils.data import ConcatDataset, DataLoader, Subset, default_collate, random_split
 
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import in_turn, run_ranks
 from tests.helpers.toys import fit, make_trainer, toy_dataset, toy_model
 from trainkit import Accelerator, ConfigError, GradScalerKwargs, LRSchedule, Run, Trainer
 from trainkit.callbacks import Evaluation
@@ -292,11 +292,9 @@ def refuse_parts(rank: int, kind: str, place: str) -> None:
         accelerator.prepare(model, SGD(model.parameters(), lr=0.1))
 
 
-@pytest.mark.parametrize(
-    ("kind", "place"), [("order", "1"), ("eps", "2"), ("slope", "3"), ("dropout", "5")]
-)
-def test_modules_that_are_set_otherwise_are_refused(kind: str, place: str) -> None:
-    run_ranks(2, refuse_parts, kind, place)
+def test_modules_that_are_set_otherwise_are_refused() -> None:
+    cases = [("order", "1"), ("eps", "2"), ("slope", "3"), ("dropout", "5")]
+    run_ranks(2, in_turn, refuse_parts, cases)
 
 
 class Views(Subset[Any]):
@@ -356,20 +354,16 @@ def refuse_data(rank: int, kind: str) -> None:
         Accelerator(cpu=True).prepare_data_loader(data_of(rank, kind))
 
 
-@pytest.mark.parametrize("kind", ["split", "nested", "joined", "views", "collate", "transform"])
-def test_other_samples_or_code_that_reads_them_are_refused(kind: str) -> None:
-    run_ranks(2, refuse_data, kind)
+def same_data(rank: int, kind: str) -> None:
+    fit(make_trainer(), (data_of(0, kind), data_of(0, kind)))
+    model = toy_model()
+    Accelerator(cpu=True).prepare(model, SGD(model.parameters(), lr=0.1), data_of(1, kind))
 
 
-def same_data(rank: int) -> None:
-    for kind in ("split", "nested", "joined", "views", "collate", "transform"):
-        fit(make_trainer(), (data_of(0, kind), data_of(0, kind)))
-        model = toy_model()
-        Accelerator(cpu=True).prepare(model, SGD(model.parameters(), lr=0.1), data_of(1, kind))
-
-
-def test_the_same_samples_on_all_processes_are_trained_on() -> None:
-    run_ranks(2, same_data)
+@pytest.mark.parametrize("function", [refuse_data, same_data])
+def test_other_samples_or_code_that_reads_them_are_refused(function: Any) -> None:
+    kinds = ("split", "nested", "joined", "views", "collate", "transform")
+    run_ranks(2, in_turn, function, [(kind,) for kind in kinds])
 
 
 def threshold(limit: float, rank: int) -> Callable[[Any, Any], float]:

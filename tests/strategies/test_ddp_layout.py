@@ -11,7 +11,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import in_turn, run_ranks
 from tests.helpers.tiers import with_few
 from trainkit import Accelerator, DistributedDataParallelKwargs, Trainer
 from trainkit.callbacks import Checkpoint, FreezeUntil
@@ -114,14 +114,16 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("case", "processes"),
-    with_few(
-        [("fp32", 3), ("thawed after", 3)], [(case, size) for case in CASES for size in (3, 4)]
-    ),
-)
-def test_a_resumed_run_adds_up_as_the_whole_one(case: str, processes: int, tmp_path: Path) -> None:
-    assert run_ranks(processes, both, tmp_path, CASES[case]) == [True] * processes
+FEW = ("fp32", "thawed after")
+JOBS = [(3, FEW), (3, tuple(name for name in CASES if name not in FEW)), (4, FEW)]
+
+
+@pytest.mark.parametrize(("processes", "names"), with_few(JOBS[:1], JOBS))
+def test_a_resumed_run_adds_up_as_the_whole_one(
+    processes: int, names: tuple[str, ...], tmp_path: Path
+) -> None:
+    cases = [(tmp_path / name, CASES[name]) for name in names]
+    assert run_ranks(processes, in_turn, both, cases) == [[True] * len(names)] * processes
 
 
 def loop(rank: int, folder: Path, settings: dict[str, Any]) -> list[bool]:
@@ -162,6 +164,7 @@ OWN = {
 }
 
 
-@pytest.mark.parametrize("case", with_few(["plain"], OWN))
-def test_an_own_loop_adds_up_as_before_after_a_resume(case: str, tmp_path: Path) -> None:
-    assert run_ranks(3, loop, tmp_path, OWN[case]) == [[True, True]] * 3
+@pytest.mark.e2e
+def test_an_own_loop_adds_up_as_before_after_a_resume(tmp_path: Path) -> None:
+    cases = [(tmp_path / name, settings) for name, settings in OWN.items()]
+    assert run_ranks(3, in_turn, loop, cases) == [[[True, True]] * len(OWN)] * 3

@@ -11,7 +11,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 from torch.optim import SGD
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import in_turn, run_ranks
 from tests.helpers.tiers import with_few
 from tests.strategies.toys import STRATEGIES
 from trainkit import Trainer
@@ -129,9 +129,8 @@ def test_weights_and_buffers_are_those_of_kept_activations(strategy: str, kind: 
     if strategy == "single":
         kept, again = (state_after(0, strategy, kind, wanted) for wanted in (False, True))
     else:
-        kept, again = (
-            run_ranks(2, state_after, strategy, kind, wanted)[0] for wanted in (False, True)
-        )
+        cases = [(strategy, kind, wanted) for wanted in (False, True)]
+        kept, again = run_ranks(2, in_turn, state_after, cases)[0]
     assert [name for name in kept if not kept[name].equal(again[name])] == []
 
 

@@ -110,7 +110,7 @@ def _failures(names: list[str], folder: Path, jobs: int, at_once: int) -> list[t
 @pytest.mark.e2e
 def test_successful_processes_exit_with_0(tmp_path: Path) -> None:
     """Also where threads still hold tensors."""
-    assert _failures([*SCRIPTS], tmp_path, jobs=6, at_once=3) == []
+    assert _failures([*SCRIPTS], tmp_path, jobs=3, at_once=3) == []
 
 
 @pytest.mark.slow
