@@ -31,7 +31,7 @@ CORE = (
 )
 WRITERS = (("journal", "storage", "trackers"), ("callbacks",))
 TOOLS = (
-    ("accelerator", "inspect", "large_models", "testing", "watch"),
+    ("accelerator", "inspect", "large_models", "losses", "testing", "watch"),
     ("accelerate_compat", "launch"),
     ("cli",),
 )

@@ -129,6 +129,7 @@ provide(
         "fetch_names": "trainkit.storage.addresses",
         "folder_of": "trainkit.storage.addresses",
         "hint_for": "trainkit.watch.hints",
+        "recomputation": "trainkit.large_models.recomputation",
         "refuse_unknown": "trainkit.inspect.argument_names",
         "send_files": "trainkit.storage.addresses",
         "tell_of_failure": "trainkit.watch.job_watch",

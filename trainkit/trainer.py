@@ -95,8 +95,8 @@ class Trainer:
         compile: Run the model through `torch.compile`, with every strategy: True, or a mapping of
             its options. In place, and undone after each call: no saved key changes.
         gradient_checkpointing: Compute activations again in backward instead of keeping them, with
-            every strategy: less memory for a second forward, and the same gradients. Models of
-            transformers do it by their own method, others block by block.
+            every strategy and the same gradients. "selective" keeps the results of matrix products
+            and attention, "offload" the inputs of blocks on the host (docs/how-to/fine-tuning.md).
         limit_train_batches: An epoch is its first so many micro-batches of each process; a float
             such as 0.1 is a fraction of them. All that is planned follows.
         limit_eval_batches: The same for each evaluation of `fit`, not for `evaluate`.
@@ -144,7 +144,7 @@ class Trainer:
         sample_seeding: bool = True,
         max_consecutive_skips: int = 64,
         compile: bool | Mapping[str, Any] = False,
-        gradient_checkpointing: bool = False,
+        gradient_checkpointing: bool | Literal["selective", "offload"] = False,
         limit_train_batches: int | float | None = None,
         limit_eval_batches: int | float | None = None,
         overfit_batches: int | float | None = None,

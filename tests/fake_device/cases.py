@@ -36,6 +36,7 @@ from trainkit.basics import rng
 from trainkit.callbacks import EMA, Journal, NaNGuard
 from trainkit.checkpoint.snapshot import Snapshot
 from trainkit.distributed import Processes
+from trainkit.large_models.recomputation import recomputation
 from trainkit.precision import BF16, FP16
 from trainkit.strategies import DDP, FSDP, SingleDevice, Strategy
 from trainkit.testing import check_precision, check_strategy
@@ -432,6 +433,19 @@ def task_with_one(rank: int) -> str:
 
 def test_a_task_that_sees_one_device_uses_it() -> None:
     assert run_ranks(2, task_with_one) == ["fake:0", "fake:0"]
+
+
+def test_inputs_of_blocks_wait_on_the_host() -> None:
+    def held(checkpoint: Any) -> int:
+        before = torch.accelerator.memory_allocated()
+        inputs = torch.ones(1 << 12, device="fake").requires_grad_() * 2
+        result = checkpoint(torch.sigmoid, inputs, use_reentrant=False)
+        result.sum().backward(retain_graph=True)
+        del inputs
+        return torch.accelerator.memory_allocated() - before
+
+    run, _ = recomputation("offload", None)
+    assert held(torch.utils.checkpoint.checkpoint) - held(run) == 4 << 12
 
 
 @pytest.mark.parametrize("device", ["xpu", "mps", "fake:99"])

@@ -51,7 +51,6 @@ _SWITCHES = (
     "drop_last_window",
     "split_batches",
     "sample_seeding",
-    "gradient_checkpointing",
 )
 _RULES: tuple[tuple[tuple[str, ...], str, Callable[[Any], bool]], ...] = (
     (_COUNTS, "a whole number of at least 1", lambda value: _is_int(value) and value >= 1),
@@ -67,6 +66,11 @@ _RULES: tuple[tuple[tuple[str, ...], str, Callable[[Any], bool]], ...] = (
         lambda value: _is_number(value) and 0 < value < math.inf,
     ),
     (_SWITCHES, "True or False", lambda value: isinstance(value, bool)),
+    (
+        ("gradient_checkpointing",),
+        'True, False, "selective" or "offload"',
+        lambda value: isinstance(value, bool) or value in ("selective", "offload"),
+    ),
 )
 """What the settings of `TrainConfig` must be; None is allowed where it is the default."""
 
@@ -88,7 +92,7 @@ class TrainConfig:
         drop_last_window: Drop the smaller last window of an epoch instead of applying it (rule 7).
         split_batches: The training loader's batch size is that of all processes together (rule 14).
         sample_seeding: Seed the global generators while samples are fetched (rule 13).
-        gradient_checkpointing: Compute activations again in backward instead of keeping them.
+        gradient_checkpointing: Compute activations again in backward, all or some of them.
         limit_train_batches: Micro-batches of one process in an epoch, or a fraction of them.
         limit_eval_batches: The same of each evaluation during training.
         overfit_batches: Both, with the same training batches in every epoch (rule 14).
@@ -107,7 +111,7 @@ class TrainConfig:
     drop_last_window: bool = False
     split_batches: bool = False
     sample_seeding: bool = True
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool | str = False
     limit_train_batches: float | None = None
     limit_eval_batches: float | None = None
     overfit_batches: float | None = None

@@ -157,6 +157,14 @@ def attention_on_cpu() -> tuple[Any, Any]:
     return forward, aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
+def dear_operators() -> list[Any]:
+    """Return the operators whose results cost the most to compute: products, attention."""
+    kinds = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
+    attention = (f"_scaled_dot_product_{kind}" for kind in kinds)
+    names = ("mm", "addmm", "bmm", "baddbmm", "convolution", *attention)
+    return [getattr(torch.ops.aten, name).default for name in names]
+
+
 # Schedules of torch that are made of others.
 
 

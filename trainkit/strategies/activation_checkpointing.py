@@ -12,10 +12,13 @@ from torch.utils.checkpoint import checkpoint
 from trainkit.basics.device import forgets_random_state, get_rng_state, set_rng_state
 from trainkit.basics.torch_internals import compiled_call, is_saved
 from trainkit.errors import ConfigError
+from trainkit.lazy import ask
 from trainkit.types import class_name
 
 
-def checkpoint_activations(model: nn.Module, blocks: Collection[nn.Module]) -> Callable[[], None]:
+def checkpoint_activations(
+    model: nn.Module, blocks: Collection[nn.Module], how: bool | str = True
+) -> Callable[[], None]:
     """Let a model compute its activations again in backward; return what undoes that.
 
     Neither names nor gradients nor buffers change. Models of transformers do it by their own
@@ -25,12 +28,13 @@ def checkpoint_activations(model: nn.Module, blocks: Collection[nn.Module]) -> C
     Args:
         model: The user's own, sharded or not.
         blocks: What is computed again one by one, where the model has no method of its own.
+        how: True, or another way, which `trainkit.large_models` knows.
 
     Raises:
-        ConfigError: There are no blocks.
+        ConfigError: There are no blocks, or no such way.
     """
     if getattr(model, "supports_gradient_checkpointing", False):
-        return _by_own_method(model)
+        return _by_own_method(model, how)
     if not blocks:
         raise ConfigError(
             f"The activations of `{class_name(model)}` were to be computed again in backward, but "
@@ -38,11 +42,14 @@ def checkpoint_activations(model: nn.Module, blocks: Collection[nn.Module]) -> C
             "Call `torch.utils.checkpoint.checkpoint` in its forward, or name the blocks by "
             "`FSDP(wrap_policy=..., activation_checkpointing=True)`."
         )
-    plain: list[Any] = [b for b in blocks if getattr(b.forward, "func", None) is not checkpoint]
+    plain: list[Any] = [
+        b for b in blocks if "use_reentrant" not in getattr(b.forward, "keywords", ())
+    ]
     before = [(block, vars(block).get("forward")) for block in plain]
     buffers = _Buffers(model)
+    run, options = _way(buffers, how)
     for block in plain:
-        block.forward = partial(checkpoint, buffers.in_block(block), **_options(buffers))
+        block.forward = partial(run, buffers.in_block(block), **options)
 
     def undo() -> None:
         buffers.forget()
@@ -54,7 +61,7 @@ def checkpoint_activations(model: nn.Module, blocks: Collection[nn.Module]) -> C
     return undo
 
 
-def _by_own_method(model: Any) -> Callable[[], None]:
+def _by_own_method(model: Any, how: bool | str) -> Callable[[], None]:
     def own(name: str) -> Any:  # older versions of transformers say "gradient"
         newer = name.replace("gradient", "activation")
         return getattr(model, newer if hasattr(model, newer) else name)
@@ -62,7 +69,11 @@ def _by_own_method(model: Any) -> Callable[[], None]:
     if own("is_gradient_checkpointing"):
         return lambda: None
     buffers = _Buffers(model)
-    own("gradient_checkpointing_enable")(_options(buffers))
+    run, options = _way(buffers, how)
+    own("gradient_checkpointing_enable")(options)
+    for part in model.modules():
+        if run is not checkpoint and (name := "_gradient_checkpointing_func") in vars(part):
+            vars(part)[name] = partial(run, **options)
 
     def undo() -> None:
         buffers.forget()
@@ -73,15 +84,16 @@ def _by_own_method(model: Any) -> Callable[[], None]:
     return undo
 
 
-def _options(buffers: "_Buffers") -> dict[str, Any]:
-    """Return how torch is to compute again."""
+def _way(buffers: "_Buffers", how: bool | str) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """Return what computes again, such as torch's `checkpoint`, and its options."""
 
     def contexts() -> tuple[_First, _Again]:
         first = _First(buffers)
         return first, _Again(first)
 
-    own = {"context_fn": contexts} if buffers.names or forgets_random_state() else {}
-    return {"use_reentrant": False, **own}
+    own = contexts if buffers.names or forgets_random_state() else None
+    run, found = (checkpoint, own) if how is True else ask("recomputation")(how, own)
+    return run, {"use_reentrant": False, **({} if found is None else {"context_fn": found})}
 
 
 class _Buffers:

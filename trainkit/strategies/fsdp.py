@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed
@@ -94,8 +94,8 @@ class FSDP(Strategy):
         reshard_after_forward: Give up a block's parameters between forward and backward; False
             keeps them, for less communication and more memory.
         cpu_offload: Keep parameters, gradients and optimizer state in the memory of the CPU.
-        activation_checkpointing: Compute the activations of each block again in backward
-            instead of keeping them.
+        activation_checkpointing: Compute the activations of each block again in backward instead
+            of keeping them; "selective" and "offload" as of `Trainer(gradient_checkpointing=)`.
         replicas: Number of groups of processes that hold a whole model each; must divide the
             number of processes. The model is sharded inside a group.
         weights: What `load_checkpoint_in_model` reads, such as a folder that `save_pretrained`
@@ -113,7 +113,7 @@ class FSDP(Strategy):
         wrap_policy: "WrapPolicy | None" = None,
         reshard_after_forward: bool = True,
         cpu_offload: bool = False,
-        activation_checkpointing: bool = False,
+        activation_checkpointing: bool | Literal["selective", "offload"] = False,
         replicas: int = 1,
         weights: str | Path | None = None,
         device: torch.device | str | None = None,
@@ -327,7 +327,7 @@ class FSDP(Strategy):
         _check_dense(model)
         frozen_scalars = _check_scalars(dict(model.named_parameters()))
         if self.activation_checkpointing:
-            checkpoint_activations(model, blocks.values())
+            checkpoint_activations(model, blocks.values(), self.activation_checkpointing)
         pin = self.cpu_offload and can_pin(torch.device(self._mesh.device_type))
         apply = partial(
             fully_shard,

@@ -29,6 +29,9 @@ _HINTS = (
     (r"non-empty donated buffers", "Several terms of a loss, each with its weight, need several "
      "backwards through one graph where a window has several micro-batches: set "
      "`torch._functorch.config.donated_buffer = False`, or `gradient_accumulation_steps=1`."),
+    (r"computed under selective activation checkpoint", "Several terms of a loss, each with its "
+     "weight, need several backwards through one graph where a window has several micro-batches: "
+     "set `gradient_checkpointing=True`, or `gradient_accumulation_steps=1`."),
     (r"DDP expects same model across all ranks", "Some parameters are frozen on some processes "
      "only: freeze and thaw the same ones on all."),
     (r"'Reducing' object has no attribute", "On several processes this is DDP around your "

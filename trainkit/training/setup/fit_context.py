@@ -117,7 +117,8 @@ def conditions(
             from trainkit.strategies.activation_checkpointing import checkpoint_activations
             from trainkit.strategies.blocks import find_blocks  # most runs need neither
 
-            stack.callback(checkpoint_activations(model, find_blocks(model).values()))
+            blocks = find_blocks(model).values()
+            stack.callback(checkpoint_activations(model, blocks, config.gradient_checkpointing))
         yield
 
 

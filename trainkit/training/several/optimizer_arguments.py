@@ -102,7 +102,7 @@ def make(
         return optimizer, Turns(of_all, by_name, windows)
     if overridden("training_step"):
         recomputes = bool(getattr(strategy, "activation_checkpointing", False))
-        recomputes |= trainer.config.gradient_checkpointing
+        recomputes |= bool(trainer.config.gradient_checkpointing)
         return optimizer, ByName(of_all, by_name, one_backward=recomputes)
     return optimizer, OneLoss(of_all, by_name)  # the default step returns it
 
