@@ -1,6 +1,7 @@
 """`trainkit estimate` says what processes then hold."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -84,3 +85,29 @@ def test_what_is_no_model_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     for given in ("nowhere", "nowhere:network", "math:pi", "builtins:dict"):
         assert main(["estimate", given]) == 1
     assert capsys.readouterr().err.count("trainkit: ") == 4
+
+
+@pytest.mark.parametrize("made", [True, False])
+def test_explain_tells_the_memory_of_its_own_run(
+    made: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = network()
+    given: Any = partial(torch.optim.AdamW, lr=1e-3)
+    optimizer = given([p for p in model.parameters() if p.requires_grad]) if made else given
+    trainer = Trainer(max_steps=1, callbacks=[])
+    trainer.explain(model, optimizer=optimizer, memory=True)
+    told = printed(capsys.readouterr().out)
+    assert main(["estimate", "tests.test_estimate:network"]) == 0
+    assert told.items() >= printed(capsys.readouterr().out).items()
+    assert not (made and optimizer.state)
+    trainer.explain(model, memory=True)
+    assert "Pass `model` and one `optimizer`" in capsys.readouterr().out
+
+
+def test_the_command_of_accelerate_has_its_options(capsys: pytest.CaptureFixture[str]) -> None:
+    model = "tests.test_estimate:network"
+    assert main(["estimate-memory", model, "--dtypes", "float32", "int8"]) == 0
+    rows = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert rows == ["dtype", "float32", "int8", "Activations"]
+    assert main(["estimate-memory", model, "--library_name", "timm"]) == 1
+    assert "`module:function`" in capsys.readouterr().err

@@ -471,7 +471,7 @@ class Trainer:
             model: As for `fit`; its parameters are then counted.
             loaders: As for `fit`; the window and the planned steps are then known.
             **given: `optimizer`, `lr_scheduler` and `warmup`, as for `fit`; with model and loaders
-                the learning rates are then known.
+                the learning rates are known. `memory=True`: with these, the bytes of a process.
         """
         with ExitStack() as stack:
             prepared = None if loaders is None else self._prepare_all(stack, loaders)

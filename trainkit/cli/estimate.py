@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainkit.basics.formatting import count, readable_size
+from trainkit.basics.formatting import count
 from trainkit.errors import ConfigError
 from trainkit.inspect.memory import memory_of
 
@@ -45,7 +45,7 @@ def _run(options: argparse.Namespace) -> int:
         raise ConfigError(
             f"`--processes` must be 1 or more, and 1 for the strategy `single`, but is {processes}."
         )
-    model = _empty(options.model, options.dtype)
+    model = empty_model(options.model, options.dtype)
     found = memory_of(
         model,
         _OPTIMIZERS[options.optimizer],
@@ -55,22 +55,15 @@ def _run(options: argparse.Namespace) -> int:
     total = sum(p.numel() for p in model.parameters())
     print(f"{type(model).__name__}, {total:,} parameters, {options.optimizer}")
     print(f"{options.strategy}, {count(processes, 'process')}, {options.precision}; each holds")
-    rows = {
-        "parameters": found.parameters,
-        "buffers": found.buffers,
-        "gradients": found.gradients,
-        "optimizer": found.optimizer,
-        **({"blocks at work, whole": found.at_work} if shards > 1 else {}),
-    }
-    for label, size in {**rows, "in all": found.total}.items():
-        print(f"  {label:26}{readable_size(size):>10}{size:>20,} bytes")
+    for label, size in found.rows():
+        print(f"  {label:26}{size}")
     print("  activations               unknown: they depend on the batch; so do casts of autocast,")
     print("                            and what communication and the device itself need")
     return 0
 
 
-def _empty(given: str, dtype: str | None) -> nn.Module:
-    """Return the model on `meta`."""
+def empty_model(given: str, dtype: str | None) -> nn.Module:
+    """Return a model on `meta`, from a folder or file of transformers or by `module:function`."""
     kind = getattr(torch, dtype or "float32", None)
     if not isinstance(kind, torch.dtype):
         raise ConfigError(f"`--dtype` must be a dtype of torch such as bfloat16, but is {dtype!r}.")

@@ -26,6 +26,7 @@ _COMMANDS = {
     "checkpoint": ("cli.checkpoint", "list, verify, show, compare and thin out checkpoints"),
     "diff": ("cli.diff", "say where two runs part, and why"),
     "estimate": ("cli.estimate", "print the memory of a training, from the shapes of its model"),
+    "estimate-memory": ("cli.estimate_memory", "the same in the words of Accelerate"),
     "migrate": ("cli.migrate", "rewrite the imports of scripts that were written for Accelerate"),
     "report": ("cli.report", "show what runs did, on one page"),
     "replay": ("cli.replay", "make a step of a run once more, and open it"),

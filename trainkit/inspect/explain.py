@@ -40,7 +40,8 @@ class Explanation:
         processes: Of the trainer, as are the parts up to the strategy.
         model: What would be trained; None where that is not known.
         prepared: The training loader and the evaluation loaders; None where not known.
-        given: `optimizer`, `lr_scheduler` and `warmup`, as for `fit`.
+        given: `optimizer`, `lr_scheduler` and `warmup`, as for `fit`; `memory`, whether its bytes
+            are told.
     """
 
     processes: Communicator
@@ -59,6 +60,7 @@ class Explanation:
         blocks = {
             "what is trained": _table(self._what_is_trained(), width),
             "callbacks": _table(self._callbacks(), width),
+            **({"memory": _table(self._memory(), width)} if self.given.get("memory") else {}),
             "order": self._order(width),
             "settings (* not the default)": _table(self._settings(), width),
         }
@@ -85,13 +87,36 @@ class Explanation:
         yield "window", describe_window(loader, config.gradient_accumulation_steps)
         ends = config.dry_run and f"; a dry run ends after {count(config.dry_run, 'step')}"
         yield "length", self._length(loader) + (ends or "")
-        if model is not None and self.given:
-            yield from self._learning_rate(model, loader, **self.given)
+        given = {name: value for name, value in self.given.items() if name != "memory"}
+        if model is not None and given:
+            yield from self._learning_rate(model, loader, **given)
         own = "" if self.callbacks.schedule_evaluation else "; after each epoch, mean loss only"
         for name, data in evaluations.items():
             label = f"`{name}`: " if name else ""
             samples = _known(data.samples_per_epoch, "sample")
             yield "evaluated on", f"{label}{samples}, each exactly once{own}"
+
+    def _memory(self) -> Rows:
+        """Yield the bytes of process 0, which holds as much as any other."""
+        from trainkit.inspect.memory import like, memory_of
+
+        model, optimizer, strategy = self.model, self.given.get("optimizer"), self.strategy
+        if model is None or optimizer is None or isinstance(optimizer, Mapping | Alternating):
+            yield "unknown", "Pass `model` and one `optimizer`, as for `fit`."
+            return
+        found = memory_of(
+            model,
+            like(optimizer, model) if isinstance(optimizer, Optimizer) else optimizer,
+            shards=strategy.held_part[1],
+            computes_in=self.precision.dtype,
+            wrap_policy=getattr(strategy, "wrap_policy", None),
+        )
+        for label, size in found.rows():
+            yield label, " ".join(size.split())
+        yield (
+            "activations",
+            "Unknown: they depend on the batch. `DeviceMonitor` logs the peak.",
+        )
 
     def _length(self, loader: PreparedLoader) -> str:
         config = self.config

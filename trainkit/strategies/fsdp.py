@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed
@@ -113,7 +113,7 @@ class FSDP(Strategy):
         wrap_policy: "WrapPolicy | None" = None,
         reshard_after_forward: bool = True,
         cpu_offload: bool = False,
-        activation_checkpointing: bool | Literal["selective", "offload"] = False,
+        activation_checkpointing: bool | str = False,
         replicas: int = 1,
         weights: str | Path | None = None,
         device: torch.device | str | None = None,
