@@ -126,8 +126,9 @@ def test_a_sample_that_was_looked_at_is_in_each_later_pass(kind: str) -> None:
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("kind", ["shuffled", "interleaved", "huggingface"])
-@pytest.mark.parametrize("stop_at", [2, 9])
+@pytest.mark.parametrize(
+    ("kind", "stop_at"), [("shuffled", 9), ("interleaved", 9), ("huggingface", 2)]
+)
 def test_those_of_hugging_face_go_on_with_other_workers(
     kind: str, stop_at: int, tmp_path: Path
 ) -> None:

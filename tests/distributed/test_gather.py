@@ -139,10 +139,10 @@ def _one_has_nothing(rank: int, value: Any) -> Any:
     return gather_samples(Processes.start(), [values[rank]], [(2, 0)], [2])
 
 
-@pytest.mark.parametrize("value", [None, torch.tensor(1.0), {"other": torch.ones(2)}], ids=str)
-def test_what_a_process_without_real_samples_computes_does_not_matter(value: Any) -> None:
-    for gathered in run_ranks(2, _one_has_nothing, value):
-        assert torch.equal(gathered, torch.arange(6).view(2, 3))
+def test_what_a_process_without_real_samples_computes_does_not_matter() -> None:
+    cases = [(None,), (torch.tensor(1.0),), ({"other": torch.ones(2)},)]
+    for results in run_ranks(2, in_turn, _one_has_nothing, cases):
+        assert all(torch.equal(gathered, torch.arange(6).view(2, 3)) for gathered in results)
 
 
 def _none_has_any(rank: int, odd: bool) -> Any:
@@ -151,10 +151,10 @@ def _none_has_any(rank: int, odd: bool) -> Any:
     return gather_samples(Processes.start(), [batch], [(0, 0)], [2])
 
 
-@pytest.mark.parametrize("odd", [False, True])
-def test_without_any_real_sample_structure_dtype_and_later_dimensions_are_kept(odd: bool) -> None:
-    for gathered in run_ranks(2, _none_has_any, odd):
-        assert same(gathered, {"x": torch.empty(0, 3, dtype=torch.bfloat16), "names": []})
+def test_without_any_real_sample_structure_dtype_and_later_dimensions_are_kept() -> None:
+    expected = {"x": torch.empty(0, 3, dtype=torch.bfloat16), "names": []}
+    for results in run_ranks(2, in_turn, _none_has_any, [(False,), (True,)]):
+        assert all(same(gathered, expected) for gathered in results)
 
 
 def test_without_any_real_sample_and_without_structure_there_is_an_error() -> None:
@@ -251,14 +251,11 @@ def _ragged_rows(rank: int, dtype: torch.dtype) -> tuple[bool, str]:
     return rows.dtype == dtype, repr(rows.tolist())
 
 
-@pytest.mark.e2e
-@pytest.mark.parametrize(("dtype", "fill"), FILLED, ids=str)
-def test_rows_of_different_width_are_filled_with_what_cannot_be_data(
-    dtype: torch.dtype, fill: Any
-) -> None:
-    one = torch.ones(1, dtype=dtype).item()
-    expected = (True, repr([[one, fill], [one, one]]))
-    assert run_ranks(2, _ragged_rows, dtype) == [expected] * 2
+def test_rows_of_different_width_are_filled_with_what_cannot_be_data() -> None:
+    ones = [(torch.ones(1, dtype=dtype).item(), fill) for dtype, fill in FILLED]
+    expected = [(True, repr([[one, fill], [one, one]])) for one, fill in ones]
+    cases = [(dtype,) for dtype, _ in FILLED]
+    assert run_ranks(2, in_turn, _ragged_rows, cases) == [expected] * 2
 
 
 def test_arrays_are_filled_in_the_same_way() -> None:
@@ -278,13 +275,13 @@ def _unfillable(rank: int, dtype: torch.dtype) -> tuple[str, Any]:
     return str(caught.value), _gather(value, 1, pad_value=0).tolist()
 
 
-@pytest.mark.e2e
-@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.uint16])
-def test_rows_whose_type_has_no_such_value_are_refused(dtype: torch.dtype) -> None:
-    for message, filled in run_ranks(2, _unfillable, dtype):
-        assert message.startswith(f"`x` has rows of different width, and {dtype} has no value")
-        assert "`pad_value=`" in message
-        assert filled == [[1, 0], [1, 1]]
+def test_rows_whose_type_has_no_such_value_are_refused() -> None:
+    dtypes = (torch.bool, torch.uint8, torch.uint16)
+    for results in run_ranks(2, in_turn, _unfillable, [(dtype,) for dtype in dtypes]):
+        for dtype, (message, filled) in zip(dtypes, results, strict=True):
+            assert message.startswith(f"`x` has rows of different width, and {dtype} has no value")
+            assert "`pad_value=`" in message
+            assert filled == [[1, 0], [1, 1]]
 
 
 def test_filling_goes_by_the_type_that_comes_out() -> None:

@@ -170,8 +170,7 @@ CASES = [
     (1, {"workers": 2}, 8),
     (2, {}, 5),
     (2, {"precision": "fp16", "accumulation": 3, "workers": 2}, 6),
-    (3, {"fsdp": {}, "save": {"every_n_steps": 2, "background": True}}, 7),
-    (4, {"fsdp": {"replicas": 2}}, 6),
+    (4, {"fsdp": {"replicas": 2}, "save": {"every_n_steps": 2, "background": True}}, 7),
 ]
 """What else a run is made of is drawn in `right_programs`, and killed in `system`."""
 
