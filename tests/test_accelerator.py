@@ -213,8 +213,7 @@ def test_split_takes_dicts_and_tensors_and_pads_with_the_last() -> None:
 
 def test_only_the_main_process_prints(capfd: pytest.CaptureFixture[str]) -> None:
     run_ranks(2, lambda rank: Accelerator().print("hello", rank))
-    printed = capfd.readouterr().out.splitlines()
-    assert [line for line in printed if not line.startswith("[Gloo]")] == ["hello 0"]  # torch 2.8
+    assert capfd.readouterr().out == "hello 0\n"
 
 
 def _unwrap(rank: int) -> bool:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, mse_loss
-from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
+from torch.optim import SGD, Adam, AdamW, Muon, Optimizer, RMSprop
 from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
@@ -451,7 +451,7 @@ class Split(Trainer):
     def configure_optimizers(self, model: nn.Module, optimizers: Any) -> dict[str, Optimizer]:
         parameters = [*model.parameters()]
         return {
-            "muon": torch.optim.Muon([p for p in parameters if p.ndim == 2], lr=0.02),
+            "muon": Muon([p for p in parameters if p.ndim == 2], lr=0.02),
             "adamw": AdamW([p for p in parameters if p.ndim != 2], lr=0.01),
         }
 
@@ -468,13 +468,7 @@ def split(rank: int, strategy: Any, rounds: bool = True) -> dict[str, Tensor]:
     return whole(model)
 
 
-needs_muon = pytest.mark.skipif(
-    not hasattr(torch.optim, "Muon"), reason="torch has `optim.Muon` since 2.9"
-)
-
-
 @pytest.mark.e2e
-@needs_muon
 def test_one_loss_is_shared_by_muon_for_matrices_and_adamw_for_the_rest() -> None:
     alone = run_ranks(1, split, "single")[0]
     assert difference(alone, {k: v.double() for k, v in Wide().state_dict().items()}) > 1e-3
@@ -482,7 +476,6 @@ def test_one_loss_is_shared_by_muon_for_matrices_and_adamw_for_the_rest() -> Non
         assert difference(alone, weights) < 1e-12
 
 
-@needs_muon
 @pytest.mark.e2e
 def test_under_fsdp_muon_makes_the_update_of_whole_matrices() -> None:
     """Of 8 and 4 rows, so that of three processes one has fewer, or none."""

@@ -5,8 +5,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 __all__ = ["LATER", "MODELS", "Program", "draw", "fitting"]
 
 LATER: dict[str, str] = {
@@ -44,7 +42,6 @@ OPTIMIZERS: tuple[str, ...] = (
     *("SGD", "SGD", "Adam", "AdamW", "AdamW", "ASGD", "Adadelta", "Adafactor", "Adagrad"),
     *("Adamax", "LBFGS", "Muon", "NAdam", "RAdam", "RMSprop", "Rprop", "SparseAdam"),
 )
-OPTIMIZERS = tuple(name for name in OPTIMIZERS if hasattr(torch.optim, name))  # Muon: since 2.9
 METRICS = ("accuracy", "share", "perplexity")
 BY_NAME = ("constant", "linear", "cosine", "wsd")
 SCHEDULES = (

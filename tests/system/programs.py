@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
-from torch.optim import SGD, AdamW
+from torch.optim import SGD, AdamW, Muon
 from torch.utils.data import DataLoader, RandomSampler, Subset, TensorDataset, default_collate
 from typing_extensions import override
 
@@ -114,7 +114,7 @@ def on_one_loss(mix: "Mix", folder: Path) -> Program:
     matrices = [p for p in model.parameters() if p.ndim == 2]
     rest = [p for p in model.parameters() if p.ndim != 2]
     sharded = mix.strategy == "fsdp"  # torch's Muon takes no DTensor
-    first = MOMENTUM(matrices) if sharded else torch.optim.Muon(matrices, lr=1e-2)
+    first = MOMENTUM(matrices) if sharded else Muon(matrices, lr=1e-2)
     program = of_noise(mix, model, optimizer={"matrices": first, "rest": ADAMW(rest)})
     program.trainer = OnOneLoss
     return program

@@ -5,13 +5,11 @@ Each says why there is no other way, and what is done without it where it is you
 """
 
 import json
-import math
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import astuple
 from datetime import datetime, timedelta
-from inspect import signature
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -26,7 +24,6 @@ from typing_extensions import override
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
 
 # Many tensors in one call, as torch's own optimizers do: over small ones a loop takes ten times
 # as long.
@@ -248,20 +245,10 @@ def was_called(model: DistributedDataParallel) -> bool:
     return bool(model._lazy_init_ran)
 
 
-def start_sharded(model: nn.Module, *, over_gloo: bool) -> None:
-    """Make ready what `fully_shard` makes ready in the first forward, while parameters may thaw.
-
-    Before torch 2.10 gloo may add up the gradients of which it is asked for the average: the sums
-    are then divided by `fully_shard`.
-    """
+def start_sharded(model: nn.Module) -> None:
+    """Make ready what `fully_shard` makes ready in the first forward, while parameters may thaw."""
     state: Any = model._get_fsdp_state()  # type: ignore[operator]
     state._lazy_init()
-    if over_gloo and torch.__version__ < "2.10":
-        from torch.distributed.fsdp import FSDPModule
-
-        for part in model.modules():
-            if isinstance(part, FSDPModule):
-                part.set_force_sum_reduction_for_comms(True)
 
 
 # Process groups. `torch.distributed` has a time-out for new groups alone, and no number of what
@@ -276,29 +263,6 @@ def group_backends(group: "ProcessGroup") -> list[Any]:
         if all(backend is not other for other in found):
             found.append(backend)
     return found
-
-
-def make_mesh(
-    kind: str, sizes: tuple[int, ...], names: tuple[str, ...], backend: str | None
-) -> "DeviceMesh":
-    """Return a mesh of all processes, whose groups have a back end of their own where it is given.
-
-    Before 2.9 `init_device_mesh` takes none: the groups are made here, one call for each dimension.
-    """
-    from torch.distributed import device_mesh as torchs, new_subgroups_by_enumeration
-
-    if backend is None:
-        return torchs.init_device_mesh(kind, sizes, mesh_dim_names=names)
-    if "backend_override" in signature(torchs.init_device_mesh).parameters:
-        of_each: Any = dict.fromkeys(names, backend)
-        return torchs.init_device_mesh(kind, sizes, mesh_dim_names=names, backend_override=of_each)
-    ranks = torch.arange(math.prod(sizes), dtype=torch.int).view(sizes)
-    groups: list[Any] = []
-    for dimension, size in enumerate(sizes):
-        rows = ranks.movedim(dimension, -1).reshape(-1, size).tolist()
-        own, _ = new_subgroups_by_enumeration(rows, backend=backend)  # type: ignore[no-untyped-call]
-        groups.append(own)
-    return torchs.DeviceMesh.from_group(groups, kind, mesh=ranks, mesh_dim_names=names)
 
 
 def begun_collectives(backend: Any) -> int:

@@ -18,12 +18,7 @@ from typing_extensions import override
 
 from trainkit.basics.config import checked
 from trainkit.basics.device import can_pin, collective_backend, move_module, wide_dtype
-from trainkit.basics.torch_internals import (
-    compiled_call,
-    make_mesh,
-    moves_in_place,
-    start_sharded,
-)
+from trainkit.basics.torch_internals import compiled_call, moves_in_place, start_sharded
 from trainkit.checkpoint.resharding.sharding_spec import is_sharded, local_part
 from trainkit.distributed import Processes
 from trainkit.distributed.world import World
@@ -352,8 +347,7 @@ class FSDP(Strategy):
         thawed = _first_of_frozen(model, blocks)
         for p in thawed:
             p.requires_grad_(True)
-        backend = collective_backend(torch.device(self._mesh.device_type))
-        start_sharded(model, over_gloo=backend == "gloo")
+        start_sharded(model)
         for p in thawed:
             p.requires_grad_(False)
         return _Sharded(dtype, replaced, dict(model.named_parameters()))
@@ -438,6 +432,8 @@ def _outside_graphs(hook: Callable[..., None]) -> Callable[..., None]:
 def _make_mesh(
     processes: Processes, device: torch.device, replicas: int, offloads: bool
 ) -> "DeviceMesh":
+    from torch.distributed.device_mesh import init_device_mesh
+
     made = _meshes.setdefault(torch.distributed.group.WORLD, {})
     key = (device.type, replicas, offloads)
     if key not in made:
@@ -445,9 +441,12 @@ def _make_mesh(
         names: tuple[str, ...] = ("shards",)
         if replicas > 1:
             sizes, names = (replicas, processes.size // replicas), ("replicas", "shards")
-        backend = None
+        backends: Any = None
         if offloads and device.type != "cpu":  # gradients are reduced there, and looked at here
-            backend = f"cpu:gloo,{device.type}:{collective_backend(device)}"
-        made[key] = make_mesh(device.type, sizes, names, backend)
+            both = f"cpu:gloo,{device.type}:{collective_backend(device)}"
+            backends = dict.fromkeys(names, both)
+        made[key] = init_device_mesh(
+            device.type, sizes, mesh_dim_names=names, backend_override=backends
+        )
     processes.apply_timeout(*made[key].get_all_groups())
     return made[key]
