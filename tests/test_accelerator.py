@@ -213,7 +213,8 @@ def test_split_takes_dicts_and_tensors_and_pads_with_the_last() -> None:
 
 def test_only_the_main_process_prints(capfd: pytest.CaptureFixture[str]) -> None:
     run_ranks(2, lambda rank: Accelerator().print("hello", rank))
-    assert capfd.readouterr().out == "hello 0\n"
+    printed = capfd.readouterr().out.splitlines()
+    assert [line for line in printed if not line.startswith("[Gloo]")] == ["hello 0"]  # torch 2.10
 
 
 def _unwrap(rank: int) -> bool:

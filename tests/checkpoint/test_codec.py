@@ -8,10 +8,8 @@ import random
 import re
 import struct
 import sys
-import warnings
 from collections import Counter, OrderedDict, defaultdict, namedtuple
 from collections.abc import Callable
-from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -74,18 +72,11 @@ def _bits(value: complex) -> bytes:
 NO_VALUES = re.compile(r"torch\.(q|bits|u?int[1-7]$)")
 
 
-def _can_copy(dtype: torch.dtype) -> bool:
-    """Return whether torch can; before 2.9 not two floats of 4 bits."""
-    with suppress(NotImplementedError), warnings.catch_warnings(action="ignore"):
-        return torch.zeros(16, dtype=torch.uint8).view(dtype).clone() is not None
-    return False
-
-
 DTYPES = sorted(
     {
         dtype
         for dtype in vars(torch).values()
-        if isinstance(dtype, torch.dtype) and not NO_VALUES.match(str(dtype)) and _can_copy(dtype)
+        if isinstance(dtype, torch.dtype) and not NO_VALUES.match(str(dtype))
     },
     key=str,
 )
