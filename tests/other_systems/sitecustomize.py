@@ -4,6 +4,7 @@ Left are names that Python's own library needs on Linux, such as `signal.SIGKILL
 `tests/test_other_systems.py` finds those by reading.
 """
 
+import asyncio  # noqa: F401 - of this system; Python 3.13 has another one on Windows
 import multiprocessing
 import os
 import signal
