@@ -156,10 +156,15 @@ def attention_on_cpu() -> tuple[Any, Any]:
 
 def dear_operators() -> list[Any]:
     """Return the operators whose results cost the most to compute: products, attention."""
-    kinds = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
-    attention = (f"_scaled_dot_product_{kind}" for kind in kinds)
-    names = ("mm", "addmm", "bmm", "baddbmm", "convolution", *attention)
-    return [getattr(torch.ops.aten, name).default for name in names]
+    aten = torch.ops.aten
+    attention = (
+        aten._scaled_dot_product_flash_attention_for_cpu,
+        aten._scaled_dot_product_flash_attention,
+        aten._scaled_dot_product_efficient_attention,
+        aten._scaled_dot_product_cudnn_attention,
+    )
+    products = (aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.convolution)
+    return [each.default for each in (*products, *attention)]
 
 
 # Schedules of torch that are made of others.
