@@ -27,7 +27,7 @@ from trainkit.training.logging import LogSums
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads the counters of Linux")
 
 CPU = torch.device("cpu")
-_SENT, _SEGMENTS = (200, "Q"), (156, "I")  # in tcp_info
+_SENT, _SEGMENTS = ("Q", 200, 208), ("I", 156, 100)  # in tcp_info: all, and what was sent again
 
 
 def sent() -> tuple[int, int, int]:
@@ -38,7 +38,11 @@ def sent() -> tuple[int, int, int]:
             if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
                 with socket.socket(fileno=os.dup(int(name))) as one:
                     info = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-                found.append([struct.unpack_from(f, info, at)[0] for at, f in (_SENT, _SEGMENTS)])
+                counts = [
+                    [struct.unpack_from(form, info, at)[0] for at in places]
+                    for form, *places in (_SENT, _SEGMENTS)
+                ]
+                found.append([every - again for every, again in counts])
     return sum(b for b, _ in found), sum(m for _, m in found), len(found)
 
 
