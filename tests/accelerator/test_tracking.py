@@ -35,11 +35,7 @@ def lines_class(lib: Any, *, only_main: bool = True) -> Any:
 
         def __init__(self, run_name: str, logging_dir: str, suffix: str = "") -> None:
             self.path = Path(logging_dir) / f"{run_name}{suffix}"
-            self.lines: list[Any] = []
-
-        @property
-        def tracker(self) -> Any:
-            return self.lines
+            self.tracker = self.lines = list[Any]()  # a property does as well
 
         @on_main_process  # type: ignore[untyped-decorator]
         def store_init_configuration(self, values: dict[str, Any]) -> None:
@@ -113,21 +109,48 @@ def test_tensorboard_has_the_settings_as_yaml(lib: Any, tmp_path: Path) -> None:
     float(path.parent.name)  # when it began
 
 
-@pytest.mark.filterwarnings("ignore")  # of its database
-def test_mlflow_has_its_own_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@BOTH
+@pytest.mark.filterwarnings("ignore")  # of its files
+def test_mlflow_keeps_files_texts_and_what_is_above(
+    lib: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mlflow = pytest.importorskip("mlflow")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/runs.db")
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(TypeError, match="logging_dir"):
-        ours.tracking.MLflowTracker("own", logging_dir=str(tmp_path))
-    (tmp_path / "note.txt").touch()
-    accelerator = ours.Accelerator(cpu=True, log_with="mlflow")
-    accelerator.init_trackers("own")
-    tracker = accelerator.get_tracker("mlflow")
-    tracker.client.log_artifact(tracker.run_id, str(tmp_path / "note.txt"))
-    found = mlflow.MlflowClient(tracker.tracking_uri).list_artifacts(tracker.run_id)
-    accelerator.end_training()
-    assert [each.path for each in found] == ["note.txt"]
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file://{tmp_path}/runs")
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "note.txt").touch()
+    options = {
+        "logging_dir": f"file://{tmp_path}/artifacts",
+        "tags": '{"team": "a"}',
+        "nested_run": True,
+        "run_name": "first",
+        "description": "what it is",
+    }
+    accelerator = lib.Accelerator(cpu=True, log_with="mlflow")
+    with mlflow.start_run() as above:
+        monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "of the environment")
+        accelerator.init_trackers("own", init_kwargs={"mlflow": options})
+        tracker = accelerator.get_tracker("mlflow")
+        tracker.log_artifact(tmp_path / "notes" / "note.txt", artifact_path="one")
+        tracker.log_artifacts(str(tmp_path / "notes"), artifact_path="all")
+        accelerator.log({"loss": 1.0}, step=2, log_kwargs={"mlflow": {"timestamp": 7}})
+        run_id = tracker.active_run.info.run_id
+        assert accelerator.get_tracker("mlflow", unwrap=True).info.run_id == run_id
+        accelerator.end_training()
+    run = mlflow.get_run(run_id)
+    assert mlflow.get_experiment(run.info.experiment_id).name == "of the environment"
+    assert run.info.artifact_uri.startswith(f"file://{tmp_path}/artifacts")
+    assert (run.info.run_name, run.data.tags["team"]) == ("first", "a")
+    assert run.data.tags["mlflow.note.content"] == "what it is"
+    assert run.data.tags["mlflow.parentRunId"] == above.info.run_id
+    (value,) = mlflow.MlflowClient().get_metric_history(run_id, "loss")
+    assert (value.value, value.step, value.timestamp) == (1.0, 2, 7)
+    found = [
+        each.path
+        for folder in ("one", "all")
+        for each in mlflow.artifacts.list_artifacts(run_id=run_id, artifact_path=folder)
+    ]
+    assert found == ["one/note.txt", "all/note.txt"]
 
 
 @BOTH

@@ -1,5 +1,6 @@
 """Trackers: where the values of a loop of the user's own go."""
 
+import os
 import time
 import warnings
 from collections.abc import Mapping, Sequence
@@ -149,7 +150,13 @@ def _make_trackers(
             made.append(entry)
             continue
         place = (logging_dir,) if KINDS[entry].requires_logging_directory else ()
-        made.append(KINDS[entry](run_name, *place, **options.get(entry, {})))
+        given = {**options.get(entry, {})}
+        name = run_name
+        if entry == "mlflow":  # what `mlflow run` says goes first
+            name = os.environ.get("MLFLOW_EXPERIMENT_NAME", name)
+            said = {key: os.environ.get(f"MLFLOW_{key.upper()}") for key in ("run_id", "tags")}
+            given |= {key: value for key, value in said.items() if value}
+        made.append(KINDS[entry](name, *place, **given))
     return made
 
 
@@ -179,6 +186,7 @@ def _checked(wanted: Any, logging_dir: str | Path | None) -> list[Any]:
     for name in names if logging_dir is None else ():
         if name in KINDS and KINDS[name].requires_logging_directory:
             raise ConfigError(
-                f"The tracker {name!r} writes files. Pass `Accelerator(project_dir=...)`."
+                f"Logging with `{name}` requires a `logging_dir`: it writes files. Pass "
+                "`Accelerator(project_dir=...)`."
             )
     return [name for place, name in enumerate(names) if name not in names[:place]]

@@ -47,20 +47,15 @@ class FileTracker(GeneralTracker, ABC):
         super().__init__()
         folder = absolute(logging_dir, "logging_dir") / run_name
         self.path = self.place = folder / (file_name or f"metrics.{self.name}")
-        self._file: Lines | None = None
+        self.tracker: Lines | None = None
         self._start = time.monotonic()
-
-    @property
-    @override
-    def tracker(self) -> Any:
-        return self._file
 
     @override
     def start(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self.path.is_file():
             drop_half_line(self.path)
-        self._file = Lines(self.path, self._called)
+        self.tracker = Lines(self.path, self._called)
 
     @override
     def store_init_configuration(self, values: dict[str, Any]) -> None:
@@ -69,18 +64,18 @@ class FileTracker(GeneralTracker, ABC):
 
     @override
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        if self._file is None:
+        if self.tracker is None:
             raise ConfigError("The tracker has ended. Log before `end_training`.")
         scalars = {name: v.item() if has_one(v) else v for name, v in values.items()}
         seconds = round(time.monotonic() - self._start, 3)
         line = self._line(json_value({"step": step, **scalars, "time/seconds": seconds}))
-        self._file.write(line)
+        self.tracker.write(line)
 
     @override
     def finish(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        if self.tracker is not None:
+            self.tracker.close()
+            self.tracker = None
 
     def cut(self, is_wanted: Callable[[Mapping[str, Any]], bool]) -> bool:
         """Take away the entries behind the last one that is wanted, before `start`.
@@ -178,14 +173,14 @@ class CSVTracker(FileTracker):
 
     def _widen(self, columns: tuple[str, ...]) -> None:
         """Write the file anew with more columns, which are the last."""
-        assert self._file is not None
+        assert self.tracker is not None
         blank = b"," * (len(columns) - len(self._columns)) + b"\n"
         rows = islice(lines(self.path), bool(self._columns), None)
         head = _row(columns).encode() + b"\n"
         replace_file(self.path, chain([head], (row + blank for row in rows)))
         self._columns = columns
-        self._file.close()
-        self._file = Lines(self.path, self._called)
+        self.tracker.close()
+        self.tracker = Lines(self.path, self._called)
 
 
 def _cells(line: bytes) -> list[str]:

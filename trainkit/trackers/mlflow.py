@@ -1,5 +1,6 @@
 """Values in a run of MLflow."""
 
+import json
 import os
 import posixpath
 import random
@@ -9,6 +10,7 @@ import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from numbers import Real
+from pathlib import Path
 from typing import Any
 
 from typing_extensions import override
@@ -32,7 +34,11 @@ class MLflowTracker(GeneralTracker):
 
     Args:
         experiment_name: Name of the experiment, and the rest as for `callbacks.MLflowLogger`.
+        logging_dir: Where an experiment that is made here keeps its artifacts.
         run_id: A run to go on with; where it is not there any more a new one, with a warning.
+        nested_run: Whether a new run stands below the one that `mlflow` calls active.
+        tags: By name, or the same as JSON.
+        description: A text about the run.
     """
 
     name = "mlflow"
@@ -40,11 +46,14 @@ class MLflowTracker(GeneralTracker):
     def __init__(
         self,
         experiment_name: str | None = None,
+        logging_dir: str | Path | None = None,
+        run_id: str | None = None,
+        tags: Mapping[str, Any] | str | None = None,
+        nested_run: bool = False,
+        run_name: str | None = None,
+        description: str | None = None,
         *,
         tracking_uri: str | None = None,
-        run_id: str | None = None,
-        run_name: str | None = None,
-        tags: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
         name = experiment_name or os.environ.get("MLFLOW_EXPERIMENT_NAME")
@@ -52,20 +61,26 @@ class MLflowTracker(GeneralTracker):
         self.tracking_uri = tracking_uri
         self.run_id = run_id
         self.run_name = run_name
-        self.tags = dict(tags or {})
+        self.tags = dict(json.loads(tags) if isinstance(tags, str) else tags or {})
+        if description is not None:
+            self.tags["mlflow.note.content"] = description
+        self.logging_dir = None if logging_dir is None else str(logging_dir)
+        self.nested_run = nested_run
         self.client: Any = None
         self._errors: tuple[type[Exception], ...] = (OSError,)
         self._waiting: list[Any] = []
         self._try_again = 0.0  # on the clock of time.monotonic
 
     @property
-    @override
-    def tracker(self) -> Any:
+    def active_run(self) -> Any:
+        """The run of MLflow, as it is now."""
         return self.client.get_run(self.run_id)
+
+    tracker = active_run
 
     @override
     def start(self) -> None:
-        from mlflow import MlflowClient  # takes seconds
+        from mlflow import MlflowClient, active_run  # takes seconds
         from mlflow.entities import RunTag
         from mlflow.exceptions import MlflowException
 
@@ -75,7 +90,10 @@ class MLflowTracker(GeneralTracker):
             if self.run_id is None or not self._goes_on():
                 with rng.preserved():
                     random.seed()  # it draws a name, which would be that of each run of this seed
-                    run = self.client.create_run(self._experiment(), run_name=self.run_name)
+                    parent = active_run() if self.nested_run else None
+                    above = {"mlflow.parentRunId": parent.info.run_id} if parent else None
+                    name = self.run_name
+                    run = self.client.create_run(self._experiment(), tags=above, run_name=name)
                 self.run_id = run.info.run_id
             self._note(tags=[RunTag(*tag) for tag in _texts(self.tags).items()])
         except (*self._errors, ImportError) as error:
@@ -89,7 +107,7 @@ class MLflowTracker(GeneralTracker):
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         from mlflow.entities import Param
 
-        kept, given = self.tracker.data.params, _texts(values)
+        kept, given = self.active_run.data.params, _texts(values)
         if changed := [f"`{name}`" for name in given if kept.get(name, given[name]) != given[name]]:
             self._warn(f"keeps the first value of {', '.join(changed)}, which MLflow never changes")
         self._note(params=[Param(*each) for each in given.items() if each[0] not in kept])
@@ -98,7 +116,9 @@ class MLflowTracker(GeneralTracker):
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         from mlflow.entities import Metric
 
-        now = int(time.time() * 1000)
+        if unknown := sorted(kwargs.keys() - {"timestamp", "synchronous"}):
+            raise ConfigError(f"MLflow gets {unknown} by no `log`. Use `tracker.client` for it.")
+        now = kwargs.get("timestamp") or int(time.time() * 1000)
         for name, value in values.items():
             number = value.item() if hasattr(value, "item") else value
             if isinstance(number, Real):
@@ -113,9 +133,22 @@ class MLflowTracker(GeneralTracker):
         rows = image_rows(image)
         self._keep("log_image", rows[..., 0] if rows.shape[2] == 1 else rows, name, step, "png")
 
-    def log_figure(self, name: str, figure: Any, step: int | None = None) -> None:
-        """Note a figure of matplotlib, as an image."""
-        self._keep("log_figure", figure, name, step, "png")
+    def log_figure(
+        self, name: Any, figure: Any = None, step: int | None = None, artifact_file: str = ""
+    ) -> None:
+        """Note a figure of matplotlib, as an image; or, as Accelerate, `(figure, file)`."""
+        if isinstance(name, str):
+            self._keep("log_figure", figure, name, step, "png")
+        else:
+            self._put("log_figure", name, artifact_file or figure)
+
+    def log_artifact(self, local_path: str | Path, artifact_path: str | None = None) -> None:
+        """Note a file, in a folder of the run's artifacts."""
+        self._put("log_artifact", str(local_path), artifact_path)
+
+    def log_artifacts(self, local_dir: str | Path, artifact_path: str | None = None) -> None:
+        """Note all files of a folder."""
+        self._put("log_artifacts", str(local_dir), artifact_path)
 
     def log_text(self, name: str, text: str, step: int | None = None) -> None:
         """Note a text."""
@@ -123,11 +156,13 @@ class MLflowTracker(GeneralTracker):
 
     def _keep(self, call: str, value: Any, name: str, step: int | None, ending: str) -> None:
         """Write an artifact, named by its step: a resume writes over those that it makes again."""
-        place = f"{_name(name)}/step-{step or 0:08d}.{ending}"
+        self._put(call, value, f"{_name(name)}/step-{step or 0:08d}.{ending}")
+
+    def _put(self, call: str, value: Any, place: str | None) -> None:
         try:
             getattr(self.client, call)(self.run_id, value, place)
         except self._errors as error:
-            self._warn(f"cannot write `{place}` to MLflow: {error}")
+            self._warn(f"cannot write `{place or value}` to MLflow: {error}")
 
     @override
     def finish(self) -> None:
@@ -147,7 +182,7 @@ class MLflowTracker(GeneralTracker):
     def _experiment(self) -> str:
         if (found := self.client.get_experiment_by_name(self.experiment_name)) is None:
             with suppress(*self._errors):  # another process may just have made it
-                self.client.create_experiment(self.experiment_name)
+                self.client.create_experiment(self.experiment_name, self.logging_dir)
             found = self.client.get_experiment_by_name(self.experiment_name)
         return str(found.experiment_id)
 

@@ -40,16 +40,11 @@ class TensorBoardTracker(GeneralTracker):
         self.writer: Any = None
         self._fails = False
 
-    @property
-    @override
-    def tracker(self) -> Any:
-        return self.writer
-
     @override
     def start(self) -> None:
         from torch.utils.tensorboard.writer import SummaryWriter  # takes seconds
 
-        self.writer = SummaryWriter(str(self.logging_dir), **self._options)
+        self.tracker = self.writer = SummaryWriter(str(self.logging_dir), **self._options)
         if (step := self._options.get("purge_step")) is not None:
             from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 

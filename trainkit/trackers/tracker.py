@@ -25,14 +25,11 @@ class GeneralTracker:
     """Who writes, for messages; by default the tracker by its name."""
     exit_code: int = 0
     """What the program ends with, as far as it is known when `finish` is called."""
+    tracker: Any = None
+    """What the tracking library calls its run; set it, or write a property."""
 
     def __init__(self, _blank: bool = False) -> None:
         self._blank = _blank
-
-    @property
-    def tracker(self) -> Any:
-        """What the tracking library calls its run."""
-        return None
 
     def start(self) -> None:
         """Begin; called by `init_trackers`."""

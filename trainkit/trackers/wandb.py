@@ -23,16 +23,12 @@ class WandBTracker(GeneralTracker):
         self._options = kwargs
         self.run: Any = None
 
-    @property
-    @override
-    def tracker(self) -> Any:
-        return self.run
-
     @override
     def start(self) -> None:
         import wandb  # takes seconds
 
-        self.run = wandb.init(project=self.run_name, **self._options)
+        self._wandb: Any = wandb
+        self.tracker = self.run = wandb.init(project=self.run_name, **self._options)
         self.run_id = self.run.id  # by which another start goes on with the run
 
     @override
@@ -45,30 +41,25 @@ class WandBTracker(GeneralTracker):
 
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Note lists of images, by name."""
-        import wandb
-
-        images = {name: [wandb.Image(each) for each in list_] for name, list_ in values.items()}
+        images = {
+            name: [self._wandb.Image(each) for each in list_] for name, list_ in values.items()
+        }
         self.log(images, step=step, **kwargs)
 
     def log_image(self, name: str, image: Any, step: int | None = None) -> None:
         """Note an image [channels, height, width]."""
-        import wandb
-
         rows = image_rows(image)
-        self._show(name, wandb.Image(rows[..., 0] if rows.shape[2] == 1 else rows), step)
+        self._show(name, self._wandb.Image(rows[..., 0] if rows.shape[2] == 1 else rows), step)
 
     def log_figure(self, name: str, figure: Any, step: int | None = None) -> None:
         """Note a figure of matplotlib, as an image."""
         import matplotlib.pyplot  # noqa: F401  # `wandb.Image` asks whether the figure is this
-        import wandb
 
-        self._show(name, wandb.Image(figure), step)
+        self._show(name, self._wandb.Image(figure), step)
 
     def log_text(self, name: str, text: str, step: int | None = None) -> None:
         """Note a text, as a table of one row."""
-        import wandb
-
-        self._show(name, wandb.Table(columns=[name], data=[[text]]), step)
+        self._show(name, self._wandb.Table(columns=[name], data=[[text]]), step)
 
     def _show(self, name: str, value: Any, step: int | None) -> None:
         # Not as W&B's own step, which cannot go back to that of a checkpoint.
@@ -84,9 +75,7 @@ class WandBTracker(GeneralTracker):
         **kwargs: Any,
     ) -> None:
         """Note a table, from its columns and rows or from a data frame."""
-        import wandb
-
-        table = wandb.Table(columns=columns, data=data, dataframe=dataframe)
+        table = self._wandb.Table(columns=columns, data=data, dataframe=dataframe)
         self.log({table_name: table}, step=step, **kwargs)
 
     @override
