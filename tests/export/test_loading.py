@@ -25,7 +25,7 @@ from trainkit.export import (
     load_checkpoint_in_model,
     save_model,
 )
-from trainkit.large_models.devices import infer_device_map
+from trainkit.large_models.devices import infer_auto_device_map
 
 
 @pytest.fixture
@@ -72,6 +72,16 @@ def test_every_source_fills_real_and_empty_models(tmp_path: Path) -> None:
             assert equal(model), name
             assert model.head.weight is model.embedding.weight
             assert all(p.requires_grad and p.is_leaf for p in model.parameters())
+
+
+def test_what_accelerate_takes_is_taken(export: Path, tmp_path: Path) -> None:
+    index = export / "model.safetensors.index.json"
+    index.write_text(json.dumps(json.loads(index.read_text())["weight_map"]))  # as older ones are
+    model = empty()
+    load_checkpoint_in_model(model, export, offload_state_dict=True)
+    assert equal(model)
+    with pytest.raises(CheckpointError, match="Copy it here from its address first"):
+        load_checkpoint_in_model(model, "s3://bucket/model")
 
 
 def test_a_real_model_is_filled_in_place(export: Path) -> None:
@@ -290,14 +300,14 @@ def test_maps_that_cannot_be(export: Path, device_map: Any, match: str) -> None:
 def test_auto_fills_devices_in_order() -> None:
     model = empty()  # bytes: embedding 264, blocks 168 each, head shared, scale 4
     total = 264 + 4 + 3 * 168
-    assert infer_device_map(model, max_memory={"cpu": total}) == {"": "cpu"}
-    assert infer_device_map(model, max_memory={"cpu": 4}) == {
+    assert infer_auto_device_map(model, max_memory={"cpu": total}) == {"": "cpu"}
+    assert infer_auto_device_map(model, max_memory={"cpu": 4}) == {
         "scale": "cpu",
         "embedding": "disk",
         "blocks": "disk",
         "head": "disk",
     }
-    assert infer_device_map(model, max_memory={"cpu": 264 + 4 + 170}) == {
+    assert infer_auto_device_map(model, max_memory={"cpu": 264 + 4 + 170}) == {
         "scale": "cpu",
         "embedding": "cpu",
         "blocks.0": "cpu",
@@ -305,11 +315,11 @@ def test_auto_fills_devices_in_order() -> None:
         "blocks.2": "disk",
         "head": "cpu",  # tied to the embedding
     }
-    whole = infer_device_map(
+    whole = infer_auto_device_map(
         model, max_memory={"cpu": 264 + 4 + 170}, no_split_module_classes=["ModuleList"]
     )
     assert whole == {"scale": "cpu", "embedding": "cpu", "blocks": "disk", "head": "cpu"}
-    halved = infer_device_map(model, max_memory={"cpu": total // 2}, dtype=torch.float16)
+    halved = infer_auto_device_map(model, max_memory={"cpu": total // 2}, dtype=torch.float16)
     assert halved == {"": "cpu"}
 
 

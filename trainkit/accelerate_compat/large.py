@@ -1,7 +1,7 @@
 """The names of Accelerate for models larger than the memory of a device."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,34 +9,10 @@ import torch
 from torch import nn
 
 from trainkit.basics.device import default_kind, move_module
-from trainkit.containers.tree import map_leaves
 from trainkit.export.loading import dtype_of, targets_of
-from trainkit.large_models.devices import Place, device_of, infer_device_map
+from trainkit.large_models.devices import Place, device_of
 from trainkit.large_models.dispatch import dispatch_model
-from trainkit.types import Size
-
-
-def infer_auto_device_map(
-    model: nn.Module,
-    max_memory: Mapping[int | str, Size] | None = None,
-    no_split_module_classes: str | Iterable[str] | None = None,
-    dtype: torch.dtype | str | None = None,
-    **others: Any,
-) -> dict[str, Place]:
-    """Return a device map that fills the devices first, then the host, then the disk.
-
-    Args:
-        model: The model.
-        max_memory: By number of the device, and "cpu"; None: what is free.
-        no_split_module_classes: Names of classes whose modules stay on one device.
-        dtype: Of floating tensors once they are loaded.
-        **others: Names that Accelerate has; tensors are counted in the dtype that they have.
-    """
-    given = no_split_module_classes
-    unsplit = [given] if isinstance(given, str) else given or ()
-    return infer_device_map(
-        model, max_memory=max_memory, no_split_module_classes=unsplit, dtype=dtype_of(dtype)
-    )
+from trainkit.large_models.offload import moved
 
 
 def cpu_offload(
@@ -58,8 +34,7 @@ class UserCpuOffloadHook:
     """Brings a whole model to a device when it is called, and back when it is told.
 
     Args:
-        model: The model, on the host until its next call.
-        device: Where it runs.
+        model: On the host until its next call.
         previous: Of another model, which goes back to the host first.
     """
 
@@ -82,9 +57,7 @@ class UserCpuOffloadHook:
         if self._previous is not None:
             self._previous.offload()
         move_module(model, self._device)
-        return map_leaves(
-            (inputs, options), lambda x: x.to(self._device) if torch.is_tensor(x) else x
-        )
+        return moved((inputs, options), self._device)
 
 
 def cpu_offload_with_hook(
@@ -95,7 +68,6 @@ def cpu_offload_with_hook(
     """Return a model that stays on the device after a call until its hook is told `offload`.
 
     Args:
-        model: One of several that run in turn.
         execution_device: Where it runs; None: the device of this process.
         prev_module_hook: That of the model that runs before.
     """
@@ -114,10 +86,9 @@ def compute_module_sizes(
     special_dtypes: Mapping[str, torch.dtype | str] | None = None,
     buffers_only: bool = False,
 ) -> dict[str, float]:
-    """Return the bytes of each tensor, and of each module with all inside, by name.
+    """Return the bytes of each tensor, and of each module with all inside, by name ("": all).
 
     Args:
-        model: The model, which is "".
         dtype: Floating tensors count at most as this.
         special_dtypes: The same by name, which holds for tensors of any kind.
         buffers_only: Whether parameters are left out.

@@ -30,7 +30,7 @@ from trainkit.basics.torch_internals import was_called
 from trainkit.data import training_loader
 from trainkit.data.batch_sources import Presharded
 from trainkit.errors import ConfigError
-from trainkit.export.state import unwrapped
+from trainkit.export.state import READ, unwrapped
 from trainkit.precision import FP32, Precision
 from trainkit.strategies import DDP, Strategy
 from trainkit.strategies.ddp import Reducing
@@ -224,19 +224,37 @@ class Preparer:
             if model is unwrapped(known):
                 return known
         check_initialised(model)
+        stays = self._stays(model, evaluation_mode)
         dtype = self.precision.dtype
         if dtype is not None and not isinstance(self.precision, FP32):
             run_in_autocast(model, self.sharing.device.type, dtype, self.autocast)
         if self.compilation is not None:
             model.compile(**self.compilation)
-        if self._moves(moved):
+        if self._moves(moved) and not stays:
             move_module(model, self.sharing.device)
         wrapped = model
-        if self.strategy.sharded or (self._joins(model) and not evaluation_mode):
+        joins = self.strategy.sharded or (self._joins(model) and not evaluation_mode)
+        if joins and not stays:
             wrapped = self.strategy.wrap(model, self.precision)
         if not evaluation_mode:
             self.registry.models.append(wrapped)
         return wrapped
+
+    def _stays(self, model: nn.Module, evaluation_mode: bool) -> bool:
+        """Return whether a device map has put parts of a model elsewhere, where they stay."""
+        places = {str(place) for place in getattr(model, "hf_device_map", {}).values()}
+        quantized = any(getattr(model, f"is_loaded_in_{bits}bit", False) for bits in (4, 8))
+        apart = {"disk"} if self.sharing.device.type == "cpu" else {"cpu", "disk"}
+        offloaded = any(hasattr(p, READ) for p in model.parameters())
+        stays = offloaded or any(len(getattr(m, "hf_device_map", ())) > 1 for m in model.modules())
+        alone = self.sharing.processes.size == 1
+        if not evaluation_mode and ((quantized and places & apart) or (stays and not alone)):
+            raise ConfigError(
+                f"`device_map` has put the model on {sorted(places)}: on several processes, or in "
+                "4 or 8 bits with CPU or disk offload, it cannot be trained. Load all of it on the "
+                "device, or pass `evaluation_mode=True` to `prepare_model`."
+            )
+        return stays
 
     def _joins(self, model: nn.Module) -> bool:
         """Return whether the processes hold a model together."""
@@ -244,6 +262,11 @@ class Preparer:
 
     def optimizer(self, optimizer: Optimizer, moved: bool | None = None) -> PreparedOptimizer:
         """Return an optimizer that follows the windows, on the models' present parameters."""
+        if any(hasattr(p, READ) for group in optimizer.param_groups for p in group["params"]):
+            raise ConfigError(
+                "The optimizer has parameters that a device map keeps on CPU or disk, for "
+                "inference: they get no gradients. Load the model without `device_map`."
+            )
         for model in self.registry.models:
             self.strategy.rebind_optimizer(optimizer, self.strategy.unwrap(model))
         for group in optimizer.param_groups if self._moves(moved) else ():
@@ -338,12 +361,12 @@ def shared_out(loader: Any, sharing: Sharing) -> SharedLoader:
     else:
         prepared = _share(loader, sharing, seed)
     if sharing.configuration.use_stateful_dataloader and find_spec("torchdata"):
-        prepared.__class__ = _of_torchdata(type(prepared))
+        prepared.__class__ = of_torchdata(type(prepared))
     return prepared
 
 
 @cache
-def _of_torchdata(kind: type[SharedLoader]) -> type[SharedLoader]:
+def of_torchdata(kind: Any) -> Any:
     """Return a class whose objects scripts take for a loader of torchdata, which they are like."""
     from torchdata.stateful_dataloader import StatefulDataLoader
 

@@ -79,4 +79,6 @@ def save(obj: Any, f: Any, *, safe_serialization: bool) -> None:
         )
     first = {same_memory(tensor): name for name, tensor in reversed(obj.items())}
     own = {name: t.contiguous() for name, t in obj.items() if first[same_memory(t)] == name}
+    if tied := sorted(obj.keys() - own.keys()):
+        warnings.warn(f"{tied} share their memory with others, and are left out.", stacklevel=3)
     save_file(own, Path(f))

@@ -59,7 +59,8 @@ def find_weights(path: Path) -> Path:
         if (path / entry).is_file():
             return path / entry
     if not path.exists():
-        raise CheckpointError(f"There is no checkpoint `{path}`.", path=path)
+        hint = " Copy it here from its address first." * (":/" in str(path))
+        raise CheckpointError(f"There is no checkpoint `{path}`.{hint}", path=path)
     listed = ", ".join(f"`{entry}`" for entry in _ENTRIES)
     raise CheckpointError(
         f"`{path}` holds no weights: none of {listed}, and no checkpoint of trainkit's "
@@ -146,7 +147,8 @@ def _open_index(path: Path, stack: ExitStack) -> dict[str, Stored]:
 
 def _read_index(path: Path) -> dict[str, str]:
     try:
-        weight_map = strict_json.parse(path.read_bytes())["weight_map"]
+        index = strict_json.parse(path.read_bytes())  # older ones are nothing but the map
+        weight_map = index["weight_map"] if "weight_map" in index or not index else index
         for name, file in weight_map.items():
             if type(file) is not str or Path(file).name != file:
                 raise ValueError(f"`{name}` is said to be in {file!r}, no file of this folder")

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Hashable, Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from trainkit.errors import ConfigError
 # Segments that wrappers put into names; no module of a user is called so.
 COMPILED = "_orig_mod"
 """What `torch.compile` calls the module inside of what it returns."""
+READ = "_trainkit_read"  # of a tensor on `meta` whose values are elsewhere: returns them
 _WRAPPERS = frozenset({COMPILED, "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 
 
@@ -83,13 +84,18 @@ def tensors_of(model: nn.Module, state: Mapping[str, Any] | None = None) -> dict
     warn_of_others([name for name in others if name not in ignored])
     ignored.update(others)
     found = {name: value for name, value in found.items() if name not in ignored}
-    _check(found)
+    empty = [name for name, value in found.items() if value.is_meta and not hasattr(value, READ)]
+    if empty:
+        raise ConfigError(
+            f"{first_few(empty, 5)} of the model have no values: they are on the device `meta`. "
+            "Fill the model first, for example by `load_checkpoint_in_model`."
+        )
     filled = set(getattr(module, "_tied_weights_keys", None) or ())
     names: dict[Hashable, str] = {}
     for name in sorted(found, key=lambda name: name in filled):
         names.setdefault(same_memory(found[name]), name)
     kept = set(names.values())
-    return {name: value.detach() for name, value in found.items() if name in kept}
+    return {n: v if hasattr(v, READ) else v.detach() for n, v in found.items() if n in kept}
 
 
 def warn_of_others(names: list[str], what: str = "not written") -> None:
@@ -99,15 +105,6 @@ def warn_of_others(names: list[str], what: str = "not written") -> None:
             f"{first_few(names, 5)} of the model's state hold no tensors, and are {what}: files of "
             "weights hold tensors alone. Only a checkpoint that is resumed from brings them back.",
             stacklevel=2,
-        )
-
-
-def _check(found: dict[str, Tensor]) -> None:
-    empty = [name for name, value in found.items() if value.is_meta]
-    if empty:
-        raise ConfigError(
-            f"{first_few(empty, 5)} of the model have no values: they are on the device `meta`. "
-            "Fill the model first, for example by `load_checkpoint_in_model`."
         )
 
 
@@ -123,6 +120,8 @@ def same_memory(tensor: Tensor) -> Hashable:
 
 def whole(tensor: Tensor) -> Tensor:
     """Return all of a tensor; of a sharded one every process must ask for it."""
+    if hasattr(tensor, READ):
+        return cast("Tensor", getattr(tensor, READ)())
     if not is_sharded(tensor):
         return tensor.detach()
     sharded: Any = tensor.detach()

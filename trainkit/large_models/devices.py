@@ -1,6 +1,7 @@
 """Device maps: which module of a model lives where."""
 
 from collections.abc import Collection, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -9,7 +10,7 @@ from trainkit.basics.device import accelerator_count, default_kind, free_memory
 from trainkit.basics.host import machine_memory
 from trainkit.errors import ConfigError, quoted
 from trainkit.export.layout import parse_size
-from trainkit.export.loading import targets_of
+from trainkit.export.loading import dtype_of, targets_of
 from trainkit.types import Size
 
 Place = int | str | torch.device
@@ -82,12 +83,12 @@ def device_of(place: Place, name: str = "") -> torch.device:
     return device
 
 
-def infer_device_map(
+def infer_auto_device_map(
     model: nn.Module,
-    *,
     max_memory: Mapping[int | str, Size] | None = None,
-    no_split_module_classes: Iterable[str] = (),
-    dtype: torch.dtype | None = None,
+    no_split_module_classes: str | Iterable[str] | None = None,
+    dtype: torch.dtype | str | None = None,
+    **others: Any,
 ) -> dict[str, Place]:
     """Return a device map that fills the GPUs first, then the host, then the disk.
 
@@ -99,10 +100,12 @@ def infer_device_map(
             nine tenths of what is free.
         no_split_module_classes: Names of classes whose modules stay on one device.
         dtype: Of floating tensors once they are loaded; None: as they are.
+        **others: Names that Accelerate has; tensors are counted in the dtype that they have.
     """
     free = room(max_memory)
-    sizes, ties = _sizes(model, dtype)
-    unsplit = frozenset(no_split_module_classes)
+    sizes, ties = _sizes(model, dtype_of(dtype))
+    given = no_split_module_classes
+    unsplit = frozenset([given] if isinstance(given, str) else given or ())
     first = next(iter(free), "cpu")
     if first != "cpu" and sum(sizes.values()) > sum(v for k, v in free.items() if k != "cpu"):
         # What stays outside the GPUs visits the first one block by block.
@@ -146,7 +149,7 @@ def infer_device_map(
 
 
 def room(max_memory: Mapping[int | str, Size] | None = None) -> dict[int | str, int]:
-    """Return how many bytes may go to each place; see `max_memory` of `infer_device_map`."""
+    """Return how many bytes may go to each place; see `max_memory` of `infer_auto_device_map`."""
     if max_memory is None:
         host = machine_memory("SC_AVPHYS_PAGES", "SC_PHYS_PAGES")
         if host is None:

@@ -11,14 +11,14 @@ from typing_extensions import override
 
 from trainkit.checkpoint.resharding.sharding_spec import is_sharded
 from trainkit.errors import ConfigError
-from trainkit.export.loading import LoadedKeys, Loading, TensorTarget, dtype_of
+from trainkit.export.loading import LoadedKeys, Loading, TensorTarget
 from trainkit.export.sources import Stored
 from trainkit.export.state import unwrapped
 from trainkit.large_models.devices import (
     DeviceMap,
     Place,
     device_of,
-    infer_device_map,
+    infer_auto_device_map,
     places_of,
     prefix_of,
 )
@@ -33,6 +33,7 @@ def load_checkpoint_in_model(
     offload_folder: str | Path | None = None,
     dtype: torch.dtype | str | None = None,
     strict: bool = False,
+    offload_state_dict: bool = False,
 ) -> LoadedKeys:
     """Load weights into a model, one tensor at a time.
 
@@ -50,6 +51,7 @@ def load_checkpoint_in_model(
         offload_folder: Where what is on "disk" is kept as long as the model lives.
         dtype: Of floating tensors, such as `torch.bfloat16` or "bfloat16"; None: as in the model.
         strict: Raise where names do not meet, instead of a warning.
+        offload_state_dict: Accepted; no more than one tensor is in memory twice.
 
     Raises:
         CheckpointError: A shape, or with `strict` a name, does not fit: all are listed. Or a file
@@ -70,6 +72,7 @@ def load_checkpoint_and_dispatch(  # noqa: PLR0913  the names that Accelerate do
     *,
     preload_module_classes: Iterable[str] | None = None,
     strict: bool = False,
+    offload_state_dict: bool = False,
 ) -> nn.Module:
     """Load weights into a model that is spread over devices, and return it ready for inference.
 
@@ -86,19 +89,17 @@ def load_checkpoint_and_dispatch(  # noqa: PLR0913  the names that Accelerate do
         preload_module_classes: Names of classes whose modules fetch all that is below them at
             once, because their forward uses the tensors of their children itself.
         strict: Raise where names do not meet, instead of a warning.
+        offload_state_dict: Accepted.
 
     Raises:
         CheckpointError: As for `load_checkpoint_in_model`.
         ConfigError: As for `load_checkpoint_in_model`.
     """
     if no_split_module_classes is None:
-        no_split_module_classes = getattr(unwrapped(model), "_no_split_modules", None) or ()
+        no_split_module_classes = getattr(unwrapped(model), "_no_split_modules", None)
     if device_map == "auto":
-        device_map = infer_device_map(
-            unwrapped(model),
-            max_memory=max_memory,
-            no_split_module_classes=no_split_module_classes,
-            dtype=dtype_of(dtype),
+        device_map = infer_auto_device_map(
+            unwrapped(model), max_memory, no_split_module_classes, dtype
         )
     whole = frozenset(preload_module_classes or ())
     loading = _Dispatch(model, device_map, offload_folder, dtype, whole)

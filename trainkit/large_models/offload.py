@@ -14,6 +14,7 @@ from trainkit.containers.tree import map_leaves
 from trainkit.errors import ConfigError
 from trainkit.export.layout import weight_piece, write_weights
 from trainkit.export.loading import TensorTarget, put_tensor
+from trainkit.export.state import READ
 
 _FILE = "offloaded.safetensors"
 # Their forward uses the parameters of their children itself.
@@ -48,12 +49,7 @@ def write_offloaded(folder: Path, values: Mapping[str, tuple[Tensor, Read]]) -> 
 def read_back(path: Path) -> Callable[[str], Tensor]:
     """Return what reads a tensor of a file by its name; the file is mapped into memory."""
     file: Any = safe_open(path, framework="pt")
-
-    def read(name: str) -> Tensor:
-        tensor: Tensor = file.get_tensor(name)
-        return tensor.clone()
-
-    return read
+    return lambda name: file.get_tensor(name).clone()
 
 
 def offload(
@@ -77,6 +73,7 @@ def offload(
             owner = owners[module]
             unit = units.setdefault(owner, _Unit(device))
             unit.tensors.append((module, name, read, target.tensor))
+        setattr(target.tensor, READ, read)
     for owner, unit in units.items():
         owner.register_forward_pre_hook(unit.fetch)
         owner.register_forward_hook(unit.give_up, always_call=True)
@@ -101,7 +98,8 @@ class _Unit:
         self._device = device
 
     def fetch(self, module: nn.Module, inputs: Any) -> None:
-        """Fetch all tensors."""
+        """Fetch all tensors but those that were loaded anew."""
+        self.tensors = [one for one in self.tensors if getattr(one[0], one[1]).is_meta]
         for owner, name, read, empty in self.tensors:
             value = read().to(self._device)
             if isinstance(empty, nn.Parameter):
@@ -130,7 +128,7 @@ def align_devices(model: nn.Module, devices: Mapping[str, torch.device]) -> None
 
 
 def _move_inputs(device: torch.device, module: nn.Module, inputs: Any, options: Any) -> Any:
-    return _moved(inputs, device), _moved(options, device)
+    return moved(inputs, device), moved(options, device)
 
 
 class _Origin:
@@ -144,7 +142,7 @@ class _Origin:
 
     def bring_back(self, module: nn.Module, inputs: Any, outputs: Any) -> Any:
         """Return the outputs there."""
-        return _moved(outputs, self._devices[0]) if self._devices else outputs
+        return moved(outputs, self._devices[0]) if self._devices else outputs
 
     def _see(self, leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
@@ -152,5 +150,6 @@ class _Origin:
         return leaf
 
 
-def _moved(tree: Any, device: torch.device) -> Any:
+def moved(tree: Any, device: torch.device) -> Any:
+    """Return a nesting with its tensors on a device."""
     return map_leaves(tree, lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf)
