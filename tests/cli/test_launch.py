@@ -12,7 +12,7 @@ import pytest
 
 from tests.cli.test_config_file import ACCELERATE, FSDP
 from trainkit.cli.main import main
-from trainkit.launch import config_file, plan, settings
+from trainkit.launch import accelerate_keys, config_file, plan, settings
 from trainkit.launch.meeting import alone as alone_here
 from trainkit.launch.settings import SETTINGS, JobSettings
 
@@ -79,9 +79,16 @@ def test_the_command_line_beats_the_file_beats_the_environment(
     assert rows["mixed_precision"] == ("bf16", f"{file}:2")
     assert rows["max_restarts"] == ("5", "environment (TRAINKIT_MAX_RESTARTS)")
     assert rows["machine_rank"] == ("0", "default")
-    assert set(rows) == set(SETTINGS)
+    compiling = {key for key in accelerate_keys.PARTS if key.startswith("dynamo_")}
+    assert set(rows) == set(SETTINGS) | compiling
     assert shown(capsys)["mixed_precision"] == ("fp16", "environment (ACCELERATE_MIXED_PRECISION)")
     assert shown(capsys, "--config_file", file)["num_processes"][0] == "2"
+    assert rows["dynamo_backend"] == ("no", "default")
+    file.write_text("distributed_type: FSDP\nfsdp_config:\n  fsdp_offload_params: true\n")
+    rows = shown(capsys, "--config_file", file, "--fsdp_version", "2")
+    assert rows["fsdp_offload_params"] == ("true", str(file))
+    assert rows["fsdp_version"] == ("2", "command line")
+    assert rows["fsdp_sync_module_states"] == ("true", "default")
 
 
 def test_the_default_file_is_read(alone: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -37,10 +37,9 @@ class Resolved:
     def rows(self) -> list[tuple[str, str, str]]:
         """Return name, value and source of each setting."""
         shown = {each.name: getattr(self.job, each.name) for each in fields(self.job)}
-        return [
-            (name, "-" if value is None else str(value), self.sources[name])
-            for name, value in shown.items()
-        ]
+        for key in filter(self.sources.__contains__, accelerate_keys.PARTS):
+            shown[key] = self.variables[accelerate_keys.variable(key)]
+        return [(k, "-" if v is None else str(v), self.sources[k]) for k, v in shown.items()]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -49,17 +48,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     for setting in SETTINGS.values():
         _add_setting(parser, setting)
     for option, kind in (("multi_gpu", "MULTI_GPU"), ("use_fsdp", "FSDP")):
-        help_text = f"the same as --distributed_type {kind}"
-        _add(
-            parser,
-            f"--{option}",
-            dest="distributed_type",
-            action="store_const",
-            const=kind,
-            help=help_text,
-        )
+        how: dict[str, Any] = {"action": "store_const", "const": kind, "dest": "distributed_type"}
+        _add(parser, f"--{option}", help=f"the same as --distributed_type {kind}", **how)
     for key in accelerate_keys.PARTS:
-        how: dict[str, Any] = _SWITCH if key.startswith("dynamo_use_") else {"metavar": "WORD"}
+        how = _SWITCH if key.startswith("dynamo_use_") else {"metavar": "WORD"}
         _add(parser, f"--{key}", dest=key, help="as in a file of accelerate", **how)
     for key, what in accelerate_keys.KEYS.items():
         how = {"action": _NotDriven, "nargs": "?", "const": "on"} if what else _SWITCH
@@ -70,13 +62,8 @@ def _add_setting(parser: argparse.ArgumentParser, setting: Setting) -> None:
     names = [setting.option, *([f"--{setting.name}"] if setting.other else [])]
     if setting.metavar:
         default = "" if setting.default is None else f" (default: {setting.default})"
-        _add(
-            parser,
-            *names,
-            dest=setting.name,
-            metavar=setting.metavar,
-            help=f"{setting.help}{default}",
-        )
+        said = f"{setting.help}{default}"
+        _add(parser, *names, dest=setting.name, metavar=setting.metavar, help=said)
         return
     _add(parser, *names, dest=setting.name, action="store_const", const=True, help=setting.help)
     off = [f"--no_{name.removeprefix('--')}" for name in names]
@@ -149,7 +136,8 @@ def resolve(options: argparse.Namespace, env: Mapping[str, str] = os.environ) ->
     )
     _ask_starter(values, sources, env, is_alone)
     job = JobSettings(**values)
-    return Resolved(job, sources, path, _variables(job, parts(options), file, env))
+    variables = _variables(job, parts(options), file, env, sources)
+    return Resolved(job, sources, path, variables)
 
 
 def _variables(
@@ -157,8 +145,9 @@ def _variables(
     given: Mapping[str, str],
     file: config_file.ConfigFile | None,
     env: Mapping[str, str],
+    sources: dict[str, str],
 ) -> dict[str, str]:
-    """Return what the processes are told on sharding and compiling."""
+    """Return what the processes are told on sharding and compiling; add to `sources` who did."""
     shards = job.distributed_type == "FSDP"
     result = {} if file is None else dict(file.variables)
     for key, (_, default) in accelerate_keys.PARTS.items():
@@ -169,8 +158,12 @@ def _variables(
                 raise ConfigError(f"`--{key}` has no effect without `--use_fsdp`. Pass that too.")
         elif key in given:
             result |= accelerate_keys.part(key, given[key], "on the command line")
+            sources[key] = COMMAND_LINE
+        elif file is not None and name in result:
+            sources[key] = str(file.path)
         elif word := env.get(name) or default:
-            result.setdefault(name, word)
+            result[name] = word
+            sources[key] = f"{ENVIRONMENT} ({name})" if env.get(name) else DEFAULT
     return result
 
 
