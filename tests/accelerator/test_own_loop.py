@@ -459,7 +459,7 @@ def test_unknown_trackers_and_folders_are_named() -> None:
         ConfigError, match="be one of csv, jsonl, mlflow, tensorboard, wandb, all, "
     ):
         Accelerator(cpu=True, log_with=["jsonl", "aim"])
-    with pytest.raises(ConfigError, match="'tensorboard' writes files"):
+    with pytest.raises(ConfigError, match="`tensorboard` requires a `logging_dir`"):
         Accelerator(cpu=True, log_with="all").init_trackers("run")
     Accelerator(cpu=True).init_trackers("run")  # none asked for
 

@@ -35,7 +35,7 @@ LAYER = nn.TransformerEncoderLayer
 
 
 def test_a_plugin_of_accelerate_is_a_strategy() -> None:
-    plain = FullyShardedDataParallelPlugin(fsdp_version=2).strategy("cpu")
+    plain = FullyShardedDataParallelPlugin(fsdp_version=2).strategy()
     assert (plain.reshard_after_forward, plain.cpu_offload, plain.wrap_policy) == (
         True,
         False,
@@ -49,7 +49,7 @@ def test_a_plugin_of_accelerate_is_a_strategy() -> None:
         activation_checkpointing=True,
         use_orig_params=True,
         state_dict_type="SHARDED_STATE_DICT",
-    ).strategy("cpu")
+    ).strategy()
     assert not chosen.reshard_after_forward
     assert chosen.cpu_offload
     assert chosen.activation_checkpointing
@@ -58,7 +58,7 @@ def test_a_plugin_of_accelerate_is_a_strategy() -> None:
     assert not policy("head", nn.Linear(4, 1))
     by_class = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={LAYER})
     given = FullyShardedDataParallelPlugin(auto_wrap_policy=by_class)
-    assert given.strategy("cpu").wrap_policy == {LAYER}
+    assert given.strategy().wrap_policy == {LAYER}
 
 
 @pytest.mark.parametrize(
@@ -76,13 +76,24 @@ def test_what_would_change_the_sharding_is_refused(settings: Any, words: str) ->
         FullyShardedDataParallelPlugin(**settings)
 
 
-def test_a_plugin_does_not_ask_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plugin_asks_the_launcher_for_what_it_is_not_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     monkeypatch.setenv("FSDP_ACTIVATION_CHECKPOINTING", "true")
-    assert not FullyShardedDataParallelPlugin().strategy("cpu").activation_checkpointing
-    chosen = chosen_strategy(None, None, "no", cpu=True)
-    assert isinstance(chosen, FSDP)
-    assert chosen.activation_checkpointing
+    monkeypatch.setenv("FSDP_SHARDING_STRATEGY", "SHARD_GRAD_OP")
+    monkeypatch.setenv("FSDP_TRANSFORMER_CLS_TO_WRAP", "Linear,Conv2d")
+    for plugin in (FullyShardedDataParallelPlugin(), None):
+        chosen = chosen_strategy(None, plugin, "no")
+        assert isinstance(chosen, FSDP)
+        assert (chosen.activation_checkpointing, chosen.reshard_after_forward) == (True, False)
+        policy: Any = chosen.wrap_policy
+        assert policy("head", nn.Linear(4, 1))
+        assert not policy("layers.0", LAYER(4, 1))
+    told = FullyShardedDataParallelPlugin(
+        activation_checkpointing=False, sharding_strategy="FULL_SHARD"
+    ).strategy()
+    assert (told.activation_checkpointing, told.reshard_after_forward) == (False, True)
 
 
 def test_the_launcher_says_how_models_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,8 +101,13 @@ def test_the_launcher_says_how_models_are_compiled(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("ACCELERATE_DYNAMO_MODE", "reduce-overhead")
     monkeypatch.setenv("ACCELERATE_DYNAMO_USE_FULLGRAPH", "True")
     monkeypatch.setenv("ACCELERATE_DYNAMO_USE_DYNAMIC", "False")
-    said = {"backend": "eager", "mode": "reduce-overhead", "fullgraph": True, "disable": False}
-    assert compilation(None, None) == said
+    said = {"backend": "eager", "mode": "reduce-overhead", "fullgraph": True}
+    assert compilation(None, None) == compilation(None, TorchDynamoPlugin()) == said
+    assert TorchDynamoPlugin("aot_x", dynamic=False).to_kwargs() == {
+        **said,
+        "backend": "aot_x",
+        "dynamic": False,
+    }
     monkeypatch.setenv("ACCELERATE_DYNAMO_USE_DYNAMIC", "True")
     assert compilation("inductor", None) == {**said, "backend": "inductor", "dynamic": True}
     monkeypatch.setenv("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", "True")

@@ -338,7 +338,7 @@ def test_registered_objects_are_saved_without_pickle(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"custom_checkpoint_0\.value"):
         accelerator.save_state(tmp_path / "state")
     accelerator.load_state(tmp_path / "state")  # the earlier one is still there
-    with pytest.raises(ConfigError, match="A `dict` cannot be registered"):
+    with pytest.raises(ConfigError, match="Item at index 0, a `dict`: it cannot"):
         accelerator.register_for_checkpointing({})
 
 

@@ -35,7 +35,6 @@ from trainkit.accelerator.state_directory import StateDirectory
 from trainkit.accelerator.state_saver import StateSaver, warn_of_options
 from trainkit.accelerator.tracking import Trackers
 from trainkit.basics.config import checked
-from trainkit.basics.launch_environment import uses_cpu
 from trainkit.distributed import check_called_by_all, run_on_all_or_main
 from trainkit.errors import ConfigError, DataError
 from trainkit.strategies import FSDP, SingleDevice
@@ -109,7 +108,8 @@ class Accelerator(Attributes):
         strategy: Any = None,
         device: torch.device | str | None = None,
     ) -> None:
-        handlers, cpu = arguments.Handlers(kwargs_handlers), cpu or uses_cpu()
+        handlers = arguments.Handlers(kwargs_handlers)
+        place = arguments.chosen_device(device, cpu=cpu)
         precision_name = arguments.chosen_precision(mixed_precision)
         generators = arguments.chosen_generators(rng_types)
         loading = arguments.chosen_loading(dataloader_config, split_batches)
@@ -119,8 +119,7 @@ class Accelerator(Attributes):
         self._project = arguments.chosen_project(project_config, project_dir)
         compiled = arguments.compilation(dynamo_backend, dynamo_plugin)
         self._ddp = ddp = handlers.of(DistributedDataParallelKwargs)
-        chosen = arguments.chosen_strategy(strategy, fsdp_plugin, ddp.comm_hook, cpu=cpu)
-        place = "cpu" if cpu else device
+        chosen = arguments.chosen_strategy(strategy, fsdp_plugin, ddp.comm_hook)
         if chosen is not None:
             place = chosen.agree_on(place)
         self.init_handler = handlers.of(InitProcessGroupKwargs)
@@ -501,7 +500,7 @@ class Accelerator(Attributes):
         from trainkit.export.state import whole
 
         module = self.unwrap_model(model, keep_torch_compile=False) if unwrap else model
-        state = module.state_dict()
+        state = module.state_dict(keep_vars=True)
         if any(map(is_sharded, state.values())):
             check_called_by_all(self.processes, "get_state_dict")
         return {name: whole(v) if isinstance(v, Tensor) else v for name, v in state.items()}

@@ -1,6 +1,6 @@
 """When gradients are synchronised in a loop of the user's own, and by what a loss is divided."""
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 from typing_extensions import override
@@ -46,9 +46,7 @@ class Accumulation:
     @property
     def plugin_kwargs(self) -> dict[str, Any]:
         """The settings that are not the defaults, and `num_steps`."""
-        default = GradientAccumulationPlugin()
-        given = asdict(self.plugin).items()
-        return {name: v for name, v in given if name == "num_steps" or v != getattr(default, name)}
+        return {"num_steps": self.num_steps, **self.plugin.to_kwargs()}
 
     @property
     def adjust_scheduler(self) -> bool:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed
 
-from trainkit import strategies
 from trainkit.accelerator.plugins import FullyShardedDataParallelPlugin, TorchDynamoPlugin
 from trainkit.accelerator.profiling import ProfileKwargs
 from trainkit.accelerator.settings import (
@@ -23,15 +22,20 @@ from trainkit.accelerator.settings import (
 )
 from trainkit.basics.config import as_timeout
 from trainkit.basics.device import generator_kinds
-from trainkit.basics.launch_environment import MIXED_PRECISIONS, mixed_precision, read, sharding
-from trainkit.basics.parsing import boolean
+from trainkit.basics.launch_environment import (
+    MIXED_PRECISIONS,
+    mixed_precision,
+    read,
+    sharding,
+    uses_cpu,
+)
 from trainkit.basics.setting_readers import text, whole
 from trainkit.distributed import Processes
 from trainkit.distributed.rendezvous import INIT_METHOD
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigError
 from trainkit.precision import FP16, Precision
-from trainkit.strategies import Strategy
+from trainkit.strategies import FSDP, Strategy
 from trainkit.training.setup.arguments import make_precision
 
 HANDLERS = (
@@ -75,12 +79,7 @@ def precision_of(name: str, scaler: GradScalerKwargs, device: torch.device) -> P
     """Return the precision of a name, with the loss scale that the user wants."""
     precision = make_precision(MIXED_PRECISIONS[name])
     if isinstance(precision, FP16):
-        precision = FP16(
-            init_scale=scaler.init_scale,
-            growth_factor=scaler.growth_factor,
-            backoff_factor=scaler.backoff_factor,
-            growth_interval=scaler.growth_interval,
-        )
+        precision = FP16(**{name: v for name, v in vars(scaler).items() if name != "enabled"})
     precision.setup(device)
     return precision
 
@@ -134,41 +133,31 @@ def chosen_project(
 
 def compilation(backend: Any, plugin: TorchDynamoPlugin | None) -> dict[str, Any] | None:
     """Return the arguments of `torch.compile`; None where nothing is compiled."""
-    if plugin is None:
-        return TorchDynamoPlugin(
-            backend=backend or read("DYNAMO_BACKEND", text, "no"),
-            mode=read("DYNAMO_MODE", text, None),
-            fullgraph=read("DYNAMO_USE_FULLGRAPH", boolean, None),
-            dynamic=read("DYNAMO_USE_DYNAMIC", boolean, False)
-            or None,  # "false" is said by default
-            use_regional_compilation=read("DYNAMO_USE_REGIONAL_COMPILATION", boolean, None),
-        ).arguments()
-    if backend is not None:
+    if plugin is not None and backend is not None:
         raise ConfigError("Pass `dynamo_backend` or `dynamo_plugin`, not both.")
-    return plugin.arguments()
+    plugin = plugin or TorchDynamoPlugin(backend)
+    return None if plugin.backend == "no" else plugin.to_kwargs()
 
 
-def chosen_strategy(strategy: Any, fsdp_plugin: Any, hook: str, *, cpu: bool) -> Strategy | None:
+def chosen_strategy(strategy: Any, fsdp_plugin: Any, hook: str) -> Strategy | None:
     """Return the strategy that the user or the launcher asks for; None where nobody does.
 
     Args:
         strategy: What the user said.
         fsdp_plugin: The same in Accelerate's way.
         hook: The communication hook of the DDP that there is without a strategy.
-        cpu: Whether the CPU is used.
     """
     given: Any = strategy or fsdp_plugin
     if isinstance(given, FullyShardedDataParallelPlugin):
-        given = given.strategy("cpu" if cpu else None)
+        given = given.strategy()
     if given is not None and not isinstance(given, Strategy):
         raise ConfigError(
             f"`{'strategy' if strategy else 'fsdp_plugin'}` is a `{type(given).__name__}`, but "
             "must be a strategy, or a `FullyShardedDataParallelPlugin` of trainkit. For sharding "
             "pass `strategy=trainkit.strategies.FSDP(...)`."
         )
-    asked = None if given is not None else sharding()
-    if asked is not None:
-        given = strategies.FSDP(device="cpu" if cpu else None, **asked)
+    if given is None and (said := sharding()) is not None:
+        given = FSDP(**said)
     chosen: Strategy | None = given
     if chosen is not None and hook != "no":
         raise ConfigError(
@@ -176,6 +165,11 @@ def chosen_strategy(strategy: Any, fsdp_plugin: Any, hook: str, *, cpu: bool) ->
             f"strategy is `{chosen.name}`. Leave one of the two out."
         )
     return chosen
+
+
+def chosen_device(device: Any, *, cpu: bool) -> Any:
+    """Return the device of this process that the user or the launcher says; None: its own."""
+    return "cpu" if cpu or uses_cpu() else device or read("TORCH_DEVICE", text, None)
 
 
 def join(settings: InitProcessGroupKwargs, device: torch.device | str | None) -> None:

@@ -128,11 +128,6 @@ class Attributes(Communicator):
         """Return whether a model, or one inside of it, is spread over several places."""
         return any(len(getattr(each, "hf_device_map", ())) > 1 for each in model.modules())
 
-    def maybe_context_parallel(
-        self,
-        buffers: list[torch.Tensor] | None = None,
-        buffer_seq_dims: list[int] | None = None,
-        no_restore_buffers: set[torch.Tensor] | None = None,
-    ) -> AbstractContextManager[None]:
+    def maybe_context_parallel(self, *args: Any, **kwargs: Any) -> AbstractContextManager[None]:
         """Return a context that does nothing: sequences are not cut into parts."""
         return nullcontext()

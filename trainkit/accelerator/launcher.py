@@ -19,8 +19,8 @@ from torch.multiprocessing.spawn import (
     start_processes,
 )
 
+from trainkit.accelerator.arguments import chosen_precision
 from trainkit.basics.device import ASK_THE_DRIVER, accelerator_count, forbids_fork
-from trainkit.basics.launch_environment import MIXED_PRECISIONS
 from trainkit.basics.systems import require_fork
 from trainkit.distributed import Processes
 from trainkit.distributed.group import SECRET
@@ -78,18 +78,13 @@ def notebook_launcher(
                 f"`{name}={value!r}` has no effect in `notebook_launcher`, which starts its "
                 "processes once. Leave it out, or use `trainkit launch`."
             )
-    with _variables(ASK_THE_DRIVER):
+    with variables(ASK_THE_DRIVER):
         count = max(1, accelerator_count()) if num_processes is None else num_processes
     if count < 1:
         raise ConfigError(f"`num_processes` must be at least 1, but is {count}.")
-    if mixed_precision not in MIXED_PRECISIONS:
-        raise ConfigError(
-            f"`mixed_precision` must be one of {', '.join(MIXED_PRECISIONS)}, but is "
-            f"{mixed_precision!r}."
-        )
-    environment = {"TRAINKIT_MIXED_PRECISION": mixed_precision}
+    environment = {"TRAINKIT_MIXED_PRECISION": chosen_precision(mixed_precision)}
     if count * num_nodes == 1:
-        with _variables(environment):
+        with variables(environment):
             function(*args)
         return
     _refuse_started()
@@ -188,23 +183,22 @@ def _be_child(
 
 
 @contextmanager
-def _variables(environment: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables inside."""
+def variables(environment: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables inside; these are as before at the end."""
     before = {name: os.environ.get(name) for name in environment}
     os.environ.update(environment)
     try:
         yield
     finally:
         for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
+            os.environ.pop(name, None)
+            if value is not None:
                 os.environ[name] = value
 
 
 def _refuse_started() -> None:
     require_fork("`notebook_launcher`", "Pass `num_processes=1`, or start a script by `torchrun`.")
-    with _variables(ASK_THE_DRIVER):
+    with variables(ASK_THE_DRIVER):
         is_used = forbids_fork()
     if is_used:
         raise ConfigError(

@@ -282,10 +282,6 @@ class SkippedLoader(DataLoader[Any]):
             raise AttributeError(name)
         return getattr(self.source, name)
 
-    @override
-    def __repr__(self) -> str:
-        return f"SkippedLoader({self.source!r}, {self.skipped})"
-
 
 def skip_first_batches(dataloader: Any, num_batches: int = 0) -> SkippedLoader:
     """Return a loader without its first batches, to go on in the middle of an epoch.

@@ -2,7 +2,6 @@
 
 import logging
 import os
-from collections.abc import MutableMapping
 from typing import Any, ClassVar
 
 from typing_extensions import override
@@ -41,12 +40,6 @@ class ProcessLogger(logging.LoggerAdapter[logging.Logger]):
         if call not in self._warned:
             self._warned.add(call)
             self.warning(msg, *args, **{"stacklevel": 3, **kwargs})  # who called this
-
-    @override
-    def process(
-        self, msg: Any, kwargs: MutableMapping[str, Any]
-    ) -> tuple[Any, MutableMapping[str, Any]]:
-        return msg, kwargs
 
 
 def get_logger(name: str, log_level: str | None = None) -> ProcessLogger:

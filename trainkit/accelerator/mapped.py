@@ -19,6 +19,7 @@ from trainkit.data.order import divide, set_epoch_on
 from trainkit.data.order_facts import OWN, changed_facts, digest_of, run_to
 from trainkit.data.plan import BatchPlan, FlatPlan, Plan
 from trainkit.data.workers import datasets_of
+from trainkit.distributed import Processes
 from trainkit.errors import CheckpointError
 
 
@@ -192,7 +193,8 @@ class MappedShare(SharedLoader):
     def _run_sampler(self, resumption: State | None) -> None:
         """Draw all that the sampler yields in this pass; notes what the order is made from."""
         if resumption is None or resumption["order"] is None:
-            _take_from_process_0(self._sharing, self._generators())
+            sharing = self._sharing
+            take_from_process_0(sharing.processes, sharing.rng_types, self._generators())
             self._order = self._order_state()
             self._drawn, self._digest = self._draw(), None
             return
@@ -275,18 +277,19 @@ class MappedShare(SharedLoader):
             generator.set_state(state)
 
 
-def _take_from_process_0(sharing: Sharing, generators: list[torch.Generator]) -> None:
-    """Take the states of the generators of process 0."""
-    if sharing.processes.size == 1:
+def take_from_process_0(
+    processes: Processes, wanted: Sequence[str], generators: Sequence[torch.Generator]
+) -> None:
+    """Take the states of the generators of process 0; see `Sharing` for `wanted`."""
+    if processes.size == 1:
         return
-    broadcast, wanted = sharing.processes.broadcast, sharing.rng_types
+    broadcast = processes.broadcast
     if "generator" in wanted:
         for generator in generators:
             generator.set_state(broadcast(generator.get_state()))
     if "torch" in wanted:
         torch.set_rng_state(broadcast(torch.get_rng_state()))
-    device = sharing.device
-    if device.type in wanted:
+    if (device := processes.device).type in wanted:
         set_rng_state(broadcast(get_rng_state(device)), device)
 
 

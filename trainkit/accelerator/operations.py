@@ -1,5 +1,7 @@
 """The verbs as functions, for code that has no `Accelerator` at hand."""
 
+import warnings
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -9,7 +11,7 @@ from torch import Tensor, nn
 from trainkit.accelerator.autocasting import unwrap
 from trainkit.basics.rng import seed_host
 from trainkit.containers.tree import map_leaves
-from trainkit.distributed import Processes, concatenate as join_entries
+from trainkit.distributed import Processes
 from trainkit.distributed.communicator import Communicator
 from trainkit.distributed.processes import Reduction
 from trainkit.distributed.world import World
@@ -68,6 +70,9 @@ def pad_across_processes(
     tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False
 ) -> Any:
     """Return a tensor, or a nesting of them, made as long as the longest on any process."""
+    if getattr(tensor, "is_nested", False):
+        warnings.warn("Cannot pad nested tensors: this one stays as it is.", stacklevel=2)
+        return tensor
     return Communicator().pad_across_processes(tensor, dim, pad_index, pad_first)
 
 
@@ -77,17 +82,24 @@ def wait_for_everyone() -> None:
 
 
 def concatenate(data: list[Any], dim: int = 0) -> Any:
-    """Return one tensor, or nesting of tensors, with the rows of several of the same form."""
+    """Return one tensor, or nesting of tensors, with the rows of several of the same form.
+
+    Raises:
+        TypeError: There is something else, such as a text.
+    """
+    first: Any = data[0]
+    new: Any = type(first)
     if len(data) == 1:
-        return data[0]
-    if dim == 0 or not data:
-        return join_entries(data)
-    first = data[0]
+        return first
     if isinstance(first, Tensor):
         return torch.cat(data, dim)
-    if isinstance(first, dict):
-        return type(first)({key: concatenate([d[key] for d in data], dim) for key in first})
-    return type(first)(concatenate(list(parts), dim) for parts in zip(*data, strict=True))
+    if isinstance(first, Mapping):
+        joined = {key: concatenate([one[key] for one in data], dim) for key in first}
+        return new(joined)
+    if isinstance(first, list | tuple):
+        rows = [concatenate(list(parts), dim) for parts in zip(*data, strict=True)]
+        return new(*rows) if hasattr(first, "_fields") else new(rows)
+    raise TypeError(f"`concatenate` joins tensors, but got a `{new.__name__}`. Take it out.")
 
 
 def send_to_device(tensor: Any, device: torch.device | str, non_blocking: bool = False) -> Any:

@@ -1,17 +1,21 @@
 """Plugins of Accelerate that say what trainkit does by other names."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from torch import nn
+from typing_extensions import override
 
+from trainkit.accelerator.settings import KwargsHandler
 from trainkit.basics.config import checked
+from trainkit.basics.launch_environment import read, reshards, sharding
+from trainkit.basics.parsing import boolean
+from trainkit.basics.setting_readers import text
 from trainkit.errors import ConfigError
 from trainkit.strategies import FSDP
 from trainkit.types import class_name
 
-_RESHARD = {"FULL_SHARD": True, "1": True, "SHARD_GRAD_OP": False, "2": False}
 _INSTEAD = {
     "mixed_precision_policy": "Say `Accelerator(mixed_precision=...)`",
     "ignored_modules": "`FSDP(wrap_policy=...)` says what is sharded on its own",
@@ -26,6 +30,8 @@ _INSTEAD = {
 @dataclass
 class FullyShardedDataParallelPlugin:
     """Sharding, as FSDP2 does it; `trainkit.strategies.FSDP` under Accelerate's names.
+
+    What is not given is what the `FSDP_*` of a launcher say.
 
     Args:
         fsdp_version: 1 or 2; both run torch's `fully_shard`.
@@ -76,35 +82,35 @@ class FullyShardedDataParallelPlugin:
                 )
         self._arguments()  # which looks at the rest
 
-    def strategy(self, device: str | None) -> FSDP:
+    def strategy(self) -> FSDP:
         """Return the strategy that shards so."""
-        return FSDP(device=device, **self._arguments())
+        return FSDP(**self._arguments())
 
     def _arguments(self) -> dict[str, Any]:
         offload = self.cpu_offload
         if not isinstance(offload, bool | None):  # torch's: `CPUOffload`, `CPUOffloadPolicy`
             offload = getattr(offload, "offload_params", True)
-        return {
+        given = {
             "reshard_after_forward": self._reshards(),
-            "cpu_offload": bool(offload),
-            "activation_checkpointing": bool(self.activation_checkpointing),
+            "cpu_offload": offload,
+            "activation_checkpointing": self.activation_checkpointing,
             "wrap_policy": self._wrap_policy(),
         }
+        said = sharding(asked=True) or {}
+        return said | {name: value for name, value in given.items() if value is not None}
 
-    def _reshards(self) -> bool:
+    def _reshards(self) -> bool | None:
         given = self.reshard_after_forward
         given = self.sharding_strategy if given is None else given
-        if isinstance(given, bool | None):
-            return given is not False
-        word = str(getattr(given, "name", given)).upper()
-        if word not in _RESHARD:
+        try:
+            return None if given is None else reshards(getattr(given, "name", given))
+        except ValueError:
             raise ConfigError(
                 "`reshard_after_forward` must be True, False, FULL_SHARD or SHARD_GRAD_OP, but is "
                 f"{given!r}. For whole models on groups of processes pass "
                 "`Accelerator(strategy=trainkit.strategies.FSDP(replicas=...))`; for no sharding "
                 "leave the plugin out."
-            )
-        return _RESHARD[word]
+            ) from None
 
     def _wrap_policy(self) -> Any:
         policy, names = self.auto_wrap_policy, self.transformer_cls_names_to_wrap or ()
@@ -129,11 +135,11 @@ class FullyShardedDataParallelPlugin:
 
 @checked
 @dataclass
-class TorchDynamoPlugin:
-    """The arguments of `torch.compile` for every prepared model.
+class TorchDynamoPlugin(KwargsHandler):
+    """The arguments of `torch.compile` for every prepared model; None: as the launcher says.
 
     Args:
-        backend: "inductor", "eager" and so on, in any case; None or "no": models are not compiled.
+        backend: "inductor", "eager" and so on, in any case; "no": models are not compiled.
         mode: "default", "reduce-overhead" or "max-autotune".
         fullgraph: Whether a break of the graph is an error.
         dynamic: Whether shapes may vary; None: as torch finds out.
@@ -151,18 +157,23 @@ class TorchDynamoPlugin:
     use_regional_compilation: bool | None = None
 
     def __post_init__(self) -> None:
-        if self.use_regional_compilation:
+        self.backend = self.backend or read("DYNAMO_BACKEND", text, "no")
+        self.backend = str(getattr(self.backend, "value", self.backend)).lower()
+        self.mode = self.mode or read("DYNAMO_MODE", text, None)
+        if self.fullgraph is None:
+            self.fullgraph = read("DYNAMO_USE_FULLGRAPH", boolean, False)
+        if self.dynamic is None:  # "false" is said by default
+            self.dynamic = read("DYNAMO_USE_DYNAMIC", boolean, False) or None
+        blocks = self.use_regional_compilation
+        if read("DYNAMO_USE_REGIONAL_COMPILATION", boolean, False) if blocks is None else blocks:
             raise ConfigError(
                 "`use_regional_compilation=True` is not there. Compile the blocks of the model "
                 "before `prepare`: `for block in model.blocks: block.compile()`."
             )
 
-    def arguments(self) -> dict[str, Any] | None:
-        """Return the arguments of `torch.compile`; None where nothing is compiled."""
-        backend = str(getattr(self.backend, "value", self.backend or "no")).lower()
-        if backend == "no":
-            return None
-        known = {each.name: getattr(self, each.name) for each in fields(self)}
-        del known["use_regional_compilation"]
-        given = {name: value for name, value in known.items() if value is not None}
-        return given | {"backend": backend}
+    @override
+    def to_kwargs(self) -> dict[str, Any]:
+        usual = {"backend": "no", "fullgraph": False, "disable": False}
+        given = {name: v for name, v in vars(self).items() if v != usual.get(name)}
+        given.pop("use_regional_compilation", None)
+        return given

@@ -43,9 +43,19 @@ class DistributedType(str, Enum):  # noqa: UP042  # `str` of a member is Acceler
     MULTI_NEURON = "MULTI_NEURON"
 
 
+class KwargsHandler:
+    """Settings that are passed to `Accelerator` in the list `kwargs_handlers`."""
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """Return the settings that are not the defaults."""
+        default = type(self)()
+        values = {name: getattr(self, name) for name in vars(self)}
+        return {name: v for name, v in values.items() if v != getattr(default, name)}
+
+
 @checked
 @dataclass
-class GradientAccumulationPlugin:
+class GradientAccumulationPlugin(KwargsHandler):
     """How gradients are accumulated.
 
     Args:
@@ -137,16 +147,6 @@ def _absolute(path: str | Path | None, name: str) -> str | Path | None:
         return None
     found = absolute(path, name, stored=True)
     return str(found) if isinstance(path, str) else found
-
-
-class KwargsHandler:
-    """Settings that are passed to `Accelerator` in the list `kwargs_handlers`."""
-
-    def to_kwargs(self) -> dict[str, Any]:
-        """Return the settings that are not the defaults."""
-        default = type(self)()
-        values = {name: getattr(self, name) for name in vars(self)}
-        return {name: v for name, v in values.items() if v != getattr(default, name)}
 
 
 @checked

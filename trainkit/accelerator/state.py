@@ -8,14 +8,13 @@ import torch
 from typing_extensions import override
 
 from trainkit.accelerator.accumulation import Accumulation
-from trainkit.accelerator.arguments import join
+from trainkit.accelerator.arguments import chosen_device, join
 from trainkit.accelerator.settings import (
     DistributedType,
     GradientAccumulationPlugin,
     InitProcessGroupKwargs,
 )
 from trainkit.basics.device import collective_backend, default_kind
-from trainkit.basics.launch_environment import uses_cpu
 from trainkit.basics.systems import after_fork
 from trainkit.distributed import Processes
 from trainkit.distributed.active_batches import ActiveLoaders
@@ -38,7 +37,7 @@ class PartialState(Communicator):
     initialized = True
 
     def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
-        device = "cpu" if cpu or uses_cpu() else None
+        device = chosen_device(None, cpu=cpu)
         join(InitProcessGroupKwargs(**kwargs), device)
         super().__init__(device=device)
 

@@ -42,12 +42,16 @@ class StateSaver:
         Raises:
             ConfigError: One has no `state_dict` and `load_state_dict`.
         """
-        for thing in objects:
-            if not isinstance(thing, Stateful):
-                raise ConfigError(
-                    f"A `{type(thing).__name__}` cannot be registered for checkpointing: it has "
-                    "no `state_dict` and `load_state_dict`. Give it both."
-                )
+        wrong = [
+            f"Item at index {index}, a `{type(thing).__name__}`"
+            for index, thing in enumerate(objects)
+            if not isinstance(thing, Stateful)
+        ]
+        if wrong:
+            raise ConfigError(
+                f"{'; '.join(wrong)}: it cannot be registered for checkpointing, as it has no "
+                "`state_dict` and `load_state_dict`. Give it both."
+            )
         self._contents.registry.objects.extend(objects)
 
     def before_save(self, hook: Hook) -> RemovableHandle:

@@ -55,9 +55,9 @@ def uses_cpu() -> bool:
     return read("USE_CPU", boolean, False)
 
 
-def sharding() -> dict[str, Any] | None:
-    """Return the arguments of `FSDP` that a launcher asks for; None where it asks for no FSDP."""
-    if not read("STRATEGY", one_of("fsdp"), "") and not read("USE_FSDP", boolean, False):
+def sharding(*, asked: bool = False) -> dict[str, Any] | None:
+    """Return the arguments of `FSDP` that a launcher says; None where nobody has `asked` for it."""
+    if not (asked or read("STRATEGY", one_of("fsdp"), "") or read("USE_FSDP", boolean, False)):
         return None
     read("FSDP_AUTO_WRAP_POLICY", _WRAPPING, "")
     read("FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD", one_of("false"), "")

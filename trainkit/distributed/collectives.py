@@ -214,7 +214,7 @@ def run_on_all_or_main(
     answer = callers.ask(name, key, seconds)
     if answer.failure is not None:
         kind, text = answer.failure
-        raise _class_of(kind)(text)
+        raise _class_of(kind)(f"{text} With the same path: it is `{key}` here." if key else text)
     return cast("R", answer.result) if answer.missing else by_all()
 
 

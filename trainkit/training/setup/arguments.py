@@ -48,9 +48,8 @@ def make_strategy(strategy: str | Strategy) -> Strategy:
 
     options: dict[str, Any] = {"device": "cpu" if launch_environment.uses_cpu() else None}
     if strategy == "auto":
-        asked = launch_environment.sharding()
         strategy = "ddp" if World.from_env().size > 1 else "single"
-        if asked is not None:
+        if (asked := launch_environment.sharding()) is not None:
             strategy, options = "fsdp", options | asked
     return _look_up("strategy", strategy, STRATEGIES, "Strategy")(**options)
 
