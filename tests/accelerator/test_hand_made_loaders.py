@@ -108,6 +108,11 @@ def test_a_loader_for_another_process_is_what_that_one_would_have(data: Any) -> 
 def _gathered(rank: int) -> list[int]:
     accelerator = Accelerator(cpu=True)
     loader = OURS.prepare_data_loader(DataLoader(_NUMBERS[:7], batch_size=2), put_on_device=True)
+    torch.manual_seed(accelerator.process_index)
+    own = torch.Generator().manual_seed(accelerator.process_index)
+    OURS.synchronize_rng_states(["torch", "generator"], own)
+    drawn = torch.stack([torch.rand(()), torch.rand((), generator=own)])
+    assert len({*accelerator.gather(drawn).tolist()}) == 1
     rows = [accelerator.gather_for_metrics(x) for x in loader]
     return [int(value) for row in rows for value in row]
 
@@ -131,6 +136,7 @@ def test_prepared_loaders_are_loaders() -> None:
     assert accelerator.prepare(loader) is loader
 
 
+@pytest.mark.filterwarnings("ignore")  # of torchdata
 def test_a_stateful_loader_is_one_of_torchdata() -> None:
     stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
     config = DataLoaderConfiguration(use_stateful_dataloader=True)
@@ -143,6 +149,18 @@ def test_a_stateful_loader_is_one_of_torchdata() -> None:
     reading.close()
     loader.load_state_dict(state)
     assert [x.tolist() for x in loader] == [[2, 3], [4, 5], [6, 7]]
+    theirs, ours = (
+        kind.SkipDataLoader(range(16), batch_size=2, skip_batches=3, use_stateful_dataloader=True)
+        for kind in (THEIRS, OURS)
+    )
+    assert isinstance(ours, stateful)
+    assert isinstance(ours, OURS.SkipDataLoader)
+    assert isinstance(ours.base_dataloader, stateful)
+    for each in (theirs, ours):
+        assert next(iter(each)).tolist() == [6, 7]
+    assert ours.state_dict() == stateful(range(16), batch_size=2).state_dict() | ours.state_dict()
+    ours.load_state_dict(ours.state_dict())
+    assert [x.tolist() for x in ours] == [[14, 15]]  # what is left out is so in every pass
 
 
 def test_a_prepared_optimizer_is_pickled_as_the_one_inside() -> None:

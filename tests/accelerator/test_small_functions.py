@@ -34,6 +34,7 @@ def test_names_of_files_are_theirs() -> None:
     assert OURS.SAFE_WEIGHTS_INDEX_NAME == constants.SAFE_WEIGHTS_INDEX_NAME
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_nestings_are_walked_as_there() -> None:
     assert OURS.listify(NESTING) == THEIRS.listify(NESTING)
     assert OURS.find_batch_size(NESTING) == THEIRS.find_batch_size(NESTING) == 2
@@ -51,6 +52,15 @@ def test_nestings_are_walked_as_there() -> None:
         with pytest.raises(ValueError, match=r"batch size"):
             one.find_batch_size([])
         assert one.concatenate(["alone"]) == "alone"
+        joined = one.concatenate([{"a": [Pair(torch.ones(1, 2), torch.ones(1))]}] * 2)
+        assert [part.shape for part in joined["a"][0]] == [(2, 2), (2,)]
+        with pytest.raises(TypeError):
+            one.concatenate([{"a": torch.ones(1), "b": "text"}] * 2)
+        with pytest.raises(RuntimeError):  # and is not filled up
+            one.concatenate([torch.ones(1, 2), torch.ones(1, 3)])
+        ragged = torch.nested.nested_tensor([torch.ones(3), torch.ones(1)])
+        with pytest.warns(UserWarning, match="[Cc]annot pad nested tensors"):
+            assert one.pad_across_processes(ragged) is ragged
 
 
 def test_the_environment_is_read_and_put_back_as_there(monkeypatch: Any) -> None:
@@ -95,7 +105,8 @@ def test_an_object_is_saved_with_tied_tensors_once(tmp_path: Path) -> None:
     for one, name in zip(BOTH, ("ours", "theirs"), strict=True):
         one.save({"a": 1}, tmp_path / f"{name}.pt")
         assert torch.load(tmp_path / f"{name}.pt") == {"a": 1}
-    OURS.save({"a": tensor, "b": tensor}, tmp_path / "tied", safe_serialization=True)
+    with pytest.warns(UserWarning, match=r"\['b'\] share their memory"):
+        OURS.save({"a": tensor, "b": tensor}, tmp_path / "tied", safe_serialization=True)
     assert {*load_file(tmp_path / "tied")} == {"a"}
 
 
@@ -142,6 +153,30 @@ def test_sizes_and_ties_are_found_as_there() -> None:
     assert OURS.get_max_memory()["cpu"] > 0
     places = OURS.infer_auto_device_map(plain, {"cpu": 50}, no_split_module_classes="Linear")
     assert places == {"0": "disk", "1": "disk"} or set(places.values()) <= {"cpu", "disk"}
+
+
+def test_what_is_on_disk_is_saved_loaded_and_prepared(tmp_path: Path) -> None:
+    model, x = _Tied().eval(), torch.rand(3, 4)
+    accelerator = Accelerator(cpu=True)
+    spread = accelerate.disk_offload(copy.deepcopy(model), tmp_path)
+    state = accelerator.get_state_dict(spread)
+    assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
+    for safe, folder in ((True, tmp_path / "safe"), (False, tmp_path / "pickled")):
+        accelerator.save_model(spread, folder, safe_serialization=safe)
+        read = _Tied().eval()
+        accelerate.load_checkpoint_in_model(read, folder)
+        assert torch.equal(read(x), model(x))
+    assert accelerator.prepare(spread) is spread
+    assert torch.equal(spread(x), model(x))
+    with pytest.raises(ConfigError, match="Load the model without `device_map`"):
+        accelerator.prepare(torch.optim.SGD(spread.parameters()))
+    other = _Tied().eval()
+    accelerator.save_model(other, tmp_path / "other")
+    accelerate.load_checkpoint_in_model(spread, tmp_path / "other")
+    assert torch.equal(spread(x), other(x))
+    setattr(spread, "is_loaded_in_8bit", True)  # noqa: B010
+    with pytest.raises(ConfigError, match="CPU or disk offload"):
+        Accelerator(cpu=True).prepare(spread)
 
 
 def test_a_model_in_memory_is_spread_and_computes_the_same(tmp_path: Path) -> None:

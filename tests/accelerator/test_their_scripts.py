@@ -205,10 +205,6 @@ DIFFERENT: dict[str, tuple[str, str]] = {
         "has no attribute 'batch_sampler'",
         "the batch sampler of a prepared loader is the user's own",
     ),
-    "test_script.rng_sync_check": (
-        "`synchronize_rng_states` cannot be used",
-        "`rng_types` of `Accelerator` says what a pass takes from process 0",
-    ),
     **dict.fromkeys(
         (
             "test_distributed_data_loop.test_join_can_override_even_batches",

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from importlib import import_module
 from typing import Any
@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from trainkit.accelerate_compat.availability import is_available
 from trainkit.accelerator.autocasting import InAutocast, unwrap
-from trainkit.accelerator.launcher import notebook_launcher
+from trainkit.accelerator.launcher import notebook_launcher, variables
 from trainkit.basics.device import accelerator_count, accelerator_kind
 from trainkit.basics.torch_internals import buffers_of, parameters_of
+from trainkit.containers.tree import map_children
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigError
 
@@ -74,9 +75,7 @@ def set_module_tensor_to_device(
     """Move a parameter or buffer such as "layer.0.weight" to a device, and give it a value.
 
     Args:
-        module: The model.
-        tensor_name: Its name there.
-        device: Where it goes.
+        tensor_name: Its name in `module`.
         value: Of the same shape; needed where the old one is on the meta device.
         dtype: Of `value` from then on, but for whole numbers; None: that of the old one.
         **others: Names that Accelerate has, which make no difference to the values.
@@ -141,8 +140,10 @@ def debug_launcher(
 
 
 @contextmanager
-def _as_before() -> Iterator[None]:
+def clear_environment() -> Iterator[None]:
+    """Run the code inside without variables of the environment; it is then as before."""
     before = dict(os.environ)
+    os.environ.clear()
     try:
         yield
     finally:
@@ -150,20 +151,9 @@ def _as_before() -> Iterator[None]:
         os.environ.update(before)
 
 
-@contextmanager
-def clear_environment() -> Iterator[None]:
-    """Run the code inside without variables of the environment; it is then as before."""
-    with _as_before():
-        os.environ.clear()
-        yield
-
-
-@contextmanager
-def patch_environment(**variables: Any) -> Iterator[None]:
+def patch_environment(**values: Any) -> AbstractContextManager[None]:
     """Run the code inside with these variables of the environment, in capitals."""
-    with _as_before():
-        os.environ.update({name.upper(): str(value) for name, value in variables.items()})
-        yield
+    return variables({name.upper(): str(value) for name, value in values.items()})
 
 
 def str_to_bool(value: str) -> int:
@@ -221,11 +211,8 @@ def recursively_apply(
     """
 
     def applied(part: Any) -> Any:
-        if isinstance(part, tuple | list):
-            return honor_type(part, map(applied, part))
-        if isinstance(part, Mapping):
-            new: Any = type(part)
-            return new({key: applied(value) for key, value in part.items()})
+        if isinstance(part, tuple | list | Mapping):
+            return map_children(part, applied)
         if test_type(part):
             return func(part, *args, **kwargs)
         if error_on_other_type:

@@ -1,6 +1,7 @@
 """What `accelerate.data_loader` has: loaders and samplers that are made by hand."""
 
 from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
 from itertools import cycle, islice
 from typing import Any
 
@@ -10,7 +11,8 @@ from typing_extensions import override
 
 from trainkit.accelerator.arguments import chosen_generators
 from trainkit.accelerator.loader import SharedLoader, Sharing, SkippedLoader
-from trainkit.accelerator.preparer import shared_out
+from trainkit.accelerator.mapped import take_from_process_0
+from trainkit.accelerator.preparer import of_torchdata, shared_out
 from trainkit.accelerator.settings import DataLoaderConfiguration
 from trainkit.accelerator.state import UNDER_WAY, GradientState
 from trainkit.basics.config import checked
@@ -52,15 +54,7 @@ def prepare_data_loader(  # noqa: PLR0913  the names that Accelerate documents
         process_index: The process among these.
         split_batches: The rest are settings of `DataLoaderConfiguration` and `Accelerator`.
         put_on_device: Whether batches move to the device.
-        rng_types: As for `Accelerator`.
-        dispatch_batches: Process 0 reads for all.
-        even_batches: Last batches are filled up.
         slice_fn_for_dispatch: None; batches are cut by their samples.
-        use_seedable_sampler: The order follows the epoch's number.
-        data_seed: The seed for that.
-        non_blocking: Accepted.
-        use_stateful_dataloader: The loader goes on by itself after `load_state_dict`.
-        torch_device_mesh: None.
     """
     processes = Processes.start()
     size = processes.size if num_processes is None else num_processes
@@ -125,6 +119,17 @@ def _read_by_process_0(
     )
 
 
+def synchronize_rng_states(rng_types: Sequence[Any], generator: Any = None) -> None:
+    """Take the states of generators from process 0; `rng_types` are those of `Accelerator`."""
+    own = [] if generator is None else [generator]
+    take_from_process_0(Processes.start(), chosen_generators(rng_types), own)
+
+
+def synchronize_rng_state(rng_type: Any = None, generator: Any = None) -> None:
+    """Do the same for one kind."""
+    synchronize_rng_states([rng_type], generator)
+
+
 class _Kind(type):
     """The type of a class of Accelerate's whose objects are prepared loaders here."""
 
@@ -156,14 +161,7 @@ class DataLoaderDispatcher(metaclass=_Kind):
 
 
 class SkipDataLoader(SkippedLoader):
-    """A `DataLoader` without its first batches.
-
-    Args:
-        dataset: Of `DataLoader`, as `options`.
-        skip_batches: Number of batches to leave out.
-        use_stateful_dataloader: Accepted.
-        **options: Of `DataLoader`.
-    """
+    """A `DataLoader` without its first `skip_batches` batches; torchdata's, if it is stateful."""
 
     def __init__(
         self,
@@ -172,7 +170,17 @@ class SkipDataLoader(SkippedLoader):
         use_stateful_dataloader: bool = False,
         **options: Any,
     ) -> None:
-        super().__init__(DataLoader(dataset, **options), skip_batches)
+        kind: Any = DataLoader
+        if use_stateful_dataloader:
+            kind = import_module("torchdata.stateful_dataloader").StatefulDataLoader
+        self.base_dataloader = kind(dataset, **options)
+        super().__init__(self.base_dataloader, skip_batches)
+        if use_stateful_dataloader:
+            vars(self).update(
+                state_dict=self.base_dataloader.state_dict,
+                load_state_dict=self.base_dataloader.load_state_dict,
+            )
+            self.__class__ = of_torchdata(SkipDataLoader)
 
 
 class BatchSamplerShard(BatchSampler):
@@ -180,8 +188,6 @@ class BatchSamplerShard(BatchSampler):
 
     Args:
         batch_sampler: Read to its end when a pass begins.
-        num_processes: Processes in all.
-        process_index: This one.
         split_batches: Each batch is cut into one part for each process.
         even_batches: Last batches are filled up.
     """
@@ -251,8 +257,6 @@ class IterableDatasetShard(IterableDataset[Any]):
         dataset: The data set.
         batch_size: Of one process; with `split_batches` of all.
         drop_last: Leave out what does not fill a batch of all; else the first samples fill it up.
-        num_processes: Processes in all.
-        process_index: This one.
         split_batches: See `batch_size`.
     """
 
@@ -295,12 +299,7 @@ class IterableDatasetShard(IterableDataset[Any]):
 
 
 class SkipBatchSampler(BatchSampler):
-    """A batch sampler without its first batches.
-
-    Args:
-        batch_sampler: The whole.
-        skip_batches: Number of batches to leave out.
-    """
+    """A batch sampler without its first `skip_batches` batches."""
 
     def __init__(self, batch_sampler: Any, skip_batches: int = 0) -> None:
         self.batch_sampler, self.skip_batches = batch_sampler, skip_batches

@@ -96,10 +96,8 @@ def _left(tree: ast.AST) -> Iterator[tuple[int, str]]:
             yield from _unusable(getattr(node, "lineno", 0), path)
         for each in node.args if isinstance(node, ast.Call) else ():
             if isinstance(each, ast.Constant) and _IN_TEXT.fullmatch(text := str(each.value)):
-                yield (
-                    each.lineno,
-                    f"{text[:60]!r} names Accelerate in a text, which stays as it is.",
-                )
+                said = f"{text[:60]!r} names Accelerate in a text, which stays as it is."
+                yield each.lineno, said
 
 
 def _set(node: ast.Attribute, bound: dict[str, str]) -> Iterator[tuple[int, str]]:
@@ -108,10 +106,8 @@ def _set(node: ast.Attribute, bound: dict[str, str]) -> Iterator[tuple[int, str]
     root, dot, rest = owner.partition(".")
     path = f"{bound.get(root, '')}{dot}{rest}"
     if path == THEIRS or (path.startswith(THEIRS) and path.partition(".")[2] in names.MODULES):
-        yield (
-            node.lineno,
-            f"`{owner}.{node.attr}` is set, where trainkit does not look. Leave it out.",
-        )
+        said = "is set, where trainkit does not look. Leave it out."
+        yield node.lineno, f"`{owner}.{node.attr}` {said}"
     elif owner.rpartition(".")[2] == "accelerator":
         ours = getattr_static(names.find("Accelerator"), node.attr, None)
         is_fixed = isinstance(ours, property) and ours.fset is None

@@ -53,20 +53,22 @@ _HOMES = {
     """,
     "accelerate_compat.large": """
         UserCpuOffloadHook compute_module_sizes cpu_offload cpu_offload_with_hook disk_offload
-        dtype_byte_size find_tied_parameters infer_auto_device_map
+        dtype_byte_size find_tied_parameters
     """,
     "accelerate_compat.loading": """
         BatchSamplerShard DataLoaderDispatcher DataLoaderShard IterableDatasetShard
         SeedableRandomSampler SkipBatchSampler SkipDataLoader prepare_data_loader
+        synchronize_rng_state synchronize_rng_states
     """,
     "accelerator.autocasting": "convert_to_fp32=in_fp32",
+    "accelerator.loader": "DataLoaderStateMixin=SharedLoader",
     "accelerator.logging": "MultiProcessAdapter=ProcessLogger",
     "accelerator.optimizer": "AcceleratedOptimizer=PreparedOptimizer",
     "accelerator.scheduler": "AcceleratedScheduler=PreparedScheduler",
     "accelerator.settings": "KwargsHandler",
     "accelerator.state": "AcceleratorState GradientState is_initialized",
     "accelerator.tracking": "LOGGER_TYPE_TO_CLASS=KINDS register_tracker_class",
-    "large_models.devices": "get_max_memory=room",
+    "large_models.devices": "get_max_memory=room infer_auto_device_map",
     "large_models.dispatch": "dispatch_model",
     "launch.config": "write_basic_config",
     "trackers.mlflow": "MLflowTracker",
@@ -120,9 +122,6 @@ REFUSED = {
     """,
     "it makes data for the tests of Accelerate's own examples: leave `TESTING_MOCKED_DATALOADERS` "
     "out": "mocked_dataloaders mocked_dataloaders_for_autoregressive_models",
-    "pass `rng_types` to `Accelerator`, or seed all processes alike by `set_seed`": """
-        synchronize_rng_state synchronize_rng_states
-    """,
     "pass an object of your own class over `GeneralTracker`, which writes there": """
         AimTracker ClearMLTracker CometMLTracker DVCLiveTracker SwanLabTracker TrackioTracker
     """,
@@ -137,11 +136,7 @@ class _Refused(type):
 
     @override
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Raise what to do instead.
-
-        Raises:
-            ConfigError: Always.
-        """
+        """Raise what to do instead."""
         raise ConfigError(cls.sentence)
 
     def __getattr__(cls, name: str) -> Any:
