@@ -9,7 +9,10 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, ShardingStrategy
-from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+from torch.distributed.fsdp.wrap import (
+    size_based_auto_wrap_policy,
+    transformer_auto_wrap_policy,
+)
 from torch.utils.data import DataLoader
 
 from tests.accelerator.toys import numbers
@@ -30,6 +33,7 @@ from trainkit import (
 from trainkit.accelerator.arguments import chosen_strategy, compilation
 from trainkit.distributed.processes import Reduction
 from trainkit.strategies import FSDP
+from trainkit.strategies.blocks import find_blocks
 
 LAYER = nn.TransformerEncoderLayer
 
@@ -64,8 +68,8 @@ def test_a_plugin_of_accelerate_is_a_strategy() -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"reshard_after_forward": "HYBRID_SHARD"}, r"FSDP\(replicas=\.\.\.\)"),
-        ({"auto_wrap_policy": "size_based_wrap"}, "must be transformer_based_wrap or no_wrap"),
+        ({"reshard_after_forward": "HALF_SHARD"}, "HYBRID_SHARD_ZERO2.*'HALF_SHARD'"),
+        ({"auto_wrap_policy": "by_size"}, "SIZE_BASED_WRAP, NO_WRAP, but is 'by_size'"),
         ({"auto_wrap_policy": lambda *_: True}, r"FSDP\(wrap_policy="),
         ({"mixed_precision_policy": "bf16"}, r"Say `Accelerator\(mixed_precision=\.\.\.\)`"),
         ({"ignored_modules": "head.*"}, "`FullyShardedDataParallelPlugin.ignored_modules="),
@@ -74,6 +78,38 @@ def test_a_plugin_of_accelerate_is_a_strategy() -> None:
 def test_what_would_change_the_sharding_is_refused(settings: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         FullyShardedDataParallelPlugin(**settings)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "replicas", "reshards"),
+    [
+        ("NO_SHARD", "processes", True),
+        (ShardingStrategy.HYBRID_SHARD, "machines", True),
+        (5, "machines", False),
+    ],
+)
+def test_strategies_of_the_first_version_say_who_holds_a_model(
+    strategy: Any, replicas: str, *, reshards: bool
+) -> None:
+    chosen = FullyShardedDataParallelPlugin(sharding_strategy=strategy).strategy()
+    assert (chosen.replicas, chosen.reshard_after_forward) == (replicas, reshards)
+    offloads = {"activation_checkpointing": True, "activation_checkpointing_offload": True}
+    given: Any = FullyShardedDataParallelPlugin(**offloads)
+    assert given.strategy().activation_checkpointing == "offload"
+
+
+def test_blocks_may_be_chosen_by_their_size() -> None:
+    model = nn.Sequential(LAYER(4, 1, 8), nn.ModuleList([nn.Linear(4, 5), nn.Linear(4, 4)]))
+    by_size = functools.partial(size_based_auto_wrap_policy, min_num_params=20)
+    for given in (
+        FullyShardedDataParallelPlugin(auto_wrap_policy=by_size),
+        FullyShardedDataParallelPlugin(auto_wrap_policy="SIZE_BASED_WRAP", min_num_params=20),
+    ):
+        found = [*find_blocks(model, given.strategy().wrap_policy)]
+        assert found == ["1.0", "0.linear2", "0.linear1", "0.self_attn", "0"]
+    assert not find_blocks(model, 10**8)
+    any_size = FullyShardedDataParallelPlugin(auto_wrap_policy="SIZE_BASED_WRAP")
+    assert any_size.strategy().wrap_policy is None
 
 
 def test_a_plugin_asks_the_launcher_for_what_it_is_not_told(
@@ -113,6 +149,17 @@ def test_the_launcher_says_how_models_are_compiled(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", "True")
     with pytest.raises(ConfigError, match="Compile the blocks"):
         Accelerator(cpu=True)
+
+
+def test_replays_that_would_overwrite_gradients_are_refused() -> None:
+    accelerator = Accelerator(
+        cpu=True, dynamo_plugin=TorchDynamoPlugin(backend="inductor", mode="reduce-overhead")
+    )
+    accelerator._preparer.sharing.device = torch.device("cuda", 0)
+    with pytest.raises(ConfigError, match="overwrite the gradients of earlier micro-batches"):
+        accelerator.gradient_accumulation_steps = 2
+    with pytest.raises(ConfigError, match="overwrite the gradients of earlier micro-batches"):
+        accelerator.prepare(nn.Linear(1, 1))
 
 
 def test_settings_without_effect_are_refused() -> None:

@@ -24,9 +24,9 @@ UNKNOWN_SHARDING = {
     "FSDP_RESHARD_AFTER_FORWARD": "full",
     "FSDP_OFFLOAD_PARAMS": "perhaps",
     "FSDP_ACTIVATION_CHECKPOINTING": "-1",
-    "FSDP_SHARDING_STRATEGY": "NO_SHARD",
-    "FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP",
-    "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": "true",
+    "FSDP_SHARDING_STRATEGY": "6",
+    "FSDP_AUTO_WRAP_POLICY": "BY_SIZE",
+    "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": "perhaps",
 }
 
 
@@ -79,6 +79,16 @@ def test_sharding_is_what_the_launcher_says(face: Face, monkeypatch: pytest.Monk
     assert callable(strategy.wrap_policy)
     assert strategy.wrap_policy("0", nn.Linear(1, 1))
     assert not strategy.wrap_policy("1", nn.ReLU())
+    monkeypatch.setenv("FSDP_SHARDING_STRATEGY", "HYBRID_SHARD")
+    monkeypatch.setenv("FSDP_AUTO_WRAP_POLICY", "SIZE_BASED_WRAP")
+    monkeypatch.setenv("FSDP_MIN_NUM_PARAMS", "7")
+    monkeypatch.setenv("FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD", "true")
+    strategy = face()[0]
+    assert isinstance(strategy, FSDP)
+    assert strategy.replicas in ("machines", 1)  # 1 where it was set up
+    assert strategy.wrap_policy == 7
+    assert strategy.activation_checkpointing == "offload"
+    assert not strategy.reshard_after_forward
 
 
 @pytest.mark.parametrize("face", FACES)

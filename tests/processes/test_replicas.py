@@ -180,7 +180,7 @@ def train_all_ways(rank: int, size: int, folder: Path) -> int:
         ({}, {"optimizer": partial(AdamWScheduleFree, lr=0.01)}),
         ({"strategy": DDP(find_unused_parameters=True)}, {"optimizer": adam}),
         ({"strategy": "fsdp"}, {"optimizer": adam}),
-        ({"strategy": FSDP(replicas=size)}, {"optimizer": adam}),
+        ({"strategy": FSDP(replicas="processes")}, {"optimizer": adam}),
     ]
     for index, (settings, of_fit) in enumerate(ways):
         callbacks = [ReplicaCheck(every_n_steps=1), *settings.pop("callbacks", [])]

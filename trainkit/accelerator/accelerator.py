@@ -194,6 +194,7 @@ class Accelerator(Attributes):
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, value: int) -> None:
         self._accumulation.resize(value)
+        self._preparer.check_windows()
 
     @property
     def native_amp(self) -> bool:

@@ -9,7 +9,13 @@ from typing_extensions import override
 
 from trainkit.accelerator.settings import KwargsHandler
 from trainkit.basics.config import checked
-from trainkit.basics.launch_environment import read, reshards, sharding
+from trainkit.basics.launch_environment import (
+    SHARDING_STRATEGIES,
+    WRAPPING,
+    read,
+    sharding,
+    sharding_strategy,
+)
 from trainkit.basics.parsing import boolean
 from trainkit.basics.setting_readers import text
 from trainkit.errors import ConfigError
@@ -20,8 +26,6 @@ _INSTEAD = {
     "mixed_precision_policy": "Say `Accelerator(mixed_precision=...)`",
     "ignored_modules": "`FSDP(wrap_policy=...)` says what is sharded on its own",
     "param_init_fn": "Give the modules a `reset_parameters`",
-    "activation_checkpointing_offload": "Pass `activation_checkpointing=True` alone",
-    "min_num_params": "Blocks are chosen by class: pass `transformer_cls_names_to_wrap`",
 }
 """Settings that would change what happens, and that are refused; and what to do instead."""
 
@@ -35,15 +39,18 @@ class FullyShardedDataParallelPlugin:
 
     Args:
         fsdp_version: 1 or 2; both run torch's `fully_shard`.
-        sharding_strategy: "FULL_SHARD" or "SHARD_GRAD_OP"; the older name of the next one.
+        sharding_strategy: "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD" or
+            "HYBRID_SHARD_ZERO2", or its number; the older name of the next one.
         reshard_after_forward: True or "FULL_SHARD": blocks are given up between forward and
             backward.
-        auto_wrap_policy: "transformer_based_wrap", "no_wrap", or `transformer_auto_wrap_policy`
-            with its classes in a `functools.partial`. With "no_wrap" blocks are chosen as FSDP
-            does by default: that changes the memory, and no result.
+        auto_wrap_policy: "transformer_based_wrap", "size_based_wrap", "no_wrap", or torch's
+            function for one of them with its arguments in a `functools.partial`. With "no_wrap"
+            blocks are chosen as FSDP does by default: that changes the memory, and no result.
         transformer_cls_names_to_wrap: Classes of the blocks, by name.
+        min_num_params: With "size_based_wrap": the parameters above which a module is a block.
         cpu_offload: Parameters stay in the memory of the CPU.
         activation_checkpointing: Activations are computed again in backward.
+        activation_checkpointing_offload: What they are computed from waits on the host.
 
     All others are there for scripts that give them: those of the first version, and of how states
     are kept, have no effect on results; what would have one is refused.
@@ -90,41 +97,44 @@ class FullyShardedDataParallelPlugin:
         offload = self.cpu_offload
         if not isinstance(offload, bool | None):  # torch's: `CPUOffload`, `CPUOffloadPolicy`
             offload = getattr(offload, "offload_params", True)
-        given = {
-            "reshard_after_forward": self._reshards(),
-            "cpu_offload": offload,
-            "activation_checkpointing": self.activation_checkpointing,
-            "wrap_policy": self._wrap_policy(),
-        }
-        said = sharding(asked=True) or {}
-        return said | {name: value for name, value in given.items() if value is not None}
-
-    def _reshards(self) -> bool | None:
+        how: Any = self.activation_checkpointing
         given = self.reshard_after_forward
         given = self.sharding_strategy if given is None else given
+        said = sharding(asked=True) or {}
         try:
-            return None if given is None else reshards(getattr(given, "name", given))
-        except ValueError:
+            if given is not None:
+                chosen = SHARDING_STRATEGIES[sharding_strategy(getattr(given, "name", given))]
+                said |= {"reshard_after_forward": True, "replicas": 1, **chosen}
+        except ValueError as error:
             raise ConfigError(
-                "`reshard_after_forward` must be True, False, FULL_SHARD or SHARD_GRAD_OP, but is "
-                f"{given!r}. For whole models on groups of processes pass "
-                "`Accelerator(strategy=trainkit.strategies.FSDP(replicas=...))`; for no sharding "
-                "leave the plugin out."
+                f"`reshard_after_forward` must be {error}, but is {given!r}."
             ) from None
+        told = {
+            "cpu_offload": offload,
+            "activation_checkpointing": (
+                how and self.activation_checkpointing_offload and "offload"
+            )
+            or how,
+            "wrap_policy": self._wrap_policy(),
+        }
+        return said | {name: value for name, value in told.items() if value is not None}
 
     def _wrap_policy(self) -> Any:
         policy, names = self.auto_wrap_policy, self.transformer_cls_names_to_wrap or ()
         options = policy.keywords if isinstance(policy, partial) else {}
-        classes = options.get("transformer_layer_cls")
-        if classes is not None:
-            return set(classes)
-        known = (None, "NO_WRAP", "TRANSFORMER_BASED_WRAP")
-        if (policy.upper() if isinstance(policy, str) else policy) not in known:
+        policy = getattr(getattr(policy, "func", policy), "__name__", policy)
+        if "transformer_layer_cls" in options:
+            return set(options["transformer_layer_cls"])
+        word = str(policy or "NO_WRAP").upper().replace("_AUTO_WRAP_POLICY", "_WRAP")
+        word = word.replace("TRANSFORMER_WRAP", "TRANSFORMER_BASED_WRAP")
+        if word not in WRAPPING:
             raise ConfigError(
-                f"`auto_wrap_policy` must be transformer_based_wrap or no_wrap, but is {policy!r}. "
+                f"`auto_wrap_policy` must be one of {', '.join(WRAPPING)}, but is {policy!r}. "
                 "Pass `Accelerator(strategy=trainkit.strategies.FSDP(wrap_policy=...))`, with "
-                "classes of modules or a callable `(name, module) -> bool`."
+                "classes of modules, a callable `(name, module) -> bool`, or a size."
             )
+        if word == "SIZE_BASED_WRAP":
+            return options.get("min_num_params", self.min_num_params) or None
         wanted = set(names.split(",") if isinstance(names, str) else names)
 
         def is_block(name: str, module: nn.Module) -> bool:

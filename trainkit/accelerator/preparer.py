@@ -34,7 +34,7 @@ from trainkit.export.state import READ, unwrapped
 from trainkit.precision import FP32, Precision
 from trainkit.strategies import DDP, Strategy
 from trainkit.strategies.ddp import Reducing
-from trainkit.training.setup.arguments import check_initialised
+from trainkit.training.setup.arguments import check_compile, check_initialised
 from trainkit.training.setup.consistency import check_alike, describe_model, describe_samples
 from trainkit.training.setup.settings import optimizer_settings, program, settings
 from trainkit.types import class_name
@@ -229,6 +229,8 @@ class Preparer:
         if dtype is not None and not isinstance(self.precision, FP32):
             run_in_autocast(model, self.sharing.device.type, dtype, self.autocast)
         if self.compilation is not None:
+            if not evaluation_mode:
+                self.check_windows()
             model.compile(**self.compilation)
         if self._moves(moved) and not stays:
             move_module(model, self.sharing.device)
@@ -255,6 +257,11 @@ class Preparer:
                 "device, or pass `evaluation_mode=True` to `prepare_model`."
             )
         return stays
+
+    def check_windows(self) -> None:
+        """Raise where models are compiled in a way that would overwrite gradients of a window."""
+        many = self.accumulation.num_steps > 1
+        check_compile(self.compilation or False, self.sharing.device, accumulates=many)
 
     def _joins(self, model: nn.Module) -> bool:
         """Return whether the processes hold a model together."""

@@ -16,8 +16,15 @@ T = TypeVar("T")
 MIXED_PRECISIONS = {"no": "fp32", "fp16": "fp16", "bf16": "bf16"}
 """The precisions that a launcher and `Accelerator` know, with their names in `Trainer`."""
 
-_RESHARDS = {"full_shard": True, "1": True, "shard_grad_op": False, "2": False}
-_WRAPPING = one_of("TRANSFORMER_BASED_WRAP", "NO_WRAP")
+SHARDING_STRATEGIES: dict[str, dict[str, Any]] = {
+    "FULL_SHARD": {},
+    "SHARD_GRAD_OP": {"reshard_after_forward": False},
+    "NO_SHARD": {"replicas": "processes"},
+    "HYBRID_SHARD": {"replicas": "machines"},
+    "HYBRID_SHARD_ZERO2": {"reshard_after_forward": False, "replicas": "machines"},
+}
+"""The strategies of FSDP's first version in its order, with what `FSDP` calls each."""
+WRAPPING = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
 
 
 def read(name: str, reader: Callable[[object], T], default: T) -> T:
@@ -59,24 +66,33 @@ def sharding(*, asked: bool = False) -> dict[str, Any] | None:
     """Return the arguments of `FSDP` that a launcher says; None where nobody has `asked` for it."""
     if not (asked or read("STRATEGY", one_of("fsdp"), "") or read("USE_FSDP", boolean, False)):
         return None
-    read("FSDP_AUTO_WRAP_POLICY", _WRAPPING, "")
-    read("FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD", one_of("false"), "")
-    strategy = read("FSDP_SHARDING_STRATEGY", reshards, True)
+    wrapping = read("FSDP_AUTO_WRAP_POLICY", one_of(*WRAPPING), "")
+    offloads = read("FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD", boolean, False)
+    checkpointing = read("FSDP_ACTIVATION_CHECKPOINTING", boolean, False)
+    reshards = read("FSDP_RESHARD_AFTER_FORWARD", sharding_strategy, "FULL_SHARD")
+    strategy = read("FSDP_SHARDING_STRATEGY", sharding_strategy, "FULL_SHARD")
     arguments: dict[str, Any] = {
-        "reshard_after_forward": read("FSDP_RESHARD_AFTER_FORWARD", reshards, True) and strategy,
+        **SHARDING_STRATEGIES[strategy],
+        **SHARDING_STRATEGIES[reshards],
         "cpu_offload": read("FSDP_OFFLOAD_PARAMS", boolean, False),
-        "activation_checkpointing": read("FSDP_ACTIVATION_CHECKPOINTING", boolean, False),
+        "activation_checkpointing": checkpointing and ("offload" if offloads else True),
     }
+    if wrapping == "SIZE_BASED_WRAP":
+        return arguments | {
+            "wrap_policy": read("FSDP_MIN_NUM_PARAMS", lambda value: int(str(value)), 0)
+        }
     classes = set(filter(None, read("FSDP_TRANSFORMER_CLS_TO_WRAP", str, "").split(",")))
     if classes:
         arguments["wrap_policy"] = lambda name, module: type(module).__name__ in classes
     return arguments
 
 
-def reshards(value: object) -> bool:
-    """Read true or false, or the strategy of FSDP's first version, by name or number."""
-    word = str(value).strip().lower()
+def sharding_strategy(value: object) -> str:
+    """Read a key of `SHARDING_STRATEGIES`, its number, or whether blocks are given up."""
+    word, names = str(value).strip().upper().removeprefix("_"), [*SHARDING_STRATEGIES]
+    if word in names:
+        return word
     try:
-        return _RESHARDS[word] if word in _RESHARDS else boolean(value)
+        return names[int(word) - 1 if word in [*"2345"] else not boolean(word)]
     except ValueError:
-        raise ValueError("true or false (FULL_SHARD or SHARD_GRAD_OP)") from None
+        raise ValueError(f"true or false ({', '.join(names)})") from None

@@ -5,9 +5,9 @@ A key that is off, or empty, says nothing and is accepted: `accelerate config` w
 
 from collections.abc import Callable
 
-from trainkit.basics.launch_environment import reshards
+from trainkit.basics.launch_environment import WRAPPING, sharding_strategy
 from trainkit.basics.parsing import boolean, nearest, one_of
-from trainkit.basics.setting_readers import text
+from trainkit.basics.setting_readers import text, whole
 from trainkit.errors import ConfigError
 
 NULL = ("", "null", "~")
@@ -89,10 +89,6 @@ def _is_off(value: object) -> bool:
     return str(value).lower() in _OFF
 
 
-def _strategy(value: object) -> str:
-    return "FULL_SHARD" if reshards(value) else "SHARD_GRAD_OP"
-
-
 def _classes(value: object) -> str:
     items = value if isinstance(value, list) else str(value).split(",")
     names = [str(item).strip() for item in items]
@@ -101,10 +97,9 @@ def _classes(value: object) -> str:
     return ",".join(names)
 
 
-def _no_minimum(value: object) -> str:
-    if str(value) not in ("0", "100000000"):
-        raise ValueError("0: blocks are chosen by class, not by size")
-    return str(value)
+def _reshards(value: object) -> str | bool:
+    name = sharding_strategy(value)
+    return {"FULL_SHARD": True, "SHARD_GRAD_OP": False}.get(name, name)
 
 
 PARTS: dict[str, tuple[Callable[[object], str | bool], str]] = {
@@ -114,15 +109,15 @@ PARTS: dict[str, tuple[Callable[[object], str | bool], str]] = {
     "dynamo_use_fullgraph": (boolean, "false"),
     "dynamo_use_regional_compilation": (boolean, "false"),
     "fsdp_activation_checkpointing": (boolean, "false"),
-    "fsdp_activation_checkpointing_offload": (one_of("false"), "false"),
-    "fsdp_auto_wrap_policy": (one_of("TRANSFORMER_BASED_WRAP", "NO_WRAP"), ""),
+    "fsdp_activation_checkpointing_offload": (boolean, "false"),
+    "fsdp_auto_wrap_policy": (one_of(*WRAPPING), ""),
     "fsdp_backward_prefetch": (text, ""),
     "fsdp_cpu_ram_efficient_loading": (boolean, "true"),
     "fsdp_forward_prefetch": (boolean, "false"),
-    "fsdp_min_num_params": (_no_minimum, "100000000"),
+    "fsdp_min_num_params": (lambda value: str(whole(0)(value)), "100000000"),
     "fsdp_offload_params": (boolean, "false"),
-    "fsdp_reshard_after_forward": (reshards, "true"),
-    "fsdp_sharding_strategy": (_strategy, "FULL_SHARD"),
+    "fsdp_reshard_after_forward": (_reshards, "true"),
+    "fsdp_sharding_strategy": (sharding_strategy, "FULL_SHARD"),
     "fsdp_state_dict_type": (text, ""),
     "fsdp_sync_module_states": (boolean, "true"),
     "fsdp_transformer_layer_cls_to_wrap": (_classes, ""),

@@ -9,8 +9,8 @@ from torch import nn
 from trainkit.errors import ConfigError
 from trainkit.types import class_name
 
-WrapPolicy = Collection[type[nn.Module]] | Callable[[str, nn.Module], bool]
-"""Classes of the modules to shard on their own, or `(name, module) -> bool`."""
+WrapPolicy = Collection[type[nn.Module]] | Callable[[str, nn.Module], bool] | int
+"""Classes of the modules to shard on their own, `(name, module) -> bool`, or their size."""
 
 
 def find_blocks(
@@ -24,11 +24,12 @@ def find_blocks(
     Args:
         model: The whole model, which is never among its blocks.
         policy: None: the classes that a transformers model names as its blocks, else the
-            repeated children of the largest list of modules.
+            repeated children of the largest list of modules. A number: what has more parameters,
+            but no lists, which are never called, and no parts of `nn.MultiheadAttention`.
         also: Further ones, where they are in the model.
 
     Raises:
-        ConfigError: The policy matches no module.
+        ConfigError: Classes or a function match no module.
     """
     chosen = _by_default(model) if policy is None else _by_policy(model, policy)
     chosen |= {name: m for name, m in model.named_modules() if name and m in also}
@@ -77,6 +78,11 @@ def _size(module: nn.Module) -> int:
 
 def _by_policy(model: nn.Module, policy: WrapPolicy) -> dict[str, nn.Module]:
     inner = {name: module for name, module in model.named_modules() if name}
+    if isinstance(policy, int):
+        attentions = [each for each in inner.values() if isinstance(each, nn.MultiheadAttention)]
+        parts = {part for each in attentions for part in each.children()}
+        called = {n: m for n, m in inner.items() if type(m).forward is not nn.Module.forward}
+        return {n: m for n, m in called.items() if m not in parts and _size(m) > policy}
     if isinstance(policy, Collection):
         classes = tuple(policy)
         held: tuple[Any, ...] = classes  # by users

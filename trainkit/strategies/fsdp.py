@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed
@@ -84,15 +84,17 @@ class FSDP(Strategy):
 
     Args:
         wrap_policy: Which modules are sharded on their own: classes, or a callable
-            `(name, module) -> bool`. None: the blocks that a transformers model names, else the
-            children of the largest list of modules of one class.
+            `(name, module) -> bool`, or the number of parameters above which a module is. None: the
+            blocks that a transformers model names, else the children of the largest list of modules
+            of one class.
         reshard_after_forward: Give up a block's parameters between forward and backward; False
             keeps them, for less communication and more memory.
         cpu_offload: Keep parameters, gradients and optimizer state in the memory of the CPU.
         activation_checkpointing: Compute the activations of each block again in backward instead
             of keeping them; "selective" and "offload" as of `Trainer(gradient_checkpointing=)`.
         replicas: Number of groups of processes that hold a whole model each; must divide the
-            number of processes. The model is sharded inside a group.
+            number of processes. The model is sharded inside a group. "machines": each machine is
+            such a group; "processes": each process is, and nothing is sharded.
         weights: What `load_checkpoint_in_model` reads, such as a folder that `save_pretrained`
             wrote. A model on the meta device is filled from it, by each process its own part.
         device: Where the model runs; None: the accelerator of the local rank, else the CPU.
@@ -109,7 +111,7 @@ class FSDP(Strategy):
         reshard_after_forward: bool = True,
         cpu_offload: bool = False,
         activation_checkpointing: bool | str = False,
-        replicas: int = 1,
+        replicas: int | Literal["machines", "processes"] = 1,
         weights: str | Path | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -118,7 +120,7 @@ class FSDP(Strategy):
         self.reshard_after_forward = reshard_after_forward
         self.cpu_offload = cpu_offload
         self.activation_checkpointing = activation_checkpointing
-        self.replicas = replicas
+        self.replicas: Any = replicas
         self.weights = None if weights is None else Path(weights)
 
     @override
@@ -126,10 +128,13 @@ class FSDP(Strategy):
         if World.from_env().size == 1:
             single_process_group.join(self._default_device())
         super().setup()
-        if self.replicas < 1 or self.processes.size % self.replicas:
+        world = World.current()
+        by_name = {"machines": world.size // world.local_size, "processes": world.size}
+        self.replicas = by_name.get(self.replicas, self.replicas)
+        if self.replicas < 1 or world.size % self.replicas:
             raise ConfigError(
                 f"`replicas` must divide the number of processes, but is {self.replicas} on "
-                f"{self.processes.size}. Pass a divisor, or leave it out."
+                f"{world.size}. Pass a divisor, or leave it out."
             )
         if self.processes.size == 1 and not self.cpu_offload:
             warnings.warn(

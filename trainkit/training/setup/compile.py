@@ -50,9 +50,9 @@ def compile_options(
     graphs = wanted.get("mode") in _WITH_GRAPHS or settings.get("triton.cudagraphs")
     if graphs and accumulates and has_graphs(device):
         raise ConfigError(
-            f"`compile` is {dict(wanted)!r}, with which torch replays graphs of the device, and "
-            "these overwrite the gradients of earlier micro-batches of a window. Pass "
-            "`gradient_accumulation_steps=1`, or `compile=True` or the mode "
+            f"Compiled with {dict(wanted)!r}, torch replays graphs of the device, and these "
+            "overwrite the gradients of earlier micro-batches of a window. Pass "
+            "`gradient_accumulation_steps=1`, or no mode, or the mode "
             '"max-autotune-no-cudagraphs", which need no such graphs.'
         )
     return dict(wanted)
