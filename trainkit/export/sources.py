@@ -58,6 +58,8 @@ def find_weights(path: Path) -> Path:
     for entry in _ENTRIES:
         if (path / entry).is_file():
             return path / entry
+    if len(indices := [*path.glob(f"*{_INDEX}")]) == 1:
+        return indices[0]
     if not path.exists():
         hint = " Copy it here from its address first." * (":/" in str(path))
         raise CheckpointError(f"There is no checkpoint `{path}`.{hint}", path=path)
