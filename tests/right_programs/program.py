@@ -308,6 +308,7 @@ _RULES: list[_Rule] = [
     # What torch cannot compute.
     (lambda p: p.double, _to(precision="fp32")),
     (lambda p: p.precision == "fp16" and p.model in ("lstm", "gru"), _to(precision="bf16")),
+    (lambda p: p.precision == "bf16" and p.model == "lstm", _to(precision="fp32")),  # on some CPUs
     (lambda p: p.optimizer == "Muon" and p.model in BATCH_NORM, _to(optimizer="AdamW")),
     (
         lambda p: p.model == "sparse embedding",
