@@ -291,4 +291,5 @@ def test_a_buffer_that_was_made_in_a_loop_of_ones_own_comes_back(tmp_path: Path)
     fresh = again.prepare(Late())
     again.load_state(tmp_path)
     assert accelerator.unwrap_model(fresh).scale == 3.0
-    assert accelerator.unwrap_model(fresh).observer.max_val.tolist() == [3.0] * FEATURES
+    observer: Any = accelerator.unwrap_model(fresh).observer
+    assert observer.max_val.tolist() == [3.0] * FEATURES
