@@ -73,7 +73,7 @@ VERSIONS ?= lowest torch-2.10 newest-oldest newest-middle newest-newest without-
 # nothing more about versions.
 FAST_TESTS ?= $(SHORT) tests --ignore-glob='*example*' --ignore-glob='*bench*' --ignore-glob='*against*' \
 	--ignore-glob='*wandb*' --ignore-glob='*notebook*' --ignore=tests/test_docs.py \
-	--ignore=tests/test_readme.py --ignore=tests/test_packaging.py --ignore=tests/test_behaviour.py \
+	--ignore=tests/test_packaging.py --ignore=tests/test_behaviour.py \
 	--ignore=tests/audit --ignore=tests/system
 
 # What pip installs, torch first.
