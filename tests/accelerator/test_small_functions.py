@@ -34,6 +34,18 @@ def test_names_of_files_are_theirs() -> None:
     assert OURS.SAFE_WEIGHTS_INDEX_NAME == constants.SAFE_WEIGHTS_INDEX_NAME
 
 
+def test_tensors_of_a_module_are_named_as_there() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    model[0].register_buffer("scratch", torch.ones(1), persistent=False)
+    for options in ({}, {"recurse": True}, {"recurse": True, "include_buffers": False}):
+        found = [dict(each.named_module_tensors(model, **options)) for each in BOTH]
+        assert [*found[0]] == [*found[1]]
+    for options in ({}, {"remove_non_persistent": True}):
+        found = [dict(each.named_module_tensors(model[0], **options)) for each in BOTH]
+        assert [*found[0]] == [*found[1]]
+    OURS.clear_device_cache(garbage_collection=True)
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_nestings_are_walked_as_there() -> None:
     assert OURS.listify(NESTING) == THEIRS.listify(NESTING)

@@ -1,5 +1,6 @@
 """Small things that scripts import from `accelerate.utils` and `accelerate.test_utils`."""
 
+import gc
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -14,7 +15,7 @@ from trainkit.accelerate_compat.availability import is_available
 from trainkit.accelerator.autocasting import InAutocast, unwrap
 from trainkit.accelerator.launcher import notebook_launcher, variables
 from trainkit.basics.device import accelerator_count, accelerator_kind
-from trainkit.basics.torch_internals import buffers_of, parameters_of
+from trainkit.basics.torch_internals import buffers_of, is_saved, parameters_of
 from trainkit.containers.tree import map_children
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigError
@@ -114,7 +115,29 @@ WEIGHTS_PATTERN_NAME = "pytorch_model{suffix}.bin"
 SAFE_WEIGHTS_PATTERN_NAME = "model{suffix}.safetensors"
 OPTIMIZER_NAME, SCHEDULER_NAME, SAMPLER_NAME = "optimizer", "scheduler", "sampler"
 SCALER_NAME, RNG_STATE_NAME = "scaler.pt", "random_states"
-PROFILE_PATTERN_NAME = "profile_{suffix}.json"
+PROFILE_PATTERN_NAME, FSDP_MODEL_NAME = "profile_{suffix}.json", "pytorch_model_fsdp"
+
+
+def clear_device_cache(garbage_collection: bool = False) -> None:
+    """Give back the memory that the device keeps free; first collect garbage, if asked."""
+    if garbage_collection:
+        gc.collect()
+    if accelerator_kind() is not None:
+        torch.get_device_module().empty_cache()
+
+
+def named_module_tensors(
+    module: nn.Module,
+    include_buffers: bool = True,
+    recurse: bool = False,
+    remove_non_persistent: bool = False,
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield parameters and buffers with their names; its own alone, or those of its parts too."""
+    yield from module.named_parameters(recurse=recurse)
+    for name, buffer in module.named_buffers(recurse=recurse) if include_buffers else ():
+        owner, _, key = name.rpartition(".")
+        if not remove_non_persistent or is_saved(module.get_submodule(owner), key):
+            yield name, buffer
 
 
 def save(

@@ -42,14 +42,14 @@ _HOMES = {
     "accelerate_compat.availability": "compare_versions is_torch_version "
     + " ".join(f"is_{what}_available" for what in _AVAILABLE.split()),
     "accelerate_compat.functions": """
-        clear_environment convert_outputs_to_fp32 debug_launcher find_batch_size get_backend
-        get_int_from_env honor_type is_peft_model listify merge_dicts on_main_process
-        parse_choice_from_env
-        parse_flag_from_env patch_environment recursively_apply save set_module_tensor_to_device
-        str_to_bool torch_device tqdm
-        MODEL_NAME OPTIMIZER_NAME PROFILE_PATTERN_NAME RNG_STATE_NAME SAFE_MODEL_NAME
-        SAFE_WEIGHTS_INDEX_NAME SAFE_WEIGHTS_NAME SAFE_WEIGHTS_PATTERN_NAME SAMPLER_NAME
-        SCALER_NAME SCHEDULER_NAME WEIGHTS_INDEX_NAME WEIGHTS_NAME WEIGHTS_PATTERN_NAME
+        clear_device_cache clear_environment convert_outputs_to_fp32 debug_launcher find_batch_size
+        get_backend get_int_from_env honor_type is_peft_model listify merge_dicts
+        named_module_tensors on_main_process parse_choice_from_env parse_flag_from_env
+        patch_environment recursively_apply save set_module_tensor_to_device str_to_bool
+        torch_device tqdm FSDP_MODEL_NAME MODEL_NAME OPTIMIZER_NAME PROFILE_PATTERN_NAME
+        RNG_STATE_NAME SAFE_MODEL_NAME SAFE_WEIGHTS_INDEX_NAME SAFE_WEIGHTS_NAME
+        SAFE_WEIGHTS_PATTERN_NAME SAMPLER_NAME SCALER_NAME SCHEDULER_NAME WEIGHTS_INDEX_NAME
+        WEIGHTS_NAME WEIGHTS_PATTERN_NAME
     """,
     "accelerate_compat.large": """
         UserCpuOffloadHook compute_module_sizes cpu_offload cpu_offload_with_hook disk_offload
@@ -107,6 +107,7 @@ REFUSED = {
     "use torch's own: `with torch.device(device):`": "init_on_device",
     "use torch's own: `torch.amp.GradScaler(device)`": "get_grad_scaler",
     "write the values themselves as texts": "DynamoBackend LoggerType PrecisionType RNGType",
+    "use a `torch.dtype`": "CustomDtype",
     "use torch's own: `torch.compile(model)`, or `Accelerator(dynamo_backend=...)`": """
         compile_regions compile_regions_deepspeed compile_regions_fsdp2
     """,
@@ -114,11 +115,12 @@ REFUSED = {
         BnbQuantizationConfig load_and_quantize_model
     """,
     "start processes by `trainkit launch`, or by `notebook_launcher`": """
-        PrepareForLaunch launch_command launch_command_parser
+        PrepareForLaunch execute_subprocess_async get_torch_dist_unique_port launch_command
+        launch_command_parser
     """,
-    "use the method of `Accelerator`: `save_state`, `load_state` or `get_state_dict`": """
-        load_accelerator_state load_fsdp_model load_fsdp_optimizer
-        save_accelerator_state save_fsdp_model save_fsdp_optimizer
+    "use the method of `Accelerator`: `prepare`, `save_state`, `load_state`, `get_state_dict`": """
+        fsdp2_prepare_model load_accelerator_state load_fsdp_model load_fsdp_optimizer
+        merge_fsdp_weights save_accelerator_state save_fsdp_model save_fsdp_optimizer
     """,
     "it makes data for the tests of Accelerate's own examples: leave `TESTING_MOCKED_DATALOADERS` "
     "out": "mocked_dataloaders mocked_dataloaders_for_autoregressive_models",

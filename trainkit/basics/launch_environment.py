@@ -78,9 +78,8 @@ def sharding(*, asked: bool = False) -> dict[str, Any] | None:
         "activation_checkpointing": checkpointing and ("offload" if offloads else True),
     }
     if wrapping == "SIZE_BASED_WRAP":
-        return arguments | {
-            "wrap_policy": read("FSDP_MIN_NUM_PARAMS", lambda value: int(str(value)), 0)
-        }
+        size = read("FSDP_MIN_NUM_PARAMS", lambda value: int(str(value)), 0)
+        return arguments | {"wrap_policy": size or None}
     classes = set(filter(None, read("FSDP_TRANSFORMER_CLS_TO_WRAP", str, "").split(",")))
     if classes:
         arguments["wrap_policy"] = lambda name, module: type(module).__name__ in classes

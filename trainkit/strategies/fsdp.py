@@ -131,10 +131,10 @@ class FSDP(Strategy):
         world = World.current()
         by_name = {"machines": world.size // world.local_size, "processes": world.size}
         self.replicas = by_name.get(self.replicas, self.replicas)
-        if self.replicas < 1 or world.size % self.replicas:
+        if not isinstance(self.replicas, int) or self.replicas < 1 or world.size % self.replicas:
             raise ConfigError(
-                f"`replicas` must divide the number of processes, but is {self.replicas} on "
-                f"{world.size}. Pass a divisor, or leave it out."
+                f"`replicas` must divide the number of processes, but is {self.replicas!r} on "
+                f'{world.size}. Pass a divisor, "machines" or "processes", or leave it out.'
             )
         if self.processes.size == 1 and not self.cpu_offload:
             warnings.warn(
