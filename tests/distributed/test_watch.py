@@ -59,6 +59,8 @@ def _threads(rank: int) -> list[int]:
         counts.append(len(_watchers()))
         processes.barrier()  # where process 0 has ended, the others watch no more
         processes.close()
+        for thread in _watchers():  # `close` itself waits for two seconds
+            thread.join(60)
         counts.append(len(_watchers()))
     return counts
 
