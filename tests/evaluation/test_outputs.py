@@ -205,7 +205,7 @@ class _FillsUp(Callback):
         self._logger = logger
 
     def on_step_end(self, run: Run, result: StepResult) -> None:
-        for lines in (self._logger._tracker._file, self._logger._events._file):  # type: ignore[union-attr]
+        for lines in (self._logger._tracker.tracker, self._logger._events._file):  # type: ignore[union-attr]
             assert lines is not None
             os.dup2(os.open("/dev/full", os.O_WRONLY), lines._file.fileno())
 

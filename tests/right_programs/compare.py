@@ -31,7 +31,7 @@ _AMPLIFIED = 100
 A line search, or a gradient of 0 that is divided by its own size, makes much of a rounding.
 """
 
-_OF_TORCH = ("Sparse invariant checks", "FSDP2-wrapped module")
+_OF_TORCH = ("Sparse invariant checks", "FSDP2-wrapped module", "Grad strides do not match")
 """What torch warns of by itself."""
 
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed
@@ -111,7 +111,7 @@ class FSDP(Strategy):
         reshard_after_forward: bool = True,
         cpu_offload: bool = False,
         activation_checkpointing: bool | str = False,
-        replicas: int | Literal["machines", "processes"] = 1,
+        replicas: int | str = 1,
         weights: str | Path | None = None,
         device: torch.device | str | None = None,
     ) -> None:
