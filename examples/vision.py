@@ -192,8 +192,8 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     """Train, and print how the average does on the test part."""
     arguments = parse_arguments()
-    if arguments.tiny:
-        arguments.epochs, arguments.width = 2, 4
+    if arguments.tiny:  # with 4 channels torch 2.13 writes past its memory on CPUs without AVX-512
+        arguments.epochs, arguments.width = 2, 8
     train, held_out, test = tiny_parts() if arguments.tiny else read_parts(arguments.data)
     torch.manual_seed(arguments.seed)  # the same first weights on every process
     model = make_resnet(arguments.width)
