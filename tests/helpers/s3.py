@@ -9,8 +9,11 @@ import json
 import os
 import re
 import signal
+import socket
+import struct
 import subprocess
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from http.client import HTTPConnection
@@ -35,7 +38,8 @@ class S3:
             about: `match`: an expression for "PUT name"; `after`: how many such requests succeed;
                 `times`: how many then fail (by default all); `status`: their answer, with `code`;
                 `kill`: a process that the first of them ends instead; `cut`: they succeed, but
-                the last byte of what they bring is lost.
+                the last byte of what they bring is lost; `reset`: the connection is reset; `hang`:
+                it says nothing for so many seconds; `hide`: a list lacks names like this.
         """
         self._ask("/_faults", json.dumps(about).encode())
 
@@ -103,11 +107,8 @@ class _Faulty:
         path = environ["PATH_INFO"]
         if path == "/_faults":
             size = int(environ.get("CONTENT_LENGTH") or 0)
-            self._fault = {
-                "after": 0,
-                "times": 1 << 30,
-                **json.loads(environ["wsgi.input"].read(size)),
-            }
+            about = json.loads(environ["wsgi.input"].read(size))
+            self._fault = {"after": 0, "times": 1 << 30, **about}
             start_response("200 OK", [])
             return [b""]
         if path == "/_requests":
@@ -115,31 +116,57 @@ class _Faulty:
             start_response("200 OK", [])
             return [json.dumps(found).encode()]
         request = f"{environ['REQUEST_METHOD']} {path.removeprefix(f'/{BUCKET}').lstrip('/')}"
-        if "HTTP_X_OF_TESTS" not in environ:
-            self._requests.append(request)
+        if "HTTP_X_OF_TESTS" in environ:
+            return self._moto(environ, start_response)
+        self._requests.append(request)
         fault = self._fault
-        if (
-            "match" in fault
-            and re.match(fault["match"], request)
-            and "HTTP_X_OF_TESTS" not in environ
-        ):
-            fault["after"] -= 1
-            if fault["after"] < 0 < fault["times"]:
-                fault["times"] -= 1
-                if "kill" in fault:
-                    self._fault = {}
-                    os.kill(fault["kill"], signal.SIGKILL)
-                if "cut" in fault:
-                    size = int(environ["CONTENT_LENGTH"])
-                    content = environ["wsgi.input"].read(size)[:-1]
-                    about = {"wsgi.input": io.BytesIO(content), "CONTENT_LENGTH": str(len(content))}
-                    cut: Iterable[bytes] = self._application({**environ, **about}, start_response)
-                    return cut
-                code = fault.get("code", "InternalError")
-                start_response(f"{fault.get('status', 500)} Fault", [("Content-Type", "text/xml")])
-                return [f"<Error><Code>{code}</Code><Message>{code}</Message></Error>".encode()]
+        if "match" not in fault or not re.match(fault["match"], request):
+            return self._moto(environ, start_response)
+        fault["after"] -= 1
+        if fault["after"] >= 0 or fault["times"] <= 0:
+            return self._moto(environ, start_response)
+        fault["times"] -= 1
+        return self._fail(fault, environ, start_response)
+
+    def _moto(self, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
         answer: Iterable[bytes] = self._application(environ, start_response)
         return answer
+
+    def _fail(
+        self, fault: dict[str, Any], environ: dict[str, Any], start_response: Any
+    ) -> Iterable[bytes]:
+        if "kill" in fault:
+            self._fault = {}
+            os.kill(fault["kill"], signal.SIGKILL)
+        if "cut" in fault:
+            size = int(environ["CONTENT_LENGTH"])
+            content = environ["wsgi.input"].read(size)[:-1]
+            about = {"wsgi.input": io.BytesIO(content), "CONTENT_LENGTH": str(len(content))}
+            return self._moto({**environ, **about}, start_response)
+        if "hide" in fault:
+            return self._list_late(fault["hide"], environ, start_response)
+        time.sleep(fault.get("hang", 0))
+        if "reset" in fault or "hang" in fault:
+            connection = environ["werkzeug.socket"]
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            os.close(connection.detach())  # at once, which resets it
+            raise ConnectionResetError
+        code = fault.get("code", "InternalError")
+        start_response(f"{fault.get('status', 500)} Fault", [("Content-Type", "text/xml")])
+        return [f"<Error><Code>{code}</Code><Message>{code}</Message></Error>".encode()]
+
+    def _list_late(
+        self, hidden: str, environ: dict[str, Any], start_response: Any
+    ) -> Iterable[bytes]:
+        """Answer a list without some of its names."""
+        told: list[Any] = []
+        body = b"".join(self._moto(environ, lambda *about: told.extend(about[:2])))
+        for found in re.findall(b"<Contents>.*?</Contents>", body, re.DOTALL):
+            if re.search(f"<Key>{hidden}</Key>".encode(), found):
+                body = body.replace(found, b"")
+        kept = [(name, value) for name, value in told[1] if name.lower() != "content-length"]
+        start_response(told[0], [*kept, ("Content-Length", str(len(body)))])
+        return [body]
 
 
 def _main() -> None:

@@ -6,6 +6,7 @@ import signal
 import time
 from functools import partial
 from pathlib import Path
+from threading import Timer
 
 import pytest
 import torch
@@ -111,6 +112,37 @@ def test_a_storage_that_fails_for_a_while_gets_all(
     s3.fault(match=f"PUT {run}/", after=3, times=2, status=status, code=code)
     run_ranks(1, train, f"s3://bucket/{run}", tmp_path / "a")
     assert f"{run}/checkpoints/step-{STEPS:08d}/manifest.json" in s3.names(run)
+
+
+@pytest.mark.e2e
+def test_a_connection_that_is_reset_costs_nothing(s3: S3, tmp_path: Path) -> None:
+    s3.fault(match="(PUT|GET|HEAD|DELETE) reset", after=2, times=2, reset=True)
+    run_ranks(1, train, "s3://bucket/reset", tmp_path / "a")
+    assert f"reset/checkpoints/step-{STEPS:08d}/manifest.json" in s3.names("reset")
+
+
+@pytest.mark.e2e
+def test_a_storage_that_fails_at_the_end_gets_all(s3: S3, tmp_path: Path) -> None:
+    lease = float(os.environ["TRAINKIT_STORAGE_LEASE"])
+
+    def fail() -> None:  # also what would renew the lease, for longer than it lasts
+        s3.fault(match="(PUT|GET|HEAD|DELETE) end", status=403)
+        time.sleep(1.2 * lease)
+        Timer(lease / 3, s3.fault).start()
+
+    run_ranks(1, train, "s3://bucket/end", tmp_path / "a", At(STEPS, fail))
+    assert f"end/checkpoints/step-{STEPS:08d}/manifest.json" in s3.names("end")
+
+
+@pytest.mark.e2e
+def test_a_list_that_comes_late_costs_no_checkpoint(s3: S3, tmp_path: Path) -> None:
+    run_ranks(1, train, "s3://bucket/late", tmp_path / "a")
+    before = {name: s3.read(name) for name in s3.names("late/checkpoints/")}
+    s3.fault(match="GET $", hide=".*/(manifest.json|model.safetensors)")
+    ((came_from, _),) = run_ranks(1, train, "s3://bucket/late", tmp_path / "b")
+    assert came_from == STEPS
+    s3.fault()
+    assert {name: s3.read(name) for name in s3.names("late/checkpoints/")} == before
 
 
 @pytest.mark.e2e

@@ -1,6 +1,7 @@
 """The folder of a run, mirrored to an address while training goes on."""
 
 import threading
+import time
 from collections.abc import Callable
 
 from trainkit.basics.lock import RunLock
@@ -18,10 +19,11 @@ from trainkit.storage.copies import (
     checkpoints_in,
     files_in,
 )
-from trainkit.storage.lease import Lease
+from trainkit.storage.lease import Lease, lease_seconds
 from trainkit.storage.objects import Objects, StorageError
 
 _PAUSE, _RETRY = 300.0, 30.0  # seconds until files are looked at again; after a failure
+_TRIES_AT_END = 4  # a third of a lease apart, in which it is renewed
 _PLACES = (CHECKPOINTS, WEIGHTS)
 
 
@@ -125,25 +127,32 @@ class Mirror:
         return Entry(self._folder / name, manifest.step, manifest)
 
     def _go_on(self) -> None:
+        tries = _TRIES_AT_END
         while True:
             ends = self._ends
+            tries -= ends
             self._wake.clear()
             try:
                 self._send_all(ends=ends)
             except Exception as error:
-                self._tell(error, ends)
+                gives_up = ends and (not tries or not isinstance(error, StorageError))
+                self._tell(error, gives_up=gives_up)
+                if gives_up:
+                    return
             else:
                 if self._failed:
                     self._say(f"trainkit: `{self._address}` has all of the run again.")
                 self._failed = False
+                if ends:
+                    return
             if ends:
-                return
-            if not self._ends:
+                time.sleep(lease_seconds() / 3)
+            elif not self._ends:
                 self._wake.wait(_RETRY if self._failed else _PAUSE)
 
-    def _tell(self, error: Exception, ends: bool) -> None:
+    def _tell(self, error: Exception, *, gives_up: bool) -> None:
         lacks = sorted(checkpoints_in(self._folder).keys() - self._remote.checkpoints.keys())
-        if ends:
+        if gives_up:
             self._say(
                 f"trainkit: WARNING: `{self._address}` lacks what `{self._folder}` holds, "
                 f"{', '.join(lacks) or 'the last files'}: {error} Start the program here again "
