@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 
@@ -79,6 +80,39 @@ def test_of_many_runs_that_start_at_once_one_gets_the_lock(tmp_path: Path) -> No
     for process in processes:
         process.communicate("")
     assert sorted(words) == ["held"] + ["refused"] * 5
+
+
+class Moving(type(Path())):  # type: ignore[misc]
+    """The path of a folder that others move right after it was looked at, or as it is made."""
+
+    moves: ClassVar[list[tuple[str, Path, Path]]] = []  # when, from where, to where
+
+    def _move(self, moment: str) -> None:
+        for each in [each for each in self.moves if each[0] == moment]:
+            self.moves.remove(each)
+            each[1].rename(each[2])
+
+    def stat(self, **options: Any) -> os.stat_result:
+        found: os.stat_result = super().stat(**options)
+        self._move("looked at")
+        return found
+
+    def mkdir(self, *arguments: Any, **options: Any) -> None:
+        self._move("made")
+        super().mkdir(*arguments, **options)
+
+
+def test_a_folder_that_moves_while_it_is_looked_at_is_told(tmp_path: Path) -> None:
+    run, other = tmp_path / "run", tmp_path / "other"
+    with RunLock(Moving(run)) as lock:
+        Moving.moves.append(("looked at", run, tmp_path / "away"))
+        lock.check()
+        assert not run.exists()
+        other.mkdir()
+        Moving.moves.append(("made", other, run))
+        with pytest.raises(CheckpointError, match="is another folder than the one that this run"):
+            lock.check()
+        assert not any(run.iterdir())
 
 
 def test_reading_needs_no_lock(tmp_path: Path) -> None:

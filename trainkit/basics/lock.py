@@ -4,6 +4,7 @@ import json
 import os
 import socket
 import warnings
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
@@ -92,16 +93,19 @@ class RunLock:
         Raises:
             CheckpointError: Another one has its place.
         """
-        if not self.directory.exists():
-            warnings.warn(
-                f"`{self.directory}` was removed while a run writes to it. It is made anew for "
-                "checkpoints; what loggers wrote and go on to write is lost.",
-                stacklevel=2,
-            )
-            self.release()
-            self.acquire()
-        if _identity(self.directory) == self._identity:
-            return
+        try:
+            if _identity(self.directory) == self._identity:
+                return
+        except (FileNotFoundError, NotADirectoryError):
+            with suppress(FileExistsError, NotADirectoryError):  # another one has come meanwhile
+                self.directory.mkdir(parents=True)
+                warnings.warn(
+                    f"`{self.directory}` was removed while a run writes to it. It is made anew for "
+                    "checkpoints; what loggers wrote and go on to write is lost.",
+                    stacklevel=2,
+                )
+                self.release()
+                self.acquire()
         try:
             if self._path.read_bytes() == self._signature:
                 return  # some file systems give a file another number after a while
