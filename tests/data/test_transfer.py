@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.data.toys import CPU, Noisy, Place, loader_of
-from trainkit.basics.device import default_kind
+from tests.data.toys import CPU, Noisy, Place, Stream, loader_of
+from trainkit import Accelerator
+from trainkit.basics.device import can_pin, default_kind
 from trainkit.data import training_loader
 from trainkit.data.transfer import transfer_for
 
@@ -61,6 +62,22 @@ def test_an_accelerator_gets_the_same_batches(workers: int, pin: bool) -> None:
         found.append(batch * 1)
         del batch
     assert all(torch.equal(a, b.cpu()) for a, b in zip(expected, found, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_that_a_loop_moves_itself_are_pinned_where_its_loader_says(workers: int) -> None:
+    accelerator = Accelerator(device_placement=False)
+    if not can_pin(accelerator.device):
+        pytest.skip("this accelerator has no pinned memory")
+    for pin in (True, False):
+        for dataset in (Noisy(8), Stream(8)):
+            given = loader_of(dataset, batch_size=4, num_workers=workers, pin_memory=pin)
+            loader = accelerator.prepare(given)
+            assert loader.device == CPU
+            assert {(b.device, b.is_pinned()) for b in loader} == {(CPU, pin)}
+    moved = accelerator.prepare_data_loader(loader_of(Noisy(8), batch_size=4), True)
+    assert {b.device for b in moved} == {moved.device} == {accelerator.device}
 
 
 @pytest.mark.gpu

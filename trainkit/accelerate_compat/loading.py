@@ -71,10 +71,10 @@ def prepare_data_loader(  # noqa: PLR0913  the names that Accelerate documents
         non_blocking=non_blocking,
         use_stateful_dataloader=use_stateful_dataloader,
     )
-    place = torch.device(device or processes.device) if put_on_device else torch.device("cpu")
     sharing = Sharing(
         processes=processes,
-        device=place,
+        device=torch.device(device or processes.device),
+        moves=put_on_device,
         configuration=configuration,
         rng_types=chosen_generators(rng_types),
         active=UNDER_WAY,

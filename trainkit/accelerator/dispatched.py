@@ -53,7 +53,7 @@ class DispatchedShare(SharedLoader):
         self._rank, self._size = sharing.processes.rank, sharing.processes.size
         self._together = 1 if sharing.configuration.split_batches else self._size
         self._drop_last = bool(getattr(self.source, "drop_last", False))
-        self._transfer = transfer_for(sharing.device)
+        self._transfer = transfer_for(sharing.device, self.source, moves=sharing.moves)
         self._known: dict[str, type] = {}
         self._stream: Any = None  # where an iterable data set was when the pass began
         given = getattr(self.source, "batch_size", None)

@@ -29,7 +29,7 @@ class Sharing:
     """How loaders are shared out.
 
     Args:
-        device: Where the batches go.
+        device: Where the batches go, by themselves if `moves`.
         configuration: The rules.
         rng_types: Which generators are those of process 0 when a pass begins: "generator" (the
             sampler's own), "torch", the type of a device.
@@ -39,6 +39,7 @@ class Sharing:
 
     processes: "Processes"
     device: torch.device
+    moves: bool = True
     configuration: DataLoaderConfiguration
     rng_types: tuple[str, ...]
     active: ActiveLoaders
@@ -166,7 +167,7 @@ class SharedLoader(DataLoader[Any], ABC):
     @property
     def device(self) -> torch.device:
         """Where the batches come to be."""
-        return self._sharing.device
+        return self._sharing.device if self._sharing.moves else torch.device("cpu")
 
     @property
     def base_dataloader(self) -> Any:

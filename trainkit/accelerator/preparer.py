@@ -292,10 +292,8 @@ class Preparer:
 
     def loader(self, loader: Any, moved: bool | None = None) -> SharedLoader:
         """Return a loader whose batches are shared out over the processes."""
-        # A copy: what is set later is for later loaders.
-        sharing = replace(self.sharing, configuration=replace(self.sharing.configuration))
-        if not self._moves(moved):
-            sharing.device = torch.device("cpu")
+        rules = replace(self.sharing.configuration)  # what is set later is for later loaders
+        sharing = replace(self.sharing, configuration=rules, moves=self._moves(moved))
         self.registry.loaders.append(prepared := shared_out(loader, sharing))
         return prepared
 
@@ -390,6 +388,7 @@ def _share(loader: Any, sharing: Sharing, seed: int) -> SharedLoader:
         loader,
         processes=sharing.processes,
         device=sharing.device,
+        moves=sharing.moves,
         seed=rng.derive(seed, "own loop"),
         split_batches=sharing.configuration.split_batches,
         may_be_empty=True,

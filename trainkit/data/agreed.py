@@ -14,7 +14,6 @@ from typing_extensions import override
 from trainkit.data.batch_sources import BatchSource
 from trainkit.data.fetch import RankBatch, counted
 from trainkit.data.loader import EpochLength, LoaderContext, PreparedLoader, length_of
-from trainkit.data.transfer import transfer_for
 from trainkit.data.window import MicroBatch, PaddingBatch, Window
 from trainkit.distributed.collectives import are_alike
 from trainkit.errors import DataError
@@ -73,7 +72,6 @@ class AgreedLoader(PreparedLoader):
         self._least = 1  # samples of a global batch that is not the end
         if whole and batch_size is not None:
             self._least = self.processes.size * batch_size
-        self._transfer = transfer_for(self.device)
         self._refuse_empty(length_of(getattr(source, "dataset", source)))
 
     @override

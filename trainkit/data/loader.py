@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from trainkit.data.transfer import transfer_for
 from trainkit.data.window import MicroBatch, Window
 from trainkit.distributed.active_batches import ActiveLoaders
 from trainkit.distributed.processes import Processes
@@ -22,6 +23,7 @@ class LoaderContext:
 
     Args:
         device: Where the batches go.
+        moves: Whether they go there by themselves; else whoever reads them moves them.
         seed: The seed of the run, or of evaluation.
         trains: Training's rules or evaluation's (epochs, `set_epoch`, `drop_last`).
         split_batches: Whether the loader's batch size is that of all processes together.
@@ -32,6 +34,7 @@ class LoaderContext:
 
     processes: Processes
     device: torch.device
+    moves: bool = True
     seed: int
     trains: bool
     split_batches: bool = False
@@ -78,7 +81,7 @@ class PreparedLoader(ABC):
     def __init__(self, source: Any, context: LoaderContext) -> None:
         self.source = source
         self.processes = context.processes
-        self.device = context.device
+        self._transfer = transfer_for(context.device, source, moves=context.moves)
         self.active = context.active
         self._trains = context.trains
         self._refuses_empty = context.trains and not context.may_be_empty

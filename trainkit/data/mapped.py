@@ -13,7 +13,6 @@ from trainkit.data.fetch import counted, fetch_for
 from trainkit.data.loader import EpochLength, LoaderContext, PreparedLoader, length_of
 from trainkit.data.order import KeyedOrder, divide, set_epoch_on
 from trainkit.data.plan import BatchPlan, FlatPlan, Plan
-from trainkit.data.transfer import transfer_for
 from trainkit.data.window import MicroBatch, PaddingBatch, Window
 from trainkit.data.workers import datasets_of, fetcher_for
 
@@ -38,7 +37,6 @@ class MappedLoader(PreparedLoader):
         fetch = fetch_for(loader, context)
         self._fetcher = fetcher_for(fetch, loader, context)
         self.rows_vary = fetch.rows_vary
-        self._transfer = transfer_for(self.device)
         self._latest: tuple[int, Plan] | None = None  # the epoch under way in training
         self._is_ready = False  # whether no pass has used it
         length = length_of(self.order.sampler)

@@ -1,7 +1,6 @@
 """Brings batches to the device, one ahead of their use where there are streams (rule 18)."""
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,16 +12,16 @@ from trainkit.basics.device import can_pin, has_streams
 from trainkit.containers.tree import is_opaque, map_leaves
 
 
-class Transfer(ABC):
-    """Moves batches to a device."""
+class Transfer:
+    """Moves batches to a device; this one leaves them where they are."""
 
-    @abstractmethod
     def start(self, data: Any) -> Any:
         """Begin to move `data`; return what `finish` takes. Does not wait for the device."""
+        return data
 
-    @abstractmethod
     def finish(self, pending: Any) -> Any:
         """Return the data of `start`, ready for the current stream."""
+        return pending
 
     def ahead(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield `batches` on the device; the next is on its way while one is used.
@@ -49,36 +48,23 @@ class HostTransfer(Transfer):
     """Leaves batches where they are: on the CPU."""
 
     @override
-    def start(self, data: Any) -> Any:
-        return data
-
-    @override
-    def finish(self, pending: Any) -> Any:
-        return pending
-
-    @override
     def ahead(self, batches: Iterator[Any]) -> Iterator[Any]:
         return batches
 
 
 class PlainTransfer(Transfer):
-    """Moves batches by `to(device)` when they are due.
+    """Moves batches when they are due.
 
     Args:
-        device: Where to.
+        move: Returns each leaf where it goes.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    @override
-    def start(self, data: Any) -> Any:
-        return data
+    def __init__(self, move: Callable[[Any], Any]) -> None:
+        self._move = move
 
     @override
     def finish(self, pending: Any) -> Any:
-        device = self._device
-        return map_leaves(pending, lambda leaf: leaf.to(device) if hasattr(leaf, "to") else leaf)
+        return map_leaves(pending, self._move)
 
 
 @dataclass(slots=True)
@@ -110,8 +96,7 @@ class StreamTransfer(Transfer):
             if isinstance(leaf, Tensor):
                 if leaf.device.type == "cpu":
                     # A pinned source is kept by its allocator until the copy is done.
-                    pinned = leaf if leaf.is_pinned() else leaf.pin_memory()
-                    leaf = pinned.to(self._device, non_blocking=True)
+                    leaf = leaf.pin_memory().to(self._device, non_blocking=True)
                     copies.tensors.append(leaf)
                 return leaf
             copies.has_opaque = copies.has_opaque or is_opaque(leaf)
@@ -136,9 +121,21 @@ class StreamTransfer(Transfer):
         return pending.tree
 
 
-def transfer_for(device: torch.device) -> Transfer:
-    """Return the transfer that suits `device`."""
-    if device.type == "cpu":
-        return HostTransfer()
-    streams = has_streams(device) and can_pin(device)
-    return StreamTransfer(device) if streams else PlainTransfer(device)
+def transfer_for(device: torch.device, source: Any = None, *, moves: bool = True) -> Transfer:
+    """Return the transfer that suits `device`.
+
+    Args:
+        source: A loader; its `pin_memory` says whether what does not move is pinned.
+        moves: Whether batches move there; else whoever reads them copies them.
+    """
+    if device.type == "cpu" or not moves:
+        pins = getattr(source, "pin_memory", False) and can_pin(device)
+        return PlainTransfer(_pinned) if pins else HostTransfer()
+    if has_streams(device) and can_pin(device):
+        return StreamTransfer(device)
+    return PlainTransfer(lambda leaf: leaf.to(device) if hasattr(leaf, "to") else leaf)
+
+
+def _pinned(leaf: Any) -> Any:
+    is_elsewhere = isinstance(leaf, Tensor) and leaf.device.type != "cpu"
+    return leaf.pin_memory() if hasattr(leaf, "pin_memory") and not is_elsewhere else leaf
