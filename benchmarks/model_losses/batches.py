@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from benchmarks.model_losses.small import SPECIAL, WORDS
 
@@ -23,7 +23,7 @@ _MAIN = ("input_ids", "pixel_values", "input_values", "input_features", "past_va
 class Samples:
     """Draws samples for a class."""
 
-    def __init__(self, kind: type[PreTrainedModel], config: PreTrainedConfig) -> None:
+    def __init__(self, kind: type[PreTrainedModel], config: PretrainedConfig) -> None:
         self.name = kind.__name__
         self.config = config
         self.takes = inspect.signature(kind.forward).parameters
@@ -33,7 +33,7 @@ class Samples:
 
     def find(self, *names: str, default: Any = None) -> Any:
         """Return the first setting of one of these names, of the model or of a part of it."""
-        parts = [p for p in vars(self.config).values() if isinstance(p, PreTrainedConfig)]
+        parts = [p for p in vars(self.config).values() if isinstance(p, PretrainedConfig)]
         for name in names:
             for part in (self.config, *parts):
                 if isinstance(value := getattr(part, name, None), int | list | tuple):

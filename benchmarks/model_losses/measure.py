@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from typing_extensions import override
 
 from benchmarks.model_losses.batches import SIZES, Samples, collate, widths
@@ -90,7 +90,7 @@ def measure(kind: type[PreTrainedModel], **changes: Any) -> Found:
 
 
 def _of_config(
-    name: str, kind: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dtype
+    name: str, kind: type[PreTrainedModel], config: PretrainedConfig, dtype: torch.dtype
 ) -> Found:
     """Measure a model.
 

@@ -10,7 +10,12 @@ from typing import Any, TypeAlias
 import torch
 import transformers
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel, ResNetConfig, TimmBackboneConfig
+from transformers import (
+    PretrainedConfig,  # the name before transformers 5, too
+    PreTrainedModel,
+    ResNetConfig,
+    TimmBackboneConfig,
+)
 
 WORDS = 99
 EXPERTS = "output_router_logits"
@@ -75,25 +80,24 @@ def classes() -> Iterator[type[PreTrainedModel]]:
                 yield kind
 
 
-def configs(kind: Any) -> Iterator[PreTrainedConfig]:
+def configs(kind: Any) -> Iterator[PretrainedConfig]:
     """Yield configurations of a class, the smallest first; some need wider layers or images."""
     for limits, image in ((SMALL, 32), (SMALL, 64), (WIDE, 64), (DEEP, 224)):
         yield _small(kind.config_class(), limits, image, iter(range(WORDS - 1, 0, -1)))
 
 
 def _small(
-    default: PreTrainedConfig, limits: Limits, image: int, special: Iterator[int]
-) -> PreTrainedConfig:
+    default: PretrainedConfig, limits: Limits, image: int, special: Iterator[int]
+) -> PretrainedConfig:
     if isinstance(default, TimmBackboneConfig):
         resnet: Any = ResNetConfig
         return _small(resnet(out_indices=default.out_indices), limits, image, special)
     given: dict[str, Any] = {}
-    for field in dataclasses.fields(default):
-        name = field.name
-        value = default.__dict__.get(name, field.default)
-        if not field.init or name in LEFT_OUT or (name == "rope_parameters" and not field.default):
+    for name, usual in _settings(type(default)):
+        value = default.__dict__.get(name, usual)
+        if name in LEFT_OUT or (name == "rope_parameters" and not usual):
             continue
-        if isinstance(value, PreTrainedConfig):
+        if isinstance(value, PretrainedConfig):
             given[name] = _small(value, limits, image, special)
         elif value is None and limits is SMALL:
             given[name] = {"head_dim": 16, "num_key_value_heads": 2}.get(name)
@@ -122,6 +126,15 @@ def _small(
     return config
 
 
+def _settings(kind: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what configurations of a class are made of, and the defaults."""
+    if dataclasses.is_dataclass(kind):  # since transformers 5
+        yield from ((field.name, field.default) for field in dataclasses.fields(kind) if field.init)
+    else:
+        taken = [*inspect.signature(kind).parameters.values()]
+        yield from ((p.name, p.default) for p in taken if p.kind is p.POSITIONAL_OR_KEYWORD)
+
+
 def _limited(name: str, value: Any, limits: Limits) -> Any:
     if type(value) is int:
         return next((min(value, limit) for kind, limit in limits if re.search(kind, name)), value)
@@ -137,7 +150,7 @@ def _limited(name: str, value: Any, limits: Limits) -> Any:
     return [max(8, item // 16) for item in value] if limits is SMALL and is_width else list(value)
 
 
-def make(kind: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
+def make(kind: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
     """Return a model without dropout, whose batch norms keep still and whose losses differ."""
     with torch.device("meta"):
         size = sum(parameter.numel() for parameter in kind(config).parameters())

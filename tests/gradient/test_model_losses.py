@@ -14,13 +14,15 @@ from torch.optim import SGD
 from torch.utils.data import DataLoader
 
 from tests.gradient.test_training_mode import Merging
+from tests.helpers.needs import HAS_TRANSFORMERS, needs_transformers
 from tests.helpers.ranks import run_ranks
 from trainkit import Trainer
 
-transformers = pytest.importorskip("transformers", "5")  # whose configurations can be made small
+if HAS_TRANSFORMERS:
+    import transformers
 
-from benchmarks.model_losses.__main__ import PAGE  # noqa: E402
-from benchmarks.model_losses.measure import Found, measure  # noqa: E402
+    from benchmarks.model_losses.__main__ import PAGE
+    from benchmarks.model_losses.measure import Found, measure
 
 EXACT = (
     "BartForConditionalGeneration",
@@ -35,13 +37,14 @@ EXACT = (
 )
 
 
-def found(name: str, **changes: Any) -> Found:
+def found(name: str, **changes: Any) -> "Found":
     if not hasattr(transformers, name):
         pytest.skip(f"transformers {transformers.__version__} has no {name}")
-    transformers.logging.set_verbosity_error()
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     return measure(getattr(transformers, name), **changes)
 
 
+@needs_transformers
 @pytest.mark.parametrize("name", EXACT)
 def test_the_weight_is_what_the_loss_is_a_mean_over(name: str) -> None:
     seen = found(name)
@@ -49,6 +52,7 @@ def test_the_weight_is_what_the_loss_is_a_mean_over(name: str) -> None:
     assert seen.said == ""
 
 
+@needs_transformers
 def test_a_loss_of_several_means_is_told_once() -> None:
     seen = found("BertForPreTraining")
     assert not seen.is_exact
@@ -58,6 +62,7 @@ def test_a_loss_of_several_means_is_told_once() -> None:
     assert "BertForPreTraining" in PAGE.read_text("utf-8")
 
 
+@needs_transformers
 def test_a_loss_that_balances_experts_is_told_where_it_is_used() -> None:
     assert found("MixtralForCausalLM").said == ""
     assert "`aux_loss`" in found("MixtralForCausalLM", output_router_logits=True).said
@@ -141,6 +146,7 @@ def test_of_several_processes_the_first_says_it_once() -> None:
     assert second == ""
 
 
+@needs_transformers
 def test_an_evaluation_of_answers_outside_of_the_text_is_finite() -> None:
     config = transformers.BertConfig(
         vocab_size=30,
@@ -149,7 +155,8 @@ def test_an_evaluation_of_answers_outside_of_the_text_is_finite() -> None:
         num_attention_heads=2,
         intermediate_size=16,
     )
-    model = transformers.BertForQuestionAnswering(config).eval()
+    model: Any = transformers.BertForQuestionAnswering(config)
+    model.eval()
     words = torch.randint(1, 30, (6, 8))
     ends = torch.tensor([8, 8, 9, 3, 4, 8])  # the first batch has none inside
     rows = [
@@ -161,6 +168,7 @@ def test_an_evaluation_of_answers_outside_of_the_text_is_finite() -> None:
     assert mean["eval/loss"] == pytest.approx(whole.item(), rel=1e-5)
 
 
+@needs_transformers
 def test_the_page_has_the_table() -> None:
     text = Path(PAGE).read_text("utf-8")
     assert re.search(r"transformers [\d.]+ has \d+ classes", text)
