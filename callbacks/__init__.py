@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from trainkit.callbacks.predictions import Predictions as Predictions
     from trainkit.callbacks.profiler import Profiler as Profiler
     from trainkit.callbacks.progress_bar import ProgressBar as ProgressBar
+    from trainkit.callbacks.prometheus_exporter import PrometheusExporter as PrometheusExporter
     from trainkit.callbacks.replica_check import ReplicaCheck as ReplicaCheck
     from trainkit.callbacks.summary import Summary as Summary
     from trainkit.callbacks.tensorboard_logger import TensorBoardLogger as TensorBoardLogger
@@ -70,6 +71,7 @@ __all__, __getattr__, __dir__ = lazy_exports(
         "predictions": "Predictions",
         "profiler": "Profiler",
         "progress_bar": "ProgressBar",
+        "prometheus_exporter": "PrometheusExporter",
         "replica_check": "ReplicaCheck",
         "summary": "Summary",
         "tensorboard_logger": "TensorBoardLogger",

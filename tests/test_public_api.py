@@ -93,6 +93,7 @@ CALLBACKS = [
     "Predictions",
     "Profiler",
     "ProgressBar",
+    "PrometheusExporter",
     "ReplicaCheck",
     "Summary",
     "TensorBoardLogger",
