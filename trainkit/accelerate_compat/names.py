@@ -73,6 +73,7 @@ _HOMES = {
     "launch.config": "write_basic_config",
     "trackers.mlflow": "MLflowTracker",
     "trackers.tensorboard": "TensorBoardTracker",
+    "trackers.trackio": "TrackioTracker",
     "trackers.wandb": "WandBTracker",
 }
 
@@ -125,7 +126,7 @@ REFUSED = {
     "it makes data for the tests of Accelerate's own examples: leave `TESTING_MOCKED_DATALOADERS` "
     "out": "mocked_dataloaders mocked_dataloaders_for_autoregressive_models",
     "pass an object of your own class over `GeneralTracker`, which writes there": """
-        AimTracker ClearMLTracker CometMLTracker DVCLiveTracker SwanLabTracker TrackioTracker
+        AimTracker ClearMLTracker CometMLTracker DVCLiveTracker SwanLabTracker
     """,
 }
 """What to do instead, and the names that can be imported and raise that when they are used."""

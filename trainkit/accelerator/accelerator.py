@@ -62,8 +62,8 @@ class Accelerator(Attributes):
         fsdp_plugin: A `FullyShardedDataParallelPlugin`, or the same as `strategy`.
         rng_types: Generators that a pass takes from process 0: "generator", "torch", or
             the type of a device such as "cuda".
-        log_with: "tensorboard", "jsonl", "csv", "wandb", "mlflow", "all" (those that write files),
-            a `GeneralTracker`, or a list of these.
+        log_with: "tensorboard", "jsonl", "csv", "wandb", "mlflow", "trackio", "all" (those that
+            write files), a `GeneralTracker`, or a list of these.
         project_dir: Folder of checkpoints and logs.
         project_config: The same, with `automatic_checkpoint_naming` and `total_limit`.
         gradient_accumulation_plugin: Instead of `gradient_accumulation_steps`.

@@ -20,10 +20,12 @@ from trainkit.trackers.files import CSVTracker, FileTracker, JSONLTracker
 from trainkit.trackers.mlflow import MLflowTracker
 from trainkit.trackers.tensorboard import TensorBoardTracker
 from trainkit.trackers.tracker import GeneralTracker
+from trainkit.trackers.trackio import TrackioTracker
 from trainkit.trackers.wandb import WandBTracker
 
 _KINDS: tuple[Any, ...] = (
-    TensorBoardTracker, JSONLTracker, CSVTracker, WandBTracker, MLflowTracker
+    TensorBoardTracker, JSONLTracker, CSVTracker, WandBTracker, MLflowTracker,
+    TrackioTracker,
 )  # fmt: skip
 KINDS = {kind.name: kind for kind in _KINDS}
 WRITERS = [kind.name for kind in _KINDS if kind.requires_logging_directory]
