@@ -145,7 +145,7 @@ class _Watch(Callback):
     def on_step_end(self, run: Run, result: StepResult) -> None:
         sums = LogSums()
         sums.add("loss", result.loss, result.weight)
-        self.loss = sums.reduce(run.strategy.processes).get("loss", math.nan)
+        self.loss = sums.reduce(run.strategy.data_processes).get("loss", math.nan)
 
     @override
     def on_step_skipped(self, run: Run, result: StepResult) -> None:

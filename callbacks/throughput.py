@@ -107,8 +107,8 @@ class Throughput(Callback):
         dataset = getattr(run.train_loader.source, "dataset", None)
         self._packed = dataset.padding if isinstance(dataset, PackedDataset) else None
         if isinstance(self.flops, int | float):
-            shares = run.processes.num_processes if self.flops_per == "sample" else 1
-            self._flops = self.flops / shares
+            shares = 1 if self.flops_per == "sample" else run.strategy.data_processes.size
+            self._flops = self.flops * shares / run.processes.num_processes
 
     @override
     def on_epoch_start(self, run: Run) -> None:
@@ -193,7 +193,8 @@ class Throughput(Callback):
             items = samples if self.flops_per == "sample" else tokens
             if items is not None:  # else this process had no micro-batch
                 part = items * self._flops / seconds / self.peak_flops
-                run.log({"time/mfu": part / run.processes.num_processes}, reduce="sum")
+                shares = run.strategy.data_processes.size
+                run.log({"time/mfu": part / shares}, reduce="sum")
 
 
 def _count_tokens(batch: Batch) -> Tensor | int | None:

@@ -56,7 +56,8 @@ def things() -> Iterator[Any]:
     group: Any = distributed.group.WORLD
     yield from (wrapped, wrapped.reducer, group, group._get_backend(torch.device("cpu")))
     sharded: Any = fully_shard(nn.Linear(1, 1))
-    yield from (sharded, sharded._get_fsdp_state())
+    state = sharded._get_fsdp_state()
+    yield from (sharded, state, state._fsdp_param_group.fsdp_params[0])
     distributed.destroy_process_group()
 
 

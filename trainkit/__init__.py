@@ -121,6 +121,7 @@ __all__, __getattr__, __dir__ = lazy_exports(
 provide(
     {
         "Explanation": "trainkit.inspect.explain",
+        "PiecedSpec": "trainkit.checkpoint.resharding.pieced_spec",
         "Replay": "trainkit.inspect.replay",
         "Mirror": "trainkit.storage.mirror",
         "as_metric": "trainkit.metrics",

@@ -68,8 +68,8 @@ class Trainer:
     Args:
         max_epochs: Passes over the training data. Give this or `max_steps`, not both.
         max_steps: Updates to apply.
-        strategy: "single", "ddp", "fsdp" or a `Strategy`; "auto" is FSDP where `trainkit launch`
-            asks for it, else DDP for several processes, else the single device.
+        strategy: "single", "ddp", "fsdp", "model_parallel" or a `Strategy`; "auto" is FSDP where
+            `trainkit launch` asks for it, else DDP for several processes, else the single device.
         precision: "fp32", "bf16", "fp16" or a `Precision`; "auto" is what `trainkit launch
             --mixed_precision` says, else "fp32".
         gradient_accumulation_steps: Micro-batches of one process for each update.
@@ -127,7 +127,7 @@ class Trainer:
         *,
         max_epochs: int | None = None,
         max_steps: int | None = None,
-        strategy: Literal["auto", "single", "ddp", "fsdp"] | Strategy = "auto",
+        strategy: Literal["auto", "single", "ddp", "fsdp", "model_parallel"] | Strategy = "auto",
         precision: Literal["auto", "fp32", "bf16", "fp16"] | Precision = "auto",
         gradient_accumulation_steps: int = 1,
         max_grad_norm: float | None = None,
@@ -325,6 +325,7 @@ class Trainer:
             stack.enter_context(self._calls.enter("fit"))
             self._take_loss_fn(settings.loss_fn)
             stack.enter_context(console.lasting())
+            self.processes.data_processes = self.strategy.adopt(model)
             loader, evaluations = self._prepare_all(stack, loaders)
             # Before the strategy wraps: an own `train()` may freeze what it keeps still.
             stack.enter_context(in_training_mode(arguments.check_model(model)))
@@ -334,7 +335,7 @@ class Trainer:
             stack.enter_context(own_folder(run))
             stack.enter_context(watched(run, self._watchdog))
             stack.enter_context(rng.lent(self.processes.device))
-            seed = rng.device_seed(self.config.seed, self.processes.process_index)
+            seed = rng.device_seed(self.config.seed, self.strategy.data_processes.rank)
             rng.seed_all(seed, self.processes.device)
             stack.enter_context(conditions(model, self.config, self._compile))
             if checkpoint is not None:
@@ -572,8 +573,7 @@ class Trainer:
     if not TYPE_CHECKING:  # which would take every name for one
 
         def __getattr__(self, name: str) -> Any:
-            text = arguments.missing_attribute(type(self), name)
-            raise AttributeError(text, name=name, obj=self)
+            raise AttributeError(arguments.missing_attribute(type(self), name), name=name, obj=self)
 
     def _is_first(self) -> bool:
         """Return whether no update of a `fit` was tried."""
@@ -677,7 +677,7 @@ class Trainer:
     ) -> closing[PreparedLoader]:
         loader = make(
             data,
-            processes=self.processes.processes,
+            processes=self.processes.data_processes,
             device=self.processes.device,
             seed=self.config.seed,
             sample_seeding=self.config.sample_seeding,
@@ -722,6 +722,7 @@ class Trainer:
         with self._calls.enter(call), compiling(model, self._compile):
             check_called_by_all(self.strategy.processes, call)
             arguments.hold_weights(model)
+            self.processes.data_processes = self.strategy.adopt(model)
             is_trained = isinstance(run, Run) and model in (run.model, run.module)
             present: Any = run or NoRun(processes=self.processes)
             try:
@@ -745,8 +746,7 @@ class Trainer:
     @contextmanager
     def _to_evaluate(self, data: Any, metrics: Sequence[Metric] = ()) -> Iterator[PreparedLoader]:
         """Prepare a loader, and close it; on several processes they must have the same."""
-        limit = self.config.dry_run
-        if limit is not None:
+        if (limit := self.config.dry_run) is not None:
             self.processes.print(f"trainkit: dry run: the first batches of the loader, {limit}.")
         with self._prepare(evaluation_loader, data, limit) as loader:
             if self.processes.num_processes > 1:

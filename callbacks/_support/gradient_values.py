@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -141,15 +141,10 @@ class GradientValues:
         return values
 
 
-def _copies(parameter: Any, run: Run) -> int:
+def _copies(parameter: Tensor, run: Run) -> int:
     """Return how many processes hold the same part of a parameter, where it is sharded."""
-    if not run.strategy.sharded:
-        return 1
-    if not hasattr(parameter, "placements"):
-        return run.processes.num_processes
-    mesh = parameter.device_mesh
-    axes = [axis for axis, where in enumerate(parameter.placements) if where.is_replicate()]
-    return math.prod(mesh.size(axis) for axis in axes)
+    parts = run.strategy.held_part_of(parameter)[2]
+    return run.strategy.processes.size // parts if run.strategy.sharded else 1
 
 
 def _dense(gradient: Tensor) -> Tensor:

@@ -159,6 +159,11 @@ def chosen_strategy(strategy: Any, fsdp_plugin: Any, hook: str) -> Strategy | No
     if given is None and (said := sharding()) is not None:
         given = FSDP(**said)
     chosen: Strategy | None = given
+    if chosen is not None and chosen.name == "model_parallel":
+        raise ConfigError(
+            "`Accelerator` gives each process samples of its own, and cannot train what several "
+            "hold together (`ModelParallel`). Use a `Trainer`, or `strategy=FSDP()`."
+        )
     if chosen is not None and hook != "no":
         raise ConfigError(
             f"`comm_hook={str(hook)!r}` is for the DDP that `Accelerator` makes, but the "

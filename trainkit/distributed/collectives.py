@@ -152,7 +152,7 @@ def gather_on_main(processes: Processes, value: U, action: Callable[[list[U]], T
     row[:8] = torch.tensor([len(packet)]).view(torch.uint8)
     rows = [torch.empty_like(row) for _ in range(processes.size * processes.is_main)]
     processes.begun = "gather", row.dtype, row.shape
-    torch.distributed.gather(row, rows or None, group=processes.control)
+    torch.distributed.gather(row, rows or None, group=processes.control, group_dst=0)
 
     def act() -> T:
         packets = [bytes(memory_of(each[8:][: each[:8].view(torch.int64)])) for each in rows]

@@ -48,6 +48,8 @@ class Communicator:
         self.device: torch.device = wanted or self.processes.device
         if self.device.type == self.processes.device.type and self.device.index is None:
             self.device = self.processes.device
+        self.data_processes = self.processes
+        """Those with samples of their own: whoever shares a batch counts as one in a gather."""
         self.loaders = ActiveLoaders()
         """The loaders under way; they tell `gather_for_metrics` which samples are real."""
 
@@ -102,10 +104,10 @@ class Communicator:
             DataError: On all processes, if the tensors do not fit together.
         """
         if not differentiable:
-            return gather_tensors(self.processes, tensor, name="tensor")
+            return gather_tensors(self.data_processes, tensor, name="tensor")
         from trainkit.distributed.differentiable import gather_with_gradients  # most runs need none
 
-        return gather_with_gradients(self.processes, tensor, name="tensor")
+        return gather_with_gradients(self.data_processes, tensor, name="tensor")
 
     def own_rows(self, tensor: torch.Tensor) -> slice:
         """Return which rows of `gather(tensor)` this process gave; every process calls it.
@@ -113,10 +115,11 @@ class Communicator:
         `rows.start` is the offset of its labels. It is empty inside a repeat of weight 0.
         """
         collective_guard.check("own_rows")
-        self.processes.knows_own_rows = True
-        count = 0 if self.processes.repeats else tensor.shape[:1].numel()
-        counts = self.processes.all_gather(torch.tensor([count]), (1,) * self.num_processes)
-        first = int(counts[: self.process_index].sum())
+        processes = self.data_processes
+        processes.knows_own_rows = True
+        count = 0 if processes.repeats else tensor.shape[:1].numel()
+        counts = processes.all_gather(torch.tensor([count]), (1,) * processes.size)
+        first = int(counts[: processes.rank].sum())
         return slice(first, first + count)
 
     def gather_for_metrics(
@@ -151,16 +154,16 @@ class Communicator:
             DataError: On all processes, if something has not one entry per sample, or two loaders
                 yield in turns and the value may belong to either.
         """
-        info = self.loaders.current(loader)
+        info, processes = self.loaders.current(loader), self.data_processes
         if info is None and use_gather_object:
             return self.gather_object(input_data)
         if info is None:
-            return gather_all(self.processes, input_data, pad_value=pad_value, name="input_data")
+            return gather_all(processes, input_data, pad_value=pad_value, name="input_data")
         doubt, hint = ("", "") if loader is not None else self.loaders.doubts()
         return gather_samples(
-            self.processes,
+            processes,
             [Refusal(doubt) if doubt else input_data],
-            agreed_counts(self.processes, [info]),
+            agreed_counts(processes, [info]),
             [info.local_size if strict else _rows_of(input_data, info)],
             pad_value=pad_value,
             name="input_data",
@@ -181,7 +184,7 @@ class Communicator:
                 "a list: `gather_object([value])` returns one value for each process."
             )
         collective_guard.check("gather_object")
-        lists = self.processes.all_gather_objects(object, allow_pickle=True)
+        lists = self.data_processes.all_gather_objects(object, allow_pickle=True)
         return object if len(lists) == 1 else [item for items in lists for item in items]
 
     def reduce(self, tensor: Any, reduction: Reduction = "sum", scale: float = 1.0) -> Any:
@@ -206,7 +209,7 @@ class Communicator:
         self._check_alike(tensor, "reduce")
 
         def reduced(leaf: torch.Tensor) -> torch.Tensor:
-            total = self.processes.all_reduce(leaf.detach().clone(), reduction)
+            total = self.data_processes.all_reduce(leaf.detach().clone(), reduction)
             return total if scale == 1.0 else total * scale
 
         return map_tensors(reduced, tensor, "tensor")
@@ -385,7 +388,8 @@ class Communicator:
             apply_padding: Whether shorter parts are filled up with the last entry of `inputs`,
                 so that all are equally long.
         """
-        yield _part_of(inputs, self.process_index, self.num_processes, apply_padding)
+        processes = self.data_processes
+        yield _part_of(inputs, processes.rank, processes.size, apply_padding)
 
 
 def _rows_of(value: Any, info: BatchInfo) -> int:

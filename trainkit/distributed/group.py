@@ -62,6 +62,7 @@ class Membership:
     control: ProcessGroup | None = None
     default: ProcessGroup | None = None
     timeout: timedelta | None = None
+    moving: ProcessGroup | None = None  # for what is on the device; None: the default one
 
     def lives(self) -> bool:
         """Return whether the default group is still the one that was joined."""
@@ -96,7 +97,7 @@ class Membership:
         backends = [backend for group in owned for backend in group_backends(group)]
         if self.lives():
             torch.distributed.destroy_process_group(None if self.owned else control)
-        self.default = self.control = None
+        self.default = self.control = self.moving = None
         del default, control, owned
         gc.collect()  # a DistributedDataParallel is part of cycles, and holds the default group
         # Groups wait for their threads while they hold the interpreter lock in older versions of

@@ -75,6 +75,7 @@ class Processes:
         self.world: World = membership.world
         self.rank: int = self.world.rank
         self.size: int = self.world.size
+        self.ranks: Sequence[int] = range(self.size)  # in the job, of which these may be a part
         self.is_main: bool = self.world.is_main
         self.owned: bool = membership.owned
         self.device = device
@@ -179,7 +180,7 @@ class Processes:
         if self.size > 1:
             buffer = tensor.detach().contiguous()
             self.begun = "broadcast", buffer.dtype, buffer.shape
-            torch.distributed.broadcast(buffer, source, self._group_of(buffer))
+            torch.distributed.broadcast(buffer, group=self._group_of(buffer), group_src=source)
             if buffer.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(buffer)
         return tensor
@@ -261,7 +262,7 @@ class Processes:
         """Overwrite a buffer with that of process `source`, of the same length; return it."""
         packet = torch.frombuffer(buffer, dtype=torch.uint8)
         self.begun = "broadcast", packet.dtype, packet.shape
-        torch.distributed.broadcast(packet, source, self.control)
+        torch.distributed.broadcast(packet, group=self.control, group_src=source)
         return buffer
 
     def barrier(self) -> None:
@@ -318,13 +319,13 @@ class Processes:
         return Pending(tensor, buffer, work, self.size if op == "mean" else 1)
 
     def _group_of(self, tensor: Tensor) -> ProcessGroup | None:
-        """Return the group that can move `tensor`; None for the default one.
+        """Return the group that can move `tensor`; None for the default one of torch.
 
         The default one may have no backend for the CPU, and its threads may outlive `close`: then
         none of them may have a tensor of Python's.
         """
         control = self.control
-        return control if tensor.device.type == "cpu" else None
+        return control if tensor.device.type == "cpu" else self._membership.moving
 
     def _check_source(self, source: int) -> None:
         if not 0 <= source < self.size:

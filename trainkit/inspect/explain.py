@@ -104,6 +104,9 @@ class Explanation:
         if model is None or optimizer is None or isinstance(optimizer, Mapping | Alternating):
             yield "unknown", "Pass `model` and one `optimizer`, as for `fit`."
             return
+        if strategy.name == "model_parallel":
+            yield "unknown", "The model comes parallel: what lies here of it is what it holds."
+            return
         found = memory_of(
             model,
             like(optimizer, model) if isinstance(optimizer, Optimizer) else optimizer,

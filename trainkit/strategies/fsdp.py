@@ -2,7 +2,7 @@
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,16 +17,17 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from trainkit.basics.config import checked
-from trainkit.basics.device import can_pin, collective_backend, move_module, wide_dtype
+from trainkit.basics.device import can_pin, collective_backend, move_module
 from trainkit.basics.torch_internals import compiled_call, moves_in_place, start_sharded
-from trainkit.checkpoint.resharding.sharding_spec import is_sharded, local_part
+from trainkit.checkpoint.resharding.sharding_spec import is_sharded
 from trainkit.distributed import Processes
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigError, quoted
 from trainkit.precision import Precision
 from trainkit.strategies import single_process_group
 from trainkit.strategies.activation_checkpointing import checkpoint_activations
-from trainkit.strategies.strategy import Strategy, on_meta, zeros_for
+from trainkit.strategies.sharded import ShardedStrategy
+from trainkit.strategies.strategy import on_meta
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -66,7 +67,7 @@ _meshes: "weakref.WeakKeyDictionary[Any, dict[Any, DeviceMesh]]" = weakref.WeakK
 """By the default group that they were made in: each may have groups, which are used again."""
 
 
-class FSDP(Strategy):
+class FSDP(ShardedStrategy):
     """Holds a part of the parameters, gradients and optimizer state on each process.
 
     A block's parameters are put together for its forward and backward, and given up after. The
@@ -101,7 +102,6 @@ class FSDP(Strategy):
     """
 
     name = "fsdp"
-    sharded = True
 
     @checked
     def __init__(
@@ -232,66 +232,8 @@ class FSDP(Strategy):
             model.set_requires_gradient_sync(False)  # type: ignore[operator]
 
     @override
-    @contextmanager
-    def zero_gradients(self, module: nn.Module) -> Iterator[None]:
-        hooks: list[RemovableHandle] = []
-
-        def before_forward(inner: nn.Module, _: Any) -> None:
-            # Gradients are computed for the full parameters, which are there only in a forward.
-            trainable = [p for p in inner.parameters(recurse=False) if p.requires_grad]
-            hooks.extend(p.register_hook(zeros_for) for p in trainable)  # type: ignore[no-untyped-call]
-
-        hooks += [inner.register_forward_pre_hook(before_forward) for inner in module.modules()]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    @override
-    def check_gradients(self, module: nn.Module) -> None:
-        unused = self._without_gradient(module)
-        names = sorted({n for own in unused for n in own if not all(n in o for o in unused)})
-        if names:
-            raise ConfigError(
-                f"{len(names)} trainable parameters got a gradient in the first step on some "
-                f"processes only ({quoted(names)}). Use the same parameters on all, or freeze "
-                "them by `requires_grad_(False)`."
-            )
-
-    @override
-    def reduce_overflow(self, overflow: Tensor) -> Tensor:
-        return self.processes.all_reduce(overflow, "max")
-
-    @override
-    def local_parts(self, tensors: Iterable[Tensor]) -> list[Tensor]:
-        return [local_part(tensor) for tensor in tensors]
-
-    @override
-    def clip_grad_norm(self, parameters: Iterable[Tensor], max_norm: float) -> Tensor:
-        parameters = list(parameters)
-        norm = self.grad_norm(parameters)
-        self.scale_gradients(parameters, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
-        return norm
-
-    @override
-    def clip_grad_value(self, parameters: Iterable[Tensor], max_value: float) -> None:
-        for gradient in self.local_gradients(parameters):
-            gradient.clamp_(-max_value, max_value)
-
-    @override
-    def grad_norm(self, parameters: Iterable[Tensor]) -> Tensor:
-        gradients = self.local_gradients(parameters)
-        wide = wide_dtype(self.device.type)
-        norms = [torch.linalg.vector_norm(g).to(wide) for g in gradients if g.numel()]
-        # In fp64 the square of a finite fp32 norm is finite too.
-        square = torch.zeros((), dtype=wide, device=self.device)
-        # Where there are several of each shard, the first counts.
-        counts = self.replicas == 1 or self._mesh.get_local_rank("replicas") == 0
-        if norms and counts:
-            square += torch.stack(norms).square().sum()
-        norm = self.processes.all_reduce(square).sqrt()
-        return norm.to(gradients[0].dtype if gradients else torch.float32)
+    def _counts(self, parameter: Tensor) -> bool:
+        return self.replicas == 1 or self._mesh.get_local_rank("replicas") == 0
 
     @override
     def close(self) -> None:
@@ -324,7 +266,7 @@ class FSDP(Strategy):
         )
         replaced = {name: weakref.ref(p) for name, p in model.named_parameters()}
         _check_rows(model)
-        _check_dense(model)
+        check_dense(model)
         frozen_scalars = _check_scalars(dict(model.named_parameters()))
         if self.activation_checkpointing:
             checkpoint_activations(model, blocks.values(), self.activation_checkpointing)
@@ -399,7 +341,8 @@ def _check_rows(model: nn.Module) -> None:
         )
 
 
-def _check_dense(model: nn.Module) -> None:
+def check_dense(model: nn.Module) -> None:
+    """Raise where trained embeddings have sparse gradients."""
     kinds = (nn.Embedding, nn.EmbeddingBag)
     sparse = [n for n, m in model.named_modules() if isinstance(m, kinds) and m.sparse]
     sparse = [n for n in sparse if model.get_submodule(n).weight.requires_grad]

@@ -69,6 +69,23 @@ class Strategy(ABC):
         """
         return (self.processes.rank, self.processes.size) if self.sharded else (0, 1)
 
+    def held_part_of(self, value: Any) -> tuple[tuple[int, ...], int, int]:
+        """Return how a parameter, or what is made like it, lies, and the `held_part` of it."""
+        from trainkit.checkpoint.resharding.sharding_spec import is_sharded  # on demand
+
+        in_parts = is_sharded(value) if self.sharded else self.held_part[1] > 1
+        part, parts = self.held_part if in_parts else (0, 1)
+        return (parts,), part, parts
+
+    @property
+    def data_processes(self) -> Processes:
+        """Over whom samples are shared out, and sums made: all, unless some share a batch."""
+        return self.processes
+
+    def adopt(self, model: nn.Module) -> Processes:
+        """Find out, before loaders are made, who shares a batch; return `data_processes`."""
+        return self.data_processes
+
     def setup(self) -> None:
         """Find the device and join the other processes. Called once, before anything else."""
         self.device = self._default_device()
@@ -105,7 +122,8 @@ class Strategy(ABC):
             raise ConfigError(
                 f"The parameters of `{class_name(model)}` are sharded already, and strategy "
                 f'"{self.name}" cannot train it. Go on with the strategy that sharded it, or '
-                "export it by `save_model` and load it into a new model."
+                "export it by `save_model` and load it into a new model; or pass "
+                '`strategy="model_parallel"`, for models that you have made parallel.'
             )
 
     def rebind_optimizer(self, optimizer: Optimizer, module: nn.Module) -> None:
@@ -177,10 +195,11 @@ class Strategy(ABC):
         Called before an evaluation and at the end of training: what is evaluated and saved is
         one model. Those of one dtype travel together.
         """
-        if self.processes.size == 1:
+        processes = self.data_processes
+        if processes.size == 1:
             return
-        for buffers in _by_kind(module.buffers()):
-            packed = self.processes.broadcast(torch.cat([b.detach().reshape(-1) for b in buffers]))
+        for buffers in _by_kind(self.local_parts(module.buffers())):
+            packed = processes.broadcast(torch.cat([b.detach().reshape(-1) for b in buffers]))
             parts = torch.split(packed, [b.numel() for b in buffers])
             for buffer, part in zip(buffers, parts, strict=True):
                 buffer.detach().copy_(part.view_as(buffer))

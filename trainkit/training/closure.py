@@ -105,7 +105,7 @@ class ComputedAgain(Objectives):
     def _mean(self) -> Tensor:
         """Return the mean loss of the window over all processes."""
         loss, weight = self._of_all.weighting.result()
-        processes = self._run.strategy.processes
+        processes = self._run.strategy.data_processes
         if processes.size == 1:
             return loss
         sums = torch.stack([loss * weight, torch.as_tensor(weight, device=loss.device)]).to(loss)

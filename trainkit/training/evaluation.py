@@ -100,7 +100,7 @@ class Evaluator:
                     "`drop_last` leaves nothing of it."
                 )
             sums.join(logged)
-            means = sums.reduce(self.communicator.processes)
+            means = sums.reduce(self.communicator.data_processes)
             weight = means.pop(_LOSS_WEIGHT, 1.0)
             if terms := [name for name in means if name.startswith(_LOSS_TERM)]:
                 found = {name.removeprefix("\0"): means.pop(name) for name in terms}
@@ -156,7 +156,7 @@ class Evaluator:
         watch: Callable[[Iterator[MicroBatch]], Iterator[MicroBatch]] = iter,
     ) -> Generator[tuple[Mapping[str, Any], int], None, None]:
         """Yield what the step returns of each batch, and its number of samples here."""
-        processes, log = self.communicator.processes, self.log
+        processes, log = self.communicator.data_processes, self.log
         with closing(loader.batches(0)) as batches:
             for micro_batch in watch(batches):
                 log.samples, log.zero_weight = micro_batch.count, micro_batch.count == 0
@@ -288,7 +288,7 @@ class _Chunks:
         """Gather what is held, feed the metrics, and return it with its number of samples."""
         if not self.outputs:
             return []
-        processes = self.communicator.processes
+        processes = self.communicator.data_processes
         counts = agreed_counts(processes, self.infos)
         gathered = gather_samples(
             processes,
@@ -310,7 +310,8 @@ class _Chunks:
 def _undisturbed(module: nn.Module, communicator: Communicator) -> Iterator[None]:
     from trainkit.training.modes import in_evaluation_mode  # only where something is evaluated
 
-    repeats, communicator.processes.repeats = communicator.processes.repeats, False
+    processes = communicator.data_processes
+    repeats, processes.repeats = processes.repeats, False
     try:
         with (
             rng.undisturbed(communicator.device),
@@ -320,7 +321,7 @@ def _undisturbed(module: nn.Module, communicator: Communicator) -> Iterator[None
         ):
             yield
     finally:
-        communicator.processes.repeats = repeats
+        processes.repeats = repeats
         torch.clear_autocast_cache()  # else a forward around it takes casts that have no gradient
 
 

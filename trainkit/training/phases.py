@@ -388,7 +388,7 @@ def _note_saved(run: Run, callbacks: CallbackList, path: Path | None) -> None:
 def _write_log(run: Run, callbacks: CallbackList) -> None:
     """Reduce the values since the last log, and hand them to the callbacks if there are any."""
     run.logging.last_step = run.state.step
-    values = run.logging.sums.reduce(run.strategy.processes)
+    values = run.logging.sums.reduce(run.strategy.data_processes)
     if "loss" in values:
         callbacks.emit(Callback.on_log, run, values)
     elif values:  # logged after the record of the last step

@@ -295,7 +295,7 @@ class Run(RunServices):
         """
         from trainkit.training.unchanged import kept_buffers  # most windows have none
 
-        processes = self.strategy.processes
+        processes = self.strategy.data_processes
         self.logging.zero_weight, processes.repeats = True, not gathers
         try:
             with (

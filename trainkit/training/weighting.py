@@ -150,7 +150,7 @@ class Weighting:
     ) -> None:
         self.samples = 0
         self.strategy, self.module, self.log, self._of = strategy, module, log, of
-        self._processes = strategy.processes
+        self._processes = strategy.data_processes
         # Between forward and backward a sharded module has others.
         self.parameters = [*module.parameters()]
         self.reached: set[Tensor] | None = None

@@ -37,8 +37,8 @@ def split(parts: Mapping[str, Any], rank: int) -> tuple[dict[str, Any], str]:
         tree = splitter.copy(state, ())
         if rank == 0:
             mine[part] = tree
-        if splitter.local:
-            mine[_shard_part(part, rank)] = splitter.local
+        for number, tensors in splitter.local.items():
+            mine[_shard_part(part, rank, number)] = tensors
     return mine, digest.hexdigest()
 
 
@@ -53,15 +53,16 @@ def split_alike(processes: Processes, parts: Mapping[str, Any]) -> dict[str, Any
     return mine
 
 
-def _shard_part(part: str, rank: int) -> str:
-    return f"{part}-shard-{rank:05d}"
+def _shard_part(part: str, rank: int, number: int = 0) -> str:
+    """Return where a process writes the pieces of this number: most tensors have one."""
+    return f"{part}-piece-{number}-shard-{rank:05d}" if number else f"{part}-shard-{rank:05d}"
 
 
 class _Splitter:
     """One pass through the state of a part."""
 
     def __init__(self, part: str, digest: Any) -> None:
-        self.local: dict[str, Tensor] = {}
+        self.local: dict[int, dict[str, Tensor]] = {}  # by the number of the piece
         self._part = part
         self._digest = digest
         self._names: set[str] = set()
@@ -95,13 +96,16 @@ class _Splitter:
                 f"`{where}` is a sharded tensor that {error}. Return it in another form from "
                 "`state_dict`."
             ) from None
-        shards = tuple((_shard_part(self._part, rank), region) for rank, region in spec.owners())
+        shards = tuple(
+            (_shard_part(self._part, rank, number), region)
+            for rank, number, region in spec.owners()
+        )
         stored = StoredTensor(name, dtype, spec.shape, shards)
         self._digest.update(repr((self._part, stored)).encode("utf-8", "surrogatepass"))
         local = tensor.detach().to_local()
-        return self._keep(stored, local, spec.is_first_copy()) if local.numel() else stored
+        return self._keep(stored, local, spec) if local.numel() else stored
 
-    def _keep(self, stored: StoredTensor, local: "Tensor", is_first_copy: bool) -> StoredTensor:
+    def _keep(self, stored: StoredTensor, local: "Tensor", spec: ShardingSpec) -> StoredTensor:
         """Write a shard, unless the same memory is written under another name."""
         address = local.untyped_storage().data_ptr()
         known = self._storages.setdefault(address, (local, stored))
@@ -110,6 +114,7 @@ class _Splitter:
             if places[0] == places[1] and known[1].shards == stored.shards:
                 return known[1]  # tied
             local = local.clone()  # a file has no two tensors that overlap
-        if is_first_copy:
-            self.local[stored.name] = local.contiguous()
+        if spec.is_first_copy():
+            for number, (_, place) in enumerate(spec.pieces()):
+                self.local.setdefault(number, {})[stored.name] = local[place].contiguous()
         return stored

@@ -7,10 +7,15 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from trainkit.checkpoint.format.tensor_location import ShardRegion
+from trainkit.lazy import ask
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed.tensor import DTensor
+
+
+first_meshes: dict[Any, Any] = {}
+"""Of meshes of which others hold the same, the processes of the first one; a strategy notes it."""
 
 
 def is_sharded(value: Any) -> bool:
@@ -42,14 +47,17 @@ class ShardingSpec:
         """Return the spec of a tensor.
 
         Raises:
-            ValueError: A placement is neither `Shard` nor `Replicate`.
+            ValueError: A placement is none that a checkpoint can hold.
         """
         from torch.distributed.tensor import Replicate, Shard
 
-        for placement in tensor.placements:
-            if type(placement) not in (Shard, Replicate):
-                raise ValueError(f"is placed by {placement}, not by `Shard` and `Replicate` alone")
-        return cls(tensor.device_mesh, tuple(tensor.placements), tuple(tensor.shape))
+        kinds = {type(placement) for placement in tensor.placements}
+        made: type[ShardingSpec] = cls if kinds <= {Shard, Replicate} else ask("PiecedSpec")
+        return made(tensor.device_mesh, tuple(tensor.placements), tuple(tensor.shape))
+
+    def pieces(self) -> list[tuple[ShardRegion, tuple[slice, ...]]]:
+        """Return each piece that this process holds, and its place in what lies here."""
+        return [(self.region(), ())]
 
     def region(self) -> ShardRegion:
         """Return what this process holds; empty if it is not in the mesh."""
@@ -57,23 +65,25 @@ class ShardingSpec:
         return (
             ShardRegion((0,) * len(self.shape), (0,) * len(self.shape))
             if at is None
-            else self._region(at)
+            else self._regions(at)[0]
         )
 
     def is_first_copy(self) -> bool:
         """Return whether this process is the first of those that hold the same."""
-        at = self.mesh.get_coordinate()
-        return at is not None and self._is_first_copy(at)
+        at, ranks = self.mesh.get_coordinate(), self.mesh.mesh
+        is_first = bool((first_meshes.get(self.mesh, ranks) == ranks).all())
+        return is_first and at is not None and self._is_first_copy(at)
 
-    def owners(self) -> Iterator[tuple[int, ShardRegion]]:
-        """Yield which process has which region, each region once, without the empty ones."""
+    def owners(self) -> Iterator[tuple[int, int, ShardRegion]]:
+        """Yield who has which piece, by its number there; each once, without the empty ones."""
+        ranks = first_meshes.get(self.mesh, self.mesh.mesh)
         for at in product(*(range(size) for size in self.mesh.shape)):
-            region = self._region(at)
-            if self._is_first_copy(at) and region.volume:
-                yield int(self.mesh.mesh[at]), region
+            for number, region in enumerate(self._regions(at)):
+                if self._is_first_copy(at) and region.volume:
+                    yield int(ranks[at]), number, region
 
     def wrap(self, local: "Tensor") -> "DTensor":
-        """Return the sharded tensor of which this process holds `local`."""
+        """Return the sharded tensor of whose region this process holds all, as `local`."""
         import torch
         from torch.distributed.tensor import DTensor
 
@@ -92,9 +102,9 @@ class ShardingSpec:
         return self.wrap(whole[self.region().index].clone())
 
     def _is_first_copy(self, at: Any) -> bool:
-        return all(p.is_shard() or at[dim] == 0 for dim, p in enumerate(self.placements))
+        return all(at[dim] == 0 for dim, p in enumerate(self.placements) if p.is_replicate())
 
-    def _region(self, at: Any) -> ShardRegion:
+    def _regions(self, at: Any) -> list[ShardRegion]:
         """Return what the process at these coordinates of the mesh holds."""
         offsets, sizes = [0] * len(self.shape), list(self.shape)
         for index, count, placement in zip(at, self.mesh.shape, self.placements, strict=True):
@@ -104,4 +114,4 @@ class ShardingSpec:
                 begin = min(index * share, sizes[dim])
                 offsets[dim] += begin
                 sizes[dim] = min(share, sizes[dim] - begin)
-        return ShardRegion(tuple(offsets), tuple(sizes))
+        return [ShardRegion(tuple(offsets), tuple(sizes))]

@@ -118,6 +118,7 @@ METADATA = {
         "training loaders?": str | None,
     },
     "versions?": {str: str},
+    "data processes?": [int],
     "order?": {"facts": {str: Any}, "digest": str | None},
     "hparams?": {str: Any},
     "reference?": {"source": str, "digests": {str: str}, "made?": {str: str}},
@@ -185,6 +186,7 @@ def describe(run: Run, callbacks: CallbackList) -> dict[str, Any]:
 
         parameters = dict(run.module.named_parameters())
         check_replicas(run.strategy, parameters, [run.optimizer], f"after step {run.state.step}")
+    data = run.strategy.data_processes  # here those beside process 0
     evaluated = [[c.name, c.evaluated_weights] for c in callbacks.callbacks if c.evaluated_weights]
     return {
         "epoch": run.state.epoch,
@@ -193,6 +195,7 @@ def describe(run: Run, callbacks: CallbackList) -> dict[str, Any]:
         "hparams": dict(run.hparams),
         "planned_steps": run.internals.scheduled_steps,
         "strategy": run.strategy.name,
+        **({"data processes": [*data.ranks]} if data.size < run.strategy.processes.size else {}),
         "versions": versions(),
         "fingerprint": fingerprint(run),
         "order": order_of(run),

@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from trainkit.basics.device import memory_of
 from trainkit.checkpoint.exact import parameter_states
 from trainkit.checkpoint.io.digests import xxh3_64_hexdigest
-from trainkit.checkpoint.resharding.sharding_spec import is_sharded
 from trainkit.distributed import Processes
 from trainkit.distributed.collectives import are_alike, complain
 from trainkit.errors import DistributedError, named
@@ -45,14 +44,13 @@ def check_replicas(
     processes = strategy.processes
     if processes.size == 1:
         return
-    part, parts = strategy.held_part
-    whole, split = dict(_settings(optimizers, parameters)), dict[str, Any]()
+    kinds: dict[Any, Any] = {(1,): (0, 1, dict(_settings(optimizers, parameters)))}
     for label, value in _tensors(parameters, optimizers):
-        in_parts = is_sharded(value) if strategy.sharded else parts > 1
-        (split if in_parts else whole)[label] = value
-    _compare(processes, whole, 0, 1, when)
-    if split and parts < processes.size:
-        _compare(processes, split, part, parts, when)
+        kind, part, parts = strategy.held_part_of(value)
+        kinds.setdefault(kind, (part, parts, {}))[2][label] = value
+    for _, (part, parts, entries) in sorted(kinds.items()):
+        if parts < processes.size:
+            _compare(processes, entries, part, parts, when)
 
 
 def check_parameters(strategy: Strategy, module: nn.Module, when: str) -> None:

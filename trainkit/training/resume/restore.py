@@ -144,7 +144,8 @@ def _load(
 
     model = read_model(checkpoint, run.module, present.get("model"))
     optimizer, trainer = (checkpoint.read(p, present.get(p)) for p in ("optimizer", "trainer"))
-    ranks = read_rank_parts(checkpoint, processes, manifest.world_size)
+    same_size = not _others(manifest, run)
+    ranks = read_rank_parts(checkpoint, processes, processes.size if same_size else 0)
     checkpoint.verify_rest()
 
     with checkpoint.blaming("trainer"):
@@ -159,7 +160,7 @@ def _load(
         with checkpoint.blaming(process_part(rank)):
             check_form(part, PROCESS)
 
-    owners, same_size = owners_of(run, callbacks), manifest.world_size == processes.size
+    owners = owners_of(run, callbacks)
     own = list(ranks.values())
     states, unfit = states_for(owners, trainer, own, rank=processes.rank, same_size=same_size)
     if news := put_own(model, "model", own, same_size=same_size):
@@ -325,15 +326,22 @@ def _apply(run: Run, callbacks: CallbackList, loaded: _Loaded, schedule: str | N
 def _apply_streams(run: Run, loaded: _Loaded) -> None:
     """Take this process's streams, or derive them where there are other processes now."""
     rank, step = run.strategy.processes.rank, run.state.step
-    if loaded.checkpoint.manifest.world_size == run.strategy.processes.size:
+    saved = _others(loaded.checkpoint.manifest, run)
+    if not saved:
         run.internals.streams = loaded.ranks[rank]
         run.logging.sums.load_state_dict(run.internals.streams["log_sums"])
         return
-    if run.is_main_process:
-        share = run.strategy.processes.size / loaded.checkpoint.manifest.world_size
-        for own in loaded.ranks.values():
-            run.logging.sums.merge(own["log_sums"], share)
-    rng.seed_all(rng.device_seed(run.config.seed, rank, step), run.strategy.device)
+    data = run.strategy.data_processes
+    for each in saved if run.is_main_process else ():  # whoever shared their samples has the same
+        run.logging.sums.merge(loaded.ranks[each]["log_sums"], data.size / len(saved))
+    rng.seed_all(rng.device_seed(run.config.seed, data.rank, step), run.strategy.device)
+
+
+def _others(manifest: Any, run: Run) -> list[int]:
+    """Return the processes that had samples of their own; none if it is as many of both now."""
+    saved: list[int] = manifest.metadata.get("data processes", [*range(manifest.world_size)])
+    now = run.strategy.processes.size, run.strategy.data_processes.size
+    return [] if now == (manifest.world_size, len(saved)) else saved
 
 
 def _load_optimizer(run: Run, loaded: _Loaded, *, rescaled: bool) -> None:

@@ -31,6 +31,7 @@ STRATEGIES: dict[str, Callable[..., Strategy]] = {
     "single": SingleDevice,
     "ddp": DDP,
     "fsdp": lambda **options: strategies.FSDP(**options),  # imported by whoever uses it
+    "model_parallel": lambda **options: strategies.ModelParallel(**options),
 }
 COMPILED = "_orig_mod"  # what `torch.compile(module)` calls the module that it wraps
 PRECISIONS: dict[str, Callable[[], Precision]] = {
