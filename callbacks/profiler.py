@@ -101,12 +101,12 @@ class Profiler(Callback):
         self._recorded_from = run.state.attempts + self.warmup
         self._stop_at = self._recorded_from + self.active
         self._first = run.state.step  # updates before what is recorded
-        self._profile = profile(
+        running = profile(
             schedule=schedule(wait=0, warmup=self.warmup, active=self.active, repeat=1),
             on_trace_ready=partial(self._write, run),
-            **self.options,
+            **{"acc_events": True, **self.options},  # else torch warns of a second recording
         )
-        self._profile.__enter__()  # type: ignore[no-untyped-call]
+        self._profile = running.__enter__()  # type: ignore[no-untyped-call]
 
     @override
     def on_step_end(self, run: Run, result: StepResult) -> None:

@@ -119,3 +119,13 @@ def _recorded(rank: int, folder: Path) -> None:
 def test_each_process_writes_its_own(tmp_path: Path) -> None:
     run_ranks(2, _recorded, tmp_path)
     assert _traces(tmp_path) == {"step-00000001-rank-0": 1, "step-00000001-rank-1": 1}
+
+
+def test_what_keeps_it_from_starting_ends_the_fit_and_nothing_else(tmp_path: Path) -> None:
+    def name() -> str:
+        raise ZeroDivisionError("no name for the trace")
+
+    with pytest.raises(ZeroDivisionError, match="no name for the trace"):
+        _run(tmp_path, custom_trace_id_callback=name)
+    _run(tmp_path / "again", wait=0, warmup=1, active=1, repeat=2)
+    assert len(_traces(tmp_path / "again")) == 2
