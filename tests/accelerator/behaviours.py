@@ -18,7 +18,14 @@ import numpy
 import torch
 import torch.distributed
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    SequentialSampler,
+    TensorDataset,
+)
 
 NAMES = (
     "Accelerator",
@@ -262,6 +269,36 @@ def augmentation(api: Any) -> Any:
     accelerator = api.Accelerator(cpu=True)
     loader = accelerator.prepare(DataLoader(Augmented(), 1))
     return [[round(float(value), 6) for value in batch] for batch in loader]
+
+
+class Drawing(IterableDataset[Any]):
+    """Draws from the global generators."""
+
+    def __iter__(self) -> Any:
+        return (Augmented()[number] for number in range(6))
+
+
+@behaviour(
+    *[{"stream": stream, "workers": workers} for stream, workers in ((0, 0), (0, 2), (1, 0))]
+)
+def unkeyed(api: Any, stream: int, workers: int) -> Any:
+    """What a data set and the loop draw in turn, with the switch for Accelerate's streams."""
+    os.environ["TRAINKIT_SAMPLE_SEEDING"] = "false"
+    try:
+        config = api.DataLoaderConfiguration(dispatch_batches=False)
+    finally:
+        del os.environ["TRAINKIT_SAMPLE_SEEDING"]
+    api.set_seed(0)
+    accelerator = api.Accelerator(cpu=True, dataloader_config=config)
+    data: Any = Drawing() if stream else Augmented()
+    loader = DataLoader(data, 1, shuffle=None if stream else True, num_workers=workers)
+    loader = accelerator.prepare(loader)
+    found = []
+    for _ in range(2):
+        for batch in loader:
+            drawn = (*batch, torch.rand(()), random.random())
+            found.append([float(value) for value in drawn])
+    return found
 
 
 @behaviour({"config": "plain"}, {"config": "seedable"})

@@ -50,6 +50,29 @@ def dispatched_and_shuffled(api: Any, split: bool) -> Any:
     return epochs, torch.rand(1).item()
 
 
+@behaviour(*[{"dispatch": d, "workers": w} for d in (None, False, True) for w in (0, 1)])
+def drawn_after_lines(api: Any, dispatch: bool | None, workers: int) -> Any:
+    """What a loop draws beside data whose length is not known."""
+    config = api.DataLoaderConfiguration(dispatch_batches=dispatch)
+    accelerator = api.Accelerator(cpu=True, dataloader_config=config)
+    loader = accelerator.prepare(DataLoader(Stream(8), 2, num_workers=workers))
+    return [torch.rand(1).item() for _ in range(2) for _ in loader]
+
+
+@behaviour()
+def drawn_without_batch_sizes(api: Any) -> Any:
+    accelerator = api.Accelerator(cpu=True)
+    loader = accelerator.prepare(DataLoader(numbers(4), batch_size=None))
+    return [torch.rand(1).item() for _ in range(2) for _ in loader]
+
+
+@behaviour()
+def shuffled_without_a_batch_size(api: Any) -> Any:
+    accelerator = api.Accelerator(cpu=True)
+    loader = DataLoader(numbers(8), batch_size=None, shuffle=True)
+    return [batch[0].item() for batch in accelerator.prepare(loader)]
+
+
 @behaviour()
 def divided_by_the_accelerator(api: Any) -> Any:
     """`split_batches` as an argument of `Accelerator` itself."""

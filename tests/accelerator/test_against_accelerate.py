@@ -85,6 +85,14 @@ def _nothing(name: str) -> Expected:
     return lambda results, size: all(found == [] for found, _ in results[name])
 
 
+def _all_come_shuffled(name: str) -> Expected:
+    def holds(results: Results, size: int) -> bool:
+        numbers = [number for of_process in results[name] for number in of_process]
+        return sorted(numbers) == list(range(8)) != numbers
+
+    return holds
+
+
 # Names begin so; on which numbers of processes; why; and what trainkit does.
 DIFFERENCES: list[tuple[str, tuple[int, ...], str, Callable[[str], Expected]]] = [
     (
@@ -142,6 +150,12 @@ DIFFERENCES: list[tuple[str, tuple[int, ...], str, Callable[[str], Expected]]] =
     ("dispatched(length=2, split=False, drop_last=True", (2,), "", _nothing),
     ("dispatched(length=2, split=True, drop_last=True", (1, 2), "", _nothing),
     ("dispatched(length=5, split=True, drop_last=True", (1, 2), "", _nothing),
+    (
+        "shuffled_without_a_batch_size(",
+        (1, 2),
+        "a sampler beside `batch_size=None` is not lost",
+        _all_come_shuffled,
+    ),
     ("scaled_mean(", (1, 2), "`scale` acts, and not on TPUs alone", _is([2.0])),
 ]
 

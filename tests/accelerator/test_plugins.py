@@ -15,7 +15,7 @@ from torch.distributed.fsdp.wrap import (
 )
 from torch.utils.data import DataLoader
 
-from tests.accelerator.toys import numbers
+from tests.accelerator.toys import Stream, numbers
 from tests.helpers.ranks import run_ranks
 from trainkit import (
     Accelerator,
@@ -340,33 +340,33 @@ def test_what_process_0_cannot_read_ends_all() -> None:
     assert "the tape is torn" in second[-1]
 
 
-def _resumed(rank: int, folder: Path) -> tuple[Any, Any]:
+def _resumed(rank: int, folder: Path, data: Any) -> tuple[Any, Any]:
     """Return the rest of a dispatched pass as it was, and as it is after a resume."""
     found = []
     for stop in (2, None):
         torch.manual_seed(0)
         config = DataLoaderConfiguration(dispatch_batches=True)
         accelerator = Accelerator(cpu=True, dataloader_config=config)
-        loader = accelerator.prepare(DataLoader(numbers(17), 2, shuffle=True))
+        shuffle = None if isinstance(data, Stream) else True
+        loader = accelerator.prepare(DataLoader(data, 2, shuffle=shuffle))
         if stop is None:
             accelerator.load_state(folder)
         seen = []
-        for count, (batch,) in enumerate(
-            accelerator.skip_first_batches(loader, 2 - (stop or 0)), 1
-        ):
-            seen.append(batch.flatten().tolist())
+        for count, batch in enumerate(accelerator.skip_first_batches(loader, 2 - (stop or 0)), 1):
+            seen.append((torch.cat([*batch]).tolist(), torch.rand(1).item()))
             if count == stop:
                 accelerator.save_state(folder)
-        for (batch,) in loader:
-            seen.append(batch.flatten().tolist())
+        for batch in loader:
+            seen.append((torch.cat([*batch]).tolist(), torch.rand(1).item()))
             break  # process 0 has read on
         found.append(seen)
     return found[0][2:], found[1]
 
 
 @pytest.mark.e2e
-def test_a_dispatched_pass_goes_on_where_it_was(tmp_path: Path) -> None:
-    for before, after in run_ranks(2, _resumed, tmp_path):
+@pytest.mark.parametrize("data", [numbers(17), Stream(17)], ids=["mapped", "lines"])
+def test_a_dispatched_pass_goes_on_where_it_was(tmp_path: Path, data: Any) -> None:
+    for before, after in run_ranks(2, _resumed, tmp_path, data):
         assert len(before) == 4  # three of the pass, and one of the next
         assert after == before
 

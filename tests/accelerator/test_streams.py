@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.utils.data import DataLoader
 
 from tests.data import streams
@@ -23,7 +24,7 @@ def _read(rank: int, folder: Path, kind: str, stateful: bool, workers: dict[str,
     whole: list[Any] = []
     for epoch in range(2):
         for batch, _ in loader:
-            whole.append((epoch, batch.tolist()))
+            whole.append((epoch, batch.tolist(), torch.rand(1).item()))
             accelerator.save_state(folder / str(len(whole)))
     length = len(whole) // 2
     for done in (2, length, length + 1):
@@ -33,7 +34,7 @@ def _read(rank: int, folder: Path, kind: str, stateful: bool, workers: dict[str,
             skip = done - epoch * length if epoch == done // length else 0
             skips = skip > 0 and not stateful
             for batch, _ in accelerator.skip_first_batches(loader, skip) if skips else loader:
-                rest.append((epoch, batch.tolist()))
+                rest.append((epoch, batch.tolist(), torch.rand(1).item()))
         assert whole[:done] + rest == whole, (done, kind, stateful)
 
 

@@ -13,6 +13,7 @@ from trainkit.accelerator.accumulation import Accumulation
 from trainkit.accelerator.loader import SharedLoader, Sharing, State
 from trainkit.accelerator.mapped import MappedShare
 from trainkit.accelerator.settings import GradientAccumulationPlugin
+from trainkit.accelerator.streamed import StreamedShare
 from trainkit.containers.sample_rows import Merge, Node, Origin, cut, parse
 from trainkit.containers.tree import count_samples
 from trainkit.data import MicroBatch
@@ -55,6 +56,8 @@ class DispatchedShare(SharedLoader):
         self._drop_last = bool(getattr(self.source, "drop_last", False))
         self._transfer = transfer_for(sharing.device, self.source, moves=sharing.moves)
         self._known: dict[str, type] = {}
+        if isinstance(reader, StreamedShare):
+            reader.draws_of_torch = False  # every process does
         self._stream: Any = None  # where an iterable data set was when the pass began
         given = getattr(self.source, "batch_size", None)
         if given is not None:
@@ -104,8 +107,8 @@ class DispatchedShare(SharedLoader):
             self._length = None
         self._stream = self._inner.state_dict().get("stream")
         self._inner.set_epoch(self.epoch)  # it may have read on when a pass was left
-        if self._rank > 0 and isinstance(self._inner, MappedShare):
-            torch.empty((), dtype=torch.int64).random_()  # as it does on process 0
+        if resumption is None and (self._rank > 0 or not isinstance(self._inner, MappedShare)):
+            torch.empty((), dtype=torch.int64).random_()  # as the sampler does on process 0
         with closing(self._global_batches(skip)) as reading:  # which only process 0 begins
             while True:
                 sent = run_on_main(self._sharing.processes, lambda: next(reading, None))

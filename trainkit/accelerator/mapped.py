@@ -1,12 +1,15 @@
 """Map-style data of a loop of the user's own: the sampler runs as under Accelerate."""
 
+import copy
+import importlib.util
+import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import RandomSampler, SequentialSampler
+from torch.utils.data import RandomSampler, SequentialSampler, get_worker_info
 from typing_extensions import override
 
 from trainkit.accelerator.loader import SharedLoader, Sharing, State
@@ -154,6 +157,8 @@ class MappedShare(SharedLoader):
             return
         first, stop = own[skip], own[-1] + 1
         batches = self._inner.micro_batches(plan, self.epoch, first, stop, stop - first)
+        if not self._sharing.configuration.sample_seeding and self.device.type == "cpu":
+            batches = _one_ahead(batches)  # to others they are sent one ahead anyway
         for index, batch in enumerate(batches, first):
             if index not in plan.lacking:
                 if not self._rows_vary:
@@ -234,7 +239,9 @@ class MappedShare(SharedLoader):
 
     def _draw(self, *, alone: bool = False) -> list[Any]:
         # What torch's own loader draws for its workers: what comes after it stays the same.
-        torch.empty((), dtype=torch.int64).random_(generator=self.source.generator)
+        drawn = torch.empty((), dtype=torch.int64).random_(generator=self.source.generator)
+        if isinstance(starts := self.source.worker_init_fn, _StartAsTorch):
+            starts.base_seed = int(drawn)
         if self._seedable is not None:
             assert isinstance(self._seedable.generator, torch.Generator)
             given = self._sharing.configuration.data_seed
@@ -275,6 +282,46 @@ class MappedShare(SharedLoader):
         fits = len(states) == len(generators)  # else the next pass comes from these
         for generator, state in zip(generators, states, strict=True) if fits else ():
             generator.set_state(state)
+
+
+class _StartAsTorch:
+    """Starts the generators of a worker as torch's own loader does.
+
+    Args:
+        then: What the user wants of a worker.
+    """
+
+    def __init__(self, then: Any) -> None:
+        self.base_seed = 0  # drawn by each pass
+        self._then = then
+
+    def __call__(self, worker: int) -> None:
+        seed = self.base_seed + worker
+        object.__setattr__(get_worker_info(), "seed", seed)
+        random.seed(seed)
+        torch.manual_seed(seed)
+        if importlib.util.find_spec("numpy"):
+            numpy = importlib.import_module("numpy.random")
+            parts = [worker, self.base_seed & 0xFFFFFFFF, self.base_seed >> 32, 0]
+            numpy.seed(numpy.SeedSequence(parts).generate_state(4))
+        if self._then is not None:
+            self._then(worker)
+
+
+def drawing_as_torch(loader: Any) -> Any:
+    """Return a loader whose workers start their generators as those of torch's own do."""
+    if getattr(loader, "num_workers", 0):
+        loader = copy.copy(loader)
+        loader.worker_init_fn = _StartAsTorch(loader.worker_init_fn)
+    return loader
+
+
+def _one_ahead(batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+    """Yield batches when the next one has been read, as Accelerate does."""
+    ahead = next(batches, None)
+    while ahead is not None:
+        ready, ahead = ahead, next(batches, None)
+        yield ready
 
 
 def take_from_process_0(

@@ -380,17 +380,19 @@ def of_torchdata(kind: Any) -> Any:
 
 def _share(loader: Any, sharing: Sharing, seed: int) -> SharedLoader:
     """Return a loader of which every process of `sharing` reads its own batches."""
-    from trainkit.accelerator.mapped import MappedShare
+    from trainkit.accelerator.mapped import MappedShare, drawing_as_torch
     from trainkit.accelerator.streamed import StreamedShare
     from trainkit.data.mapped import MappedLoader
 
+    seeds = sharing.configuration.sample_seeding
     inner = training_loader(
-        loader,
+        loader if seeds else drawing_as_torch(loader),
         processes=sharing.processes,
         device=sharing.device,
         moves=sharing.moves,
         seed=rng.derive(seed, "own loop"),
         split_batches=sharing.configuration.split_batches,
+        sample_seeding=seeds,
         may_be_empty=True,
     )
     if isinstance(inner, MappedLoader):

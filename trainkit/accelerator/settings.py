@@ -8,7 +8,9 @@ from typing import Any
 
 from trainkit.accelerator.communication import DDPCommunicationHookType, checked_hooks
 from trainkit.basics.config import checked
+from trainkit.basics.launch_environment import read
 from trainkit.basics.outputs import absolute
+from trainkit.basics.parsing import boolean
 from trainkit.errors import ConfigError
 
 __all__ = [
@@ -96,6 +98,9 @@ class DataLoaderConfiguration:
         non_blocking: Accepted; to an accelerator copies never block.
         use_stateful_dataloader: A loader goes on in the middle of an epoch after `load_state`,
             without `skip_first_batches`.
+        sample_seeding: What a data set draws is keyed by epoch and sample; with False it comes
+            from the generators as they are, bit for bit as under Accelerate, and a resumed pass,
+            other workers and other numbers of processes draw something else.
     """
 
     split_batches: bool = False
@@ -105,6 +110,7 @@ class DataLoaderConfiguration:
     data_seed: int | None = None
     non_blocking: bool = False
     use_stateful_dataloader: bool = False
+    sample_seeding: bool = field(default_factory=lambda: read("SAMPLE_SEEDING", boolean, True))
 
 
 @checked

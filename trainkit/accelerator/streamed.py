@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
+import torch
+from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from trainkit.accelerator.loader import SharedLoader, Sharing, State
@@ -21,6 +23,8 @@ class StreamedShare(SharedLoader):
     def __init__(self, inner: PreparedLoader, sharing: Sharing) -> None:
         super().__init__(inner, sharing)
         self.full_size = inner.batch_size
+        self.draws_of_torch = isinstance(self.source, DataLoader)
+        """Whether a new pass takes from torch's generator what torch's own loader takes."""
 
     @override
     def __len__(self) -> int:
@@ -68,6 +72,8 @@ class StreamedShare(SharedLoader):
 
     @override
     def _batches(self, skip: int, resumption: State | None) -> Iterator[MicroBatch]:
+        if resumption is None and self.draws_of_torch:
+            torch.empty((), dtype=torch.int64).random_()
         share, stream = self._inner.batch_size, self._inner.stream
         jumps = share is not None and skip > 0
         place = (resumption or {}).get("stream")
