@@ -75,6 +75,30 @@ def test_nestings_are_walked_as_there() -> None:
             assert one.pad_across_processes(ragged) is ragged
 
 
+def test_compiled_modules_and_enumerations_are_as_there() -> None:
+    compiled = torch.compile(nn.Linear(1, 1), backend="eager")
+    for one in BOTH:
+        assert [one.is_compiled_module(each) for each in (compiled, nn.ReLU())] == [True, False]
+    with pytest.raises(ValueError, match="swanlab"):
+        Accelerator(cpu=True, log_with="swanlab")
+    tracked = Accelerator(cpu=True, log_with=[OURS.LoggerType.WANDB])
+    assert tracked.log_with == ["wandb"]
+    dataclasses = importlib.import_module("accelerate.utils.dataclasses")
+    for each in (OURS, dataclasses):
+        assert each.LoggerType("wandb") is each.LoggerType.WANDB
+        assert each.CustomDtype("int4") is each.CustomDtype.INT4
+
+
+def test_a_file_of_the_launcher_is_read(tmp_path: Path) -> None:
+    config = accelerate.commands.config
+    assert str(config.default_config_file).endswith("trainkit/default_config.yaml")
+    assert config.config_args.default_yaml_config_file == config.default_config_file
+    file = accelerate.utils.write_basic_config(save_location=str(tmp_path / "own.yaml"))
+    assert Path(str(file)).is_file()
+    read = config.load_config_from_file(str(tmp_path / "own.yaml"))
+    assert read.to_dict()["mixed_precision"] == read.mixed_precision == "no"
+
+
 def test_the_environment_is_read_and_put_back_as_there(monkeypatch: Any) -> None:
     monkeypatch.setenv("KEPT", "1")
     for one in BOTH:

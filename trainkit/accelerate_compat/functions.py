@@ -4,6 +4,7 @@ import gc
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from enum import Enum
 from functools import wraps
 from importlib import import_module
 from typing import Any
@@ -104,6 +105,23 @@ def set_module_tensor_to_device(
         parameters_of(owner)[name] = nn.Parameter(new, requires_grad=old.requires_grad)
     else:
         buffers_of(owner)[name] = new
+
+
+def is_compiled_module(module: nn.Module) -> bool:
+    """Return whether a module is what `torch.compile` returned."""
+    return isinstance(module, torch._dynamo.OptimizedModule)
+
+
+class CustomDtype(Enum):
+    """Formats of quantized weights that are no dtype of torch."""
+
+    FP8, INT4, INT2 = "fp8", "int4", "int2"
+
+
+class LoggerType(str, Enum):  # noqa: UP042  as `DistributedType`
+    """The trackers of Accelerate that are here."""
+
+    ALL, TENSORBOARD, WANDB, MLFLOW, TRACKIO = "all", "tensorboard", "wandb", "mlflow", "trackio"
 
 
 # Files that states of Accelerate, and models of transformers, consist of.

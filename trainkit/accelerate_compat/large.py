@@ -8,71 +8,29 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainkit.basics.device import default_kind, move_module
+from trainkit.basics.device import default_kind
 from trainkit.export.loading import dtype_of, targets_of
-from trainkit.large_models.devices import Place, device_of
+from trainkit.large_models.devices import Place
 from trainkit.large_models.dispatch import dispatch_model
-from trainkit.large_models.offload import moved
 
 
 def cpu_offload(
     model: nn.Module, execution_device: Place | None = None, **others: Any
 ) -> nn.Module:
     """Keep a model on the host; its modules visit the device when they run."""
-    return dispatch_model(model, "cpu", execution_device or default_kind(), **others)
+    return dispatch_model(model, "cpu", _place(execution_device), **others)
 
 
 def disk_offload(
     model: nn.Module, offload_dir: str | Path, execution_device: Place | None = None, **others: Any
 ) -> nn.Module:
     """Keep a model on the disk; its modules visit the device when they run."""
-    main = execution_device or default_kind()
+    main = _place(execution_device)
     return dispatch_model(model, "disk", main, offload_dir=offload_dir, **others)
 
 
-class UserCpuOffloadHook:
-    """Brings a whole model to a device when it is called, and back when it is told.
-
-    Args:
-        model: On the host until its next call.
-        previous: Of another model, which goes back to the host first.
-    """
-
-    def __init__(
-        self, model: nn.Module, device: torch.device, previous: "UserCpuOffloadHook | None"
-    ) -> None:
-        self.model, self._device, self._previous = model, device, previous
-        self._handle = model.register_forward_pre_hook(self._bring, with_kwargs=True)
-        self.offload()
-
-    def offload(self) -> None:
-        """Put the model on the host."""
-        move_module(self.model, torch.device("cpu"))
-
-    def remove(self) -> None:
-        """Let the model stay where it is."""
-        self._handle.remove()
-
-    def _bring(self, model: nn.Module, inputs: Any, options: Any) -> Any:
-        if self._previous is not None:
-            self._previous.offload()
-        move_module(model, self._device)
-        return moved((inputs, options), self._device)
-
-
-def cpu_offload_with_hook(
-    model: nn.Module,
-    execution_device: Place | None = None,
-    prev_module_hook: UserCpuOffloadHook | None = None,
-) -> tuple[nn.Module, UserCpuOffloadHook]:
-    """Return a model that stays on the device after a call until its hook is told `offload`.
-
-    Args:
-        execution_device: Where it runs; None: the device of this process.
-        prev_module_hook: That of the model that runs before.
-    """
-    device = device_of(execution_device or default_kind())
-    return model, UserCpuOffloadHook(model, device, prev_module_hook)
+def _place(given: Place | None) -> Place:
+    return default_kind() if given is None else given
 
 
 def dtype_byte_size(dtype: torch.dtype) -> float:

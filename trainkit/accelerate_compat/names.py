@@ -17,12 +17,12 @@ VERSION = "1.15.0"
 """The Accelerate that trainkit is compared with."""
 
 _MODULES = """
-    accelerator big_modeling checkpointing commands commands.config commands.launch data_loader
-    hooks inference launchers local_sgd logging memory_utils optimizer parallelism_config scheduler
-    state test_utils test_utils.testing test_utils.training tracking utils utils.ao utils.bnb
-    utils.constants utils.dataclasses utils.deepspeed utils.environment utils.fsdp_utils
-    utils.imports utils.launch utils.megatron_lm utils.memory utils.modeling utils.offload
-    utils.operations utils.other utils.random utils.rich utils.torch_xla utils.tqdm
+    accelerator big_modeling checkpointing commands commands.config commands.config.config_args
+    commands.launch data_loader hooks inference launchers local_sgd logging memory_utils optimizer
+    parallelism_config scheduler state test_utils test_utils.testing test_utils.training tracking
+    utils utils.ao utils.bnb utils.constants utils.dataclasses utils.deepspeed utils.environment
+    utils.fsdp_utils utils.imports utils.launch utils.megatron_lm utils.memory utils.modeling
+    utils.offload utils.operations utils.other utils.random utils.rich utils.torch_xla utils.tqdm
     utils.transformer_engine utils.versions
 """
 MODULES = frozenset(_MODULES.split())
@@ -43,20 +43,26 @@ _HOMES = {
     + " ".join(f"is_{what}_available" for what in _AVAILABLE.split()),
     "accelerate_compat.functions": """
         clear_device_cache clear_environment convert_outputs_to_fp32 debug_launcher find_batch_size
-        get_backend get_int_from_env honor_type is_peft_model listify merge_dicts
+        get_backend get_int_from_env honor_type is_compiled_module is_peft_model listify merge_dicts
         named_module_tensors on_main_process parse_choice_from_env parse_flag_from_env
         patch_environment recursively_apply save set_module_tensor_to_device str_to_bool
-        torch_device tqdm FSDP_MODEL_NAME MODEL_NAME OPTIMIZER_NAME PROFILE_PATTERN_NAME
-        RNG_STATE_NAME SAFE_MODEL_NAME SAFE_WEIGHTS_INDEX_NAME SAFE_WEIGHTS_NAME
-        SAFE_WEIGHTS_PATTERN_NAME SAMPLER_NAME SCALER_NAME SCHEDULER_NAME WEIGHTS_INDEX_NAME
-        WEIGHTS_NAME WEIGHTS_PATTERN_NAME
+        torch_device tqdm CustomDtype FSDP_MODEL_NAME LoggerType MODEL_NAME OPTIMIZER_NAME
+        PROFILE_PATTERN_NAME RNG_STATE_NAME SAFE_MODEL_NAME SAFE_WEIGHTS_INDEX_NAME
+        SAFE_WEIGHTS_NAME SAFE_WEIGHTS_PATTERN_NAME SAMPLER_NAME SCALER_NAME SCHEDULER_NAME
+        WEIGHTS_INDEX_NAME WEIGHTS_NAME WEIGHTS_PATTERN_NAME
+    """,
+    "accelerate_compat.around_forward": """
+        CpuOffload ModelHook SequentialHook UserCpuOffloadHook add_hook_to_module
+        cpu_offload_with_hook remove_hook_from_module remove_hook_from_submodules
+    """,
+    "accelerate_compat.config_files": """
+        default_config_file default_yaml_config_file load_config_from_file
     """,
     "accelerate_compat.large": """
-        UserCpuOffloadHook compute_module_sizes cpu_offload cpu_offload_with_hook disk_offload
-        dtype_byte_size find_tied_parameters
+        compute_module_sizes cpu_offload disk_offload dtype_byte_size find_tied_parameters
     """,
     "accelerate_compat.loading": """
-        BatchSamplerShard DataLoaderDispatcher DataLoaderShard IterableDatasetShard
+        BatchSamplerShard DataLoader DataLoaderDispatcher DataLoaderShard IterableDatasetShard
         SeedableRandomSampler SkipBatchSampler SkipDataLoader prepare_data_loader
         synchronize_rng_state synchronize_rng_states
     """,
@@ -92,23 +98,26 @@ REFUSED = {
     'FP8 is not there: use `mixed_precision="bf16"`': """
         AORecipeKwargs FP8RecipeKwargs MSAMPRecipeKwargs TERecipeKwargs apply_fp8_autowrap
         contextual_fp8_autocast convert_model convert_model_to_fp8_ao
-        filter_first_and_last_linear_layers has_ao_layers has_transformer_engine_layers
+        filter_first_and_last_linear_layers filter_linear_layers find_first_last_linear_layers
+        has_ao_layers has_transformer_engine_layers
     """,
     "a model is not cut into parallel parts: leave it out, and shard with "
     "`Accelerator(strategy=trainkit.strategies.FSDP())`": """
         ParallelismConfig TorchContextParallelConfig TorchTensorParallelConfig
         TorchTensorParallelPlugin prepare_pippy
     """,
+    "`cpu_offload(module, device)`, `disk_offload` and `dispatch_model` bring weights and inputs "
+    "to where a module runs, and `load_checkpoint_in_model` what is in files": """
+        AlignDevicesHook attach_align_device_hook load_offloaded_weights offload_state_dict
+        offload_weight save_offload_index
+    """,
     "a model stays whole on one device: load it by `load_checkpoint_and_dispatch(model, "
     "checkpoint)`, or shard it with `Accelerator(strategy=trainkit.strategies.FSDP())`": """
-        AlignDevicesHook CpuOffload LayerwiseCastingHook ModelHook SequentialHook
-        add_hook_to_module attach_layerwise_casting_hooks get_balanced_memory
-        remove_hook_from_module remove_hook_from_submodules
+        LayerwiseCastingHook attach_layerwise_casting_hooks get_balanced_memory
     """,
     "use torch's own: `with torch.device(device):`": "init_on_device",
     "use torch's own: `torch.amp.GradScaler(device)`": "get_grad_scaler",
-    "write the values themselves as texts": "DynamoBackend LoggerType PrecisionType RNGType",
-    "use a `torch.dtype`": "CustomDtype",
+    "write the values themselves as texts": "DynamoBackend PrecisionType RNGType",
     "use torch's own: `torch.compile(model)`, or `Accelerator(dynamo_backend=...)`": """
         compile_regions compile_regions_deepspeed compile_regions_fsdp2
     """,
@@ -116,12 +125,14 @@ REFUSED = {
         BnbQuantizationConfig load_and_quantize_model
     """,
     "start processes by `trainkit launch`, or by `notebook_launcher`": """
-        PrepareForLaunch execute_subprocess_async get_torch_dist_unique_port launch_command
-        launch_command_parser
+        PrepareForLaunch get_torch_dist_unique_port launch_command launch_command_parser
     """,
+    "use Python's `subprocess.run(command, check=True)`": "execute_subprocess_async run_command",
     "use the method of `Accelerator`: `prepare`, `save_state`, `load_state`, `get_state_dict`": """
-        fsdp2_prepare_model load_accelerator_state load_fsdp_model load_fsdp_optimizer
-        merge_fsdp_weights save_accelerator_state save_fsdp_model save_fsdp_optimizer
+        fsdp2_prepare_auto_wrap_policy fsdp2_prepare_model get_module_children_bottom_up
+        get_module_class_from_name get_non_persistent_buffers get_parameters_from_modules
+        load_accelerator_state load_fsdp_model load_fsdp_optimizer merge_fsdp_weights
+        save_accelerator_state save_custom_state save_fsdp_model save_fsdp_optimizer
     """,
     "it makes data for the tests of Accelerate's own examples: leave `TESTING_MOCKED_DATALOADERS` "
     "out": "mocked_dataloaders mocked_dataloaders_for_autoregressive_models",

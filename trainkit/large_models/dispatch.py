@@ -73,6 +73,7 @@ def load_checkpoint_and_dispatch(  # noqa: PLR0913  the names that Accelerate do
     preload_module_classes: Iterable[str] | None = None,
     strict: bool = False,
     offload_state_dict: bool = False,
+    **others: Any,
 ) -> nn.Module:
     """Load weights into a model that is spread over devices, and return it ready for inference.
 
@@ -90,6 +91,7 @@ def load_checkpoint_and_dispatch(  # noqa: PLR0913  the names that Accelerate do
             once, because their forward uses the tensors of their children itself.
         strict: Raise where names do not meet, instead of a warning.
         offload_state_dict: Accepted.
+        **others: Names that Accelerate has, which make no difference to the values.
 
     Raises:
         CheckpointError: As for `load_checkpoint_in_model`.
