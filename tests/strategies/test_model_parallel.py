@@ -1,6 +1,8 @@
 """Models that come parallel train as they do on one process, whatever their mesh."""
 
 import math
+import os
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -23,9 +25,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 from typing_extensions import override
 
-from tests.helpers.ranks import in_turn, run_ranks
+from tests.helpers.ranks import RanksError, in_turn, run_ranks
 from tests.strategies.toys import Figures, full
-from trainkit import Accelerator, Callback, ConfigError, Run, Trainer
+from trainkit import Accelerator, Callback, ConfigError, Run, StepResult, Trainer
 from trainkit.callbacks import Checkpoint
 from trainkit.checkpoint.format.tensor_location import check_tiling
 from trainkit.checkpoint.resharding.sharding_spec import ShardingSpec
@@ -283,14 +285,14 @@ class Moment(Callback):
 
 
 def resumed(
-    rank: int, case: Case, folder: Path, steps: int, resume: Any
+    rank: int, case: Case, folder: Path, steps: int, resume: Any, *others: Callback
 ) -> list[dict[str, Tensor]]:
     """Train up to a step, perhaps from a checkpoint; return what was held before and after."""
     moment = Moment()
     trainer = Trainer(
         max_steps=steps,
         strategy="fsdp" if case.make is plain else "model_parallel",
-        callbacks=[Checkpoint(every_n_steps=3), moment],
+        callbacks=[Checkpoint(every_n_steps=3), moment, *others],
         output_dir=folder,
     )
     model = case.make(net(case.dtype), case.sizes)
@@ -362,3 +364,23 @@ def test_a_checkpoint_is_that_of_any_layout(tmp_path: Path) -> None:
             apart = [float((after[key] - expected[key]).abs().max()) for key in expected]
             print(name, max(apart))
             assert max(apart) < 1e-12, name
+
+
+class Killed(Callback):
+    """Kills process 1 after 5 steps."""
+
+    @override
+    def on_step_end(self, run: Run, result: StepResult) -> None:
+        if run.state.step == 5 and run.processes.process_index == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_a_job_that_was_killed_goes_on_with_another_layout(tmp_path: Path) -> None:
+    of_two, of_four = Case(tensor, (1, 2), torch.float64), Case(sharded, (2, 2), torch.float64)
+    expected = run_ranks(2, resumed, of_two, tmp_path / "whole", 9, None)[0][-1]
+    with pytest.raises(RanksError):
+        run_ranks(4, resumed, of_four, tmp_path / "killed", 9, None, Killed())
+    found = run_ranks(2, resumed, of_two, tmp_path / "killed", 9, "must")[0][-1]
+    apart = [float((found[key] - expected[key]).abs().max()) for key in expected]
+    assert max(apart) < 1e-12
