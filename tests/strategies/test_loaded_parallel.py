@@ -9,9 +9,10 @@ import torch
 from torch.utils.data import DataLoader
 
 from tests.helpers.ranks import in_turn, run_ranks
-from tests.strategies.test_model_parallel import BATCH, Outcome, difference
+from tests.strategies.test_model_parallel import BATCH, Moment, Outcome, difference
 from tests.strategies.toys import WORDS, Figures, Texts, full
 from trainkit import Trainer
+from trainkit.callbacks import Checkpoint
 
 transformers = pytest.importorskip("transformers")
 distributed = pytest.importorskip("transformers.distributed")
@@ -124,3 +125,44 @@ def test_eight_processes_hold_shards_and_replicas_of_a_model_cut_in_two(tmp_path
     folders = saved(tmp_path)
     layout = {"tp_size": 2, "fsdp_size": 2, "dp_replicate_size": 2}
     compare(8, 20, [(folders["llama"], layout, 1), (folders["mixtral"], layout, 1)])
+
+
+def moments(
+    rank: int, folder: Path, layout: dict[str, int], output: Path, steps: int, resume: Any
+) -> list[dict[str, torch.Tensor]]:
+    """Train up to a step, perhaps from a checkpoint; return what was held before and after."""
+    moment = Moment()
+    trainer = Trainer(
+        max_steps=steps,
+        strategy="model_parallel" if layout else "single",
+        callbacks=[Checkpoint(every_n_steps=2), moment],
+        output_dir=output,
+    )
+    options: dict[str, Any] = {}
+    if layout:
+        options["distributed_config"] = distributed.DistributedConfig(**layout)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="eager", **options
+    )
+    trainer.fit(
+        model,
+        DataLoader(Texts(torch.float32), batch_size=BATCH // layout.get("fsdp_size", 1)),
+        optimizer=partial(torch.optim.AdamW, lr=1e-3),
+        resume=resume,
+        schedule=resume and "keep",
+    )
+    return moment.held
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_experts_in_pieces_goes_on_anywhere(tmp_path: Path) -> None:
+    folder, output = saved(tmp_path)["mixtral"], tmp_path / "run"
+    kept = run_ranks(2, moments, folder, {"tp_size": 2}, output, 2, None)[0][-1]
+    assert [*output.rglob("model-piece-1-shard-00001.safetensors")]
+    layout = {"tp_size": 2, "fsdp_size": 2, "ep_size": 2}
+    for size, now, steps in ((4, layout, 4), (2, {"tp_size": 2}, 6), (1, {}, 8)):
+        before, after = run_ranks(size, moments, folder, now, output, steps, "must")[0]
+        shared = before.keys() & kept.keys()
+        assert len(shared) > 50
+        assert all(torch.equal(before[key], kept[key]) for key in shared), now
+        kept = after
