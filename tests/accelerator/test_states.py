@@ -661,3 +661,26 @@ def test_a_state_of_a_last_batch_is_one_of_a_pass_that_is_over(tmp_path: Path) -
 
     whole = passes(False)
     assert passes(True) == whole[1:]
+
+
+def test_sparse_gradients_of_an_open_window_are_saved(tmp_path: Path) -> None:
+    def train(numbers: range, *, load: bool = False, save: bool = False) -> torch.Tensor:
+        torch.manual_seed(0)
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
+        table = nn.Embedding(10, 4, sparse=True)
+        model, optimizer = accelerator.prepare(table, torch.optim.SparseAdam(table.parameters()))
+        if load:
+            accelerator.load_state(tmp_path / "state")
+        for number in numbers:
+            with accelerator.accumulate(model):
+                rows = torch.tensor([number, 9, number % 3, 9])
+                accelerator.backward(model(rows).square().sum())
+                optimizer.step()
+                optimizer.zero_grad()
+        if save:
+            accelerator.save_state(tmp_path / "state")
+        return table.weight.detach()
+
+    whole = train(range(6))
+    train(range(2), save=True)
+    assert torch.equal(train(range(2, 6), load=True), whole)

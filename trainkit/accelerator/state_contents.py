@@ -14,6 +14,7 @@ from trainkit.accelerator.accumulation import Accumulation
 from trainkit.accelerator.gradients import Gradients
 from trainkit.accelerator.preparer import Registry
 from trainkit.basics import rng
+from trainkit.basics.torch_internals import sparse_parts
 from trainkit.checkpoint import Checkpoint
 from trainkit.checkpoint.checkpoint import open_share
 from trainkit.checkpoint.exact import as_parameter, load_model, load_state
@@ -70,6 +71,9 @@ _LOOP = {"schedulers": [Any], "loaders": [_LOADER], "scaler": {}, "accumulation"
 _PROCESS = {
     **STREAMS,
     "gradients": {str: Tensor},
+    "sparse_gradients?": {
+        str: {"indices": Tensor, "values": Tensor, "size": [int], "is_coalesced": bool}
+    },
     "loaders?": [_LOADER],
     "accumulation?": _WINDOWS,
     "objects?": {str: Any},
@@ -80,6 +84,15 @@ _LACKING = (
     "it was saved by process 0 alone: the random streams of the other processes are new ones, "
     "derived from it."
 )
+
+
+def _open_gradients(own: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the gradients of an open window that a process has saved, by parameter."""
+    sparse = own.get("sparse_gradients", {})
+    return {**own.get("gradients", {})} | {
+        name: torch.sparse_coo_tensor(**parts, check_invariants=True)
+        for name, parts in sparse.items()
+    }
 
 
 def part_name(kind: str, index: int) -> str:
@@ -243,6 +256,8 @@ class StateContents:
         for rank, part in ranks.items():
             with checkpoint.blaming(process_part(rank)):
                 check_form(part, of_process)
+            with checkpoint.blaming(process_part(rank), (RuntimeError, TypeError)):
+                _open_gradients(part)
 
     def _problems(
         self,
@@ -276,7 +291,7 @@ class StateContents:
                     f"its optimizer is over {_shown(saved)}, but here it is over "
                     f"{_shown(present)}. Make the optimizers as when it was saved"
                 )
-        for name, gradient in position.get("gradients", {}).items():
+        for name, gradient in _open_gradients(position).items():
             like = parameters.get(name)
             if like is None or (gradient.shape, gradient.dtype) != (like.shape, like.dtype):
                 found.append(f"its open gradient of `{name}` is that of another parameter")
@@ -342,9 +357,10 @@ class StateContents:
         parameters = self._parameters()
         for parameter in parameters.values():
             parameter.grad = None
-        for name, gradient in own["gradients"].items():
+        for name, gradient in _open_gradients(own).items():
             parameter = parameters[name]
-            parameter.grad = as_parameter(gradient.to(parameter.device), parameter)
+            there = gradient.to(parameter.device)
+            parameter.grad = there if there.is_sparse else as_parameter(there, parameter)
         if "seed" in own:
             rng.seed_all(own["seed"], self.device)
         else:
@@ -358,7 +374,7 @@ class StateContents:
             rank, files = self.processes.rank, sorted(checkpoint.manifest.files.items())
             digests = [info.xxh3_128 for _, info in files]
             return [ranks.get(rank) or {"seed": rng.derive(rank, *digests), "gradients": {}}]
-        if any(part["gradients"] for part in ranks.values()):
+        if any(part["gradients"] or part.get("sparse_gradients") for part in ranks.values()):
             raise CheckpointError(
                 f"The state `{checkpoint.path}` was saved inside a window by {trained} processes, "
                 "which others cannot complete. Load it on as many.",
@@ -373,9 +389,13 @@ class StateContents:
                 "A state of a sharded model cannot be saved inside a window. Save it "
                 "`if accelerator.sync_gradients:`."
             )
-        found = self._parameters().items() if self.accumulation.is_open else ()
+        found = self._parameters() if self.accumulation.is_open else {}
+        open_ = {name: p.grad for name, p in found.items() if p.grad is not None}
         return rng.state_dict(self.device) | {
-            "gradients": {name: p.grad for name, p in found if p.grad is not None},
+            "gradients": {name: one for name, one in open_.items() if not one.is_sparse},
+            "sparse_gradients": {
+                name: sparse_parts(one) for name, one in open_.items() if one.is_sparse
+            },
             "loaders": [loader.state_dict() for loader in self.registry.loaders],
             "accumulation": self.accumulation.state_dict(),
         }

@@ -59,6 +59,15 @@ def stored_values(tensor: Tensor) -> Tensor:
     return tensor._values() if tensor.is_sparse else tensor
 
 
+def sparse_parts(tensor: Tensor) -> dict[str, Any]:
+    """Return what `torch.sparse_coo_tensor` makes this sparse tensor of, as it is."""
+    indices, values = tensor._indices(), tensor._values()
+    coalesced = tensor.is_coalesced()
+    return {
+        "indices": indices, "values": values, "size": [*tensor.shape], "is_coalesced": coalesced
+    }  # fmt: skip
+
+
 # The own parameters and buffers of a module as dicts that can be written to. `register_parameter`
 # and `register_buffer` refuse names that are there, and change what is saved.
 
