@@ -105,12 +105,12 @@ class PrometheusExporter(Callback):
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         state = self._run.state
-        for name, value, meaning in (
+        for name, count, meaning in (
             ("step", state.step, "Updates applied."),
             ("epoch", state.epoch, "Epochs completed."),
             ("skipped_steps", state.skipped_steps, "Windows that ended without an update."),
         ):
-            yield GaugeMetricFamily(f"trainkit_{name}", meaning, value=value)
+            yield GaugeMetricFamily(f"trainkit_{name}", meaning, value=count)
         meaning = "Samples consumed by all processes."
         yield CounterMetricFamily("trainkit_samples", meaning, value=state.samples_seen)
         for kind, when in self._times.copy().items():
