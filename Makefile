@@ -83,7 +83,6 @@ MADE_BY = $(PYTHON_OLDEST)
 .versions/lowest/made: LIMITS = --constraint constraints-lowest.txt
 .versions/torch-2.10/made: TORCH = 'torch==2.10.*'
 .versions/torch-2.10/made: PACKAGES += 'transformers==4.57.*'
-# Its profiler crashes Python 3.12.1.
 .versions/torch-2.10/made: MADE_BY = $(PYTHON_NEWEST)
 .versions/newest-middle/made: MADE_BY = $(PYTHON_MIDDLE)
 .versions/newest-newest/made: MADE_BY = $(PYTHON_NEWEST)

@@ -98,6 +98,7 @@ def run(size: int, folder: Path) -> list[str]:
     """Run the program on some processes that see no `/proc`; return what each printed."""
     path = os.pathsep.join(map(str, (PROGRAM.parent, ROOT)))
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    environment["USERNAME"] = "somebody"  # else torch 2.10 asks `pwd`; Windows sets it
     hide = ["unshare", "--mount", "sh", "-c", HIDDEN, "sh"]
     processes = []
     for rank in range(size):
