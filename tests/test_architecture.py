@@ -32,7 +32,8 @@ CORE = (
 WRITERS = (("journal", "storage", "trackers"), ("callbacks",))
 TOOLS = (
     ("accelerator", "inspect", "large_models", "losses", "testing", "watch"),
-    ("accelerate_compat", "launch"),
+    ("launch",),
+    ("accelerate_compat",),
     ("cli",),
 )
 LAYERS = (*CORE, *WRITERS, *TOOLS)

@@ -109,7 +109,7 @@ def set_module_tensor_to_device(
 
 def is_compiled_module(module: nn.Module) -> bool:
     """Return whether a module is what `torch.compile` returned."""
-    return isinstance(module, torch._dynamo.OptimizedModule)
+    return hasattr(module, "_orig_mod")
 
 
 class CustomDtype(Enum):
