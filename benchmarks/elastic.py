@@ -39,7 +39,7 @@ from trainkit.inspect.report.goodput import PARTS, goodput
 
 SAMPLES, BATCH = 240, 24  # ten updates an epoch; 24 is divided by 1, 2, 3 and 4 machines
 REST_SECONDS = 1200.0  # for what is left of the training after the last loss
-PATIENCE = 120.0  # seconds in which the others must go on
+PATIENCE = 300.0  # seconds in which the others must go on
 RENDEZVOUS = "is_host=false,keep_alive_interval=1,keep_alive_max_attempt=4,last_call_timeout=1"
 
 SCRIPT = """
@@ -140,13 +140,14 @@ def _parents() -> Iterator[tuple[int, int]]:
 
 @dataclass(slots=True)
 class Job:
-    """One training, of at most `most` machines."""
+    """One training, of at most `most` machines, which meet by the settings `rendezvous`."""
 
     folder: Path
     most: int
     port: int
     epochs: int
     pause: float
+    rendezvous: str = RENDEZVOUS
     started: int = 0
     machines: list[Machine] = field(default_factory=list)
 
@@ -156,7 +157,7 @@ class Job:
         command = [
             "launch", "--cpu", "--num_machines", f"1:{self.most}", "--num_processes", self.most,
             "--max_restarts", 1000, "--main_process_ip", "127.0.0.1",
-            "--main_process_port", self.port, "--rdzv_conf", RENDEZVOUS, "--shutdown_timeout", 20,
+            "--main_process_port", self.port, "--rdzv_conf", self.rendezvous, "--shutdown_timeout", 20,
             "script.py", "elastic.pt", self.epochs, self.pause,
         ]  # fmt: skip
         launcher = Launcher(command, self.folder, output=f"machine-{self.started}")

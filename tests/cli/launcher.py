@@ -12,7 +12,7 @@ from pathlib import Path
 
 from trainkit.cli.main import main
 
-TIME_LIMIT = 120.0
+TIME_LIMIT = 300.0
 
 
 def free_port() -> int:

@@ -75,7 +75,9 @@ def test_the_rest_goes_on_when_a_machine_is_lost(is_asked: bool, tmp_path: Path)
     prepare(tmp_path)
     (tmp_path / "wait-for-others").touch()  # on a busy machine the second one can be late
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    job = Job(tmp_path, 2, store.port, epochs=4, pause=0.1)
+    # A machine may be silent for as long as by default: a busy one gives late signs of life.
+    settings = "is_host=false,last_call_timeout=1"
+    job = Job(tmp_path, 2, store.port, epochs=4, pause=0.1, rendezvous=settings)
     for _ in range(2):
         job.add()
     try:
