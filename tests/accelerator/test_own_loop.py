@@ -455,9 +455,8 @@ def test_tensorboard_leaves_out_what_is_no_figure(tmp_path: Path) -> None:
 
 
 def test_unknown_trackers_and_folders_are_named() -> None:
-    with pytest.raises(
-        ConfigError, match="be one of csv, jsonl, mlflow, tensorboard, wandb, all, "
-    ):
+    names = "csv, jsonl, mlflow, tensorboard, trackio, wandb, all"
+    with pytest.raises(ConfigError, match=f"be one of {names}, "):
         Accelerator(cpu=True, log_with=["jsonl", "aim"])
     with pytest.raises(ConfigError, match="`tensorboard` requires a `logging_dir`"):
         Accelerator(cpu=True, log_with="all").init_trackers("run")
