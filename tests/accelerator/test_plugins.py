@@ -30,6 +30,7 @@ from trainkit import (
     ProfileKwargs,
     TorchDynamoPlugin,
 )
+from trainkit.accelerate_compat.functions import fsdp2_prepare_model
 from trainkit.accelerator.arguments import chosen_strategy, compilation
 from trainkit.distributed.processes import Reduction
 from trainkit.strategies import FSDP
@@ -369,6 +370,25 @@ def test_a_dispatched_pass_goes_on_where_it_was(tmp_path: Path, data: Any) -> No
     for before, after in run_ranks(2, _resumed, tmp_path, data):
         assert len(before) == 4  # three of the pass, and one of the next
         assert after == before
+
+
+def _reference(rank: int) -> tuple[str, bool, bool, int]:
+    """Return what becomes of a model that is compared with, beside one that is trained."""
+    accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), torch.rand(3, 4)
+    plain = model(x)
+    accelerator.prepare(nn.Linear(4, 2))
+    sharded = fsdp2_prepare_model(accelerator, model).eval()
+    kind = type(next(sharded.parameters())).__name__
+    again = fsdp2_prepare_model(accelerator, sharded)
+    return kind, torch.equal(sharded(x), plain), again is sharded, len(accelerator._models)
+
+
+def test_a_reference_model_is_sharded_and_not_trained() -> None:
+    assert run_ranks(2, _reference) == [("DTensor", True, True, 1)] * 2
+    with pytest.raises(ConfigError, match="accelerator"):
+        fsdp2_prepare_model(Accelerator(cpu=True), nn.Linear(1, 1))
 
 
 def test_weights_and_biases_is_a_tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,6 +46,13 @@ def test_tensors_of_a_module_are_named_as_there() -> None:
     OURS.clear_device_cache(garbage_collection=True)
 
 
+def test_a_class_inside_of_a_module_is_found_by_its_name() -> None:
+    theirs = importlib.import_module("accelerate.utils.fsdp_utils").get_module_class_from_name
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2)))
+    for name in ("Sequential", "Linear", "Conv2d"):
+        assert OURS.get_module_class_from_name(model, name) is theirs(model, name)
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_nestings_are_walked_as_there() -> None:
     assert OURS.listify(NESTING) == THEIRS.listify(NESTING)

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.accelerator.behaviours import forget
 from tests.accelerator.test_differences import DIFFERENCES
+from tests.accelerator.test_test_utils import write_samples
 from trainkit.accelerator.state import AcceleratorState
 from trainkit.errors import ConfigError
 
@@ -335,6 +336,18 @@ def _bars(job: Job) -> Any:
     return list(job.utils.tqdm(range(3), disable=True))
 
 
+def _mocked(job: Job) -> Any:
+    home = importlib.import_module(f"{job.lib.__name__}.test_utils.training")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        write_samples(job.folder, monkeypatch)
+        return [len(loader) for loader in home.mocked_dataloaders(job.accelerator())]
+
+
+def _placeholders(job: Job) -> Any:
+    home = importlib.import_module(f"{job.lib.__name__}.utils.deepspeed")
+    return [vars(home.DummyOptim([1], lr=0.5)), vars(home.DummyScheduler(None, warmup_num_steps=1))]
+
+
 WORKS: dict[str, Demo] = {
     "Accelerator Accelerator(cpu=) Accelerator(gradient_accumulation_steps=) Accelerator(**) "
     "accelerator.accumulate accelerator.backward accelerator.clip_grad_norm_ accelerator.prepare "
@@ -381,6 +394,8 @@ WORKS: dict[str, Demo] = {
     "utils.is_peft_model": lambda job: bool(job.utils.is_peft_model(nn.Linear(1, 1))),
     "utils.set_module_tensor_to_device": _moved,
     "utils.set_seed utils.set_seed(device_specific=)": _seeded,
+    "test_utils.training.mocked_dataloaders": _mocked,
+    "utils.DummyOptim utils.DummyScheduler": _placeholders,
     "utils.tqdm": _bars,
     "accelerator.device accelerator.distributed_type accelerator.is_main_process "
     "accelerator.scaler "
@@ -436,11 +451,6 @@ REFUSES: dict[str, tuple[str, Demo]] = {
         "fp16, bf16", lambda job: job.accelerator(mixed_precision="fp8")),
     "DeepSpeedPlugin DeepSpeedPlugin(zero_stage=)": (
         "strategies.FSDP", lambda job: job.lib.DeepSpeedPlugin(zero_stage=2)),
-    "test_utils.training.mocked_dataloaders": (
-        "TESTING_MOCKED_DATALOADERS",
-        lambda job: job.lib.test_utils.training.mocked_dataloaders(None)),
-    "utils.DummyOptim utils.DummyScheduler": (
-        "strategies.FSDP", lambda job: job.utils.deepspeed.DummyOptim([1], lr=0.5)),
     "prepare_pippy": ("strategies.FSDP", lambda job: job.lib.prepare_pippy(nn.Linear(1, 1))),
     "utils.AORecipeKwargs": ("bf16", lambda job: job.utils.AORecipeKwargs()),
     "utils.FP8RecipeKwargs": ("bf16", lambda job: job.utils.FP8RecipeKwargs(backend="te")),

@@ -56,8 +56,14 @@ _GATHERS = {
     ("distributed/gather.py", "_exchange"),
 }
 # The program of a run, which `trainkit replay` is there to start, and that for `trainkit diff`; the
-# parts of `trainkit test --gpu`, and the commands that a user gives to it.
-_STARTERS = {("cli/replay.py", "_run"), ("cli/diff.py", "_replay"), ("cli/gpu_page.py", "_run")}
+# parts of `trainkit test --gpu`, and the commands that a user gives to it; and those that a test
+# hands to `execute_subprocess_async`, which has no other use.
+_STARTERS = {
+    ("accelerate_compat/testing.py", "execute_subprocess_async"),
+    ("cli/replay.py", "_run"),
+    ("cli/diff.py", "_replay"),
+    ("cli/gpu_page.py", "_run"),
+}
 # The codec's own test asks for it by `allow_pickle=True`, as a user does.
 _ASKS = os.path.join(_ROOT, "tests", "distributed", "test_codec.py")
 

@@ -1,16 +1,24 @@
 """What `accelerate.hooks` has: objects that act before and after the forward of a module."""
 
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
+from copy import copy
+from dataclasses import dataclass, field
 from functools import partial, reduce, update_wrapper
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from typing_extensions import override
 
+from trainkit.accelerate_compat.functions import (
+    named_module_tensors,
+    recursively_apply,
+    set_module_tensor_to_device,
+)
+from trainkit.accelerator.operations import send_to_device
 from trainkit.basics.device import default_kind, move_module
 from trainkit.large_models.devices import Place, device_of
-from trainkit.large_models.offload import moved
 
 _HOOK, _FORWARD = "_hf_hook", "_old_forward"  # by which libraries know such modules
 
@@ -112,6 +120,91 @@ def _forward(module: Any, *args: Any, **kwargs: Any) -> Any:
     return hook.post_forward(module, output)
 
 
+@dataclass(eq=False)
+class AlignDevicesHook(ModelHook):
+    """Brings inputs, and weights that are kept elsewhere, to where a module runs.
+
+    Args:
+        execution_device: Where it runs; None: inputs stay where they are.
+        offload: Whether the module has its weights during its forward alone.
+        io_same_device: Whether outputs go back to where the inputs were.
+        weights_map: The weights of an `offload` by name; None: what the module has, on the host.
+        offload_buffers: Whether buffers that are saved go with the weights.
+        place_submodules: Whether tensors of the modules inside count.
+        skip_keys: Keyword arguments, and entries of outputs, that stay where they are.
+        tied_params_map: Without effect: a weight that is shared is brought for each module.
+    """
+
+    execution_device: Place | None = None
+    offload: bool = False
+    io_same_device: bool = False
+    weights_map: Mapping[str, Tensor] | None = None
+    offload_buffers: bool = False
+    place_submodules: bool = False
+    skip_keys: str | list[str] | None = None
+    tied_params_map: Any = None
+    input_device: torch.device | None = field(init=False, default=None)
+    original_devices: dict[str, torch.device] = field(init=False, default_factory=dict)
+
+    @override
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        tensors = dict(named_module_tensors(module, recurse=self.place_submodules))
+        away = dict(self._offloaded(module)) if self.offload else {}
+        if self.offload:
+            self.original_devices = {name: tensor.device for name, tensor in tensors.items()}
+            if self.weights_map is None:
+                self.weights_map = {name: tensor.to("cpu") for name, tensor in away.items()}
+        for name in tensors if self.execution_device is not None else away:
+            place = "meta" if name in away else self.execution_device
+            set_module_tensor_to_device(module, name, place)
+        return module
+
+    @override
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        if self.io_same_device:
+            held: list[torch.device] = []
+            recursively_apply(lambda tensor: held.append(tensor.device), (args, kwargs))
+            self.input_device = held[0] if held else None
+        for name, _ in self._offloaded(module) if self.offload else ():
+            assert self.weights_map is not None
+            to = "cpu" if self.execution_device is None else self.execution_device
+            set_module_tensor_to_device(module, name, to, self.weights_map[name])
+        place = self.execution_device
+        return self._moved(args, place), self._moved(kwargs, place)
+
+    @override
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        for name, _ in [*self._offloaded(module)] if self.offload else ():
+            set_module_tensor_to_device(module, name, "meta")
+        return self._moved(output, self.input_device if self.io_same_device else None)
+
+    @override
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        for name, device in self.original_devices.items():
+            if device.type != "meta":
+                value = (self.weights_map or {}).get(name)
+                set_module_tensor_to_device(module, name, device, value)
+        return module
+
+    def _offloaded(self, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors of the module that come for its forward alone."""
+        yield from named_module_tensors(
+            module, self.offload_buffers, self.place_submodules, remove_non_persistent=True
+        )
+
+    def _moved(self, tree: Any, place: Place | None) -> Any:
+        """Return a nesting on a device but for `skip_keys`; None: as it is."""
+        if place is None:
+            return tree
+        if not (isinstance(tree, dict) and self.skip_keys):
+            return send_to_device(tree, place)
+        result = copy(tree)
+        stays = [self.skip_keys] if isinstance(self.skip_keys, str) else self.skip_keys
+        for name in tree.keys() - set(stays):
+            result[name] = send_to_device(tree[name], place)
+        return result
+
+
 class CpuOffload(ModelHook):
     """Keeps a model on the host until it is called; then it stays on the device.
 
@@ -139,7 +232,7 @@ class CpuOffload(ModelHook):
         if self.prev_module_hook is not None:
             self.prev_module_hook.offload()
         move_module(module, self.execution_device)
-        return moved((args, kwargs), self.execution_device)  # type: ignore[no-any-return]
+        return send_to_device((args, kwargs), self.execution_device)  # type: ignore[no-any-return]
 
 
 class UserCpuOffloadHook:

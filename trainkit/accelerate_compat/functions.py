@@ -66,6 +66,26 @@ def is_peft_model(model: nn.Module) -> bool:
     return isinstance(unwrap(model), import_module("peft").PeftModel)
 
 
+def fsdp2_prepare_model(accelerator: Any, model: nn.Module) -> nn.Module:
+    """Return a model that is sharded and not noted as one to train, such as a reference model.
+
+    Raises:
+        ConfigError: The `Accelerator` does not shard.
+    """
+    if not accelerator.is_fsdp2:
+        raise ConfigError(
+            "`fsdp2_prepare_model` shards a model as the `Accelerator` does, which does not. Pass "
+            "`Accelerator(fsdp_plugin=...)`, or use `accelerator.prepare_model`."
+        )
+    prepared: nn.Module = accelerator.prepare_model(model, evaluation_mode=True)
+    return prepared
+
+
+def get_module_class_from_name(module: nn.Module, name: str) -> type[nn.Module] | None:
+    """Return the class of that name of a module or of one inside of it; None without one."""
+    return next((type(each) for each in module.modules() if type(each).__name__ == name), None)
+
+
 def set_module_tensor_to_device(
     module: nn.Module,
     tensor_name: str,

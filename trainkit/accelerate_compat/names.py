@@ -43,16 +43,16 @@ _HOMES = {
     + " ".join(f"is_{what}_available" for what in _AVAILABLE.split()),
     "accelerate_compat.functions": """
         clear_device_cache clear_environment convert_outputs_to_fp32 debug_launcher find_batch_size
-        get_backend get_int_from_env honor_type is_compiled_module is_peft_model listify merge_dicts
-        named_module_tensors on_main_process parse_choice_from_env parse_flag_from_env
-        patch_environment recursively_apply save set_module_tensor_to_device str_to_bool
-        torch_device tqdm CustomDtype FSDP_MODEL_NAME LoggerType MODEL_NAME OPTIMIZER_NAME
-        PROFILE_PATTERN_NAME RNG_STATE_NAME SAFE_MODEL_NAME SAFE_WEIGHTS_INDEX_NAME
-        SAFE_WEIGHTS_NAME SAFE_WEIGHTS_PATTERN_NAME SAMPLER_NAME SCALER_NAME SCHEDULER_NAME
-        WEIGHTS_INDEX_NAME WEIGHTS_NAME WEIGHTS_PATTERN_NAME
+        fsdp2_prepare_model get_backend get_int_from_env get_module_class_from_name honor_type
+        is_compiled_module is_peft_model listify merge_dicts named_module_tensors on_main_process
+        parse_choice_from_env parse_flag_from_env patch_environment recursively_apply save
+        set_module_tensor_to_device str_to_bool torch_device tqdm CustomDtype FSDP_MODEL_NAME
+        LoggerType MODEL_NAME OPTIMIZER_NAME PROFILE_PATTERN_NAME RNG_STATE_NAME SAFE_MODEL_NAME
+        SAFE_WEIGHTS_INDEX_NAME SAFE_WEIGHTS_NAME SAFE_WEIGHTS_PATTERN_NAME SAMPLER_NAME SCALER_NAME
+        SCHEDULER_NAME WEIGHTS_INDEX_NAME WEIGHTS_NAME WEIGHTS_PATTERN_NAME
     """,
     "accelerate_compat.around_forward": """
-        CpuOffload ModelHook SequentialHook UserCpuOffloadHook add_hook_to_module
+        AlignDevicesHook CpuOffload ModelHook SequentialHook UserCpuOffloadHook add_hook_to_module
         cpu_offload_with_hook remove_hook_from_module remove_hook_from_submodules
     """,
     "accelerate_compat.config_files": """
@@ -65,6 +65,10 @@ _HOMES = {
         BatchSamplerShard DataLoader DataLoaderDispatcher DataLoaderShard IterableDatasetShard
         SeedableRandomSampler SkipBatchSampler SkipDataLoader prepare_data_loader
         synchronize_rng_state synchronize_rng_states
+    """,
+    "accelerate_compat.placeholders": "DummyOptim DummyScheduler",
+    "accelerate_compat.testing": """
+        execute_subprocess_async get_torch_dist_unique_port mocked_dataloaders
     """,
     "accelerator.autocasting": "convert_to_fp32=in_fp32",
     "accelerator.loader": "DataLoaderStateMixin=SharedLoader",
@@ -87,7 +91,7 @@ REFUSED = {
     "DeepSpeed is not driven: `Accelerator(strategy=trainkit.strategies.FSDP())` shards what ZeRO "
     "does": """
         DeepSpeedEngineWrapper DeepSpeedOptimizerWrapper DeepSpeedPlugin DeepSpeedSchedulerWrapper
-        DeepSpeedSequenceParallelConfig DummyOptim DummyScheduler HfDeepSpeedConfig
+        DeepSpeedSequenceParallelConfig HfDeepSpeedConfig
         get_active_deepspeed_plugin map_pytorch_optim_to_deepspeed
     """,
     "Megatron-LM is not driven: write the loop without it, and shard with "
@@ -108,7 +112,7 @@ REFUSED = {
     """,
     "`cpu_offload(module, device)`, `disk_offload` and `dispatch_model` bring weights and inputs "
     "to where a module runs, and `load_checkpoint_in_model` what is in files": """
-        AlignDevicesHook attach_align_device_hook load_offloaded_weights offload_state_dict
+        attach_align_device_hook load_offloaded_weights offload_state_dict
         offload_weight save_offload_index
     """,
     "a model stays whole on one device: load it by `load_checkpoint_and_dispatch(model, "
@@ -125,17 +129,17 @@ REFUSED = {
         BnbQuantizationConfig load_and_quantize_model
     """,
     "start processes by `trainkit launch`, or by `notebook_launcher`": """
-        PrepareForLaunch get_torch_dist_unique_port launch_command launch_command_parser
+        PrepareForLaunch launch_command launch_command_parser
     """,
-    "use Python's `subprocess.run(command, check=True)`": "execute_subprocess_async run_command",
+    "use Python's `subprocess.run(command, check=True)`": "run_command",
     "use the method of `Accelerator`: `prepare`, `save_state`, `load_state`, `get_state_dict`": """
-        fsdp2_prepare_auto_wrap_policy fsdp2_prepare_model get_module_children_bottom_up
-        get_module_class_from_name get_non_persistent_buffers get_parameters_from_modules
+        fsdp2_prepare_auto_wrap_policy get_module_children_bottom_up
+        get_non_persistent_buffers get_parameters_from_modules
         load_accelerator_state load_fsdp_model load_fsdp_optimizer merge_fsdp_weights
         save_accelerator_state save_custom_state save_fsdp_model save_fsdp_optimizer
     """,
     "it makes data for the tests of Accelerate's own examples: leave `TESTING_MOCKED_DATALOADERS` "
-    "out": "mocked_dataloaders mocked_dataloaders_for_autoregressive_models",
+    "out": "mocked_dataloaders_for_autoregressive_models",
     "pass an object of your own class over `GeneralTracker`, which writes there": """
         AimTracker ClearMLTracker CometMLTracker DVCLiveTracker SwanLabTracker
     """,

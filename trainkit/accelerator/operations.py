@@ -102,7 +102,9 @@ def concatenate(data: list[Any], dim: int = 0) -> Any:
     raise TypeError(f"`concatenate` joins tensors, but got a `{new.__name__}`. Take it out.")
 
 
-def send_to_device(tensor: Any, device: torch.device | str, non_blocking: bool = False) -> Any:
+def send_to_device(
+    tensor: Any, device: torch.device | str | int, non_blocking: bool = False
+) -> Any:
     """Return a nesting with everything that has a method `to` moved to the device.
 
     Copies to the CPU always block: they would be read before they have arrived.
