@@ -68,8 +68,8 @@ class Trainer:
     Args:
         max_epochs: Passes over the training data. Give this or `max_steps`, not both.
         max_steps: Updates to apply.
-        strategy: "single", "ddp", "fsdp", "model_parallel" or a `Strategy`; "auto" is FSDP where
-            `trainkit launch` asks for it, else DDP for several processes, else the single device.
+        strategy: "single", "ddp", "fsdp", "model_parallel", "deepspeed" or a `Strategy`; "auto" is
+            what `trainkit launch` asks for, else DDP for several processes, else the single device.
         precision: "fp32", "bf16", "fp16" or a `Precision`; "auto" is what `trainkit launch
             --mixed_precision` says, else "fp32".
         gradient_accumulation_steps: Micro-batches of one process for each update.
@@ -127,7 +127,7 @@ class Trainer:
         *,
         max_epochs: int | None = None,
         max_steps: int | None = None,
-        strategy: Literal["auto", "single", "ddp", "fsdp", "model_parallel"] | Strategy = "auto",
+        strategy: arguments.StrategyName | Strategy = "auto",
         precision: Literal["auto", "fp32", "bf16", "fp16"] | Precision = "auto",
         gradient_accumulation_steps: int = 1,
         max_grad_norm: float | None = None,

@@ -159,10 +159,10 @@ def chosen_strategy(strategy: Any, fsdp_plugin: Any, hook: str) -> Strategy | No
     if given is None and (said := sharding()) is not None:
         given = FSDP(**said)
     chosen: Strategy | None = given
-    if chosen is not None and chosen.name == "model_parallel":
+    if chosen is not None and chosen.name in ("model_parallel", "deepspeed"):
         raise ConfigError(
-            "`Accelerator` gives each process samples of its own, and cannot train what several "
-            "hold together (`ModelParallel`). Use a `Trainer`, or `strategy=FSDP()`."
+            f'`Accelerator` cannot train by `strategy="{chosen.name}"`: it gives each process '
+            "samples, gradients and updates of its own. Use a `Trainer`, or `strategy=FSDP()`."
         )
     if chosen is not None and hook != "no":
         raise ConfigError(

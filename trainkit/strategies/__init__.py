@@ -6,6 +6,7 @@ from trainkit.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from trainkit.strategies.ddp import DDP as DDP
+    from trainkit.strategies.deepspeed import DeepSpeed as DeepSpeed
     from trainkit.strategies.fsdp import FSDP as FSDP
     from trainkit.strategies.model_parallel import ModelParallel as ModelParallel
     from trainkit.strategies.single import SingleDevice as SingleDevice
@@ -15,6 +16,7 @@ __all__, __getattr__, __dir__ = lazy_exports(
     __name__,
     {
         "ddp": "DDP",
+        "deepspeed": "DeepSpeed",
         "fsdp": "FSDP",
         "model_parallel": "ModelParallel",
         "single": "SingleDevice",

@@ -70,7 +70,7 @@ class ShardedStrategy(Strategy):
 
     @override
     def grad_norm(self, parameters: Iterable[Tensor]) -> Tensor:
-        parameters = [p for p in parameters if p.grad is not None]
+        parameters = list(parameters)
         gradients = self.local_gradients(p for p in parameters if self._counts(p))
         wide = wide_dtype(self.device.type)
         norms = [torch.linalg.vector_norm(g).to(wide) for g in gradients if g.numel()]
@@ -83,4 +83,4 @@ class ShardedStrategy(Strategy):
 
     def _counts(self, parameter: Tensor) -> bool:
         """Return whether this process is the first that holds what it has of a parameter."""
-        raise NotImplementedError
+        return True

@@ -132,6 +132,25 @@ class Strategy(ABC):
         Nothing is to be done where `wrap` keeps the parameters. The optimizer object stays.
         """
 
+    def check_settings(self, known: Mapping[str, Any]) -> None:
+        """Raise `ConfigError` where what the strategy was given contradicts the training.
+
+        Args:
+            known: The settings of `TrainConfig`, `optimizer`, `scheduler`, and `batch_size` of a
+                process; None where it varies.
+        """
+
+    def updated(self, optimizer: Optimizer) -> Optimizer:
+        """Return what updates the parameters of `optimizer` here, and has their gradients."""
+        return optimizer
+
+    def whole_state(self, optimizer: Optimizer) -> AbstractContextManager[object]:
+        """Return a context in which `optimizer` holds, on process 0, its state to be saved.
+
+        Nothing is to be done where it holds it anyway. Every process must enter it.
+        """
+        return _NOTHING
+
     def unwrap(self, model: nn.Module) -> nn.Module:
         """Return the user's own module behind what `wrap` returned."""
         return model

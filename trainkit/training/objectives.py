@@ -67,7 +67,8 @@ class Objective:
             strategy.scale_gradients(self.parameters, correction)
         if state.step == state.skipped_steps == 0:  # the first window of the training
             strategy.check_gradients(self.weighting.module)
-        return self.precision.unscale(self.optimizer, strategy.reduce_overflow)
+        updated = strategy.updated(self.optimizer)
+        return self.precision.unscale(updated, strategy.reduce_overflow)
 
     def clip(self, config: TrainConfig) -> Tensor | None:
         """Clip the gradients as the settings say; return their norm before, where it is taken."""

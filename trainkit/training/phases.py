@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Generator, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,6 +42,9 @@ def begin(run: Run, callbacks: CallbackList) -> None:
     run.internals.left_out = {*_untrained(run)}
     if run.train_loader.stream is not None:
         run.train_loader.stream.check_evaluations(run.evaluation.loaders.values())
+    known = asdict(run.config) | {"scheduler": run.lr_schedule and run.lr_schedule.scheduler}
+    known |= {"optimizer": run.optimizer, "batch_size": run.train_loader.batch_size}
+    run.strategy.check_settings(known)
     if run.strategy.processes.size > 1:
         _check_alike(run)
     if run.lr_schedule is not None:

@@ -161,7 +161,8 @@ def collect(run: Run, callbacks: CallbackList) -> dict[str, Any]:
         return parts, {"model": {key: v for key, v in model.items() if shapes.get(key) is None}}
 
     processes = run.strategy.processes
-    parts, alike, own = take_states(processes, owners_of(run, callbacks), take)
+    with run.strategy.whole_state(run.optimizer):
+        parts, alike, own = take_states(processes, owners_of(run, callbacks), take)
     parts["trainer"] |= alike
     streams = run.internals.streams or rng.state_dict(run.strategy.device)
     own = {**streams, **own, "log_sums": run.logging.sums.state_dict()}

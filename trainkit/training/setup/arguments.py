@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
 from torch import nn
@@ -27,11 +27,13 @@ from trainkit.types import LossFn, OptimizerFactory, Stateful, class_name
 T = TypeVar("T")
 _RESUMES = ("auto", "must")
 
+StrategyName: TypeAlias = Literal["auto", "single", "ddp", "fsdp", "model_parallel", "deepspeed"]
 STRATEGIES: dict[str, Callable[..., Strategy]] = {
     "single": SingleDevice,
     "ddp": DDP,
     "fsdp": lambda **options: strategies.FSDP(**options),  # imported by whoever uses it
     "model_parallel": lambda **options: strategies.ModelParallel(**options),
+    "deepspeed": lambda **options: strategies.DeepSpeed(**options),
 }
 COMPILED = "_orig_mod"  # what `torch.compile(module)` calls the module that it wraps
 PRECISIONS: dict[str, Callable[[], Precision]] = {
