@@ -4,6 +4,7 @@ import copy
 import importlib
 import os
 import pickle
+import warnings
 from collections import namedtuple
 from contextlib import suppress
 from pathlib import Path
@@ -80,6 +81,14 @@ def test_nestings_are_walked_as_there() -> None:
         ragged = torch.nested.nested_tensor([torch.ones(3), torch.ones(1)])
         with pytest.warns(UserWarning, match="[Cc]annot pad nested tensors"):
             assert one.pad_across_processes(ragged) is ragged
+    for library in (accelerate, importlib.import_module("accelerate")):
+        pad: Any = library.Accelerator(cpu=True).pad_across_processes
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            assert pad(ragged) is ragged
+            padded = pad({"ragged": ragged, "plain": torch.ones(2)})
+        assert padded["ragged"] is ragged
+        assert torch.equal(padded["plain"], torch.ones(2))
 
 
 def test_compiled_modules_and_enumerations_are_as_there() -> None:

@@ -240,7 +240,7 @@ class Communicator:
         collective_guard.check("pad_across_processes")
 
         def has(each: torch.Tensor) -> bool:
-            return -each.ndim <= dim < each.ndim
+            return not each.is_nested and -each.ndim <= dim < each.ndim
 
         def measured() -> list[int]:
             tensors = named_tensors(tensor, "tensor")
