@@ -172,3 +172,55 @@ def determinism(wanted: bool) -> Iterator[None]:
         yield
     finally:
         torch.use_deterministic_algorithms(before, warn_only=only_warned)
+
+
+# Generators beside the global ones, of Python, NumPy and torch.
+
+
+def is_generator(value: object) -> bool:
+    """Return whether `value` draws on the CPU from a state that it can tell."""
+    if isinstance(value, torch.Generator):
+        return value.device.type == "cpu"
+    if isinstance(value, random.Random):
+        return not isinstance(value, random.SystemRandom)
+    numpy = _modules.get("numpy")
+    kinds = () if numpy is None else (numpy.random.Generator, numpy.random.RandomState)
+    return isinstance(value, kinds)
+
+
+def seed_generator(generator: Any, seed: int) -> None:
+    """Seed a generator with a number in [0, 2**63)."""
+    if isinstance(generator, torch.Generator):
+        generator.manual_seed(seed)
+    elif isinstance(generator, random.Random):
+        generator.seed(seed)
+    elif hasattr(generator, "bit_generator"):
+        generator.bit_generator.state = type(generator.bit_generator)(seed).state
+    else:
+        generator.seed(seed & 0xFFFFFFFF)
+
+
+def state_of(generator: Any) -> Any:
+    """Return the state of a generator."""
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if hasattr(generator, "bit_generator"):
+        return generator.bit_generator.state
+    return generator.get_state()
+
+
+def set_state(generator: Any, state: Any) -> None:
+    """Put back what `state_of` returned."""
+    if isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif hasattr(generator, "bit_generator"):
+        generator.bit_generator.state = state
+    else:
+        generator.set_state(state)
+
+
+def new_like(generator: Any) -> Any:
+    """Return another generator of the same kind."""
+    if hasattr(generator, "bit_generator"):
+        return type(generator)(type(generator.bit_generator)())
+    return type(generator)()

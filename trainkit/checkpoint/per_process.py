@@ -25,7 +25,12 @@ States = dict[str, Any]
 T = TypeVar("T")
 
 _ALIKE, _OWN = "alike", "own"
-_WORDS = {"callbacks": "callback", "objects": "registered object", "data": "iterable data set"}
+_WORDS = {
+    "callbacks": "callback",
+    "objects": "registered object",
+    "data": "iterable data set",
+    "attributes": "record of attributes",
+}
 """What an owner is called in errors, by kind; other kinds are models."""
 
 

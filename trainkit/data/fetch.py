@@ -23,6 +23,7 @@ from typing_extensions import override
 from trainkit.basics import rng
 from trainkit.containers.tree import children, is_array, is_container, is_opaque
 from trainkit.data.loader import LoaderContext
+from trainkit.data.own_generators import SampleStreams
 from trainkit.errors import DataError
 
 
@@ -59,7 +60,7 @@ class Fetch(ABC):
         context: What the loader is prepared for.
     """
 
-    seeds: bool = False  # whether it seeds the global generators and leaves them changed
+    seeds: bool = False  # whether it seeds generators and leaves them changed
     rows_vary: bool = False  # whether a batch may be `Recounted`
 
     def __init__(self, dataset: Any, context: LoaderContext) -> None:
@@ -116,6 +117,21 @@ class _CollatedFetch(Fetch):
         self._seeds_collate = context.sample_seeding and not collates_silently(self._collate)
         self._seeds_samples = context.sample_seeding and not _is_silent(self.dataset)
         self.seeds = self._seeds_collate or self._seeds_samples
+        self.streams = SampleStreams(self.dataset, self._collate)
+
+    @override
+    def fetch(self, epoch: int, task: Any) -> Any:
+        streams = self.streams
+        if self.seeds and epoch != streams.epoch:
+            streams.begin(epoch)
+        if not streams.own:
+            return self._fetch(epoch, task, rng.seed_host)
+        with streams.preserved():
+            return self._fetch(epoch, task, streams.seed)
+
+    @abstractmethod
+    def _fetch(self, epoch: int, task: Any, seed: Callable[[int], None]) -> Any:
+        """Return the batch of a task; `seed` seeds the generators by a key."""
 
     def _collated(self, samples: Any, indices: list[Any], epoch: int) -> Any:
         try:
@@ -142,24 +158,33 @@ class _SampleFetch(_CollatedFetch):
         )
 
     @override
-    def fetch(self, epoch: int, task: Any) -> Any:
+    def _fetch(self, epoch: int, task: Any, seed: Callable[[int], None]) -> Any:
         indices = _as_list(task)
         base, mapping, seeds = self._base, self._mapping, self._seeds_samples
-        stream = rng.sample_stream(self.seed, epoch) if self.seeds else 0
+        stream, streams = rng.sample_stream(self.seed, epoch) if self.seeds else 0, self.streams
         samples: Any = [None] * len(indices)
         position: int | None = None  # of the sample that is read alone
+        key = 0
         try:
             if self._at_once:
                 inner = indices if mapping is None else [mapping[index] for index in indices]
                 if seeds:
-                    rng.seed_host(sample_key(stream, indices[0]))
+                    seed(sample_key(stream, indices[0]))
                 samples = base.__getitems__(inner)
+                if seeds and streams.is_new and streams.finds_more():
+                    streams.seed(sample_key(stream, indices[0]))
+                    samples = base.__getitems__(inner)
             else:
                 for position, index in enumerate(indices):
                     if seeds:
                         whole = type(index) is int
-                        rng.seed_host((rng.in_stream if whole else sample_key)(stream, index))
+                        key = (rng.in_stream if whole else sample_key)(stream, index)
+                        seed(key)
                     samples[position] = base[index if mapping is None else mapping[index]]
+                    if seeds and streams.is_new and streams.finds_more():
+                        seed = streams.seed
+                        seed(key)
+                        samples[position] = base[index if mapping is None else mapping[index]]
         except Exception as error:
             place = f"while it read the samples {_listed(indices)}"
             if position is not None:
@@ -167,7 +192,7 @@ class _SampleFetch(_CollatedFetch):
             self.note(error, place, epoch)
             raise
         if self._seeds_collate:
-            rng.seed_host(sample_key(stream, indices[0]))
+            seed(sample_key(stream, indices[0]))
         data = self._collated(samples, indices, epoch)
         return recounted(data, samples, len(indices)) if self.rows_vary else data
 
@@ -176,9 +201,9 @@ class _KeyFetch(_CollatedFetch):
     """Asks the data set for whole batches by the sampler's keys (`batch_size=None`)."""
 
     @override
-    def fetch(self, epoch: int, task: Any) -> Any:
+    def _fetch(self, epoch: int, task: Any, seed: Callable[[int], None]) -> Any:
         if self.seeds:
-            rng.seed_host(sample_key(rng.sample_stream(self.seed, epoch), task))
+            seed(sample_key(rng.sample_stream(self.seed, epoch), task))
         try:
             samples = self.dataset[task]
         except Exception as error:

@@ -56,7 +56,7 @@ class Fetcher:
             yield None if task is None else fetch(epoch, task)
 
     def fetch(self, epoch: int, task: Any) -> Any:
-        """Return one batch, made in this process; the global generators are as before."""
+        """Return one batch, made in this process; the generators are as before."""
         if not self._fetch.seeds:
             return self._fetch.fetch(epoch, task)
         with rng.preserved():

@@ -98,12 +98,17 @@ class Run(RunServices):
     internals: Internals = field(init=False)
 
     def __post_init__(self) -> None:
+        from trainkit.training.resume.attributes import attributes_of  # only a fit needs it
+
         processes = self.strategy.processes
         self.internals = Internals(
             weights=EvaluationWeights(self.optimizer),
             flags=AsyncFlags(processes, size=4) if processes.size > 1 else None,
             given_groups=len(self.optimizer.param_groups),
             scheduled_steps=self.planned_steps,
+            attributes=attributes_of(
+                self.module, self.evaluation.evaluator.loss_fn, self.train_loader
+            ),
         )
 
     @property
@@ -274,6 +279,7 @@ class Run(RunServices):
         check, self.internals.check_order = self.internals.check_order, None
         if check is not None:
             check()
+        self.internals.attributes.begin_pass()
         windows = self.train_loader.windows(
             self.data_epoch(self.state.epoch),
             position=self.state.epoch_samples,

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from trainkit.basics.lock import RunLock
     from trainkit.checkpoint.saver import Saver
     from trainkit.data import Window
+    from trainkit.training.resume.attributes import Attributes
     from trainkit.types import Scalars, Stateful
 
 
@@ -201,6 +202,8 @@ class Internals:
     streams: Mapping[str, Any] | None = None
     """Where its random streams are, while the global generators are not the run's: a resume begins
     with them, and after the end a save holds them."""
+    attributes: Attributes
+    """What changes in modules, loss and data sets, and no `state_dict` holds."""
     left_out: set[str] = field(default_factory=set)  # trainable, in no optimizer: nothing to say
     check_order: Callable[[], None] | None = None  # once, before the first window of a resume
     recut: Callable[[Generator[Window, None, None]], Generator[Window, None, None]] | None = None

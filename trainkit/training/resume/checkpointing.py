@@ -58,6 +58,7 @@ class RunState:
     callbacks: dict[str, Any]
     objects: dict[str, Any]
     data: Annotated[Any, {str: STREAM}] = None  # of iterable data sets; older ones have none
+    attributes: Any = None  # of modules and the like; older ones have none
     optimizer_states: int | None = None  # of how many parameters; older ones do not tell
     optimizers: Annotated[Any, _OPTIMIZERS] = None  # beside their states, where there are several
 
@@ -95,6 +96,7 @@ PROCESS = {
     "objects?": {str: Any},
     "model?": {str: Any},
     "data?": {str: STREAM},
+    "attributes?": {str: Any},
 }
 """The form of what each process saves for itself."""
 
@@ -127,7 +129,7 @@ METADATA = {
 
 
 def owners_of(run: Run, callbacks: CallbackList) -> Owners:
-    """Return the callbacks, registered objects and data sets that have a state of their own."""
+    """Return the callbacks, registered objects and data sets with a state, and who has all else."""
     stateful = {
         callback.name: callback
         for callback in callbacks.callbacks
@@ -135,7 +137,12 @@ def owners_of(run: Run, callbacks: CallbackList) -> Owners:
     }
     stream = run.train_loader.stream
     data = {} if stream is None else {"train": stream}
-    return {"callbacks": stateful, "objects": dict(run.checkpoints.objects), "data": data}
+    return {
+        "callbacks": stateful,
+        "objects": dict(run.checkpoints.objects),
+        "data": data,
+        "attributes": {"changed": run.internals.attributes},
+    }
 
 
 def collect(run: Run, callbacks: CallbackList) -> dict[str, Any]:

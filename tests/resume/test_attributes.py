@@ -1,0 +1,257 @@
+"""What a training changes and is in no `state_dict` comes back too (rule 22)."""
+
+import random
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from tests.helpers.callbacks import On, StopsAt
+from tests.helpers.ranks import run_ranks
+from tests.helpers.toys import FEATURES, SAMPLES, fit, make_trainer, toy_dataset
+from trainkit import Callback, CheckpointCorrupt, Run
+from trainkit.callbacks import Checkpoint
+from trainkit.checkpoint import CheckpointStore
+
+STEPS, CUT = 21, 11  # in an epoch of eight steps each
+
+
+class Changes(nn.Module):
+    """A classifier that remembers, in all the ways that are in no `state_dict`."""
+
+    batches: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        first = nn.Linear(FEATURES, 8)
+        self.body = nn.Sequential(first, nn.Dropout(0.0), nn.Linear(8, 2))
+        self.register_buffer("batches", torch.zeros(()), persistent=False)
+        self.forwards = 0
+        self.generator = torch.Generator().manual_seed(3)
+        self.numbers = np.random.default_rng(3)
+        self.before: Tensor | None = None
+        self.latest: deque[Tensor] = deque(maxlen=3)
+        self.by_class = {"0": 1.0, "1": 1.0}
+        self.alias = first.weight.detach()  # shares memory with what is trained
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if not self.training:
+            outputs: Tensor = self.body(inputs)
+            return outputs
+        self.batches += 1
+        self.forwards += 1
+        noise = torch.randn(inputs.shape, generator=self.generator) * self.numbers.normal()
+        outputs = self.body(inputs + 0.1 * noise)
+        outputs = outputs * (1 + 0.01 * self.forwards + 0.01 * self.batches)
+        if self.before is not None:
+            outputs = outputs + 0.1 * self.before + torch.stack(list(self.latest)).mean(0)
+        self.before = outputs.detach().mean(0)
+        self.latest.append(self.before)
+        self.by_class = {name: value * 0.9 for name, value in self.by_class.items()}
+        return outputs * torch.tensor(self.by_class["0"])
+
+
+class Centred(nn.Module):
+    """A loss with a running centre, which is a part of no model."""
+
+    centre: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(2))
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        loss = nn.functional.cross_entropy(outputs - self.centre, targets)
+        self.centre.lerp_(outputs.detach().mean(0), 0.1)
+        return loss
+
+
+class Counted:
+    """A loss that is no module and grows by the call."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        self.calls += 1
+        return nn.functional.cross_entropy(outputs, targets) * (1 + 0.01 * self.calls)
+
+
+class Levels(Dataset[Any]):
+    """Samples that become harder, and count how often they were read."""
+
+    def __init__(self) -> None:
+        self.level, self.seen = 0, torch.zeros(SAMPLES)
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        inputs, target = toy_dataset()[index]
+        self.seen[index] += 1
+        return inputs * (1 + 0.1 * self.level + 0.01 * self.seen[index]), target
+
+
+class Passes(IterableDataset[Any]):
+    """A stream with another order in each pass, which it counts, and noise."""
+
+    def __init__(self) -> None:
+        self.passes = 0
+        self.noise = {"generators": [np.random.default_rng(1)]}
+
+    def __iter__(self) -> Any:
+        self.passes += 1
+        order = list(range(SAMPLES))
+        random.Random(self.passes).shuffle(order)
+        for index in order:
+            inputs, target = toy_dataset()[index]
+            yield inputs + 0.1 * float(self.noise["generators"][0].normal()), target
+
+
+class Batches:
+    """A loader of one's own."""
+
+    def __init__(self) -> None:
+        self.generator, self.passes = random.Random(1), 0
+
+    def __iter__(self) -> Any:
+        self.passes += 1
+        for _ in range(8):
+            rows = self.generator.sample(range(SAMPLES), 4)
+            inputs, targets = toy_dataset()[rows]
+            yield inputs * (1 + 0.1 * self.passes), targets
+
+
+def _freeze(run: Run, *_: Any) -> None:
+    if run.state.step == 3:
+        layer = run.module.get_submodule("body.0")
+        layer.requires_grad_(False)
+        run.module.get_submodule("body.1").eval()
+
+
+def _raise_dropout(run: Run, *_: Any) -> None:
+    dropout = run.module.get_submodule("body.1")
+    assert isinstance(dropout, nn.Dropout)
+    dropout.p = min(0.5, dropout.p + 0.05)
+
+
+def _loader(data: Any = None) -> DataLoader[Any]:
+    shuffles = not isinstance(data, IterableDataset)
+    return DataLoader(toy_dataset() if data is None else data, batch_size=4, shuffle=shuffles)
+
+
+def _harder(data: Levels, run: Run) -> None:
+    data.level += 1
+
+
+def _plain(**settings: Any) -> dict[str, Any]:
+    body = nn.Sequential(nn.Linear(FEATURES, 8), nn.Dropout(0.0), nn.Linear(8, 2))
+    return {"model": nn.Sequential(), "loaders": _loader()} | {"model": _named(body)} | settings
+
+
+def _named(body: nn.Module) -> nn.Module:
+    model = nn.Sequential()
+    model.add_module("body", body)
+    return model
+
+
+def _harder_by_epoch() -> dict[str, Any]:
+    data = Levels()
+    harder = On(Callback.on_epoch_end, partial(_harder, data))
+    return _plain(loaders=_loader(data), callback=harder)
+
+
+KINDS: dict[str, Callable[[], dict[str, Any]]] = {
+    "module": lambda: _plain(model=Changes()),
+    "loss module": lambda: _plain(loss_fn=Centred()),
+    "loss object": lambda: _plain(loss_fn=Counted()),
+    "data set": _harder_by_epoch,
+    "stream": lambda: _plain(loaders=_loader(Passes())),
+    "loader": lambda: _plain(loaders=Batches()),
+    "frozen": lambda: _plain(callback=On(Callback.on_step_end, _freeze)),
+    "dropout": lambda: _plain(callback=On(Callback.on_step_end, _raise_dropout)),
+}
+
+
+def _train(
+    kind: str, folder: Path, *, stop: int | None = None, accumulation: int = 1, **arguments: Any
+) -> Any:
+    """Return the losses from here on, and the model."""
+    torch.manual_seed(0)
+    made = KINDS[kind]()
+    losses: list[float] = []
+    seen = On(Callback.on_step_end, lambda run, result: losses.append(float(result.loss)))
+    seen.name = "losses"
+    callbacks = [Checkpoint(every_n_steps=CUT), seen, StopsAt(stop)]
+    callbacks += [made.pop("callback")] if "callback" in made else []
+    trainer = make_trainer(
+        max_steps=STEPS,
+        output_dir=folder,
+        callbacks=callbacks,
+        gradient_accumulation_steps=accumulation,
+    )
+    fit(trainer, made.pop("loaders"), **made, **arguments)
+    return losses, made["model"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_resume_brings_back_what_no_state_dict_holds(kind: str, tmp_path: Path) -> None:
+    losses, whole = _train(kind, tmp_path / "a")
+    _train(kind, tmp_path / "b", stop=CUT)
+    later, resumed = _train(kind, tmp_path / "b", resume="must")
+    assert later == losses[CUT:]
+    for name, value in whole.state_dict().items():
+        assert torch.equal(value, resumed.state_dict()[name]), name
+    assert [m.training for m in whole.modules()] == [m.training for m in resumed.modules()]
+    assert [p.requires_grad for p in whole.parameters()] == [
+        p.requires_grad for p in resumed.parameters()
+    ]
+
+
+def test_what_shares_memory_with_a_parameter_stays_so(tmp_path: Path) -> None:
+    _train("module", tmp_path, stop=CUT)
+    _, model = _train("module", tmp_path, resume="must")
+    assert model.alias.data_ptr() == model.body[0].weight.data_ptr()
+
+
+def test_what_does_not_change_is_not_saved(tmp_path: Path) -> None:
+    fit(make_trainer(max_steps=2, output_dir=tmp_path, callbacks=[Checkpoint(every_n_steps=2)]))
+    store = CheckpointStore(tmp_path / "checkpoints")
+    saved = store.open(store.checkpoints()[-1].path).read("trainer")
+    assert saved["attributes"] == {"changed": {}}
+
+
+def _by_process(rank: int, folder: Path) -> list[list[float]]:
+    whole, _ = _train("module", folder / "a")
+    _train("module", folder / "b", stop=CUT)
+    later, _ = _train("module", folder / "b", resume="must")
+    frozen, _ = _train("frozen", folder / "c")
+    _train("frozen", folder / "d", stop=CUT)
+    return [whole[CUT:], later, frozen[CUT:], _train("frozen", folder / "d", resume="must")[0]]
+
+
+def test_each_process_has_its_own_back_and_others_are_told(tmp_path: Path) -> None:
+    for whole, later, frozen, later_frozen in run_ranks(2, _by_process, tmp_path):
+        assert later == whole
+        assert later_frozen == frozen
+    with pytest.warns(UserWarning, match=r"Attributes .*forwards.* differed between the processes"):
+        _train("module", tmp_path / "b", resume="must", accumulation=2)
+
+
+def test_a_forged_attribute_is_refused(tmp_path: Path) -> None:
+    _train("loss object", tmp_path, stop=CUT)
+    store = CheckpointStore(tmp_path / "checkpoints")
+    saved = store.open(store.checkpoints()[-1].path)
+    parts = {name: saved.read(name) for name in saved.names()}
+    parts["trainer"]["attributes"]["changed"]["loss_fn"]["__call__"] = {"value": 1}
+    about = {**saved.manifest.metadata, "run_id": saved.manifest.run_id}
+    store.save(CUT, parts, metadata=about)
+    with pytest.raises(CheckpointCorrupt, match="a method"):
+        _train("loss object", tmp_path, resume=store.checkpoints()[-1].path)

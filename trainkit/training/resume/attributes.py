@@ -1,0 +1,331 @@
+"""What a training changes and is in no `state_dict`: it is saved, and comes back (rule 22).
+
+A counter or a running mean in an attribute, `Dropout.p` that a callback raises, a generator, a
+buffer with `persistent=False`, a layer that was frozen or put into evaluation mode on the way: a
+resume that lacked one of these would be another run.
+"""
+
+import copy
+import warnings
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
+from types import FunctionType, MethodType
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import IterableDataset
+from typing_extensions import override
+
+from trainkit.basics.rng import is_generator, new_like, set_state, state_of
+from trainkit.basics.torch_internals import (
+    buffers_of,
+    is_saved,
+    parameters_of,
+    tree_leaves,
+    version_of,
+)
+from trainkit.checkpoint.forms import Unfit, check_form
+from trainkit.checkpoint.resharding.sharding_spec import local_part
+from trainkit.data import PreparedLoader
+from trainkit.data.own_generators import generators_in
+from trainkit.data.stream_start import is_stateful
+from trainkit.errors import quoted
+
+Entries = dict[str, dict[str, Any]]
+"""What was saved, by owner and attribute."""
+
+_OF_EVERY_MODULE = vars(nn.Module()).keys() - {"training"}
+_GENERATOR = "generator "  # before the number of one that is found in a data set
+_TRAINABLE = ".requires_grad"  # behind the name of a parameter
+_MOST = 10_000  # values in one attribute: what has more is data
+_SCALARS = (type(None), bool, int, float, complex, str)
+_CONTAINERS = (list, tuple, dict, deque)
+_LARGEST = 1 << 20  # bytes of a tensor or array in a data set: what is larger is its data
+_NOT_OBJECTS = (type, FunctionType, MethodType, partial)
+_ENTRY = {
+    "value?": Any,
+    "generator?": Any,
+    "in_place?": bool,
+    "accelerator?": bool,
+    "deque?": int | None,
+}
+
+
+class Attributes:
+    """Saves the attributes that have changed since a training began, and puts them back.
+
+    Of modules and loss functions these are numbers, text, tensors, arrays, generators, and lists,
+    tuples, dicts and deques of such; of data sets the same
+    without containers, and small. Left alone is what a graph has
+    made, and what shares memory with a parameter or a buffer.
+
+    Args:
+        model: What is trained.
+        loss_fn: Of a module also its parameters and buffers, which nothing else saves.
+        datasets: By name, those without a state of their own.
+        streams: Which of these a resume reads from the beginning of a pass.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: Any,
+        datasets: Mapping[str, Any],
+        streams: Collection[str],
+    ) -> None:
+        self._model, self._loss_fn = model, loss_fn
+        self._datasets, self._streams = datasets, streams
+        self._before: dict[str, dict[str, Any]] = {}
+        self._loaded: Entries = {}
+        self._at_start: Entries = {}  # of the pass that is under way
+
+    def begin(self, device: torch.device) -> None:
+        """Note what there is, then put back what was loaded; `device` is that of the model."""
+        owners = {name: (owner, values) for name, owner, values in self._looked_at()}
+        for name, (_, values) in owners.items():
+            self._before[name] = {key: _mark(value) for key, value in values.items()}
+        if gone := sorted(self._loaded.keys() - owners.keys()):
+            warnings.warn(
+                f"The checkpoint holds attributes of {quoted(gone)}, which this run does not have. "
+                "They are left out.",
+                stacklevel=2,
+            )
+        for name in self._loaded.keys() & owners.keys():
+            for key, entry in self._loaded[name].items():
+                _put_back(owners[name][0], key, entry, device)
+
+    def begin_pass(self) -> None:
+        """Note what the data sets are that are read from here on."""
+        if self._streams:
+            self._at_start = {}
+            found = copy.deepcopy(self.state_dict())  # which the pass goes on to change
+            self._at_start = {name: found.get(name, {}) for name in self._streams}
+
+    def state_dict(self) -> Entries:
+        """Return what has changed."""
+        found: Entries = {}
+        for name, _, values in self._looked_at():
+            before, loaded = self._before.get(name, {}), self._loaded.get(name, {})
+            marks = {key: _mark(value) for key, value in values.items()}
+            found[name] = {
+                key: _entry(values[key], _is_same_tensor(before.get(key), mark))
+                for key, mark in marks.items()
+                if key in loaded or mark != before.get(key)
+            }
+        found |= self._at_start
+        return {name: entries for name, entries in found.items() if entries}
+
+    def check_state_dict(self, state: Any) -> None:
+        """Raise `Unfit` for what `state_dict` cannot have returned."""
+        check_form(state, {str: {str: _ENTRY}})
+        for name, owner, values in self._looked_at():
+            for key, entry in state.get(name, {}).items():
+                if callable(getattr(type(owner), key, None)) or key in _OF_EVERY_MODULE:
+                    raise Unfit("is no attribute with a value, but a method", name, key)
+                if "generator" in entry and is_generator(values.get(key)):
+                    try:
+                        set_state(new_like(values[key]), entry["generator"])
+                    except Exception as error:
+                        raise Unfit(f"is no state of a generator ({error})", name, key) from None
+
+    def load_state_dict(self, state: Entries) -> None:
+        """Let `begin` put back what was saved."""
+        self._loaded = state
+
+    def merge_state_dicts(self, states: Sequence[Entries]) -> Entries:
+        """Return what process 0 has saved, for another number of processes; this is said."""
+        names = sorted({f"{name}.{key}" for each in states for name in each for key in each[name]})
+        warnings.warn(
+            f"Attributes ({quoted(names)}) differed between the processes that saved them; all "
+            "take those of process 0.",
+            stacklevel=2,
+        )
+        return states[0]
+
+    def _looked_at(self) -> Iterator[tuple[str, Any, dict[str, Any]]]:
+        """Yield each owner by its name, with the attributes of it that can be saved."""
+        modules = dict(self._model.named_modules(prefix="model"))
+        held = (*self._model.parameters(), *self._model.buffers())
+        parts = map(local_part, held)
+        memory = {each.untyped_storage().data_ptr() for each in parts if _is_dense(each)}
+        for name, module in modules.items():
+            values = _plain_values(module, memory)
+            values |= _frozen(module) | {
+                key: buffer
+                for key, buffer in buffers_of(module).items()
+                if not is_saved(module, key) and _is_plain(buffer, ())
+            }
+            yield name, module, values
+        if isinstance(self._loss_fn, nn.Module):
+            own = {id(module) for module in modules.values()}
+            for name, module in self._loss_fn.named_modules(prefix="loss_fn"):
+                if id(module) not in own:
+                    values = _plain_values(module, memory) | _frozen(module)
+                    yield name, module, values | parameters_of(module) | buffers_of(module)
+        elif not isinstance(self._loss_fn, _NOT_OBJECTS):
+            yield "loss_fn", self._loss_fn, _plain_values(self._loss_fn, memory)
+        for name, dataset in self._datasets.items():
+            values = getattr(dataset, "__dict__", {})
+            found = {k: v for k, v in values.items() if _is_small(v)}
+            if name in self._streams:  # others draw under the keys of their samples
+                found |= _own_generators(dataset)
+            yield name, dataset, found
+
+
+def _own_generators(dataset: Any) -> dict[str, Any]:
+    return {f"{_GENERATOR}{index}": each for index, each in enumerate(generators_in(dataset))}
+
+
+def _is_small(value: Any) -> bool:
+    size = value.nbytes if isinstance(value, Tensor) or _is_array(value) else 0
+    is_one = not isinstance(value, _CONTAINERS) and not is_generator(value)
+    return is_one and size <= _LARGEST and _is_plain(value, ())
+
+
+def _plain_values(owner: Any, memory: Collection[int]) -> dict[str, Any]:
+    values = getattr(owner, "__dict__", {}).items()
+    return {k: v for k, v in values if k not in _OF_EVERY_MODULE and _is_plain(v, memory)}
+
+
+def _frozen(module: nn.Module) -> dict[str, Any]:
+    parameters = parameters_of(module).items()
+    return {f"{key}{_TRAINABLE}": p.requires_grad for key, p in parameters if p is not None}
+
+
+def _is_plain(value: Any, memory: Collection[int]) -> bool:
+    """Return whether a value can be saved, and is one of its own."""
+    waiting, count = [value], 0
+    while waiting:
+        found = waiting.pop()
+        count += 1
+        if count > _MOST:
+            return False
+        if type(found) is dict:
+            if not all(type(key) in _SCALARS for key in found):
+                return False
+            waiting += found.values()
+        elif type(found) in (list, tuple, deque):
+            waiting += found
+        elif isinstance(found, Tensor):
+            if not _is_dense(found) or found.is_meta or found.grad_fn is not None:
+                return False
+            if found.untyped_storage().data_ptr() in memory:
+                return False
+        elif type(found) not in _SCALARS and not _is_array(found):
+            return found is value and is_generator(found)
+    return True
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+
+
+def _is_array(value: Any) -> bool:
+    kind = type(value)
+    return kind.__module__ == "numpy" and hasattr(value, "dtype") and not value.dtype.hasobject
+
+
+class _TensorMark:
+    """Tells whether a tensor is the same object, and unchanged."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self.version = ref(tensor), version_of(tensor)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    @override
+    def __eq__(self, other: object) -> bool:
+        return _is_same_tensor(self, other) and self.version == other.version  # type: ignore[attr-defined]
+
+
+def _is_same_tensor(one: Any, other: Any) -> bool:
+    """Return whether two marks are those of one tensor."""
+    are_tensors = isinstance(one, _TensorMark) and isinstance(other, _TensorMark)
+    return are_tensors and one.tensor() is not None and one.tensor() is other.tensor()
+
+
+def _mark(value: Any) -> Any:
+    """Return what is equal where a value has not changed."""
+    if isinstance(value, Tensor):
+        return _TensorMark(value)
+    if isinstance(value, dict):
+        return dict, tuple((key, _mark(inner)) for key, inner in value.items())
+    if isinstance(value, list | tuple | deque):
+        return type(value), tuple(map(_mark, value))
+    if is_generator(value):
+        state = state_of(value)
+        return bytes(state.tolist()) if isinstance(state, Tensor) else _mark(state)
+    if _is_array(value):
+        return str(value.dtype), value.shape, value.tobytes()
+    return type(value), value
+
+
+def _entry(value: Any, in_place: bool) -> dict[str, Any]:
+    """Return what is saved of a value."""
+    if is_generator(value):
+        return {"generator": state_of(value)}
+    entry: dict[str, Any] = {"value": _moved(value, None), "in_place": in_place}
+    if isinstance(value, deque):
+        entry |= {"value": list(value), "deque": value.maxlen}
+    if not all(tensor.is_cpu for tensor in tree_leaves(value) if isinstance(tensor, Tensor)):
+        entry["accelerator"] = True
+    return entry
+
+
+def _put_back(owner: Any, key: str, entry: Mapping[str, Any], device: torch.device) -> None:
+    """Let an owner have what was saved of it."""
+    if key.endswith(_TRAINABLE):
+        parameter = parameters_of(owner).get(key.removesuffix(_TRAINABLE))
+        if parameter is not None:
+            parameter.requires_grad_(entry["value"])
+        return
+    values = vars(owner)
+    if isinstance(owner, nn.Module) and key not in values:
+        kinds: tuple[dict[str, Any], ...] = (buffers_of(owner), parameters_of(owner))
+        values = next((kind for kind in kinds if key in kind), values)
+    present = values.get(key)
+    if "generator" in entry:
+        if key.startswith(_GENERATOR):
+            present = _own_generators(owner).get(key)
+        if is_generator(present):
+            set_state(present, entry["generator"])
+        return
+    value = entry["value"]
+    if "accelerator" in entry:
+        value = _moved(value, device)
+    if "deque" in entry:
+        value = deque(value, entry["deque"])
+    fits = isinstance(present, Tensor) and isinstance(value, Tensor)
+    if fits and entry["in_place"] and present.shape == value.shape:
+        with torch.no_grad():
+            present.copy_(value)
+    else:
+        values[key] = value
+
+
+def _moved(value: Any, device: torch.device | None) -> Any:
+    """Return a value, its tensors without gradients, and on a device if one is given."""
+    if isinstance(value, Tensor):
+        return value.detach() if device is None else value.to(device)
+    if isinstance(value, dict):
+        return {key: _moved(inner, device) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_moved(inner, device) for inner in value)
+    return value
+
+
+def attributes_of(module: nn.Module, loss_fn: Any, loader: PreparedLoader) -> Attributes:
+    """Return what looks after the attributes of a run."""
+    parts = {"": loader} if loader.parts is None else loader.parts
+    datasets, streams = {}, []
+    for key, part in parts.items():
+        name, loader = f"data.{key}".rstrip("."), part.source
+        dataset = getattr(loader, "dataset", loader)
+        if not is_stateful(dataset):
+            datasets[name] = dataset
+            if dataset is loader or isinstance(dataset, IterableDataset):
+                streams.append(name)
+    return Attributes(module, loss_fn, datasets, streams)
