@@ -1,7 +1,7 @@
 """Find the first loss or gradient that is NaN or infinite."""
 
 import math
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -102,10 +102,9 @@ class _FirstBad:
 
     def see_gradients(self, run: Run) -> None:
         """Look at the gradients of a window."""
-        there = [i for i, p in enumerate(self._parameters) if p.grad is not None]
-        gradients: list[Any] = run.strategy.local_gradients(self._parameters)
+        of_each = (run.strategy.local_gradients([p]) for p in self._parameters)
         # A shard may be empty.
-        present = {i: g for i, g in zip(there, gradients, strict=True) if g.numel()}
+        present = {i: g for i, own in enumerate(of_each) for g in own if g.numel()}
         self._window = None
         if not present:
             return

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from trainkit.basics.device import wide_dtype
 from trainkit.basics.torch_internals import norm_of_each
+from trainkit.strategies.sharded import ShardedStrategy
 from trainkit.training.run import Run
 
 
@@ -68,11 +69,12 @@ class GradientValues:
         self._run = run
         self._names = list(dict.fromkeys(keys))
         place = {name: number for number, name in enumerate(self._names)}
-        there = [i for i, p in enumerate(parameters) if p.grad is not None]
+        of_each = [run.strategy.local_gradients([p]) for p in parameters]
+        there = [i for i, own in enumerate(of_each) if own]
         self._groups = [place[keys[i]] for i in there]
         # How many processes hold the same part: each counts it by its share.
         self._copies = [_copies(parameters[i], run) for i in there]
-        self._gradients = [_dense(g) for g in run.strategy.local_gradients(parameters)]
+        self._gradients = [_dense(g) for own in of_each for g in own]
         self._present = sorted(set(self._groups))
 
     def norms(self) -> dict[str, Tensor]:
@@ -99,7 +101,7 @@ class GradientValues:
         It reads the device. Where all processes hold the same gradients, only the main process
         gets them.
         """
-        if not (self._run.strategy.sharded or self._run.is_main_process):
+        if not (isinstance(self._run.strategy, ShardedStrategy) or self._run.is_main_process):
             return {}
         bounds = self._bounds()
         device = self._run.strategy.device
@@ -136,7 +138,7 @@ class GradientValues:
         return [_apart(-low, high) for low, high in self._over_shards(own, "max").tolist()]
 
     def _over_shards(self, values: Tensor, op: Literal["sum", "max"]) -> Tensor:
-        if self._run.strategy.sharded:
+        if isinstance(self._run.strategy, ShardedStrategy):
             return self._run.strategy.processes.all_reduce(values, op)
         return values
 

@@ -88,8 +88,8 @@ _HOMES = {
 }
 
 REFUSED = {
-    "DeepSpeed is not driven: `Accelerator(strategy=trainkit.strategies.FSDP())` shards what ZeRO "
-    "does": """
+    "DeepSpeed is not driven by `Accelerator`, which shards what ZeRO does by "
+    "`strategy=trainkit.strategies.FSDP()`; a `Trainer` takes `strategy=DeepSpeed(...)`": """
         DeepSpeedEngineWrapper DeepSpeedOptimizerWrapper DeepSpeedPlugin DeepSpeedSchedulerWrapper
         DeepSpeedSequenceParallelConfig HfDeepSpeedConfig
         get_active_deepspeed_plugin map_pytorch_optim_to_deepspeed

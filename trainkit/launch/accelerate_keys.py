@@ -19,7 +19,7 @@ _UNKNOWN_TO_US = {
     # Either way the address of machine 0 is used, GPUs are those that torch has, and after a
     # failure there is one report.
     "": "no_tpu_cluster quiet same_network use_xpu",
-    "DeepSpeed": """
+    "the launcher of DeepSpeed; write `Trainer(strategy=DeepSpeed(...))`": """
         deepspeed_config deepspeed_config_file deepspeed_exclusion_filter deepspeed_hostfile
         deepspeed_inclusion_filter deepspeed_moe_layer_cls_names deepspeed_multinode_launcher
         gradient_clipping offload_optimizer_device offload_optimizer_nvme_path offload_param_device
