@@ -16,7 +16,8 @@ from typing_extensions import override
 
 from trainkit import Callback, Run, StepResult, Trainer
 from trainkit.basics.device import default_kind
-from trainkit.precision import FP16
+from trainkit.errors import ConfigError
+from trainkit.precision import FP8, FP16
 from trainkit.strategies import DDP, FSDP, SingleDevice, Strategy, single_process_group
 from trainkit.testing.task import Network, Record, Save, fit, loaders, same, weights
 
@@ -135,6 +136,26 @@ def precisions(strategy: str) -> None:
 @every_strategy
 def test_precisions_learn_as_fp32_on_one_device(strategy: str) -> None:
     in_new_process(precisions, strategy)
+
+
+def float8(strategy: str, folder: Path) -> None:
+    expected, found = train("single"), train(strategy, "fp8")
+    emulated = train(strategy, FP8(emulate=True))
+    for figures in ("losses", "norms"):
+        assert difference(found[figures], expected[figures]) < 0.1
+        assert difference(found[figures], emulated[figures]) < 0.05
+    assert found["again"] == found["figures"]
+    resumed(strategy, "fp8", folder)
+
+
+@pytest.mark.parametrize("strategy", ["single", "fsdp"])
+def test_float8_multiplies_as_it_is_emulated(strategy: str, tmp_path: Path) -> None:
+    pytest.importorskip("torchao", reason="needs the extra `fp8`")
+    if DEVICE.type != "cuda" or torch.cuda.get_device_capability() < (8, 9):
+        with pytest.raises(ConfigError, match="cannot multiply so"):
+            FP8().setup(DEVICE)
+        return
+    in_new_process(float8, strategy, tmp_path)
 
 
 def resumed(strategy: str, precision: str, folder: Path) -> None:

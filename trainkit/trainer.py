@@ -70,7 +70,7 @@ class Trainer:
         max_steps: Updates to apply.
         strategy: "single", "ddp", "fsdp", "model_parallel", "deepspeed" or a `Strategy`; "auto" is
             what `trainkit launch` asks for, else DDP for several processes, else the single device.
-        precision: "fp32", "bf16", "fp16" or a `Precision`; "auto" is what `trainkit launch
+        precision: "fp32", "bf16", "fp16", "fp8" or a `Precision`; "auto" is what `trainkit launch
             --mixed_precision` says, else "fp32".
         gradient_accumulation_steps: Micro-batches of one process for each update.
         max_grad_norm: L2 norm to which the gradients are clipped; None: not clipped.
@@ -128,7 +128,7 @@ class Trainer:
         max_epochs: int | None = None,
         max_steps: int | None = None,
         strategy: arguments.StrategyName | Strategy = "auto",
-        precision: Literal["auto", "fp32", "bf16", "fp16"] | Precision = "auto",
+        precision: Literal["auto", "fp32", "bf16", "fp16", "fp8"] | Precision = "auto",
         gradient_accumulation_steps: int = 1,
         max_grad_norm: float | None = None,
         max_grad_value: float | None = None,
@@ -337,7 +337,7 @@ class Trainer:
             stack.enter_context(rng.lent(self.processes.device))
             seed = rng.device_seed(self.config.seed, self.strategy.data_processes.rank)
             rng.seed_all(seed, self.processes.device)
-            stack.enter_context(conditions(model, self.config, self._compile))
+            stack.enter_context(conditions(run, self._compile))
             if checkpoint is not None:
                 from trainkit.training.resume.restore import restore  # on demand
 

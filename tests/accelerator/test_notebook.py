@@ -132,7 +132,7 @@ def test_the_others_hear_why_a_process_raised(capsys: pytest.CaptureFixture[str]
 
 def test_what_cannot_work_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="`mixed_precision` must be one of"):
-        notebook_launcher(print, num_processes=2, mixed_precision="fp8")
+        notebook_launcher(print, num_processes=2, mixed_precision="fp32")
     with pytest.raises(ConfigError, match="`max_restarts=3` has no effect"):
         notebook_launcher(print, num_processes=2, max_restarts=3)
     with pytest.raises(ConfigError, match="no argument `number`"):

@@ -73,7 +73,7 @@ def test_prepare_returns_what_it_gets_in_any_order() -> None:
 
 def test_settings_that_cannot_work_are_said_at_once() -> None:
     cases: list[tuple[dict[str, Any], str]] = [
-        ({"mixed_precision": "fp8"}, "`mixed_precision` must be one of no, fp16, bf16"),
+        ({"mixed_precision": "int8"}, "`mixed_precision` must be one of no, fp16, bf16, fp8"),
         ({"gradient_accumulation_steps": 0}, "must be a whole number from 1 on, but is 0"),
         ({"rng_types": ["xla"]}, "`rng_types` must be one of generator, torch, cuda"),
         ({"kwargs_handlers": [object()]}, "has a `object`"),

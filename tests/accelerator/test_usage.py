@@ -12,6 +12,7 @@ import tempfile
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -439,25 +440,34 @@ def _written(job: Job) -> Any:
     return wrote == path and again is False and "mixed_precision: bf16" in path.read_text()
 
 
+def _in_float8(job: Job) -> bool:
+    """Return whether a loop runs in float8; without torchao, whether that is said."""
+    settings = {"mixed_precision": "fp8", "kwargs_handlers": [job.utils.AORecipeKwargs()]}
+    if find_spec("torchao") is None:
+        with pytest.raises(ConfigError, match="pip install torchao"):
+            job.accelerator(**settings)
+        return True
+    accelerator = job.accelerator(**settings)
+    return bool(accelerator.mixed_precision == "fp8")
+
+
 DIFFERS: dict[str, tuple[str, Demo]] = {
     "accelerator.state.fsdp_plugin": (
         "fsdp-plugin", lambda job: job.accelerator().state.fsdp_plugin is None),
     "utils.write_basic_config": ("config-file", _written),
+    "Accelerator(mixed_precision='fp8') utils.AORecipeKwargs": ("fp8", _in_float8),
 }  # fmt: skip
 """What does something else: its id in the table of differences, and what holds under trainkit."""
 
 REFUSES: dict[str, tuple[str, Demo]] = {
-    "Accelerator(mixed_precision='fp8')": (
-        "fp16, bf16", lambda job: job.accelerator(mixed_precision="fp8")),
     "DeepSpeedPlugin DeepSpeedPlugin(zero_stage=)": (
         "strategies.FSDP", lambda job: job.lib.DeepSpeedPlugin(zero_stage=2)),
     "prepare_pippy": ("strategies.FSDP", lambda job: job.lib.prepare_pippy(nn.Linear(1, 1))),
-    "utils.AORecipeKwargs": ("bf16", lambda job: job.utils.AORecipeKwargs()),
-    "utils.FP8RecipeKwargs": ("bf16", lambda job: job.utils.FP8RecipeKwargs(backend="te")),
+    "utils.FP8RecipeKwargs": ("torchao", lambda job: job.utils.FP8RecipeKwargs(backend="te")),
     "utils.ParallelismConfig": (
         "strategies.FSDP", lambda job: job.utils.ParallelismConfig(tp_size=2)),
     "utils.transformer_engine.convert_model": (
-        "bf16", lambda job: job.utils.transformer_engine.convert_model(nn.Linear(1, 1))),
+        "torchao", lambda job: job.utils.transformer_engine.convert_model(nn.Linear(1, 1))),
 }  # fmt: skip
 """What is not there: words of the sentence, and what raises it."""
 

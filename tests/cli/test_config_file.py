@@ -99,6 +99,12 @@ def test_an_older_file_of_accelerate_is_read(tmp_path: Path) -> None:
     assert read(tmp_path, "fp16: true\n").values["mixed_precision"] == "fp16"
 
 
+def test_fp8_of_torchao_is_read(tmp_path: Path) -> None:
+    settings = "{backend: AO, pad_inner_dim: true, enable_fsdp_float8_all_gather: true}"
+    file = read(tmp_path, f"mixed_precision: fp8\nfp8_config: {settings}\n")
+    assert file.values == {"mixed_precision": "fp8"}
+
+
 def test_sharding_becomes_variables(tmp_path: Path) -> None:
     assert read(tmp_path, FSDP).variables == {
         "FSDP_ACTIVATION_CHECKPOINTING": "true",
@@ -139,7 +145,9 @@ def test_multi_cpu_hides_the_gpus(tmp_path: Path) -> None:
         ("num_processes: true\n", ["whole number", "'true'"]),
         ("num_processes: 1.5\n", ["whole number", "1.5"]),
         ("main_process_port: 70000\n", ["port", "70000"]),
-        ("mixed_precision: fp8\n", ["one of no, fp16, bf16", "fp8"]),
+        ("mixed_precision: int8\n", ["one of no, fp16, bf16, fp8", "int8"]),
+        ("fp8_config:\n  backend: TE\n", ["`fp8_backend`", "Transformer Engine or MS-AMP"]),
+        ("fp8_config: {backend: AO, margins: 1}\n", ["`fp8_margins`", "unknown"]),
         ("mixed_precision: fp32\n", ["one of no, fp16, bf16"]),
         ("gpu_ids: 0,0\n", ["different GPUs"]),
         ("gpu_ids: a\n", ["different GPUs"]),

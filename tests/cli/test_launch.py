@@ -245,7 +245,7 @@ SEVERAL = ("--num_machines", 2, "--main_process_ip", "10.0.0.1")
         (["--monitor_interval", "inf", "script.py"], ["above 0"]),
         (["--rdzv_conf", "timeout", "script.py"], ["pairs such as"]),
         (["--tee", "4", "script.py"], ["one of 0, 1, 2, 3"]),
-        (["--mixed_precision", "fp8", "script.py"], ["one of no, fp16, bf16", "fp8"]),
+        (["--mixed_precision", "int8", "script.py"], ["one of no, fp16, bf16, fp8", "int8"]),
         (["--mixed_precision", "bf61", "script.py"], ["one of no, fp16, bf16"]),
         (["--gpu_ids", "0,x", "script.py"], ["different GPUs"]),
         (["--gpu_ids", "0", "--num_processes", 2, "script.py"], ["1 GPU(s)", "2 processes"]),

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:FSDP gains nothing")
 
 UNKNOWN = {
     "TRAINKIT_STRATEGY": "deepspeed",
-    "TRAINKIT_MIXED_PRECISION": "fp8",
+    "TRAINKIT_MIXED_PRECISION": "int8",
     "ACCELERATE_MIXED_PRECISION": "fp32",
     "TRAINKIT_USE_CPU": "perhaps",
     "ACCELERATE_USE_FSDP": "2",

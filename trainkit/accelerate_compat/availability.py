@@ -18,7 +18,7 @@ _COMPARE = {
 _CALLED_OTHERWISE = {
     "4bit_bnb": "bitsandbytes", "8bit_bnb": "bitsandbytes", "bnb": "bitsandbytes",
     "bitsandbytes_multi_backend": "bitsandbytes",
-    "lomo": "lomo_optim", "megatron_lm": "megatron",
+    "fp8": "torchao", "lomo": "lomo_optim", "megatron_lm": "megatron",
     "torchdata_stateful_dataloader": "torchdata",
 }  # fmt: skip
 _DEVICES = ("cuda", "hpu", "mlu", "mps", "musa", "neuron", "npu", "sdaa", "xpu")
@@ -30,7 +30,7 @@ _ANSWERS: dict[str, Callable[[], bool]] = {
     "xccl": torch.distributed.is_xccl_available,
 }
 # What trainkit does not drive is not available to it, installed or not.
-_NEVER = ("fp8", "pippy", "torch_xla", "transformer_engine_mxfp8")
+_NEVER = ("pippy", "torch_xla", "transformer_engine_mxfp8")
 
 
 def compare_versions(library_or_version: Any, operation: str, requirement_version: str) -> bool:

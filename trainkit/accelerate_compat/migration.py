@@ -87,11 +87,8 @@ def _left(tree: ast.AST) -> Iterator[tuple[int, str]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
             yield from _set(node, bound)
-        elif isinstance(node, ast.Attribute) and node.attr == "deepspeed_config":
-            if node not in guarded:
-                yield node.lineno, _NO_DEEPSPEED
-        elif isinstance(node, ast.keyword) and ast.unparse(node) == "mixed_precision='fp8'":
-            yield node.lineno, 'FP8 is not there: use `mixed_precision="bf16"`.'
+        elif getattr(node, "attr", "") == "deepspeed_config" and node not in guarded:
+            yield getattr(node, "lineno", 0), _NO_DEEPSPEED
         for path in _paths(node, bound):
             yield from _unusable(getattr(node, "lineno", 0), path)
         for each in node.args if isinstance(node, ast.Call) else ():

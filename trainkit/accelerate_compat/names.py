@@ -75,7 +75,7 @@ _HOMES = {
     "accelerator.logging": "MultiProcessAdapter=ProcessLogger",
     "accelerator.optimizer": "AcceleratedOptimizer=PreparedOptimizer",
     "accelerator.scheduler": "AcceleratedScheduler=PreparedScheduler",
-    "accelerator.settings": "KwargsHandler",
+    "accelerator.settings": "AORecipeKwargs KwargsHandler",
     "accelerator.state": "AcceleratorState GradientState is_initialized",
     "accelerator.tracking": "LOGGER_TYPE_TO_CLASS=KINDS register_tracker_class",
     "large_models.devices": "get_max_memory=room infer_auto_device_map",
@@ -99,11 +99,12 @@ REFUSED = {
         AbstractTrainStep BertTrainStep GPTTrainStep MegatronEngine MegatronLMDummyDataLoader
         MegatronLMDummyScheduler MegatronLMPlugin T5TrainStep
     """,
-    'FP8 is not there: use `mixed_precision="bf16"`': """
-        AORecipeKwargs FP8RecipeKwargs MSAMPRecipeKwargs TERecipeKwargs apply_fp8_autowrap
-        contextual_fp8_autocast convert_model convert_model_to_fp8_ao
-        filter_first_and_last_linear_layers filter_linear_layers find_first_last_linear_layers
-        has_ao_layers has_transformer_engine_layers
+    '`prepare` converts by torchao under `mixed_precision="fp8"`: write that, and `AORecipeKwargs` '
+    "for which layers and how": """
+        FP8RecipeKwargs MSAMPRecipeKwargs TERecipeKwargs apply_fp8_autowrap contextual_fp8_autocast
+        convert_model convert_model_to_fp8_ao filter_first_and_last_linear_layers
+        filter_linear_layers find_first_last_linear_layers has_ao_layers
+        has_transformer_engine_layers
     """,
     "a model is not cut into parallel parts: leave it out, and shard with "
     "`Accelerator(strategy=trainkit.strategies.FSDP())`": """

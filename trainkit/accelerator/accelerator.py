@@ -55,7 +55,7 @@ class Accelerator(Attributes):
         device_placement: Whether models and batches move to the device.
         split_batches: Without effect, as in Accelerate 1.15, and with a warning: it is said by
             `DataLoaderConfiguration(split_batches=True)`.
-        mixed_precision: "no", "fp16" or "bf16"; None: what the launcher says.
+        mixed_precision: "no", "fp16", "bf16" or "fp8"; None: what the launcher says.
         gradient_accumulation_steps: Micro-batches of one process for each update.
         cpu: Use the CPU also where there is a GPU.
         dataloader_config: How loaders are shared out.
@@ -130,7 +130,7 @@ class Accelerator(Attributes):
         self.profile_handler = handlers.of(ProfileKwargs)
         self._trackers = Trackers(log_with, self._project, processes)
         self.scaler_handler = scaler = handlers.of(GradScalerKwargs)
-        precision = arguments.precision_of(precision_name, scaler, self.device)
+        precision = arguments.precision_of(precision_name, handlers, self.device)
         if chosen is None:
             alone = processes.size == 1
             chosen = SingleDevice(device=self.device) if alone else ConfiguredDDP(ddp, self.device)

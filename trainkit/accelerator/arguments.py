@@ -9,9 +9,11 @@ from typing import Any
 import torch
 import torch.distributed
 
+from trainkit.accelerator.autocasting import InnerFP8
 from trainkit.accelerator.plugins import FullyShardedDataParallelPlugin, TorchDynamoPlugin
 from trainkit.accelerator.profiling import ProfileKwargs
 from trainkit.accelerator.settings import (
+    AORecipeKwargs,
     AutocastKwargs,
     DataLoaderConfiguration,
     DistributedDataParallelKwargs,
@@ -39,6 +41,7 @@ from trainkit.strategies import FSDP, Strategy
 from trainkit.training.setup.arguments import make_precision
 
 HANDLERS = (
+    AORecipeKwargs,
     AutocastKwargs,
     DistributedDataParallelKwargs,
     GradScalerKwargs,
@@ -71,15 +74,23 @@ class Handlers:
 
 
 def chosen_precision(asked: Any) -> str:
-    """Return "no", "fp16" or "bf16"."""
+    """Return "no", "fp16", "bf16" or "fp8"."""
     return _one_of("mixed_precision", asked or mixed_precision(), MIXED_PRECISIONS)
 
 
-def precision_of(name: str, scaler: GradScalerKwargs, device: torch.device) -> Precision:
-    """Return the precision of a name, with the loss scale that the user wants."""
-    precision = make_precision(MIXED_PRECISIONS[name])
-    if isinstance(precision, FP16):
+def precision_of(name: str, handlers: Handlers, device: torch.device) -> Precision:
+    """Return the precision of a name, with the loss scale or the recipe that the user wants."""
+    ao, scaler = handlers.of(AORecipeKwargs), handlers.of(GradScalerKwargs)
+    if name != "fp8" and ao != AORecipeKwargs():
+        raise ConfigError(
+            f'`AORecipeKwargs` is for `mixed_precision="fp8"`, but that is {name!r}. Leave it out.'
+        )
+    if name == "fp8":
+        precision: Precision = InnerFP8(ao.config or "tensorwise", convert=ao.module_filter_func)
+    elif name == "fp16":
         precision = FP16(**{name: v for name, v in vars(scaler).items() if name != "enabled"})
+    else:
+        precision = make_precision(MIXED_PRECISIONS[name])
     precision.setup(device)
     return precision
 

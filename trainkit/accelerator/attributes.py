@@ -64,7 +64,7 @@ class Attributes(Communicator):
     distributed_type: DistributedType = _part("state.distributed_type")
     """How the job shares its work."""
     mixed_precision: str = _part("state.mixed_precision")
-    """ "no", "fp16" or "bf16"."""
+    """ "no", "fp16", "bf16" or "fp8"."""
     project_configuration: ProjectConfiguration = property(attrgetter("_project"))  # type: ignore[assignment]
     """Where the project writes."""
     project_dir: Any = _part("_project.project_dir")

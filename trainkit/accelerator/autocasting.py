@@ -1,4 +1,4 @@
-"""Forward passes under autocast, with outputs in fp32, and how to get the user's module back."""
+"""Forward passes under autocast or in float8, and how to get the user's module back."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from trainkit.accelerator.settings import AutocastKwargs
 from trainkit.containers.tree import map_leaves
 from trainkit.export.state import COMPILED, unwrapped
+from trainkit.precision.fp8 import FP8, restore
 
 
 def autocast(device: str, dtype: torch.dtype, settings: AutocastKwargs) -> torch.autocast:
@@ -18,6 +20,18 @@ def autocast(device: str, dtype: torch.dtype, settings: AutocastKwargs) -> torch
     return torch.autocast(
         device, dtype=dtype, enabled=settings.enabled, cache_enabled=settings.cache_enabled
     )
+
+
+class InnerFP8(FP8):
+    """Converts all but the first and the last linear layer, unless the user chooses."""
+
+    needs_layers = False  # of several models some may have none
+
+    @override
+    def layers(self, model: nn.Module) -> dict[str, nn.Linear]:
+        linear = [part for part in model.modules() if isinstance(part, nn.Linear)]
+        ends = () if self.choose else (linear[:1] + linear[-1:])
+        return {n: layer for n, layer in super().layers(model).items() if layer not in ends}
 
 
 class InAutocast:
@@ -59,7 +73,7 @@ def unwrap(
 
     Args:
         model: Prepared or not.
-        keep_fp32_wrapper: Whether its forward still runs under autocast.
+        keep_fp32_wrapper: Whether its forward still runs under autocast, and in float8.
         keep_torch_compile: Whether a model that `torch.compile` returned stays compiled.
     """
     model = unwrapped(model, keep_torch_compile=keep_torch_compile)
@@ -67,6 +81,7 @@ def unwrap(
         setattr(model, COMPILED, unwrap(wrapper, keep_fp32_wrapper=keep_fp32_wrapper))
     forward = model.__dict__.get("forward")
     if isinstance(forward, InAutocast) and not keep_fp32_wrapper:
+        restore(model.modules())
         del model.forward
         own = getattr(forward.forward, "__func__", None)
         if getattr(model.forward, "__func__", None) is not own:

@@ -59,7 +59,7 @@ def notebook_launcher(
         function: What each process runs; it makes its own `Accelerator`.
         args: Its arguments.
         num_processes: On this machine; None: one for each GPU.
-        mixed_precision: What `Accelerator()` takes by default: "no", "fp16" or "bf16".
+        mixed_precision: What `Accelerator()` takes by default: "no", "fp16", "bf16" or "fp8".
         use_port: Where the machines meet, if there are several.
         master_addr: The machine that they meet on.
         node_rank: Number of this machine.

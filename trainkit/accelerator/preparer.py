@@ -32,6 +32,7 @@ from trainkit.data.batch_sources import Presharded
 from trainkit.errors import ConfigError
 from trainkit.export.state import READ, unwrapped
 from trainkit.precision import FP32, Precision
+from trainkit.precision.fp8 import restore
 from trainkit.strategies import DDP, Strategy
 from trainkit.strategies.ddp import Reducing
 from trainkit.training.setup.arguments import check_compile, check_initialised
@@ -225,6 +226,8 @@ class Preparer:
                 return known
         check_initialised(model)
         stays = self._stays(model, evaluation_mode)
+        restore(() if self.precision.name == "fp8" else model.modules())  # an earlier one's
+        self.precision.convert(model)
         dtype = self.precision.dtype
         if dtype is not None and not isinstance(self.precision, FP32):
             run_in_autocast(model, self.sharing.device.type, dtype, self.autocast)

@@ -14,6 +14,7 @@ from trainkit.basics.parsing import boolean
 from trainkit.errors import ConfigError
 
 __all__ = [
+    "AORecipeKwargs",
     "AutocastKwargs",
     "DataLoaderConfiguration",
     "DistributedDataParallelKwargs",
@@ -111,6 +112,25 @@ class DataLoaderConfiguration:
     non_blocking: bool = False
     use_stateful_dataloader: bool = False
     sample_seeding: bool = field(default_factory=lambda: read("SAMPLE_SEEDING", boolean, True))
+
+
+@checked
+@dataclass
+class AORecipeKwargs(KwargsHandler):
+    """How `mixed_precision="fp8"` multiplies, by torchao.
+
+    Args:
+        config: A `torchao.float8.Float8LinearConfig`; None: one scale for each tensor.
+        module_filter_func: `(layer, name) -> bool` says of each layer that can be converted whether
+            it is; None: all are but the first and the last linear layer of a model.
+        pad_inner_dim: Accepted, as is the next; what must be padded is, without `config`.
+        enable_fsdp_float8_all_gather: FSDP gathers in bfloat16, also with `config`.
+    """
+
+    config: Any = None
+    module_filter_func: Any = None
+    pad_inner_dim: bool | None = None
+    enable_fsdp_float8_all_gather: bool | None = None
 
 
 @checked

@@ -13,7 +13,7 @@ from trainkit.errors import ConfigError
 
 T = TypeVar("T")
 
-MIXED_PRECISIONS = {"no": "fp32", "fp16": "fp16", "bf16": "bf16"}
+MIXED_PRECISIONS = {"no": "fp32", "fp16": "fp16", "bf16": "bf16", "fp8": "fp8"}
 """The precisions that a launcher and `Accelerator` know, with their names in `Trainer`."""
 
 SHARDING_STRATEGIES: dict[str, dict[str, Any]] = {
@@ -53,7 +53,7 @@ def read(name: str, reader: Callable[[object], T], default: T) -> T:
 
 
 def mixed_precision() -> str:
-    """Return "no", "fp16" or "bf16"."""
+    """Return "no", "fp16", "bf16" or "fp8"."""
     return read("MIXED_PRECISION", one_of(*MIXED_PRECISIONS), "no")
 
 

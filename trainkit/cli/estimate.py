@@ -21,7 +21,7 @@ _OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "momentum": partial(torch.optim.SGD, lr=1e-3, momentum=0.9),
     "adafactor": partial(torch.optim.Adafactor, lr=1e-3),
 }
-_COMPUTES_IN = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+_COMPUTES_IN = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 _WHAT = "Print the memory of each process for parameters, gradients and optimizer, from shapes."
 
 

@@ -17,8 +17,9 @@ _OFF = (*NULL, "no", "false", "none", "off", "0")
 
 _UNKNOWN_TO_US = {
     # Either way the address of machine 0 is used, GPUs are those that torch has, and after a
-    # failure there is one report.
-    "": "no_tpu_cluster quiet same_network use_xpu",
+    # failure there is one report. Under fp8 FSDP gathers in bf16, and what must be padded is.
+    "": """fp8_enable_fsdp_float8_all_gather fp8_pad_inner_dim no_tpu_cluster quiet same_network
+        use_xpu""",
     "the launcher of DeepSpeed; write `Trainer(strategy=DeepSpeed(...))`": """
         deepspeed_config deepspeed_config_file deepspeed_exclusion_filter deepspeed_hostfile
         deepspeed_inclusion_filter deepspeed_moe_layer_cls_names deepspeed_multinode_launcher
@@ -48,10 +49,9 @@ _UNKNOWN_TO_US = {
     """,
     "a function to start: the whole script is run": "main_training_function",
     "binding of processes to cores; use `numactl`": "enable_cpu_affinity",
-    "fp8": """
-        fp8_amax_compute_algo fp8_amax_history_len fp8_backend fp8_config
-        fp8_enable_fsdp_float8_all_gather fp8_format fp8_interval fp8_margin fp8_opt_level
-        fp8_override_linear_precision fp8_pad_inner_dim fp8_use_autocast_during_eval
+    "fp8 by Transformer Engine or MS-AMP, not by torchao (`fp8_backend: AO`)": """
+        fp8_amax_compute_algo fp8_amax_history_len fp8_backend fp8_config fp8_format fp8_interval
+        fp8_margin fp8_opt_level fp8_override_linear_precision fp8_use_autocast_during_eval
     """,
     "mpirun; it starts the processes itself": "mpirun_config mpirun_hostfile",
     "tensor, context and sequence parallelism": """
@@ -70,14 +70,22 @@ KEYS = {key: what for what, keys in _UNKNOWN_TO_US.items() for key in keys.split
 GPUS_OF_OTHERS = ("MULTI_NPU", "MULTI_XPU")
 """Values of `distributed_type` that mean MULTI_GPU."""
 
-_HARMLESS = {"compute_environment": "LOCAL_MACHINE", "main_training_function": "main"}
+_HARMLESS = {
+    "compute_environment": "local_machine",
+    "fp8_backend": "ao",
+    "main_training_function": "main",
+}
 
 
 def check(key: str, value: object, place: str) -> None:
     """Raise ConfigError if a key of `KEYS` switches on what trainkit does not drive."""
-    if KEYS[key] and value != _HARMLESS.get(key) and not _is_off(value):
+    what = KEYS.get(key, "what is unknown")
+    if key == "fp8_config" and isinstance(value, dict):
+        for name, each in value.items():
+            check(f"fp8_{str(name).removeprefix('fp8_')}", each, place)
+    elif what and str(value).lower() != _HARMLESS.get(key) and not _is_off(value):
         raise ConfigError(
-            f"`{key}` ({place}) asks for {KEYS[key]}: trainkit does not drive it. Leave it out."
+            f"`{key}` ({place}) asks for {what}: trainkit does not drive it. Leave it out."
         )
 
 

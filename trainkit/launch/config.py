@@ -73,7 +73,7 @@ def write_basic_config(
     """Write the file that fits this machine; return it, or False where there is one.
 
     Args:
-        mixed_precision: "no", "fp16" or "bf16".
+        mixed_precision: "no", "fp16", "bf16" or "fp8".
         save_location: The file; by default the one where `trainkit launch` looks.
     """
     path = config_file.default_path() if save_location is None else Path(save_location)
@@ -124,7 +124,7 @@ def _answers(given: Mapping[str, Any]) -> dict[str, Any]:
     ask("num_processes", "How many processes, on all machines together?", each * machines)
     if on_gpus:
         ask("gpu_ids", "Which GPUs of this machine (all, or such as 0,1)?", "all")
-    ask("mixed_precision", "Which precision (no, fp16, bf16)?", "no")
+    ask("mixed_precision", "Which precision (no, fp16, bf16, fp8)?", "no")
     if values["num_processes"] > 1 and "distributed_type" not in values:
         shards = _ask(
             "Share the model out over the processes (FSDP)?", SETTINGS["debug"].read, False

@@ -116,7 +116,7 @@ class JobSettings:
     gpu_ids: str = _setting("all", gpu_ids, "GPUs of this machine to use, such as 0,1", "IDS")
     mixed_precision: str = _setting(
         "no", one_of(*MIXED_PRECISIONS),
-        "no, fp16 or bf16: what `Trainer()` and `Accelerator()` take unless told", "NAME",
+        "no, fp16, bf16 or fp8: what `Trainer()` and `Accelerator()` take unless told", "NAME",
         accelerate=True)
     distributed_type: str | None = _setting(
         None, _distributed_type, f"one of {', '.join(DISTRIBUTED_TYPES)}", "NAME")

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -29,6 +29,11 @@ class Precision(ABC):
     exhausted: bool = False
     """Whether the latest overflow came where the loss cannot be scaled down any further."""
 
+    @property
+    def described(self) -> str:
+        """The name, with what else a checkpoint must have been trained by."""
+        return self.name
+
     def setup(self, device: torch.device) -> None:
         """Bind to the device; raises `ConfigError` where it lacks the format."""
         self.device = device
@@ -39,6 +44,13 @@ class Precision(ABC):
         Called for each one before any state is loaded and before the first backward. Parameters,
         and so gradients, may lie elsewhere than the device of `setup`.
         """
+
+    def convert(self, model: nn.Module) -> Callable[[], object]:
+        """Let parts of a model compute in another way from now on; return what undoes that.
+
+        Called before each training or evaluation, one inside of it too; all parts and names stay.
+        """
+        return dict  # there is nothing to undo
 
     @abstractmethod
     def autocast(self) -> AbstractContextManager[object]:
@@ -102,12 +114,12 @@ class BF16(Precision):
         super().setup(device)
         if lacks_bf16(device):
             raise ConfigError(
-                f'`precision="bf16"` was given, but this `{device.type}` device has no '
+                f'`precision="{self.name}"` was given, but this `{device.type}` device has no '
                 'bfloat16. Use `precision="fp16"` or `"fp32"`.'
             )
         if not torch.amp.is_autocast_available(device.type):
             raise ConfigError(
-                f'`precision="bf16"` was given, but torch has no autocast for `{device.type}`. '
+                f"`{self.name}` was given, but torch has no autocast for `{device.type}`. "
                 'Use `precision="fp32"`.'
             )
 

@@ -82,10 +82,10 @@ class ModelParallel(ShardedStrategy):
 
     @override
     def wrap(self, model: nn.Module, precision: Precision, seed: int = 0) -> nn.Module:
-        if precision.name == "fp16":
+        if precision.name in ("fp16", "fp8"):
             raise ConfigError(
-                '`strategy="model_parallel"` has no loss scale for parameters on several meshes. '
-                'Use `precision="bf16"` or "fp32" instead of "fp16".'
+                '`strategy="model_parallel"` has no scale for parameters on several meshes. Use '
+                f'`precision="bf16"` or "fp32" instead of "{precision.name}".'
             )
         self.adopt(model)
         self._trained.clear()

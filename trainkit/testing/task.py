@@ -17,7 +17,7 @@ from trainkit.training.callback import Callback
 from trainkit.training.run import Run
 from trainkit.types import IGNORED, Scalars, StepOutput, StepResult
 
-FEATURES, WIDTH, CLASSES = 6, 8, 3
+FEATURES, WIDTH, CLASSES = 6, 16, 3
 GLOBAL_BATCH = 12  # samples of a step, all processes together
 SAMPLES = 44  # the last step of an epoch has 8: some processes have fewer, or none
 STEPS_PER_EPOCH = 4

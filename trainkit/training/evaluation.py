@@ -84,7 +84,7 @@ class Evaluator:
         for metric in metrics:
             metric.reset()
         sums, chunks, is_empty = LogSums(), self._chunks(module, loader, metrics), True
-        with _undisturbed(module, self.communicator), self.log.apart() as logged:
+        with _undisturbed(module, self), self.log.apart() as logged:
             with closing(self._outputs(module, loader, watch)) as results:
                 for outputs, count in results:
                     is_empty = False
@@ -126,7 +126,7 @@ class Evaluator:
             sizes.extend(samples for _, samples in gathered)
 
         with (
-            _undisturbed(module, self.communicator),
+            _undisturbed(module, self),
             self.log.apart(),
             closing(self._outputs(module, loader)) as results,
         ):
@@ -307,10 +307,12 @@ class _Chunks:
 
 
 @contextmanager
-def _undisturbed(module: nn.Module, communicator: Communicator) -> Iterator[None]:
+def _undisturbed(module: nn.Module, evaluator: Evaluator) -> Iterator[None]:
     from trainkit.training.modes import in_evaluation_mode  # only where something is evaluated
 
+    communicator = evaluator.communicator
     processes = communicator.data_processes
+    undo = evaluator.precision.convert(module)
     repeats, processes.repeats = processes.repeats, False
     try:
         with (
@@ -321,6 +323,7 @@ def _undisturbed(module: nn.Module, communicator: Communicator) -> Iterator[None
         ):
             yield
     finally:
+        undo()
         processes.repeats = repeats
         torch.clear_autocast_cache()  # else a forward around it takes casts that have no gradient
 

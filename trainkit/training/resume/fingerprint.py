@@ -64,7 +64,7 @@ def fingerprint(run: Run) -> dict[str, Any]:
         },
         "scheduler": run.lr_schedule and run.lr_schedule.kind,
         "scheduler advances": run.lr_schedule and run.lr_schedule.unit,
-        "precision": run.precision.name,
+        "precision": run.precision.described,
         "data set length": loader.samples_per_epoch,
         "global batch": loader.nominal_window(accumulation),
         "seed": run.config.seed,

@@ -40,6 +40,7 @@ PRECISIONS: dict[str, Callable[[], Precision]] = {
     "fp32": lambda: precisions.FP32(),
     "bf16": lambda: precisions.BF16(),
     "fp16": lambda: precisions.FP16(),
+    "fp8": lambda: precisions.FP8(),
 }
 
 

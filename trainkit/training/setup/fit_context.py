@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import nn
 
 from trainkit.basics import rng
-from trainkit.basics.config import TrainConfig
 from trainkit.basics.signals import Interrupted, is_interactive, signal_name
 from trainkit.data import PreparedLoader
 from trainkit.distributed import collective_guard
@@ -108,11 +107,11 @@ def watched(run: Run, watchdog: "Watchdog | None") -> Iterator[None]:
 
 
 @contextmanager
-def conditions(
-    model: nn.Module, config: TrainConfig, options: Mapping[str, Any] | None
-) -> Iterator[None]:
+def conditions(run: Run, options: Mapping[str, Any] | None) -> Iterator[None]:
     """Hold what is to hold while a model is trained, and put it back afterwards."""
+    model, config = run.module, run.config
     with compiling(model, options), rng.determinism(config.deterministic), ExitStack() as stack:
+        stack.callback(run.precision.convert(model))
         if config.gradient_checkpointing:
             from trainkit.strategies.activation_checkpointing import checkpoint_activations
             from trainkit.strategies.blocks import find_blocks  # most runs need neither
