@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from tests.helpers.callbacks import On, StopsAt
 from tests.helpers.ranks import run_ranks
 from tests.helpers.toys import FEATURES, SAMPLES, fit, make_trainer, toy_dataset
-from trainkit import Callback, CheckpointCorrupt, Run
+from trainkit import Callback, CheckpointCorrupt, Run, Trainer
 from trainkit.callbacks import Checkpoint
 from trainkit.checkpoint import CheckpointStore
 
@@ -129,6 +129,17 @@ class Batches:
             yield inputs * (1 + 0.1 * self.passes), targets
 
 
+class Baseline(Trainer):
+    """A trainer that subtracts the mean of earlier losses."""
+
+    mean, number = torch.zeros(()), 0
+
+    def training_step(self, model: nn.Module, batch: Any) -> Tensor:
+        loss = nn.functional.cross_entropy(model(batch[0]), batch[1])
+        self.mean, self.number = self.mean.lerp(loss.detach(), 0.1), self.number + 1
+        return loss * (loss.detach() - self.mean + 0.01 * self.number)
+
+
 def _freeze(run: Run, *_: Any) -> None:
     if run.state.step == 3:
         layer = run.module.get_submodule("body.0")
@@ -165,7 +176,8 @@ def _named(body: nn.Module) -> nn.Module:
 def _harder_by_epoch() -> dict[str, Any]:
     data = Levels()
     harder = On(Callback.on_epoch_end, partial(_harder, data))
-    return _plain(loaders=_loader(data), callback=harder)
+    part = Subset(data, [*range(SAMPLES)])
+    return _plain(loaders=_loader(part), callback=harder)
 
 
 KINDS: dict[str, Callable[[], dict[str, Any]]] = {
@@ -173,6 +185,7 @@ KINDS: dict[str, Callable[[], dict[str, Any]]] = {
     "loss module": lambda: _plain(loss_fn=Centred()),
     "loss object": lambda: _plain(loss_fn=Counted()),
     "data set": _harder_by_epoch,
+    "trainer": lambda: _plain(loss_fn=None, trainer=Baseline),
     "stream": lambda: _plain(loaders=_loader(Passes())),
     "loader": lambda: _plain(loaders=Batches()),
     "frozen": lambda: _plain(callback=On(Callback.on_step_end, _freeze)),
@@ -191,7 +204,7 @@ def _train(
     seen.name = "losses"
     callbacks = [Checkpoint(every_n_steps=CUT), seen, StopsAt(stop)]
     callbacks += [made.pop("callback")] if "callback" in made else []
-    trainer = make_trainer(
+    trainer = made.pop("trainer", Trainer)(
         max_steps=STEPS,
         output_dir=folder,
         callbacks=callbacks,

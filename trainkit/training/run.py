@@ -100,15 +100,14 @@ class Run(RunServices):
     def __post_init__(self) -> None:
         from trainkit.training.resume.attributes import attributes_of  # only a fit needs it
 
-        processes = self.strategy.processes
+        processes, evaluator = self.strategy.processes, self.evaluation.evaluator
+        trainer = getattr(evaluator.step, "__self__", None)
         self.internals = Internals(
             weights=EvaluationWeights(self.optimizer),
             flags=AsyncFlags(processes, size=4) if processes.size > 1 else None,
             given_groups=len(self.optimizer.param_groups),
             scheduled_steps=self.planned_steps,
-            attributes=attributes_of(
-                self.module, self.evaluation.evaluator.loss_fn, self.train_loader
-            ),
+            attributes=attributes_of(self.module, evaluator.loss_fn, self.train_loader, trainer),
         )
 
     @property

@@ -32,6 +32,7 @@ from trainkit.checkpoint.resharding.sharding_spec import local_part
 from trainkit.data import PreparedLoader
 from trainkit.data.own_generators import generators_in
 from trainkit.data.stream_start import is_stateful
+from trainkit.data.workers import datasets_of
 from trainkit.errors import quoted
 
 Entries = dict[str, dict[str, Any]]
@@ -44,6 +45,7 @@ _MOST = 10_000  # values in one attribute: what has more is data
 _SCALARS = (type(None), bool, int, float, complex, str)
 _CONTAINERS = (list, tuple, dict, deque)
 _LARGEST = 1 << 20  # bytes of a tensor or array in a data set: what is larger is its data
+_OF_TRAINER = ("planned_steps",)  # which each `fit` sets anew
 _NOT_OBJECTS = (type, FunctionType, MethodType, partial)
 _ENTRY = {
     "value?": Any,
@@ -58,26 +60,26 @@ class Attributes:
     """Saves the attributes that have changed since a training began, and puts them back.
 
     Of modules and loss functions these are numbers, text, tensors, arrays, generators, and lists,
-    tuples, dicts and deques of such; of data sets the same
-    without containers, and small. Left alone is what a graph has
+    tuples, dicts and deques of such; of data sets and the
+    trainer the same without containers, and small. Left alone is what a graph has
     made, and what shares memory with a parameter or a buffer.
 
     Args:
         model: What is trained.
         loss_fn: Of a module also its parameters and buffers, which nothing else saves.
-        datasets: By name, those without a state of their own.
-        streams: Which of these a resume reads from the beginning of a pass.
+        others: By name: data sets without a state of their own, and a trainer of the user's.
+        streams: Which of these are data that a resume reads from the beginning of a pass.
     """
 
     def __init__(
         self,
         model: nn.Module,
         loss_fn: Any,
-        datasets: Mapping[str, Any],
+        others: Mapping[str, Any],
         streams: Collection[str],
     ) -> None:
         self._model, self._loss_fn = model, loss_fn
-        self._datasets, self._streams = datasets, streams
+        self._others, self._streams = others, streams
         self._before: dict[str, dict[str, Any]] = {}
         self._loaded: Entries = {}
         self._at_start: Entries = {}  # of the pass that is under way
@@ -167,12 +169,12 @@ class Attributes:
                     yield name, module, values | parameters_of(module) | buffers_of(module)
         elif not isinstance(self._loss_fn, _NOT_OBJECTS):
             yield "loss_fn", self._loss_fn, _plain_values(self._loss_fn, memory)
-        for name, dataset in self._datasets.items():
-            values = getattr(dataset, "__dict__", {})
-            found = {k: v for k, v in values.items() if _is_small(v)}
+        for name, other in self._others.items():
+            values = getattr(other, "__dict__", {})
+            found = {k: v for k, v in values.items() if k not in _OF_TRAINER and _is_small(v)}
             if name in self._streams:  # others draw under the keys of their samples
-                found |= _own_generators(dataset)
-            yield name, dataset, found
+                found |= _own_generators(other)
+            yield name, other, found
 
 
 def _own_generators(dataset: Any) -> dict[str, Any]:
@@ -317,15 +319,21 @@ def _moved(value: Any, device: torch.device | None) -> Any:
     return value
 
 
-def attributes_of(module: nn.Module, loss_fn: Any, loader: PreparedLoader) -> Attributes:
+def attributes_of(
+    module: nn.Module, loss_fn: Any, loader: PreparedLoader, trainer: Any
+) -> Attributes:
     """Return what looks after the attributes of a run."""
-    parts = {"": loader} if loader.parts is None else loader.parts
-    datasets, streams = {}, []
-    for key, part in parts.items():
-        name, loader = f"data.{key}".rstrip("."), part.source
-        dataset = getattr(loader, "dataset", loader)
-        if not is_stateful(dataset):
-            datasets[name] = dataset
-            if dataset is loader or isinstance(dataset, IterableDataset):
-                streams.append(name)
-    return Attributes(module, loss_fn, datasets, streams)
+    objects: dict[str, Any] = {}
+    if not type(trainer).__module__.startswith("trainkit."):
+        objects["trainer"] = trainer
+    streams = []
+    for key, part in ({"": loader} if loader.parts is None else loader.parts).items():
+        name, source = f"data.{key}".rstrip("."), part.source
+        dataset = getattr(source, "dataset", source)
+        if is_stateful(dataset):
+            continue
+        if dataset is source or isinstance(dataset, IterableDataset):
+            streams.append(name)
+        for index, inner in enumerate(datasets_of(dataset)):
+            objects[f"{name}.{index}" if index else name] = inner
+    return Attributes(module, loss_fn, objects, streams)
