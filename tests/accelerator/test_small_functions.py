@@ -47,6 +47,32 @@ def test_tensors_of_a_module_are_named_as_there() -> None:
     OURS.clear_device_cache(garbage_collection=True)
 
 
+def test_parameters_of_modules_are_found_as_there() -> None:
+    theirs = importlib.import_module("accelerate.utils.fsdp_utils").get_parameters_from_modules
+    model = nn.Sequential(nn.Linear(1, 1), nn.Sequential(nn.Linear(1, 1), nn.ReLU()))
+    for modules in (None, [], [model[1]], list(model), r"1\..*", "0|1", "none"):
+        ours = OURS.get_parameters_from_modules(modules, model, "cpu")
+        assert ours == theirs(modules, model, "cpu")
+    OURS.get_parameters_from_modules("0", model, "meta")
+    assert [parameter.is_meta for parameter in model.parameters()] == [True, True, False, False]
+
+
+@pytest.mark.parametrize("include_buffers", [False, True])
+def test_modules_are_made_on_a_device_as_there(include_buffers: bool) -> None:
+    places = []
+    for library in (accelerate, importlib.import_module("accelerate")):
+        with library.init_on_device(torch.device("meta"), include_buffers=include_buffers):
+            model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+            model[0].weight.requires_grad_(False)
+        named = (*model.named_parameters(), *model.named_buffers())
+        places.append([(name, each.device, each.requires_grad) for name, each in named])
+    assert places[0] == places[1]
+    with accelerate.init_on_device("meta", include_buffers=include_buffers):
+        model[1].weight = model[1].bias
+    assert model[1].weight is model[1].bias  # which Accelerate makes anew
+    assert nn.Linear(1, 1).weight.device.type == "cpu"
+
+
 def test_a_class_inside_of_a_module_is_found_by_its_name() -> None:
     theirs = importlib.import_module("accelerate.utils.fsdp_utils").get_module_class_from_name
     model = nn.Sequential(nn.Sequential(nn.Linear(2, 2)))

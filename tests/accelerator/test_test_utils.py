@@ -33,6 +33,15 @@ def test_a_program_is_run_and_its_lines_are_there(
     assert capfd.readouterr() == ("", "")
 
 
+@both
+def test_a_command_returns_its_output_where_that_is_asked_for(lib: Any) -> None:
+    run, command = lib.testing.run_command, [Path(sys.executable), "-c", "print(1)"]
+    assert run(command) is None
+    assert run(command, return_stdout=True) == "1\n"
+    with pytest.raises(lib.testing.SubprocessCallException, match=r"(?s)-c.*bad"):
+        run([sys.executable, "-c", PROGRAM.format(1)])
+
+
 def test_a_program_that_a_signal_ends_has_failed_and_one_that_is_late_is_killed() -> None:
     code = "import os; os.kill(os.getpid(), 9)"
     with pytest.raises(RuntimeError, match="ended with -9"):

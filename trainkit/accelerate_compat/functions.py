@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
@@ -84,6 +85,16 @@ def fsdp2_prepare_model(accelerator: Any, model: nn.Module) -> nn.Module:
 def get_module_class_from_name(module: nn.Module, name: str) -> type[nn.Module] | None:
     """Return the class of that name of a module or of one inside of it; None without one."""
     return next((type(each) for each in module.modules() if type(each).__name__ == name), None)
+
+
+def get_parameters_from_modules(
+    modules: str | Iterable[nn.Module] | None, model: nn.Module, device: Any
+) -> set[nn.Parameter]:
+    """Return the parameters of modules; those that a pattern names move to the device."""
+    if isinstance(modules, str):
+        named = model.named_modules()
+        modules = [each.to(device) for name, each in named if re.fullmatch(modules, name)]
+    return {parameter for module in modules or () for parameter in module.parameters()}
 
 
 def set_module_tensor_to_device(

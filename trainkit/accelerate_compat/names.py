@@ -43,7 +43,8 @@ _HOMES = {
     + " ".join(f"is_{what}_available" for what in _AVAILABLE.split()),
     "accelerate_compat.functions": """
         clear_device_cache clear_environment convert_outputs_to_fp32 debug_launcher find_batch_size
-        fsdp2_prepare_model get_backend get_int_from_env get_module_class_from_name honor_type
+        fsdp2_prepare_model get_backend get_int_from_env get_module_class_from_name
+        get_parameters_from_modules honor_type
         is_compiled_module is_peft_model listify merge_dicts named_module_tensors on_main_process
         parse_choice_from_env parse_flag_from_env patch_environment recursively_apply save
         set_module_tensor_to_device str_to_bool torch_device tqdm CustomDtype FSDP_MODEL_NAME
@@ -68,7 +69,8 @@ _HOMES = {
     """,
     "accelerate_compat.placeholders": "DummyOptim DummyScheduler",
     "accelerate_compat.testing": """
-        execute_subprocess_async get_torch_dist_unique_port mocked_dataloaders
+        SubprocessCallException execute_subprocess_async get_torch_dist_unique_port
+        mocked_dataloaders run_command
     """,
     "accelerator.autocasting": "convert_to_fp32=in_fp32",
     "accelerator.loader": "DataLoaderStateMixin=SharedLoader",
@@ -80,6 +82,7 @@ _HOMES = {
     "accelerator.tracking": "LOGGER_TYPE_TO_CLASS=KINDS register_tracker_class",
     "large_models.devices": "get_max_memory=room infer_auto_device_map",
     "large_models.dispatch": "dispatch_model",
+    "large_models.empty": "init_on_device",
     "launch.config": "write_basic_config",
     "trackers.mlflow": "MLflowTracker",
     "trackers.tensorboard": "TensorBoardTracker",
@@ -120,7 +123,6 @@ REFUSED = {
     "checkpoint)`, or shard it with `Accelerator(strategy=trainkit.strategies.FSDP())`": """
         LayerwiseCastingHook attach_layerwise_casting_hooks get_balanced_memory
     """,
-    "use torch's own: `with torch.device(device):`": "init_on_device",
     "use torch's own: `torch.amp.GradScaler(device)`": "get_grad_scaler",
     "write the values themselves as texts": "DynamoBackend PrecisionType RNGType",
     "use torch's own: `torch.compile(model)`, or `Accelerator(dynamo_backend=...)`": """
@@ -132,10 +134,9 @@ REFUSED = {
     "start processes by `trainkit launch`, or by `notebook_launcher`": """
         PrepareForLaunch launch_command launch_command_parser
     """,
-    "use Python's `subprocess.run(command, check=True)`": "run_command",
     "use the method of `Accelerator`: `prepare`, `save_state`, `load_state`, `get_state_dict`": """
         fsdp2_prepare_auto_wrap_policy get_module_children_bottom_up
-        get_non_persistent_buffers get_parameters_from_modules
+        get_non_persistent_buffers
         load_accelerator_state load_fsdp_model load_fsdp_optimizer merge_fsdp_weights
         save_accelerator_state save_custom_state save_fsdp_model save_fsdp_optimizer
     """,

@@ -17,6 +17,10 @@ from trainkit.basics.packages import require
 _FOLDER = "tests/test_samples/MRPC"
 
 
+class SubprocessCallException(Exception):
+    """A program that `run_command` started has failed; its errors are in the text."""
+
+
 def execute_subprocess_async(
     cmd: Sequence[Any],
     env: Mapping[str, str] | None = None,
@@ -70,6 +74,21 @@ def _lines(stream: IO[str] | None, to: Any, label: str, quiet: bool) -> list[str
         if not quiet:
             print(label, found[-1], file=to)
     return found
+
+
+def run_command(
+    command: Sequence[Any], return_stdout: bool = False, env: Mapping[str, str] | None = None
+) -> str | None:
+    """Run a program; return what it wrote, with its errors, where that is asked for.
+
+    Raises:
+        SubprocessCallException: It failed.
+    """
+    try:
+        done = execute_subprocess_async(command, env, quiet=True, echo=False)
+    except RuntimeError as error:
+        raise SubprocessCallException(*error.args) from error
+    return "".join(f"{line}\n" for line in done.stdout + done.stderr) if return_stdout else None
 
 
 def get_torch_dist_unique_port() -> int:
