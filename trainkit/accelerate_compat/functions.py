@@ -91,10 +91,11 @@ def get_parameters_from_modules(
     modules: str | Iterable[nn.Module] | None, model: nn.Module, device: Any
 ) -> set[nn.Parameter]:
     """Return the parameters of modules; those that a pattern names move to the device."""
+    found: Iterable[nn.Module] = () if isinstance(modules, str) else modules or ()
     if isinstance(modules, str):
         named = model.named_modules()
-        modules = [each.to(device) for name, each in named if re.fullmatch(modules, name)]
-    return {parameter for module in modules or () for parameter in module.parameters()}
+        found = [each.to(device) for name, each in named if re.fullmatch(modules, name)]
+    return {parameter for module in found for parameter in module.parameters()}
 
 
 def set_module_tensor_to_device(
