@@ -157,7 +157,8 @@ class Job:
         command = [
             "launch", "--cpu", "--num_machines", f"1:{self.most}", "--num_processes", self.most,
             "--max_restarts", 1000, "--main_process_ip", "127.0.0.1",
-            "--main_process_port", self.port, "--rdzv_conf", self.rendezvous, "--shutdown_timeout", 20,
+            "--main_process_port", self.port, "--rdzv_conf", self.rendezvous,
+            "--shutdown_timeout", 20,
             "script.py", "elastic.pt", self.epochs, self.pause,
         ]  # fmt: skip
         launcher = Launcher(command, self.folder, output=f"machine-{self.started}")

@@ -60,6 +60,7 @@ def test_parameters_of_modules_are_found_as_there() -> None:
 @pytest.mark.parametrize("include_buffers", [False, True])
 def test_modules_are_made_on_a_device_as_there(include_buffers: bool) -> None:
     places = []
+    model = nn.Sequential()
     for library in (accelerate, importlib.import_module("accelerate")):
         with library.init_on_device(torch.device("meta"), include_buffers=include_buffers):
             model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
@@ -82,6 +83,7 @@ def test_a_class_inside_of_a_module_is_found_by_its_name() -> None:
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_nestings_are_walked_as_there() -> None:
+    ragged = torch.nested.nested_tensor([torch.ones(3), torch.ones(1)])
     assert OURS.listify(NESTING) == THEIRS.listify(NESTING)
     assert OURS.find_batch_size(NESTING) == THEIRS.find_batch_size(NESTING) == 2
     assert OURS.find_batch_size([[torch.ones(3, 1)]]) == 3
@@ -104,7 +106,6 @@ def test_nestings_are_walked_as_there() -> None:
             one.concatenate([{"a": torch.ones(1), "b": "text"}] * 2)
         with pytest.raises(RuntimeError):  # and is not filled up
             one.concatenate([torch.ones(1, 2), torch.ones(1, 3)])
-        ragged = torch.nested.nested_tensor([torch.ones(3), torch.ones(1)])
         with pytest.warns(UserWarning, match="[Cc]annot pad nested tensors"):
             assert one.pad_across_processes(ragged) is ragged
     for library in (accelerate, importlib.import_module("accelerate")):
