@@ -11,7 +11,14 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Subset,
+    WeightedRandomSampler,
+    default_collate,
+)
 
 from tests.helpers.callbacks import On, StopsAt
 from tests.helpers.ranks import run_ranks
@@ -84,6 +91,31 @@ class Counted:
         return nn.functional.cross_entropy(outputs, targets) * (1 + 0.01 * self.calls)
 
 
+def _closed() -> Any:
+    known = {"calls": 0}
+    factor = 1.0
+
+    def loss_fn(outputs: Tensor, targets: Tensor) -> Tensor:
+        nonlocal factor
+        known["calls"] += 1
+        factor *= 1.01
+        return nn.functional.cross_entropy(outputs, targets) * factor * known["calls"]
+
+    return loss_fn
+
+
+class Collated:
+    """Makes batches, each larger than the one before."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, samples: Any) -> Any:
+        self.calls += 1
+        inputs, targets = default_collate(samples)
+        return inputs * (1 + 0.01 * self.calls), targets
+
+
 class Levels(Dataset[Any]):
     """Samples that become harder, and count how often they were read."""
 
@@ -132,12 +164,36 @@ class Batches:
 class Baseline(Trainer):
     """A trainer that subtracts the mean of earlier losses."""
 
-    mean, number = torch.zeros(()), 0
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.mean, self.number, self.generator = torch.zeros(()), 0, random.Random(1)
+        self.latest: list[Tensor] = []
 
     def training_step(self, model: nn.Module, batch: Any) -> Tensor:
         loss = nn.functional.cross_entropy(model(batch[0]), batch[1])
         self.mean, self.number = self.mean.lerp(loss.detach(), 0.1), self.number + 1
-        return loss * (loss.detach() - self.mean + 0.01 * self.number)
+        self.latest = [*self.latest[-3:], loss.detach()]
+        shift = self.generator.random() + torch.stack(self.latest).mean()
+        return loss * (loss.detach() - self.mean + 0.01 * self.number + shift)
+
+
+class Taught(Trainer):
+    """A trainer that holds the teacher, an average of the model, and another one in a list."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        with torch.random.fork_rng(devices=[]):
+            self.teacher = nn.Linear(FEATURES, 2).requires_grad_(False)
+            self.others = [nn.BatchNorm1d(FEATURES)]
+
+    def training_step(self, model: nn.Module, batch: Any) -> Tensor:
+        inputs, targets = batch
+        outputs: Tensor = model(inputs)
+        with torch.no_grad():
+            aim = self.teacher(self.others[0](inputs))
+            self.teacher.weight.lerp_(torch.ones(()), 0.01)
+        loss: Tensor = nn.functional.cross_entropy(outputs, targets)
+        return loss + nn.functional.mse_loss(outputs, aim)
 
 
 def _freeze(run: Run, *_: Any) -> None:
@@ -184,7 +240,11 @@ KINDS: dict[str, Callable[[], dict[str, Any]]] = {
     "module": lambda: _plain(model=Changes()),
     "loss module": lambda: _plain(loss_fn=Centred()),
     "loss object": lambda: _plain(loss_fn=Counted()),
+    "loss method": lambda: _plain(loss_fn=Counted().__call__),
+    "loss closure": lambda: _plain(loss_fn=_closed()),
+    "collate function": lambda: _plain(loaders=DataLoader(toy_dataset(), 4, collate_fn=Collated())),
     "data set": _harder_by_epoch,
+    "teacher": lambda: _plain(loss_fn=None, trainer=Taught),
     "trainer": lambda: _plain(loss_fn=None, trainer=Baseline),
     "stream": lambda: _plain(loaders=_loader(Passes())),
     "loader": lambda: _plain(loaders=Batches()),
@@ -226,6 +286,26 @@ def test_a_resume_brings_back_what_no_state_dict_holds(kind: str, tmp_path: Path
     assert [p.requires_grad for p in whole.parameters()] == [
         p.requires_grad for p in resumed.parameters()
     ]
+
+
+def test_weights_of_a_sampler_come_back_between_two_epochs(tmp_path: Path) -> None:
+    def run(folder: Path, steps: int, resume: str | None) -> list[Tensor]:
+        torch.manual_seed(0)
+        sampler = WeightedRandomSampler([1.0] * SAMPLES, SAMPLES)
+
+        def weigh(run: Run, *_: Any) -> None:
+            sampler.weights[run.state.step] += 5
+
+        weighs = On(Callback.on_step_end, weigh)
+        callbacks = [weighs, Checkpoint(every_n_steps=8), StopsAt(steps)]
+        trainer = Trainer(max_epochs=3, output_dir=folder, callbacks=callbacks)
+        model = nn.Linear(FEATURES, 2)
+        fit(trainer, DataLoader(toy_dataset(), 4, sampler=sampler), model, resume=resume)
+        return [*model.parameters()]
+
+    whole = run(tmp_path / "a", 99, None)
+    run(tmp_path / "b", 8, None)
+    assert all(map(torch.equal, whole, run(tmp_path / "b", 99, "must")))
 
 
 def test_what_shares_memory_with_a_parameter_stays_so(tmp_path: Path) -> None:

@@ -107,7 +107,13 @@ class Run(RunServices):
             flags=AsyncFlags(processes, size=4) if processes.size > 1 else None,
             given_groups=len(self.optimizer.param_groups),
             scheduled_steps=self.planned_steps,
-            attributes=attributes_of(self.module, evaluator.loss_fn, self.train_loader, trainer),
+            attributes=attributes_of(
+                self.module,
+                evaluator.loss_fn,
+                self.train_loader,
+                trainer,
+                self.checkpoints.objects.values(),
+            ),
         )
 
     @property

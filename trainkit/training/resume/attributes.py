@@ -8,8 +8,7 @@ resume that lacked one of these would be another run.
 import copy
 import warnings
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from types import FunctionType, MethodType
 from typing import Any
 from weakref import ref
@@ -44,9 +43,8 @@ _TRAINABLE = ".requires_grad"  # behind the name of a parameter
 _MOST = 10_000  # values in one attribute: what has more is data
 _SCALARS = (type(None), bool, int, float, complex, str)
 _CONTAINERS = (list, tuple, dict, deque)
+_MOST_HELD = 64  # modules in a list or dict
 _LARGEST = 1 << 20  # bytes of a tensor or array in a data set: what is larger is its data
-_OF_TRAINER = ("planned_steps",)  # which each `fit` sets anew
-_NOT_OBJECTS = (type, FunctionType, MethodType, partial)
 _ENTRY = {
     "value?": Any,
     "generator?": Any,
@@ -59,16 +57,18 @@ _ENTRY = {
 class Attributes:
     """Saves the attributes that have changed since a training began, and puts them back.
 
-    Of modules and loss functions these are numbers, text, tensors, arrays, generators, and lists,
-    tuples, dicts and deques of such; of data sets and the
-    trainer the same without containers, and small. Left alone is what a graph has
-    made, and what shares memory with a parameter or a buffer.
+    Of modules, loss functions and trainers these are numbers, text, tensors, arrays, generators,
+    and lists, tuples, dicts and deques of such; of data sets and collate functions the same without
+    containers, and small; of samplers tensors and arrays. A function has what it closes over. Left
+    alone is what a graph has made, and what shares memory with a parameter or a buffer.
 
     Args:
         model: What is trained.
-        loss_fn: Of a module also its parameters and buffers, which nothing else saves.
+        loss_fn: Of modules that are no part of the model, such as this one, or a teacher that the
+            trainer or the model holds, also the parameters and buffers, which nothing else saves.
         others: By name: data sets without a state of their own, and a trainer of the user's.
         streams: Which of these are data that a resume reads from the beginning of a pass.
+        registered: What is saved otherwise.
     """
 
     def __init__(
@@ -77,9 +77,11 @@ class Attributes:
         loss_fn: Any,
         others: Mapping[str, Any],
         streams: Collection[str],
+        registered: Collection[Any],
     ) -> None:
-        self._model, self._loss_fn = model, loss_fn
-        self._others, self._streams = others, streams
+        self._model = model
+        self._loss_fn = loss_fn.__self__ if isinstance(loss_fn, MethodType) else loss_fn
+        self._others, self._streams, self._registered = others, streams, registered
         self._before: dict[str, dict[str, Any]] = {}
         self._loaded: Entries = {}
         self._at_start: Entries = {}  # of the pass that is under way
@@ -161,20 +163,47 @@ class Attributes:
                 if not is_saved(module, key) and _is_plain(buffer, ())
             }
             yield name, module, values
-        if isinstance(self._loss_fn, nn.Module):
-            own = {id(module) for module in modules.values()}
-            for name, module in self._loss_fn.named_modules(prefix="loss_fn"):
-                if id(module) not in own:
-                    values = _plain_values(module, memory) | _frozen(module)
-                    yield name, module, values | parameters_of(module) | buffers_of(module)
-        elif not isinstance(self._loss_fn, _NOT_OBJECTS):
+        if not isinstance(self._loss_fn, nn.Module):
             yield "loss_fn", self._loss_fn, _plain_values(self._loss_fn, memory)
+        known = {id(module) for module in modules.values()}
+        for name, module in self._modules_apart(modules):
+            if id(module) not in known:
+                known.add(id(module))
+                values = _plain_values(module, memory) | _frozen(module)
+                own = {**parameters_of(module), **buffers_of(module)}.items()
+                yield name, module, values | {k: v for k, v in own if _is_plain(v, ())}
         for name, other in self._others.items():
-            values = getattr(other, "__dict__", {})
-            found = {k: v for k, v in values.items() if k not in _OF_TRAINER and _is_small(v)}
+            found = _plain_values(other, memory)
+            if name == "trainer":
+                found.pop("planned_steps", None)  # which each `fit` sets anew
+            elif name.endswith("sampler"):  # its counters follow the epochs
+                found = {k: v for k, v in found.items() if isinstance(v, Tensor) or _is_array(v)}
+            else:
+                found = {k: v for k, v in found.items() if _is_small(v)}
             if name in self._streams:  # others draw under the keys of their samples
                 found |= _own_generators(other)
             yield name, other, found
+
+    def _modules_apart(self, owners: Mapping[str, Any]) -> Iterator[tuple[str, nn.Module]]:
+        """Yield modules that are no part of the model: the loss, and those that objects hold."""
+        roots: dict[str, Any] = {"loss_fn": self._loss_fn}
+        trainer = {"trainer": self._others["trainer"]} if "trainer" in self._others else {}
+        for name, owner in {**owners, **roots, **trainer}.items():
+            for key, value in _attributes(owner).items():
+                held: dict[Any, Any] = {"": value}
+                if type(value) in (list, tuple):
+                    held = dict(enumerate(value[:_MOST_HELD]))
+                elif type(value) is dict:
+                    held = value if len(value) <= _MOST_HELD else {}
+                if key in _OF_EVERY_MODULE:
+                    continue
+                for place, each in held.items():
+                    if isinstance(each, nn.Module):
+                        roots[f"{name}.{key}.{place}".rstrip(".")] = each
+        registered = {id(each) for each in self._registered}
+        for name, root in roots.items():
+            if isinstance(root, nn.Module) and id(root) not in registered:
+                yield from root.named_modules(prefix=name)
 
 
 def _own_generators(dataset: Any) -> dict[str, Any]:
@@ -182,14 +211,52 @@ def _own_generators(dataset: Any) -> dict[str, Any]:
 
 
 def _is_small(value: Any) -> bool:
-    size = value.nbytes if isinstance(value, Tensor) or _is_array(value) else 0
     is_one = not isinstance(value, _CONTAINERS) and not is_generator(value)
-    return is_one and size <= _LARGEST and _is_plain(value, ())
+    return is_one and bool(getattr(value, "nbytes", 0) <= _LARGEST)
 
 
 def _plain_values(owner: Any, memory: Collection[int]) -> dict[str, Any]:
-    values = getattr(owner, "__dict__", {}).items()
+    values = _attributes(owner).items()
     return {k: v for k, v in values if k not in _OF_EVERY_MODULE and _is_plain(v, memory)}
+
+
+def _attributes(owner: Any) -> MutableMapping[str, Any]:
+    """Return the attributes of an object, or what a function closes over, to be read and set."""
+    if isinstance(owner, FunctionType):
+        return _Cells(owner)
+    attributes: dict[str, Any] = {} if isinstance(owner, type) else getattr(owner, "__dict__", {})
+    return attributes
+
+
+class _Cells(MutableMapping[str, Any]):
+    """What a function closes over, by name."""
+
+    def __init__(self, function: FunctionType) -> None:
+        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+        self._cells = dict(cells)
+
+    @override
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return self._cells[name].cell_contents
+        except ValueError:  # it is empty still
+            raise KeyError(name) from None
+
+    @override
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._cells[name].cell_contents = value
+
+    @override
+    def __delitem__(self, name: str) -> None:
+        raise NotImplementedError
+
+    @override
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self._cells if name in self)
+
+    @override
+    def __len__(self) -> int:
+        return len([*self])
 
 
 def _frozen(module: nn.Module) -> dict[str, Any]:
@@ -284,11 +351,11 @@ def _put_back(owner: Any, key: str, entry: Mapping[str, Any], device: torch.devi
         if parameter is not None:
             parameter.requires_grad_(entry["value"])
         return
-    values = vars(owner)
+    values = _attributes(owner)
     if isinstance(owner, nn.Module) and key not in values:
-        kinds: tuple[dict[str, Any], ...] = (buffers_of(owner), parameters_of(owner))
+        kinds: tuple[Any, ...] = (buffers_of(owner), parameters_of(owner))
         values = next((kind for kind in kinds if key in kind), values)
-    present = values.get(key)
+    present: Any = values.get(key)
     if "generator" in entry:
         if key.startswith(_GENERATOR):
             present = _own_generators(owner).get(key)
@@ -300,10 +367,15 @@ def _put_back(owner: Any, key: str, entry: Mapping[str, Any], device: torch.devi
         value = _moved(value, device)
     if "deque" in entry:
         value = deque(value, entry["deque"])
-    fits = isinstance(present, Tensor) and isinstance(value, Tensor)
-    if fits and entry["in_place"] and present.shape == value.shape:
+    are_tensors = isinstance(present, Tensor) and isinstance(value, Tensor)
+    if are_tensors and entry["in_place"] and present.shape == value.shape:
         with torch.no_grad():
             present.copy_(value)
+    elif type(present) is type(value) is dict:  # others may hold it, too
+        present.clear()
+        present.update(value)
+    elif type(present) is type(value) is list:
+        present[:] = value
     else:
         values[key] = value
 
@@ -320,7 +392,11 @@ def _moved(value: Any, device: torch.device | None) -> Any:
 
 
 def attributes_of(
-    module: nn.Module, loss_fn: Any, loader: PreparedLoader, trainer: Any
+    module: nn.Module,
+    loss_fn: Any,
+    loader: PreparedLoader,
+    trainer: Any,
+    registered: Collection[Any],
 ) -> Attributes:
     """Return what looks after the attributes of a run."""
     objects: dict[str, Any] = {}
@@ -336,4 +412,6 @@ def attributes_of(
             streams.append(name)
         for index, inner in enumerate(datasets_of(dataset)):
             objects[f"{name}.{index}" if index else name] = inner
-    return Attributes(module, loss_fn, objects, streams)
+        for key in ("collate_fn", "batch_sampler", "sampler"):
+            objects[f"{name}.{key}"] = getattr(source, key, None)
+    return Attributes(module, loss_fn, objects, streams, registered)
