@@ -66,7 +66,7 @@ class Counting(Dataset[tuple[Tensor, Tensor]]):
     """Samples made when they are read, and how many were."""
 
     def __init__(self, length: int) -> None:
-        self.length, self.reads = length, 0
+        self.length, self._reads = length, [0]  # in a list, as no resume brings back
         self._row = torch.zeros(FEATURES), torch.zeros(1)
 
     def __len__(self) -> int:
@@ -74,8 +74,13 @@ class Counting(Dataset[tuple[Tensor, Tensor]]):
 
     @override
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        self.reads += 1
+        self._reads[0] += 1
         return self._row
+
+    @property
+    def reads(self) -> int:
+        """How many were read."""
+        return self._reads[0]
 
 
 class Split(nn.Module):

@@ -29,6 +29,7 @@ LAUNCH = (  # imported once `start` in launch/command.py has refused systems tha
 
 GUARDED: dict[str, dict[str, str]] = {
     "win32": {
+        "os.killpg signal.SIGKILL": "accelerate_compat/testing.py",
         "fcntl.LOCK_EX fcntl.LOCK_NB fcntl.flock": "basics/lock.py",
         "os.O_DIRECTORY": "checkpoint/io/files.py checkpoint/io/reading.py",
         "os.fwalk": "checkpoint/io/files.py",

@@ -181,6 +181,6 @@ def test_a_sharded_model_is_shown_whole(meta: bool) -> None:
     assert second == ""
     assert "trainkit: model Network\n" in first
     assert "  0-1    2 x Linear" in first
-    total = 6 * 8 + 8 + 2 * (8 * 8 + 8) + 8 * 3 + 3
+    total = 6 * 16 + 16 + 2 * (16 * 16 + 16) + 16 * 3 + 3
     assert f"  parameters  {total}, of which {total} trained and 0 not\n" in first
     assert "  sharded     of the parameters" in first

@@ -261,7 +261,7 @@ def test_what_does_not_fit_is_refused_in_a_sentence() -> None:
     print(*found.values(), sep="\n")
     assert "whole on every process" in found["whole"]
     assert "do not divide the 2 of this job" in found["half"]
-    assert "no loss scale" in found["fp16"]
+    assert "no scale for parameters on several meshes" in found["fp16"]
     assert "differ between them (`first.weight`" in found["seeds"]
     assert "`Trainer`" in found["own loop"]
     assert "other gradients on each in the first step (`shift`)" in found["partial"]

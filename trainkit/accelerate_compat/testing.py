@@ -59,7 +59,9 @@ def execute_subprocess_async(
         finally:
             if process.returncode is None:  # what it has started holds its streams open, too
                 with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
+                    if hasattr(os, "killpg"):
+                        os.killpg(process.pid, signal.SIGKILL)
+                process.kill()
         out, errors = (reader.result() for reader in readers)
     if process.returncode:
         text = "\n".join(["Its errors:", *errors])

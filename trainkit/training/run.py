@@ -113,6 +113,7 @@ class Run(RunServices):
                 self.train_loader,
                 trainer,
                 self.checkpoints.objects.values(),
+                self.print,
             ),
         )
 

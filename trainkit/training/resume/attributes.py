@@ -6,9 +6,8 @@ resume that lacked one of these would be another run.
 """
 
 import copy
-import warnings
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from types import FunctionType, MethodType
 from typing import Any
 from weakref import ref
@@ -38,6 +37,7 @@ Entries = dict[str, dict[str, Any]]
 """What was saved, by owner and attribute."""
 
 _OF_EVERY_MODULE = vars(nn.Module()).keys() - {"training"}
+_EXTRA_STATE = nn.Module.get_extra_state
 _GENERATOR = "generator "  # before the number of one that is found in a data set
 _TRAINABLE = ".requires_grad"  # behind the name of a parameter
 _MOST = 10_000  # values in one attribute: what has more is data
@@ -69,6 +69,7 @@ class Attributes:
         others: By name: data sets without a state of their own, and a trainer of the user's.
         streams: Which of these are data that a resume reads from the beginning of a pass.
         registered: What is saved otherwise.
+        say: Prints a line, once for all processes.
     """
 
     def __init__(
@@ -78,8 +79,9 @@ class Attributes:
         others: Mapping[str, Any],
         streams: Collection[str],
         registered: Collection[Any],
+        say: Callable[[str], None],
     ) -> None:
-        self._model = model
+        self._model, self._say = model, say
         self._loss_fn = loss_fn.__self__ if isinstance(loss_fn, MethodType) else loss_fn
         self._others, self._streams, self._registered = others, streams, registered
         self._before: dict[str, dict[str, Any]] = {}
@@ -92,10 +94,9 @@ class Attributes:
         for name, (_, values) in owners.items():
             self._before[name] = {key: _mark(value) for key, value in values.items()}
         if gone := sorted(self._loaded.keys() - owners.keys()):
-            warnings.warn(
-                f"The checkpoint holds attributes of {quoted(gone)}, which this run does not have. "
-                "They are left out.",
-                stacklevel=2,
+            self._say(
+                f"trainkit: the checkpoint holds attributes of {quoted(gone)}, which this run does "
+                "not have. They are left out."
             )
         for name in self._loaded.keys() & owners.keys():
             for key, entry in self._loaded[name].items():
@@ -142,10 +143,9 @@ class Attributes:
     def merge_state_dicts(self, states: Sequence[Entries]) -> Entries:
         """Return what process 0 has saved, for another number of processes; this is said."""
         names = sorted({f"{name}.{key}" for each in states for name in each for key in each[name]})
-        warnings.warn(
-            f"Attributes ({quoted(names)}) differed between the processes that saved them; all "
-            "take those of process 0.",
-            stacklevel=2,
+        self._say(
+            f"trainkit: attributes ({quoted(names)}) differed between the processes that saved "
+            "them; all take those of process 0."
         )
         return states[0]
 
@@ -216,6 +216,8 @@ def _is_small(value: Any) -> bool:
 
 
 def _plain_values(owner: Any, memory: Collection[int]) -> dict[str, Any]:
+    if isinstance(owner, nn.Module) and type(owner).get_extra_state is not _EXTRA_STATE:
+        return {}  # it says itself what is saved of it
     values = _attributes(owner).items()
     return {k: v for k, v in values if k not in _OF_EVERY_MODULE and _is_plain(v, memory)}
 
@@ -397,6 +399,7 @@ def attributes_of(
     loader: PreparedLoader,
     trainer: Any,
     registered: Collection[Any],
+    say: Callable[[str], None],
 ) -> Attributes:
     """Return what looks after the attributes of a run."""
     objects: dict[str, Any] = {}
@@ -414,4 +417,4 @@ def attributes_of(
             objects[f"{name}.{index}" if index else name] = inner
         for key in ("collate_fn", "batch_sampler", "sampler"):
             objects[f"{name}.{key}"] = getattr(source, key, None)
-    return Attributes(module, loss_fn, objects, streams, registered)
+    return Attributes(module, loss_fn, objects, streams, registered, say)
