@@ -106,8 +106,9 @@ class Attributes:
         """Note what the data sets are that are read from here on."""
         if self._streams:
             self._at_start = {}
-            found = copy.deepcopy(self.state_dict())  # which the pass goes on to change
-            self._at_start = {name: found.get(name, {}) for name in self._streams}
+            found = self.state_dict()
+            now = {name: found.get(name, {}) for name in self._streams}
+            self._at_start = copy.deepcopy(now)  # which the pass goes on to change
 
     def state_dict(self) -> Entries:
         """Return what has changed."""
