@@ -22,7 +22,7 @@ from torch.utils.data import (
 
 from tests.helpers.callbacks import On, StopsAt
 from tests.helpers.ranks import run_ranks
-from tests.helpers.toys import FEATURES, SAMPLES, fit, make_trainer, toy_dataset
+from tests.helpers.toys import FEATURES, SAMPLES, fit, make_trainer, toy_dataset, toy_loaders
 from trainkit import Callback, CheckpointCorrupt, Run, Trainer
 from trainkit.callbacks import Checkpoint
 from trainkit.checkpoint import CheckpointStore
@@ -314,14 +314,34 @@ def test_what_shares_memory_with_a_parameter_stays_so(tmp_path: Path) -> None:
     assert model.alias.data_ptr() == model.body[0].weight.data_ptr()
 
 
+class Constant(nn.Linear):
+    """A layer with constants, which strategies and evaluations write back as they were."""
+
+    table: Tensor
+
+    def __init__(self) -> None:
+        super().__init__(FEATURES, 2)
+        self.register_buffer("table", torch.ones(FEATURES), persistent=False)
+        self.places, self.names, self.factor = torch.arange(FEATURES), ["a"], 2.0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(inputs * self.table * self.factor)[:, self.places[:2]]
+
+
+def _saved_of_constants(rank: int, folder: Path) -> Any:
+    save = Checkpoint(every_n_steps=2)
+    trainer = make_trainer(max_steps=2, output_dir=folder, callbacks=[save])
+    fit(trainer, toy_loaders(SAMPLES - 1), Constant())
+    store = CheckpointStore(folder / "checkpoints")
+    return store.open(store.checkpoints()[-1].path).read("trainer")["attributes"]
+
+
 def test_what_does_not_change_is_not_saved(tmp_path: Path) -> None:
-    fit(make_trainer(max_steps=2, output_dir=tmp_path, callbacks=[Checkpoint(every_n_steps=2)]))
-    store = CheckpointStore(tmp_path / "checkpoints")
-    saved = store.open(store.checkpoints()[-1].path).read("trainer")
-    assert saved["attributes"] == {"changed": {}}
+    assert _saved_of_constants(0, tmp_path) == {"changed": {}}
 
 
 def _by_process(rank: int, folder: Path) -> list[list[float]]:
+    assert _saved_of_constants(rank, folder / "e") == {"changed": {}}
     whole, _ = _train("module", folder / "a")
     _train("module", folder / "b", stop=CUT)
     later, _ = _train("module", folder / "b", resume="must")

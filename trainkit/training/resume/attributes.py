@@ -91,8 +91,10 @@ class Attributes:
     def begin(self, device: torch.device) -> None:
         """Note what there is, then put back what was loaded; `device` is that of the model."""
         owners = {name: (owner, values) for name, owner, values in self._looked_at()}
-        for name, (_, values) in owners.items():
-            self._before[name] = {key: _mark(value) for key, value in values.items()}
+        for name, (owner, values) in owners.items():
+            # Strategies and forwards write into the buffers of a model what is there already.
+            buffers = buffers_of(owner) if isinstance(owner, nn.Module) else ()
+            self._before[name] = {k: _mark(v, keeps=k in buffers) for k, v in values.items()}
         if gone := sorted(self._loaded.keys() - owners.keys()):
             self._say(
                 f"trainkit: the checkpoint holds attributes of {quoted(gone)}, which this run does "
@@ -301,16 +303,22 @@ def _is_array(value: Any) -> bool:
 
 
 class _TensorMark:
-    """Tells whether a tensor is the same object, and unchanged."""
+    """Tells whether a tensor is the same object and was not written to, or has the value kept."""
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, tensor: Tensor, *, keeps: bool) -> None:
         self.tensor, self.version = ref(tensor), version_of(tensor)
+        self.value = tensor.detach().to("cpu", copy=True) if keeps else None
 
     __hash__ = None  # type: ignore[assignment]
 
     @override
     def __eq__(self, other: object) -> bool:
-        return _is_same_tensor(self, other) and self.version == other.version  # type: ignore[attr-defined]
+        if not isinstance(other, _TensorMark):
+            return False
+        kept, now = other.value, self.tensor()
+        if kept is not None and now is not None and now.shape == kept.shape:
+            return now.dtype == kept.dtype and torch.equal(now.cpu(), kept)
+        return _is_same_tensor(self, other) and self.version == other.version
 
 
 def _is_same_tensor(one: Any, other: Any) -> bool:
@@ -319,10 +327,10 @@ def _is_same_tensor(one: Any, other: Any) -> bool:
     return are_tensors and one.tensor() is not None and one.tensor() is other.tensor()
 
 
-def _mark(value: Any) -> Any:
-    """Return what is equal where a value has not changed."""
+def _mark(value: Any, *, keeps: bool = False) -> Any:
+    """Return what is equal where a value has not changed; `keeps` a copy of a tensor."""
     if isinstance(value, Tensor):
-        return _TensorMark(value)
+        return _TensorMark(value, keeps=keeps)
     if isinstance(value, dict):
         return dict, tuple((key, _mark(inner)) for key, inner in value.items())
     if isinstance(value, list | tuple | deque):
