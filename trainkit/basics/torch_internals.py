@@ -87,11 +87,6 @@ def is_saved(module: nn.Module, buffer: str) -> bool:
     return buffer not in module._non_persistent_buffers_set
 
 
-def version_of(tensor: Tensor) -> int:
-    """Return a number that grows with each change of a tensor in place; 0 where none is kept."""
-    return 0 if tensor.is_inference() else tensor._version
-
-
 # `Module.compile` has no way back, and none to ask.
 
 

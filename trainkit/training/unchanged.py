@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainkit.basics.torch_internals import buffers_of, version_of
+from trainkit.basics.torch_internals import buffers_of
 
 _MISSING = object()
 _HOOKS = {name for name in vars(nn.Module()) if "hooks" in name}  # one may remove itself
@@ -55,14 +55,12 @@ def kept(*roots: object) -> Iterator[None]:
 
 @contextmanager
 def _kept_tensors(tensors: Iterable[Tensor]) -> Iterator[None]:
-    before = [(t, version_of(t), t.clone()) for t in tensors if _is_writable(t)]
+    before = [(tensor, tensor.clone()) for tensor in tensors if _is_writable(tensor)]
     try:
         yield
     finally:
         with torch.no_grad():
-            for tensor, version, value in before:
-                if version_of(tensor) == version and not tensor.is_inference():
-                    continue  # to write the same value would count as a change
+            for tensor, value in before:
                 if tensor.shape != value.shape:  # an observer gets its size with the first batch
                     tensor.resize_(value.shape)
                 tensor.copy_(value)

@@ -8,6 +8,7 @@ resume that lacked one of these would be another run.
 import copy
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+from hashlib import blake2b
 from types import FunctionType, MethodType
 from typing import Any
 from weakref import ref
@@ -17,13 +18,13 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 from typing_extensions import override
 
+from trainkit.basics.device import memory_of
 from trainkit.basics.rng import is_generator, new_like, set_state, state_of
 from trainkit.basics.torch_internals import (
     buffers_of,
     is_saved,
     parameters_of,
     tree_leaves,
-    version_of,
 )
 from trainkit.checkpoint.forms import Unfit, check_form
 from trainkit.checkpoint.resharding.sharding_spec import local_part
@@ -91,10 +92,8 @@ class Attributes:
     def begin(self, device: torch.device) -> None:
         """Note what there is, then put back what was loaded; `device` is that of the model."""
         owners = {name: (owner, values) for name, owner, values in self._looked_at()}
-        for name, (owner, values) in owners.items():
-            # Strategies and forwards write into the buffers of a model what is there already.
-            buffers = buffers_of(owner) if isinstance(owner, nn.Module) else ()
-            self._before[name] = {k: _mark(v, keeps=k in buffers) for k, v in values.items()}
+        for name, (_, values) in owners.items():
+            self._before[name] = {key: _mark(value) for key, value in values.items()}
         if gone := sorted(self._loaded.keys() - owners.keys()):
             self._say(
                 f"trainkit: the checkpoint holds attributes of {quoted(gone)}, which this run does "
@@ -303,22 +302,21 @@ def _is_array(value: Any) -> bool:
 
 
 class _TensorMark:
-    """Tells whether a tensor is the same object and was not written to, or has the value kept."""
+    """Tells whether a tensor has the same value, and is the same object.
 
-    def __init__(self, tensor: Tensor, *, keeps: bool) -> None:
-        self.tensor, self.version = ref(tensor), version_of(tensor)
-        self.value = tensor.detach().to("cpu", copy=True) if keeps else None
+    Its version would not do: what is changed by way of `.data` counts none.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        value = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+        self.tensor = ref(tensor)
+        self.value = tensor.dtype, tensor.shape, blake2b(memory_of(value)).digest()
 
     __hash__ = None  # type: ignore[assignment]
 
     @override
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _TensorMark):
-            return False
-        kept, now = other.value, self.tensor()
-        if kept is not None and now is not None and now.shape == kept.shape:
-            return now.dtype == kept.dtype and torch.equal(now.cpu(), kept)
-        return _is_same_tensor(self, other) and self.version == other.version
+        return isinstance(other, _TensorMark) and self.value == other.value
 
 
 def _is_same_tensor(one: Any, other: Any) -> bool:
@@ -327,10 +325,10 @@ def _is_same_tensor(one: Any, other: Any) -> bool:
     return are_tensors and one.tensor() is not None and one.tensor() is other.tensor()
 
 
-def _mark(value: Any, *, keeps: bool = False) -> Any:
-    """Return what is equal where a value has not changed; `keeps` a copy of a tensor."""
+def _mark(value: Any) -> Any:
+    """Return what is equal where a value has not changed."""
     if isinstance(value, Tensor):
-        return _TensorMark(value, keeps=keeps)
+        return _TensorMark(value)
     if isinstance(value, dict):
         return dict, tuple((key, _mark(inner)) for key, inner in value.items())
     if isinstance(value, list | tuple | deque):
