@@ -1,5 +1,6 @@
 """What a training changes and is in no `state_dict` comes back too (rule 22)."""
 
+import copy
 import random
 from collections import deque
 from collections.abc import Callable
@@ -193,6 +194,7 @@ class Taught(Trainer):
             aim = self.teacher(self.others[0](inputs))
             self.teacher.weight.lerp_(torch.ones(()), 0.01)
             self.teacher.bias.data.mul_(0.9)  # which no version of the tensor counts
+            self.teacher = copy.deepcopy(self.teacher)  # whose parameters stay parameters
         loss: Tensor = nn.functional.cross_entropy(outputs, targets)
         return loss + nn.functional.mse_loss(outputs, aim)
 
@@ -287,6 +289,22 @@ def test_a_resume_brings_back_what_no_state_dict_holds(kind: str, tmp_path: Path
     assert [p.requires_grad for p in whole.parameters()] == [
         p.requires_grad for p in resumed.parameters()
     ]
+
+
+def test_parameters_of_a_teacher_stay_parameters(tmp_path: Path) -> None:
+    _train("teacher", tmp_path, stop=CUT)
+    made: list[Taught] = []
+
+    class Noted(Taught):
+        def __init__(self, **settings: Any) -> None:
+            super().__init__(**settings)
+            made.append(self)
+
+    trainer = Noted(max_steps=STEPS, output_dir=tmp_path, callbacks=[])
+    torch.manual_seed(0)
+    fit(trainer, _loader(), _plain()["model"], loss_fn=None, resume="must", schedule="keep")
+    assert all(type(p) is nn.Parameter for p in made[0].teacher.parameters())
+    assert len([*made[0].teacher.parameters()]) == 2
 
 
 def test_weights_of_a_sampler_come_back_between_two_epochs(tmp_path: Path) -> None:

@@ -377,7 +377,8 @@ def _put_back(owner: Any, key: str, entry: Mapping[str, Any], device: torch.devi
     if "deque" in entry:
         value = deque(value, entry["deque"])
     are_tensors = isinstance(present, Tensor) and isinstance(value, Tensor)
-    if are_tensors and entry["in_place"] and present.shape == value.shape:
+    stays = entry.get("in_place") or isinstance(present, nn.Parameter)
+    if are_tensors and stays and present.shape == value.shape:
         with torch.no_grad():
             present.copy_(value)
     elif type(present) is type(value) is dict:  # others may hold it, too
