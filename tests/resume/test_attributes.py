@@ -291,6 +291,21 @@ def test_a_resume_brings_back_what_no_state_dict_holds(kind: str, tmp_path: Path
     ]
 
 
+def test_what_a_user_set_otherwise_and_a_resume_brings_back_is_said(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    _train("loss object", tmp_path, stop=CUT)
+    assert "`loss_fn." not in capfd.readouterr().out
+    _train("loss object", tmp_path, resume="must")
+    assert "`loss_fn." not in capfd.readouterr().out
+    made = KINDS["loss object"]()
+    made["loss_fn"].calls = 100
+    trainer = Trainer(max_steps=STEPS, output_dir=tmp_path)
+    fit(trainer, made.pop("loaders"), **made, resume="must")
+    told = "`loss_fn.calls` is 100 here, and was 0 when the saved run began. It goes on with "
+    assert told in capfd.readouterr().out
+
+
 def test_parameters_of_a_teacher_stay_parameters(tmp_path: Path) -> None:
     _train("teacher", tmp_path, stop=CUT)
     made: list[Taught] = []

@@ -51,6 +51,7 @@ _ENTRY = {
     "generator?": Any,
     "in_place?": bool,
     "accelerator?": bool,
+    "began_as?": Any,
     "deque?": int | None,
 }
 
@@ -100,8 +101,15 @@ class Attributes:
                 "not have. They are left out."
             )
         for name in self._loaded.keys() & owners.keys():
+            owner, given = owners[name]
             for key, entry in self._loaded[name].items():
-                _put_back(owners[name][0], key, entry, device)
+                began = entry.get("began_as")
+                if "began_as" in entry and key in given and repr(given[key]) != repr(began):
+                    self._say(
+                        f"trainkit: `{name}.{key}` is {given[key]!r} here, and was {began!r} when "
+                        f"the saved run began. It goes on with {entry['value']!r}, as saved."
+                    )
+                _put_back(owner, key, entry, device)
 
     def begin_pass(self) -> None:
         """Note what the data sets are that are read from here on."""
@@ -118,7 +126,7 @@ class Attributes:
             before, loaded = self._before.get(name, {}), self._loaded.get(name, {})
             marks = {key: _mark(value) for key, value in values.items()}
             found[name] = {
-                key: _entry(values[key], _is_same_tensor(before.get(key), mark))
+                key: _entry(values[key], before.get(key), _is_same_tensor(before.get(key), mark))
                 for key, mark in marks.items()
                 if key in loaded or mark != before.get(key)
             }
@@ -341,11 +349,13 @@ def _mark(value: Any) -> Any:
     return type(value), value
 
 
-def _entry(value: Any, in_place: bool) -> dict[str, Any]:
-    """Return what is saved of a value."""
+def _entry(value: Any, before: Any, in_place: bool) -> dict[str, Any]:
+    """Return what is saved of a value; `before` is its mark when the training began."""
     if is_generator(value):
         return {"generator": state_of(value)}
     entry: dict[str, Any] = {"value": _moved(value, None), "in_place": in_place}
+    if isinstance(before, tuple) and before[0] in _SCALARS:
+        entry["began_as"] = before[1]
     if isinstance(value, deque):
         entry |= {"value": list(value), "deque": value.maxlen}
     if not all(tensor.is_cpu for tensor in tree_leaves(value) if isinstance(tensor, Tensor)):

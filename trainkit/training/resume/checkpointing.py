@@ -58,7 +58,7 @@ class RunState:
     callbacks: dict[str, Any]
     objects: dict[str, Any]
     data: Annotated[Any, {str: STREAM}] = None  # of iterable data sets; older ones have none
-    attributes: Any = None  # of modules and the like; older ones have none
+    attributes: Annotated[Any, {str: Any}] = None  # of modules and the like; older ones have none
     optimizer_states: int | None = None  # of how many parameters; older ones do not tell
     optimizers: Annotated[Any, _OPTIMIZERS] = None  # beside their states, where there are several
 
