@@ -132,6 +132,7 @@ def left(modules: "list[weakref.ref[nn.Module]]") -> Figures:
 def measure(rank: int, fits: int, warm: int, settings: dict[str, Any]) -> list[Figures]:
     """Return what there is after the fits that warm up, and after all."""
     found, modules = [], []
+    sys.path.append(tempfile.gettempdir())  # a folder that changes, as that of a notebook
     for number in range(1, fits + 1):
         modules.append(fit(**settings))
         if number in (warm, fits):

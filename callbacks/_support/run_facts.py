@@ -5,8 +5,9 @@ import platform
 import re
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ def run_facts(run: Run) -> dict[str, Any]:
         "config": asdict(run.config),
         "run": _parts_of(run),
         "optimizer": json_value(run.optimizer.defaults),
-        "versions": {"python": platform.python_version()} | _versions(),
+        "versions": {"python": platform.python_version(), **_versions()},
         "started": {
             "command": hide_secrets([Path(sys.executable).name, *sys.orig_argv[1:]]),
             "commit": commit_of(folder),
@@ -64,7 +65,8 @@ def _parts_of(run: Run) -> dict[str, Any]:
     } | ({"training loaders": combination} if combination else {})
 
 
-def _versions() -> dict[str, str]:
+@cache
+def _versions() -> Mapping[str, str]:
     found = {}
     for package in _PACKAGES:
         try:
