@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import AdamW
+from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Dataset
 
@@ -314,6 +314,31 @@ def test_settings_that_a_resume_overrules_are_told(
     name = "initial_lr" if scheduled else "lr"
     told = f"the optimizer goes on with the checkpoint's `{name}` 0.1 (given: 0.3): a resumed run"
     assert told in capsys.readouterr().out
+
+
+class Counting(SGD):
+    """Counts in its groups, and hands on what it does not name."""
+
+    def __init__(self, params: Any, lr: float, **more: Any) -> None:
+        super().__init__(params, lr, **more)
+        self.defaults["count"] = 0
+        for group in self.param_groups:
+            group["count"] = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        self.param_groups[0]["count"] += 1
+
+
+def test_counts_of_an_optimizer_that_takes_any_keyword_are_no_settings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for steps, decay in ((1, 0.0), (2, 0.5)):
+        trainer = Noisy(max_steps=steps, callbacks=[Checkpoint()], output_dir=tmp_path)
+        optimizer = partial(Counting, lr=0.1, weight_decay=decay)
+        data = DataLoader(Augmented(), 10)
+        trainer.fit(nn.Linear(5, 1), data, optimizer=optimizer, resume="auto", schedule="keep")
+    assert "checkpoint's `weight_decay` 0.0 (given: 0.5): a" in capsys.readouterr().out
 
 
 def test_what_does_not_fit_is_listed(tmp_path: Path) -> None:

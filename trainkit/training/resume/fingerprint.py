@@ -170,9 +170,13 @@ def _given_settings(optimizer: Optimizer) -> list[str]:
     """Return the defaults that a caller can set: some optimizers also count in their groups."""
     if isinstance(optimizer, Optimizers):
         return [n for part in optimizer.parts.values() for n in _given_settings(part)]
-    known = signature(type(optimizer)).parameters
-    takes_more = any(p.kind is Parameter.VAR_KEYWORD for p in known.values())
-    return [name for name in optimizer.defaults if takes_more or name in known]
+    known = {}
+    for kind in type(optimizer).__mro__:
+        parameters = signature(kind.__init__).parameters
+        known |= parameters
+        if not any(each.kind is Parameter.VAR_KEYWORD for each in parameters.values()):
+            break  # else what it is given beyond its own is that of the class above
+    return [name for name in optimizer.defaults if name in known] or [*optimizer.defaults]
 
 
 def _numbers(setting: Any) -> str:
