@@ -68,6 +68,23 @@ class Lazy(Dataset[Tensor]):
         return torch.tensor(index + self.generator.normal())
 
 
+NOISE = np.random.default_rng(0)
+
+
+class Global(Dataset[Tensor]):
+    """Draws from a generator of its file, by way of a function."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor(index + _noise())
+
+
+def _noise() -> float:
+    return float(NOISE.normal())
+
+
 def _call(transform: Callable[[Tensor], Tensor], value: Tensor) -> Tensor:
     return transform(value)
 
@@ -95,7 +112,7 @@ def test_samples_do_not_depend_on_what_was_drawn_before(kind: str) -> None:
     assert not torch.equal(both[:, 0], both[:, 1])  # each has a stream of its own
 
 
-@pytest.mark.parametrize("data", [partial(Shifted, "numpy"), Lazy])
+@pytest.mark.parametrize("data", [partial(Shifted, "numpy"), Lazy, Global])
 def test_workers_read_what_this_process_reads(data: Callable[[], Any]) -> None:
     here = _read(DataLoader(data(), batch_size=3, shuffle=True))
     for persistent in (False, True):

@@ -5,7 +5,7 @@ checkpoint could hold their states: workers have copies of them, which read ahea
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 from types import FunctionType, MethodType, ModuleType
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from trainkit.basics import rng
+from trainkit.basics.outside import Outside, functions_of
 
 _MOST_OBJECTS = 2_000  # that are looked at
 _MOST_ENTRIES = 64  # a longer container holds data, not transforms
@@ -61,7 +62,7 @@ class SampleStreams:
 
 
 def generators_in(*roots: Any) -> Iterator[Any]:
-    """Yield the generators that objects hold in attributes, containers and closures, each once."""
+    """Yield the generators that objects hold or their functions read, each once."""
     waiting, seen = list(roots), set[int]()
     while waiting and len(seen) < _MOST_OBJECTS:
         found = waiting.pop(0)
@@ -80,11 +81,10 @@ def _inside(found: Any) -> list[Any]:
     if isinstance(found, MethodType):
         return [found.__self__, found.__func__]
     if isinstance(found, FunctionType):
-        inside = [*(found.__defaults__ or ()), *(found.__kwdefaults__ or {}).values()]
-        with suppress(ValueError):  # a cell that is empty still
-            inside += [cell.cell_contents for cell in found.__closure__ or ()]
-        return inside
+        given = [*(found.__defaults__ or ()), *(found.__kwdefaults__ or {}).values()]
+        return [*given, *Outside(found).values()]
     attributes = [*getattr(found, "__dict__", {}).values()]
+    attributes += Outside(*functions_of(type(found))).values()
     if not isinstance(found, dict | list | tuple | set | frozenset):
         return attributes
     entries = [*islice(found.values() if isinstance(found, dict) else found, _MOST_ENTRIES + 1)]

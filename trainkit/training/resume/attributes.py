@@ -8,6 +8,7 @@ resume that lacked one of these would be another run.
 import copy
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+from functools import partial
 from hashlib import blake2b
 from types import FunctionType, MethodType
 from typing import Any
@@ -15,10 +16,13 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import IterableDataset
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from typing_extensions import override
 
 from trainkit.basics.device import memory_of
+from trainkit.basics.outside import Outside, functions_of, is_users
 from trainkit.basics.rng import is_generator, new_like, set_state, state_of
 from trainkit.basics.torch_internals import (
     buffers_of,
@@ -39,6 +43,7 @@ Entries = dict[str, dict[str, Any]]
 
 _OF_EVERY_MODULE = vars(nn.Module()).keys() - {"training"}
 _EXTRA_STATE = nn.Module.get_extra_state
+_WITH_STATES = (DataLoader, Dataset, LRScheduler, Optimizer, Sampler)
 _GENERATOR = "generator "  # before the number of one that is found in a data set
 _TRAINABLE = ".requires_grad"  # behind the name of a parameter
 _MOST = 10_000  # values in one attribute: what has more is data
@@ -61,14 +66,16 @@ class Attributes:
 
     Of modules, loss functions and trainers these are numbers, text, tensors, arrays, generators,
     and lists, tuples, dicts and deques of such; of data sets and collate functions the same without
-    containers, and small; of samplers tensors and arrays. A function has what it closes over. Left
-    alone is what a graph has made, and what shares memory with a parameter or a buffer.
+    containers, and small; of samplers tensors and arrays. A function has what it reads from outside
+    (`Outside`); an object of a user's class that one of these holds has its attributes. Left alone
+    is what a graph has made, and what shares memory with a parameter or a buffer.
 
     Args:
         model: What is trained.
         loss_fn: Of modules that are no part of the model, such as this one, or a teacher that the
             trainer or the model holds, also the parameters and buffers, which nothing else saves.
-        others: By name: data sets without a state of their own, and a trainer of the user's.
+        others: By name: data sets without a state of their own, a trainer of the user's, and what
+            is read by the functions that make a step.
         streams: Which of these are data that a resume reads from the beginning of a pass.
         registered: What is saved otherwise.
         say: Prints a line, once for all processes.
@@ -137,8 +144,10 @@ class Attributes:
         """Raise `Unfit` for what `state_dict` cannot have returned."""
         check_form(state, {str: {str: _ENTRY}})
         for name, owner, values in self._looked_at():
+            is_object = not isinstance(_attributes(owner), Outside)
             for key, entry in state.get(name, {}).items():
-                if callable(getattr(type(owner), key, None)) or key in _OF_EVERY_MODULE:
+                is_method = is_object and callable(getattr(type(owner), key, None))
+                if is_method or key in _OF_EVERY_MODULE:
                     raise Unfit("is no attribute with a value, but a method", name, key)
                 if "generator" in entry and is_generator(values.get(key)):
                     try:
@@ -175,16 +184,15 @@ class Attributes:
             yield name, module, values
         if not isinstance(self._loss_fn, nn.Module):
             yield "loss_fn", self._loss_fn, _plain_values(self._loss_fn, memory)
-        known = {id(module) for module in modules.values()}
-        for name, module in self._modules_apart(modules):
-            if id(module) not in known:
-                known.add(id(module))
-                values = _plain_values(module, memory) | _frozen(module)
-                own = {**parameters_of(module), **buffers_of(module)}.items()
-                yield name, module, values | {k: v for k, v in own if _is_plain(v, ())}
+        for name, owner in self._apart(modules):
+            values = _plain_values(owner, memory)
+            if isinstance(owner, nn.Module):
+                own = {**parameters_of(owner), **buffers_of(owner)}.items()
+                values |= _frozen(owner) | {k: v for k, v in own if _is_plain(v, ())}
+            yield name, owner, values
         for name, other in self._others.items():
             found = _plain_values(other, memory)
-            if name == "trainer":
+            if name in ("trainer", "training_step"):
                 found.pop("planned_steps", None)  # which each `fit` sets anew
             elif name.endswith("sampler"):  # its counters follow the epochs
                 found = {k: v for k, v in found.items() if isinstance(v, Tensor) or _is_array(v)}
@@ -194,30 +202,46 @@ class Attributes:
                 found |= _own_generators(other)
             yield name, other, found
 
-    def _modules_apart(self, owners: Mapping[str, Any]) -> Iterator[tuple[str, nn.Module]]:
-        """Yield modules that are no part of the model: the loss, and those that objects hold."""
-        roots: dict[str, Any] = {"loss_fn": self._loss_fn}
-        trainer = {"trainer": self._others["trainer"]} if "trainer" in self._others else {}
-        for name, owner in {**owners, **roots, **trainer}.items():
+    def _apart(self, modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, Any]]:
+        """Yield modules, and objects of a user's classes, that are no part of the model.
+
+        These are the loss, and what it, the modules, the trainer and its step hold or read.
+        """
+        registered = {id(each) for each in self._registered}
+        seen = {*map(id, modules.values()), *map(id, self._others.values()), id(self._loss_fn)}
+        waiting: list[tuple[str, Any]] = [*modules.items(), ("loss_fn", self._loss_fn)]
+        waiting += [(n, self._others[n]) for n in ("trainer", "training_step") if n in self._others]
+        if isinstance(self._loss_fn, nn.Module) and id(self._loss_fn) not in registered:
+            for each in self._loss_fn.named_modules(prefix="loss_fn"):
+                yield each
+                waiting.append(each)
+        while waiting:
+            name, owner = waiting.pop(0)
             for key, value in _attributes(owner).items():
                 held: dict[Any, Any] = {"": value}
                 if type(value) in (list, tuple):
                     held = dict(enumerate(value[:_MOST_HELD]))
                 elif type(value) is dict:
                     held = value if len(value) <= _MOST_HELD else {}
-                if key in _OF_EVERY_MODULE:
-                    continue
-                for place, each in held.items():
-                    if isinstance(each, nn.Module):
-                        roots[f"{name}.{key}.{place}".rstrip(".")] = each
-        registered = {id(each) for each in self._registered}
-        for name, root in roots.items():
-            if isinstance(root, nn.Module) and id(root) not in registered:
-                yield from root.named_modules(prefix=name)
+                for place, each in () if key in _OF_EVERY_MODULE else held.items():
+                    for found in _owners_in(each, f"{name}.{key}.{place}".rstrip(".")):
+                        if id(found[1]) not in seen | registered:
+                            seen.add(id(found[1]))
+                            waiting.append(found)
+                            yield found
 
 
 def _own_generators(dataset: Any) -> dict[str, Any]:
     return {f"{_GENERATOR}{index}": each for index, each in enumerate(generators_in(dataset))}
+
+
+def _owners_in(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, nn.Module):
+        yield from value.named_modules(prefix=name)
+        return
+    is_callback = hasattr(value, "on_fit_start")  # what these hold is theirs to save
+    if is_users(type(value)) and not isinstance(value, (type, *_WITH_STATES)) and not is_callback:
+        yield name, value
 
 
 def _is_small(value: Any) -> bool:
@@ -233,42 +257,13 @@ def _plain_values(owner: Any, memory: Collection[int]) -> dict[str, Any]:
 
 
 def _attributes(owner: Any) -> MutableMapping[str, Any]:
-    """Return the attributes of an object, or what a function closes over, to be read and set."""
-    if isinstance(owner, FunctionType):
-        return _Cells(owner)
+    """Return the attributes of an object, or what functions read, to be read and set."""
+    if isinstance(owner, Outside):
+        return owner
+    if isinstance(owner, FunctionType | partial):
+        return Outside(owner)
     attributes: dict[str, Any] = {} if isinstance(owner, type) else getattr(owner, "__dict__", {})
     return attributes
-
-
-class _Cells(MutableMapping[str, Any]):
-    """What a function closes over, by name."""
-
-    def __init__(self, function: FunctionType) -> None:
-        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-        self._cells = dict(cells)
-
-    @override
-    def __getitem__(self, name: str) -> Any:
-        try:
-            return self._cells[name].cell_contents
-        except ValueError:  # it is empty still
-            raise KeyError(name) from None
-
-    @override
-    def __setitem__(self, name: str, value: Any) -> None:
-        self._cells[name].cell_contents = value
-
-    @override
-    def __delitem__(self, name: str) -> None:
-        raise NotImplementedError
-
-    @override
-    def __iter__(self) -> Iterator[str]:
-        return (name for name in self._cells if name in self)
-
-    @override
-    def __len__(self) -> int:
-        return len([*self])
 
 
 def _frozen(module: nn.Module) -> dict[str, Any]:
@@ -423,6 +418,8 @@ def attributes_of(
     objects: dict[str, Any] = {}
     if not type(trainer).__module__.startswith("trainkit."):
         objects["trainer"] = trainer
+    kinds = dict.fromkeys(map(type, (trainer, loss_fn, *module.modules())))
+    objects["training_step"] = Outside(*(f for kind in kinds for f in functions_of(kind)))
     streams = []
     for key, part in ({"": loader} if loader.parts is None else loader.parts).items():
         name, source = f"data.{key}".rstrip("."), part.source

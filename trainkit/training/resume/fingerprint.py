@@ -170,9 +170,9 @@ def _given_settings(optimizer: Optimizer) -> list[str]:
     """Return the defaults that a caller can set: some optimizers also count in their groups."""
     if isinstance(optimizer, Optimizers):
         return [n for part in optimizer.parts.values() for n in _given_settings(part)]
-    known = {}
-    for kind in type(optimizer).__mro__:
-        parameters = signature(kind.__init__).parameters
+    known: dict[str, Any] = {}
+    for kind in filter(lambda kind: issubclass(kind, Optimizer), type(optimizer).__mro__):
+        parameters = signature(kind).parameters
         known |= parameters
         if not any(each.kind is Parameter.VAR_KEYWORD for each in parameters.values()):
             break  # else what it is given beyond its own is that of the class above
