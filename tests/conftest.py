@@ -16,6 +16,7 @@ import torch.distributed.fsdp
 import torch.distributed.tensor
 
 from tests.audit import Audit
+from tests.helpers.s3 import S3, serving
 
 _MEMORY = Path("/dev/shm")  # a file system without a disk, on Linux
 _ENOUGH = 4 << 30  # bytes
@@ -111,3 +112,25 @@ def _nothing_is_left_behind() -> Iterator[None]:
             del os.environ[name]
     if left:
         pytest.fail(f"The test left behind: {', '.join(left)}.", pytrace=False)
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[S3]:
+    pytest.importorskip("moto")
+    pytest.importorskip("obstore")
+    with serving() as found:
+        yield found
+
+
+@pytest.fixture
+def s3(s3_server: S3, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[S3]:
+    """An S3 of this machine; this process stands for a machine that has never seen it."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "test")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3_server.url)
+    monkeypatch.setenv("TRAINKIT_STORAGE_LEASE", "3")
+    monkeypatch.setenv("TRAINKIT_STORAGE_DIR", str(tmp_path / "machine"))
+    s3_server.requests()
+    yield s3_server
+    s3_server.fault()

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
 from tests.helpers.ranks import run_ranks
+from tests.helpers.s3 import S3
 from trainkit import Callback, Combined, Run, StepResult, Trainer
 from trainkit.callbacks import Checkpoint, Journal
 from trainkit.cli.diff import _differences
@@ -303,13 +304,14 @@ trainer.fit(
 
 @pytest.mark.e2e
 def test_a_replay_names_the_first_module_and_the_rows_that_differ(
-    tmp_path: Path, diff: Any
+    tmp_path: Path, diff: Any, s3: S3, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     runs = {"a": ("0.1", "0"), "dropout": ("0.4", "0"), "row": ("0.1", "1")}
+    folders = {name: str(tmp_path / name) for name in runs} | {"row": "s3://bucket/row"}
     programs = [
-        subprocess.Popen([sys.executable, script, tmp_path / name, *arguments])
+        subprocess.Popen([sys.executable, script, folders[name], *arguments])
         for name, arguments in runs.items()
     ]
     assert [program.wait() for program in programs] == [0, 0, 0]
@@ -322,7 +324,8 @@ def test_a_replay_names_the_first_module_and_the_rows_that_differ(
     named = "The batches are equal, the first module whose output differs is `1` (Dropout)"
     assert f"Replayed: {named} in micro-batch 0, on process 0." in text
 
-    _, text = diff(tmp_path / "a", tmp_path / "row", "--replay")
+    monkeypatch.setenv("TRAINKIT_STORAGE_DIR", str(tmp_path / "another"))  # which lacks the run
+    _, text = diff(tmp_path / "a", "s3://bucket/row", "--replay")
     found = (
         r"The batches themselves differ: rows \[\d\] \(samples \[17\]\) in micro-batch 0 have other"
     )

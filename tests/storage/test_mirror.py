@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import time
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +16,8 @@ from tests.helpers.s3 import S3
 from tests.storage.toys import STEPS, At, start, train
 from trainkit import ConfigError, Trainer
 from trainkit.callbacks import JSONLLogger
-from trainkit.storage.objects import Objects
+from trainkit.storage import objects
+from trainkit.storage.objects import Objects, StorageError
 
 
 def _equal(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
@@ -103,14 +105,25 @@ def test_a_storage_that_fails_ends_no_training(
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize(("status", "code"), [(500, "InternalError"), (503, "SlowDown")])
+@pytest.mark.parametrize(
+    ("status", "code", "is_said"),
+    [
+        (500, "InternalError", False),  # which the library asks again
+        (503, "SlowDown", False),
+        (403, "QuotaExceeded", True),  # a full bucket, as Ceph tells it
+        (403, "RequestTimeTooSkewed", True),
+    ],
+)
 def test_a_storage_that_fails_for_a_while_gets_all(
-    s3: S3, tmp_path: Path, status: int, code: str
+    s3: S3, tmp_path: Path, capfd: pytest.CaptureFixture[str], status: int, code: str, is_said: bool
 ) -> None:
-    run = f"busy-{status}"
-    s3.fault(match=f"PUT {run}/", after=3, times=2, status=status, code=code)
+    run = f"busy-{code}"
+    s3.fault(match=f"PUT {run}/(?!.train)", after=3, times=2, status=status, code=code)
     run_ranks(1, train, f"s3://bucket/{run}", tmp_path / "a")
     assert f"{run}/checkpoints/step-{STEPS:08d}/manifest.json" in s3.names(run)
+    said = capfd.readouterr().out
+    assert ("nothing is uploaded for now" in said) is is_said
+    assert (f"<Code>{code}</Code>" in said) is is_said
 
 
 @pytest.mark.e2e
@@ -118,6 +131,24 @@ def test_a_connection_that_is_reset_costs_nothing(s3: S3, tmp_path: Path) -> Non
     s3.fault(match="(PUT|GET|HEAD|DELETE) reset", after=2, times=2, reset=True)
     run_ranks(1, train, "s3://bucket/reset", tmp_path / "a")
     assert f"reset/checkpoints/step-{STEPS:08d}/manifest.json" in s3.names("reset")
+
+
+@pytest.mark.e2e
+def test_a_connection_that_hangs_is_given_up_and_tried_again(s3: S3, tmp_path: Path) -> None:
+    def there(rank: int) -> None:
+        objects._REQUEST = timedelta(seconds=2)  # not two minutes
+        s3.fault(match="PUT hangs/checkpoints/.*/model", times=1, hang=600)
+        train(rank, "s3://bucket/hangs", tmp_path / "a")
+        objects._RETRY = {"max_retries": 0, "retry_timeout": timedelta()}
+        s3.fault(match="PUT hangs/file", hang=600)
+        with pytest.raises(StorageError, match=r"`s3://bucket/hangs/file` .*: no answer in 2 s\."):
+            Objects("s3://bucket/hangs").write("file", b"")
+
+    s3.requests()
+    run_ranks(1, there)
+    assert f"hangs/checkpoints/step-{STEPS:08d}/manifest.json" in s3.names("hangs")
+    asked = [each for each in s3.requests() if each.endswith("model.safetensors")]
+    assert any(asked.count(each) == 2 for each in asked)  # the one that hung
 
 
 @pytest.mark.e2e

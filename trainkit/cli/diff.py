@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainkit.basics.formatting import count, json_value
+from trainkit.basics.outputs import fetched
 from trainkit.basics.terminal import print_text
 from trainkit.cli.addresses import WHOLE
 from trainkit.errors import ConfigError
@@ -42,7 +43,10 @@ def _run(options: argparse.Namespace) -> int:
     from trainkit.cli.parting import find_parting  # torch, which `--help` needs not
 
     found = find_parting(options.a, options.b)
-    replayed = _compare_replays(options.a, options.b, found) if options.replay else None
+    replayed = None
+    if options.replay:  # of an address in the folder that its program writes to
+        a, b = (fetched(options.addresses.get(name, getattr(options, name))) for name in "ab")
+        replayed = _compare_replays(a, b, found)
     parts = found.first is not None or bool(found.causes)
     if options.json:
         known = {"a": str(options.a), "b": str(options.b), **asdict(found), "replay": replayed}

@@ -181,7 +181,10 @@ class Objects:
         except self._known as error:
             if may_lack and isinstance(error, FileNotFoundError):
                 raise
-            cause = str(error).partition("\n")[0].removesuffix(" {")
+            text = str(error)
+            cause = text.partition("\n")[0].removesuffix(" {")
+            if "kind: Timeout" in text:  # which the library tells developers alone
+                cause += f": no answer in {_REQUEST.total_seconds():g} s"
             place = f"{self.address}/{name}" if name else self.address
             raise StorageError(
                 f"`{place}` cannot be reached or refuses: {cause}. See to the address, the "
