@@ -83,9 +83,9 @@ def functions_of(kind: type) -> list[Any]:
 def is_users(code: type | FunctionType) -> bool:
     """Return whether a class or function stands in no installed library."""
     module = code.__module__ or ""
-    file = getattr(sys.modules.get(module), "__file__", None)
-    if module.partition(".")[0] in ("trainkit", "builtins"):
+    if module.partition(".")[0] in ("trainkit", "builtins", "torch"):
         return False
+    file = getattr(sys.modules.get(module), "__file__", None)
     if file is None:  # a notebook's
         return module not in sys.builtin_module_names
     path = Path(file)
