@@ -238,9 +238,11 @@ def _own_generators(dataset: Any) -> dict[str, Any]:
 def _owners_in(value: Any, name: str) -> Iterator[tuple[str, Any]]:
     if isinstance(value, nn.Module):
         yield from value.named_modules(prefix=name)
-        return
-    is_callback = hasattr(value, "on_fit_start")  # what these hold is theirs to save
-    if is_users(type(value)) and not isinstance(value, (type, *_WITH_STATES)) and not is_callback:
+    elif (
+        is_users(type(value))
+        and not isinstance(value, (type, *_WITH_STATES))
+        and not hasattr(value, "on_fit_start")  # what callbacks hold is theirs to save
+    ):
         yield name, value
 
 
