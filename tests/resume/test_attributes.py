@@ -425,6 +425,35 @@ def test_what_does_not_change_is_not_saved(tmp_path: Path) -> None:
     assert _saved_of_constants(0, tmp_path) == {"changed": {}}
 
 
+class Scaled(nn.Module):
+    """A loss with a parameter, and the model that it is part of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(outputs * self.scale, targets)
+
+
+class Whole(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.loss = nn.Linear(FEATURES, 2), Scaled()
+
+    def forward(self, inputs: Tensor) -> Any:
+        return self.body(inputs)
+
+
+def test_what_is_part_of_the_model_is_saved_with_it_alone(tmp_path: Path) -> None:
+    model = Whole()
+    trainer = Trainer(max_steps=2, output_dir=tmp_path, callbacks=[Checkpoint(every_n_steps=2)])
+    fit(trainer, toy_loaders(SAMPLES), model, loss_fn=model.loss)
+    store = CheckpointStore(tmp_path / "checkpoints")
+    saved = store.open(store.checkpoints()[-1].path)
+    assert saved.read("trainer")["attributes"] == {"changed": {}}
+
+
 def _by_process(rank: int, folder: Path) -> list[list[float]]:
     assert _saved_of_constants(rank, folder / "e") == {"changed": {}}
     whole, _ = _train("module", folder / "a")

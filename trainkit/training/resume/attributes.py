@@ -207,14 +207,21 @@ class Attributes:
 
         These are the loss, and what it, the modules, the trainer and its step hold or read.
         """
-        registered = {id(each) for each in self._registered}
-        seen = {*map(id, modules.values()), *map(id, self._others.values()), id(self._loss_fn)}
-        waiting: list[tuple[str, Any]] = [*modules.items(), ("loss_fn", self._loss_fn)]
+        waiting: list[tuple[str, Any]] = [*modules.items()]
         waiting += [(n, self._others[n]) for n in ("trainer", "training_step") if n in self._others]
-        if isinstance(self._loss_fn, nn.Module) and id(self._loss_fn) not in registered:
-            for each in self._loss_fn.named_modules(prefix="loss_fn"):
-                yield each
-                waiting.append(each)
+        if not isinstance(self._loss_fn, nn.Module):
+            waiting.append(("loss_fn", self._loss_fn))
+        known = [*self._registered, *self._others.values(), *(owner for _, owner in waiting)]
+        seen = {id(each) for each in known}
+
+        def new(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+            for found in _owners_in(value, name):
+                if id(found[1]) not in seen:
+                    seen.add(id(found[1]))
+                    waiting.append(found)
+                    yield found
+
+        yield from new(self._loss_fn, "loss_fn")
         while waiting:
             name, owner = waiting.pop(0)
             for key, value in _attributes(owner).items():
@@ -224,11 +231,7 @@ class Attributes:
                 elif type(value) is dict:
                     held = value if len(value) <= _MOST_HELD else {}
                 for place, each in () if key in _OF_EVERY_MODULE else held.items():
-                    for found in _owners_in(each, f"{name}.{key}.{place}".rstrip(".")):
-                        if id(found[1]) not in seen | registered:
-                            seen.add(id(found[1]))
-                            waiting.append(found)
-                            yield found
+                    yield from new(each, f"{name}.{key}.{place}".rstrip("."))
 
 
 def _own_generators(dataset: Any) -> dict[str, Any]:
