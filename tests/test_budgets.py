@@ -34,7 +34,7 @@ def test_files_stay_short() -> None:
     assert not too_long
 
 
-LIMITS = {"trainkit": 58_228, "what the trainer can reach": 27_165, "what the loop imports": 5_450}
+LIMITS = {"trainkit": 58_450, "what the trainer can reach": 27_198, "what the loop imports": 5_450}
 """Lines. Where less is reached the limit follows; 44,000 and 22,000 are wanted of the first two.
 
 4,960 of the first stand in rings that came last: object storage, more names of Accelerate, the page
@@ -42,6 +42,8 @@ of a GPU, older versions of torch, memory before the run, less memory in it, mod
 parallel, of which 60 in the core say who shares a batch and what a process holds of a tensor,
 DeepSpeed, of which 30 in the core say what is compared with its settings and who makes an update,
 and fp8, of which 15 in the core let a precision convert a model.
+222 let machines without a shared folder train into object storage, 33 of them in the core: saves
+go by a courier, and a checkpoint is read where the machine has it.
 750 in the core bring back what no state dict holds, and key the generators of data sets.
 """
 

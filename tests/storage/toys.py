@@ -7,10 +7,11 @@ from collections.abc import Callable
 from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from trainkit import Callback, Run, Trainer
@@ -39,6 +40,7 @@ def train(
     resume: str | None = "auto",
     keep_last: int = 1,
     new_run: bool = False,
+    strategy: Literal["auto", "fsdp"] = "auto",
 ) -> tuple[int | None, list[torch.Tensor]]:
     """Train; return from where it went on, and the weights."""
     os.environ["TRAINKIT_STORAGE_DIR"] = str(machine)
@@ -49,6 +51,7 @@ def train(
         max_steps=STEPS,
         output_dir=output_dir,
         new_run=new_run,
+        strategy=strategy,
         log_every_n_steps=1,
         callbacks=[Checkpoint(every_n_steps=2, keep_last=keep_last), JSONLLogger(), *callbacks],
     )
@@ -60,7 +63,8 @@ def train(
         resume=resume,
     )
     assert trainer.run is not None
-    return trainer.run.checkpoints.resumed_from, [p.detach() for p in model.parameters()]
+    weights = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
+    return trainer.run.checkpoints.resumed_from, [each.detach() for each in weights]
 
 
 def start(*args: Any, prints: Path, **kwargs: Any) -> tuple[BaseProcess, Any]:

@@ -151,7 +151,7 @@ class Save:
     """A checkpoint on its way to the disk; see `CheckpointStore.save`."""
 
     def __init__(
-        self, directory: Path, step: int, metadata: Mapping[str, Any], agree: Agree
+        self, directory: Path, step: int, metadata: Mapping[str, Any], agree: Agree, courier: Any
     ) -> None:
         self.entry: Entry | None = None
         """What process 0 has committed."""
@@ -162,6 +162,7 @@ class Save:
         self._packed: dict[str, FileInfo] = {}
         self._run_id = str(metadata.get("run_id", ""))
         self._agree = agree
+        self._courier = courier
         self._needed = 0  # bytes that all processes together want to write
         self._temporary = directory / f"{TEMPORARY}{step}-{uuid.uuid4().hex[:12]}"
 
@@ -183,10 +184,19 @@ class Save:
         try:
             folder, version, self._needed, takes = self._step_of_all(prepare, self._begin)
             own = [file for file in planned if not (takes and file.is_sent)]
-            name = self._step_of_all(
-                lambda: self._write([*own, *self._pack], self._directory / folder),
-                lambda written: self._commit(written, version),
-            )
+            place, planned = self._directory / folder, [*own, *self._pack]
+            digests: dict[str, Any] = {}
+            contents = [(place / file.name, _hashed(file, digests)) for file in planned]
+            deliver = None if self._courier is None else self._courier.deliver
+            is_sent = deliver is not None and deliver(contents, place, self._step_of_all)
+
+            def write() -> list[_Written]:
+                """Write files and return what they must be, once they survive a power cut."""
+                if not is_sent:
+                    files.write_files(contents)
+                return [(f.name, f.size, digests[f.name].hexdigest()) for f in planned]
+
+            name = self._step_of_all(write, lambda written: self._commit(written, version))
         finally:
             # On process 0, where it exists until it is renamed; on others it never did.
             with suppress(OSError):  # what stays is invisible, and removed at the next start
@@ -273,26 +283,6 @@ class Save:
         files.make_directory(self._temporary)
         return self._temporary.name, version, self._needed, takes
 
-    def _write(self, planned: Iterable[_PlannedFile], folder: Path) -> list[_Written]:
-        """Write files and return what they must be, once they survive a power cut."""
-        digests: dict[str, Any] = {}
-
-        def hashed(file: _PlannedFile) -> Iterator[bytes | memoryview]:
-            digest, size = digests.setdefault(file.name, xxh3_128()), 0
-            for chunk in file.chunks():
-                digest.update(chunk)
-                size += len(chunk)
-                yield chunk
-            if size != file.size:
-                raise CheckpointError(
-                    f"`{file.name}` should have {file.size} bytes, but {size} were written: a "
-                    "tensor has been changed while it was being saved. Save at the end of a step."
-                )
-
-        planned = [*planned]
-        files.write_files((folder / file.name, hashed(file)) for file in planned)
-        return [(file.name, file.size, digests[file.name].hexdigest()) for file in planned]
-
     def _commit(self, written: Sequence[Sequence[_Written]], version: int) -> str:
         """Publish what all have written; return the name of the folder."""
         infos = {
@@ -346,6 +336,20 @@ class Save:
                 with suppress(CheckpointCorrupt):  # is left alone, and another name taken
                     read_manifest(path)
         return same
+
+
+def _hashed(file: _PlannedFile, digests: dict[str, Any]) -> Iterator[bytes | memoryview]:
+    """Yield the content of a file, whose digest grows meanwhile."""
+    digest, size = digests.setdefault(file.name, xxh3_128()), 0
+    for chunk in file.chunks():
+        digest.update(chunk)
+        size += len(chunk)
+        yield chunk
+    if size != file.size:
+        raise CheckpointError(
+            f"`{file.name}` should have {file.size} bytes, but {size} were written: a tensor has "
+            "been changed while it was being saved. Save at the end of a step."
+        )
 
 
 def _text(name: Any) -> str | None:

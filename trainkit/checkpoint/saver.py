@@ -81,6 +81,8 @@ class Saver:
         weights_only: Whether the best are kept as weights alone; for whoever saves.
         has_warned: Whether it was said that a checkpoint is not finite.
         check_replicas: Whether the processes first compare what they hold; for whoever saves.
+        courier: What brings process 0 the files of those that do not see the directory; for whoever
+            saves.
         check_folder: Called on process 0 before each save; raises where the directory is no longer
             the run's.
         committed: Called on process 0 after each commit, with what decides on its retention;
@@ -106,6 +108,7 @@ class Saver:
         self.non_finite: NonFinite = non_finite
         self.has_warned = False
         self.check_replicas = True
+        self.courier: Any = None
         self.check_folder: Callable[[], None] = lambda: None
         self.committed: _Committed = lambda store, policy, more: frozenset()
         self._weights = CheckpointStore(directory / WEIGHTS)
@@ -154,13 +157,17 @@ class Saver:
     def find_best(self) -> tuple[str, int, float] | None:
         """Return folder, step and value of the best, None without one; every process calls it."""
 
+        directory = self.store.directory.parent
+
         def find() -> tuple[str, int, float] | None:
             best = next(iter(self._ranked()), None)
             if best is None or self.keep_best is None:
                 return None
-            return str(best.path), best.step, best.manifest.metrics[self.keep_best[0]]
+            place = str(best.path.relative_to(directory))
+            return place, best.step, best.manifest.metrics[self.keep_best[0]]
 
-        return run_on_main(self._processes, find)
+        found = run_on_main(self._processes, find)
+        return None if found is None else (str(directory / found[0]), *found[1:])
 
     def is_among_best(self, step: int, metrics: Mapping[str, float]) -> bool:
         """Return whether a checkpoint with these metrics would stay; every process must call it."""
@@ -224,9 +231,8 @@ class Saver:
     ) -> Path:
         run_on_main(processes, self.check_folder)
         try:
-            path = store.save(
-                step, parts, metadata=metadata, agree=partial(gather_on_main, processes)
-            )
+            agree = partial(gather_on_main, processes)
+            path = store.save(step, parts, metadata=metadata, agree=agree, courier=self.courier)
         except CheckpointError:
             run_on_main(processes, self.check_folder)  # which may have been moved meanwhile
             raise

@@ -39,6 +39,7 @@ class CheckpointStore:
         *,
         metadata: Mapping[str, Any],
         agree: Agree = alone,
+        courier: Any = None,
     ) -> Path:
         """Write a checkpoint and return its folder, once it survives a power cut.
 
@@ -53,6 +54,7 @@ class CheckpointStore:
                 names the run, and `metrics` is what the best are chosen by.
             agree: `agree(value, action)` runs `action` on process 0, which commits, with the
                 values of all processes in order of their ranks, and returns its result on all.
+            courier: What brings process 0 the files of those that do not see the directory.
 
         Raises:
             CheckpointError: The save failed on some process; raised by all. Nothing of it is
@@ -60,7 +62,7 @@ class CheckpointStore:
         """
         if type(step) is not int or step < 0:
             raise ConfigError(f"`step` must be a whole number from 0 on, but is {step!r}.")
-        save = Save(self.directory, step, metadata, agree)
+        save = Save(self.directory, step, metadata, agree, courier)
         path = save.run(parts)
         self.last_saved = save.entry
         return path

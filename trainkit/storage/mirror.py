@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from trainkit.basics.lock import RunLock
 from trainkit.basics.outputs import address_of
@@ -80,6 +81,24 @@ class Mirror:
         place, _, name = self._under_way.rpartition("/")
         found = store.checkpoints() if place == store.directory.name else []
         return frozenset(entry.step for entry in found if entry.path.name == name)
+
+    def wait_for(self, checkpoint: Path) -> None:
+        """Wait until a checkpoint, if it is of the folder, is at the address for other machines.
+
+        Raises:
+            StorageError: It could not be uploaded.
+        """
+        if not checkpoint.is_relative_to(self._folder):
+            return
+        name = checkpoint.relative_to(self._folder).as_posix()
+        self._wake.set()
+        while name not in self._remote.checkpoints:
+            if self._failed or name in self._foreign or not self._thread.is_alive():
+                raise StorageError(
+                    f"`{self._address}/{name}` is not uploaded, and other machines of this job "
+                    "need it. See to the storage, and start the job again."
+                )
+            time.sleep(0.1)
 
     def release(self) -> None:
         """Upload what is left, and give the address back; waits for it."""

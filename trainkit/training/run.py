@@ -274,6 +274,7 @@ class Run(RunServices):
             keep_best=keep_best,
         )
         checkpoints.saver.weights_only = weights_only
+        checkpoints.saver.courier = self.internals.courier
         self.evaluation.keep_best = None if keep_best is None else keep_best[:2]
         if self.internals.locks:
             checkpoints.saver.check_folder = self.internals.locks[0].check

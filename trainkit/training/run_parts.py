@@ -193,6 +193,8 @@ class Internals:
     interrupts: Interrupts = field(default_factory=Interrupts)
     mirror: Any = None
     """What mirrors the output directory to a storage, on the main process."""
+    courier: Any = None
+    """What brings the main process the files of those that do not see the output directory."""
     scratch: Path | None = None
     """Where a dry run writes; the folder is gone when the program ends."""
     outputs: dict[Path, str] = field(default_factory=dict)

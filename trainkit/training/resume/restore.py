@@ -29,6 +29,7 @@ from trainkit.checkpoint.training_state import (
 )
 from trainkit.distributed import run_on_all
 from trainkit.errors import CheckpointError
+from trainkit.lazy import ask
 from trainkit.precision import FP16
 from trainkit.training.callback_list import CallbackList
 from trainkit.training.lr_schedule import LRSchedule, LRSchedules
@@ -72,10 +73,15 @@ def restore(
     processes = run.strategy.processes
     folders = candidates(run.output_dir, resume, run.print) if processes.is_main else iter(())
     present = _present(run, callbacks) if run.strategy.sharded else {}
+
+    def load(folder: str) -> _Loaded:
+        with ask("on_this_machine")(Path(folder), processes, run.internals.mirror) as here:
+            return _load(run, callbacks, here, present, schedule)
+
     found = first_verified(
         processes,
         folders,
-        lambda folder: _load(run, callbacks, Path(folder), present, schedule),
+        load,
         (lambda why: run.print(f"Skipped: {why}")) if resume in ("auto", "must") else None,
     )
     if found is None:

@@ -13,6 +13,7 @@ from trainkit.checkpoint.listing import of_run
 from trainkit.checkpoint.retention import best_of
 from trainkit.distributed import Processes, run_on_all, run_on_main
 from trainkit.errors import CheckpointError, ConfigError
+from trainkit.lazy import ask
 from trainkit.training.modes import in_training_mode
 from trainkit.training.resume.reference import load_onto_base
 from trainkit.training.run import Run
@@ -49,7 +50,8 @@ def held(
     before = [(parameter, parameter.detach().clone()) for parameter in module.parameters()]
     try:
         with kept_buffers(module.modules()), in_training_mode(module):
-            run_on_all(processes, lambda: load_onto_base(module, path))
+            with ask("on_this_machine")(path, processes) as here:
+                run_on_all(processes, lambda: load_onto_base(module, here))
             yield
     finally:
         module.state_dict()
@@ -100,8 +102,12 @@ def restore_best(run: Run, result: FitResult) -> None:
             "`restore_best=True` finds no best weights: no evaluation gave a number for the metric "
             f"of `keep_best`. The model holds the last ones, as does `{run.checkpoint}`."
         )
-    with in_training_mode(run.module):
-        run_on_all(run.strategy.processes, lambda: load_onto_base(run.module, path))
+    processes = run.strategy.processes
+    with (
+        in_training_mode(run.module),
+        ask("on_this_machine")(path, processes, run.internals.mirror) as here,
+    ):
+        run_on_all(processes, lambda: load_onto_base(run.module, here))
     run.print(
         f"trainkit: the model holds the best weights, those of step {result.best_step} of "
         f"{result.step}, evaluated as {result.best_value:.6g}."

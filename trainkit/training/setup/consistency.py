@@ -12,6 +12,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Subset
 
 from trainkit.basics.config import TrainConfig
 from trainkit.basics.device import memory_of
+from trainkit.basics.outputs import address_of
 from trainkit.data import PreparedLoader
 from trainkit.distributed import Processes
 from trainkit.distributed.collectives import require_equal
@@ -55,7 +56,7 @@ def settings_by_name(
         )
     for name, part in parts.items():
         if isinstance(part, Path):
-            yield f"`{name}`", str(part.resolve())
+            yield f"`{name}`", address_of(part) or str(part.resolve())
         yield from settings(name, part, whole=False)
     yield "the callbacks that act on all processes at once", repr([*callbacks])
     for name, attributes in callbacks.items():

@@ -31,7 +31,10 @@ def choose_folder(run: Run, resume: str | Path | None, new_run: bool) -> str | P
 
         parent, processes = run.output_dir, run.strategy.processes
         assert parent is not None
-        run.output_dir = Path(run_on_main(processes, lambda: str(folder_of_run(parent, resume))))
+        name = run_on_main(
+            processes, lambda: str(folder_of_run(parent, resume).relative_to(parent))
+        )
+        run.output_dir = parent / name  # machines may have it in other places
     return resume
 
 
@@ -66,11 +69,13 @@ def _take(run: Run, given: Path) -> None:
     run_on_main(processes, take)
     # For good: whoever points a link elsewhere later does not move the run.
     run.output_dir = folder = given.resolve()
-    if processes.size > 1:
+    address = address_of(folder) if run.internals.scratch is None else None
+    if processes.size > 1 and address is None:
         from trainkit.distributed.shared_folder import check_shared  # one process needs none of it
 
         check_shared(processes, folder, owner)
-    if run.internals.scratch is None and (address := address_of(folder)) is not None:
+    if address is not None:
+        run.internals.courier = ask("courier")(processes, folder)
 
         def mirror() -> None:
             locks = run.internals.locks

@@ -1,0 +1,125 @@
+"""Machines that share no folder: process 0 uploads for all, and each fetches what it lacks."""
+
+import os
+import signal
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.helpers.ranks import RanksError, run_ranks
+from tests.helpers.s3 import S3
+from tests.storage.toys import STEPS, At, train
+from trainkit import Callback, Trainer
+from trainkit.callbacks import Checkpoint
+from trainkit.storage import machines
+
+
+def _apart(rank: int, folder: Path) -> None:
+    """Let this process be on a machine of its own, with a folder of its own."""
+    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    os.environ["TRAINKIT_STORAGE_DIR"] = str(_machine(folder, rank))
+    machines._PIECE = 1000  # bytes: several of a file
+
+
+def _machine(folder: Path, rank: int) -> Path:
+    return folder.with_name(f"{folder.name}{rank}")
+
+
+def _train(rank: int, address: str, folder: Path, *callbacks: Callback, **options: Any) -> Any:
+    _apart(rank, folder)
+    return train(rank, address, _machine(folder, rank), *callbacks, **options)
+
+
+def _stop() -> None:
+    raise KeyError("stopped")
+
+
+def test_machines_without_a_shared_folder_go_on_elsewhere_bit_equal(s3: S3, tmp_path: Path) -> None:
+    address = "s3://bucket/apart"
+    with pytest.raises(RanksError, match="stopped"):
+        run_ranks(2, _train, address, tmp_path / "a", At(3, _stop), strategy="fsdp")
+    found = run_ranks(2, _train, address, tmp_path / "b", strategy="fsdp")
+    assert [came_from for came_from, _ in found] == [2, 2]
+    whole = run_ranks(2, train, str(tmp_path / "plain"), tmp_path, strategy="fsdp")
+    for (_, ours), (_, theirs) in zip(found, whole, strict=True):
+        assert all(map(torch.equal, ours, theirs))
+    name = f"checkpoints/step-{STEPS:08d}"
+    parts = {path.name for path in (tmp_path / "plain" / name).iterdir()}
+    assert {each.rpartition("/")[2] for each in s3.names(f"apart/{name}/")} == parts
+    assert {path.name for path in (tmp_path / "b0/s3/bucket/apart" / name).iterdir()} == parts
+    assert not [path for path in (tmp_path / "b1").rglob("*") if path.is_file()]  # nothing stays
+
+
+def _train_until_it_dies(rank: int, address: str, folder: Path) -> None:
+    """Train on two machines, of which one is killed in the second save, between two pieces."""
+    saves, pieces = [], machines._pieces
+
+    def die(contents: Any) -> Iterator[tuple[str, bytes]]:
+        saves.append(rank)
+        for number, piece in enumerate(pieces(contents)):
+            if number == 1 and saves == [1, 1]:
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield piece
+
+    machines._pieces = die
+    _train(rank, address, folder, strategy="fsdp")
+
+
+@pytest.mark.e2e
+def test_a_machine_that_dies_while_it_sends_leaves_nothing_half(s3: S3, tmp_path: Path) -> None:
+    address = "s3://bucket/died"
+    with pytest.raises(RanksError, match="exit code -9"):
+        run_ranks(2, _train_until_it_dies, address, tmp_path / "a")
+    steps = {name.split("/")[2] for name in s3.names("died/checkpoints/")}
+    assert steps <= {"step-00000002"}
+    found = run_ranks(2, _train, address, tmp_path / "a", strategy="fsdp")  # the same machines
+    assert [came_from for came_from, _ in found] == [2, 2]
+    steps = {name.split("/")[2] for name in s3.names("died/checkpoints/")}
+    assert steps == {f"step-{STEPS:08d}"}
+
+
+def _train_best(rank: int, folder: Path) -> tuple[int | None, float | None, float, float]:
+    """Train so that all becomes worse; return step and loss of the best, and losses of theirs."""
+    _apart(rank, folder)
+    torch.manual_seed(0)
+    inputs = torch.randn(32, 4)
+    data = TensorDataset(inputs, inputs.sum(1, keepdim=True))
+    model, loader = nn.Linear(4, 1), DataLoader(data, batch_size=8)
+    trainer = Trainer(
+        max_epochs=3,
+        output_dir="s3://bucket/best",
+        callbacks=[Checkpoint(every_n_epochs=1, keep_best=("eval/loss", "min"))],
+    )
+    result = trainer.fit(
+        model,
+        (loader, loader),
+        optimizer=partial(torch.optim.SGD, lr=3.0),
+        loss_fn=nn.MSELoss(),
+        restore_best=True,
+    )
+    restored = trainer.evaluate(model, loader)["eval/loss"]
+    nn.init.zeros_(model.weight)
+    again = trainer.evaluate(model, loader, checkpoint="best")["eval/loss"]
+    return result.best_step, result.best_value, restored, again
+
+
+@pytest.mark.e2e
+def test_the_best_weights_come_to_machines_that_have_not_saved_them(s3: S3, tmp_path: Path) -> None:
+    one, other = run_ranks(2, _train_best, tmp_path / "a")
+    assert one == other
+    assert one[0] == 2
+    assert one[1] == one[2] == one[3]
+
+
+@pytest.mark.e2e
+def test_each_machine_has_the_run_of_process_0_under_its_own_folder(s3: S3, tmp_path: Path) -> None:
+    address = "s3://bucket/runs"
+    first = run_ranks(2, _train, address, tmp_path / "a", new_run=True, resume=None)
+    again = run_ranks(2, _train, address, tmp_path / "b", new_run=True, resume="must")
+    assert [came_from for came_from, _ in first + again] == [None, None, STEPS, STEPS]

@@ -1,0 +1,168 @@
+"""Machines that do not see the folder of process 0: what they save, and what they read."""
+
+import socket
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from trainkit.basics.outputs import absolute, address_of
+from trainkit.checkpoint.format.names import MANIFEST
+from trainkit.checkpoint.io import files
+from trainkit.checkpoint.io.files import Chunks
+from trainkit.distributed import Processes, run_on_all, run_on_main
+from trainkit.distributed.collectives import first_with
+from trainkit.storage.copies import Remote
+from trainkit.storage.objects import Objects, StorageError
+
+_PIECE = 1 << 22  # bytes that a process sends at once; process 0 holds those of all
+
+OfAll = Callable[[Callable[[], Any], Callable[[list[Any]], Any]], Any]
+"""`of_all(action, conclude)` runs `action` on every process, then `conclude` on process 0 with what
+each returned, and returns its result on all; if anything fails, all raise."""
+
+
+def courier(processes: Processes, folder: Path) -> "Courier | None":
+    """Return what brings process 0 the files of those that do not see `folder`; None: all see it.
+
+    Every process must call it, with its own place of a folder that process 0 has made.
+    """
+    world = processes.world
+    if world.size == world.local_size:
+        return None
+    name = f".trainkit-shared-{uuid.uuid4().hex}"
+    run_on_main(processes, lambda: (folder / name).touch())
+    sees = (folder / name).exists()
+    everywhere = all(processes.all_gather_objects(sees))
+    run_on_main(processes, lambda: (folder / name).unlink())
+    return None if everywhere else Courier(is_elsewhere=not sees)
+
+
+class Courier:
+    """Brings process 0 what other processes have to write, where some do not see its folder."""
+
+    def __init__(self, *, is_elsewhere: bool) -> None:
+        self._is_elsewhere = is_elsewhere
+
+    def deliver(self, contents: Iterable[tuple[Path, Chunks]], folder: Path, of_all: OfAll) -> bool:
+        """Send files to process 0, which writes them to `folder`; every process must call it.
+
+        They have arrived, and survive a power cut, when this returns.
+
+        Returns:
+            Whether those of this process were sent; else it writes them itself.
+        """
+        pieces = _pieces(contents) if self._is_elsewhere else iter(())
+        open_files: dict[Path, int] = {}
+
+        def take(sent: list[tuple[str, bytes] | None]) -> bool:
+            for name, piece in filter(None, sent):
+                path = folder / name
+                with _naming(path):
+                    if path not in open_files:
+                        open_files[path] = files.create(path)
+                    files.write(open_files[path], piece)
+            if any(sent):
+                return True
+            for path, descriptor in open_files.items():
+                with _naming(path):
+                    files.sync(descriptor)
+            return False
+
+        try:
+            while of_all(lambda: next(pieces, None), take):
+                pass
+        finally:
+            for descriptor in open_files.values():
+                files.close(descriptor)
+        return self._is_elsewhere
+
+
+def _pieces(contents: Iterable[tuple[Path, Chunks]]) -> Iterator[tuple[str, bytes]]:
+    """Yield what is in files, with their names: one file after the other, in large pieces."""
+    for path, chunks in contents:
+        piece = bytearray()
+        for chunk in chunks:
+            left = memoryview(chunk).cast("B")
+            while left:
+                taken = left[: _PIECE - len(piece)]
+                piece += taken
+                left = left[len(taken) :]
+                if len(piece) == _PIECE:
+                    yield path.name, bytes(piece)
+                    piece.clear()
+        if piece:
+            yield path.name, bytes(piece)
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        error.filename = str(path)
+        raise
+
+
+@contextmanager
+def on_this_machine(path: Path, processes: Processes, mirror: Any = None) -> Iterator[Path]:
+    """Give the place of a checkpoint of process 0 on this machine, inside; every process enters it.
+
+    A machine that has it not fetches it from its address, for all its processes, and removes it
+    afterwards.
+
+    Args:
+        path: The folder of it; that of process 0 counts.
+        mirror: What uploads it, on process 0, where a run is under way.
+
+    Raises:
+        CheckpointError: It cannot be fetched; on all processes.
+    """
+    world = processes.world
+    if world.size == world.local_size:
+        yield path
+        return
+    address, digest = run_on_main(processes, lambda: (address_of(path), _digest(path)))
+    if address is None:
+        yield path
+        return
+    place = absolute(address, "output_dir", stored=True)
+    lacks = _digest(place) != digest
+    if first_with(processes, lacks) is None:
+        yield place
+        return
+    scratch = place.parent / f".trainkit-{digest}"  # where no checkpoint is looked for
+
+    def upload() -> None:
+        if mirror is not None:
+            mirror.wait_for(path)
+
+    def fetch() -> None:
+        if not (lacks and world.is_local_main):
+            return
+        remote = Remote(Objects(address.rpartition("/")[0]))
+        if place.name in remote.checkpoints:
+            remote.fetch(place.name, scratch)
+        if _digest(scratch / place.name) != digest:
+            raise StorageError(
+                f"`{address}` is not the checkpoint that process 0 has in `{path}`, and "
+                f"{socket.gethostname()} needs it. See to the address, or remove that folder."
+            )
+
+    run_on_main(processes, upload)
+    try:
+        run_on_all(processes, fetch)
+        yield scratch / place.name if lacks else place
+    finally:
+        processes.barrier()  # all have read it
+        if lacks and world.is_local_main and scratch.exists():
+            files.remove_tree(scratch)
+
+
+def _digest(folder: Path) -> str:
+    """Return what tells a checkpoint from all others; "" where there is none."""
+    with suppress(OSError):
+        return blake2b((folder / MANIFEST).read_bytes(), digest_size=16).hexdigest()
+    return ""
