@@ -109,7 +109,11 @@ def test_nestings_are_walked_as_there() -> None:
         with pytest.warns(UserWarning, match="[Cc]annot pad nested tensors"):
             assert one.pad_across_processes(ragged) is ragged
     for library in (accelerate, importlib.import_module("accelerate")):
-        pad: Any = library.Accelerator(cpu=True).pad_across_processes
+        accelerator: Any = library.Accelerator(cpu=True)
+        pad = accelerator.pad_across_processes
+        alone = accelerator.reduce({"ragged": ragged})["ragged"]
+        assert alone.is_nested
+        assert torch.equal(alone.to_padded_tensor(0), ragged.to_padded_tensor(0))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             assert pad(ragged) is ragged
@@ -230,8 +234,34 @@ def test_sizes_and_ties_are_found_as_there() -> None:
     memory: dict[Any, Any] = {"cpu": "1GB", 0: 100}
     assert OURS.get_max_memory(memory) == THEIRS.get_max_memory(memory)
     assert OURS.get_max_memory()["cpu"] > 0
+    memory |= {0: "0GB", "cpu": "10Mb"}
+    assert OURS.get_max_memory(memory) == THEIRS.get_max_memory(memory) == {0: 0, "cpu": 1250000}
+    for size in (0, 7, "1GiB", "2.5MB", "3Kb", "0KB", "1mib", "1Gib", "2gb"):
+        found = OURS.convert_file_size_to_int(size)
+        assert found == modeling.convert_file_size_to_int(size)
+    for wrong in ("", "x", -1, "1"):
+        for function in (OURS.convert_file_size_to_int, modeling.convert_file_size_to_int):
+            with pytest.raises(ValueError, match="size"):
+                function(wrong)
     places = OURS.infer_auto_device_map(plain, {"cpu": 50}, no_split_module_classes="Linear")
     assert places == {"0": "disk", "1": "disk"} or set(places.values()) <= {"cpu", "disk"}
+
+
+@pytest.mark.parametrize("low_zero", [False, True])
+@pytest.mark.parametrize("unsplit", [None, "TransformerEncoderLayer", ["Linear", "LayerNorm"]])
+def test_memory_is_balanced_as_there(low_zero: bool, unsplit: Any) -> None:
+    layers = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 3)
+    model = nn.Sequential(nn.Embedding(50, 8), layers, nn.Linear(8, 50), nn.BatchNorm1d(50))
+    for memory in (
+        {0: "1GB", 1: "1GB", "cpu": "1GB"}, {0: 5000, 1: 9000, 2: 20000}, {0: "1GB"}, {"cpu": 9},
+        {0: 0, 1: 9000, 2: 9000},
+    ):  # fmt: skip
+        for dtype in (None, torch.float16):
+            found, expected = (
+                one.get_balanced_memory(model, dict(memory), unsplit, dtype, low_zero=low_zero)
+                for one in BOTH
+            )
+            assert found == expected
 
 
 def test_what_is_on_disk_is_saved_loaded_and_prepared(tmp_path: Path) -> None:

@@ -95,6 +95,35 @@ def test_the_data_of_their_examples_is_the_same(
             assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_the_data_for_the_next_token_is_the_same(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, precision: str
+) -> None:
+    write_samples(tmp_path, monkeypatch)
+    words = ["<eos>", "a", "dog", "cat", "ran", "slept"]
+    tokenizers, transformers = map(importlib.import_module, ("tokenizers", "transformers"))
+    model = tokenizers.models.WordLevel({word: i for i, word in enumerate(words)}, "<eos>")
+    inner = tokenizers.Tokenizer(model)
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=inner, eos_token="<eos>", model_max_length=12
+    )
+    fast.save_pretrained(tmp_path / "HuggingFaceTB" / "SmolLM-360M")
+    found: list[list[list[Any]]] = []
+    for lib in BOTH:
+        home: Any = importlib.import_module("accelerate")
+        home.state.AcceleratorState._reset_state(True)
+        loaders = lib.training.mocked_dataloaders_for_autoregressive_models(
+            home.Accelerator(cpu=True, mixed_precision=precision)
+        )
+        found.append([[dict(batch) for batch in loader] for loader in loaders])
+    assert [len(loader) for loader in found[0]] == [2, 3]
+    for ours, theirs in zip(*found, strict=True):
+        for one, other in zip(ours, theirs, strict=True):
+            assert one.keys() == other.keys() >= {"input_ids", "attention_mask", "labels"}
+            assert all(torch.equal(one[name], other[name]) for name in one)
+
+
 def test_placeholders_hold_what_they_were_given_and_prepare_hands_them_back() -> None:
     for lib, home in (
         (accelerate, accelerate.utils.deepspeed),

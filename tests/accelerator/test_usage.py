@@ -465,7 +465,8 @@ REFUSES: dict[str, tuple[str, Demo]] = {
     "prepare_pippy": ("strategies.FSDP", lambda job: job.lib.prepare_pippy(nn.Linear(1, 1))),
     "utils.FP8RecipeKwargs": ("torchao", lambda job: job.utils.FP8RecipeKwargs(backend="te")),
     "utils.ParallelismConfig": (
-        "strategies.FSDP", lambda job: job.utils.ParallelismConfig(tp_size=2)),
+        "model_parallel",
+        lambda job: job.accelerator(parallelism_config=job.utils.ParallelismConfig(tp_size=2))),
     "utils.transformer_engine.convert_model": (
         "torchao", lambda job: job.utils.transformer_engine.convert_model(nn.Linear(1, 1))),
 }  # fmt: skip

@@ -1,7 +1,7 @@
 """The names of Accelerate for models larger than the memory of a device."""
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +10,9 @@ from torch import nn
 
 from trainkit.basics.device import default_kind
 from trainkit.export.loading import dtype_of, targets_of
-from trainkit.large_models.devices import Place
+from trainkit.large_models.devices import Place, room
 from trainkit.large_models.dispatch import dispatch_model
+from trainkit.types import Size
 
 
 def cpu_offload(
@@ -64,6 +65,55 @@ def compute_module_sizes(
         for count in range(len(parts) + 1):
             sizes[".".join(parts[:count])] += tensor.numel() * each
     return sizes
+
+
+def get_balanced_memory(
+    model: nn.Module,
+    max_memory: Mapping[int | str, Size] | None = None,
+    no_split_module_classes: str | Iterable[str] | None = None,
+    dtype: torch.dtype | str | None = None,
+    special_dtypes: Mapping[str, torch.dtype | str] | None = None,
+    low_zero: bool = False,
+) -> dict[int | str, int]:
+    """Return a `max_memory` by which `infer_auto_device_map` gives each GPU about as much.
+
+    Args:
+        model: Whose tensors are shared out; may be on the meta device.
+        max_memory: What each place has at most; None: what is free there.
+        no_split_module_classes: Names of classes whose modules stay on one device.
+        dtype: As of `compute_module_sizes`.
+        special_dtypes: The same.
+        low_zero: Whether the first GPU gets only what the others have no room for.
+    """
+    free = room(max_memory)
+    gpus = sorted(place for place, size in free.items() if isinstance(place, int) and size)
+    if not gpus:
+        return free
+    low_zero = low_zero and len(gpus) > 1
+    sizes = compute_module_sizes(model, dtype, special_dtypes)
+    given = no_split_module_classes
+    unsplit = frozenset([given] if isinstance(given, str) else given or ())
+    blocks: dict[str, float] = {}
+    for name, module in model.named_modules():
+        if type(module).__name__ in unsplit and name in sizes and name:
+            blocks.setdefault(type(module).__name__, sizes[name])
+    tensors = _last(sizes)
+    layers = _last([name for name in sizes if name not in tensors])
+    mean = sum(sizes[name] for name in layers) // max(1, len(layers))
+    # A GPU ends before the layer that does not fit, so each has room for one more than its share.
+    share = int(sizes[""] // (len(gpus) - low_zero)) + int(1.25 * max(mean, *blocks.values(), 0))
+    for gpu in gpus[:-1]:
+        if gpu or not low_zero:
+            free[gpu] = min(share, free[gpu])
+    if low_zero and 0 in gpus:
+        left = int(sizes[""]) - sum(free[gpu] for gpu in gpus if gpu)
+        free[0] = min(max(0, left), free[0])
+    return free
+
+
+def _last(names: Iterable[str]) -> set[str]:
+    """Return the names with none below them."""
+    return {*names} - {name.rpartition(".")[0] for name in names} - {""}
 
 
 def find_tied_parameters(model: nn.Module) -> list[list[str]]:

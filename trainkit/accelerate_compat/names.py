@@ -61,6 +61,7 @@ _HOMES = {
     """,
     "accelerate_compat.large": """
         compute_module_sizes cpu_offload disk_offload dtype_byte_size find_tied_parameters
+        get_balanced_memory
     """,
     "accelerate_compat.loading": """
         BatchSamplerShard DataLoader DataLoaderDispatcher DataLoaderShard IterableDatasetShard
@@ -70,17 +71,20 @@ _HOMES = {
     "accelerate_compat.placeholders": "DummyOptim DummyScheduler",
     "accelerate_compat.testing": """
         SubprocessCallException execute_subprocess_async get_torch_dist_unique_port
-        mocked_dataloaders run_command
+        mocked_dataloaders mocked_dataloaders_for_autoregressive_models run_command
     """,
     "accelerator.autocasting": "convert_to_fp32=in_fp32",
     "accelerator.loader": "DataLoaderStateMixin=SharedLoader",
     "accelerator.logging": "MultiProcessAdapter=ProcessLogger",
+    "accelerator.parallelism": "ParallelismConfig",
     "accelerator.optimizer": "AcceleratedOptimizer=PreparedOptimizer",
     "accelerator.scheduler": "AcceleratedScheduler=PreparedScheduler",
     "accelerator.settings": "AORecipeKwargs KwargsHandler",
     "accelerator.state": "AcceleratorState GradientState is_initialized",
     "accelerator.tracking": "LOGGER_TYPE_TO_CLASS=KINDS register_tracker_class",
-    "large_models.devices": "get_max_memory=room infer_auto_device_map",
+    "large_models.devices": """
+        convert_file_size_to_int get_max_memory=room infer_auto_device_map
+    """,
     "large_models.dispatch": "dispatch_model",
     "large_models.empty": "init_on_device",
     "launch.config": "write_basic_config",
@@ -109,9 +113,9 @@ REFUSED = {
         filter_linear_layers find_first_last_linear_layers has_ao_layers
         has_transformer_engine_layers
     """,
-    "a model is not cut into parallel parts: leave it out, and shard with "
+    "`Accelerator` trains no model that is cut into parallel parts: leave it out, and shard with "
     "`Accelerator(strategy=trainkit.strategies.FSDP())`": """
-        ParallelismConfig TorchContextParallelConfig TorchTensorParallelConfig
+        TorchContextParallelConfig TorchTensorParallelConfig
         TorchTensorParallelPlugin prepare_pippy
     """,
     "`cpu_offload(module, device)`, `disk_offload` and `dispatch_model` bring weights and inputs "
@@ -121,7 +125,7 @@ REFUSED = {
     """,
     "a model stays whole on one device: load it by `load_checkpoint_and_dispatch(model, "
     "checkpoint)`, or shard it with `Accelerator(strategy=trainkit.strategies.FSDP())`": """
-        LayerwiseCastingHook attach_layerwise_casting_hooks get_balanced_memory
+        LayerwiseCastingHook attach_layerwise_casting_hooks
     """,
     "use torch's own: `torch.amp.GradScaler(device)`": "get_grad_scaler",
     "write the values themselves as texts": "DynamoBackend PrecisionType RNGType",
@@ -140,8 +144,6 @@ REFUSED = {
         load_accelerator_state load_fsdp_model load_fsdp_optimizer merge_fsdp_weights
         save_accelerator_state save_custom_state save_fsdp_model save_fsdp_optimizer
     """,
-    "it makes data for the tests of Accelerate's own examples: leave `TESTING_MOCKED_DATALOADERS` "
-    "out": "mocked_dataloaders_for_autoregressive_models",
     "pass an object of your own class over `GeneralTracker`, which writes there": """
         AimTracker ClearMLTracker CometMLTracker DVCLiveTracker SwanLabTracker
     """,

@@ -10,6 +10,7 @@ from contextlib import suppress
 from subprocess import PIPE, CompletedProcess
 from typing import IO, Any
 
+import torch
 from torch.utils.data import DataLoader
 
 from trainkit.basics.packages import require
@@ -108,14 +109,7 @@ def mocked_dataloaders(accelerator: Any, batch_size: int = 16) -> tuple[Any, Any
         accelerator: Of the script; not needed.
         batch_size: Of the script; makes no difference, as there.
     """
-    for package in ("datasets", "transformers"):
-        require(package, "`mocked_dataloaders`")
-    from datasets import load_dataset
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained("bert-base-cased")
-    files = {"train": f"{_FOLDER}/train.csv", "validation": f"{_FOLDER}/dev.csv"}
-    data = load_dataset("csv", data_files=files)
+    tokenizer, data = _tokenizer_and_samples("bert-base-cased")
     numbers = {label: number for number, label in enumerate(data["train"].unique("label"))}
 
     def encode(rows: Any) -> Any:
@@ -129,3 +123,48 @@ def mocked_dataloaders(accelerator: Any, batch_size: int = 16) -> tuple[Any, Any
     data = data.map(encode, batched=True, remove_columns=["sentence1", "sentence2", "label"])
     train = DataLoader(data["train"], 2, shuffle=True, collate_fn=collate)
     return train, DataLoader(data["validation"], 1, collate_fn=collate)
+
+
+def mocked_dataloaders_for_autoregressive_models(
+    accelerator: Any, batch_size: int = 16
+) -> tuple[Any, Any]:
+    """Return loaders of the first sentences of these pairs, with the next token as label.
+
+    None is shuffled; the tokenizer is that of "HuggingFaceTB/SmolLM-360M".
+
+    Args:
+        accelerator: Of the script; its `mixed_precision` says of what lengths are a multiple.
+        batch_size: Of the script; makes no difference, as there.
+    """
+    tokenizer, data = _tokenizer_and_samples("HuggingFaceTB/SmolLM-360M")
+    tokenizer.pad_token = tokenizer.eos_token
+    multiple = {"no": None, "fp8": 16}.get(accelerator.mixed_precision, 8)
+
+    def encode(rows: Any) -> Any:
+        return tokenizer(rows["sentence1"], truncation=True, return_attention_mask=False)
+
+    def collate(examples: Any) -> Any:
+        batch = tokenizer.pad(
+            examples,
+            padding="max_length",
+            max_length=max(len(each["input_ids"]) for each in examples) + 1,
+            pad_to_multiple_of=multiple,
+            return_tensors="pt",
+        )
+        labels = batch["input_ids"][:, 1:]
+        inputs = {name: value[:, :-1] for name, value in batch.items()}
+        return {**inputs, "labels": torch.where(labels == tokenizer.pad_token_id, -100, labels)}
+
+    data = data.map(encode, batched=True, remove_columns=["sentence1", "sentence2", "label"])
+    train, validation = data["train"], data["validation"]
+    return DataLoader(train, 2, collate_fn=collate), DataLoader(validation, 1, collate_fn=collate)
+
+
+def _tokenizer_and_samples(name: str) -> tuple[Any, Any]:
+    for package in ("datasets", "transformers"):
+        require(package, "`mocked_dataloaders`")
+    from datasets import load_dataset
+    from transformers import AutoTokenizer
+
+    files = {"train": f"{_FOLDER}/train.csv", "validation": f"{_FOLDER}/dev.csv"}
+    return AutoTokenizer.from_pretrained(name), load_dataset("csv", data_files=files)

@@ -71,9 +71,9 @@ class Accelerator(Attributes):
         kwargs_handlers: `GradScalerKwargs`, `DistributedDataParallelKwargs` and the like.
         dynamo_backend: Run models through `torch.compile` with this backend.
         dynamo_plugin: The same, with its other arguments.
-        deepspeed_plugin: None, as `megatron_lm_plugin` and `parallelism_config`.
+        deepspeed_plugin: None, as `megatron_lm_plugin`.
         megatron_lm_plugin: None; see `strategy`.
-        parallelism_config: None; see `strategy`.
+        parallelism_config: A `ParallelismConfig`: over how many processes a model is sharded.
         strategy: A strategy of `trainkit.strategies`, such as `FSDP()`; by default what the
             launcher says, else the single device, or DDP on several processes.
         device: The device of this process; its own accelerator by default, else the CPU.
@@ -104,7 +104,7 @@ class Accelerator(Attributes):
         dynamo_plugin: Any = None,
         deepspeed_plugin: None = None,
         megatron_lm_plugin: None = None,
-        parallelism_config: None = None,
+        parallelism_config: Any = None,
         strategy: Any = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -118,8 +118,9 @@ class Accelerator(Attributes):
         )
         self._project = arguments.chosen_project(project_config, project_dir)
         compiled = arguments.compilation(dynamo_backend, dynamo_plugin)
+        groups = arguments.chosen_parallelism(parallelism_config)
         self._ddp = ddp = handlers.of(DistributedDataParallelKwargs)
-        chosen = arguments.chosen_strategy(strategy, fsdp_plugin, ddp.comm_hook)
+        chosen = arguments.chosen_strategy(strategy, fsdp_plugin, ddp.comm_hook, groups)
         if chosen is not None:
             place = chosen.agree_on(place)
         self.init_handler = handlers.of(InitProcessGroupKwargs)
@@ -171,6 +172,7 @@ class Accelerator(Attributes):
             self._accumulation,
             mixed_precision=precision_name,
             fsdp_plugin=fsdp_plugin,
+            parallelism=groups,
             sharded=isinstance(chosen, FSDP),
         )
         """The place of this process; `logger.info(accelerator.state)` writes it as text."""

@@ -10,6 +10,7 @@ import torch
 import torch.distributed
 
 from trainkit.accelerator.autocasting import InnerFP8
+from trainkit.accelerator.parallelism import ParallelismConfig
 from trainkit.accelerator.plugins import FullyShardedDataParallelPlugin, TorchDynamoPlugin
 from trainkit.accelerator.profiling import ProfileKwargs
 from trainkit.accelerator.settings import (
@@ -31,6 +32,7 @@ from trainkit.basics.launch_environment import (
     sharding,
     uses_cpu,
 )
+from trainkit.basics.parsing import boolean
 from trainkit.basics.setting_readers import text, whole
 from trainkit.distributed import Processes
 from trainkit.distributed.rendezvous import INIT_METHOD
@@ -150,13 +152,28 @@ def compilation(backend: Any, plugin: TorchDynamoPlugin | None) -> dict[str, Any
     return None if plugin.backend == "no" else plugin.to_kwargs()
 
 
-def chosen_strategy(strategy: Any, fsdp_plugin: Any, hook: str) -> Strategy | None:
+def chosen_parallelism(given: Any) -> ParallelismConfig | None:
+    """Return the sizes of groups that the user or `accelerate launch` says; None: nobody does."""
+    if given is None and read("USE_PARALLELISM_CONFIG", boolean, False):
+        return ParallelismConfig()
+    if given is not None and not isinstance(given, ParallelismConfig):
+        raise ConfigError(
+            f"`parallelism_config` must be a `ParallelismConfig` of trainkit, but is a "
+            f"`{type(given).__name__}`."
+        )
+    return given
+
+
+def chosen_strategy(
+    strategy: Any, fsdp_plugin: Any, hook: str, parallelism: ParallelismConfig | None = None
+) -> Strategy | None:
     """Return the strategy that the user or the launcher asks for; None where nobody does.
 
     Args:
         strategy: What the user said.
         fsdp_plugin: The same in Accelerate's way.
         hook: The communication hook of the DDP that there is without a strategy.
+        parallelism: What says how large groups are.
     """
     given: Any = strategy or fsdp_plugin
     if isinstance(given, FullyShardedDataParallelPlugin):
@@ -175,6 +192,8 @@ def chosen_strategy(strategy: Any, fsdp_plugin: Any, hook: str) -> Strategy | No
             f'`Accelerator` cannot train by `strategy="{chosen.name}"`: it gives each process '
             "samples, gradients and updates of its own. Use a `Trainer`, or `strategy=FSDP()`."
         )
+    if parallelism is not None:
+        chosen = parallelism.strategy(chosen)
     if chosen is not None and hook != "no":
         raise ConfigError(
             f"`comm_hook={str(hook)!r}` is for the DDP that `Accelerator` makes, but the "

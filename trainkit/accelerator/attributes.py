@@ -43,7 +43,7 @@ def _prepared(kind: str) -> Any:
 class Attributes(Communicator):
     """The attributes of an `Accelerator`. What is set acts on what is prepared from then on."""
 
-    deepspeed_plugin = parallelism_config = torch_device_mesh = fp8_recipe_handler = None
+    deepspeed_plugin = fp8_recipe_handler = None
     ao_recipe_handler = te_recipe_handler = msamp_recipe_handler = None
     profile_handler: ProfileKwargs
     scaler_handler: GradScalerKwargs
@@ -61,6 +61,10 @@ class Attributes(Communicator):
     """Micro-batches that `accumulate` has begun since a loader's end ended a window."""
     scaler: torch.amp.GradScaler | None = _part("_gradients.scaler")
     """The loss scale of fp16; None without one."""
+    parallelism_config: Any = _part("state.parallelism_config")
+    """How many processes hold a model together; None where nobody said."""
+    torch_device_mesh: Any = _part("state.device_mesh")
+    """The mesh of `parallelism_config`; None without one."""
     distributed_type: DistributedType = _part("state.distributed_type")
     """How the job shares its work."""
     mixed_precision: str = _part("state.mixed_precision")

@@ -99,8 +99,9 @@ class AcceleratorState(PartialState):
     """
 
     deepspeed_plugin = megatron_lm_plugin = torch_tp_plugin = None
-    parallelism_config = device_mesh = None
     fsdp_plugin: Any = None
+    parallelism_config: Any = None
+    device_mesh: Any = None
 
     _newest: ClassVar["AcceleratorState | None"] = None
     gradients: ClassVar[Accumulation | None] = None
@@ -128,6 +129,7 @@ class AcceleratorState(PartialState):
         *,
         mixed_precision: str,
         fsdp_plugin: Any,
+        parallelism: Any,
         sharded: bool,
     ) -> "AcceleratorState":
         """Return the state of an `Accelerator` that is being made, which is now the newest."""
@@ -135,7 +137,9 @@ class AcceleratorState(PartialState):
         Communicator.__init__(state, processes=owner.processes, device=owner.device)
         state._mixed_precision = mixed_precision
         state._distributed_type = DistributedType.FSDP if sharded else _kind(owner)
-        state.fsdp_plugin = fsdp_plugin
+        state.fsdp_plugin, state.parallelism_config = fsdp_plugin, parallelism
+        if parallelism is not None:
+            state.device_mesh = parallelism.get_device_mesh(owner.device.type)
         cls._newest, cls.gradients = state, gradients
         return state
 

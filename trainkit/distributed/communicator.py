@@ -276,7 +276,8 @@ class Communicator:
         failure, form = None, ""
         try:
             form = ", ".join(
-                f"{name} {str(each.dtype).removeprefix('torch.')}{[*each.shape]}"
+                f"{name} {str(each.dtype).removeprefix('torch.')}"
+                f"{'nested' if each.is_nested else [*each.shape]}"
                 for name, each in named_tensors(tensor, "tensor")
             )
         except DataError as error:  # the others wait

@@ -136,25 +136,26 @@ _FORM = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]?)(I?)B", re.IGNORECASE)
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
-def parse_size(size: Size, name: str) -> int:
+def parse_size(size: Size, name: str, least: int = 1) -> int:
     """Return a size in bytes.
 
     Args:
         size: A number of bytes, or text such as "5GB" (10**9 bytes) or "1GiB" (2**30 bytes).
         name: Of the argument, for the error.
+        least: Bytes that it must have.
 
     Raises:
-        ConfigError: It is no size, or none above 0.
+        ConfigError: It is no size, or a smaller one.
     """
-    if type(size) is int and size > 0:
+    if type(size) is int and size >= least:
         return size
     match = _FORM.fullmatch(size.strip()) if isinstance(size, str) else None
     if match is not None:
         number, prefix, binary = match.groups()
         value = int(float(number) * (1024 if binary else 1000) ** _POWERS[prefix.upper()])
-        if value > 0 and not (binary and not prefix):
+        if value >= least and not (binary and not prefix):
             return value
     raise ConfigError(
-        f'`{name}` must be a size such as "5GB", "500MB" or "1GiB", or a number of bytes above 0, '
-        f"but is {size!r}."
+        f'`{name}` must be a size such as "5GB", "500MB" or "1GiB", or a number of bytes from '
+        f"{least} on, but is {size!r}."
     )

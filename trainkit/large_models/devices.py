@@ -161,10 +161,24 @@ def room(max_memory: Mapping[int | str, Size] | None = None) -> dict[int | str, 
         free: dict[int | str, int] = {i: int(free_memory(i) * _MAPPED) for i in gpus}
         return free | {"cpu": int(host * _MAPPED)}
     parsed = {
-        place: 0 if size == 0 else parse_size(size, f"max_memory[{place!r}]")
+        place: convert_file_size_to_int(size, f"max_memory[{place!r}]")
         for place, size in max_memory.items()
     }
     return dict(sorted(parsed.items(), key=lambda item: (item[0] == "cpu", str(item[0]))))
+
+
+def convert_file_size_to_int(size: Size, name: str = "size") -> int:
+    """Return a size in bytes: "1GB" has 10**9, "1GiB" 2**30, and "1Gb" counts bits.
+
+    Args:
+        size: Such a text, or a number of bytes.
+        name: Of the argument, for the error.
+
+    Raises:
+        ConfigError: It is neither.
+    """
+    found = parse_size(size, name, least=0)
+    return found // 8 if str(size)[-1:] == "b" and str(size)[-2:-1] not in "iI" else found
 
 
 def _below(name: str, sizes: Mapping[str, int]) -> int:
