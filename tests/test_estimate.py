@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.helpers.needs import needs_transformers
 from tests.helpers.ranks import run_ranks
 from trainkit import Trainer
 from trainkit.cli.main import main
@@ -66,6 +67,7 @@ def test_it_says_what_two_processes_hold(strategy: str, capsys: pytest.CaptureFi
     assert {name: told[name] for name in found} == found
 
 
+@needs_transformers
 def test_a_model_of_transformers_is_estimated_without_its_weights(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.s3 import S3
 from trainkit import Callback, Combined, Run, StepResult, Trainer
 from trainkit.callbacks import Checkpoint, Journal
+from trainkit.callbacks._support import run_facts
 from trainkit.cli.diff import _differences
 from trainkit.cli.main import main
 
@@ -192,8 +192,8 @@ def test_a_changed_library_is_named_before_what_it_did(
     tmp_path: Path, diff: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a = train(tmp_path / "a")
-    version = metadata.version
-    monkeypatch.setattr(metadata, "version", lambda n: "9.9" if n == "numpy" else version(n))
+    versions = {**run_facts._versions(), "numpy": "9.9"}
+    monkeypatch.setattr(run_facts, "_versions", lambda: versions)
     b = train(tmp_path / "b", FlipBit(4, bit=3))  # as another kernel would
     environment, parameters = found(a, b, diff)["causes"]
     assert environment["kind"] == "environment"

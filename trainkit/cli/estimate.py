@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from trainkit.basics.formatting import count
+from trainkit.basics.packages import require
 from trainkit.errors import ConfigError
 from trainkit.inspect.memory import memory_of
 
@@ -73,6 +74,7 @@ def empty_model(given: str, dtype: str | None) -> nn.Module:
 
 
 def _of_config(path: str) -> nn.Module:
+    require("transformers", f"`{path}`")
     import transformers
 
     config: Any = transformers.AutoConfig.from_pretrained(path)
