@@ -88,9 +88,9 @@ class Choice:
         return chance.choice(POLICIES) if self.policy == "any" else self.policy
 
     def draw_size(self, chance: random.Random, shares: dict[int, float]) -> int:
-        """Return a number of processes; FSDP is tried on two where none is given."""
+        """Return a number of processes; sharding is tried on two where none is given."""
         size = chance.choices([*shares], [*shares.values()])[0]
-        return self.processes or (2 if self.strategy == "fsdp" else size)
+        return self.processes or (size if self.strategy == "auto" else 2)
 
 
 def kill_trials(seed: int, choice: Choice) -> Iterator[Trial]:
@@ -301,7 +301,7 @@ def main() -> None:
     parser.add_argument("--mid-epoch", type=int, default=0, help="random configurations, stopped")
     parser.add_argument("--signals", type=int, default=0, help="signals and time limits")
     parser.add_argument("--seed", type=int, default=0, help="number of the first trial")
-    parser.add_argument("--strategy", choices=("auto", "fsdp"), default="auto")
+    parser.add_argument("--strategy", choices=("auto", "fsdp", "deepspeed"), default="auto")
     parser.add_argument(
         "--gallery",
         action="store_true",

@@ -34,13 +34,14 @@ def test_files_stay_short() -> None:
     assert not too_long
 
 
-LIMITS = {"trainkit": 58_744, "what the trainer can reach": 27_201, "what the loop imports": 5_450}
+LIMITS = {"trainkit": 59_380, "what the trainer can reach": 27_220, "what the loop imports": 5_450}
 """Lines. Where less is reached the limit follows; 44,000 and 22,000 are wanted of the first two.
 
-4,960 of the first stand in rings that came last: object storage, more names of Accelerate, the page
+5,590 of the first stand in rings that came last: object storage, more names of Accelerate, the page
 of a GPU, older versions of torch, memory before the run, less memory in it, models that come
 parallel, of which 60 in the core say who shares a batch and what a process holds of a tensor,
-DeepSpeed, of which 30 in the core say what is compared with its settings and who makes an update,
+DeepSpeed in both faces, of which 45 in the core say what is compared with its settings and who
+makes an update,
 and fp8, of which 15 in the core let a precision convert a model.
 222 let machines without a shared folder train into object storage, 33 of them in the core: saves
 go by a courier, and a checkpoint is read where the machine has it.

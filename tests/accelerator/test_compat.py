@@ -218,8 +218,10 @@ def test_a_pickled_accelerator_can_be_asked_and_is_no_member() -> None:
 
 def test_arguments_for_what_is_not_driven_must_be_none() -> None:
     Accelerator(cpu=True, deepspeed_plugin=None, parallelism_config=None, megatron_lm_plugin=None)
-    with pytest.raises(ConfigError, match="`deepspeed_plugin` must be None"):
-        Accelerator(cpu=True, deepspeed_plugin={"a": 1})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="`deepspeed_plugin` is a `dict`, but must be a"):
+        Accelerator(cpu=True, deepspeed_plugin={"a": 1})
+    with pytest.raises(ConfigError, match="`megatron_lm_plugin` must be None"):
+        Accelerator(cpu=True, megatron_lm_plugin=1)  # type: ignore[arg-type]
 
 
 # Scripts as they are.

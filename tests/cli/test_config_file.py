@@ -119,6 +119,23 @@ def test_sharding_becomes_variables(tmp_path: Path) -> None:
     }
 
 
+def test_deepspeed_is_passed_on_as_accelerate_does(tmp_path: Path) -> None:
+    said = """distributed_type: DEEPSPEED
+deepspeed_config:
+  deepspeed_multinode_launcher: standard
+  gradient_accumulation_steps: 4
+  gradient_clipping: 1.0
+  offload_optimizer_device: none
+  zero3_init_flag: false
+  zero_stage: 2
+"""
+    assert read(tmp_path, said).variables == {
+        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4",
+        "ACCELERATE_GRADIENT_CLIPPING": "1.0",
+        "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2",
+    }
+
+
 def test_multi_cpu_hides_the_gpus(tmp_path: Path) -> None:
     assert read(tmp_path, "distributed_type: MULTI_CPU\n").values["use_cpu"] is True
 
@@ -158,7 +175,9 @@ def test_multi_cpu_hides_the_gpus(tmp_path: Path) -> None:
         ("tpu_use_cluster: true\n", ["TPUs", "Leave it out"]),
         ("tpu_env: [A=1]\n", ["TPUs"]),
         ("downcast_bf16: 'yes'\n", ["TPUs"]),
-        ("deepspeed_config:\n  zero_stage: 2\n", ["DeepSpeed"]),
+        ("deepspeed_config:\n  zero_stage: 3\n", ["`zero_stage`", "one of 1, 2", "'3'"]),
+        ("deepspeed_config:\n  offload_optimizer_device: cpu\n", ["--fsdp_offload_params"]),
+        ("deepspeed_config:\n  zero3_init_flag: true\n", ["ZeRO-3", "--use_fsdp"]),
         ("compute_environment: AMAZON_SAGEMAKER\n", ["SageMaker"]),
         ("main_training_function: train\n", ["whole script"]),
         ("dynamo_config:\n  dynamo_mode: fast\n", ["`dynamo_mode`", "reduce-overhead"]),

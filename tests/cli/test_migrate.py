@@ -78,7 +78,7 @@ def test_what_is_left_has_its_line(tmp_path: Path, capsys: pytest.CaptureFixture
     script = tmp_path / "script.py"
     script.write_text(
         "import accelerate as a\n"
-        "from accelerate.utils import DeepSpeedPlugin, set_seed\n"
+        "from accelerate.utils import HfDeepSpeedConfig, set_seed\n"
         "from accelerate import set_sed\n"
         "import importlib\n"
         "importlib.import_module('accelerate.utils')\n"
@@ -88,7 +88,7 @@ def test_what_is_left_has_its_line(tmp_path: Path, capsys: pytest.CaptureFixture
     assert main(["migrate", str(script)]) == 1
     lines = capsys.readouterr().err.splitlines()
     assert [line.split(": ")[0].rpartition(":")[2] for line in lines] == ["2", "3", "5", "6", "6"]
-    assert "`DeepSpeedPlugin` cannot be used: DeepSpeed is not driven" in lines[0]
+    assert "`HfDeepSpeedConfig` cannot be used: DeepSpeed's engine is not driven" in lines[0]
     assert "Did you mean `set_seed`?" in lines[1]
     assert "'accelerate.utils' names Accelerate in a text" in lines[2]
     assert any("`prepare_pippy` cannot be used" in line for line in lines[3:])
@@ -104,11 +104,9 @@ def test_settings_that_would_have_no_effect_are_left(
         "accelerator = accelerate.Accelerator(mixed_precision='fp8')\n"  # needs no word
         "accelerator.num_processes = 1\n"
         "self.accelerator._custom = []\n"
-        "accelerator.state.deepspeed_plugin.deepspeed_config['a'] = 1\n"
         "accelerate.utils.set_seed = loading.skip_first_batches = print\n"
         # None of these needs a word.
-        "if accelerator.state.deepspeed_plugin is not None:\n"
-        "    accelerator.state.deepspeed_plugin.deepspeed_config['a'] = 1\n"
+        "accelerator.state.deepspeed_plugin.deepspeed_config['a'] = 1\n"
         "accelerator.gradient_accumulation_steps = 2\n"
         "accelerator._optimizers = []\n"
         "accelerator.my_own = 1\n"
@@ -117,12 +115,11 @@ def test_settings_that_would_have_no_effect_are_left(
     assert main(["migrate", str(script)]) == 1
     lines = capsys.readouterr().err.splitlines()
     found = [line.split(": ")[0].rpartition(":")[2] for line in lines]
-    assert found == ["4", "5", "6", "7", "7"]
+    assert found == ["4", "5", "6", "6"]
     assert "`accelerator.num_processes` cannot be set. Pass it to `Accelerator(...)`" in lines[0]
     assert "`self.accelerator._custom` cannot be set" in lines[1]
-    assert "`deepspeed_plugin` is None" in lines[2]
-    assert "`accelerate.utils.set_seed` is set, where trainkit does not look" in lines[3]
-    assert "`loading.skip_first_batches` is set" in lines[4]
+    assert "`accelerate.utils.set_seed` is set, where trainkit does not look" in lines[2]
+    assert "`loading.skip_first_batches` is set" in lines[3]
 
 
 def test_folders_and_what_cannot_be_read(

@@ -1,6 +1,7 @@
 """What a launcher says by environment variables is read alike by both faces."""
 
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 
 import pytest
 from torch import nn
@@ -8,13 +9,13 @@ from torch import nn
 from trainkit import Accelerator, ConfigError
 from trainkit.distributed import Processes
 from trainkit.precision import Precision
-from trainkit.strategies import FSDP, SingleDevice, Strategy, single_process_group
+from trainkit.strategies import FSDP, DeepSpeed, SingleDevice, Strategy, single_process_group
 from trainkit.training.setup import arguments
 
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP gains nothing")
 
 UNKNOWN = {
-    "TRAINKIT_STRATEGY": "deepspeed",
+    "TRAINKIT_STRATEGY": "zero",
     "TRAINKIT_MIXED_PRECISION": "int8",
     "ACCELERATE_MIXED_PRECISION": "fp32",
     "TRAINKIT_USE_CPU": "perhaps",
@@ -50,6 +51,17 @@ def _processes_are_left() -> Iterator[None]:
 
 
 FACES = (of_trainer, of_accelerator)
+
+
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs the extra `deepspeed`")
+@pytest.mark.parametrize("face", FACES)
+def test_deepspeed_is_what_the_launcher_says(face: Face, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "1")
+    monkeypatch.setenv("ACCELERATE_GRADIENT_CLIPPING", "0.5")
+    strategy = face()[0]
+    assert isinstance(strategy, DeepSpeed)
+    assert (strategy.stage, strategy.config["gradient_clipping"]) == (1, 0.5)
 
 
 @pytest.mark.parametrize("face", FACES)

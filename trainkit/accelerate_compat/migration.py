@@ -14,10 +14,6 @@ from trainkit.errors import ConfigError
 
 THEIRS, OURS = "accelerate", "trainkit.accelerate_compat"
 _MODULE = re.compile(rb"\baccelerate\b(?:[\s\\]*\.[\s\\]*\w+)*")
-_NO_DEEPSPEED = (
-    "`deepspeed_config` is of DeepSpeed, which is not driven: `deepspeed_plugin` is None. Leave it "
-    "out, or write `if accelerator.state.deepspeed_plugin is not None:` around it."
-)
 _IN_TEXT = re.compile(r"accelerate((\.\w+)*| (config|env|launch|test)\b.*)", re.S)
 
 
@@ -81,14 +77,9 @@ def _edits(tree: ast.AST, code: bytes, starts: list[int]) -> Iterator[tuple[int,
 def _left(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """Yield what cannot be rewritten: names that are refused or not there, settings, and texts."""
     bound = dict(_bound(tree))
-    branches = [node for node in ast.walk(tree) if isinstance(node, ast.If)]
-    asked = [node for node in branches if "deepspeed" in ast.unparse(node.test).lower()]
-    guarded = {inside for node in asked for inside in ast.walk(node)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
             yield from _set(node, bound)
-        elif getattr(node, "attr", "") == "deepspeed_config" and node not in guarded:
-            yield getattr(node, "lineno", 0), _NO_DEEPSPEED
         for path in _paths(node, bound):
             yield from _unusable(getattr(node, "lineno", 0), path)
         for each in node.args if isinstance(node, ast.Call) else ():

@@ -68,13 +68,15 @@ _HOMES = {
         SeedableRandomSampler SkipBatchSampler SkipDataLoader prepare_data_loader
         synchronize_rng_state synchronize_rng_states
     """,
-    "accelerate_compat.placeholders": "DummyOptim DummyScheduler",
     "accelerate_compat.testing": """
         SubprocessCallException execute_subprocess_async get_torch_dist_unique_port
         mocked_dataloaders mocked_dataloaders_for_autoregressive_models run_command
     """,
     "accelerator.autocasting": "convert_to_fp32=in_fp32",
     "accelerator.loader": "DataLoaderStateMixin=SharedLoader",
+    "accelerator.deepspeed_plugin": """
+        DeepSpeedPlugin DummyOptim DummyScheduler get_active_deepspeed_plugin
+    """,
     "accelerator.logging": "MultiProcessAdapter=ProcessLogger",
     "accelerator.parallelism": "ParallelismConfig",
     "accelerator.optimizer": "AcceleratedOptimizer=PreparedOptimizer",
@@ -95,11 +97,10 @@ _HOMES = {
 }
 
 REFUSED = {
-    "DeepSpeed is not driven by `Accelerator`, which shards what ZeRO does by "
-    "`strategy=trainkit.strategies.FSDP()`; a `Trainer` takes `strategy=DeepSpeed(...)`": """
-        DeepSpeedEngineWrapper DeepSpeedOptimizerWrapper DeepSpeedPlugin DeepSpeedSchedulerWrapper
-        DeepSpeedSequenceParallelConfig HfDeepSpeedConfig
-        get_active_deepspeed_plugin map_pytorch_optim_to_deepspeed
+    "DeepSpeed's engine is not driven: pass `Accelerator(deepspeed_plugin=DeepSpeedPlugin(...))`, "
+    "whose `hf_ds_config` takes a mapping or a JSON file": """
+        DeepSpeedEngineWrapper DeepSpeedOptimizerWrapper DeepSpeedSchedulerWrapper
+        DeepSpeedSequenceParallelConfig HfDeepSpeedConfig map_pytorch_optim_to_deepspeed
     """,
     "Megatron-LM is not driven: write the loop without it, and shard with "
     "`Accelerator(strategy=trainkit.strategies.FSDP())`": """

@@ -17,6 +17,7 @@ from trainkit.accelerator import arguments
 from trainkit.accelerator.accumulation import Accumulation
 from trainkit.accelerator.attributes import Attributes
 from trainkit.accelerator.autocasting import autocast, unwrap
+from trainkit.accelerator.deepspeed_plugin import chosen_plugin
 from trainkit.accelerator.gradients import Gradients
 from trainkit.accelerator.loader import SharedLoader, Sharing, SkippedLoader, skip_first_batches
 from trainkit.accelerator.optimizer import PreparedOptimizer
@@ -34,6 +35,7 @@ from trainkit.accelerator.state_contents import StateContents
 from trainkit.accelerator.state_directory import StateDirectory
 from trainkit.accelerator.state_saver import StateSaver, warn_of_options
 from trainkit.accelerator.tracking import Trackers
+from trainkit.accelerator.zero_loop import LoopDeepSpeed
 from trainkit.basics.config import checked
 from trainkit.distributed import check_called_by_all, run_on_all_or_main
 from trainkit.errors import ConfigError, DataError
@@ -71,7 +73,7 @@ class Accelerator(Attributes):
         kwargs_handlers: `GradScalerKwargs`, `DistributedDataParallelKwargs` and the like.
         dynamo_backend: Run models through `torch.compile` with this backend.
         dynamo_plugin: The same, with its other arguments.
-        deepspeed_plugin: None, as `megatron_lm_plugin`.
+        deepspeed_plugin: A `DeepSpeedPlugin`: one model and one optimizer, shared out by ZeRO.
         megatron_lm_plugin: None; see `strategy`.
         parallelism_config: A `ParallelismConfig`: over how many processes a model is sharded.
         strategy: A strategy of `trainkit.strategies`, such as `FSDP()`; by default what the
@@ -102,7 +104,7 @@ class Accelerator(Attributes):
         kwargs_handlers: Sequence[Any] | None = None,
         dynamo_backend: str | Enum | None = None,
         dynamo_plugin: Any = None,
-        deepspeed_plugin: None = None,
+        deepspeed_plugin: Any = None,
         megatron_lm_plugin: None = None,
         parallelism_config: Any = None,
         strategy: Any = None,
@@ -110,17 +112,26 @@ class Accelerator(Attributes):
     ) -> None:
         handlers = arguments.Handlers(kwargs_handlers)
         place = arguments.chosen_device(device, cpu=cpu)
+        zero = chosen_plugin(deepspeed_plugin, strategy, fsdp_plugin)
         precision_name = arguments.chosen_precision(mixed_precision)
+        if zero is not None and mixed_precision is None and precision_name == "no":
+            precision_name = zero.precision() or precision_name
         generators = arguments.chosen_generators(rng_types)
         loading = arguments.chosen_loading(dataloader_config, split_batches)
         windows = arguments.chosen_windows(
-            gradient_accumulation_steps, gradient_accumulation_plugin
+            gradient_accumulation_steps, gradient_accumulation_plugin, zero and zero.steps
         )
         self._project = arguments.chosen_project(project_config, project_dir)
         compiled = arguments.compilation(dynamo_backend, dynamo_plugin)
         groups = arguments.chosen_parallelism(parallelism_config)
         self._ddp = ddp = handlers.of(DistributedDataParallelKwargs)
-        chosen = arguments.chosen_strategy(strategy, fsdp_plugin, ddp.comm_hook, groups)
+        if zero is not None:
+            zero.take(precision_name, windows.num_steps)
+        chosen = (
+            arguments.chosen_strategy(strategy, fsdp_plugin, ddp.comm_hook, groups)
+            if zero is None
+            else LoopDeepSpeed(zero)
+        )
         if chosen is not None:
             place = chosen.agree_on(place)
         self.init_handler = handlers.of(InitProcessGroupKwargs)
@@ -173,6 +184,7 @@ class Accelerator(Attributes):
             mixed_precision=precision_name,
             fsdp_plugin=fsdp_plugin,
             parallelism=groups,
+            deepspeed_plugin=zero,
             sharded=isinstance(chosen, FSDP),
         )
         """The place of this process; `logger.info(accelerator.state)` writes it as text."""
@@ -197,6 +209,8 @@ class Accelerator(Attributes):
     def gradient_accumulation_steps(self, value: int) -> None:
         self._accumulation.resize(value)
         self._preparer.check_windows()
+        if self.deepspeed_plugin is not None:
+            self.deepspeed_config["gradient_accumulation_steps"] = value
 
     @property
     def native_amp(self) -> bool:
@@ -338,7 +352,8 @@ class Accelerator(Attributes):
                 )
             for loader in loaders:
                 loader.even_batches = even_batches
-        alone = self.num_processes == 1 or self._strategy.sharded
+        zero = self.deepspeed_plugin is not None
+        alone = self.num_processes == 1 or self._strategy.sharded or zero
         try:
             with nullcontext() if alone else Join(list(joinables)):
                 yield
@@ -381,6 +396,8 @@ class Accelerator(Attributes):
         self._gradients.optimizers.clear()
         self._gradients.forget()
         self._accumulation.reset()
+        if isinstance(self._strategy, LoopDeepSpeed):
+            self._strategy.release()
         return release_memory(*objects)
 
     clear = free_memory

@@ -120,12 +120,13 @@ def chosen_loading(
 
 
 def chosen_windows(
-    steps: int, plugin: GradientAccumulationPlugin | None
+    steps: int, plugin: GradientAccumulationPlugin | None, usual: Any
 ) -> GradientAccumulationPlugin:
-    """Return how gradients are accumulated."""
+    """Return how gradients are accumulated; `usual` says it of a number where nobody else does."""
     if plugin is None:
         if steps == 1:
-            steps = read("GRADIENT_ACCUMULATION_STEPS", whole(1), 1)
+            usual = usual if isinstance(usual, int) else 1
+            steps = read("GRADIENT_ACCUMULATION_STEPS", whole(1), usual)
         return GradientAccumulationPlugin(num_steps=steps)
     if steps != 1:
         raise ConfigError(
@@ -189,8 +190,8 @@ def chosen_strategy(
     chosen: Strategy | None = given
     if chosen is not None and chosen.name in ("model_parallel", "deepspeed"):
         raise ConfigError(
-            f'`Accelerator` cannot train by `strategy="{chosen.name}"`: it gives each process '
-            "samples, gradients and updates of its own. Use a `Trainer`, or `strategy=FSDP()`."
+            f'`Accelerator` cannot train by `strategy="{chosen.name}"`. Use a `Trainer`, or '
+            "`strategy=FSDP()`; for DeepSpeed `Accelerator(deepspeed_plugin=DeepSpeedPlugin())`."
         )
     if parallelism is not None:
         chosen = parallelism.strategy(chosen)

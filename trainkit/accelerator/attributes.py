@@ -43,8 +43,8 @@ def _prepared(kind: str) -> Any:
 class Attributes(Communicator):
     """The attributes of an `Accelerator`. What is set acts on what is prepared from then on."""
 
-    deepspeed_plugin = fp8_recipe_handler = None
-    ao_recipe_handler = te_recipe_handler = msamp_recipe_handler = None
+    fp8_recipe_handler = ao_recipe_handler = None
+    te_recipe_handler = msamp_recipe_handler = None
     profile_handler: ProfileKwargs
     scaler_handler: GradScalerKwargs
     init_handler: InitProcessGroupKwargs
@@ -67,6 +67,10 @@ class Attributes(Communicator):
     """The mesh of `parallelism_config`; None without one."""
     distributed_type: DistributedType = _part("state.distributed_type")
     """How the job shares its work."""
+    deepspeed_plugin: Any = _part("state.deepspeed_plugin")
+    """How DeepSpeed shares a model out; None without it."""
+    deepspeed_config: dict[str, Any] = _part("state.deepspeed_plugin.deepspeed_config")
+    """The configuration of DeepSpeed, with what `prepare` has filled in."""
     mixed_precision: str = _part("state.mixed_precision")
     """ "no", "fp16", "bf16" or "fp8"."""
     project_configuration: ProjectConfiguration = property(attrgetter("_project"))  # type: ignore[assignment]

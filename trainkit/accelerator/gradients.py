@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainkit.accelerator.accumulation import Accumulation
+from trainkit.accelerator.zero_loop import LoopDeepSpeed
 from trainkit.basics.torch_internals import unscaled_optimizers
 from trainkit.errors import ConfigError
 from trainkit.precision import FP16, Precision
@@ -51,6 +52,7 @@ class Gradients:
         """Those that were prepared."""
         self._accumulation = accumulation
         self._strategy = strategy
+        self._zero = strategy if isinstance(strategy, LoopDeepSpeed) else None
         self._unscaled: dict[int, tuple[int, bool]] = {}  # the window, and whether they overflowed
 
     @property
@@ -81,6 +83,8 @@ class Gradients:
             self._refresh()
             self._loss = loss.detach()
             loss = scaled_loss(self._scaler, loss)
+        if self._zero is not None:
+            self._zero.before_backward()
         loss.backward(**kwargs)
 
     def unscale_once(self, optimizer: Optimizer) -> bool:
@@ -100,6 +104,8 @@ class Gradients:
                 "The gradients are scaled, and not complete before the last micro-batch of the "
                 "window. Clip or read them only `if accelerator.sync_gradients:`."
             )
+        if self._zero is not None:
+            self._zero.complete()
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if self._accumulation.correction != 1.0:
             self._strategy.scale_gradients(parameters, self._accumulation.correction)
@@ -112,7 +118,7 @@ class Gradients:
         self._unscaled.pop(id(optimizer), None)
         if self._scaler is not None and not self._unscaled:
             unscaled = unscaled_optimizers(self._scaler)
-            if all(id(known) in unscaled for known in self.optimizers):
+            if all(id(self._strategy.updated(known)) in unscaled for known in self.optimizers):
                 self._refresh()
 
     def forget(self) -> None:
@@ -128,6 +134,10 @@ class Gradients:
         found = self._unscale_owners(parameters)
         if norm_type == 2:
             return self._strategy.clip_grad_norm(found, max_norm)
+        if self._zero is not None:
+            raise ConfigError(
+                f"DeepSpeed clips by the L2 norm, but `norm_type` is {norm_type!r}. Leave it out."
+            )
         norm = nn.utils.get_total_norm(gradient_values(found), norm_type)
         nn.utils.clip_grads_with_norm_(found, max_norm, norm)
         return norm
@@ -152,7 +162,8 @@ class Gradients:
 
     def _unscale(self, scaler: torch.amp.GradScaler, optimizer: Optimizer) -> bool:
         self._fp16.scaler = scaler
-        overflowed = self._fp16.unscale(optimizer, self._strategy.reduce_overflow, update=False)
+        updated, reduce_overflow = self._strategy.updated(optimizer), self._strategy.reduce_overflow
+        overflowed = self._fp16.unscale(updated, reduce_overflow, update=False)
         if self._fp16.exhausted:
             from trainkit.training.finite import low_scale  # most loops need none of it
 

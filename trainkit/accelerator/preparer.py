@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
@@ -24,6 +24,7 @@ from trainkit.accelerator.loader import SharedLoader, Sharing, SkippedLoader
 from trainkit.accelerator.optimizer import PreparedOptimizer
 from trainkit.accelerator.scheduler import PreparedScheduler
 from trainkit.accelerator.settings import AutocastKwargs, DistributedDataParallelKwargs
+from trainkit.accelerator.zero_loop import LoopDeepSpeed, schedules
 from trainkit.basics import rng
 from trainkit.basics.device import move_module
 from trainkit.basics.torch_internals import was_called
@@ -150,12 +151,16 @@ class Preparer:
             if self.sharing.processes.size > 1:
                 _look_for_data(thing, index)
         self.check_alike(objects)
+        if isinstance(self.strategy, LoopDeepSpeed):
+            split = self.sharing.configuration.split_batches
+            steps = self.accumulation.num_steps
+            objects = self.strategy.settle(objects, steps=steps, split=split)
         results = list(objects)
         kinds: tuple[tuple[Any, Callable[[Any, bool | None], Any]], ...] = (
             (nn.Module, self.model),
             (Optimizer, self.optimizer),
             ((DataLoader, Presharded), self.loader),
-            ((LRScheduler, ReduceLROnPlateau), self.scheduler),
+            (schedules(), self.scheduler),
         )
         for kind, make in kinds:
             for index, (thing, moved) in enumerate(zip(objects, moves, strict=True)):
@@ -279,6 +284,8 @@ class Preparer:
             )
         for model in self.registry.models:
             self.strategy.rebind_optimizer(optimizer, self.strategy.unwrap(model))
+        if isinstance(self.strategy, LoopDeepSpeed):
+            self.strategy.check_bound()
         for group in optimizer.param_groups if self._moves(moved) else ():
             counts = group.get("fused") or group.get("capturable")  # on the device, as torch wants
             for parameter in group["params"]:
@@ -305,11 +312,13 @@ class Preparer:
         own = getattr(scheduler, "optimizer", None)
         followed = [one for one in self.registry.optimizers if own in (one, one.optimizer)]
         split = self.sharing.configuration.split_batches
+        strategy = self.strategy
+        once = split or (isinstance(strategy, LoopDeepSpeed) and strategy.by_update(scheduler))
         prepared = PreparedScheduler(
             scheduler,
             followed or self.registry.optimizers,
             self.accumulation,
-            steps=1 if split else self.sharing.processes.size,
+            steps=1 if once else self.sharing.processes.size,
             step_with_optimizer=self.step_scheduler_with_optimizer,
         )
         self.registry.schedulers.append(prepared)

@@ -98,8 +98,9 @@ class AcceleratorState(PartialState):
         ConfigError: There is no `Accelerator` yet.
     """
 
-    deepspeed_plugin = megatron_lm_plugin = torch_tp_plugin = None
+    megatron_lm_plugin = torch_tp_plugin = None
     fsdp_plugin: Any = None
+    deepspeed_plugin: Any = None
     parallelism_config: Any = None
     device_mesh: Any = None
 
@@ -130,6 +131,7 @@ class AcceleratorState(PartialState):
         mixed_precision: str,
         fsdp_plugin: Any,
         parallelism: Any,
+        deepspeed_plugin: Any,
         sharded: bool,
     ) -> "AcceleratorState":
         """Return the state of an `Accelerator` that is being made, which is now the newest."""
@@ -137,9 +139,12 @@ class AcceleratorState(PartialState):
         Communicator.__init__(state, processes=owner.processes, device=owner.device)
         state._mixed_precision = mixed_precision
         state._distributed_type = DistributedType.FSDP if sharded else _kind(owner)
-        state.fsdp_plugin, state.parallelism_config = fsdp_plugin, parallelism
+        state.fsdp_plugin, state.deepspeed_plugin = fsdp_plugin, deepspeed_plugin
+        state.parallelism_config = parallelism
         if parallelism is not None:
             state.device_mesh = parallelism.get_device_mesh(owner.device.type)
+        if deepspeed_plugin is not None:
+            state._distributed_type = DistributedType.DEEPSPEED
         cls._newest, cls.gradients = state, gradients
         return state
 

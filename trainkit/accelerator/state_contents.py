@@ -1,6 +1,7 @@
 """What a state holds of all that was prepared and registered, and how it is put back (rule 22)."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ from torch.optim import Optimizer
 from trainkit.accelerator.accumulation import Accumulation
 from trainkit.accelerator.gradients import Gradients
 from trainkit.accelerator.preparer import Registry
+from trainkit.accelerator.zero_loop import LoopDeepSpeed
 from trainkit.basics import rng
 from trainkit.basics.torch_internals import sparse_parts
 from trainkit.checkpoint import Checkpoint
@@ -152,9 +154,14 @@ class StateContents:
             }
             return (self._own(), models | self._common()), entries
 
-        (own, parts), alike, differing = take_states(
-            self.processes, {"objects": self._objects()}, take
-        )
+        if isinstance(self.strategy, LoopDeepSpeed):
+            self.strategy.check_closed()
+        with ExitStack() as stack:
+            for optimizer in self._optimizers().values():
+                stack.enter_context(self.strategy.whole_state(optimizer))
+            (own, parts), alike, differing = take_states(
+                self.processes, {"objects": self._objects()}, take
+            )
         parts |= alike["objects"]
         return parts_of_rank(self.processes, parts, own | differing, sharded=self.strategy.sharded)
 

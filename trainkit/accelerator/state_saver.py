@@ -10,6 +10,7 @@ from torch.utils.hooks import RemovableHandle
 
 from trainkit.accelerator.state_contents import StateContents, part_name
 from trainkit.accelerator.state_directory import StateDirectory
+from trainkit.accelerator.zero_loop import LoopDeepSpeed
 from trainkit.checkpoint.checkpoint import open_share
 from trainkit.checkpoint.training_state import versions
 from trainkit.distributed import (
@@ -74,11 +75,13 @@ class StateSaver:
             DistributedError: The models are sharded, or process 0 is among those that do not call;
                 or the processes do not hold the same, where that is to be looked at.
         """
+        strategy = self._contents.strategy
+        needs_all = strategy.sharded or isinstance(strategy, LoopDeepSpeed)
         folder = run_on_all_or_main(
             self._processes,
             "save_state",
             lambda: self._save(output_dir, checks=checks),
-            None if self._contents.strategy.sharded else lambda: self._save_alone(output_dir),
+            None if needs_all else lambda: self._save_alone(output_dir),
             key="" if output_dir is None else str(output_dir),
         )
         self._directory.saved(Path(folder))

@@ -18,13 +18,18 @@ _OFF = (*NULL, "no", "false", "none", "off", "0")
 _UNKNOWN_TO_US = {
     # Either way the address of machine 0 is used, GPUs are those that torch has, and after a
     # failure there is one report. Under fp8 FSDP gathers in bf16, and what must be padded is.
-    "": """fp8_enable_fsdp_float8_all_gather fp8_pad_inner_dim no_tpu_cluster quiet same_network
-        use_xpu""",
-    "the launcher of DeepSpeed; write `Trainer(strategy=DeepSpeed(...))`": """
-        deepspeed_config deepspeed_config_file deepspeed_exclusion_filter deepspeed_hostfile
-        deepspeed_inclusion_filter deepspeed_moe_layer_cls_names deepspeed_multinode_launcher
-        gradient_clipping offload_optimizer_device offload_optimizer_nvme_path offload_param_device
-        offload_param_nvme_path use_deepspeed zero3_init_flag zero3_save_16bit_model zero_stage
+    # Machines meet in one way.
+    "": """deepspeed_multinode_launcher fp8_enable_fsdp_float8_all_gather fp8_pad_inner_dim
+        no_tpu_cluster quiet same_network use_xpu""",
+    "hosts of DeepSpeed's launcher; start `trainkit launch` on each machine": """
+        deepspeed_exclusion_filter deepspeed_hostfile deepspeed_inclusion_filter
+    """,
+    "offload of DeepSpeed; use `--use_fsdp --fsdp_offload_params true`": """
+        offload_optimizer_device offload_optimizer_nvme_path offload_param_device
+        offload_param_nvme_path
+    """,
+    "ZeRO-3; use `--use_fsdp`, which shares out the same": """
+        deepspeed_moe_layer_cls_names zero3_init_flag zero3_save_16bit_model
     """,
     "Intel's extension of torch": "ipex_config",
     "Megatron-LM": """
@@ -110,7 +115,13 @@ def _reshards(value: object) -> str | bool:
     return {"FULL_SHARD": True, "SHARD_GRAD_OP": False}.get(name, name)
 
 
+def _number(value: object) -> str:
+    float(str(value))
+    return str(value)
+
+
 PARTS: dict[str, tuple[Callable[[object], str | bool], str]] = {
+    "deepspeed_config_file": (text, ""),
     "dynamo_backend": (text, "no"),
     "dynamo_mode": (one_of("default", "reduce-overhead", "max-autotune"), "default"),
     "dynamo_use_dynamic": (boolean, "false"),
@@ -131,17 +142,24 @@ PARTS: dict[str, tuple[Callable[[object], str | bool], str]] = {
     "fsdp_transformer_layer_cls_to_wrap": (_classes, ""),
     "fsdp_use_orig_params": (boolean, "true"),
     "fsdp_version": (one_of("1", "2"), "1"),
+    "gradient_clipping": (_number, ""),
+    "zero_stage": (one_of("1", "2"), ""),
 }
-"""Options of `accelerate launch` that its files hold in `dynamo_config` and `fsdp_config`.
+"""Options of `accelerate launch` that its files hold in one of `SECTIONS`.
 
 With what reads each, and what `accelerate launch` takes without it. What trainkit itself does not
 ask about changes no result with `fully_shard`; scripts on Accelerate do.
 """
-SECTIONS = ("dynamo_config", "fsdp_config")
+SECTIONS = ("deepspeed_config", "dynamo_config", "fsdp_config")
+OF_DEEPSPEED = ("deepspeed_config_file", "gradient_clipping", "zero_stage")
+"""Those of the first; it holds `gradient_accumulation_steps` too, which is a setting of the job."""
 
 
 def variable(key: str) -> str:
     """Return the environment variable by which `accelerate launch` passes on a part."""
+    if key in OF_DEEPSPEED:
+        key = f"deepspeed_{key}" if key == "zero_stage" else key
+        return f"ACCELERATE_{key.upper()}"
     return f"{'ACCELERATE_' * key.startswith('dynamo_')}{key.upper().replace('LAYER_CLS', 'CLS')}"
 
 
@@ -172,7 +190,12 @@ def section(name: str, value: object, place: str) -> dict[str, str]:
     prefix, place = name.removesuffix("config"), f"in `{name}`, {place}"
     for key, each in value.items():
         full = prefix + str(key).removeprefix(prefix)
-        if full in PARTS and each not in NULL:
+        full = full if name != "deepspeed_config" else str(key)
+        if full == "gradient_accumulation_steps":
+            result["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = str(each)
+        elif full in KEYS and name == "deepspeed_config":
+            check(full, each, place)
+        elif full in PARTS and each not in NULL:
             result |= part(full, each, place)
         elif full not in PARTS and full != "fsdp_backward_prefetch_policy":
             raise ConfigError(f"`{key}` ({place}) is no known key.{nearest(full, PARTS)}")

@@ -59,7 +59,9 @@ def _run(options: argparse.Namespace) -> int:
     written = {**_CONSTANT, **values}
     for name in accelerate_keys.SECTIONS:
         prefix = name.removesuffix("config")
-        told = {key: word for key, word in parts(options).items() if key.startswith(prefix)}
+        own = accelerate_keys.OF_DEEPSPEED if prefix == "deepspeed_" else ()
+        words = parts(options).items()
+        told = {key: word for key, word in words if key.startswith(prefix) or key in own}
         accelerate_keys.section(name, told, "on the command line")
         written |= {name: told} if told else {}
     config_file.write(path, {k: v for k, v in written.items() if v is not None})

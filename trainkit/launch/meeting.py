@@ -173,7 +173,7 @@ def to_compare(plan: Plan) -> dict[str, str]:
     name = Path(script.path).name
     if not script.is_module and not script.is_program:
         name += f" ({hashlib.sha256(Path(script.path).read_bytes()).hexdigest()[:12]})"
-    prefixes = ("TRAINKIT_", "FSDP_", "ACCELERATE_DYNAMO_")
+    prefixes = ("TRAINKIT_", "FSDP_", "ACCELERATE_DYNAMO_", "ACCELERATE_DEEPSPEED_")
     told = {k: v for k, v in plan.environment.items() if k.startswith(prefixes)}
     told.pop(FOLDER_VARIABLE, None)  # each has its own
     return {

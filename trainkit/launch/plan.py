@@ -190,6 +190,8 @@ def _environment(
             result |= dict.fromkeys(setting.variables, str(said).lower())
     if job.distributed_type == "FSDP":
         result |= {"TRAINKIT_STRATEGY": "fsdp", "ACCELERATE_USE_FSDP": "true"}
+    if job.distributed_type == "DEEPSPEED":
+        result["ACCELERATE_USE_DEEPSPEED"] = "true"
     if job.ports is not None:
         result[PORTS_VARIABLE] = job.ports
     if job.debug:

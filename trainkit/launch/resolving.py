@@ -15,6 +15,7 @@ from trainkit.launch import accelerate_keys, config_file
 from trainkit.launch.settings import SETTINGS, JobSettings, Setting, least_and_most
 
 COMMAND_LINE, ENVIRONMENT, DEFAULT = "command line", "environment", "default"
+_KINDS = {"multi_gpu": "MULTI_GPU", "use_fsdp": "FSDP", "use_deepspeed": "DEEPSPEED"}
 _SWITCH = {"action": "store_const", "const": "true"}
 EXPLICIT = (COMMAND_LINE, ENVIRONMENT)  # a file may say it for another job
 
@@ -47,7 +48,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     _add(parser, "--config_file", dest="config_file", metavar="FILE", help="YAML file to read")
     for setting in SETTINGS.values():
         _add_setting(parser, setting)
-    for option, kind in (("multi_gpu", "MULTI_GPU"), ("use_fsdp", "FSDP")):
+    for option, kind in _KINDS.items():
         how: dict[str, Any] = {"action": "store_const", "const": kind, "dest": "distributed_type"}
         _add(parser, f"--{option}", help=f"the same as --distributed_type {kind}", **how)
     for key in accelerate_keys.PARTS:
@@ -148,14 +149,15 @@ def _variables(
     sources: dict[str, str],
 ) -> dict[str, str]:
     """Return what the processes are told on sharding and compiling; add to `sources` who did."""
-    shards = job.distributed_type == "FSDP"
     result = {} if file is None else dict(file.variables)
     for key, (_, default) in accelerate_keys.PARTS.items():
         name = accelerate_keys.variable(key)
-        if name.startswith("FSDP_") and not shards:
+        needs = "use_fsdp" if name.startswith("FSDP_") else ""
+        needs = "use_deepspeed" if key in accelerate_keys.OF_DEEPSPEED else needs
+        if needs and job.distributed_type != _KINDS[needs]:
             result.pop(name, None)
             if key in given:
-                raise ConfigError(f"`--{key}` has no effect without `--use_fsdp`. Pass that too.")
+                raise ConfigError(f"`--{key}` has no effect without `--{needs}`. Pass that too.")
         elif key in given:
             result |= accelerate_keys.part(key, given[key], "on the command line")
             sources[key] = COMMAND_LINE
@@ -164,6 +166,13 @@ def _variables(
         elif word := env.get(name) or default:
             result[name] = word
             sources[key] = f"{ENVIRONMENT} ({name})" if env.get(name) else DEFAULT
+    if job.distributed_type != "DEEPSPEED":
+        result.pop("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", None)
+    said = [key for key in accelerate_keys.OF_DEEPSPEED if key in sources]
+    if "deepspeed_config_file" in said and len(said) > 1:
+        raise ConfigError(
+            f"`{said[1]}` is said beside `deepspeed_config_file`, which says it. Write it there."
+        )
     return result
 
 

@@ -22,7 +22,7 @@ from trainkit.basics.setting_readers import (
 from trainkit.errors import ConfigError
 from trainkit.launch.accelerate_keys import GPUS_OF_OTHERS
 
-DISTRIBUTED_TYPES = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP")
+DISTRIBUTED_TYPES = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP", "DEEPSPEED")
 
 
 def _distributed_type(value: object) -> str:

@@ -22,7 +22,7 @@ from trainkit.strategies.sharded import ShardedStrategy
 from trainkit.strategies.strategy import Strategy
 from trainkit.strategies.zero_parts import ZeroParts, copy_for_updates
 
-_BY_ELEMENT = ("Adam", "AdamW", "Adamax", "NAdam", "RAdam", "SGD", "RMSprop", "Adadelta", "Rprop")
+BY_ELEMENT = ("Adam", "AdamW", "Adamax", "NAdam", "RAdam", "SGD", "RMSprop", "Adadelta", "Rprop")
 """Optimizers of torch that change an element by its own gradients alone."""
 
 
@@ -42,7 +42,7 @@ class DeepSpeed(ShardedStrategy):
             that of `config`, else 2.
         config: What DeepSpeed is given: a mapping, or the path of a JSON file with one. What it
             says of batches, clipping, precision, optimizer and schedule must be "auto" or what the
-            training does.
+            training does. None: what the launcher says.
         device: Where the model runs; None: the accelerator of the local rank, else the CPU.
     """
 
@@ -58,7 +58,9 @@ class DeepSpeed(ShardedStrategy):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__(device=device)
-        self.config = deepspeed_config.read_config({} if config is None else config)
+        self.config = deepspeed_config.read_config(
+            deepspeed_config.told() if config is None else config
+        )
         self.stage = self.config["zero_optimization"].setdefault("stage", stage or 2)
         if stage not in (None, self.stage):
             raise deepspeed_config.contradiction(
@@ -98,11 +100,11 @@ class DeepSpeed(ShardedStrategy):
                 '`strategy="deepspeed"` trains one model with one optimizer, but there are '
                 'several. Use `strategy="fsdp"` or "ddp".'
             )
-        known = any(kind is getattr(torch.optim, name) for name in _BY_ELEMENT)
+        known = any(kind is getattr(torch.optim, name) for name in BY_ELEMENT)
         if not (known or self.config.get("zero_allow_untested_optimizer")):
             raise ConfigError(
                 f"ZeRO has no shapes, and it is not known whether `{kind.__name__}` changes each "
-                f"element by its own gradients alone, as {quoted(_BY_ELEMENT)} do. If so write "
+                f"element by its own gradients alone, as {quoted(BY_ELEMENT)} do. If so write "
                 '`"zero_allow_untested_optimizer": true` into the DeepSpeed configuration; else '
                 'use `strategy="fsdp"`.'
             )
@@ -116,13 +118,7 @@ class DeepSpeed(ShardedStrategy):
             self._parts = self._start(module, optimizer)
 
     def _start(self, module: nn.Module, optimizer: Optimizer) -> ZeroParts:
-        if self.device.type == "cpu":
-            os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else it looks for others, and says so
-        import deepspeed
-        from deepspeed.ops import __compatible_ops__
-
-        logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-        __compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled; there is gloo
+        deepspeed = load(self.device)
         updating = copy_for_updates(optimizer)
         most = sum(p.numel() for group in updating.param_groups for p in group["params"])
         made = deepspeed_config.for_deepspeed(self.config, self.processes.size, most)
@@ -183,3 +179,15 @@ class DeepSpeed(ShardedStrategy):
     def close(self) -> None:
         self._leave()
         super().close()
+
+
+def load(device: torch.device) -> Any:
+    """Return the module `deepspeed`, which says nothing of itself."""
+    if device.type == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else it looks for others, and says so
+    import deepspeed
+    from deepspeed.ops import __compatible_ops__
+
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    __compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled; there is gloo
+    return deepspeed

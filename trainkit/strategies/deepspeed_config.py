@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from trainkit.basics.launch_environment import read
+from trainkit.basics.parsing import boolean
 from trainkit.errors import ConfigError, quoted
 
 _OF_ZERO = ("communication_data_type", "prescale_gradients", "gradient_predivide_factor")
@@ -18,12 +20,7 @@ _NOT_DRIVEN = ("offload", "zenflow", "mics_", "hpz_", "quantized_", "muon")
 
 def read_config(given: Any) -> dict[str, Any]:
     """Return the configuration of a mapping or a JSON file, without what is switched off."""
-    try:
-        if isinstance(given, str | Path):
-            given = json.loads(Path(given).read_text(encoding="utf-8"))
-        found = {key: value for key, value in dict(given).items() if not _is_off(value)}
-    except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(f"`config` must be a mapping, or a JSON file with one: {error}") from None
+    found = {key: value for key, value in read_json(given).items() if not _is_off(value)}
     zero = dict(found.get("zero_optimization", {}))
     # "auto" leaves what it is to DeepSpeed here.
     zero = {key: value for key, value in zero.items() if value != "auto" and not _is_off(value)}
@@ -39,6 +36,32 @@ def read_config(given: Any) -> dict[str, Any]:
             "and their state in the memory of the CPU, pass `strategy=FSDP(cpu_offload=True)`."
         )
     return found | {"zero_optimization": zero}
+
+
+def read_json(given: Any) -> dict[str, Any]:
+    """Return what a mapping, or a JSON file, says."""
+    try:
+        if isinstance(given, str | Path):
+            given = json.loads(Path(given).read_text(encoding="utf-8"))
+        return dict(given)
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"`config` must be a mapping, or a JSON file with one: {error}") from None
+
+
+def clipping() -> float | None:
+    """Return the L2 norm that a launcher says gradients are clipped to."""
+    return read(
+        "GRADIENT_CLIPPING", lambda text: None if text == "none" else float(str(text)), None
+    )
+
+
+def told() -> Any:
+    """Return the configuration that a launcher says: its file, or what comes of its keys."""
+    if not read("USE_DEEPSPEED", boolean, False):
+        return {}
+    stage = read("DEEPSPEED_ZERO_STAGE", lambda value: int(str(value)), None)
+    keys = {"gradient_clipping": clipping(), "zero_optimization": {"stage": stage}}
+    return read("DEEPSPEED_CONFIG_FILE", str, "") or keys
 
 
 def check_precision(config: Mapping[str, Any], precision: str) -> None:

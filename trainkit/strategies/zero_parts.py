@@ -5,13 +5,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainkit.basics.torch_internals import step_of
 from trainkit.distributed import Processes
 from trainkit.errors import ConfigError
 
@@ -58,8 +58,9 @@ class ZeroParts:
         note = self._came.add
         self._hooks = [p.register_post_accumulate_grad_hook(note) for p in hooked]
         self._hooks.append(optimizer.register_load_state_dict_pre_hook(self._take_state))
-        # A method of the instance, as that is which a schedule of torch puts there.
-        vars(optimizer)["step"] = MethodType(lambda _, closure=None: self._step(), optimizer)
+        self._hooks.append(optimizer.register_state_dict_pre_hook(self._check_whole))
+        self._is_whole = False
+        vars(optimizer).update(step=step_of(optimizer, self._step), zero_grad=self._zero_grad)
 
     @contextmanager
     def gradients_apart(self) -> Iterator[None]:
@@ -71,8 +72,12 @@ class ZeroParts:
         finally:
             self._zero._coalesce_grad_reduction = not self._in_backward
 
-    def reduce(self, *, last: bool) -> None:
+    def reduce(self, *, last: bool, whole: bool = True) -> None:
         """Reduce the gradients of a micro-batch; with the last one a window is complete.
+
+        Args:
+            last: Whether it is the last.
+            whole: Whether every trained parameter must have got a gradient then.
 
         Raises:
             ConfigError: A parameter got no gradient in the window.
@@ -86,7 +91,7 @@ class ZeroParts:
         self._in_window |= self._came.union(left)
         trained = [p for group in self._optimizer.param_groups for p in trained_of(group)]
         missing = {*self._pieces, *trained} - self._in_window
-        if last and missing:
+        if last and whole and missing:
             raise ConfigError(
                 f"{len(missing)} parameters got no gradient in this window (one has the shape "
                 f"{[*missing.pop().shape]}), or froze or thawed in this training, and ZeRO updates "
@@ -107,6 +112,24 @@ class ZeroParts:
                 gradients = [g.reshape(-1) for g in zero.averaged_gradients.pop(number)]
                 flat.grad = torch.cat(gradients).to(flat.dtype)
             zero.all_grad_tensors.clear()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether gradients wait for the end of their window."""
+        return bool(self._came or self._in_window) or any(p.grad is not None for p in self._pieces)
+
+    @property
+    def is_reduced(self) -> bool:
+        """Whether those of a window wait for an update."""
+        return any(flat.grad is not None for flat, _ in self._flats)
+
+    def _zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear gradients, also those that are reduced, in place of the user's optimizer."""
+        if self._came or self._in_window:
+            self.reduce(last=True, whole=False)
+        for flat, _ in self._flats:
+            flat.grad = None
+        type(self._optimizer).zero_grad(self._optimizer, set_to_none)
 
     def gradients(self, parameters: Iterable[Any]) -> list[Tensor]:
         """Return the gradients of some parameters, of those that are reduced what lies here."""
@@ -153,11 +176,20 @@ class ZeroParts:
                 }
                 if processes.is_main:
                     self._optimizer.state[piece.parameter] = found
+        self._is_whole = True
         try:
             yield
         finally:
+            self._is_whole = False
             for parameter in self._pieces:
                 self._optimizer.state.pop(parameter, None)
+
+    def _check_whole(self, _: Optimizer) -> None:
+        if self.updating.state and not self._is_whole:
+            raise ConfigError(
+                "ZeRO has the state of the optimizer in parts, one on each process. Save it with "
+                "all else: by `save_state` of an `Accelerator`, or `Checkpoint` of a `Trainer`."
+            )
 
     @torch.no_grad()
     def _take_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
@@ -173,7 +205,8 @@ class ZeroParts:
         """Give the user's optimizer and model back as they were."""
         for hook in self._hooks:
             hook.remove()
-        vars(self._optimizer).pop("step", None)
+        for name in ("step", "zero_grad"):
+            vars(self._optimizer).pop(name, None)
         self._zero.destroy()
 
 

@@ -49,12 +49,15 @@ def make_strategy(strategy: str | Strategy) -> Strategy:
     if isinstance(strategy, Strategy):
         return strategy
     from trainkit.basics import launch_environment  # importing trainkit needs none of it
+    from trainkit.basics.parsing import boolean
 
     options: dict[str, Any] = {"device": "cpu" if launch_environment.uses_cpu() else None}
     if strategy == "auto":
         strategy = "ddp" if World.from_env().size > 1 else "single"
         if (asked := launch_environment.sharding()) is not None:
             strategy, options = "fsdp", options | asked
+        if launch_environment.read("USE_DEEPSPEED", boolean, False):
+            strategy = "deepspeed"
     return _look_up("strategy", strategy, STRATEGIES, "Strategy")(**options)
 
 
