@@ -276,7 +276,8 @@ def check_savable(run: Run, callbacks: CallbackList) -> None:
 
 def check_optimizer_state(run: Run) -> None:
     """Raise where the state of the optimizer cannot be saved; it makes it in its first step."""
-    _check(run, _optimizer_states(run))
+    with run.strategy.whole_state(run.optimizer):
+        _check(run, _optimizer_states(run))
 
 
 def _states(run: Run, callbacks: CallbackList) -> Iterator[tuple[str, Any]]:
