@@ -49,6 +49,8 @@ def things() -> Iterator[Any]:
     model = nn.Linear(1, 1)
     optimizer = SGD(model.parameters())
     schedule = ConstantLR(optimizer)
+    optimizer.step()
+    yield from (optimizer, optimizer.step)
     yield from (model, schedule, SequentialLR(optimizer, [schedule, schedule], [1]))
     store = distributed.HashStore()  # type: ignore[attr-defined]
     distributed.init_process_group("gloo", store=store, rank=0, world_size=1)

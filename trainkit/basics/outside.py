@@ -2,8 +2,8 @@
 
 import builtins
 import dis
+import os
 import sys
-import sysconfig
 from collections.abc import Iterator, MutableMapping
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any
 from typing_extensions import override
 
 _Place = CellType | dict[str, Any]
-_STANDARD = Path(sysconfig.get_path("stdlib"))
+_STANDARD = Path(os.__file__).parent
 _MISSING = object()
 
 

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from trainkit.basics import rng
-from trainkit.basics.outside import Outside, functions_of
 
 _MOST_OBJECTS = 2_000  # that are looked at
 _MOST_ENTRIES = 64  # a longer container holds data, not transforms
@@ -76,6 +75,8 @@ def generators_in(*roots: Any) -> Iterator[Any]:
 
 
 def _inside(found: Any) -> list[Any]:
+    from trainkit.basics.outside import Outside, functions_of  # importing trainkit needs none of it
+
     if isinstance(found, partial):
         return [found.func, *found.args, *found.keywords.values()]
     if isinstance(found, MethodType):
