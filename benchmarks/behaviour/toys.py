@@ -22,9 +22,12 @@ from typing_extensions import override
 BALLAST = 100_000  # numbers that make a checkpoint large enough to be hit
 
 
-@dataclass
+@dataclass(slots=True)
 class Tape:
     """What one process saw.
+
+    It has slots, so that it stays an instrument: attributes of a global that a model changes are a
+    part of the training, which a checkpoint may hold and bring back.
 
     Attributes:
         steps: The gradient of every update, in full.

@@ -348,13 +348,24 @@ def test_what_a_user_set_otherwise_and_a_resume_brings_back_is_said(
     _train("loss object", tmp_path, stop=CUT)
     assert "`loss_fn." not in capfd.readouterr().out
     _train("loss object", tmp_path, resume="must")
-    assert "`loss_fn." not in capfd.readouterr().out
+    assert "loss_fn." not in capfd.readouterr().out
     made = KINDS["loss object"]()
     made["loss_fn"].calls = 100
     trainer = Trainer(max_steps=STEPS, output_dir=tmp_path)
     fit(trainer, made.pop("loaders"), **made, resume="must")
     told = "`loss_fn.calls` is 100 here, and was 0 when the saved run began. It goes on with "
     assert told in capfd.readouterr().out
+
+
+def test_globals_that_a_resume_brings_back_are_named(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Who keeps a list of losses in a global must not take it for that of this `fit` alone."""
+    told = "globals and closed-over values that the saved run had changed are back as it left them"
+    _train("notebook", tmp_path, stop=CUT)
+    assert told not in capfd.readouterr().out
+    _train("notebook", tmp_path, resume="must")
+    assert f"{told}: `training_step.bank.inner.calls`, `training_step" in capfd.readouterr().out
 
 
 def test_parameters_of_a_teacher_stay_parameters(tmp_path: Path) -> None:

@@ -44,6 +44,7 @@ Entries = dict[str, dict[str, Any]]
 _OF_EVERY_MODULE = vars(nn.Module()).keys() - {"training"}
 _EXTRA_STATE = nn.Module.get_extra_state
 _WITH_STATES = (DataLoader, Dataset, LRScheduler, Optimizer, Sampler)
+_STEP = "training_step"
 _GENERATOR = "generator "  # before the number of one that is found in a data set
 _TRAINABLE = ".requires_grad"  # behind the name of a parameter
 _MOST = 10_000  # values in one attribute: what has more is data
@@ -107,6 +108,7 @@ class Attributes:
                 f"trainkit: the checkpoint holds attributes of {quoted(gone)}, which this run does "
                 "not have. They are left out."
             )
+        outside: list[str] = []
         for name in self._loaded.keys() & owners.keys():
             owner, given = owners[name]
             for key, entry in self._loaded[name].items():
@@ -116,7 +118,15 @@ class Attributes:
                         f"trainkit: `{name}.{key}` is {given[key]!r} here, and was {began!r} when "
                         f"the saved run began. It goes on with {entry['value']!r}, as saved."
                     )
+                elif name.startswith(_STEP) or isinstance(_attributes(owner), Outside):
+                    outside.append(f"{name}.{key}")
                 _put_back(owner, key, entry, device)
+        if outside:
+            self._say(
+                "trainkit: globals and closed-over values that the saved run had changed are back "
+                f"as it left them: {quoted(sorted(outside))}. (Of what a callback holds, only its "
+                "`state_dict` comes back.)"
+            )
 
     def begin_pass(self) -> None:
         """Note what the data sets are that are read from here on."""
@@ -192,7 +202,7 @@ class Attributes:
             yield name, owner, values
         for name, other in self._others.items():
             found = _plain_values(other, memory)
-            if name in ("trainer", "training_step"):
+            if name in ("trainer", _STEP):
                 found.pop("planned_steps", None)  # which each `fit` sets anew
             elif name.endswith("sampler"):  # its counters follow the epochs
                 found = {k: v for k, v in found.items() if isinstance(v, Tensor) or _is_array(v)}
@@ -208,7 +218,7 @@ class Attributes:
         These are the loss, and what it, the modules, the trainer and its step hold or read.
         """
         waiting: list[tuple[str, Any]] = [*modules.items()]
-        waiting += [(n, self._others[n]) for n in ("trainer", "training_step") if n in self._others]
+        waiting += [(n, self._others[n]) for n in ("trainer", _STEP) if n in self._others]
         if not isinstance(self._loss_fn, nn.Module):
             waiting.append(("loss_fn", self._loss_fn))
         known = [*self._registered, *self._others.values(), *(owner for _, owner in waiting)]
@@ -424,7 +434,7 @@ def attributes_of(
     if not type(trainer).__module__.startswith("trainkit."):
         objects["trainer"] = trainer
     kinds = dict.fromkeys(map(type, (trainer, loss_fn, *module.modules())))
-    objects["training_step"] = Outside(*(f for kind in kinds for f in functions_of(kind)))
+    objects[_STEP] = Outside(*(f for kind in kinds for f in functions_of(kind)))
     streams = []
     for key, part in ({"": loader} if loader.parts is None else loader.parts).items():
         name, source = f"data.{key}".rstrip("."), part.source
