@@ -36,7 +36,7 @@ from trainkit.strategies import ModelParallel
 # Said of modules whose output nobody changes in place.
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
 
-SAMPLES, BATCH = 43, 12  # the last global batch of an epoch has 7
+SAMPLES, BATCH = 43, 16  # the last global batch of an epoch has 11
 
 
 class Net(nn.Module):
