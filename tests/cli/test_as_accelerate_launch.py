@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,17 @@ fsdp_config:
   fsdp_sharding_strategy: SHARD_GRAD_OP
   fsdp_use_orig_params: false
 """
-FILES = {"gpus": ACCELERATE, "fsdp2": FSDP, "fsdp1": FIRST_FSDP, "compiled": DYNAMO}
+GROUPS = f"""{FSDP}
+parallelism_config:
+  parallelism_config_cp_size: 1
+  parallelism_config_dp_replicate_size: 1
+  parallelism_config_dp_shard_size: 2
+  parallelism_config_tp_size: 1
+"""
+FILES = {
+    **{"gpus": ACCELERATE, "fsdp2": FSDP, "fsdp1": FIRST_FSDP, "compiled": DYNAMO},
+    "groups": GROUPS,
+}
 LINES = {
     "sharded": [
         "--use_fsdp", "--fsdp_version", "2", "--fsdp_offload_params", "True",
@@ -43,6 +54,10 @@ LINES = {
     ],
     "compiled": ["--multi_gpu", "--dynamo_backend", "eager", "--dynamo_use_fullgraph"],
     "strategy": ["--use_fsdp", "--fsdp_sharding_strategy", "SHARD_GRAD_OP", "--debug"],
+    "groups": [
+        "--use_fsdp", "--fsdp_version", "2", "--use_parallelism_config",
+        "--parallelism_config_dp_shard_size", "2", "--parallelism_config_cp_backend=torch",
+    ],
 }  # fmt: skip
 
 
@@ -65,7 +80,8 @@ def resolved(*words: str) -> Resolved:
 
 def variables(environment: Any) -> dict[str, str]:
     """Return what an environment says to scripts on Accelerate, in small letters."""
-    said = {k: v.lower() for k, v in environment.items() if k.startswith(("ACCELERATE_", "FSDP_"))}
+    kinds = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_DP_")
+    said = {k: v.lower() for k, v in environment.items() if k.startswith(kinds)}
     # `accelerate launch` leaves it out on GPUs; where it is not there, it is false.
     return {"ACCELERATE_USE_CPU": "false", **said}
 
@@ -128,13 +144,59 @@ def test_sharding_without_fsdp_is_refused(capsys: pytest.CaptureFixture[str]) ->
     assert "`--fsdp_offload_params` has no effect without `--use_fsdp`" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--parallelism_config_dp_shard_size 2", "no effect without `--use_parallelism_config`"),
+        ("--use_parallelism_config --parallelism_config_tp_size 2", "asks for tensor, context"),
+        (
+            "--use_parallelism_config --parallelism_config_dp_shard_size 2",
+            "`parallelism_config_dp_shard_size` is 2, but",
+        ),
+        (
+            "--use_parallelism_config --parallelism_config_dp_replicate_size 2 --use_fsdp",
+            "`parallelism_config_dp_shard_size` is 1, but",
+        ),
+        (
+            "--use_parallelism_config --parallelism_config_dp_replicate_size 2 --use_fsdp "
+            "--parallelism_config_dp_shard_size 2",
+            "the number of processes, but is 2 times 2 on 2",
+        ),
+        (
+            "--use_parallelism_config --parallelism_config_dp_shard_size 2 --use_fsdp "
+            "--fsdp_sharding_strategy HYBRID_SHARD",
+            "HYBRID_SHARD",
+        ),
+    ],
+)
+def test_sizes_of_groups_that_cannot_be_are_refused(
+    words: str, said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    script = str(tmp_path / "script.py")
+    with suppress(SystemExit):  # as a parser ends
+        assert main(["launch", "--num_processes", "2", "--dry-run", *words.split(), script]) == 1
+    assert said in capsys.readouterr().err
+
+
+def test_copies_of_a_whole_model_are_no_sharding(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    sizes = {"parallelism_config_dp_replicate_size": 2, "parallelism_config_dp_shard_size": 1}
+    path.write_text(yaml.safe_dump({**yaml.safe_load(ACCELERATE), "parallelism_config": sizes}))
+    ours, expected = both(tmp_path, "--config_file", str(path))
+    assert ours == expected
+    assert ours["PARALLELISM_CONFIG_DP_REPLICATE_SIZE"] == "2"
+
+
 def test_what_config_is_told_of_sharding_is_in_its_file(tmp_path: Path) -> None:
     path = tmp_path / "job.yaml"
     words = ["--use_fsdp", "--fsdp_version", "2", "--fsdp_offload_params", "true"]
+    words += ["--use_parallelism_config", "--parallelism_config_dp_shard_size", "2"]
     assert main(["config", "--default", "--config_file", str(path), *words]) == 0
     written = {"fsdp_version": "2", "fsdp_offload_params": "true"}
     assert yaml.safe_load(path.read_text())["fsdp_config"] == written
-    assert resolved("--config_file", str(path)).variables["FSDP_OFFLOAD_PARAMS"] == "true"
+    said = resolved("--config_file", str(path)).variables
+    assert said["FSDP_OFFLOAD_PARAMS"] == said["ACCELERATE_USE_PARALLELISM_CONFIG"] == "true"
+    assert said["PARALLELISM_CONFIG_DP_SHARD_SIZE"] == "2"
 
 
 TRAINS = """

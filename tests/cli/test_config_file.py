@@ -182,6 +182,9 @@ def test_multi_cpu_hides_the_gpus(tmp_path: Path) -> None:
         ("main_training_function: train\n", ["whole script"]),
         ("dynamo_config:\n  dynamo_mode: fast\n", ["`dynamo_mode`", "reduce-overhead"]),
         ("enable_cpu_affinity: true\n", ["numactl"]),
+        ("parallelism_config: {parallelism_config_cp_size: 2}\n", ["tensor, context", "Leave it"]),
+        ("parallelism_config: {parallelism_config_dp_shard_size: -1}\n", ["at least 1", "-1"]),
+        ("parallelism_config: {dp_shard_size: 2}\n", ["mean `parallelism_config_dp_shard_size`"]),
     ],
 )
 def test_what_is_wrong_is_named(text: str, words: list[str], tmp_path: Path) -> None:

@@ -104,6 +104,21 @@ def test_sharding_is_what_the_launcher_says(face: Face, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("face", FACES)
+def test_groups_are_as_many_as_the_launcher_says(
+    face: Face, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRAINKIT_STRATEGY", "fsdp")
+    monkeypatch.setenv("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "2")
+    assert getattr(face()[0], "replicas", None) == 1  # nobody asks for groups
+    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
+    if face is of_accelerator:
+        with pytest.raises(ConfigError, match="is 2 times 1 on 1"):
+            face()
+        return
+    assert getattr(face()[0], "replicas", None) == 2
+
+
+@pytest.mark.parametrize("face", FACES)
 def test_a_launcher_may_ask_for_the_cpu_or_for_sharding_alone(
     face: Face, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,7 +1,7 @@
 """What a launcher says to the processes that it starts, by environment variables.
 
 `trainkit launch` sets `TRAINKIT_<NAME>`; without it, or where it is empty, `ACCELERATE_<NAME>` is
-read. How a model is sharded is said by the `FSDP_<NAME>` of Accelerate alone.
+read. How a model is sharded is said by Accelerate's `FSDP_<NAME>` and `PARALLELISM_CONFIG_<NAME>`.
 """
 
 import os
@@ -31,17 +31,16 @@ def read(name: str, reader: Callable[[object], T], default: T) -> T:
     """Return what a launcher says under a name; the default where it says nothing.
 
     Args:
-        name: Of the variable, behind the prefix; `FSDP_...` have none.
+        name: Of the variable, behind the prefix; `FSDP_...` and `PARALLELISM_...` have none.
         reader: Of `trainkit.basics.parsing`.
         default: What holds without the variable.
 
     Raises:
         ConfigError: The value cannot be; names the variable.
     """
-    of_sharding = name.startswith("FSDP_")
+    of_sharding = name.startswith(("FSDP_", "PARALLELISM_"))
     for variable in (name,) if of_sharding else (f"TRAINKIT_{name}", f"ACCELERATE_{name}"):
-        value = os.environ.get(variable)
-        if not value:
+        if not (value := os.environ.get(variable)):
             continue
         try:
             return reader(value)
@@ -77,11 +76,14 @@ def sharding(*, asked: bool = False) -> dict[str, Any] | None:
         "cpu_offload": read("FSDP_OFFLOAD_PARAMS", boolean, False),
         "activation_checkpointing": checkpointing and ("offload" if offloads else True),
     }
+    if read("USE_PARALLELISM_CONFIG", boolean, False):
+        arguments["replicas"] = read(
+            "PARALLELISM_CONFIG_DP_REPLICATE_SIZE", lambda v: int(str(v)), 1
+        )
     if wrapping == "SIZE_BASED_WRAP":
         size = read("FSDP_MIN_NUM_PARAMS", lambda value: int(str(value)), 0)
         return arguments | {"wrap_policy": size or None}
-    classes = set(filter(None, read("FSDP_TRANSFORMER_CLS_TO_WRAP", str, "").split(",")))
-    if classes:
+    if classes := set(filter(None, read("FSDP_TRANSFORMER_CLS_TO_WRAP", str, "").split(","))):
         arguments["wrap_policy"] = lambda name, module: type(module).__name__ in classes
     return arguments
 

@@ -3,9 +3,9 @@
 A key that is off, or empty, says nothing and is accepted: `accelerate config` writes many such.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
-from trainkit.basics.launch_environment import WRAPPING, sharding_strategy
+from trainkit.basics.launch_environment import SHARDING_STRATEGIES, WRAPPING, sharding_strategy
 from trainkit.basics.parsing import boolean, nearest, one_of
 from trainkit.basics.setting_readers import text, whole
 from trainkit.errors import ConfigError
@@ -60,12 +60,11 @@ _UNKNOWN_TO_US = {
     """,
     "mpirun; it starts the processes itself": "mpirun_config mpirun_hostfile",
     "tensor, context and sequence parallelism": """
-        parallelism_config parallelism_config_cp_backend parallelism_config_cp_comm_strategy
-        parallelism_config_cp_size parallelism_config_dp_replicate_size
-        parallelism_config_dp_shard_size parallelism_config_sp_attn_implementation
+        parallelism_config_cp_backend parallelism_config_cp_comm_strategy
+        parallelism_config_cp_size parallelism_config_sp_attn_implementation
         parallelism_config_sp_backend parallelism_config_sp_seq_length
         parallelism_config_sp_seq_length_is_variable parallelism_config_sp_size
-        parallelism_config_tp_size use_parallelism_config
+        parallelism_config_tp_size
     """,
 }
 
@@ -79,6 +78,12 @@ _HARMLESS = {
     "compute_environment": "local_machine",
     "fp8_backend": "ao",
     "main_training_function": "main",
+    **dict.fromkeys([f"parallelism_config_{axis}_size" for axis in ("cp", "sp", "tp")], "1"),
+    "parallelism_config_cp_backend": "torch",
+    "parallelism_config_cp_comm_strategy": "allgather",
+    "parallelism_config_sp_attn_implementation": "sdpa",
+    "parallelism_config_sp_backend": "deepspeed",
+    "parallelism_config_sp_seq_length_is_variable": "true",
 }
 
 
@@ -120,7 +125,12 @@ def _number(value: object) -> str:
     return str(value)
 
 
+def _size(value: object) -> str:
+    return str(whole(1)(value))
+
+
 PARTS: dict[str, tuple[Callable[[object], str | bool], str]] = {
+    "use_parallelism_config": (boolean, ""),  # before the sizes, which have an effect by it
     "deepspeed_config_file": (text, ""),
     "dynamo_backend": (text, "no"),
     "dynamo_mode": (one_of("default", "reduce-overhead", "max-autotune"), "default"),
@@ -143,6 +153,8 @@ PARTS: dict[str, tuple[Callable[[object], str | bool], str]] = {
     "fsdp_use_orig_params": (boolean, "true"),
     "fsdp_version": (one_of("1", "2"), "1"),
     "gradient_clipping": (_number, ""),
+    "parallelism_config_dp_replicate_size": (_size, "1"),
+    "parallelism_config_dp_shard_size": (_size, "1"),
     "zero_stage": (one_of("1", "2"), ""),
 }
 """Options of `accelerate launch` that its files hold in one of `SECTIONS`.
@@ -150,7 +162,7 @@ PARTS: dict[str, tuple[Callable[[object], str | bool], str]] = {
 With what reads each, and what `accelerate launch` takes without it. What trainkit itself does not
 ask about changes no result with `fully_shard`; scripts on Accelerate do.
 """
-SECTIONS = ("deepspeed_config", "dynamo_config", "fsdp_config")
+SECTIONS = ("deepspeed_config", "dynamo_config", "fsdp_config", "parallelism_config")
 OF_DEEPSPEED = ("deepspeed_config_file", "gradient_clipping", "zero_stage")
 """Those of the first; it holds `gradient_accumulation_steps` too, which is a setting of the job."""
 
@@ -160,7 +172,11 @@ def variable(key: str) -> str:
     if key in OF_DEEPSPEED:
         key = f"deepspeed_{key}" if key == "zero_stage" else key
         return f"ACCELERATE_{key.upper()}"
-    return f"{'ACCELERATE_' * key.startswith('dynamo_')}{key.upper().replace('LAYER_CLS', 'CLS')}"
+    prefix = "ACCELERATE_" * key.startswith(("dynamo_", "use_"))
+    return f"{prefix}{key.upper().replace('LAYER_CLS', 'CLS')}"
+
+
+GROUPS = variable("use_parallelism_config")
 
 
 def part(key: str, value: object, place: str) -> dict[str, str]:
@@ -186,17 +202,50 @@ def section(name: str, value: object, place: str) -> dict[str, str]:
         return {}
     if not isinstance(value, dict):
         raise ConfigError(f"`{name}` ({place}) must hold keys of its own, but is {value!r}.")
-    result: dict[str, str] = {}
+    result: dict[str, str] = {GROUPS: "true"} if name == "parallelism_config" else {}
     prefix, place = name.removesuffix("config"), f"in `{name}`, {place}"
     for key, each in value.items():
         full = prefix + str(key).removeprefix(prefix)
         full = full if name != "deepspeed_config" else str(key)
         if full == "gradient_accumulation_steps":
             result["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = str(each)
-        elif full in KEYS and name == "deepspeed_config":
+        elif full in KEYS and name in ("deepspeed_config", "parallelism_config"):
             check(full, each, place)
         elif full in PARTS and each not in NULL:
             result |= part(full, each, place)
         elif full not in PARTS and full != "fsdp_backward_prefetch_policy":
             raise ConfigError(f"`{key}` ({place}) is no known key.{nearest(full, PARTS)}")
     return result
+
+
+def check_groups(variables: Mapping[str, str], kind: str | None, processes: int) -> None:
+    """Raise ConfigError where a job cannot have the groups of processes that it is told to have.
+
+    Args:
+        variables: What its processes are told.
+        kind: Its `distributed_type`.
+        processes: Of all machines.
+    """
+    if variables.get(GROUPS) != "true":
+        return
+    replicas, shards = (
+        int(variables[variable(f"parallelism_config_dp_{what}_size")])
+        for what in ("replicate", "shard")
+    )
+    both = "`parallelism_config_dp_replicate_size` times `parallelism_config_dp_shard_size`"
+    if replicas * shards not in (1, processes):
+        raise ConfigError(
+            f"{both} must be the number of processes, but is {replicas} times {shards} on "
+            f"{processes}. Change them, or leave both out."
+        )
+    if replicas * shards > 1 and (shards > 1) != (kind == "FSDP"):
+        raise ConfigError(
+            f"`parallelism_config_dp_shard_size` is {shards}, but `distributed_type` is {kind}: "
+            "FSDP (`--use_fsdp`) shards a model, and no other does. Change one of the two."
+        )
+    said = [variables.get(f"FSDP_{n}", "") for n in ("SHARDING_STRATEGY", "RESHARD_AFTER_FORWARD")]
+    if words := [word for word in said if "replicas" in SHARDING_STRATEGIES.get(word, ())]:
+        raise ConfigError(
+            f"`fsdp_sharding_strategy` is {words[0]}, which says how many processes hold a model, "
+            f"as {both} does. Leave one of the two out."
+        )

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trainkit.errors import ConfigError
+from trainkit.launch import accelerate_keys
 from trainkit.launch.machine import core_count, gpu_count, gpu_variable, no_gpus
 from trainkit.launch.resolving import Resolved
 from trainkit.launch.settings import SETTINGS, JobSettings
@@ -175,6 +176,9 @@ def _environment(
 ) -> dict[str, str]:
     """Return the variables that the processes need beside those of this one."""
     job = resolved.job
+    accelerate_keys.check_groups(
+        resolved.variables, job.distributed_type, processes * job.num_machines
+    )
     threads = str(job.num_cpu_threads_per_process or max(1, core_count() // processes))
     if job.num_cpu_threads_per_process is None:
         threads = os.environ.get("OMP_NUM_THREADS") or threads

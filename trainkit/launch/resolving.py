@@ -52,7 +52,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         how: dict[str, Any] = {"action": "store_const", "const": kind, "dest": "distributed_type"}
         _add(parser, f"--{option}", help=f"the same as --distributed_type {kind}", **how)
     for key in accelerate_keys.PARTS:
-        how = _SWITCH if key.startswith("dynamo_use_") else {"metavar": "WORD"}
+        how = _SWITCH if key.startswith(("dynamo_use_", "use_")) else {"metavar": "WORD"}
         _add(parser, f"--{key}", dest=key, help="as in a file of accelerate", **how)
     for key, what in accelerate_keys.KEYS.items():
         how = {"action": _NotDriven, "nargs": "?", "const": "on"} if what else _SWITCH
@@ -150,11 +150,14 @@ def _variables(
 ) -> dict[str, str]:
     """Return what the processes are told on sharding and compiling; add to `sources` who did."""
     result = {} if file is None else dict(file.variables)
+    on = {switch: job.distributed_type == kind for switch, kind in _KINDS.items()}
     for key, (_, default) in accelerate_keys.PARTS.items():
         name = accelerate_keys.variable(key)
         needs = "use_fsdp" if name.startswith("FSDP_") else ""
         needs = "use_deepspeed" if key in accelerate_keys.OF_DEEPSPEED else needs
-        if needs and job.distributed_type != _KINDS[needs]:
+        needs = "use_parallelism_config" if name.startswith("PARALLELISM_") else needs
+        on["use_parallelism_config"] = result.get(accelerate_keys.GROUPS) == "true"
+        if needs and not on[needs]:
             result.pop(name, None)
             if key in given:
                 raise ConfigError(f"`--{key}` has no effect without `--{needs}`. Pass that too.")
