@@ -252,7 +252,11 @@ SHARDED = {
 }
 KINDS: dict[str, dict[str, Any]] = {
     "MULTI_CPU": {"distributed_type": "MULTI_GPU", "mixed_precision": "bf16"},
-    "FSDP": {"distributed_type": "FSDP", "fsdp_config": SHARDED},
+    "FSDP": {
+        "distributed_type": "FSDP",
+        "fsdp_config": SHARDED,
+        "parallelism_config": {"parallelism_config_dp_shard_size": 2},
+    },
 }
 
 

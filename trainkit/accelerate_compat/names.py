@@ -116,9 +116,11 @@ REFUSED = {
     """,
     "`Accelerator` trains no model that is cut into parallel parts: leave it out, and shard with "
     "`Accelerator(strategy=trainkit.strategies.FSDP())`": """
-        TorchContextParallelConfig TorchTensorParallelConfig
-        TorchTensorParallelPlugin prepare_pippy
+        TorchContextParallelConfig TorchTensorParallelConfig TorchTensorParallelPlugin
     """,
+    "each process computes all layers of a model: spread them over its devices by "
+    '`load_checkpoint_and_dispatch(model, checkpoint, device_map="auto")`, or share out the inputs '
+    "by `split_between_processes`": "prepare_pippy",
     "`cpu_offload(module, device)`, `disk_offload` and `dispatch_model` bring weights and inputs "
     "to where a module runs, and `load_checkpoint_in_model` what is in files": """
         attach_align_device_hook load_offloaded_weights offload_state_dict
