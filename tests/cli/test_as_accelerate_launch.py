@@ -15,6 +15,7 @@ import yaml
 
 from tests.cli.test_config_file import ACCELERATE, FSDP
 from trainkit.cli.main import main
+from trainkit.errors import ConfigError
 from trainkit.launch import accelerate_keys, plan
 from trainkit.launch.resolving import Resolved, add_options, resolve
 
@@ -176,6 +177,17 @@ def test_sizes_of_groups_that_cannot_be_are_refused(
     with suppress(SystemExit):  # as a parser ends
         assert main(["launch", "--num_processes", "2", "--dry-run", *words.split(), script]) == 1
     assert said in capsys.readouterr().err
+
+
+def test_sizes_of_groups_in_the_environment_are_read_as_elsewhere() -> None:
+    env = {"ACCELERATE_USE_PARALLELISM_CONFIG": "True", "PARALLELISM_CONFIG_DP_SHARD_SIZE": "two"}
+    parser = argparse.ArgumentParser()
+    add_options(parser)
+    with pytest.raises(ConfigError, match=r"in the environment variable PARALL.*must be a whole"):
+        resolve(parser.parse_args([]), env)
+    said = resolve(parser.parse_args([]), env | {"PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"}).variables
+    assert said["ACCELERATE_USE_PARALLELISM_CONFIG"] == "true"
+    assert said["PARALLELISM_CONFIG_DP_SHARD_SIZE"] == "2"
 
 
 def test_copies_of_a_whole_model_are_no_sharding(tmp_path: Path) -> None:

@@ -166,9 +166,11 @@ def _variables(
             sources[key] = COMMAND_LINE
         elif file is not None and name in result:
             sources[key] = str(file.path)
-        elif word := env.get(name) or default:
-            result[name] = word
-            sources[key] = f"{ENVIRONMENT} ({name})" if env.get(name) else DEFAULT
+        elif word := env.get(name):
+            result |= accelerate_keys.part(key, word, f"in the environment variable {name}")
+            sources[key] = f"{ENVIRONMENT} ({name})"
+        elif default:
+            result[name], sources[key] = default, DEFAULT
     if job.distributed_type != "DEEPSPEED":
         result.pop("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", None)
     said = [key for key in accelerate_keys.OF_DEEPSPEED if key in sources]
