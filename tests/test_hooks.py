@@ -111,11 +111,18 @@ def test_an_error_while_ending_does_not_hide_the_first() -> None:
         def on_step_start(self, run: Run) -> None:
             raise RuntimeError("first")
 
-        def on_fit_end(self, run: Run) -> None:
+        def on_exception(self, run: Run, error: BaseException) -> None:
             raise RuntimeError("second")
 
-    with pytest.raises(RuntimeError, match="first"):
+        def on_fit_end(self, run: Run) -> None:
+            raise RuntimeError("third")
+
+    with pytest.raises(RuntimeError, match="first") as caught:
         fit([Broken()])
+    notes = "\n".join(caught.value.__notes__)
+    where = "After it the hook `{}` of the callback `Broken` raised RuntimeError('{}')."
+    assert where.format("on_exception", "second") in notes
+    assert where.format("on_fit_end", "third") in notes
 
 
 def count_hook_calls(callbacks: list[Callback]) -> tuple[int, int]:

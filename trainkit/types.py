@@ -1,6 +1,7 @@
 """Names for the values that pass between the parts."""
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
@@ -10,6 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 __all__ = [
     "IGNORED",
+    "NOTHING",
     "Alternating",
     "AnyScheduler",
     "Batch",
@@ -36,6 +38,9 @@ Scalars: TypeAlias = dict[str, float]
 
 Size: TypeAlias = int | str
 """A number of bytes, or text such as "5GB" (10**9 bytes) or "1GiB" (2**30 bytes)."""
+
+NOTHING: AbstractContextManager[object] = nullcontext()
+"""A context that does nothing, made once: the loop enters it in each step."""
 
 IGNORED = -100
 """The label that losses leave out by convention (torch, transformers)."""

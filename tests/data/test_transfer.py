@@ -90,3 +90,15 @@ def test_memory_of_a_batch_is_not_reused_while_it_is_read() -> None:
         sums.append(batch.sum())
         del batch
     assert [float(s) for s in sums] == [float(i << 20) for i in range(20)]
+
+
+def test_whether_memory_can_be_pinned_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tries: list[int] = []
+
+    def empty(*size: int, pin_memory: bool) -> None:
+        tries.append(*size)
+        raise RuntimeError("this machine cannot")
+
+    monkeypatch.setattr(torch, "empty", empty)
+    assert [can_pin(torch.device("cuda:7")) for _ in range(3)] == [False] * 3
+    assert len(tries) <= 1  # none where another test was told so of this kind

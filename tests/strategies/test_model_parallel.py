@@ -129,6 +129,7 @@ def train(rank: int, case: Case) -> Outcome:
         **{"max_grad_norm": 0.5, **case.options},
     )
     model = case.make(net(case.dtype), case.sizes)  # the processes have met by now
+    trainer.register_for_checkpointing(also=model)  # what holds `DTensor`s may be registered
     source = data(case.dtype)
     trainer.fit(
         model,

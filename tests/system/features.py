@@ -216,12 +216,16 @@ def draw(seed: int, kinds: tuple[str, ...] = KINDS, size: int | None = None) -> 
     """Return the mix of a seed; the kinds come one after the other."""
     chance, kind = random.Random(f"mix {seed}"), kinds[seed % len(kinds)]
     size = size or chance.choices([1, 2, 3], [0.4, 0.35, 0.25])[0]
+    is_cut = kind == "cut over a mesh"
+    size = chance.choice([2, 2, 4]) if is_cut else size
     resized = kind in RESIZED and chance.random() < 0.4
     strategy = chance.choice(["ddp", "fsdp"]) if size > 1 else "single"
     if "bits" in kind and size > 1:
         strategy = "ddp"  # torch shards no whole numbers
     strategy = "auto" if resized and strategy != "fsdp" else strategy
+    strategy = "model_parallel" if is_cut else strategy
     precision = "fp32" if resized else chance.choice(["fp32", "bf16", "fp16"])
+    precision = "bf16" if is_cut and precision == "fp16" else precision  # which it refuses
     if kind == "gradient checkpointing, batch norm" and strategy == "fsdp":
         precision = "fp32"  # torch computes no batch statistics in mixed dtypes
     has_workers = chance.random() < 0.4 and kind != "torchdata.nodes"

@@ -14,6 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.functional import cross_entropy, mse_loss
 from torch.optim import SGD, AdamW, Muon
 from torch.utils.data import DataLoader, RandomSampler, Subset, TensorDataset, default_collate
@@ -335,6 +338,22 @@ def remembering(mix: "Mix", folder: Path) -> Program:
     return of_noise(mix, Remembering())
 
 
+def cut(model: nn.Module) -> None:
+    """Cut the two linear layers over pairs of processes, and shard the model over the pairs."""
+    pairs = torch.distributed.get_world_size() // 2
+    mesh = init_device_mesh("cpu", (pairs, 2), mesh_dim_names=("data", "tensor"))
+    plan = {"0": ColwiseParallel(), "3": RowwiseParallel()}
+    parallelize_module(model, mesh["tensor"], plan)
+    if pairs > 1:
+        fully_shard(model, mesh=mesh["data"])
+
+
+def cut_over_mesh(mix: "Mix", folder: Path) -> Program:
+    program = of_noise(mix, mlp(5, 8, 1, dropout=0.2))
+    program.cut = cut
+    return program
+
+
 PROGRAMS: dict[str, Callable[["Mix", Path], Program]] = {
     "optimizers in turns": in_turns,
     "optimizers, run.optimize": called,
@@ -350,4 +369,5 @@ PROGRAMS: dict[str, Callable[["Mix", Path], Program]] = {
     "loss with parameters": learning_loss,
     "gradient checkpointing, batch norm": recomputed,
     "state in attributes": remembering,
+    "cut over a mesh": cut_over_mesh,
 }

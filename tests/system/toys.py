@@ -47,7 +47,7 @@ class Settings:
     """What decides the outcome of a run; two runs with the same settings are the same run."""
 
     size: int = 1  # processes
-    strategy: str = "auto"  # or fsdp
+    strategy: str = "auto"  # or fsdp, model_parallel
     workers: int = 0
     evaluation_workers: int = 0
     accumulation: int = 1
@@ -152,6 +152,7 @@ class Program:
     settings: dict[str, Any] = field(default_factory=dict)  # more ones of the trainer
     sharded: type[nn.Module] = nn.Linear  # what FSDP shards by itself
     callbacks: list[Callback] = field(default_factory=list)
+    cut: Callable[[nn.Module], Any] = lambda model: model  # over a mesh, in place
 
 
 class Augmented(Dataset[tuple[int, Tensor, Tensor]]):
@@ -343,6 +344,7 @@ class Training:
             seed=settings.seed,
             **program.settings,
         )
+        program.cut(program.model)  # now that the processes have met
         self.trainer.register_for_checkpointing(ema=self.ema)
         if isinstance(self.trainer, Noisy) and settings.gallery and settings.strategy != "fsdp":
             self.trainer.most_samples = (settings.batch_size + 1) // 2

@@ -104,6 +104,7 @@ def has_streams(device: torch.device) -> bool:
     return device.type not in ("cpu", _SHARED) and _works(device.type, torch.Stream)
 
 
+@cache  # `_works` would try each new lambda anew
 def can_pin(device: torch.device) -> bool:
     """Return whether copies to and from a device gain by pinned memory."""
     return device.type not in ("cpu", "meta", _SHARED) and _works(

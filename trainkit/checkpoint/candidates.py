@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TypeVar, cast
 
 from trainkit.basics.outputs import fetched
+from trainkit.checkpoint.format.names import CHECKPOINTS
 from trainkit.distributed import Processes, run_on_main
 from trainkit.distributed.collectives import first_with, raise_on_all
 from trainkit.errors import CheckpointCorrupt, CheckpointError, ConfigError
@@ -76,7 +77,7 @@ def candidates(
         )
     from trainkit.checkpoint import CheckpointStore  # runs without checkpoints need none of it
 
-    store = CheckpointStore(output_dir / "checkpoints")
+    store = CheckpointStore(output_dir / CHECKPOINTS)
     for checkpoint in store.valid(report, contents=False):  # which all compare together
         yield str(checkpoint.path)
     if resume == "must":

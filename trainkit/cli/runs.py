@@ -13,11 +13,12 @@ from trainkit.basics.formatting import duration, json_value
 from trainkit.basics.hparams import flat
 from trainkit.basics.parsing import nearest
 from trainkit.basics.terminal import print_table
+from trainkit.checkpoint.format.names import CHECKPOINTS
 from trainkit.checkpoint.listing import committed
 from trainkit.cli.addresses import OUTLINE
 from trainkit.errors import ConfigError, TrainkitError
 from trainkit.inspect.report.listing import facts, facts_of
-from trainkit.inspect.report.records import CHECKPOINTS, METRICS, RunLog, find_runs, mapping
+from trainkit.inspect.report.records import METRICS, RunLog, find_runs, mapping
 from trainkit.inspect.report.tables import number
 
 _PLAIN = ("run", "state", "step", "epoch", "seconds", "started")

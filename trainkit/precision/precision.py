@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import torch
@@ -12,8 +12,7 @@ from typing_extensions import override
 
 from trainkit.basics.device import lacks_bf16
 from trainkit.errors import ConfigError
-
-_NOTHING: AbstractContextManager[object] = nullcontext()
+from trainkit.types import NOTHING
 
 
 class Precision(ABC):
@@ -100,7 +99,7 @@ class FP32(Precision):
 
     @override
     def autocast(self) -> AbstractContextManager[object]:
-        return _NOTHING
+        return NOTHING
 
 
 class BF16(Precision):

@@ -247,6 +247,9 @@ class ModelParallel(ShardedStrategy):
         whole = {name: local_part(t.detach()) for name, t in tensors.items() if self._is_whole(t)}
         flags = [torch.zeros((), dtype=torch.int32, device=self.device)]
         for own in whole.values() if self._group.size > 1 else ():
+            if not own.numel():  # a shard of a tensor with fewer rows than processes
+                flags.append(torch.zeros_like(flags[0]))
+                continue
             high, low = (self._group.all_reduce(own.clone(), op) for op in ("max", "min"))
             largest = torch.maximum(high.abs(), low.abs()).max()
             flags.append(((high - low).max() > tolerance * largest).int())

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
 from typing import Any, ClassVar
 
@@ -18,9 +18,7 @@ from trainkit.distributed.group import default_device
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigError, quoted
 from trainkit.precision import Precision
-from trainkit.types import class_name
-
-_NOTHING: AbstractContextManager[object] = nullcontext()
+from trainkit.types import NOTHING, class_name
 
 
 class Strategy(ABC):
@@ -149,7 +147,7 @@ class Strategy(ABC):
 
         Nothing is to be done where it holds it anyway. Every process must enter it.
         """
-        return _NOTHING
+        return NOTHING
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         """Return the user's own module behind what `wrap` returned."""
@@ -157,7 +155,7 @@ class Strategy(ABC):
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[object]:
         """Return a context in which backward accumulates without reducing over processes."""
-        return _NOTHING
+        return NOTHING
 
     def begin_reduction(self, model: nn.Module) -> None:
         """Let the next backward, the last of a window, reduce gradients while it goes on.
@@ -188,7 +186,7 @@ class Strategy(ABC):
         It is entered inside of `no_sync`, after the forward. Nothing is to be done where gradients
         that wait for their reduction are in `.grad` anyway.
         """
-        return _NOTHING
+        return NOTHING
 
     @contextmanager
     def zero_gradients(self, module: nn.Module) -> Iterator[None]:

@@ -38,18 +38,27 @@ class CallbackList:
                 error.add_note(f"In the hook `{hook.__name__}` of the callback `{callback.name}`.")
                 raise
 
-    def emit_to_all(
-        self, hook: Callable[Concatenate[Any, P], None], *args: P.args, **kwargs: P.kwargs
-    ) -> BaseException | None:
-        """Call `hook` on every callback even if some raise; return the first error."""
-        first: BaseException | None = None
+    def emit_past_errors(
+        self,
+        hook: Callable[Concatenate[Any, P], None],
+        failure: BaseException | None,
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> None:
+        """Call `hook` on every callback, then raise what they raised; `failure` is on its way."""
+        first = failure
         for callback, listener in self._listeners[hook]:
             try:
                 listener(*args, **kwargs)
             except BaseException as error:
-                error.add_note(f"In the hook `{hook.__name__}` of the callback `{callback.name}`.")
-                first = first or error
-        return first
+                where = f"the hook `{hook.__name__}` of the callback `{callback.name}`"
+                if first is None:
+                    first = error
+                    error.add_note(f"In {where}.")
+                else:
+                    first.add_note(f"After it {where} raised {error!r}.")
+        if first is not None and failure is None:
+            raise first
 
     def listens(self, hook: Callable[..., None]) -> bool:
         """Whether any callback overrides `hook`."""

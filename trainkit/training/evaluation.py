@@ -1,7 +1,7 @@
 """Evaluation and prediction: every sample once, whatever the number of processes."""
 
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
@@ -22,12 +22,11 @@ from trainkit.precision import Precision
 from trainkit.training.default_steps import is_default
 from trainkit.training.logging import Log, LogSums
 from trainkit.training.weighting import parse
-from trainkit.types import Batch, LossFn, Scalars, StepOutput
+from trainkit.types import NOTHING, Batch, LossFn, Scalars, StepOutput
 
 if TYPE_CHECKING:
     from trainkit.metrics.model_outputs import Reading
 
-_NOTHING: AbstractContextManager[None] = nullcontext()
 
 EvaluationStep = Callable[[nn.Module, Batch], Mapping[str, Any]]
 
@@ -161,7 +160,7 @@ class Evaluator:
             for micro_batch in watch(batches):
                 log.samples, log.zero_weight = micro_batch.count, micro_batch.count == 0
                 processes.repeats = log.zero_weight
-                repeats = rng.preserved(self.communicator.device) if log.zero_weight else _NOTHING
+                repeats = rng.preserved(self.communicator.device) if log.zero_weight else NOTHING
                 with self.precision.autocast(), repeats:
                     outputs = _mapping(self.step(module, micro_batch.data))
                 processes.repeats = False

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 from trainkit.training import phases
 from trainkit.training.callback import Callback
 from trainkit.training.callback_list import CallbackList
-from trainkit.types import StepResult
+from trainkit.types import NOTHING, StepResult
 
 if TYPE_CHECKING:
     from trainkit.data import MicroBatch, Window
     from trainkit.training.objectives import Objective
     from trainkit.training.run import Run
 
-_NOTHING: AbstractContextManager[object] = nullcontext()
-
 
 def fit(run: Run, callbacks: CallbackList) -> None:
     """Train until the run's end or a request to stop; `on_fit_end` comes anyway."""
-    failed = False
+    failure: BaseException | None = None
     try:
         run.optimizer.zero_grad(set_to_none=True)
         callbacks.emit(Callback.on_fit_start, run)
@@ -29,17 +26,15 @@ def fit(run: Run, callbacks: CallbackList) -> None:
             train_epoch(run, callbacks)
         phases.finish(run, callbacks)
     except BaseException as error:
-        failed = True
+        failure = error
         from trainkit.training.failure import report_failure  # only failures need it
 
         report_failure(run, error)  # does not return where another process has failed first
-        callbacks.emit_to_all(Callback.on_exception, run, error)
+        callbacks.emit_past_errors(Callback.on_exception, failure, run, error)
         raise
     finally:
         run.internals.weights.evaluate()  # no step follows
-        error_at_end = callbacks.emit_to_all(Callback.on_fit_end, run)
-        if error_at_end is not None and not failed:  # must not hide the first error
-            raise error_at_end
+        callbacks.emit_past_errors(Callback.on_fit_end, failure, run)
 
 
 def train_epoch(run: Run, callbacks: CallbackList) -> None:
@@ -114,7 +109,7 @@ def train_step(run: Run, callbacks: CallbackList, window: Window) -> None:
 
 def forward_backward(run: Run, micro_batch: MicroBatch) -> None:
     """Accumulate the gradients of one micro-batch; the last backward and `finish` reduce them."""
-    with _NOTHING if micro_batch.last else run.strategy.no_sync(run.model):
+    with NOTHING if micro_batch.last else run.strategy.no_sync(run.model):
         with run.precision.autocast():
             losses = run.objectives.losses(run.training_step, micro_batch)
         for objective, loss, others_follow in losses:

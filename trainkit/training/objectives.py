@@ -1,7 +1,7 @@
 """What a training learns: losses, and the optimizers that make them smaller."""
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, TypeAlias
@@ -15,9 +15,7 @@ from trainkit.errors import ConfigError
 from trainkit.precision import Precision
 from trainkit.training.run_parts import TrainState
 from trainkit.training.weighting import Weighting, loss_of
-from trainkit.types import Batch, StepResult
-
-_NOTHING: AbstractContextManager[object] = nullcontext()
+from trainkit.types import NOTHING, Batch, StepResult
 
 TrainingStep: TypeAlias = Callable[[nn.Module, Batch], Any]
 
@@ -105,7 +103,7 @@ class Objectives:
     def begin(self, window: Window, state: TrainState) -> AbstractContextManager[object]:
         """Start a window; return what must hold until its gradients are complete."""
         self._of_all.weighting.begin(window)
-        return _NOTHING
+        return NOTHING
 
     def losses(self, step: TrainingStep, micro_batch: MicroBatch) -> Losses:
         """Make a forward, and return the losses to be run backward."""

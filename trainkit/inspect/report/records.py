@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from trainkit.basics.run_files import LeftOut, json_object, stretches, whole_object
+from trainkit.checkpoint.format.names import CHECKPOINTS
 from trainkit.errors import ConfigError
 
 METRICS = "metrics.jsonl"
-CHECKPOINTS = "checkpoints"
 _EVENTS = ".events.jsonl"
 SECONDS = "time/seconds"
 NOT_CURVES = {"step", "epoch", "samples", "kind", "skipped_steps", SECONDS}

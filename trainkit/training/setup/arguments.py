@@ -296,8 +296,10 @@ def check_stateful(name: str, part: object, known: Mapping[str, object]) -> None
             f"`register_for_checkpointing({name.lower()}_2=...)`."
         )
     from trainkit.checkpoint import check_encodable  # runs without checkpoints need none of it
+    from trainkit.checkpoint.resharding.sharding import split
 
-    check_encodable(part.state_dict(), name)
+    whole, _ = split({name: part.state_dict()}, rank=0)  # as it is saved: without `DTensor`s
+    check_encodable(whole[name], name)
 
 
 def make_metrics(metrics: Iterable[Any] | None) -> list[Metric]:

@@ -1,7 +1,7 @@
 """Several optimizers of one training, and which of them a window is for (rule 9a)."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -17,9 +17,7 @@ from trainkit.strategies import Strategy
 from trainkit.training.objectives import Losses, Objective, Objectives, TrainingStep
 from trainkit.training.run_parts import TrainState
 from trainkit.training.weighting import parse
-from trainkit.types import StepOutput, StepResult
-
-_NOTHING: AbstractContextManager[object] = nullcontext()
+from trainkit.types import NOTHING, StepOutput, StepResult
 
 Weight: TypeAlias = Tensor | float | None
 """How much a loss counts; None: the samples of its micro-batch."""
@@ -45,7 +43,7 @@ class NamedObjective(Objective):
     def alone(self) -> AbstractContextManager[object]:
         """Return a context in which gradients reach its parameters alone."""
         if self.training_step is not None:
-            return _NOTHING
+            return NOTHING
         return only(self.weighting.module, self.parameter_names)
 
     def begin(self, window: Window) -> None:
@@ -68,7 +66,7 @@ class NamedObjective(Objective):
         if is_last and self.weighting.strategy.processes.size > 1:
             with self.alone():
                 self.weighting.strategy.begin_reduction(self.model)
-        with _NOTHING if is_last else self.weighting.strategy.no_sync(self.model):
+        with NOTHING if is_last else self.weighting.strategy.no_sync(self.model):
             self.weighting.backward(loss, run_backward, retain_graph=retain_graph)
 
     @override
@@ -227,7 +225,7 @@ class ByName(OneLoss):
             return super().begin(window, state)
         self._of_all.weighting.strategy.share_buffers(self._of_all.weighting.module)
         self._window, self.active = window, []
-        return _NOTHING
+        return NOTHING
 
     @override
     def losses(self, step: TrainingStep, micro_batch: MicroBatch) -> Losses:
