@@ -59,7 +59,7 @@ class ProgressBar(Callback):
         self._start, self._initial = time.monotonic(), run.state.step
         self._latest: StepResult | None = None
         self._loss: float | None = None
-        self._rate: float | None = None  # as of the latest read
+        self._lr: float | None = None  # as of the latest read
         self._speed: float | None = None  # samples/s
         self._evaluated = 0  # batches in the evaluation under way
         self._mark = (time.monotonic(), run.state.samples_seen)
@@ -80,7 +80,7 @@ class ProgressBar(Callback):
     @override
     def on_step_start(self, run: Run) -> None:
         if run.state.step + 1 == run.planned_steps:
-            self._rate = _learning_rate(run)  # after this update the schedule is at its end
+            self._lr = _learning_rate(run)  # after this update the schedule is at its end
 
     @override
     def on_step_end(self, run: Run, result: StepResult) -> None:
@@ -91,7 +91,7 @@ class ProgressBar(Callback):
         is_due = is_last or now >= self._next_refresh
         if is_due if self._is_cpu else is_last or run.is_log_step:
             self._loss = result.loss.item()
-            self._rate = self._rate if is_last else _learning_rate(run)
+            self._lr = self._lr if is_last else _learning_rate(run)
         if is_due:
             self._show(run, now)
 
@@ -144,7 +144,7 @@ class ProgressBar(Callback):
         details = [  # narrow terminals leave out the last ones
             f"evaluating {self._evaluated}{of}" if evaluation else None,
             None if self._loss is None else f"loss {self._loss:.4g}",
-            None if self._rate is None else f"lr {self._rate:.3g}",
+            None if self._lr is None else f"lr {self._lr:.3g}",
             None if self._speed is None else f"{self._speed:,.0f} samples/s",
             f"{run.state.skipped_steps} skipped" if run.state.skipped_steps else None,
         ]

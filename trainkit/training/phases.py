@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def begin(run: Run, callbacks: CallbackList) -> None:
-    """Say what cannot work before any work is lost, and put the random streams back."""
+    """Put back what `restore` has kept, random streams last; say what cannot work before that."""
     run.internals.attributes.begin(run.strategy.device)
     if run.checkpoints.resumed_from is not None and run.checkpoint is not None:
         callbacks.emit(Callback.on_checkpoint_loaded, run, run.checkpoint)

@@ -149,7 +149,7 @@ class Run(RunServices):
 
     @property
     def end_reached(self) -> str | None:
-        """Which limit of the configuration is reached, if any."""
+        """Which limit is reached, if any; that of steps also ends `train_epoch`, in the loop."""
         config, state = self.config, self.state
         if config.max_steps is not None and state.step >= config.max_steps:
             return "max_steps"

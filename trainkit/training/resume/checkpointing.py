@@ -118,6 +118,7 @@ METADATA = {
         "global batch": int | None,
         "seed": at_least(-(1 << 63)),
         "training loaders?": str | None,
+        "limit of an epoch?": str | None,
     },
     "versions?": {str: str},
     "data processes?": [int],

@@ -330,7 +330,7 @@ def _apply(run: Run, callbacks: CallbackList, loaded: _Loaded, schedule: str | N
 
 
 def _apply_streams(run: Run, loaded: _Loaded) -> None:
-    """Take this process's streams, or derive them where there are other processes now."""
+    """Keep this process's streams, or derive them; `phases.begin` puts them back."""
     rank, step = run.strategy.processes.rank, run.state.step
     saved = _others(loaded.checkpoint.manifest, run)
     if not saved:
