@@ -133,7 +133,10 @@ def train(rank: int, case: Case) -> Outcome:
     source = data(case.dtype)
     trainer.fit(
         model,
-        DataLoader(source, batch_size=BATCH // groups // case.accumulation, shuffle=True),
+        (
+            DataLoader(source, batch_size=BATCH // groups // case.accumulation, shuffle=True),
+            DataLoader(source, batch_size=5),  # which leaves the parameters sharded
+        ),
         optimizer=partial(torch.optim.AdamW, lr=1e-2),
         loss_fn=nn.functional.cross_entropy,
     )

@@ -2,7 +2,7 @@
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,7 +26,11 @@ from trainkit.errors import ConfigError, quoted
 from trainkit.precision import Precision
 from trainkit.strategies import single_process_group
 from trainkit.strategies.activation_checkpointing import checkpoint_activations
-from trainkit.strategies.sharded import ShardedStrategy
+from trainkit.strategies.sharded import (
+    ShardedStrategy,
+    outside_graphs,
+    reshard_after_evaluation,
+)
 from trainkit.strategies.strategy import on_meta
 
 if TYPE_CHECKING:
@@ -169,8 +173,8 @@ class FSDP(ShardedStrategy):
             self._before_forward(model, known)
 
         known.hooks = [
-            model.register_forward_pre_hook(_outside_graphs(before_forward)),
-            model.register_forward_hook(_outside_graphs(_after_forward)),
+            model.register_forward_pre_hook(outside_graphs(before_forward)),
+            model.register_forward_hook(outside_graphs(reshard_after_evaluation)),
         ]
         return model
 
@@ -360,21 +364,6 @@ def _first_of_frozen(model: nn.Module, blocks: Mapping[str, nn.Module]) -> list[
     trains = {index for p, index in owners.items() if p.requires_grad}
     sharded = [p for p in owners if is_sharded(p) and p.is_floating_point()]
     return [*{owners[p]: p for p in sharded if owners[p] not in trains}.values()]
-
-
-def _after_forward(model: nn.Module, inputs: Any, outputs: Any) -> None:
-    """Give up what no backward will: an evaluation leaves the parameters sharded."""
-    if not torch.is_grad_enabled():
-        from torch.distributed.fsdp import FSDPModule
-
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
-
-
-def _outside_graphs(hook: Callable[..., None]) -> Callable[..., None]:
-    """Return a hook for which a compiled model leaves its graph."""
-    return torch.compiler.disable(hook)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def _make_mesh(

@@ -21,7 +21,11 @@ from trainkit.errors import ConfigError, quoted
 from trainkit.precision import Precision
 from trainkit.strategies.fsdp import check_dense
 from trainkit.strategies.mesh_layout import MeshLayout, find_layout
-from trainkit.strategies.sharded import ShardedStrategy
+from trainkit.strategies.sharded import (
+    ShardedStrategy,
+    outside_graphs,
+    reshard_after_evaluation,
+)
 from trainkit.types import class_name
 
 _OWN_SUM = "replicated_with_grad_allreduce"
@@ -55,6 +59,7 @@ class ModelParallel(ShardedStrategy):
         )
         self._parts: dict[Any, Processes] = {}
         self._hook: RemovableHandle | None = None
+        self._after_forward: RemovableHandle | None = None
         self._trained: set[tuple[bool, ...]] = set()  # what the processes have compared
         self._aside: list[tuple[nn.Parameter, Tensor]] = []  # gradients, during a backward
         self._holders: dict[Any, tuple[int, ...]] = {}
@@ -93,8 +98,11 @@ class ModelParallel(ShardedStrategy):
         self._aside.clear()
         self._begin_alike(model)
         self.share_buffers(model)
-        if self._hook is not None:
-            self._hook.remove()
+        for hook in (self._hook, self._after_forward):
+            if hook is not None:
+                hook.remove()
+        after_forward = outside_graphs(reshard_after_evaluation)
+        self._after_forward = model.register_forward_hook(after_forward)
         if self._group.size > 1:
             self._hook = model.register_forward_pre_hook(self._compare_inputs, with_kwargs=True)
         return model

@@ -1,6 +1,6 @@
 """What strategies share that hold parts of the parameters on each process."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -84,3 +84,18 @@ class ShardedStrategy(Strategy):
     def _counts(self, parameter: Tensor) -> bool:
         """Return whether this process is the first that holds what it has of a parameter."""
         return True
+
+
+def reshard_after_evaluation(model: nn.Module, inputs: Any, outputs: Any) -> None:
+    """Give up what no backward will: an evaluation leaves the parameters sharded."""
+    if not torch.is_grad_enabled():
+        from torch.distributed.fsdp import FSDPModule
+
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+
+def outside_graphs(hook: Callable[..., None]) -> Callable[..., None]:
+    """Return a hook for which a compiled model leaves its graph."""
+    return torch.compiler.disable(hook)  # type: ignore[no-any-return,no-untyped-call]
