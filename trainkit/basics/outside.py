@@ -5,23 +5,26 @@ import dis
 import os
 import sys
 from collections.abc import Iterator, MutableMapping
-from functools import partial
+from enum import Enum
+from functools import cache, partial
 from pathlib import Path
-from types import CellType, CodeType, FunctionType, MethodType
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from typing_extensions import override
 
-_Place = CellType | dict[str, Any]
+_Place = CellType | dict[str, Any] | type
 _STANDARD = Path(os.__file__).parent
 _MISSING = object()
 
 
 class Outside(MutableMapping[str, Any]):
-    """What functions close over, and the globals that they name, to be read and set by name.
+    """What functions close over, the globals that they name, and more, to be read and set by name.
 
-    Functions among these, and those in a `partial`, are looked through as well. Of functions of
-    installed libraries it is what they close over alone.
+    That is also what they name of a user's modules (`losses.calls`), the attributes of a user's
+    classes among these, attributes of the functions themselves and default values of arguments.
+    Functions among all these, those in a `partial`, and methods of a user's classes are looked
+    through as well. Of functions of installed libraries it is what they close over alone.
 
     Args:
         *functions: Where to begin.
@@ -35,15 +38,17 @@ class Outside(MutableMapping[str, Any]):
             if id(function) in seen:
                 continue
             seen.add(id(function))
-            for name, place in _places(function):
-                value = _read(place, name)
+            for name, place, own in _places(function):
+                value = _read(place, own)
                 if isinstance(value, FunctionType | MethodType | partial):
                     waiting.append(value)
                     continue
-                known = self._places.setdefault(name, (place, name))
+                kind = value if isinstance(value, type) else type(value)
+                waiting += functions_of(kind) if is_users(kind) else []
+                known = self._places.setdefault(name, (place, own))
                 if known[0] is not place:  # another of that name
                     key = f"{getattr(function, '__qualname__', 'partial')}.{name}"
-                    self._places[key] = place, name
+                    self._places[key] = place, own
 
     @override
     def __getitem__(self, name: str) -> Any:
@@ -57,6 +62,8 @@ class Outside(MutableMapping[str, Any]):
         place, own = self._places.get(name, ({}, name))  # it may be read no more
         if isinstance(place, CellType):
             place.cell_contents = value
+        elif isinstance(place, type):
+            setattr(place, own, value)
         else:
             place[own] = value
 
@@ -80,9 +87,13 @@ def functions_of(kind: type) -> list[Any]:
     return [each for each in plain if isinstance(each, FunctionType)]
 
 
-def is_users(code: type | FunctionType) -> bool:
-    """Return whether a class or function stands in no installed library."""
-    module = code.__module__ or ""
+def is_users(code: type | FunctionType | ModuleType) -> bool:
+    """Return whether a class, function or module stands in no installed library."""
+    return _is_users(code.__name__ if isinstance(code, ModuleType) else code.__module__ or "")
+
+
+@cache  # it is asked for each value, at each save
+def _is_users(module: str) -> bool:
     if module.partition(".")[0] in ("trainkit", "builtins", "torch"):
         return False
     file = getattr(sys.modules.get(module), "__file__", None)
@@ -93,22 +104,48 @@ def is_users(code: type | FunctionType) -> bool:
     return not (is_installed or path.is_relative_to(_STANDARD))
 
 
-def _places(function: Any) -> Iterator[tuple[str, _Place]]:
+def _places(function: Any) -> Iterator[tuple[str, _Place, str]]:
+    """Yield what a function reads: what it is called, where it stands, and under which name."""
     if isinstance(function, partial):
         given = {str(index): each for index, each in enumerate(function.args)}
-        yield from (("function", {"function": function.func}), *((n, given) for n in given))
-        yield from ((name, function.keywords) for name in function.keywords)
+        yield "function", {"function": function.func}, "function"
+        yield from ((name, place, name) for place in (given, function.keywords) for name in place)
         return
     function = getattr(function, "__func__", function)
     code, known = function.__code__, function.__globals__
-    yield from zip(code.co_freevars, function.__closure__ or (), strict=True)
-    if is_users(function):
-        yield from ((name, known) for name in sorted(_globals_named(code)))
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        yield name, cell, name
+    if not is_users(function):
+        return
+    last = code.co_argcount
+    defaults = function.__defaults__ or ()
+    given = dict(zip(code.co_varnames[last - len(defaults) : last], defaults, strict=True))
+    for place in (given, function.__kwdefaults__ or {}, vars(function)):
+        yield from ((name, place, name) for name in place)
+    for name in sorted(_globals_named(code)):
+        yield name, known, name
+        yield from _members(name, known.get(name), _attributes_named(code))
+
+
+def _members(name: str, value: Any, named: set[str]) -> Iterator[tuple[str, _Place, str]]:
+    """Yield what is named of a module, and all that a class has."""
+    is_module = isinstance(value, ModuleType)
+    if not (is_module or isinstance(value, type)) or not is_users(value):
+        return
+    if not is_module and issubclass(value, Enum):
+        return  # its members are what they are
+    for key, each in [*vars(value).items()]:
+        if key in named if is_module else not key.startswith("__"):
+            yield f"{name}.{key}", vars(value) if is_module else value, key
+            if is_module:
+                yield from _members(f"{name}.{key}", each, named)
 
 
 def _read(place: _Place, name: str) -> Any:
     if isinstance(place, dict):
         return place.get(name, _MISSING)
+    if isinstance(place, type):
+        return vars(place).get(name, _MISSING)
     try:
         return place.cell_contents
     except ValueError:  # it is empty still
@@ -120,3 +157,8 @@ def _globals_named(code: CodeType) -> set[str]:
     names = {each.argval for each in dis.get_instructions(code) if "GLOBAL" in each.opname}
     inner = (_globals_named(each) for each in code.co_consts if isinstance(each, CodeType))
     return names.union(*inner) - vars(builtins).keys()
+
+
+def _attributes_named(code: CodeType) -> set[str]:
+    inner = (_attributes_named(each) for each in code.co_consts if isinstance(each, CodeType))
+    return set(code.co_names).union(*inner)

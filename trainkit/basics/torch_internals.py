@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_leaves as tree_leaves, tree_map as tree_map
 from torch.utils.data import RandomSampler
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from typing_extensions import override

@@ -1,6 +1,6 @@
 """A copy of a state that later updates do not reach."""
 
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict, deque
 from typing import Any
 
 import torch
@@ -69,9 +69,10 @@ class _CopyPass:
             return value  # lists that hold themselves, which the codec refuses
         if isinstance(value, dict):
             return self._copy_dict(value, last if isinstance(last, dict) else {}, depth + 1)
-        if kind is list or kind is tuple:
+        if kind in (list, tuple, deque):
             old = last if type(last) is kind and len(last) == len(value) else [None] * len(value)
-            return kind([self.copy(v, o, depth + 1) for v, o in zip(value, old, strict=True)])
+            copies = [self.copy(v, o, depth + 1) for v, o in zip(value, old, strict=True)]
+            return deque(copies, value.maxlen) if kind is deque else kind(copies)
         if kind in _SHALLOW:
             return kind(value)
         is_array = (kind.__module__, kind.__name__) == ("numpy", "ndarray")

@@ -11,7 +11,7 @@ import math
 import re
 import struct
 import sys
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from typing import Any, ClassVar
@@ -207,6 +207,7 @@ _WRITERS: dict[type, Callable[[Any, Any], Any]] = {
     dict: _put_dict,
     OrderedDict: lambda encoder, value: {"$ordered": _put_dict(encoder, value)},
     Counter: lambda encoder, value: {"$counter": encoder.put_pairs(value)},
+    deque: lambda encoder, value: {"$deque": [value.maxlen, _put_list(encoder, value)]},
     defaultdict: _put_defaultdict,
     timedelta: lambda _, value: {"$timedelta": [value.days, value.seconds, value.microseconds]},
 }
@@ -318,6 +319,7 @@ class Decoder:
         "$bytearray": lambda self, node: bytearray(self.get(node)),
         "$bytes": lambda _, text: base64.b64decode(text.encode("ascii"), validate=True),
         "$complex": _get_complex,
+        "$deque": lambda self, node: deque(self.get_sequence(node[1]), node[0]),
         "$counter": lambda self, node: Counter(self.get_pairs(node)),
         "$defaultdict": _get_defaultdict,
         "$device": _get_device,
