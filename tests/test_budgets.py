@@ -34,7 +34,7 @@ def test_files_stay_short() -> None:
     assert not too_long
 
 
-LIMITS = {"trainkit": 59_475, "what the trainer can reach": 27_236, "what the loop imports": 5_450}
+LIMITS = {"trainkit": 59_688, "what the trainer can reach": 27_449, "what the loop imports": 5_450}
 """Lines. Where less is reached the limit follows; 44,000 and 22,000 are wanted of the first two.
 
 5,590 of the first stand in rings that came last: object storage, more names of Accelerate, the page
@@ -45,7 +45,8 @@ makes an update,
 and fp8, of which 15 in the core let a precision convert a model.
 222 let machines without a shared folder train into object storage, 33 of them in the core: saves
 go by a courier, and a checkpoint is read where the machine has it.
-760 in the core bring back what no state dict holds, and key the generators of data sets.
+970 in the core bring back what no state dict holds, of all kinds that programs have, and key the
+generators of data sets.
 """
 
 
