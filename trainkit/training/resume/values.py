@@ -5,7 +5,6 @@ from collections.abc import Callable, Collection, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from enum import Enum
 from hashlib import blake2b
-from marshal import dumps
 from typing import Any
 from weakref import ref
 
@@ -99,7 +98,7 @@ def mark_of(value: Any, memory: Collection[int] = (), largest: float = float("in
         return Mark(f"{type(value).__name__} {value!r}", None, (value,))
     form, content = _Form(memory, largest), _content(value)
     try:
-        node: Any = dumps(content, 2) if _is_flat(content) else form.put(content)
+        node = content if _is_flat(content) else form.put(content)
     except (_Refused, ReferenceError):  # a proxy of what is gone
         return None
     text = f"{type(value).__name__} {node!r}"
@@ -193,7 +192,7 @@ def is_holder(value: Any) -> bool:
 
 
 def _is_flat(value: Any) -> bool:
-    """Return whether a value is a list or dict of scalars, of which the bytes are had at once."""
+    """Return whether a value is a list or dict of scalars, which its `repr` tells exactly."""
     if type(value) not in (list, tuple, dict) or len(value) > _MOST_FLAT:
         return False
     inner = [*value, *value.values()] if type(value) is dict else value
