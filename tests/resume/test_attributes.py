@@ -497,3 +497,37 @@ def test_a_forged_attribute_is_refused(tmp_path: Path) -> None:
     store.save(CUT, parts, metadata=about)
     with pytest.raises(CheckpointCorrupt, match="a method"):
         _train("loss object", tmp_path, resume=store.checkpoints()[-1].path)
+
+
+class Closed:
+    """Has no attribute that can be asked for."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(f"not connected: {name}")
+
+
+class Odd(Trainer):
+    """Holds and changes what no checkpoint can have."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.handle, self.deep = Closed(), list[Any]()
+        for _ in range(2000):
+            self.deep = [self.deep]
+        self.windows = {"loss": deque([0.0])}
+        self.records = np.zeros(2, dtype=[("a", "i4")])
+
+    def training_step(self, model: nn.Module, batch: Any) -> Tensor:
+        loss = nn.functional.cross_entropy(model(batch[0]), batch[1])
+        self.windows["loss"].append(loss.item())
+        self.deep.append(loss.item())
+        self.records["a"] += 1
+        self.shape = torch.zeros(2, device="meta")
+        return loss
+
+
+def test_what_no_checkpoint_can_hold_ends_no_fit(tmp_path: Path) -> None:
+    trainer = Odd(max_steps=2, output_dir=tmp_path, callbacks=[Checkpoint(every_n_steps=1)])
+    fit(trainer, _loader(), nn.Linear(FEATURES, 2))
+    assert trainer.run is not None
+    assert trainer.run.checkpoint is not None
