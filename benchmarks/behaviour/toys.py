@@ -22,12 +22,12 @@ from typing_extensions import override
 BALLAST = 100_000  # numbers that make a checkpoint large enough to be hit
 
 
-@dataclass(slots=True)
+@dataclass
 class Tape:
     """What one process saw.
 
-    It has slots, so that it stays an instrument: attributes of a global that a model changes are a
-    part of the training, which a checkpoint may hold and bring back.
+    An instrument is no part of a training. What a model changes in a global is, for trainkit, but
+    not what a callback holds: so this looks like one.
 
     Attributes:
         steps: The gradient of every update, in full.
@@ -43,6 +43,7 @@ class Tape:
     weights: list[float] = field(default_factory=list)
     first: dict[str, Any] = field(default_factory=dict)
     result: Any = None
+    on_fit_start = None
 
 
 TAPE = Tape()
