@@ -14,6 +14,7 @@ than a short one. Exits with 1 where something grows that should not.
 """
 
 import argparse
+import copy
 import itertools
 import json
 import platform
@@ -66,7 +67,7 @@ class Counting(Dataset[tuple[Tensor, Tensor]]):
     """Samples made when they are read, and how many were."""
 
     def __init__(self, length: int) -> None:
-        self.length, self._reads = length, [0]  # in a list, as no resume brings back
+        self.length, self._reads = length, itertools.count()  # which no resume brings back
         self._row = torch.zeros(FEATURES), torch.zeros(1)
 
     def __len__(self) -> int:
@@ -74,13 +75,13 @@ class Counting(Dataset[tuple[Tensor, Tensor]]):
 
     @override
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        self._reads[0] += 1
+        next(self._reads)
         return self._row
 
     @property
     def reads(self) -> int:
         """How many were read."""
-        return self._reads[0]
+        return next(copy.copy(self._reads))
 
 
 class Split(nn.Module):
