@@ -361,7 +361,7 @@ def test_globals_that_a_resume_brings_back_are_named(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Who keeps a list of losses in a global must not take it for that of this `fit` alone."""
-    told = "globals and closed-over values that the saved run had changed are back as it left them"
+    told = "attributes of data sets that the saved run had changed are back as it left them"
     _train("notebook", tmp_path, stop=CUT)
     assert told not in capfd.readouterr().out
     _train("notebook", tmp_path, resume="must")

@@ -63,10 +63,10 @@ class Attributes:
     """Saves the attributes that have changed since a training began, and puts them back.
 
     Of modules, loss functions and trainers these are values that a checkpoint holds, and
-    generators; of data sets and collate functions the same with small tensors; of samplers tensors
-    and arrays. A function has what it reads from outside (`Outside`); an object of a user's class
-    that one of these holds has its attributes. Left alone is what a graph has made, and what shares
-    memory with a parameter or a buffer.
+    generators; of data sets and collate functions the same without containers, and small tensors;
+    of samplers tensors and arrays. A function has what it reads from outside (`Outside`); an object
+    of a user's class that one of these holds has its attributes. Left alone is what a graph has
+    made, and what shares memory with a parameter or a buffer.
 
     Args:
         model: What is trained.
@@ -119,7 +119,8 @@ class Attributes:
                     values[key] = owners[other][0]
                 continue
             self._tell_other(f"{name}.{key}", entry, given.get(key))
-            if name.startswith(_STEP) or isinstance(_attributes(owner), Outside):
+            is_outside = isinstance(_attributes(owner), Outside)
+            if is_outside or (name.startswith((_STEP, "data")) and _GENERATOR not in key):
                 outside.append(f"{name}.{key}")
             if not _put_back(owner, key, entry, device):
                 lost.append(f"{name}.{key}")
@@ -130,9 +131,9 @@ class Attributes:
             )
         if outside:
             self._say(
-                "trainkit: globals and closed-over values that the saved run had changed are back "
-                f"as it left them: {quoted(sorted(outside))}. (Of what a callback holds, only its "
-                "`state_dict` comes back.)"
+                "trainkit: globals, closed-over values and attributes of data sets that the saved "
+                f"run had changed are back as it left them: {quoted(sorted(outside))}. (Of what a "
+                "callback holds, only its `state_dict` comes back.)"
             )
 
     def _tell_other(self, name: str, entry: Mapping[str, Any], given: Mark | None) -> None:
@@ -232,7 +233,7 @@ class Attributes:
             for key, value in values.items():
                 if id(value) in self._now:
                     marks[key] = Mark(self._now[id(value)])
-                elif not (is_data and is_generator(value)):  # they draw under keys
+                elif not (is_data and _stays_in_data(value)):
                     marks[key] = mark_of(value, memory, _LARGEST if is_data else math.inf)
             if name in ("trainer", _STEP):
                 marks.pop("planned_steps", None)  # which each `fit` sets anew
@@ -286,6 +287,14 @@ class Attributes:
                         waiting.append((place, each))
                         if not is_held:
                             yield place, each
+
+
+def _stays_in_data(value: Any) -> bool:
+    """Return whether it is left alone in a data set: lists tell what was read, or are the data.
+
+    Generators draw under the keys of the samples.
+    """
+    return isinstance(value, (list, tuple, dict, set, deque)) or is_generator(value)
 
 
 def _own_generators(dataset: Any) -> dict[str, Any]:
