@@ -462,7 +462,7 @@ DIFFERS: dict[str, tuple[str, Demo]] = {
 REFUSES: dict[str, tuple[str, Demo]] = {
     "DeepSpeedPlugin DeepSpeedPlugin(zero_stage=)": (
         "strategies.FSDP", lambda job: job.lib.DeepSpeedPlugin(zero_stage=3)),
-    "prepare_pippy": ("load_checkpoint_and_dispatch", lambda job: job.lib.prepare_pippy(nn.Linear(1, 1))),
+    "prepare_pippy": ("load_checkpoint", lambda job: job.lib.prepare_pippy(nn.Linear(1, 1))),
     "utils.FP8RecipeKwargs": ("torchao", lambda job: job.utils.FP8RecipeKwargs(backend="te")),
     "utils.ParallelismConfig": (
         "model_parallel",
