@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 def begin(run: Run, callbacks: CallbackList) -> None:
     """Put back what `restore` has kept, random streams last; say what cannot work before that."""
-    run.internals.attributes.begin(run.strategy.device)
+    run.internals.attributes.begin(run.strategy.device, run.checkpoint)
     if run.checkpoints.resumed_from is not None and run.checkpoint is not None:
         callbacks.emit(Callback.on_checkpoint_loaded, run, run.checkpoint)
     if run.checkpoints.saver is not None:

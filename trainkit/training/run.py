@@ -102,6 +102,7 @@ class Run(RunServices):
 
         processes, evaluator = self.strategy.processes, self.evaluation.evaluator
         trainer = getattr(evaluator.step, "__self__", None)
+        schedules = self.lr_schedule.each(None) if self.lr_schedule is not None else ()
         self.internals = Internals(
             weights=EvaluationWeights(self.optimizer),
             flags=AsyncFlags(processes, size=4) if processes.size > 1 else None,
@@ -112,7 +113,11 @@ class Run(RunServices):
                 evaluator.loss_fn,
                 self.train_loader,
                 trainer,
-                self.checkpoints.objects.values(),
+                [
+                    *self.checkpoints.objects.values(),
+                    *getattr(self.optimizer, "parts", {"": self.optimizer}).values(),
+                    *(schedule.scheduler for _, schedule, _ in schedules),
+                ],
                 self.print,
             ),
         )

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapp
 from enum import Enum
 from functools import cached_property, partial
 from itertools import islice
+from pathlib import Path
 from types import FunctionType, MemberDescriptorType, MethodType, SimpleNamespace
 from typing import Any
 
@@ -28,6 +29,7 @@ from trainkit.basics.rng import is_generator, new_like, set_state
 from trainkit.basics.torch_internals import buffers_of, is_saved, parameters_of
 from trainkit.checkpoint.forms import Unfit, check_form
 from trainkit.checkpoint.resharding.sharding_spec import local_part
+from trainkit.checkpoint.training_state import applying
 from trainkit.data import PreparedLoader
 from trainkit.data.own_generators import generators_in
 from trainkit.data.stream_start import is_stateful
@@ -50,6 +52,7 @@ Entries = dict[str, dict[str, Any]]
 _OF_EVERY_MODULE = vars(nn.Module()).keys() - {"training"}
 _EXTRA_STATE = nn.Module.get_extra_state
 _NO_OWNERS = (DataLoader, Dataset, Enum, LRScheduler, Optimizer, Sampler, tuple, type)
+_STATE = "state"  # stands for the attributes of what has a `state_dict`
 _STEP = "training_step"
 _GENERATOR = "generator "  # before the number of one that is found in a data set
 _TRAINABLE = ".requires_grad"  # behind the name of a parameter
@@ -65,8 +68,9 @@ class Attributes:
     Of modules, loss functions and trainers these are values that a checkpoint holds, and
     generators; of data sets and collate functions the same without containers, and small tensors;
     of samplers tensors and arrays. A function has what it reads from outside (`Outside`); an object
-    of a user's class that one of these holds has its attributes. Left alone is what a graph has
-    made, and what shares memory with a parameter or a buffer.
+    of a user's class that one of these holds has its attributes, an optimizer that a step uses by
+    itself its `state_dict`. Left alone is what a graph has made, and what shares memory with a
+    parameter or a buffer.
 
     Args:
         model: What is trained.
@@ -97,8 +101,16 @@ class Attributes:
         self._loaded: Entries = {}
         self._at_start: Entries = {}  # of the pass that is under way
 
-    def begin(self, device: torch.device) -> None:
-        """Note what there is, then put back what was loaded; `device` is that of the model."""
+    def begin(self, device: torch.device, checkpoint: Path | None) -> None:
+        """Note what there is, then put back what was loaded.
+
+        Args:
+            device: That of the model.
+            checkpoint: Where it was loaded from.
+
+        Raises:
+            CheckpointError: An object refused its state.
+        """
         self._names = {}
         owners = {name: (owner, marks) for name, owner, _, marks in self._looked_at()}
         self._before = {name: marks for name, (_, marks) in owners.items()}
@@ -122,8 +134,9 @@ class Attributes:
             is_outside = isinstance(_attributes(owner), Outside)
             if is_outside or (name.startswith((_STEP, "data")) and _GENERATOR not in key):
                 outside.append(f"{name}.{key}")
-            if not _put_back(owner, key, entry, device):
-                lost.append(f"{name}.{key}")
+            with applying(f"`{name}`", checkpoint or Path()):
+                if not _put_back(owner, key, entry, device):
+                    lost.append(f"{name}.{key}")
         if lost:
             self._say(
                 f"trainkit: the checkpoint holds attributes of {quoted(lost)}, for which this run "
@@ -164,7 +177,7 @@ class Attributes:
     def state_dict(self) -> Entries:
         """Return what has changed."""
         found: Entries = {}
-        for name, _, values, marks in self._looked_at():
+        for name, owner, values, marks in self._looked_at():
             before, loaded = self._before.get(name, {}), self._loaded.get(name, {})
             found[name] = {
                 key: {"is": self._now[id(values[key])]}
@@ -173,7 +186,8 @@ class Attributes:
                 for key, mark in marks.items()
                 if key in loaded or mark != before.get(key)
             }
-            for key in (before.keys() | loaded.keys()) & values.keys() - marks.keys():
+            known = before.keys() | loaded.keys() | ({_STATE} if _is_stateful(owner) else set())
+            for key in known & values.keys() - marks.keys():
                 self._tell_lost(f"{name}.{key}", values[key])
         found |= self._at_start
         return {name: entries for name, entries in found.items() if entries}
@@ -182,7 +196,8 @@ class Attributes:
         """Raise `Unfit` for what `state_dict` cannot have returned."""
         check_form(state, {str: {str: ENTRY}})
         for name, owner, values, _ in self._looked_at():
-            is_object = not isinstance(owner, FunctionType | partial | Outside | dict)
+            is_other = isinstance(owner, FunctionType | partial | Outside | dict)
+            is_object = not (is_other or _is_stateful(owner))
             for key, entry in state.get(name, {}).items():
                 is_method = is_object and callable(getattr(type(owner), key, None))
                 if is_method or key in _OF_EVERY_MODULE:
@@ -268,6 +283,8 @@ class Attributes:
             waiting.append(("loss_fn", self._loss_fn))
         seen, taken = {id(each) for each in known}, {name for name, _ in self._names.values()}
         for name, owner in islice(waiting, _MOST_OBJECTS):  # it grows
+            if _is_stateful(owner):
+                continue
             is_list = isinstance(owner, (list, tuple))
             for key, value in [*(enumerate(owner) if is_list else _attributes(owner).items())]:
                 is_held = is_holder(value) and len(value) <= _MOST_HELD
@@ -302,15 +319,27 @@ def _own_generators(dataset: Any) -> dict[str, Any]:
 
 
 def _is_owner(value: Any) -> bool:
-    """Return whether a value is a module, or an object that has attributes of a user's."""
+    """Return whether a value is a module, or has a state or attributes of a user's to be saved."""
     kind = type(value)
-    if issubclass(kind, nn.Module) or kind in (SimpleNamespace, Namespace):
+    if issubclass(kind, nn.Module) or kind in (SimpleNamespace, Namespace) or _is_stateful(value):
         return True
     if kind.__module__ == _SHARED:
         return hasattr(kind, "value")
     # What callbacks hold is theirs to save.
     is_other = issubclass(kind, _NO_OWNERS) or hasattr(kind, "on_fit_start")
     return not is_other and is_users(kind)
+
+
+def _is_stateful(value: Any) -> bool:
+    """Return whether it is an object of a library with a `state_dict`, and is not data."""
+    kind = type(value)
+    if issubclass(kind, LRScheduler | Optimizer):
+        return True
+    if not (hasattr(kind, "state_dict") and hasattr(kind, "load_state_dict")):
+        return False
+    is_read = hasattr(kind, "__iter__") or hasattr(kind, "__getitem__")
+    is_other = is_read or issubclass(kind, nn.Module | type) or hasattr(kind, "on_fit_start")
+    return not (is_other or is_users(kind) or kind.__module__.startswith("trainkit."))
 
 
 def _another(value: Any) -> Any:
@@ -336,10 +365,24 @@ class _Slots(dict[str, Any]):
         object.__setattr__(self._owner, key, value)
 
 
+class _State(dict[str, Any]):
+    """The state of what has a `state_dict`, to be read and set."""
+
+    def __init__(self, owner: Any) -> None:
+        super().__init__({_STATE: owner.state_dict()})
+        self._owner = owner
+
+    @override
+    def __setitem__(self, key: str, value: Any) -> None:
+        self._owner.load_state_dict(value)
+
+
 def _attributes(owner: Any) -> MutableMapping[str, Any]:
     """Return the attributes of an object, or what functions read, to be read and set."""
     if isinstance(owner, Outside | dict):
         return owner
+    if _is_stateful(owner):
+        return _State(owner)
     if isinstance(owner, FunctionType | partial):
         return Outside(owner)
     if owner is None or isinstance(owner, type):
@@ -390,6 +433,9 @@ def _put_back(owner: Any, key: str, entry: Mapping[str, Any], device: torch.devi
         values = next((kind for kind in kinds if key in kind), values)
     if key.startswith(_GENERATOR):
         values = _own_generators(owner)
+    if isinstance(values, _State):
+        values[key] = entry.get("value")
+        return True
     return put_back(values, key, entry, device)
 
 

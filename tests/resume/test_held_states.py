@@ -1,0 +1,117 @@
+"""Optimizers and the like that a step uses by itself come back with their states (rule 22)."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler, StepLR
+from torch.utils.data import DataLoader
+
+from tests.helpers.callbacks import On, StopsAt
+from tests.helpers.toys import FEATURES, fit, toy_dataset
+from trainkit import Callback, CheckpointError, Run, Trainer
+from trainkit.callbacks import Checkpoint
+
+STEPS, CUT = 12, 6
+
+
+class WithHead(Trainer):
+    """Trains a head beside the model by an optimizer and a scheduler of its own."""
+
+    heads = 1
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.head = nn.Linear(2, 2)
+        groups = [{"params": [p]} for p in [*self.head.parameters()][: self.heads]]
+        self.tools: dict[str, Any] = {"optimizer": torch.optim.Adam(groups, lr=0.05)}
+        self.decay = StepLR(self.tools["optimizer"], 2, gamma=0.7)
+        self.unused = torch.optim.Adam(self.head.parameters())
+        self.of_run: list[Any] = []
+
+    def training_step(self, model: nn.Module, batch: Any) -> Tensor:
+        outputs = model(batch[0])
+        optimizer = self.tools["optimizer"]
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(self.head(outputs.detach()), batch[1]).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        self.decay.step()
+        return nn.functional.cross_entropy(outputs + self.head(outputs).detach(), batch[1])
+
+
+def _train(
+    folder: Path, trainer: type[WithHead] = WithHead, stop: int | None = None, **arguments: Any
+) -> tuple[list[float], WithHead, set[str]]:
+    """Return the losses from here on, the trainer, and the names of what its attributes save."""
+    torch.manual_seed(0)
+    losses: list[float] = []
+    saved: set[str] = set()
+
+    def note(run: Run) -> None:
+        found = run.internals.attributes.state_dict()
+        saved.update(f"{name}.{key}" for name, own in found.items() for key in own)
+
+    seen = On(Callback.on_step_end, lambda run, result: losses.append(float(result.loss)))
+    callbacks = [Checkpoint(every_n_steps=CUT), seen, On(Callback.on_fit_end, note), StopsAt(stop)]
+    seen.name = "losses"
+    made = trainer(max_steps=STEPS, output_dir=folder, callbacks=callbacks)
+
+    def optimizer(parameters: Any) -> Any:
+        made.of_run.append(torch.optim.Adam(parameters, lr=0.05))
+        return made.of_run[0]
+
+    def scheduler(optimizer: Any) -> Any:
+        made.of_run.append(StepLR(optimizer, 3))
+        return made.of_run[1]
+
+    loader, model = DataLoader(toy_dataset(), 4), nn.Linear(FEATURES, 2)
+    arguments |= {"optimizer": optimizer, "lr_scheduler": scheduler, "loss_fn": None}
+    fit(made, loader, model, **arguments)
+    return losses, made, saved
+
+
+def test_what_a_step_trains_by_itself_is_trained_on(tmp_path: Path) -> None:
+    losses, whole, saved = _train(tmp_path / "a")
+    assert {"trainer.decay.state", "trainer.tools.optimizer.state"} <= saved
+    assert not [name for name in saved if "of_run" in name or "unused" in name]
+    _train(tmp_path / "b", stop=CUT)
+    later, resumed, _ = _train(tmp_path / "b", resume="must")
+    assert later == losses[CUT:]
+    assert torch.equal(resumed.head.weight, whole.head.weight)
+    assert resumed.decay.last_epoch == STEPS
+    rates = [each.tools["optimizer"].param_groups[0]["lr"] for each in (resumed, whole)]
+    assert rates[0] == rates[1] < 0.05
+
+
+def test_a_state_that_does_not_fit_says_whose_it_is(tmp_path: Path) -> None:
+    class WithMore(WithHead):
+        heads = 2
+
+    _train(tmp_path, stop=CUT)
+    with pytest.raises(CheckpointError, match=r"`trainer\.tools\.optimizer` refused its state"):
+        _train(tmp_path, WithMore, resume="must")
+
+
+class Warm(LRScheduler):
+    def __init__(self, optimizer: Any) -> None:
+        self.shape = partial(min, 1.0)
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float | Tensor]:
+        return [self.shape(base * self.last_epoch) for base in self.base_lrs]
+
+
+def test_a_state_that_no_checkpoint_holds_is_told(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    class WithFunction(WithHead):
+        def __init__(self, **settings: Any) -> None:
+            super().__init__(**settings)
+            self.decay = Warm(self.tools["optimizer"])  # type: ignore[assignment]
+
+    _train(tmp_path, WithFunction)
+    told = "trainkit: `trainer.decay.state` has become what no checkpoint holds"
+    assert capfd.readouterr().out.count(told) == 1
