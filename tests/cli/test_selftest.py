@@ -155,8 +155,8 @@ def test_a_part_that_takes_too_long_is_ended(tmp_path: Path) -> None:
 def test_speed_is_told_beside_a_loop_by_hand(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(speed, "_TOKENS", 4)
-    monkeypatch.setattr(speed, "_BATCH", 2)
+    for name, small in {"_TOKENS": 4, "_BATCH": 2, "_WIDTH": 16}.items():
+        monkeypatch.setattr(speed, name, small)
     speed.main((1, 2), rounds=1)
     _, *rows = capsys.readouterr().out.splitlines()
     assert [row.split(":")[0] for row in rows] == ["fp32", "bf16", "fp16"]
