@@ -17,6 +17,7 @@ import torch.distributed.tensor
 
 from tests.audit import Audit
 from tests.helpers.s3 import S3, serving
+from tests.helpers.warm import warm
 
 _MEMORY = Path("/dev/shm")  # a file system without a disk, on Linux
 _ENOUGH = 4 << 30  # bytes
@@ -112,6 +113,13 @@ def _nothing_is_left_behind() -> Iterator[None]:
             del os.environ[name]
     if left:
         pytest.fail(f"The test left behind: {', '.join(left)}.", pytrace=False)
+
+
+@pytest.fixture
+def warm_programs() -> Iterator[None]:
+    """Let programs that a test starts begin with torch imported, and what they start, too."""
+    with warm(inside=1):
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -259,7 +259,7 @@ def test_a_job_of_one_machine_listens_on_its_loopback_alone(tmp_path: Path) -> N
     root = str(Path(__file__).resolve().parent.parent)
     environment = {"PYTHONPATH": root}
     arguments = ["launch", "--cpu", "--num_processes", "2", script]
-    launcher = Launcher(arguments, tmp_path, environment=environment)
+    launcher = Launcher(arguments, tmp_path, environment=environment, forked=True)
     assert launcher.wait() == 0, launcher.output
     assert re.search(r"listens at [4-9] 127\.0\.0\.1\n", launcher.output), launcher.output
     assert "knows 32\ntold False\n" in launcher.output

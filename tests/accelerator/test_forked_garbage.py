@@ -57,6 +57,7 @@ else:
 
 
 @pytest.mark.parametrize("by", with_few(["worker"], ["worker", "notebook"]))
+@pytest.mark.usefixtures("warm_programs")
 def test_an_old_group_does_not_stop_a_fork(by: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, by], capture_output=True, text=True, timeout=120

@@ -586,6 +586,7 @@ def test_processes_with_other_data_are_told_before_the_first_step() -> None:
 
 
 @pytest.mark.e2e
+@pytest.mark.usefixtures("warm_programs")
 def test_workers_that_nobody_refers_to_any_more_end_at_once(tmp_path: Path) -> None:
     script = tmp_path / "sweep.py"
     script.write_text(

@@ -480,6 +480,7 @@ SAVING = """
 
 
 @pytest.mark.e2e
+@pytest.mark.usefixtures("warm_programs")
 def test_a_kill_while_saving_loses_no_acknowledged_state(tmp_path: Path) -> None:
     """Accelerate removes the old state first: with `total_limit=1` a kill leaves nothing."""
     script = tmp_path / "saving.py"

@@ -1,4 +1,4 @@
-"""Run `trainkit` in a fork of this process, which has imported torch already."""
+"""Run `trainkit` in processes that begin with torch imported."""
 
 import os
 import signal
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from tests.helpers.warm import warm
 from trainkit.cli.main import main
 
 TIME_LIMIT = 300.0
@@ -28,6 +29,9 @@ class Launcher:
         arguments: What follows `trainkit` on the command line.
         folder: Where it runs; its output goes to the file `output` in it.
         environment: Variables beside those of this process.
+        forked: It is a fork of this process, with what a test has changed in it, and what it starts
+            are interpreters of their own, which `ps` shows with their commands.
+        inside: How many levels of programs that it starts begin with torch imported, too.
     """
 
     def __init__(
@@ -37,39 +41,54 @@ class Launcher:
         *,
         output: str = "output",
         environment: dict[str, str] | None = None,
+        forked: bool = False,
+        inside: int = 1,
     ) -> None:
         self._file = folder / output
         self._file.touch()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        self.pid = os.fork()
-        if self.pid == 0:
-            code = 70
-            try:
-                code = self._be([str(each) for each in arguments], folder, environment or {})
-            finally:
-                os._exit(code)
-
-    def _be(self, arguments: list[str], folder: Path, environment: dict[str, str]) -> int:
-        os.setsid()
-        for signum in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(signum, signal.SIG_DFL)
-        descriptor = os.open(self._file, os.O_WRONLY | os.O_APPEND)
-        os.dup2(descriptor, 1)
-        os.dup2(descriptor, 2)
-        sys.stdout, sys.stderr = os.fdopen(1, "w", 1), os.fdopen(2, "w", 1)
-        os.chdir(folder)
         defaults = {
             "OMP_NUM_THREADS": "1",
             "TRAINKIT_REPORT_DIR": str(folder / "jobs"),
             "XDG_CONFIG_HOME": str(folder),
         }
-        os.environ.update({**defaults, **environment})
-        try:
-            return main(arguments)
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
+        words, variables = [str(each) for each in arguments], {**defaults, **(environment or {})}
+        if forked:
+            self.pid = self._fork(words, folder, variables)
+            return
+        with warm(inside=inside), self._file.open("a") as file:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "trainkit.cli", *words],
+                cwd=folder,
+                env={**os.environ, **variables},
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self.pid = self._process.pid
+        self._process.returncode = 0  # `wait` reaps it
+
+    def _fork(self, words: list[str], folder: Path, variables: dict[str, str]) -> int:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        pid = os.fork()
+        if pid == 0:
+            code = 70
+            try:
+                os.setsid()
+                for signum in (signal.SIGINT, signal.SIGTERM):
+                    signal.signal(signum, signal.SIG_DFL)
+                descriptor = os.open(self._file, os.O_WRONLY | os.O_APPEND)
+                os.dup2(descriptor, 1)
+                os.dup2(descriptor, 2)
+                sys.stdout, sys.stderr = os.fdopen(1, "w", 1), os.fdopen(2, "w", 1)
+                os.chdir(folder)
+                os.environ.update(variables)
+                code = main(words)
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code)
+        return pid
 
     @property
     def output(self) -> str:
@@ -101,9 +120,9 @@ class Launcher:
         os.kill(self.pid, signum)
 
 
-def run(*arguments: object, folder: Path, code: int = 0) -> str:
+def run(*arguments: object, folder: Path, code: int = 0, inside: int = 1) -> str:
     """Run a command to its end and return what it printed."""
-    launcher = Launcher(arguments, folder)
+    launcher = Launcher(arguments, folder, inside=inside)
     found = launcher.wait()
     assert found == code, f"exit code {found}\n{launcher.output}"
     return launcher.output

@@ -275,6 +275,7 @@ KINDS: dict[str, dict[str, Any]] = {
 @pytest.mark.e2e
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="says that the CPU is the accelerator")
 @pytest.mark.parametrize("kind", ["MULTI_CPU", pytest.param("FSDP", marks=pytest.mark.slow)])
+@pytest.mark.usefixtures("warm_programs")
 def test_transformers_trains_as_under_accelerate_launch(kind: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     script = tmp_path / "train.py"

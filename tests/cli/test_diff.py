@@ -303,6 +303,7 @@ trainer.fit(
 
 
 @pytest.mark.e2e
+@pytest.mark.usefixtures("warm_programs")
 def test_a_replay_names_the_first_module_and_the_rows_that_differ(
     tmp_path: Path, diff: Any, s3: S3, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -192,7 +192,7 @@ def test_a_signal_that_comes_while_processes_are_started_reaches_them(
 
     before = Workers.start
     monkeypatch.setattr(Workers, "start", start)
-    launcher = Launcher([*TWO, "acts.py", "saves"], folder)
+    launcher = Launcher([*TWO, "acts.py", "saves"], folder, forked=True)
     assert launcher.wait() == 128 + signal.SIGTERM, launcher.output
 
 
@@ -298,7 +298,7 @@ def test_a_script_finds_its_environment_as_it_was(folder: Path) -> None:
     (folder / "own" / "sitecustomize.py").write_text("print('of the user')")
     path = os.pathsep.join([str(folder / "own"), str(Path(__file__).resolve().parents[2])])
     command = ["launch", "--cpu", "--num_processes", "1", "shows.py"]
-    launcher = Launcher(command, folder, environment={"PYTHONPATH": path})
+    launcher = Launcher(command, folder, environment={"PYTHONPATH": path}, forked=True)
     assert launcher.wait() == 3, launcher.output
     assert launcher.output.count("of the user") == 1
     assert re.search(rf"path: (\S+:)?{re.escape(path)}\nstartup: \[\]\n", launcher.output)
@@ -322,6 +322,7 @@ def test_a_program_can_be_started(folder: Path) -> None:
 
 
 @pytest.mark.e2e
+@pytest.mark.usefixtures("warm_programs")
 def test_one_script_alone_is_one_process(folder: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
     result = subprocess.run(
@@ -332,7 +333,7 @@ def test_one_script_alone_is_one_process(folder: Path) -> None:
 
 
 def test_a_job_goes_on_without_its_orphan_killer(folder: Path) -> None:
-    launcher = Launcher([*TWO, "acts.py", "saves"], folder)
+    launcher = Launcher([*TWO, "acts.py", "saves"], folder, forked=True)
     launcher.wait_for("ready", 2)
     children = subprocess.run(
         ["ps", "-o", "pid=,args=", "--ppid", str(launcher.pid)], capture_output=True, text=True

@@ -235,6 +235,7 @@ fit(make_trainer(callbacks=[JSONLLogger(), Hangs()], output_dir=sys.argv[1]))
 
 
 @pytest.mark.e2e
+@pytest.mark.usefixtures("warm_programs")
 def test_a_run_that_is_killed_was_running(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

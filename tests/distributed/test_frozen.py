@@ -252,7 +252,7 @@ def test_the_launcher_kills_one_that_nobody_else_can_look_at(
     monkeypatch.setattr(workers, "_LOOK_PAUSE", 0.2)
     script = tmp_path / "stop.py"
     script.write_text("import os, signal\nos.kill(os.getpid(), signal.SIGSTOP)\n")
-    launcher = Launcher(["launch", "--cpu", "--num_processes", "1", script], tmp_path)
+    launcher = Launcher(["launch", "--cpu", "--num_processes", "1", script], tmp_path, forked=True)
     assert launcher.wait() == 128 + signal.SIGKILL
     assert "process 0 was stopped (SIGSTOP), and has been killed" in launcher.output
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tests.helpers.ranks import run_ranks
+from tests.helpers.warm import warm
 
 __all__ = ["ROOT", "Ended", "run_forked", "run_program", "torchrun"]
 
@@ -51,15 +52,16 @@ def _be_script(rank: int, script: Path, arguments: tuple[str, ...]) -> Ended:
 
 def run_program(*arguments: str) -> str:
     """Run Python with `arguments`, as users do, and return what it printed; fail where it fails."""
-    result = subprocess.run(
-        [sys.executable, *arguments],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=SECONDS,
-    )
+    with warm(inside=2):
+        result = subprocess.run(
+            [sys.executable, *arguments],
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=SECONDS,
+        )
     assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"
     return result.stdout
 

@@ -18,6 +18,7 @@ def test_every_shipped_metric_is_found_by_its_name() -> None:
 
 
 @pytest.mark.e2e
+@pytest.mark.usefixtures("warm_programs")
 def test_shipped_metrics_compute_without_evaluate_and_datasets() -> None:
     code = """
 import sys

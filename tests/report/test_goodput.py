@@ -104,6 +104,7 @@ fit(make_trainer(callbacks=callbacks, output_dir=folder, log_every_n_steps=1), r
 
 
 @pytest.mark.e2e
+@pytest.mark.usefixtures("warm_programs")
 def test_a_run_that_was_killed_and_resumed(tmp_path: Path) -> None:
     command = [sys.executable, "-c", KILLED, str(tmp_path)]
     codes = [subprocess.run(command, cwd=ROOT, check=False).returncode for _ in range(2)]

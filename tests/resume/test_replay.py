@@ -291,7 +291,7 @@ def test_the_command_starts_the_processes_again(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     said = run("launch", "--num_processes", 2, "--cpu", "train.py", "run", folder=tmp_path)
     assert said.count("the end of the program") == 2
-    said = run("replay", "run", "--step", 6, folder=tmp_path)
+    said = run("replay", "run", "--step", 6, folder=tmp_path, inside=2)
     assert "bit-equal to the recorded run" in said
     assert said.count("the end of the program") == 2  # of before
     found = {path.name for path in (tmp_path / "run" / "replay" / "step-00000006").iterdir()}

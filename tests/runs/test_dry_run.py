@@ -153,6 +153,7 @@ raise ValueError("enough")
 
 
 @pytest.mark.e2e
+@pytest.mark.usefixtures("warm_programs")
 def test_nothing_is_left_of_a_program_that_fails(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("mine")
     command = [sys.executable, "-c", PROGRAM, str(tmp_path)]

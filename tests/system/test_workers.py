@@ -66,6 +66,7 @@ class Stuck(Dataset[int]):
 @pytest.mark.parametrize(
     ("kind", "code"), with_few([("own loop", 5)], [("fit", 143), ("own loop", 5)])
 )
+@pytest.mark.usefixtures("warm_programs")
 def test_a_program_ends_with_its_workers(kind: str, code: int, tmp_path: Path) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", _PROGRAM, kind, str(tmp_path)],
