@@ -146,7 +146,7 @@ def _modules(run: Run) -> dict[str, int]:
     texts, trainer = [], getattr(run.training_step, "__self__", None)
     loss = getattr(trainer, "loss_fn", None)
     for module in [*run.module.modules(), *(loss.modules() if isinstance(loss, nn.Module) else ())]:
-        held = {k: v for k, v in vars(module).items() if isinstance(v, int | float)}
+        held = {k: v for k, v in vars(module).items() if issubclass(type(v), int | float)}
         numbers = [f"{k}={v}" for k, v in held.items() if k[0] != "_" and k != "training"]
         texts.append(f"{type(module).__name__}({', '.join(numbers)})")
     return Counter(texts)

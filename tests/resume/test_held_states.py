@@ -1,5 +1,7 @@
 """Optimizers and the like that a step uses by itself come back with their states (rule 22)."""
 
+import itertools
+import weakref
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,7 +45,11 @@ class WithHead(Trainer):
 
 
 def _train(
-    folder: Path, trainer: type[WithHead] = WithHead, stop: int | None = None, **arguments: Any
+    folder: Path,
+    trainer: type[WithHead] = WithHead,
+    stop: int | None = None,
+    model: nn.Module | None = None,
+    **arguments: Any,
 ) -> tuple[list[float], WithHead, set[str]]:
     """Return the losses from here on, the trainer, and the names of what its attributes save."""
     torch.manual_seed(0)
@@ -67,7 +73,7 @@ def _train(
         made.of_run.append(StepLR(optimizer, 3))
         return made.of_run[1]
 
-    loader, model = DataLoader(toy_dataset(), 4), nn.Linear(FEATURES, 2)
+    loader, model = DataLoader(toy_dataset(), 4), model or nn.Linear(FEATURES, 2)
     arguments |= {"optimizer": optimizer, "lr_scheduler": scheduler, "loss_fn": None}
     fit(made, loader, model, **arguments)
     return losses, made, saved
@@ -115,3 +121,37 @@ def test_a_state_that_no_checkpoint_holds_is_told(
     _train(tmp_path, WithFunction)
     told = "trainkit: `trainer.decay.state` has become what no checkpoint holds"
     assert capfd.readouterr().out.count(told) == 1
+
+
+class WithIterators(WithHead):
+    """Reads a second loader by hand, from one iterator to the next."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.unlabeled: Any = None
+        self.read = open(__file__)  # noqa: SIM115
+        self.numbers = itertools.count()
+
+    def training_step(self, model: nn.Module, batch: Any) -> Tensor:
+        assert self.run is not None
+        if self.run.state.step % 4 == 0:
+            self.unlabeled = iter(DataLoader(toy_dataset(), 4))
+        inputs, _ = next(self.unlabeled)
+        return super().training_step(model, (batch[0] + inputs, batch[1]))
+
+
+def test_an_iterator_that_no_checkpoint_holds_is_told(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    _, trainer, _ = _train(tmp_path, WithIterators)
+    trainer.read.close()  # type: ignore[attr-defined]
+    told = [line for line in capfd.readouterr().out.splitlines() if "is an iterator" in line]
+    assert [line.split("`")[1] for line in told] == ["trainer.unlabeled", "trainer.numbers"]
+
+
+def test_a_proxy_of_what_is_gone_is_left_alone(tmp_path: Path) -> None:
+    for stop in (CUT, CUT + 1):
+        model, gone = nn.Linear(FEATURES, 2), toy_dataset()
+        model.parent = weakref.proxy(gone)  # type: ignore[assignment]
+        del gone
+        _train(tmp_path, model=model, stop=stop, resume="auto")

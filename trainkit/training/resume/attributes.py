@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from enum import Enum
 from functools import cached_property, partial
+from io import IOBase
 from itertools import islice
 from pathlib import Path
 from types import FunctionType, MemberDescriptorType, MethodType, SimpleNamespace
@@ -186,9 +187,10 @@ class Attributes:
                 for key, mark in marks.items()
                 if key in loaded or mark != before.get(key)
             }
-            known = before.keys() | loaded.keys() | ({_STATE} if _is_stateful(owner) else set())
-            for key in known & values.keys() - marks.keys():
-                self._tell_lost(f"{name}.{key}", values[key])
+            was_held = before.keys() | loaded.keys() | ({_STATE} if _is_stateful(owner) else set())
+            for key, value in values.items():
+                if key not in marks:
+                    self._tell_lost(f"{name}.{key}", value, was_held=key in was_held)
         found |= self._at_start
         return {name: entries for name, entries in found.items() if entries}
 
@@ -221,14 +223,24 @@ class Attributes:
         )
         return states[0]
 
-    def _tell_lost(self, name: str, value: Any) -> None:
-        if isinstance(value, (list, dict, set)) and name not in self._told:
-            self._told.add(name)
-            self._say(
-                f"trainkit: `{name}` has become what no checkpoint holds: it is too large or deep, "
-                "or has other things than numbers, text and tensors in it. A resume begins "
-                "with what is given to it."
+    def _tell_lost(self, name: str, value: Any, *, was_held: bool) -> None:
+        """Say of a list or dict that it is held no more, and of an iterator that it cannot be."""
+        kind, why = type(value), ""
+        if was_held and issubclass(kind, list | dict | set):
+            why = (
+                "has become what no checkpoint holds: it is too large or deep, or has other things "
+                "than numbers, text and tensors in it. A resume begins with what is given to it."
             )
+        is_read = hasattr(kind, "__next__") and not issubclass(kind, IOBase)
+        if is_read and not name.startswith("data"):
+            why = (
+                "is an iterator, and no checkpoint holds where that is: a resume begins with what "
+                "is given to it. Let `fit` read such a loader (`Combined`), or register an object "
+                "with a `state_dict` that draws from it."
+            )
+        if why and name not in self._told:
+            self._told.add(name)
+            self._say(f"trainkit: `{name}` {why}")
 
     def _looked_at(self) -> Iterator[tuple[str, Any, dict[str, Any], dict[str, Mark]]]:
         """Yield each owner by its name, with its attributes, and the marks of what can be saved."""

@@ -96,9 +96,9 @@ def mark_of(value: Any, memory: Collection[int] = (), largest: float = float("in
     """
     if type(value) in _SCALARS:  # most are
         return Mark(f"{type(value).__name__} {value!r}", None, (value,))
-    form, content = _Form(memory, largest), _content(value)
     try:
-        node = content if _is_flat(content) else form.put(content)
+        content = _content(value)
+        node = content if _is_flat(content) else _Form(memory, largest).put(content)
     except (_Refused, ReferenceError):  # a proxy of what is gone
         return None
     text = f"{type(value).__name__} {node!r}"
