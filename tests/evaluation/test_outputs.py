@@ -279,7 +279,9 @@ def test_a_relative_path_is_that_of_the_construction(
     names = ["board", "own", "predictions-4.jsonl", "run", "traces"]
     assert sorted(path.name for path in here.iterdir()) == names
     assert all(list((here / name).iterdir()) for name in names if "." not in name)
-    assert (project.project_dir, project.logging_dir) == (str(here / "project"), here / "logs")
+    assert (project.project_dir, project.logging_dir) == ("project", Path("logs"))  # as given
+    assert project.folder("project_dir") == str(here / "project")
+    assert project.folder("logging_dir") == here / "logs"
     assert tracker.path == here / "tracked" / "name" / "metrics.jsonl"
 
 

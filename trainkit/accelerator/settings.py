@@ -157,22 +157,24 @@ class ProjectConfiguration:
     def __post_init__(self) -> None:
         if self.total_limit is not None and self.total_limit < 1:
             raise ConfigError(f"`total_limit` must be at least 1, but is {self.total_limit}.")
+        self._folders: dict[str | Path, str | Path] = {}
         self.set_directories(self.project_dir)
 
     def set_directories(self, project_dir: str | Path | None = None) -> None:
         """Take another project folder, also for logs where they have none of their own."""
-        self.project_dir = _absolute(project_dir, "project_dir")
+        self.project_dir = project_dir
         if self.logging_dir is None:
             self.logging_dir = project_dir
-        self.logging_dir = _absolute(self.logging_dir, "logging_dir")
+        for name in ("project_dir", "logging_dir"):
+            self.folder(name)
 
-
-def _absolute(path: str | Path | None, name: str) -> str | Path | None:
-    """Return a folder for good; a text stays one, as scripts add to it."""
-    if path is None:
-        return None
-    found = absolute(path, name, stored=True)
-    return str(found) if isinstance(path, str) else found
+    def folder(self, name: str) -> str | Path | None:
+        """Return a folder for good, wherever the program goes later; a text stays one."""
+        given = getattr(self, name)
+        if given is not None and given not in self._folders:
+            found = absolute(given, name, stored=True)
+            self._folders[given] = str(found) if isinstance(given, str) else found
+        return self._folders.get(given)
 
 
 @checked

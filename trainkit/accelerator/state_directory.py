@@ -114,7 +114,7 @@ class StateDirectory:
     def release(self) -> None:
         """Let other programs save to the project; its logs go to its address, if it has one."""
         self._lock = None
-        folders = {self._project.project_dir, self._project.logging_dir}
+        folders = {self._project.folder(name) for name in ("project_dir", "logging_dir")}
         for folder in folders if self._processes.is_main else ():
             if folder is not None:
                 send_logs(Path(folder))
@@ -178,7 +178,7 @@ class StateDirectory:
 
         Once something was saved it is the same folder, wherever a link on its path leads then.
         """
-        given = self._project.project_dir
+        given = self._project.folder("project_dir")
         if given is None:
             raise ConfigError(
                 "`automatic_checkpoint_naming` needs a folder. Pass `project_dir` too."
