@@ -14,7 +14,6 @@ from tests.accelerator import test_against_accelerate
 from tests.accelerator.toys import numbers, prepared
 from tests.helpers.ranks import run_ranks
 from trainkit import Accelerator
-from trainkit.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = runpy.run_path(str(ROOT / "docs" / "differences.py"))
@@ -92,9 +91,14 @@ def test_a_batch_sampler_is_told_the_epoch_on_several_processes() -> None:
 
 def test_states_hold_no_pickle(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True)
-    prepared(accelerator)
-    with pytest.raises(ConfigError, match="Leave `safe_serialization=False` out"):
+    model, *_ = prepared(accelerator)
+    saved = model[0].weight.clone()
+    with pytest.warns(UserWarning, match="writes safetensors all the same"):
         accelerator.save_state(tmp_path / "state", safe_serialization=False)
+    assert not [*tmp_path.rglob("*.bin"), *tmp_path.rglob("*.pt")]
+    torch.nn.init.ones_(model[0].weight)
+    accelerator.load_state(tmp_path / "state")
+    assert torch.equal(model[0].weight, saved)
 
 
 def test_a_state_in_the_same_folder_replaces_the_earlier_one(tmp_path: Path) -> None:

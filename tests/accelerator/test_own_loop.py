@@ -474,8 +474,6 @@ def test_save_writes_what_torch_and_safetensors_read(tmp_path: Path) -> None:
     assert set(load_file(tmp_path / "a.safetensors")) == set(model.state_dict())
     with pytest.raises(ConfigError, match="needs a dict of tensors"):
         accelerator.save([1], tmp_path / "b", safe_serialization=True)
-    with pytest.raises(ConfigError, match="States hold no pickle"):
-        accelerator.save_state(tmp_path / "state", safe_serialization=False)
 
 
 def test_memory_is_let_go(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ from trainkit.accelerator.tracking import Trackers
 from trainkit.accelerator.zero_loop import LoopDeepSpeed
 from trainkit.basics.config import checked
 from trainkit.distributed import check_called_by_all, run_on_all_or_main
-from trainkit.errors import ConfigError, DataError
+from trainkit.errors import DataError
 from trainkit.strategies import FSDP, SingleDevice
 
 if TYPE_CHECKING:
@@ -439,7 +439,7 @@ class Accelerator(Attributes):
 
         Args:
             output_dir: The folder; not needed with `automatic_checkpoint_naming`.
-            safe_serialization: True; there is no other form.
+            safe_serialization: False writes the same, and warns: states hold no pickle.
             check_replicas: Save nothing where processes that call it do not hold the same
                 parameters and optimizer states to the bit. False: those of process 0 are saved.
             **options: For DeepSpeed, in Accelerate; without effect, and with a warning.
@@ -450,7 +450,11 @@ class Accelerator(Attributes):
             DistributedError: Processes that must call it do not, or they do not hold the same.
         """
         if not safe_serialization:
-            raise ConfigError("States hold no pickle. Leave `safe_serialization=False` out.")
+            warnings.warn(
+                "`save_state(safe_serialization=False)` writes safetensors all the same, as states "
+                "hold no pickle. For a model as torch writes it call `save_model` in this way.",
+                stacklevel=2,
+            )
         if options:
             warn_of_options("save_state", options)
         return str(self._states.save(output_dir, check_replicas))
