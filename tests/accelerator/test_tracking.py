@@ -82,6 +82,15 @@ def test_what_is_no_tracker_is_not_registered(wrong: Any) -> None:
         ours.tracking.register_tracker_class(wrong)
 
 
+@BOTH
+def test_a_class_says_whether_it_needs_the_folder_of_logs(lib: Any) -> None:
+    class Silent(lib.tracking.GeneralTracker):  # type: ignore[misc]
+        name = "silent"
+
+    with pytest.raises(ValueError, match="requires_logging_directory"):
+        lib.tracking.register_tracker_class(Silent)
+
+
 def test_a_name_that_is_taken_is_said() -> None:
     own = lines_class(ours)
     own.name = "wandb"
@@ -134,6 +143,10 @@ def test_mlflow_keeps_files_texts_and_what_is_above(
         tracker.log_artifact(tmp_path / "notes" / "note.txt", artifact_path="one")
         tracker.log_artifacts(str(tmp_path / "notes"), artifact_path="all")
         accelerator.log({"loss": 1.0}, step=2, log_kwargs={"mlflow": {"timestamp": 7}})
+        later = {"mlflow": {"synchronous": False, "timestamp": 8}}
+        accelerator.log({"loss": 2.0}, step=3, log_kwargs=later)
+        mlflow.flush_async_logging()
+        tracker.store_init_configuration({"lr": 0.1, "text": "x" * 6001})
         run_id = tracker.active_run.info.run_id
         assert accelerator.get_tracker("mlflow", unwrap=True).info.run_id == run_id
         accelerator.end_training()
@@ -143,8 +156,10 @@ def test_mlflow_keeps_files_texts_and_what_is_above(
     assert (run.info.run_name, run.data.tags["team"]) == ("first", "a")
     assert run.data.tags["mlflow.note.content"] == "what it is"
     assert run.data.tags["mlflow.parentRunId"] == above.info.run_id
-    (value,) = mlflow.MlflowClient().get_metric_history(run_id, "loss")
-    assert (value.value, value.step, value.timestamp) == (1.0, 2, 7)
+    assert run.data.params == {"lr": "0.1"}
+    history = mlflow.MlflowClient().get_metric_history(run_id, "loss")
+    values = [(each.value, each.step, each.timestamp) for each in history]
+    assert values == [(1.0, 2, 7), (2.0, 3, 8)]
     found = [
         each.path
         for folder in ("one", "all")

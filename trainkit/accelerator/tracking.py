@@ -37,16 +37,18 @@ def register_tracker_class(tracker_class: Any) -> None:
 
     Args:
         tracker_class: A class over `GeneralTracker`. It is called with the name of the run, the
-            folder of logs where it has `requires_logging_directory`, and its `init_kwargs`.
+            folder of logs where `requires_logging_directory` is true, and its `init_kwargs`.
 
     Raises:
-        ConfigError: It is no such class, or has no name.
+        ConfigError: It is no such class, has no name, or does not say whether it needs the folder.
     """
     is_kind = isinstance(tracker_class, type) and issubclass(tracker_class, GeneralTracker)
-    if not is_kind or not tracker_class.name:
+    kinds = {*tracker_class.__mro__} - {GeneralTracker} if is_kind else ()
+    says = any("requires_logging_directory" in vars(kind) for kind in kinds)
+    if not says or not tracker_class.name:
         raise ConfigError(
-            "`tracker_class` must be a class over `GeneralTracker` that has a `name`, but is "
-            f"{tracker_class!r}."
+            "`tracker_class` must be a class over `GeneralTracker` that has a `name`, and a "
+            f"`requires_logging_directory` of False or True, but is {tracker_class!r}."
         )
     if KINDS.get(tracker_class.name, tracker_class) is not tracker_class:
         warnings.warn(
@@ -76,9 +78,8 @@ class Trackers:
         self._project = project
         self._processes = processes
         self._locks: list[RunLock] = []  # of the files that are written, while they are
-        if project.project_dir is not None:
-            owner = "`Accelerator(project_dir=...)`"
-            folder = Path(project.project_dir)
+        if given := project.folder("project_dir"):
+            owner, folder = "`Accelerator(project_dir=...)`", Path(given)
             run_on_main(processes, lambda: check_folder(folder, owner))
             if project.automatic_checkpoint_naming:
                 check_shared(processes, folder, owner)
@@ -96,7 +97,7 @@ class Trackers:
         Raises:
             ConfigError: A tracker lacks its folder, or two write to one place.
         """
-        place = self._project.logging_dir
+        place = self._project.folder("logging_dir")
         made = _make_trackers(_checked(self.wanted, place), run_name, place, options)
         is_main = self._processes.is_main  # which scripts let call this alone
         if is_main and place and any(each.requires_logging_directory for each in made):

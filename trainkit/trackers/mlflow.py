@@ -22,7 +22,7 @@ from trainkit.trackers.tracker import GeneralTracker, image_rows
 
 SMALLER = ", or the smaller `pip install mlflow-skinny sqlalchemy alembic`"
 MOST, MOST_METRICS = 100, 1000  # parameters or tags, and metrics, that MLflow takes at once
-LONGEST, LONGEST_NAME = 5000, 250  # characters of a text, and of a name
+LONGEST_NAME = 250  # characters
 PATIENCE_SECONDS = 300.0  # between two trials; `mlflow` itself tries for minutes each time
 
 
@@ -106,27 +106,48 @@ class MLflowTracker(GeneralTracker):
     @override
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         from mlflow.entities import Param
+        from mlflow.utils.validation import MAX_PARAM_VAL_LENGTH
 
         kept, given = self.active_run.data.params, _texts(values)
+        for name in [name for name, text in given.items() if len(text) > MAX_PARAM_VAL_LENGTH]:
+            self._warn(f"leaves out `{name}`, longer than {MAX_PARAM_VAL_LENGTH} characters")
+            del given[name]
         if changed := [f"`{name}`" for name in given if kept.get(name, given[name]) != given[name]]:
             self._warn(f"keeps the first value of {', '.join(changed)}, which MLflow never changes")
         self._note(params=[Param(*each) for each in given.items() if each[0] not in kept])
 
     @override
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        from mlflow.entities import Metric
-
-        if unknown := sorted(kwargs.keys() - {"timestamp", "synchronous"}):
-            raise ConfigError(f"MLflow gets {unknown} by no `log`. Use `tracker.client` for it.")
-        now = kwargs.get("timestamp") or int(time.time() * 1000)
+        numbers: dict[str, float] = {}
         for name, value in values.items():
             number = value.item() if hasattr(value, "item") else value
             if isinstance(number, Real):
-                self._waiting.append(Metric(_name(name), float(number), now, step or 0))
+                numbers[_name(name)] = float(number)
             else:
                 self._warn(f"leaves out `{name}`, as MLflow takes only numbers")
+        if kwargs.keys() - {"timestamp"}:
+            self._pass_on(numbers, step=step, **kwargs)
+            return
+        from mlflow.entities import Metric
+
+        now = kwargs.get("timestamp") or int(time.time() * 1000)
+        self._waiting += [Metric(*entry, now, step or 0) for entry in numbers.items()]
         if time.monotonic() >= self._try_again:
             self._send()
+
+    def _pass_on(self, numbers: dict[str, float], **options: Any) -> None:
+        """Write values at once by `mlflow.log_metrics`, which knows more options."""
+        import mlflow
+
+        if self.tracking_uri is not None:
+            raise ConfigError(
+                f"{self._called} has a `tracking_uri`, and `mlflow.log_metrics`, which takes "
+                f"{sorted(options)}, none. Call `mlflow.set_tracking_uri` in its place."
+            )
+        try:
+            mlflow.log_metrics(numbers, run_id=self.run_id, **options)
+        except self._errors as error:
+            self._warn(f"cannot write {', '.join(numbers)} to MLflow: {error}")
 
     def log_image(self, name: str, image: Any, step: int | None = None) -> None:
         """Note an image [channels, height, width]."""
@@ -208,7 +229,7 @@ class MLflowTracker(GeneralTracker):
 
 
 def _texts(values: Mapping[str, Any]) -> dict[str, str]:
-    return {_name(name): str(value)[:LONGEST] for name, value in flat(values).items()}
+    return {_name(name): str(value) for name, value in flat(values).items()}
 
 
 def _name(name: str) -> str:
