@@ -40,6 +40,7 @@ def test_what_is_an_attribute_in_accelerate_is_one_here() -> None:
         assert getattr(ours.gradient_state, name) == getattr(theirs.gradient_state, name), name
     state = PartialState(cpu=True)
     assert state.default_device == torch.device("cpu")
+    assert state.debug is theirs.state.debug is False
     assert state.set_device() is None  # type: ignore[func-returns-value]
     nested = nn.Sequential(nn.Linear(1, 1))
     with ours.maybe_context_parallel(buffers=[torch.ones(1)], buffer_seq_dims=[0]):
