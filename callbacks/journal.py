@@ -3,6 +3,7 @@
 import json
 import math
 import multiprocessing
+import os
 import sys
 import sysconfig
 import time
@@ -176,7 +177,7 @@ def _files(run: Run) -> set[Path]:
     parts += [getattr(run.train_loader.source, "dataset", None), run.lr_schedule, run.optimizer]
     named = {type(part).__module__ for part in parts}
     main = getattr(sys.modules["__main__"], "__file__", None)
-    folder = None if main is None else Path(main).resolve().parent
+    folder = None if main is None else os.path.join(Path(main).resolve().parent, "")
     kinds = ("stdlib", "platstdlib", "purelib", "platlib")
     installed = {str(_OURS), *map(sysconfig.get_path, kinds)}
     found = set()
@@ -184,9 +185,8 @@ def _files(run: Run) -> set[Path]:
         file = getattr(module, "__file__", None)
         if not isinstance(file, str) or not file.endswith(".py"):
             continue
-        path = Path(file)
-        near = folder is not None and path.is_relative_to(folder)
-        if (near or name in named) and path.is_file():
+        near = folder is not None and file.startswith(folder)  # there may be thousands
+        if (near or name in named) and (path := Path(file)).is_file():
             is_own = {"site-packages", "dist-packages"}.isdisjoint(path.parts)
             if is_own and not any(path.is_relative_to(place) for place in installed):
                 found.add(path)
