@@ -17,7 +17,7 @@ import torch.distributed.tensor
 
 from tests.audit import Audit
 from tests.helpers.s3 import S3, serving
-from tests.helpers.warm import warm
+from tests.helpers.warm import import_ours, warm
 
 _MEMORY = Path("/dev/shm")  # a file system without a disk, on Linux
 _ENOUGH = 4 << 30  # bytes
@@ -28,6 +28,7 @@ if "TMPDIR" not in os.environ and _MEMORY.is_dir() and shutil.disk_usage(_MEMORY
 # What a test left to the garbage collector, such as a process group with threads, is not for a
 # child of a later test to end: it would wait for threads that it does not have.
 os.register_at_fork(after_in_child=gc.freeze)
+os.environ["LANGUAGE"] = "C"  # else argparse looks for a translation of each of its words
 os.environ["DO_NOT_TRACK"] = "true"  # else mlflow tells its makers what it is used for
 
 _AUDIT = Audit()  # before trainkit is imported
@@ -55,7 +56,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Spare every later search for garbage what stays until the end: modules and tests."""
+    """Import what forks would one by one; spare searches for garbage what stays until the end."""
+    import_ours()
     gc.collect()
     gc.freeze()
 

@@ -35,7 +35,7 @@ from contextlib import contextmanager, suppress
 from types import ModuleType
 from typing import Any
 
-__all__ = ["warm"]
+__all__ = ["import_ours", "warm"]
 
 _IMPORTS = (
     *("numpy", "torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor"),
@@ -168,17 +168,15 @@ def warm(*, inside: int = 0) -> Iterator[None]:
         kind._execute_child = before
 
 
-# What follows runs in the process that is cloned, and in the clones.
-
-
-def _import_all() -> None:
-    for name in _IMPORTS:
-        with suppress(ImportError):
-            importlib.import_module(name)
+def import_ours() -> None:
+    """Import all of trainkit that can be, so that forks and clones need not."""
     for module in pkgutil.walk_packages(importlib.import_module("trainkit").__path__, "trainkit."):
         if not module.name.endswith(("__main__", "sitecustomize")):  # which are programs
             with suppress(ImportError):
                 importlib.import_module(module.name)
+
+
+# What follows runs in the process that is cloned, and in the clones.
 
 
 def _exactly(line: socket.socket, size: int) -> bytes:
@@ -342,7 +340,10 @@ def _be_program(order: dict[str, Any], before: str) -> None:
 
 if __name__ == "__main__":
     _before = os.environ.get("PYTHONPATH", "")
-    _import_all()
+    for _name in _IMPORTS:
+        with suppress(ImportError):
+            importlib.import_module(_name)
+    import_ours()
     gc.collect()
     gc.freeze()
     _own = socket.socket(fileno=int(sys.argv[1]))
