@@ -79,11 +79,14 @@ def train(
 
 def kill_and_resume(rank: int, folder: Path, cases: list[tuple[str, str, int]]) -> None:
     """Resume in the process that was killed, with the same data set object."""
+    unbroken: dict[tuple[str, str], list[list[float]]] = {}
     for kind, workers, kill_at in cases:
         make = getattr(streams, kind)
         options: dict[str, Any] = {"workers": WORKERS[workers]}
         place, data = folder / f"{kind} {workers} {kill_at}", make()
-        whole = train(make(), place / "whole", **options)
+        if (kind, workers) not in unbroken:
+            unbroken[kind, workers] = train(make(), place / "whole", **options)
+        whole = unbroken[kind, workers]
         first = train(data, place, kill_at, **options)
         assert 0 < len(first) < len(whole)
         rest = train(data, place, resume="must", **options)
