@@ -1,9 +1,11 @@
 """Generators that a data set owns run under the keys of its samples (rule 13)."""
 
+import dis
 import random
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -142,3 +144,13 @@ def test_a_generator_that_a_sampler_shares_is_left_as_it_was() -> None:
     first = _read(DataLoader(data, batch_size=3, shuffle=True, generator=shared))
     assert torch.equal(shared.get_state(), before)
     assert torch.equal(first, _read(DataLoader(data, batch_size=3, shuffle=True, generator=shared)))
+
+
+def test_the_code_of_functions_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    reading = Mock(wraps=dis.get_instructions)
+    monkeypatch.setattr(dis, "get_instructions", reading)
+    counts = []
+    for epoch in (1, 2, 3):
+        _read(DataLoader(Global(), 4), epoch=epoch)
+        counts.append(reading.call_count)
+    assert counts[0] == counts[1] == counts[2]

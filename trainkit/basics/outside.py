@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Iterator, MutableMapping
 from enum import Enum
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -127,7 +127,7 @@ def _places(function: Any) -> Iterator[tuple[str, _Place, str]]:
         yield from _members(name, known.get(name), _attributes_named(code))
 
 
-def _members(name: str, value: Any, named: set[str]) -> Iterator[tuple[str, _Place, str]]:
+def _members(name: str, value: Any, named: frozenset[str]) -> Iterator[tuple[str, _Place, str]]:
     """Yield what is named of a module, and all that a class has."""
     is_module = isinstance(value, ModuleType)
     if not (is_module or isinstance(value, type)) or not is_users(value):
@@ -152,13 +152,15 @@ def _read(place: _Place, name: str) -> Any:
         return _MISSING
 
 
-def _globals_named(code: CodeType) -> set[str]:
+@lru_cache(maxsize=4096)  # it is asked at each epoch and save
+def _globals_named(code: CodeType) -> frozenset[str]:
     """Return the globals that a function reads or sets, also those that are not there yet."""
     names = {each.argval for each in dis.get_instructions(code) if "GLOBAL" in each.opname}
     inner = (_globals_named(each) for each in code.co_consts if isinstance(each, CodeType))
-    return names.union(*inner) - vars(builtins).keys()
+    return frozenset(names).union(*inner) - vars(builtins).keys()
 
 
-def _attributes_named(code: CodeType) -> set[str]:
+@lru_cache(maxsize=4096)
+def _attributes_named(code: CodeType) -> frozenset[str]:
     inner = (_attributes_named(each) for each in code.co_consts if isinstance(each, CodeType))
-    return set(code.co_names).union(*inner)
+    return frozenset(code.co_names).union(*inner)
