@@ -7,6 +7,7 @@ import random
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from tests.helpers.tiers import with_few
 from tests.helpers.toys import fit, make_trainer
 from tests.resume.test_forged import sign_body
 from trainkit.callbacks import Checkpoint, CSVLogger, Evaluation, JSONLLogger, TensorBoardLogger
+from trainkit.cli import main as cli
 from trainkit.cli.main import main
 from trainkit.inspect.report import listing
 
@@ -38,6 +40,8 @@ VALUES: list[Any] = [
 ]
 """What stands where something else is expected."""
 
+
+PARSERS = cache(cli._parser)
 
 LAST = [("train", 7), ("train", 8), ("eval", 8)]
 
@@ -119,7 +123,9 @@ def _instead(make: Callable[[Path], Any]) -> Callable[[Path, random.Random], Non
     return forge
 
 
-LINES = [_with_line(text) for text in STRANGE] + [_with_values] * 30 + [_cut, _noise] * 4
+LINES = [_with_line(text) for text in STRANGE] + [_with_values] * 10 + [_cut, _noise] * 4
+MORE = [_with_values] * 20  # seeds of what ten of before have shown
+PARTS = [*with_few([0], range(8)), pytest.param(8, marks=pytest.mark.slow)]
 WHOLE = [
     _long_line,
     _instead(lambda path: path.write_bytes(b"")),
@@ -154,6 +160,12 @@ def _forged(good: Path, folder: Path, name: str, forge: Any, seed: int) -> Path:
     return folder
 
 
+def _part_of(forges: list[Any], more: list[Any], part: int) -> list[tuple[int, Any]]:
+    """Return an eighth of the forgeries with their seeds, or, as the ninth part, some more."""
+    every = [*enumerate([*forges, *more])]
+    return every[part : len(forges) : 8] if part < 8 else every[len(forges) :]
+
+
 def _commands(folder: Path) -> Iterator[list[str]]:
     good, bad = str(folder / "good"), str(folder / "bad")
     yield ["runs", "ls", str(folder)]
@@ -168,6 +180,12 @@ def _commands(folder: Path) -> Iterator[list[str]]:
     yield ["checkpoint", "diff", good, bad]
     yield ["checkpoint", "verify", bad]
     yield ["checkpoint", "prune", bad, "--keep-last", "1", "--dry-run"]
+
+
+@pytest.fixture(autouse=True)
+def _one_parser(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make each parser once: that took half the time of thousands of commands."""
+    monkeypatch.setattr(cli, "_parser", PARSERS)
 
 
 def _check_commands(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -187,15 +205,15 @@ def _check_commands(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
         assert all(len(line) < 1000 for line in named), command
 
 
-@pytest.mark.parametrize("part", with_few([0], range(8)))
+@pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("name", [METRICS, EVENTS, JOURNAL, PINS, MANIFEST])
 def test_every_command_shows_what_can_be_read(
     good: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str, part: int
 ) -> None:
-    forges = [_manifest] * 40 if name == MANIFEST else [*LINES, *WHOLE, *OTHER_KINDS]
-    for seed in range(part, len(forges), 8):
+    forges = [_manifest] * 16 if name == MANIFEST else [*LINES, *WHOLE, *OTHER_KINDS]
+    for seed, forge in _part_of(forges, [_manifest] * 24 if name == MANIFEST else MORE, part):
         folder = tmp_path / f"{seed}"
-        _check_commands(_forged(good, folder, name, forges[seed], seed), capfd)
+        _check_commands(_forged(good, folder, name, forge, seed), capfd)
         shutil.rmtree(folder)
 
 
@@ -216,14 +234,13 @@ def test_runs_of_which_only_the_ends_are_read_are_listed_too(
 
 
 @pytest.mark.filterwarnings("ignore:.*moved away")
-@pytest.mark.parametrize("part", with_few([0], range(8)))
+@pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("name", [METRICS, EVENTS, TABLE, JOURNAL])
 def test_a_run_goes_on_whatever_its_logs_hold(
     good: Path, tmp_path: Path, name: str, part: int
 ) -> None:
-    forges = [*LINES, *WHOLE]
-    for seed in range(part, len(forges), 8):
-        folder = _forged(good, tmp_path / f"{seed}", name, forges[seed], seed) / "bad"
+    for seed, forge in _part_of([*LINES, *WHOLE], MORE, part):
+        folder = _forged(good, tmp_path / f"{seed}", name, forge, seed) / "bad"
         assert train(folder, "auto") == 8
         lines = (folder / METRICS).read_bytes().splitlines()
         new = [json.loads(line) for line in lines[-3 if name == METRICS else 0 :]]
