@@ -347,11 +347,11 @@ def between_layouts(rank: int, folder: Path) -> dict[str, list[dict[str, Tensor]
         "shards": Case(sharded, (4, 1), torch.float64),
         "fsdp": Case(plain, (4, 1), torch.float64),
     }
-    found = {"never stopped": resumed(rank, cases["tensor"], folder / "whole", 9, None)}
+    found = {"never stopped": resumed(rank, cases["tensor"], folder / "whole", 5, None)}
     for first, second in (("tensor", "sharded"), ("sharded", "fsdp"), ("shards", "tensor")):
         place = folder / first
-        found[f"{first} saved"] = resumed(rank, cases[first], place, 6, None)
-        found[f"{first} on {second}"] = resumed(rank, cases[second], place, 9, "must")
+        found[f"{first} saved"] = resumed(rank, cases[first], place, 3, None)
+        found[f"{first} on {second}"] = resumed(rank, cases[second], place, 5, "must")
     return found
 
 
