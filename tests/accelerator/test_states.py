@@ -685,3 +685,25 @@ def test_sparse_gradients_of_an_open_window_are_saved(tmp_path: Path) -> None:
     whole = train(range(6))
     train(range(2), save=True)
     assert torch.equal(train(range(2, 6), load=True), whole)
+
+
+def test_gradients_of_a_window_that_the_loop_counts_are_saved(tmp_path: Path) -> None:
+    def train(numbers: range, *, load: bool = False, save: bool = False) -> torch.Tensor:
+        torch.manual_seed(0)
+        accelerator, line = Accelerator(cpu=True), nn.Linear(4, 1)
+        model, optimizer = accelerator.prepare(line, torch.optim.Adam(line.parameters()))
+        if load:
+            accelerator.load_state(tmp_path / "state")
+        for number in numbers:
+            accelerator.backward(model(torch.full((4,), 1.0 + number)).square().sum() / 3)
+            if number % 3 == 2:
+                optimizer.step()
+                optimizer.zero_grad()
+        if save:
+            accelerator.save_state(tmp_path / "state")
+        return line.weight.detach()
+
+    whole = train(range(6))
+    train(range(2), save=True)
+    assert torch.equal(train(range(2, 5), load=True, save=True), train(range(5)))
+    assert torch.equal(train(range(5, 6), load=True), whole)

@@ -50,6 +50,8 @@ class Gradients:
         self._loss = torch.tensor(math.nan)  # the latest, not scaled
         self.optimizers: list[Optimizer] = []
         """Those that were prepared."""
+        self.are_unused = False
+        """Whether a backward came after the latest step or `zero_grad` of one of them."""
         self._accumulation = accumulation
         self._strategy = strategy
         self._zero = strategy if isinstance(strategy, LoopDeepSpeed) else None
@@ -86,6 +88,7 @@ class Gradients:
         if self._zero is not None:
             self._zero.before_backward()
         loss.backward(**kwargs)
+        self.are_unused = bool(self.optimizers)
 
     def unscale_once(self, optimizer: Optimizer) -> bool:
         """Make the gradients of an optimizer final, once a window; return whether they overflowed.
@@ -115,6 +118,7 @@ class Gradients:
 
     def mark_used(self, optimizer: Optimizer) -> None:
         """Note that an optimizer has made its step, or has left it out."""
+        self.are_unused = False
         self._unscaled.pop(id(optimizer), None)
         if self._scaler is not None and not self._unscaled:
             unscaled = unscaled_optimizers(self._scaler)

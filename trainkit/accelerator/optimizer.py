@@ -84,7 +84,9 @@ class PreparedOptimizer(Optimizer):
                     "`step(closure)` computes gradients after they were unscaled, which fp16 "
                     'cannot do. Use `mixed_precision="bf16"` or "no" with this optimizer.'
                 )
-            return self.optimizer.step(closure)
+            value = self.optimizer.step(closure)
+            self._gradients.mark_used(self.optimizer)
+            return value
         if self._before_first is not None:
             self._before_first()
             self._before_first = None

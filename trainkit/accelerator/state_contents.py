@@ -129,6 +129,11 @@ class StateContents:
     processes: Processes
     device: torch.device
 
+    @property
+    def is_open(self) -> bool:
+        """Whether there are gradients of a window, also of one that the loop counts by itself."""
+        return self.accumulation.is_open or self.gradients.are_unused
+
     def models(self) -> dict[str, nn.Module]:
         """Return the prepared models by their parts."""
         models = map(self.strategy.unwrap, self.registry.models)
@@ -364,7 +369,9 @@ class StateContents:
         parameters = self._parameters()
         for parameter in parameters.values():
             parameter.grad = None
-        for name, gradient in _open_gradients(own).items():
+        gradients = _open_gradients(own)
+        self.gradients.are_unused = bool(gradients)
+        for name, gradient in gradients.items():
             parameter = parameters[name]
             there = gradient.to(parameter.device)
             parameter.grad = there if there.is_sparse else as_parameter(there, parameter)
@@ -391,12 +398,12 @@ class StateContents:
 
     def _own(self) -> dict[str, Any]:
         """Return what this process saves for itself, with the open gradients of a window."""
-        if self.accumulation.is_open and self.strategy.sharded:
+        if self.is_open and self.strategy.sharded:
             raise ConfigError(
                 "A state of a sharded model cannot be saved inside a window. Save it "
                 "`if accelerator.sync_gradients:`."
             )
-        found = self._parameters() if self.accumulation.is_open else {}
+        found = self._parameters() if self.is_open else {}
         open_ = {name: p.grad for name, p in found.items() if p.grad is not None}
         return rng.state_dict(self.device) | {
             "gradients": {name: one for name, one in open_.items() if not one.is_sparse},

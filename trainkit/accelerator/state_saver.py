@@ -133,7 +133,7 @@ class StateSaver:
 
     def _save_alone(self, output_dir: Any) -> str:
         """Save on process 0 what it has; nothing here may wait for other processes."""
-        if self._contents.accumulation.is_open:
+        if self._contents.is_open:
             raise ConfigError(
                 "`save_state` was called by process 0 alone, inside a window: the gradients that "
                 "other processes have accumulated would be lost. Call it on every process, or "
