@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, TensorDataset
 
 from tests.data.toys import prepare
+from trainkit import Accelerator, ConfigError
 from trainkit.basics import rng
 from trainkit.data.order import KeyedOrder
 from trainkit.data.plan import FlatPlan
@@ -91,3 +92,21 @@ def test_keys_of_single_samples_stay_numbers() -> None:
     loader: DataLoader[Any] = DataLoader(Keyed(torch.arange(6)), batch_size=None, shuffle=True)
     found = [batch.data[0] for batch in prepare(loader).batches(0)]
     assert len(found) == 6
+
+
+class Endless(OneByOne):
+    """Passes one after the other, without an end, as for a loop that counts steps."""
+
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            yield from range(LENGTH)
+
+
+def test_a_sampler_without_an_end_is_refused_before_it_takes_all_memory() -> None:
+    loader = DataLoader(DATA, 4, sampler=Endless(DATA))
+    with pytest.raises(ConfigError, match="`Endless`, has yielded"):
+        next(prepare(loader).windows(0))
+    with pytest.raises(ConfigError, match="has yielded"):
+        next(iter(Accelerator(cpu=True).prepare(loader)))
+    many = RandomSampler(DATA, replacement=True, num_samples=200_000)
+    assert len(KeyedOrder(DataLoader(DATA, 4, sampler=many), SEED).run(0)) == 200_000

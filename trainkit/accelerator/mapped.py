@@ -18,7 +18,7 @@ from trainkit.basics.device import get_rng_state, set_rng_state
 from trainkit.basics.torch_internals import samples_asked_for
 from trainkit.data import MicroBatch
 from trainkit.data.mapped import MappedLoader
-from trainkit.data.order import divide, set_epoch_on
+from trainkit.data.order import divide, set_epoch_on, whole_order
 from trainkit.data.order_facts import OWN, changed_facts, digest_of, run_to
 from trainkit.data.plan import BatchPlan, FlatPlan, Plan
 from trainkit.data.workers import datasets_of
@@ -253,11 +253,11 @@ class MappedShare(SharedLoader):
             reading = iter(self._sampler)
             order = list(islice(reading, 1))
             self._order["generators_inside"] = self._generator_states()
-            order += reading
+            order += whole_order(reading, self.source.dataset)
         else:  # it may draw from global generators, which differ between processes
             with rng.preserved():
                 rng.seed_host(rng.order_seed(self._seed, self.epoch))
-                order = list(self._sampler)
+                order = whole_order(self._sampler, self.source.dataset)
         self._order["generators_after"] = self._generator_states()
         return order
 

@@ -13,7 +13,8 @@ from typing_extensions import override
 
 from trainkit.data.batch_sources import BatchSource
 from trainkit.data.fetch import RankBatch, counted
-from trainkit.data.loader import EpochLength, LoaderContext, PreparedLoader, length_of
+from trainkit.data.loader import EpochLength, LoaderContext, PreparedLoader
+from trainkit.data.order import length_of
 from trainkit.data.window import MicroBatch, PaddingBatch, Window
 from trainkit.distributed.collectives import are_alike
 from trainkit.errors import DataError

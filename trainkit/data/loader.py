@@ -221,11 +221,3 @@ class PreparedLoader(ABC):
         if self.batches_per_epoch is None:
             raise TypeError(f"The length of this `{type(self).__name__}` is not known ahead.")
         return self.batches_per_epoch
-
-
-def length_of(thing: Any) -> int | None:
-    """Return `len(thing)`; None where it has no length."""
-    try:
-        return len(thing)
-    except (TypeError, NotImplementedError):
-        return None

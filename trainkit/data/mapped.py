@@ -10,8 +10,8 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from trainkit.data.fetch import counted, fetch_for
-from trainkit.data.loader import EpochLength, LoaderContext, PreparedLoader, length_of
-from trainkit.data.order import KeyedOrder, divide, set_epoch_on
+from trainkit.data.loader import EpochLength, LoaderContext, PreparedLoader
+from trainkit.data.order import KeyedOrder, divide, length_of, set_epoch_on
 from trainkit.data.plan import BatchPlan, FlatPlan, Plan
 from trainkit.data.window import MicroBatch, PaddingBatch, Window
 from trainkit.data.workers import datasets_of, fetcher_for

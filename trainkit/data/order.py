@@ -1,6 +1,7 @@
 """The order of an epoch: what the sampler yields under its key (rules 14-17)."""
 
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any, TypeAlias
 
 import torch
@@ -17,6 +18,14 @@ from trainkit.basics import rng
 from trainkit.errors import ConfigError
 
 Indices: TypeAlias = Tensor | list[Any]
+
+
+def length_of(thing: Any) -> int | None:
+    """Return `len(thing)`; None where it has no length."""
+    try:
+        return len(thing)
+    except (TypeError, NotImplementedError):
+        return None
 
 
 def divide(batch_size: int, size: int) -> int:
@@ -80,7 +89,7 @@ class KeyedOrder:
                 "The loader has a `DistributedSampler`, but trainkit shares the samples out by "
                 "itself. Remove it, and use `shuffle=True` if it shuffled."
             )
-        self.seed = seed
+        self.seed, self._data = seed, loader.dataset
         self.yields_batches = batch_sampler is not None and not is_plain(batch_sampler)
         self.sampler: Any = loader.sampler
         if batch_sampler is not None:
@@ -108,11 +117,23 @@ class KeyedOrder:
             for generator, initial in self._generators:
                 generator.manual_seed(rng.derive(key, initial))
             drawn = _drawn_at_once(self.sampler)
-            return list(self.sampler) if drawn is None else drawn
+            return whole_order(self.sampler, self._data) if drawn is None else drawn
         finally:
             for (generator, _), state in zip(self._generators, states, strict=True):
                 generator.set_state(state)
             rng.restore_host(host)
+
+
+def whole_order(sampler: Any, dataset: Any) -> list[Any]:
+    """Return all that a sampler yields; one without an end, which takes all memory, is refused."""
+    most = 100_000 + 10 * max(length_of(sampler) or 0, length_of(dataset) or 0)
+    order = list(islice(sampler, most))
+    if len(order) == most:
+        raise ConfigError(
+            f"The sampler, a `{type(sampler).__name__}`, has yielded {most} entries and does not "
+            "end. Let it yield one pass: with `max_steps` epochs follow each other."
+        )
+    return order
 
 
 def _drawn_at_once(sampler: Any) -> Tensor | None:

@@ -10,9 +10,9 @@ from trainkit.basics import rng
 from trainkit.data.agreed import AgreedLoader
 from trainkit.data.batch_sources import CustomSource, KeySource, Presharded, StreamSource
 from trainkit.data.fetch import fetch_for
-from trainkit.data.loader import LoaderContext, PreparedLoader, length_of
+from trainkit.data.loader import LoaderContext, PreparedLoader
 from trainkit.data.mapped import MappedLoader
-from trainkit.data.order import KeyedOrder, divide, is_of_torchdata
+from trainkit.data.order import KeyedOrder, divide, is_of_torchdata, length_of
 from trainkit.data.workers import fetcher_for
 from trainkit.errors import ConfigError, quoted
 
