@@ -1,5 +1,8 @@
 """Each pass over a data set with a state is a whole one, as in a loop by hand (rule 15)."""
 
+import random
+import time
+import warnings
 from collections.abc import Callable
 from functools import partial
 from itertools import chain
@@ -179,3 +182,39 @@ def test_a_pass_that_an_own_loop_broke_off_is_over_in_its_state(size: int, tmp_p
         for stateful in (False, True)
     ]
     run_ranks(size, in_turn, _broken_off, cases)
+
+
+class ByClock(streams.Counting):
+    """Begins elsewhere each time, as a shuffle that takes its seed from the clock."""
+
+    state_dict = None  # type: ignore[assignment]
+
+    def __iter__(self) -> Any:
+        yield streams.sample(time.monotonic_ns() % 2**40)
+        yield from map(streams.sample, range(1, self.length))
+
+
+class ByGlobal(ByClock):
+    """Begins elsewhere each time, as the generators of the run say."""
+
+    def __iter__(self) -> Any:
+        yield streams.sample(random.randrange(2**40))
+        yield from map(streams.sample, range(1, self.length))
+
+
+def _is_told(rank: int, folder: Path | None, kind: type[ByClock], **workers: Any) -> bool:
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        if folder is not None:
+            train(loader_of(kind(), **workers), folder, stop_at=3)
+        train(loader_of(kind(), **workers), folder, resume=folder and "must")
+    return any("another sample" in str(one.message) for one in found)
+
+
+@pytest.mark.parametrize(("kind", "told"), [(ByClock, True), (ByGlobal, False)])
+def test_readers_of_a_stream_that_see_other_samples_are_told(
+    kind: type[ByClock], told: bool, tmp_path: Path
+) -> None:
+    assert _is_told(0, tmp_path, kind) is told  # read again by a resume
+    assert _is_told(0, None, kind, num_workers=2) is told
+    assert run_ranks(2, _is_told, None, kind) == [told, told]

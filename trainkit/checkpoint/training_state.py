@@ -193,6 +193,7 @@ STREAM = {
     "inside": bool,
     # The batches are only those of epochs that are limited.
     "state": maybe({"items": int, "ended": bool, "before_last": Any, "batches?": int}),
+    "first?": str | None,
 }
 """The place in an iterable data set."""
 

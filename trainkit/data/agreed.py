@@ -16,7 +16,7 @@ from trainkit.data.fetch import RankBatch, counted
 from trainkit.data.loader import EpochLength, LoaderContext, PreparedLoader
 from trainkit.data.order import length_of
 from trainkit.data.window import MicroBatch, PaddingBatch, Window
-from trainkit.distributed.collectives import are_alike
+from trainkit.distributed.collectives import are_alike, number_of
 from trainkit.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -190,6 +190,7 @@ class AgreedLoader(PreparedLoader):
         start, stream = None, self.stream
         if stream is not None:
             start, stream.start = stream.start, None
+            stream.first = stream.first if position else None
         if stream is not None and start is not None and start["state"] is not None:
             if start["inside"] and start["state"]["ended"] and not stream.is_sharded:
                 stream.start = {**start, "inside": False}  # the next pass follows this one
@@ -244,7 +245,7 @@ class AgreedLoader(PreparedLoader):
 
     def _read(self, batches: Iterator[RankBatch]) -> Iterator[_GlobalBatch]:
         """Yield global batches for ever; no error is raised before all processes know of it."""
-        has_some = False
+        has_some, is_first = False, True
         while True:
             batch, fault = RankBatch(_FAILED), None
             try:
@@ -265,6 +266,11 @@ class AgreedLoader(PreparedLoader):
                     f"Process {rank} could not read its next batch; its own report says why."
                 )
                 fault.origin = rank
+            if self.stream is not None and _FAILED not in messages:
+                number = number_of(self.stream.first or batch.first)
+                alike = not is_first or are_alike(self.processes, number)
+                self.stream.began(batch.first, alike or self.stream.is_sharded)
+                is_first = False
             counts = tuple(max(message, 0) for message in messages)
             pending = self._transfer.start(batch.data) if batch.count > 0 else None
             lacking = messages.index(_NO_BATCH) if _NO_BATCH in messages else None

@@ -44,12 +44,14 @@ class RankBatch:
         fallback: A batch of the stream's first samples and its rows, for a process that never
             had any.
         state: Where the data set is after it; None where it has no `state_dict`.
+        first: Digest of the first sample of the stream, where that was read.
     """
 
     count: int
     data: Any = None
     fallback: tuple[Any, int] | None = None
     state: Any = None
+    first: str | None = None
 
 
 class Fetch(ABC):

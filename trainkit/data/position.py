@@ -1,6 +1,7 @@
 """Where an iterable data set is, and how it comes back there (rule 15)."""
 
 import copy
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -27,6 +28,7 @@ class StreamPosition:
         self.state: Any = None  # after the batch consumed last, or the end of the latest epoch
         self.end: Any = None  # after the epoch, where its end comes next
         self.start: dict[str, Any] | None = None  # what was loaded, until a pass begins with it
+        self.first: str | None = None  # digest of the first sample of the pass under way
         self.is_trial = False
         """Whether passes leave the data set as they found it."""
         self._has_read = False  # whether a pass has ended since a state was loaded
@@ -42,8 +44,20 @@ class StreamPosition:
                 "each a data set of its own."
             )
 
+    def began(self, first: str | None, is_alike: bool) -> None:
+        """Note the first sample of a pass; warn where not all who read it see the same."""
+        self.first = self.first or first
+        if not is_alike or first not in (None, self.first):
+            warnings.warn(
+                f"`{type(self._dataset).__name__}` begins with another sample for each worker or "
+                "process, or in a resume: samples come twice or never. Split nothing, and draw "
+                "from the global generators (`.shuffle(1000, rng=random)` in webdataset).",
+                stacklevel=2,
+            )
+
     def ended(self) -> None:
         """Note that nothing of the epoch is left."""
+        self.first = None
         self.inside, self.state, self._has_read = False, self.end, True
 
     def left(self) -> None:
@@ -65,7 +79,8 @@ class StreamPosition:
     def state_dict(self) -> dict[str, Any]:
         """Return where the data set is; between two epochs, where the latest one has left it."""
         state = self.state if self.inside else self._between()
-        return {"shards": self._shards, "inside": self.inside, "state": state}
+        first = {"first": self.first} if self.inside else {}
+        return {"shards": self._shards, "inside": self.inside, "state": state, **first}
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
         """Raise CheckpointError for a state that the data set cannot go on from."""
@@ -81,6 +96,7 @@ class StreamPosition:
         """Let the next pass go on from a state."""
         self.start = self._fitting(state)
         self.inside, self.state = self.start["inside"], self.start["state"]
+        self.first = self.start.get("first")
         self._has_read = False
 
     def merge_state_dicts(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -11,9 +11,10 @@ from typing_extensions import override
 
 from trainkit.basics import rng
 from trainkit.basics.torch_internals import in_no_worker
-from trainkit.containers.tree import count_samples
+from trainkit.containers.tree import count_samples, map_leaves
 from trainkit.data.fetch import Fetch, RankBatch, collates_silently, counted, recounted
 from trainkit.data.loader import LoaderContext
+from trainkit.data.order_facts import digest_of
 from trainkit.data.stream_start import (
     StreamStart,
     forget_loaded,
@@ -55,6 +56,7 @@ class StreamReader(Fetch):
         self.rows_vary = batch_size is not None and not collates_silently(self._collate)
         self._whole = loader.drop_last and not self.in_training  # keeps no incomplete batch
         self._run: int | None = None
+        self._digest: str | None = None  # of the first sample of the pass
         self._iterator: Iterator[Any] = iter(())
         self._data: Any = self.dataset  # what is read: the data set, or the shard of this process
         self._start: StreamStart | None = None  # where the pass has begun, if that has a state
@@ -84,8 +86,7 @@ class StreamReader(Fetch):
                 self._begin(run, epoch, position)
             self._run = run
         batch = self._rank_batch(index)
-        state = self._taken_state()
-        return batch if state is None else replace(batch, state=state)
+        return replace(batch, state=self._taken_state(), first=self._digest)
 
     def leave(self) -> None:
         """Let the data set come back to where the pass began, unless one of training is over."""
@@ -97,7 +98,7 @@ class StreamReader(Fetch):
 
     def _begin(self, run: int, epoch: int, position: int) -> None:
         self._epoch, self._at, self._next = epoch, 0, 0
-        self._ended = False
+        self._ended, self._digest = False, None
         self._first: list[Any] = []
         self._prior = self._state = self._owner = None
         self._data = data = self._shard() if self.is_sharded else self.dataset
@@ -237,6 +238,8 @@ class StreamReader(Fetch):
                     self._ended = True
                 else:
                     self._at += 1
+                    if self._at == 1 and self.seeds and self.in_training:
+                        self._digest = digest_of([repr(map_leaves(item, lambda x: digest_of([x])))])
                     if self._batch_size is not None or count_samples(item):
                         items.append(item)
         except Exception as error:
