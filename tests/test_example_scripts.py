@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from vision import Images, mirror, read_bytes, read_parts, shift
 
 from tests.helpers.callbacks import StopsAt
-from tests.helpers.scripts import ROOT, run_forked, run_program
+from tests.helpers.scripts import ROOT, TRANSFORMERS, run_forked, run_program
 from trainkit import Alternating
 from trainkit.callbacks import Checkpoint
 
@@ -58,7 +58,8 @@ def test_the_table_gives_the_same_figure_on_any_number_of_processes() -> None:
 @pytest.mark.e2e
 def test_two_processes_have_the_losses_of_one() -> None:
     arguments = ("--tiny", "--steps", "4", "--settings", "1x1", "2x1")
-    *_, last = run_program(str(EXAMPLES / "compare_processes.py"), *arguments).splitlines()
+    script = str(EXAMPLES / "compare_processes.py")
+    *_, last = run_program(script, *arguments, imports=TRANSFORMERS).splitlines()
     assert last.startswith("2 processes, 1 thread each")
     assert float(last.split()[5]) < 1e-5
 

@@ -13,10 +13,14 @@ from typing import NamedTuple
 from tests.helpers.ranks import run_ranks
 from tests.helpers.warm import warm
 
-__all__ = ["ROOT", "Ended", "run_forked", "run_program", "torchrun"]
+__all__ = ["ROOT", "TRANSFORMERS", "Ended", "run_forked", "run_program", "torchrun"]
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 240
+TRANSFORMERS = tuple(
+    f"transformers.{name}"
+    for name in ("trainer", "models.auto.modeling_auto", "models.gpt2.modeling_gpt2")
+)
 
 
 class Ended(NamedTuple):
@@ -50,9 +54,12 @@ def _be_script(rank: int, script: Path, arguments: tuple[str, ...]) -> Ended:
     return Ended(code, output.getvalue(), errors.getvalue())
 
 
-def run_program(*arguments: str) -> str:
-    """Run Python with `arguments`, as users do, and return what it printed; fail where it fails."""
-    with warm(inside=2):
+def run_program(*arguments: str, imports: tuple[str, ...] = ()) -> str:
+    """Run Python with `arguments`, as users do, and return what it printed; fail where it fails.
+
+    What it `imports` is there, beside torch, when it begins.
+    """
+    with warm(inside=2, imports=imports):
         result = subprocess.run(
             [sys.executable, *arguments],
             env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},

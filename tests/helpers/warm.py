@@ -43,7 +43,10 @@ _IMPORTS = (
     *("torch.utils.tensorboard", "safetensors.torch", "tqdm", "xxhash", "yaml"),
 )
 # What is read once, by an import or at the start, must be as it was at the start.
-_READ_ONCE = ("PYTHON", "LD_", "LC_", "LANG", "TORCH", "PYTORCH", "OMP_", "MKL_", "KMP_", "ATEN_")
+_READ_ONCE = (
+    *("PYTHON", "LD_", "LC_", "LANG", "TORCH", "PYTORCH", "OMP_", "MKL_", "KMP_", "ATEN_"),
+    *("HF_", "TRANSFORMERS_"),
+)
 _MAY_DIFFER = (
     *("PYTHONPATH", "PYTHONUNBUFFERED"),
     *("LC_CTYPE", "TORCHELASTIC_", "TORCH_NCCL_", "TORCH_CPP_LOG"),
@@ -136,32 +139,34 @@ def _order(told: dict[str, Any], server: _Server) -> dict[str, Any] | None:
     }
 
 
-_servers: dict[int, _Server] = {}  # by the process that has it
+_servers: dict[tuple[int, tuple[str, ...]], _Server] = {}  # by who has it, and `imports`
 
 
 @contextmanager
-def warm(*, inside: int = 0) -> Iterator[None]:
+def warm(*, inside: int = 0, imports: tuple[str, ...] = ()) -> Iterator[None]:
     """Let programs of Python begin with torch imported, and those that they start.
 
     Args:
         inside: How many levels of the latter: 1 for the workers of a launcher.
+        imports: Modules to begin with besides.
     """
     if not _CLONE or sys.platform != "linux":
         yield
         return
-    if os.getpid() not in _servers:
+    key = os.getpid(), imports
+    if key not in _servers:
         ours, theirs = socket.socketpair()
         environment = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"}
         subprocess.Popen(
-            [sys.executable, __file__, str(theirs.fileno())],
+            [sys.executable, __file__, str(theirs.fileno()), *imports],
             stdin=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
             env=environment,
         ).returncode = 0  # ends with this process
         theirs.close()
-        _servers[os.getpid()] = _Server(ours, environment)
+        _servers[key] = _Server(ours, environment)
     kind: Any = subprocess.Popen
-    before, kind._execute_child = kind._execute_child, _started_by(_servers[os.getpid()], inside)
+    before, kind._execute_child = kind._execute_child, _started_by(_servers[key], inside)
     try:
         yield
     finally:
@@ -340,7 +345,7 @@ def _be_program(order: dict[str, Any], before: str) -> None:
 
 if __name__ == "__main__":
     _before = os.environ.get("PYTHONPATH", "")
-    for _name in _IMPORTS:
+    for _name in (*_IMPORTS, *sys.argv[2:]):
         with suppress(ImportError):
             importlib.import_module(_name)
     import_ours()
