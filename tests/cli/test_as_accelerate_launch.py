@@ -14,6 +14,8 @@ import torch
 import yaml
 
 from tests.cli.test_config_file import ACCELERATE, FSDP
+from tests.helpers.scripts import TRANSFORMERS
+from tests.helpers.warm import warm
 from trainkit.cli.main import main
 from trainkit.errors import ConfigError
 from trainkit.launch import accelerate_keys, plan
@@ -275,7 +277,6 @@ KINDS: dict[str, dict[str, Any]] = {
 @pytest.mark.e2e
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="says that the CPU is the accelerator")
 @pytest.mark.parametrize("kind", ["MULTI_CPU", pytest.param("FSDP", marks=pytest.mark.slow)])
-@pytest.mark.usefixtures("warm_programs")
 def test_transformers_trains_as_under_accelerate_launch(kind: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     script = tmp_path / "train.py"
@@ -287,11 +288,13 @@ def test_transformers_trains_as_under_accelerate_launch(kind: str, tmp_path: Pat
             file["distributed_type"] = kind
         (tmp_path / "job.yaml").write_text(yaml.safe_dump(file))
         code = f"import sys; from {start} import main; sys.exit(main())"
-        done = subprocess.run(
-            [sys.executable, "-c", code, "launch", "--config_file", "job.yaml", str(script)],
-            cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"},
-            capture_output=True, text=True, check=False, timeout=600,
-        )  # fmt: skip
+        with warm(inside=1, imports=TRANSFORMERS):
+            done = subprocess.run(
+                [sys.executable, "-c", code, "launch", "--config_file", "job.yaml", str(script)],
+                cwd=tmp_path,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"},
+                capture_output=True, text=True, check=False, timeout=600,
+            )  # fmt: skip
         assert done.returncode == 0, done.stderr
         line = next(line for line in done.stdout.splitlines() if "RESULT" in line)
         found.append(json.loads(line.partition("RESULT")[2]))
