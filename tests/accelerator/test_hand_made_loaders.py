@@ -134,6 +134,7 @@ def test_prepared_loaders_are_loaders() -> None:
         assert each.sampler is given.sampler
         assert each.num_workers == 0
     assert accelerator.prepare(loader) is loader
+    assert skip_first_batches(loader, 1).skip_batches == 1
 
 
 @pytest.mark.filterwarnings("ignore")  # of torchdata

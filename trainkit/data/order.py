@@ -130,8 +130,9 @@ def whole_order(sampler: Any, dataset: Any) -> list[Any]:
     order = list(islice(sampler, most))
     if len(order) == most:
         raise ConfigError(
-            f"The sampler, a `{type(sampler).__name__}`, has yielded {most} entries and does not "
-            "end. Let it yield one pass: with `max_steps` epochs follow each other."
+            f"The sampler, a `{type(sampler).__name__}`, has yielded {most} entries and seems "
+            "to have no end. Let it yield one pass: with `max_steps` epochs follow each other. If "
+            "its passes are as long, give it a `__len__`."
         )
     return order
 
