@@ -152,6 +152,6 @@ def test_an_iterator_that_no_checkpoint_holds_is_told(
 def test_a_proxy_of_what_is_gone_is_left_alone(tmp_path: Path) -> None:
     for stop in (CUT, CUT + 1):
         model, gone = nn.Linear(FEATURES, 2), toy_dataset()
-        model.parent = weakref.proxy(gone)  # type: ignore[assignment]
+        model.parent = weakref.proxy(gone)
         del gone
         _train(tmp_path, model=model, stop=stop, resume="auto")
