@@ -1,6 +1,7 @@
 """Bad input is refused before the first step, with words that say what to do."""
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -168,3 +169,17 @@ def test_metric_with_unequal_lengths() -> None:
         Cuts(max_steps=1, callbacks=[]).evaluate(
             nn.Linear(3, 1), DataLoader(data(), batch_size=4), metrics=["mse"]
         )
+
+
+def test_a_setting_that_is_set_on_the_trainer_is_warned_of() -> None:
+    class Seeded(Trainer):
+        def __init__(self, seed: int, **settings: Any) -> None:
+            self.seed, self.max_grad_norm = seed, torch.ones(2)  # its own
+            super().__init__(seed=seed, callbacks=[], **settings)
+
+    trainer = Seeded(3, max_epochs=1)
+    assert fit(trainer=trainer).step == 4
+    trainer.max_epochs = 2  # type: ignore[attr-defined]
+    with pytest.warns(UserWarning, match="`trainer.max_epochs` is 2, but") as told:
+        assert fit(trainer=trainer).step == 4
+    assert [Path(each.filename) for each in told] == [Path(__file__)]

@@ -323,6 +323,7 @@ class Trainer:
 
         with ExitStack() as stack:
             stack.enter_context(self._calls.enter("fit"))
+            arguments.warn_of_settings(self.config, vars(self))
             self._take_loss_fn(settings.loss_fn)
             stack.enter_context(console.lasting())
             self.processes.data_processes = self.strategy.adopt(model)

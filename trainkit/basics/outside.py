@@ -27,7 +27,7 @@ class Outside(MutableMapping[str, Any]):
     through as well. Of functions of installed libraries it is what they close over alone.
 
     Args:
-        *functions: Where to begin.
+        *functions: Where to begin. A class among them stands for its attributes.
     """
 
     def __init__(self, *functions: Any) -> None:
@@ -110,6 +110,9 @@ def _places(function: Any) -> Iterator[tuple[str, _Place, str]]:
         given = {str(index): each for index, each in enumerate(function.args)}
         yield "function", {"function": function.func}, "function"
         yield from ((name, place, name) for place in (given, function.keywords) for name in place)
+        return
+    if isinstance(function, type):
+        yield from _members(function.__name__, function, frozenset())
         return
     function = getattr(function, "__func__", function)
     code, known = function.__code__, function.__globals__

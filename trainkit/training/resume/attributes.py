@@ -464,7 +464,8 @@ def attributes_of(
     if not type(trainer).__module__.startswith("trainkit."):
         objects["trainer"] = trainer
     kinds = dict.fromkeys(map(type, (trainer, loss_fn, *module.modules())))
-    objects[_STEP] = Outside(*(f for kind in kinds for f in functions_of(kind)))
+    users = dict.fromkeys(above for kind in kinds for above in kind.__mro__ if is_users(above))
+    objects[_STEP] = Outside(*users, *(f for kind in kinds for f in functions_of(kind)))
     streams = []
     for key, part in ({"": loader} if loader.parts is None else loader.parts).items():
         name, source = f"data.{key}".rstrip("."), part.source

@@ -3,8 +3,9 @@
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
+from types import NoneType
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
@@ -107,6 +108,20 @@ def warn_of_shuffling(loader: Any) -> None:
             "is not that of the data set's first sample. Pass one with `shuffle=False`.",
             stacklevel=4,
         )
+
+
+def warn_of_settings(config: TrainConfig, attributes: Mapping[str, Any]) -> None:
+    """Warn where a trainer has an attribute of the name of a setting, which has another value."""
+    kinds = (NoneType, int, float, str)
+    held = {each.name: attributes[each.name] for each in fields(config) if each.name in attributes}
+    for name, value in held.items():
+        if isinstance(value, kinds) and value != (counts := getattr(config, name)):
+            warnings.warn(
+                f"`trainer.{name}` is {value!r}, but `fit` goes by the `{name}={counts!r}` with "
+                f"which the trainer was made. Make one with `{name}={value!r}`; if the attribute "
+                "is yours and means something else, give it another name.",
+                stacklevel=5,
+            )
 
 
 def warn_of_nothing() -> None:
