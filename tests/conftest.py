@@ -34,7 +34,10 @@ os.environ["DO_NOT_TRACK"] = "true"  # else mlflow tells its makers what it is u
 _AUDIT = Audit()  # before trainkit is imported
 
 # Set by libraries when they are first imported, or by pytest itself.
-_ENVIRONMENT_OF_OTHERS = ("PYTEST_", "KMP_", "_TORCHINDUCTOR_", "TORCHINDUCTOR_")
+_ENVIRONMENT_OF_OTHERS = (
+    *("PYTEST_", "KMP_", "_TORCHINDUCTOR_", "TORCHINDUCTOR_"),
+    "PYTORCH_NVML_BASED_CUDA_CHECK",
+)
 
 
 # Files with the longest tests: begun last, they would keep one core busy while others wait.

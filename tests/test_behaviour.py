@@ -113,6 +113,7 @@ def test_what_is_computed_by_hand_is_what_torchmetrics_computes() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # what they say of themselves while they are imported
 @pytest.mark.parametrize("key", frameworks.installed())
 def test_frameworks_speak_of_rows_that_exist(key: str) -> None:
     framework = frameworks.load(key)
