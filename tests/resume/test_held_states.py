@@ -117,13 +117,19 @@ class Warm(LRScheduler):
         return [self.shape(base * self.last_epoch) for base in self.base_lrs]
 
 
+class Refuses(Warm):
+    def state_dict(self) -> dict[str, Any]:
+        raise RuntimeError("not now")
+
+
+@pytest.mark.parametrize("kind", [Warm, Refuses])
 def test_a_state_that_no_checkpoint_holds_is_told(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    kind: type[Warm], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     class WithFunction(WithHead):
         def __init__(self, **settings: Any) -> None:
             super().__init__(**settings)
-            self.decay = Warm(self.tools["optimizer"])  # type: ignore[assignment]
+            self.decay = kind(self.tools["optimizer"])  # type: ignore[assignment]
 
     _train(tmp_path, WithFunction)
     told = "trainkit: `trainer.decay.state` has become what no checkpoint holds"

@@ -381,7 +381,11 @@ class _State(dict[str, Any]):
     """The state of what has a `state_dict`, to be read and set."""
 
     def __init__(self, owner: Any) -> None:
-        super().__init__({_STATE: owner.state_dict()})
+        try:
+            state = owner.state_dict()
+        except Exception as error:  # no checkpoint holds it, which is told
+            state = {"refused": error}
+        super().__init__({_STATE: state})
         self._owner = owner
 
     @override
