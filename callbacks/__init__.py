@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from trainkit.lazy import lazy_exports
 
 if TYPE_CHECKING:
+    import trainkit.training.callback
     from trainkit.callbacks.batch_size_finder import BatchSizeFinder as BatchSizeFinder
     from trainkit.callbacks.checkpoint import Checkpoint as Checkpoint
     from trainkit.callbacks.csv_logger import CSVLogger as CSVLogger
@@ -43,47 +44,13 @@ if TYPE_CHECKING:
     from trainkit.callbacks.time_limit import TimeLimit as TimeLimit
     from trainkit.callbacks.timer import Timer as Timer
     from trainkit.callbacks.wandb_logger import WandbLogger as WandbLogger
-    from trainkit.training.callback import Callback
 
-__all__, __getattr__, __dir__ = lazy_exports(
-    __name__,
-    {
-        "batch_size_finder": "BatchSizeFinder",
-        "checkpoint": "Checkpoint",
-        "csv_logger": "CSVLogger",
-        "device_monitor": "DeviceMonitor",
-        "early_stopping": "EarlyStopping",
-        "ema": "EMA",
-        "evaluation": "Evaluation",
-        "freeze_until": "FreezeUntil",
-        "garbage_collection": "GarbageCollection",
-        "gradient_monitor": "GradientMonitor",
-        "journal": "Journal",
-        "jsonl_logger": "JSONLLogger",
-        "logger": "Logger",
-        "lr_finder": "LRFinder",
-        "lr_monitor": "LRMonitor",
-        "main_process": "MainProcess main_process_only",
-        "mlflow_logger": "MLflowLogger",
-        "model_summary": "ModelSummary",
-        "nan_guard": "NaNGuard",
-        "optuna_pruning": "OptunaPruning",
-        "predictions": "Predictions",
-        "profiler": "Profiler",
-        "progress_bar": "ProgressBar",
-        "prometheus_exporter": "PrometheusExporter",
-        "replica_check": "ReplicaCheck",
-        "summary": "Summary",
-        "tensorboard_logger": "TensorBoardLogger",
-        "throughput": "Throughput",
-        "time_limit": "TimeLimit",
-        "timer": "Timer",
-        "wandb_logger": "WandbLogger",
-    },
-)
+__all__, __getattr__, __dir__ = lazy_exports(__name__)
 
 
-def default_callbacks(output_dir: Path | None = None) -> "list[Callback]":
+def default_callbacks(
+    output_dir: Path | None = None,
+) -> "list[trainkit.training.callback.Callback]":
     """Return what a `Trainer` uses that was given no callbacks: with a folder, files in it."""
     from trainkit.callbacks import Journal, JSONLLogger, ProgressBar, Summary  # lazy, too
 

@@ -78,46 +78,7 @@ if TYPE_CHECKING:
         StepResult as StepResult,
     )
 
-__all__, __getattr__, __dir__ = lazy_exports(
-    __name__,
-    {
-        "accelerator.accelerator": "Accelerator",
-        "accelerator.communication": "DDPCommunicationHookType",
-        "accelerator.launcher": "notebook_launcher",
-        "accelerator.loader": "skip_first_batches",
-        "accelerator.local_sgd": "LocalSGD",
-        "accelerator.logging": "get_logger",
-        "accelerator.operations": (
-            "broadcast broadcast_object_list concatenate extract_model_from_parallel gather "
-            "gather_object pad_across_processes reduce send_to_device set_seed wait_for_everyone"
-        ),
-        "accelerator.plugins": "FullyShardedDataParallelPlugin TorchDynamoPlugin",
-        "accelerator.profiling": "ProfileKwargs",
-        "accelerator.settings": (
-            "AutocastKwargs DataLoaderConfiguration DistributedDataParallelKwargs "
-            "DistributedType GradientAccumulationPlugin GradScalerKwargs "
-            "InitProcessGroupKwargs ProjectConfiguration"
-        ),
-        "accelerator.state": "PartialState",
-        "basics.config": "Watchdog",
-        "data.combined": "Combined",
-        "distributed.communicator": "Communicator",
-        "errors": (
-            "CheckpointCorrupt CheckpointError CheckpointMissing ConfigError DataError "
-            "DistributedError NonFiniteError TrainkitError"
-        ),
-        "export": "init_empty_weights load_checkpoint_and_dispatch load_checkpoint_in_model",
-        "basics.memory": "find_executable_batch_size release_memory",
-        "basics.signals": "Interrupted",
-        "trackers.tracker": "GeneralTracker",
-        "trainer": "Trainer",
-        "training.callback": "Callback",
-        "training.lr_schedule": "LRSchedule",
-        "training.run": "Run",
-        "training.run_parts": "FitResult TrainState",
-        "types": "Alternating StepOutput StepResult",
-    },
-)
+__all__, __getattr__, __dir__ = lazy_exports(__name__)
 provide(
     {
         "Explanation": "trainkit.inspect.explain",

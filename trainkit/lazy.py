@@ -4,6 +4,8 @@ The core does not import the rings around it. What it asks of them is provided b
 `trainkit/__init__.py`, which knows all of trainkit.
 """
 
+import dis
+import inspect
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from importlib.util import find_spec
@@ -16,25 +18,31 @@ _REQUIRED = ("torch", "safetensors", "tqdm", "typing_extensions")
 _homes: dict[str, str] = {}
 
 
-def lazy_exports(
-    package: str, homes: Mapping[str, str]
-) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
-    """Return `__all__`, `__getattr__` and `__dir__` of a package.
+def lazy_exports(package: str) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
+    """Return `__all__`, `__getattr__` and `__dir__` of the package that calls this.
+
+    It gives what it imports `if TYPE_CHECKING`, which is read from its code: so each name and its
+    module are said once, for type checkers and for programs.
 
     Args:
         package: Its `__name__`.
-        homes: The names that each of its modules gives, separated by blanks; one of another
-            package by its whole name.
     """
-    home = {name: module for module, names in homes.items() for name in names.split()}
+    here = inspect.currentframe()
+    assert here is not None
+    caller = here.f_back
+    assert caller is not None
+    home, module = dict[str, str](), ""
+    for instruction in dis.get_instructions(caller.f_code):
+        if instruction.opname == "IMPORT_NAME":
+            module = instruction.argval
+        elif instruction.opname == "IMPORT_FROM" and instruction.argval not in caller.f_globals:
+            home[instruction.argval] = module
 
     def load(name: str) -> Any:
         if name not in home:
             raise AttributeError(f"module `{package}` has no attribute {name!r}")
-        module = home[name]
-        whole = module if module.startswith("trainkit.") else f"{package}.{module}"
         try:
-            return getattr(import_module(whole), name)
+            return getattr(import_module(home[name]), name)
         except ModuleNotFoundError as error:
             if (text := what_to_install(error)) is None:
                 raise

@@ -24,14 +24,4 @@ if TYPE_CHECKING:
     )
     from trainkit.checkpoint.store import CheckpointStore as CheckpointStore
 
-__all__, __getattr__, __dir__ = lazy_exports(
-    __name__,
-    {
-        "checkpoint": "Checkpoint",
-        "format.codec": "check_encodable",
-        "format.manifest": "FileInfo Manifest",
-        "listing": "Entry",
-        "retention": "KeepPolicy Retention rotate",
-        "store": "CheckpointStore",
-    },
-)
+__all__, __getattr__, __dir__ = lazy_exports(__name__)

@@ -26,4 +26,4 @@ __all__ = [
     "training_loader",
 ]
 
-__getattr__ = lazy_exports(__name__, {"lengths": "group_by_length", "packing": "pack"})[1]
+__getattr__ = lazy_exports(__name__)[1]

@@ -13,12 +13,4 @@ if TYPE_CHECKING:
     )
     from trainkit.large_models.empty import init_empty_weights as init_empty_weights
 
-__all__, __getattr__, __dir__ = lazy_exports(
-    __name__,
-    {
-        "loading": "LoadedKeys",
-        "saving": "save_model",
-        "trainkit.large_models.dispatch": "load_checkpoint_and_dispatch load_checkpoint_in_model",
-        "trainkit.large_models.empty": "init_empty_weights",
-    },
-)
+__all__, __getattr__, __dir__ = lazy_exports(__name__)

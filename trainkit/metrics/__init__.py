@@ -19,18 +19,4 @@ if TYPE_CHECKING:
     from trainkit.metrics.regression import MAE as MAE, MSE as MSE
     from trainkit.metrics.torch_metric import TorchMetric as TorchMetric
 
-__all__, __getattr__, __dir__ = lazy_exports(
-    __name__,
-    {
-        "accuracy": "Accuracy",
-        "class_scores": "F1 Precision Recall",
-        "evaluate_metric": "EvaluateMetric as_evaluate",
-        "function_metric": "FunctionMetric scores",
-        "local_metric": "LocalMetric",
-        "metric": "Metric",
-        "perplexity": "Perplexity",
-        "registry": "as_metric load",
-        "regression": "MAE MSE",
-        "torch_metric": "TorchMetric",
-    },
-)
+__all__, __getattr__, __dir__ = lazy_exports(__name__)

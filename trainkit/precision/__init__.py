@@ -9,6 +9,4 @@ if TYPE_CHECKING:
     from trainkit.precision.fp16 import FP16 as FP16
     from trainkit.precision.precision import BF16 as BF16, FP32 as FP32, Precision as Precision
 
-__all__, __getattr__, __dir__ = lazy_exports(
-    __name__, {"fp16": "FP16", "fp8": "FP8", "precision": "BF16 FP32 Precision"}
-)
+__all__, __getattr__, __dir__ = lazy_exports(__name__)

@@ -12,14 +12,4 @@ if TYPE_CHECKING:
     from trainkit.strategies.single import SingleDevice as SingleDevice
     from trainkit.strategies.strategy import Strategy as Strategy
 
-__all__, __getattr__, __dir__ = lazy_exports(
-    __name__,
-    {
-        "ddp": "DDP",
-        "deepspeed": "DeepSpeed",
-        "fsdp": "FSDP",
-        "model_parallel": "ModelParallel",
-        "single": "SingleDevice",
-        "strategy": "Strategy",
-    },
-)
+__all__, __getattr__, __dir__ = lazy_exports(__name__)
