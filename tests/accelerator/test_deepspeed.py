@@ -1,6 +1,7 @@
 """`Accelerator` under DeepSpeed's ZeRO trains as it does under DDP."""
 
 import json
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ class Loop:
     """A loop of a user's own."""
 
     def __init__(self, clip: float | None = 0.3, **options: Any) -> None:
-        dummies, self.drops = options.pop("dummies", False), options.pop("drops", False)
+        dummies, self.drops = options.pop("dummies", False), options.pop("drops", None)
         self.accelerator = Accelerator(cpu=True, **options)
         self.clip = clip
         model: Any = net()
@@ -66,9 +67,10 @@ class Loop:
                 with accelerator.accumulate(self.model):
                     loss = nn.functional.cross_entropy(self.model(inputs), labels)
                     accelerator.backward(loss)
-                    if self.drops and number % 6 == 1:  # a batch that the loop does not want
-                        self.optimizer.zero_grad()
-                        continue
+                    if number % 6 == self.drops:  # what the loop does not want
+                        (self.optimizer if self.drops == 1 else self.model).zero_grad()
+                        if accelerator.sync_gradients:
+                            continue
                     if accelerator.sync_gradients and self.clip is not None:
                         norm = accelerator.clip_grad_norm_(self.model.parameters(), self.clip)
                         self.figures.append(float(norm))
@@ -102,7 +104,8 @@ def apart(one: Loop, other: Loop) -> float:
 def trained_both_ways(rank: int, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     own = None
-    for stage, precision, drops in ((1, "no", 0), (2, "no", 1), (2, "fp16", 0), (1, "bf16", 1)):
+    cases = ((1, "no", 2), (2, "no", 1), (2, "fp16", None), (1, "bf16", 3))
+    for stage, precision, drops in cases:
         options: Any = {"mixed_precision": precision, "drops": drops}
         same = Loop(gradient_accumulation_steps=2, **options)
         same.train(20)
@@ -269,6 +272,39 @@ def unbound(rank: int) -> None:
     one.free_memory()
     one.prepare(other := net(), AdamW(other.parameters()))
     one.free_memory()
+    cleared()
+
+
+def by_hand(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+def cleared() -> None:
+    """Clear what a backward has left, which is sent already where buckets are small."""
+    for bucket, clear in (
+        (10, nn.Module.zero_grad),
+        (10, partial(nn.Module.zero_grad, set_to_none=False)),
+        (1000, lambda model: by_hand(model[0])),
+    ):
+        config = {"zero_optimization": {"stage": 2, "reduce_bucket_size": bucket}}
+        loop = Loop(deepspeed_plugin=DeepSpeedPlugin(config), gradient_accumulation_steps=2)
+        accelerator, model = loop.accelerator, loop.model
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.ones(2, 6)).sum())
+        clear(model)
+        with pytest.raises(ConfigError, match="cleared or changed inside of a window"):
+            accelerator.backward(model(torch.ones(2, 6)).sum())
+        accelerator.gradient_state._set_sync_gradients(True)
+        loop.optimizer.zero_grad()  # drops all, on all processes
+        before = loop.weights()
+        loop.train(1)
+        assert not any(torch.equal(value, before[key]) for key, value in loop.weights().items())
+        accelerator.backward(model(torch.ones(2, 6)).sum())
+        clear(model)
+        with pytest.raises(ConfigError, match="cleared or changed inside of a window"):
+            loop.optimizer.step()
+        accelerator.free_memory()
 
 
 @needs_deepspeed

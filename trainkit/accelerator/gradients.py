@@ -88,6 +88,8 @@ class Gradients:
         if self._zero is not None:
             self._zero.before_backward()
         loss.backward(**kwargs)
+        if self._zero is not None:
+            self._zero.after_backward()
         self.are_unused = bool(self.optimizers)
 
     def unscale_once(self, optimizer: Optimizer) -> bool:

@@ -1,7 +1,8 @@
 """DeepSpeed's ZeRO under a loop of the user's own."""
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -146,10 +147,20 @@ class LoopDeepSpeed(DeepSpeed):
                 "that updates. Prepare the model before the optimizer, or both in one call."
             )
 
+    @override
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        yield  # the next backward reduces what this one left
+
     def before_backward(self) -> None:
         """Reduce what an earlier backward has left, as stage 2 does in each micro-batch."""
         self.check_bound()
         self._reduce(last=False)
+
+    def after_backward(self) -> None:
+        """Leave gradients to the loop, which must not change them before their window ends."""
+        if self._parts is not None:
+            self._parts.leave()
 
     def complete(self) -> None:
         """Make the gradients of a window final, if there are any."""

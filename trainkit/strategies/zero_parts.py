@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
+from math import nan
 from typing import Any
 
 import torch
@@ -53,6 +54,7 @@ class ZeroParts:
         self._pieces = {p.parameter: p for _, own in self._flats for p in own}
         self._came: set[nn.Parameter] = set()  # in a backward since gradients were reduced last
         self._in_window: set[nn.Parameter] = set()
+        self._left: dict[nn.Parameter, tuple[Tensor | None, Tensor, int]] = {}  # see `leave`
         zero._coalesce_grad_reduction = not self._in_backward
         hooked: Any = self._pieces if self._in_backward else ()
         note = self._came.add
@@ -85,6 +87,7 @@ class ZeroParts:
         zero = self._zero
         if not (last or self._in_backward):
             return  # what is not sent yet is added up
+        self._take_back()
         left = [p for p in self._pieces if p.grad is not None and p not in self._came]
         if not (last or left or self._came):
             return
@@ -100,8 +103,8 @@ class ZeroParts:
             )
         zero._coalesce_grad_reduction = False
         zero.set_gradient_accumulation_boundary(last)
+        zero.setup_buckets()
         for parameter in left:
-            zero.setup_buckets()
             zero.reduce_ready_partitions_and_remove_grads(parameter, self._groups[parameter])
         zero.overlapping_partition_gradients_reduce_epilogue()
         zero._coalesce_grad_reduction = not self._in_backward
@@ -112,6 +115,37 @@ class ZeroParts:
                 gradients = [g.reshape(-1) for g in zero.averaged_gradients.pop(number)]
                 flat.grad = torch.cat(gradients).to(flat.dtype)
             zero.all_grad_tensors.clear()
+
+    def leave(self) -> None:
+        """Leave to a loop of the user's what a backward left, and see later if it was changed.
+
+        What is sent is not in `.grad`, and neither are its sums: undefined numbers stand there.
+        """
+        for p in self._came | self._in_window:
+            own = p.grad
+            p.grad = held = p.new_full((), nan).expand_as(p) if own is None else own
+            self._left[p] = own, held, held._version
+
+    def _take_back(self, *, check: bool = True) -> None:
+        """Take back what was left.
+
+        Raises:
+            ConfigError: It was cleared or changed meanwhile.
+        """
+        left, self._left = self._left, {}
+        changed = []
+        for p, (own, held, version) in left.items():
+            if p.grad is not held or held._version != version:
+                changed.append(p)
+            p.grad = own
+        if changed and check:
+            raise ConfigError(
+                f"{len(changed)} gradients were cleared or changed inside of a window (one has the "
+                f"shape {[*changed[0].shape]}), by `model.zero_grad()` or by hand, but stage 2 of "
+                "ZeRO sends them while each backward goes on. Drop a window by "
+                "`optimizer.zero_grad()` where it ends, on all processes, or pass `zero_stage=1`, "
+                "which leaves gradients in `.grad` until then."
+            )
 
     @property
     def is_open(self) -> bool:
@@ -125,6 +159,7 @@ class ZeroParts:
 
     def _zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients, also those that are reduced, in place of the user's optimizer."""
+        self._take_back(check=False)
         if self._came or self._in_window:
             self.reduce(last=True, whole=False)
         for flat, _ in self._flats:
@@ -136,7 +171,7 @@ class ZeroParts:
         found = []
         for p in parameters:
             piece = self._pieces.get(p)
-            if p.grad is not None:
+            if p.grad is not None and p not in self._left:
                 found.append(p.grad)
             elif piece is not None and piece.flat.grad is not None:
                 found.append(piece.of(piece.flat.grad))
@@ -203,6 +238,7 @@ class ZeroParts:
 
     def close(self) -> None:
         """Give the user's optimizer and model back as they were."""
+        self._take_back(check=False)
         for hook in self._hooks:
             hook.remove()
         for name in ("step", "zero_grad"):
