@@ -34,7 +34,7 @@ def test_files_stay_short() -> None:
     assert not too_long
 
 
-LIMITS = {"trainkit": 59_762, "what the trainer can reach": 27_585, "what the loop imports": 5_450}
+LIMITS = {"trainkit": 59_811, "what the trainer can reach": 27_585, "what the loop imports": 5_450}
 """Lines. Where less is reached the limit follows; 44,000 and 22,000 are wanted of the first two.
 
 5,590 of the first stand in rings that came last: object storage, more names of Accelerate, the page
@@ -48,6 +48,7 @@ go by a courier, and a checkpoint is read where the machine has it.
 970 in the core bring back what no state dict holds, of all kinds that programs have, and key the
 generators of data sets.
 29 give MLflow the options of its own `log_metrics` and keep paths as they were given.
+49 see what an own loop does to gradients that DeepSpeed has sent.
 """
 
 
