@@ -43,13 +43,16 @@ def find_task(env: Mapping[str, str]) -> dict[str, str] | None:
         if not all(name in env for name in _SLURM) or _is_shell(env):
             return None
         *place, node, tasks, hosts = (env[name] for name in _SLURM)
-        counts = _expanded(tasks)
+        each = re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks)  # Slurm writes 4,4,3 as `4(x2),3`
+        counts = [count for count, times in each for _ in range(int(times or 1))]
         if not node.isdecimal() or int(node) >= len(counts):
             raise ConfigError(
                 f"Slurm says that this is node {node!r} of a step with {tasks!r} tasks on its "
                 "nodes, which cannot be. Pass all variables `SLURM_*` on as `srun` sets them."
             )
-        place, host = [*place, str(counts[int(node)])], _first_host(hosts)
+        place = [*place, counts[int(node)]]
+        first = re.match(r"(?:[^,\[]|\[[^]]*\])*", hosts)  # of such as `gpu[07-09,12],login1`
+        host = re.sub(r"\[([^],-]+)[^]]*\]", r"\1", first[0] if first else "")
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     task = dict(zip(names, place, strict=True))
     host = "127.0.0.1" if task["LOCAL_WORLD_SIZE"] == task["WORLD_SIZE"] else host
@@ -118,15 +121,3 @@ def _is_shell(env: Mapping[str, str]) -> bool:
             os.close(os.open("/dev/tty", os.O_RDWR))
             return True
     return False
-
-
-def _expanded(counts: str) -> list[int]:
-    """Return the tasks of each node from what Slurm writes as `4(x2),3`."""
-    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", counts)
-    return [int(count) for count, times in found for _ in range(int(times or 1))]
-
-
-def _first_host(nodes: str) -> str:
-    """Return the first host of what Slurm writes as `gpu[07-09,12],login1`."""
-    first = re.match(r"(?:[^,\[]|\[[^]]*\])*", nodes)
-    return re.sub(r"\[([^],-]+)[^]]*\]", r"\1", first[0] if first else "")

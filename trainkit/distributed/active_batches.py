@@ -161,8 +161,12 @@ class ActiveLoaders:
             return "", ""
         last = self._latest()
         for other in entries:
-            in_turns = last.earlier < other.latest < last.latest
-            if in_turns and _may_be_mistaken(other.batch, last.batch):
+            one, two = other.batch, last.batch
+            assert one is not None
+            assert two is not None
+            # A value of one can be taken for one of the other, and is cut wrongly.
+            may_be_either = one.local_size == two.local_size and one.counts != two.counts
+            if last.earlier < other.latest < last.latest and may_be_either:
                 return (
                     "Two loaders yield in turns, and their batches hold different numbers of "
                     "real samples. The value may belong to either: say to which by `loader=`."
@@ -181,10 +185,3 @@ class ActiveLoaders:
 
     def _latest(self) -> _Pass:
         return max(self._with_batch(), key=attrgetter("latest"))
-
-
-def _may_be_mistaken(one: BatchInfo | None, other: BatchInfo | None) -> bool:
-    """Return whether a value of one batch can be taken for one of the other, and is cut wrongly."""
-    if one is None or other is None:
-        return False
-    return one.local_size == other.local_size and one.counts != other.counts

@@ -99,7 +99,12 @@ class LogSums:
         elif weight != 0:
             weight = 1 if weight is None else weight
             if isinstance(value, Tensor):
-                entry.number = _added(entry.number, value, weight)
+                if not isinstance(entry.number, Tensor):
+                    wide = wide_dtype(value.device.type)
+                    entry.number = torch.full((), entry.number, dtype=wide, device=value.device)
+                if entry.number.device != value.device:
+                    value = value.to(entry.number.device)
+                entry.number.add_(value, alpha=weight)  # a product and a sum, rounded once
                 entry.weight = entry.weight + weight
             else:
                 entry.fold(value * weight, weight)
@@ -279,16 +284,6 @@ def _scalar(name: str, value: Tensor) -> Tensor:
 
 def _wide(value: Tensor, copy: bool = False) -> Tensor:
     return value.to(wide_dtype(value.device.type), copy=copy)
-
-
-def _added(sums: Tensor | float, value: Tensor, weight: float) -> Tensor:
-    """Return `sums + value * weight`, which is rounded once; changes `sums` in place."""
-    if not isinstance(sums, Tensor):
-        wide = wide_dtype(value.device.type)
-        sums = torch.full((), sums, dtype=wide, device=value.device)
-    if sums.device != value.device:
-        value = value.to(sums.device)
-    return sums.add_(value, alpha=weight)
 
 
 def _maximum(first: Tensor | float, second: Tensor | float) -> Tensor | float:

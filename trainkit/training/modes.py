@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from weakref import WeakSet
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from trainkit.checkpoint.resharding.sharding_spec import local_part
 
@@ -40,16 +40,24 @@ def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
     come back to the last bit.
     """
     before = {part: part.training for part in model.modules()}
-    by_hand, merged = _still_by_hand(model), list[tuple[Tensor, Tensor]]()
+    by_hand = _still_by_hand(model)
+    weights = [
+        (weight, weight.clone())
+        for part in model.modules()
+        if type(part).train is not nn.Module.train
+        for parameter in part.parameters(recurse=False)
+        for weight in [local_part(parameter.detach())]
+    ]
     try:
-        merged += _eval(model)
+        model.eval()
+        weights = [(weight, value) for weight, value in weights if not torch.equal(weight, value)]
         yield
     finally:
         if before[model]:
             _train(model, by_hand)
         else:
             _set(before)
-        for weight, value in merged:
+        for weight, value in weights:
             weight.copy_(value)
 
 
@@ -71,16 +79,3 @@ def _set(modes: Mapping[nn.Module, bool]) -> None:
     for part, is_training in modes.items():  # outer ones first: they take inner ones with them
         if part.training != is_training:
             part.train(is_training)
-
-
-def _eval(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
-    """Call `eval()` of a model; return the weights that it has changed, and their values before."""
-    own = [
-        (weight, weight.clone())
-        for part in model.modules()
-        if type(part).train is not nn.Module.train
-        for parameter in part.parameters(recurse=False)
-        for weight in [local_part(parameter.detach())]
-    ]
-    model.eval()
-    return [(weight, value) for weight, value in own if not torch.equal(weight, value)]

@@ -53,6 +53,7 @@ Entries = dict[str, dict[str, Any]]
 _OF_EVERY_MODULE = vars(nn.Module()).keys() - {"training"}
 _EXTRA_STATE = nn.Module.get_extra_state
 _NO_OWNERS = (DataLoader, Dataset, Enum, LRScheduler, Optimizer, Sampler, tuple, type)
+_OF_DATA = (list, tuple, dict, set, deque)  # they tell what was read, or are the data
 _STATE = "state"  # stands for the attributes of what has a `state_dict`
 _STEP = "training_step"
 _GENERATOR = "generator "  # before the number of one that is found in a data set
@@ -260,7 +261,7 @@ class Attributes:
             for key, value in values.items():
                 if id(value) in self._now:
                     marks[key] = Mark(self._now[id(value)])
-                elif not (is_data and _stays_in_data(value)):
+                elif not (is_data and (isinstance(value, _OF_DATA) or is_generator(value))):
                     marks[key] = mark_of(value, memory, _LARGEST if is_data else math.inf)
             if name in ("trainer", _STEP):
                 marks.pop("planned_steps", None)  # which each `fit` sets anew
@@ -316,14 +317,6 @@ class Attributes:
                         waiting.append((place, each))
                         if not is_held:
                             yield place, each
-
-
-def _stays_in_data(value: Any) -> bool:
-    """Return whether it is left alone in a data set: lists tell what was read, or are the data.
-
-    Generators draw under the keys of the samples.
-    """
-    return isinstance(value, (list, tuple, dict, set, deque)) or is_generator(value)
 
 
 def _own_generators(dataset: Any) -> dict[str, Any]:

@@ -139,27 +139,19 @@ def close(run: Run) -> None:
     run.clock.enter("done")
 
 
-def _interruption(run: Run) -> Interrupted | None:
-    """Say what a signal has ended, and return what ends the program.
-
-    None: somebody goes on typing, as in a notebook, and has only asked the training to end.
-    """
-    signum = run.requests.signal
-    goes_on = signum == signal.SIGINT and is_interactive()
-    saved = f"checkpoint `{run.checkpoint}`" if run.checkpoints.saver else "nothing saved"
-    message = f"trainkit: ended by {signal_name(signum)} at step {run.state.step}, {saved}." + (
-        " The model holds the weights of this step." if goes_on else ""
-    )
-    if sys.stderr is not None:
-        run.print(message, file=sys.stderr)
-    return None if goes_on else Interrupted(signum, message)
-
-
 def end(run: Run) -> FitResult:
     """Return what a training came to, its best weights in the model if wanted; raise a signal."""
-    if run.requests.signal and (stop := _interruption(run)) is not None:
-        raise stop
     saver = run.checkpoints.saver
+    if signum := run.requests.signal:
+        # Somebody who goes on typing, as in a notebook, has only asked the training to end.
+        goes_on = signum == signal.SIGINT and is_interactive()
+        saved = f"checkpoint `{run.checkpoint}`" if saver else "nothing saved"
+        message = f"trainkit: ended by {signal_name(signum)} at step {run.state.step}, {saved}."
+        message += " The model holds the weights of this step." if goes_on else ""
+        if sys.stderr is not None:
+            run.print(message, file=sys.stderr)
+        if not goes_on:
+            raise Interrupted(signum, message)
     result = FitResult(
         step=run.state.step,
         skipped_steps=run.state.skipped_steps,
