@@ -22,9 +22,9 @@ from safetensors.torch import load_file
 from torch.optim import lr_scheduler
 
 from tests.checkpoint.toys import save_alone
-from trainkit.checkpoint import CheckpointStore, check_encodable
+from trainkit.checkpoint import CheckpointStore
 from trainkit.checkpoint.format import codec
-from trainkit.checkpoint.format.codec import decode
+from trainkit.checkpoint.format.codec import decode, encode
 from trainkit.containers.json_form import MALFORMED
 from trainkit.errors import CheckpointError
 
@@ -278,7 +278,7 @@ REFUSED: dict[str, Any] = {
 def test_what_cannot_be_kept_is_named_before_anything_is_written(name: str, tmp_path: Path) -> None:
     state = {"MyCallback": {"cache": [0, 1, 2, REFUSED[name]]}}
     with pytest.raises(CheckpointError, match=r"^`callbacks\.MyCallback\.cache\[3\]"):
-        check_encodable(state, "callbacks")
+        encode(state, "callbacks")
     store = CheckpointStore(tmp_path / "checkpoints")
     with pytest.raises(CheckpointError, match=r"`callbacks\.MyCallback\.cache\[3\]"):
         save_alone(store, 1, {"callbacks": state})
@@ -288,7 +288,7 @@ def test_what_cannot_be_kept_is_named_before_anything_is_written(name: str, tmp_
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_quantized_tensors_are_refused() -> None:
     with pytest.raises(CheckpointError, match="`state` is a quantized tensor"):
-        check_encodable(torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.qint8), "state")
+        encode(torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.qint8), "state")
 
 
 def test_lists_that_hold_each_other_many_times_end_with_an_error(
@@ -299,7 +299,7 @@ def test_lists_that_hold_each_other_many_times_end_with_an_error(
     for _ in range(50):
         value = [value, value]
     with pytest.raises(CheckpointError, match="too many"):
-        check_encodable(value, "state")
+        encode(value, "state")
 
 
 def test_many_small_keys_are_kept_and_too_large_values_are_refused(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from trainkit.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from trainkit.checkpoint.checkpoint import Checkpoint as Checkpoint
-    from trainkit.checkpoint.format.codec import check_encodable as check_encodable
     from trainkit.checkpoint.format.manifest import FileInfo as FileInfo, Manifest as Manifest
     from trainkit.checkpoint.listing import Entry as Entry
     from trainkit.checkpoint.retention import (

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
-from trainkit.checkpoint import KeepPolicy, check_encodable
+from trainkit.checkpoint import KeepPolicy
+from trainkit.checkpoint.format.codec import encode
 from trainkit.trainer import Trainer
 from trainkit.training.callback import Callback
 from trainkit.training.run import Run
@@ -228,7 +229,7 @@ def check_resume(
 def check_state(used: Any, fresh: Any, name: str) -> None:
     """Check that the state of a used part can be saved, and comes back out of a new one."""
     state = copy.deepcopy(used.state_dict())
-    check_encodable(state, name)
+    encode(state, name)
     fresh.load_state_dict(state)
     assert same([state, fresh.state_dict()]), (
         f"After `load_state_dict`, the `state_dict` of `{name}` must be what it was: "

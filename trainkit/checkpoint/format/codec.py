@@ -65,14 +65,6 @@ def encode_inline(state: Any, path: str) -> Any:
     return _Encoder(path, inline=True).put(state)
 
 
-def check_encodable(state: Any, path: str) -> None:
-    """Raise the error that saving `state` would raise; tensors and arrays are not copied.
-
-    `path` names `state` in errors, such as `callbacks.MyCallback`.
-    """
-    encode(state, path)
-
-
 def decode(tree: Any, tensors: Mapping[str, Any]) -> Any:
     """Return the state.
 

@@ -8,8 +8,9 @@ from typing import Annotated, Any
 
 from trainkit.basics import rng
 from trainkit.basics.quantized import with_scales
-from trainkit.checkpoint import KeepPolicy, check_encodable
+from trainkit.checkpoint import KeepPolicy
 from trainkit.checkpoint.exact import parameter_states
+from trainkit.checkpoint.format.codec import encode
 from trainkit.checkpoint.forms import Only, at_least, one_of
 from trainkit.checkpoint.per_process import Owners, take_states
 from trainkit.checkpoint.training_state import (
@@ -319,7 +320,7 @@ def _check(run: Run, states: Iterator[tuple[str, Any]]) -> None:
 
                     parts, _ = split(parts, 0)
                 for part in parts.values():
-                    check_encodable(part, path)
+                    encode(part, path)
             except CheckpointError as error:
                 raise ConfigError(
                     f"No checkpoint of this run could be saved: {error} What is no state can be "

@@ -310,11 +310,11 @@ def check_stateful(name: str, part: object, known: Mapping[str, object]) -> None
             f"Two objects were registered for checkpointing as {name!r}. Name one of them: "
             f"`register_for_checkpointing({name.lower()}_2=...)`."
         )
-    from trainkit.checkpoint import check_encodable  # runs without checkpoints need none of it
+    from trainkit.checkpoint.format.codec import encode  # runs without checkpoints need none of it
     from trainkit.checkpoint.resharding.sharding import split
 
     whole, _ = split({name: part.state_dict()}, rank=0)  # as it is saved: without `DTensor`s
-    check_encodable(whole[name], name)
+    encode(whole[name], name)
 
 
 def make_metrics(metrics: Iterable[Any] | None) -> list[Metric]:
