@@ -38,7 +38,11 @@ PLAIN = {bool, int, float, str, Path}
 BUILT = (
     *(getattr(trainkit.callbacks, name) for name in trainkit.callbacks.__all__),
     *(getattr(trainkit.metrics, name) for name in trainkit.metrics.__all__),
-    *(getattr(settings, name) for name in settings.__all__),
+    *(
+        each
+        for each in vars(settings).values()
+        if getattr(each, "__module__", "") == settings.__name__
+    ),
     *(Accelerator, DDP, FP16, FSDP, SingleDevice, Trainer, Watchdog),
 )
 

@@ -13,19 +13,6 @@ from trainkit.basics.outputs import absolute
 from trainkit.basics.parsing import boolean
 from trainkit.errors import ConfigError
 
-__all__ = [
-    "AORecipeKwargs",
-    "AutocastKwargs",
-    "DataLoaderConfiguration",
-    "DistributedDataParallelKwargs",
-    "DistributedType",
-    "GradScalerKwargs",
-    "GradientAccumulationPlugin",
-    "InitProcessGroupKwargs",
-    "KwargsHandler",
-    "ProjectConfiguration",
-]
-
 
 class DistributedType(str, Enum):  # noqa: UP042  # `str` of a member is Accelerate's
     """How a job shares its work; those that trainkit does not drive are there to compare with."""

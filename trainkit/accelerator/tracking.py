@@ -3,7 +3,7 @@
 import os
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -98,7 +98,18 @@ class Trackers:
             ConfigError: A tracker lacks its folder, or two write to one place.
         """
         place = self._project.folder("logging_dir")
-        made = _make_trackers(_checked(self.wanted, place), run_name, place, options)
+        made: list[GeneralTracker] = []
+        for entry in _checked(self.wanted, place):
+            if isinstance(entry, GeneralTracker):
+                made.append(entry)
+                continue
+            name, folder = run_name, (place,) if KINDS[entry].requires_logging_directory else ()
+            given = {**options.get(entry, {})}
+            if entry == "mlflow":  # what `mlflow run` says goes first
+                name = os.environ.get("MLFLOW_EXPERIMENT_NAME", name)
+                said = {key: os.environ.get(f"MLFLOW_{key.upper()}") for key in ("run_id", "tags")}
+                given |= {key: value for key, value in said.items() if value}
+            made.append(KINDS[entry](name, *folder, **given))
         is_main = self._processes.is_main  # which scripts let call this alone
         if is_main and place and any(each.requires_logging_directory for each in made):
             check_folder(Path(place) / run_name, "`init_trackers`")
@@ -138,29 +149,6 @@ class Trackers:
             tracker.finish()
         self.at_work.clear()
         self._locks.clear()
-
-
-def _make_trackers(
-    wanted: Sequence[Any],
-    run_name: str,
-    logging_dir: str | Path | None,
-    options: Mapping[str, Mapping[str, Any]],
-) -> list[GeneralTracker]:
-    """Return the trackers that `log_with` names; they have not started."""
-    made: list[GeneralTracker] = []
-    for entry in wanted:
-        if isinstance(entry, GeneralTracker):
-            made.append(entry)
-            continue
-        place = (logging_dir,) if KINDS[entry].requires_logging_directory else ()
-        given = {**options.get(entry, {})}
-        name = run_name
-        if entry == "mlflow":  # what `mlflow run` says goes first
-            name = os.environ.get("MLFLOW_EXPERIMENT_NAME", name)
-            said = {key: os.environ.get(f"MLFLOW_{key.upper()}") for key in ("run_id", "tags")}
-            given |= {key: value for key, value in said.items() if value}
-        made.append(KINDS[entry](name, *place, **given))
-    return made
 
 
 def _write_yaml(folder: Path, values: dict[str, Any]) -> None:

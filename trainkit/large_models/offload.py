@@ -118,36 +118,27 @@ def align_devices(model: nn.Module, devices: Mapping[str, torch.device]) -> None
     Args:
         devices: By name of the module; names of single tensors are passed over.
     """
-    modules = dict(model.named_modules())
+    modules, origin = dict(model.named_modules()), list[torch.device]()
+
+    def move(device: torch.device, module: nn.Module, inputs: Any, options: Any) -> Any:
+        return moved(inputs, device), moved(options, device)
+
+    def note(leaf: Any) -> None:
+        if isinstance(leaf, Tensor):
+            origin.append(leaf.device)
+
+    def note_all(module: nn.Module, inputs: Any, options: Any) -> None:
+        origin.clear()
+        map_leaves((inputs, options), note)
+
+    def bring_back(module: nn.Module, inputs: Any, outputs: Any) -> Any:
+        return moved(outputs, origin[0]) if origin else outputs
+
     for name, device in devices.items():
         if name in modules:
-            modules[name].register_forward_pre_hook(partial(_move_inputs, device), with_kwargs=True)
-    origin = _Origin()
-    model.register_forward_pre_hook(origin.note, with_kwargs=True, prepend=True)
-    model.register_forward_hook(origin.bring_back)
-
-
-def _move_inputs(device: torch.device, module: nn.Module, inputs: Any, options: Any) -> Any:
-    return moved(inputs, device), moved(options, device)
-
-
-class _Origin:
-    def __init__(self) -> None:
-        self._devices: list[torch.device] = []
-
-    def note(self, module: nn.Module, inputs: Any, options: Any) -> None:
-        """Remember where the inputs are."""
-        self._devices.clear()
-        map_leaves((inputs, options), self._see)
-
-    def bring_back(self, module: nn.Module, inputs: Any, outputs: Any) -> Any:
-        """Return the outputs there."""
-        return moved(outputs, self._devices[0]) if self._devices else outputs
-
-    def _see(self, leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            self._devices.append(leaf.device)
-        return leaf
+            modules[name].register_forward_pre_hook(partial(move, device), with_kwargs=True)
+    model.register_forward_pre_hook(note_all, with_kwargs=True, prepend=True)
+    model.register_forward_hook(bring_back)
 
 
 def moved(tree: Any, device: torch.device) -> Any:
