@@ -8,18 +8,8 @@ from typing import Any
 from torch import nn
 from typing_extensions import override
 
+from trainkit.testing import task
 from trainkit.testing.processes import on_processes
-from trainkit.testing.task import (
-    GLOBAL_BATCH,
-    Network,
-    check_resume,
-    check_state,
-    fit,
-    loaders,
-    outcome,
-    same,
-    train,
-)
 from trainkit.trainer import Trainer
 from trainkit.training.callback import Callback
 from trainkit.training.run import Run
@@ -56,33 +46,35 @@ def check_callback(
         with tempfile.TemporaryDirectory(prefix="trainkit-") as folder:
             arguments = (make_callback, size, Path(folder), changes_training)
             found = on_processes(size, _observe, *arguments, timeout_seconds=timeout_seconds)
-        assert same(found), f"On {size} processes, results or weights differ between processes."
+        assert task.same(found), (
+            f"On {size} processes, results or weights differ between processes."
+        )
 
 
 def _observe(
     rank: int, make_callback: MakeCallback, size: int, folder: Path, changes_training: bool
 ) -> Any:
-    batch = GLOBAL_BATCH // size
+    batch = task.GLOBAL_BATCH // size
     used = make_callback()
     first = _train([used], batch, folder / "first")
     if not changes_training:
         without = _train([], batch, folder / "without")
         kept = ("step", "skipped_steps", "epoch", "samples_seen", "weights")
         ends = [{name: end[name] for name in kept} for end in (first, without)]
-        assert same(ends), (
+        assert task.same(ends), (
             f"Training with `{used.name}` ends with {_words(first)}, without it with "
             f"{_words(without)}, or with other weights. A callback must not change what is trained "
             "(draw no numbers, touch no gradients); pass `changes_training=True` if it is there "
             "to do so."
         )
     again = _train([used], batch, folder / "again")
-    assert same([first, again]), (
+    assert task.same([first, again]), (
         f"A second `fit` with the same `{used.name}` ends otherwise than the first: "
         f"{_words(again)} instead of {_words(first)}. `on_fit_start` must put back what belongs to "
         "one training."
     )
-    check_state(used, make_callback(), used.name)
-    check_resume("a callback", batch, folder / "resume", lambda: _options([make_callback()]))
+    task.check_state(used, make_callback(), used.name)
+    task.check_resume("a callback", batch, folder / "resume", lambda: _options([make_callback()]))
     _check_exception(make_callback, batch, folder)
     return first
 
@@ -105,8 +97,8 @@ def _options(callbacks: list[Callback]) -> dict[str, Any]:
 
 
 def _train(callbacks: list[Callback], batch: int, folder: Path) -> dict[str, Any]:
-    _, result, model = train(batch, folder=folder, **_options(callbacks))
-    return outcome(result, model)
+    _, result, model = task.train(batch, folder=folder, **_options(callbacks))
+    return task.outcome(result, model)
 
 
 class _Trips(nn.Module):
@@ -114,7 +106,7 @@ class _Trips(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.network = Network()
+        self.network = task.Network()
         self.left = 5
 
     @override
@@ -131,7 +123,7 @@ def _check_exception(make_callback: MakeCallback, batch: int, folder: Path) -> N
     callback = make_callback()
     trainer = Trainer(max_epochs=2, callbacks=[callback], output_dir=folder / "exception")
     try:
-        fit(trainer, _Trips(), loaders(batch))
+        task.fit(trainer, _Trips(), task.loaders(batch))
     except ArithmeticError:
         return
     raise AssertionError(f"`{callback.name}` hid an exception of the training step.")

@@ -24,19 +24,7 @@ from trainkit.distributed import run_on_main
 from trainkit.distributed.collectives import run_on_all
 from trainkit.distributed.communicator import Communicator
 from trainkit.errors import ConfigError, DistributedError
-from trainkit.testing.task import (
-    GLOBAL_BATCH,
-    SAMPLES,
-    STEPS_PER_EPOCH,
-    Network,
-    Record,
-    Save,
-    check_resume,
-    loaders,
-    same,
-    train,
-    weights,
-)
+from trainkit.testing import task
 from trainkit.trainer import Trainer
 
 # The processes work together.
@@ -105,28 +93,30 @@ def _fit(job: Communicator, dtype: torch.dtype, **options: Any) -> dict[str, Ten
     """Train on all samples in each step, on all processes together; return the weights."""
     usual = {"max_epochs": None, "max_steps": _STEPS, "max_grad_norm": None}
     options = {"gradient_accumulation_steps": 1, **usual, **options}
-    return weights(train(-(-SAMPLES // job.num_processes), [], dtype=dtype, **options)[-1])
+    return task.weights(
+        task.train(-(-task.SAMPLES // job.num_processes), [], dtype=dtype, **options)[-1]
+    )
 
 
 def _precision(precision: str, job: Communicator) -> None:
     found = _fit(job, torch.float32, precision=precision)
     is_finite = all(bool(weight.isfinite().all()) for weight in found.values())
     everywhere = job.processes.all_gather_objects(found)
-    different = [rank for rank, each in enumerate(everywhere) if not same([each, found])]
+    different = [rank for rank, each in enumerate(everywhere) if not task.same([each, found])]
     _require(is_finite, f"Training in {precision} gave weights that are not finite.")
     _require(not different, f"Process {different} and this one have different weights.")
 
 
 def _training(job: Communicator) -> None:
     dtype = wide_dtype(job.device.type)
-    model, (inputs, targets) = Network(dtype), next(iter(loaders(SAMPLES, dtype)[0]))
+    model, (inputs, targets) = task.Network(dtype), next(iter(task.loaders(task.SAMPLES, dtype)[0]))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)  # as `fit` has it
     for _ in range(_STEPS):
         optimizer.zero_grad()
         loss: Tensor = nn.functional.cross_entropy(model(inputs), targets)
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
-    found, alone = _fit(job, dtype), weights(model)
+    found, alone = _fit(job, dtype), task.weights(model)
     error = max(float((found[name] - alone[name]).abs().max()) for name in alone)
     allowed = 4096 * torch.finfo(dtype).eps  # sums in another order
     _require(error < allowed, f"Weights differ by {error:.2g} from those of one process.")
@@ -136,7 +126,7 @@ def _checkpoint(job: Communicator) -> None:
     options = {
         "dtype": torch.float32,
         "max_epochs": None,
-        "max_steps": 2 * STEPS_PER_EPOCH,
+        "max_steps": 2 * task.STEPS_PER_EPOCH,
         "gradient_accumulation_steps": 1,
         "deterministic": job.device.type != "cpu",
     }
@@ -145,8 +135,8 @@ def _checkpoint(job: Communicator) -> None:
     make = partial(tempfile.mkdtemp, prefix="trainkit-test-", dir=place)
     folder = Path(run_on_main(job.processes, make)).absolute()
     try:
-        batch = -(-GLOBAL_BATCH // job.num_processes)
-        check_resume("a training", batch, folder, options.copy)
+        batch = -(-task.GLOBAL_BATCH // job.num_processes)
+        task.check_resume("a training", batch, folder, options.copy)
     finally:
         job.wait_for_everyone()
         if job.is_main_process:
@@ -175,7 +165,7 @@ _PAIRS = (  # of one strategy on as many processes; the last says whether bits m
 )
 
 
-class _Noisy(Network):
+class _Noisy(task.Network):
     """A network that draws from the random stream of its process."""
 
     @override
@@ -218,20 +208,20 @@ def _train(batch: int, device: str, dtype: torch.dtype | None = None, **options:
 
     With a `dtype` it is exact arithmetic, else the job's precision with random numbers.
     """
-    record = Record()
+    record = task.Record()
     defaults = {"gradient_accumulation_steps": 1, "precision": "auto" if dtype is None else "fp32"}
-    _, _, model = train(
+    _, _, model = task.train(
         batch,
-        [record, Save(_SAVED)] if "output_dir" in options else [record],
+        [record, task.Save(_SAVED)] if "output_dir" in options else [record],
         dtype=dtype or torch.float32,
-        model_class=_Noisy if dtype is None else Network,
+        model_class=_Noisy if dtype is None else task.Network,
         evaluates=False,
         max_epochs=None,
         max_steps=_ENOUGH,
         deterministic=device != "cpu",
         **defaults | options,
     )
-    ends = torch.cat([value.double().flatten() for value in weights(model).values()])
+    ends = torch.cat([value.double().flatten() for value in task.weights(model).values()])
     return [*record.losses[_SAVED - _ENOUGH :], *ends.tolist()]
 
 

@@ -10,22 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.precision import FP32, Precision
+from trainkit.testing import task
 from trainkit.testing.processes import on_processes
-from trainkit.testing.task import (
-    GLOBAL_BATCH,
-    STEPS_PER_EPOCH,
-    Network,
-    Record,
-    check_resume,
-    check_state,
-    loaders,
-    same,
-    train,
-)
 
 MakePrecision = Callable[[], Precision]
 
-STEPS = 2 * STEPS_PER_EPOCH
+STEPS = 2 * task.STEPS_PER_EPOCH
 CLOSE = 0.1  # relative; two bytes hold a number to 0.4 %, and errors add up
 
 
@@ -51,7 +41,7 @@ def check_precision(
         with tempfile.TemporaryDirectory(prefix="trainkit-") as folder:
             arguments = (make_precision, size, Path(folder))
             found = on_processes(size, _observe, *arguments, timeout_seconds=timeout_seconds)
-        assert same(found), (
+        assert task.same(found), (
             f"On {size} processes, weights or precision states differ between processes. What is "
             "random in a precision must be drawn alike on all."
         )
@@ -61,10 +51,15 @@ def _observe(rank: int, make_precision: MakePrecision, size: int, folder: Path) 
     if size == 1:
         _check_gradients(make_precision())
         _check_overflow(make_precision())
-    batch, used, record, plain = GLOBAL_BATCH // size, make_precision(), Record(), Record()
-    model = train(batch, [record], precision=used, dtype=torch.float32)[-1]
-    train(batch, [plain], precision=FP32(), dtype=torch.float32)
-    check_state(used, _set_up(make_precision()), "precision")
+    batch, used, record, plain = (
+        task.GLOBAL_BATCH // size,
+        make_precision(),
+        task.Record(),
+        task.Record(),
+    )
+    model = task.train(batch, [record], precision=used, dtype=torch.float32)[-1]
+    task.train(batch, [plain], precision=FP32(), dtype=torch.float32)
+    task.check_state(used, _set_up(make_precision()), "precision")
     dtypes = {str(p.dtype) for p in model.parameters()}
     assert dtypes == {"torch.float32"}, (
         f"The parameters came as float32 and left as {sorted(dtypes)}: a precision must leave "
@@ -83,7 +78,7 @@ def _observe(rank: int, make_precision: MakePrecision, size: int, folder: Path) 
         made.append(make_precision())
         return {"precision": made[-1], "dtype": torch.float32}
 
-    return [check_resume("a precision", batch, folder, options), made[0].state_dict()]
+    return [task.check_resume("a precision", batch, folder, options), made[0].state_dict()]
 
 
 def _set_up(precision: Precision) -> Precision:
@@ -93,7 +88,7 @@ def _set_up(precision: Precision) -> Precision:
 
 def _backward(precision: Precision, model: nn.Module, factor: float = 1.0) -> torch.optim.Optimizer:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    inputs, targets = next(iter(loaders(GLOBAL_BATCH, torch.float32)[1]))
+    inputs, targets = next(iter(task.loaders(task.GLOBAL_BATCH, torch.float32)[1]))
     with precision.autocast():
         loss = nn.functional.cross_entropy(model(inputs), targets) * factor
     precision.backward(loss)
@@ -116,7 +111,7 @@ def _check_gradients(precision: Precision) -> None:
 
 
 def _gradients(precision: Precision) -> Tensor:
-    model = Network(torch.float32)
+    model = task.Network(torch.float32)
     _backward(precision, model)
     optimizer = _backward(precision, model)
     overflowed = precision.unscale(optimizer, _agree)
@@ -128,7 +123,7 @@ def _gradients(precision: Precision) -> Tensor:
 
 def _check_overflow(precision: Precision) -> None:
     """Check that a precision which scales the loss reports an overflow and gets over it."""
-    model, plain = Network(torch.float32), Network(torch.float32)
+    model, plain = task.Network(torch.float32), task.Network(torch.float32)
     optimizer = _backward(_set_up(precision), model)
     _backward(_set_up(FP32()), plain)
     scaled, true = model.last.bias.grad, plain.last.bias.grad

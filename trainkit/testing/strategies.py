@@ -14,29 +14,15 @@ from typing_extensions import override
 
 from trainkit.precision import FP16
 from trainkit.strategies import SingleDevice, Strategy
+from trainkit.testing import task
 from trainkit.testing.processes import on_processes
-from trainkit.testing.task import (
-    GLOBAL_BATCH,
-    SAVED_STEP,
-    STEPS_PER_EPOCH,
-    Network,
-    Record,
-    WeightedTrainer,
-    check_resume,
-    fit,
-    loaders,
-    same,
-    shown,
-    train,
-    weights,
-)
 from trainkit.trainer import Trainer
 from trainkit.training.run import Run
 from trainkit.types import Batch, StepResult
 
 MakeStrategy = Callable[[], Strategy]
 
-STEPS = 2 * STEPS_PER_EPOCH
+STEPS = 2 * task.STEPS_PER_EPOCH
 SPOILED_STEP = 2  # counted from 0; the last full one, which a process may repeat
 
 
@@ -64,9 +50,9 @@ def check_strategy(
     Raises:
         AssertionError: A promise is broken; says which.
     """
-    if GLOBAL_BATCH % processes or GLOBAL_BATCH // processes < 2:
+    if task.GLOBAL_BATCH % processes or task.GLOBAL_BATCH // processes < 2:
         raise ValueError(f"`processes` must be 1, 2, 3, 4 or 6, but is {processes}.")
-    batch = GLOBAL_BATCH // processes
+    batch = task.GLOBAL_BATCH // processes
 
     def run(function: Callable[..., Any], *arguments: Any) -> list[Any]:
         return on_processes(
@@ -76,7 +62,7 @@ def check_strategy(
     expected = None
     if exact:  # what one device computes with the same global batches
         alone = partial(SingleDevice, device="cpu")
-        expected = on_processes(1, _trainings, alone, GLOBAL_BATCH)[0]
+        expected = on_processes(1, _trainings, alone, task.GLOBAL_BATCH)[0]
     run(_check_no_sync, exact)
     found = run(_trainings)
     for kind in found[0]:
@@ -92,7 +78,7 @@ def _trainings(rank: int, make_strategy: MakeStrategy, batch: int) -> dict[str, 
     train_by = partial(_train, make_strategy, batch)
     return {
         "plain": train_by(_Unwraps(), gradient_accumulation_steps=1),
-        "accumulated, weighted": train_by(_Unwraps(), trainer_class=WeightedTrainer),
+        "accumulated, weighted": train_by(_Unwraps(), trainer_class=task.WeightedTrainer),
         "first partly frozen (see `Strategy.finish_reduction`)": train_by(_Thaws()),
     }
 
@@ -101,7 +87,7 @@ def _troubles(rank: int, make_strategy: MakeStrategy, batch: int, folder: Path) 
     threads = set(threading.enumerate())
     overflow = _overflow(make_strategy, batch)
     options = {"gradient_accumulation_steps": 1}
-    check_resume("a strategy", batch, folder, lambda: {"strategy": make_strategy(), **options})
+    task.check_resume("a strategy", batch, folder, lambda: {"strategy": make_strategy(), **options})
     Trainer(max_steps=1, strategy=make_strategy(), callbacks=[]).close()
     left = [thread.name for thread in set(threading.enumerate()) - threads if not thread.daemon]
     if torch.distributed.is_initialized():
@@ -109,7 +95,7 @@ def _troubles(rank: int, make_strategy: MakeStrategy, batch: int, folder: Path) 
     return {"overflow": overflow, "left": left}
 
 
-class _Unwraps(Record):
+class _Unwraps(task.Record):
     """Checks that the strategy finds the user's module again."""
 
     @override
@@ -131,7 +117,7 @@ class _Thaws(_Unwraps):
     @override
     def on_step_end(self, run: Run, result: StepResult) -> None:
         super().on_step_end(run, result)
-        if run.state.step == SAVED_STEP:
+        if run.state.step == task.SAVED_STEP:
             self._set(run, trains=True)
 
     def _set(self, run: Run, *, trains: bool) -> None:
@@ -139,10 +125,10 @@ class _Thaws(_Unwraps):
 
 
 def _train(
-    make_strategy: MakeStrategy, batch: int, record: Record, **options: Any
+    make_strategy: MakeStrategy, batch: int, record: task.Record, **options: Any
 ) -> dict[str, Any]:
-    trainer, result, model = train(batch, [record], strategy=make_strategy(), **options)
-    keys, kept = list(Network().state_dict()), list(model.state_dict())
+    trainer, result, model = task.train(batch, [record], strategy=make_strategy(), **options)
+    keys, kept = list(task.Network().state_dict()), list(model.state_dict())
     assert kept == keys, f"The keys of the state dict were {keys} and became {kept}."
     return {
         "losses": record.losses,
@@ -150,8 +136,8 @@ def _train(
         "hooks": record.hooks,
         "counters": [result.step, result.skipped_steps, result.epoch, result.samples_seen],
         "metrics": result.metrics,
-        "again": trainer.evaluate(model, loaders(batch)[1]),
-        "weights": weights(model),
+        "again": trainer.evaluate(model, task.loaders(batch)[1]),
+        "weights": task.weights(model),
     }
 
 
@@ -161,16 +147,16 @@ def _check_training(
     what = f"In {kind} training"
     for key in ("counters", "hooks", "losses", "metrics", "again", "weights"):
         values = [of[key] for of in found]
-        assert same(values), f"{what}, `{key}` differ between processes: {shown(values)}."
+        assert task.same(values), f"{what}, `{key}` differ between processes: {task.shown(values)}."
     hooks = ("on_step_start", "on_gradients", "on_step_end")
     assert found[0]["hooks"] == dict.fromkeys(hooks, STEPS), f"{what}, hooks are missing."
     assert all(map(math.isfinite, found[0]["losses"])), f"{what}, losses are not finite."
     assert found[0]["losses"][-1] < found[0]["losses"][0], f"{what}, the loss does not fall."
     if expected is None:
         return
-    assert same([of["norms"] for of in found]), (
+    assert task.same([of["norms"] for of in found]), (
         f"{what}, `clip_grad_norm` must return the norm over all processes, equal on each, but "
-        f"returned {shown([of['norms'] for of in found])}."
+        f"returned {task.shown([of['norms'] for of in found])}."
     )
     assert found[0]["counters"] == expected["counters"], f"{what}, counters are not as on one."
     for key in ("losses", "norms", "metrics", "again", "weights"):
@@ -198,25 +184,25 @@ def _distance(found: Any, expected: Any) -> float:
 
 def _overflow(make_strategy: MakeStrategy, batch: int) -> dict[str, Any]:
     """Train in fp16 where one sample, on the last process, spoils one step."""
-    model = Network(torch.float32)
+    model = task.Network(torch.float32)
     watch = _Skips()
     precision = FP16(init_scale=256.0)  # so that nothing else overflows
     trainer = Trainer(
-        max_steps=STEPS_PER_EPOCH - 1, strategy=make_strategy(), precision=precision,
+        max_steps=task.STEPS_PER_EPOCH - 1, strategy=make_strategy(), precision=precision,
         callbacks=[watch],
     )  # fmt: skip
-    spoiled = (SPOILED_STEP + 1) * GLOBAL_BATCH - 1
-    result = fit(trainer, model, loaders(batch, torch.float32, spoiled)[0])
+    spoiled = (SPOILED_STEP + 1) * task.GLOBAL_BATCH - 1
+    result = task.fit(trainer, model, task.loaders(batch, torch.float32, spoiled)[0])
     return {
         "counters": [result.step, result.skipped_steps, result.samples_seen],
         "skips": watch.skips,
         "changed": watch.changed,
         "scale": precision.scale,
-        "weights": weights(model),
+        "weights": task.weights(model),
     }
 
 
-class _Skips(Record):
+class _Skips(task.Record):
     """Notes at which steps the loop skipped, and whether a skip changed the weights."""
 
     def __init__(self) -> None:
@@ -227,12 +213,12 @@ class _Skips(Record):
 
     @override
     def on_step_start(self, run: Run) -> None:
-        self._before = weights(run.module)
+        self._before = task.weights(run.module)
 
     @override
     def on_step_skipped(self, run: Run, result: Any) -> None:
         self.skips.append(run.state.step)
-        self.changed = not same([self._before, weights(run.module)])
+        self.changed = not task.same([self._before, task.weights(run.module)])
 
 
 def _check_overflow(found: list[dict[str, Any]]) -> None:
@@ -244,11 +230,11 @@ def _check_overflow(found: list[dict[str, Any]]) -> None:
         )
         assert not of["changed"], f"A skipped step changed the weights of process {rank}."
         assert of["scale"] == 128.0, f"The loss scale of process {rank} is {of['scale']}, not 128."
-    assert same([of["counters"] for of in found]), "After a skip, counters differ."
-    assert same([of["weights"] for of in found]), "After a skip, weights differ."
+    assert task.same([of["counters"] for of in found]), "After a skip, counters differ."
+    assert task.same([of["weights"] for of in found]), "After a skip, weights differ."
 
 
-class _Gradients(Record):
+class _Gradients(task.Record):
     """Keeps the gradients of one parameter, after each micro-batch and when they are reduced."""
 
     def __init__(self) -> None:
@@ -277,14 +263,14 @@ def _check_no_sync(rank: int, make_strategy: MakeStrategy, batch: int, reduces: 
     trainer = Trainer(
         max_steps=1, strategy=make_strategy(), callbacks=[kept], gradient_accumulation_steps=2
     )
-    fit(trainer, Network(), loaders(batch // 2))
+    task.fit(trainer, task.Network(), task.loaders(batch // 2))
     gather = trainer.strategy.processes.all_gather_objects
     inside, reduced = gather(kept.inside[0]), gather(kept.reduced[0])
     if len(inside) == 1 or not inside[0].numel():
         return  # the strategy keeps the gradients of a window to itself
-    assert not same(inside), (
+    assert not task.same(inside), (
         "Inside a window each process must keep its own gradients, but they are equal: `no_sync` "
         "reduced them."
     )
     if reduces:
-        assert same(reduced), "At the end of a window, gradients differ between processes."
+        assert task.same(reduced), "At the end of a window, gradients differ between processes."
