@@ -57,7 +57,7 @@ def test_what_cannot_be_is_refused_as_there(sizes: Any) -> None:
     ("settings", "words"),
     [
         ({"parallelism_config": {"tp_size": 2}}, "must be a `ParallelismConfig` of trainkit"),
-        ({"parallelism_config": ParallelismConfig(tp_size=2)}, r"tp above 1.*model_parallel"),
+        ({"parallelism_config": ParallelismConfig(tp_size=2)}, r"tp above 1.*ModelParallel"),
         ({"parallelism_config": ParallelismConfig(dp_shard_size=2)}, "is 1 times 2 on 1"),
     ],
 )
@@ -128,6 +128,8 @@ def _each_way(rank: int) -> list[Any]:
     plugin = FullyShardedDataParallelPlugin(reshard_after_forward=False)
     both = _trained(rank, fsdp_plugin=plugin, parallelism_config=ParallelismConfig(dp_shard_size=4))
     said.append((both[:2], said[0][1], [None, None]))
+    given = _trained(rank, strategy=DDP(find_unused_parameters=True))
+    said.append((given[:2], said[1][1], [None, None]))
     left_to_us = ParallelismConfig()
     said.append((_trained(rank, parallelism_config=left_to_us)[:2], said[1][1], [None, None]))
     assert left_to_us.data_parallel_size == 4
@@ -142,5 +144,5 @@ def test_sizes_of_groups_train_as_the_strategy_that_they_mean() -> None:
             assert ours == theirs
         assert [got[1] for got, *_ in said] == [
             *("DistributedType.FSDP", "DistributedType.MULTI_CPU", "DistributedType.FSDP"),
-            *("DistributedType.FSDP", "DistributedType.MULTI_CPU"),
+            *("DistributedType.FSDP", "DistributedType.MULTI_CPU", "DistributedType.MULTI_CPU"),
         ]

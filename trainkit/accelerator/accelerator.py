@@ -21,6 +21,7 @@ from trainkit.accelerator.deepspeed_plugin import chosen_plugin
 from trainkit.accelerator.gradients import Gradients
 from trainkit.accelerator.loader import SharedLoader, Sharing, SkippedLoader, skip_first_batches
 from trainkit.accelerator.optimizer import PreparedOptimizer
+from trainkit.accelerator.parallel_loop import LoopModelParallel
 from trainkit.accelerator.preparer import ConfiguredDDP, Preparer, Registry
 from trainkit.accelerator.profiling import ProfileKwargs, profiled
 from trainkit.accelerator.scheduler import PreparedScheduler
@@ -39,7 +40,7 @@ from trainkit.accelerator.zero_loop import LoopDeepSpeed
 from trainkit.basics.config import checked
 from trainkit.distributed import check_called_by_all, run_on_all_or_main
 from trainkit.errors import DataError
-from trainkit.strategies import FSDP, SingleDevice
+from trainkit.strategies import DDP, FSDP, SingleDevice
 
 if TYPE_CHECKING:
     from torch.profiler import profile
@@ -134,6 +135,12 @@ class Accelerator(Attributes):
         )
         if chosen is not None:
             place = chosen.agree_on(place)
+        if type(chosen) is DDP:  # which a `Trainer` tells where windows end
+            unused, cap = chosen.find_unused_parameters, chosen.bucket_cap_mb
+            self._ddp = ddp = replace(
+                ddp, find_unused_parameters=unused, bucket_cap_mb=cap or ddp.bucket_cap_mb
+            )
+            chosen = None
         self.init_handler = handlers.of(InitProcessGroupKwargs)
         arguments.join(self.init_handler, place)
         super().__init__(device=place)
@@ -239,6 +246,7 @@ class Accelerator(Attributes):
             ConfigError: An object is of another kind.
         """
         prepared = self._preparer.prepare(args, device_placement)
+        self.data_processes = self._preparer.sharing.processes
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
     def prepare_model(
@@ -247,6 +255,8 @@ class Accelerator(Attributes):
         """Return a model as the loop calls it; not wrapped where it is only evaluated."""
         if not evaluation_mode:
             self._preparer.check_alike([model])
+            self._preparer.adopt([model])
+            self.data_processes = self._preparer.sharing.processes
         return self._preparer.model(model, device_placement, evaluation_mode=evaluation_mode)
 
     def prepare_optimizer(
@@ -396,7 +406,7 @@ class Accelerator(Attributes):
         self._gradients.optimizers.clear()
         self._gradients.forget()
         self._accumulation.reset()
-        if isinstance(self._strategy, LoopDeepSpeed):
+        if isinstance(self._strategy, LoopDeepSpeed | LoopModelParallel):
             self._strategy.release()
         return release_memory(*objects)
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed
 
 from trainkit.accelerator.autocasting import InnerFP8
+from trainkit.accelerator.parallel_loop import LoopModelParallel
 from trainkit.accelerator.parallelism import ParallelismConfig
 from trainkit.accelerator.plugins import FullyShardedDataParallelPlugin, TorchDynamoPlugin
 from trainkit.accelerator.profiling import ProfileKwargs
@@ -39,7 +40,7 @@ from trainkit.distributed.rendezvous import INIT_METHOD
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigError
 from trainkit.precision import FP16, Precision
-from trainkit.strategies import FSDP, Strategy
+from trainkit.strategies import DDP, FSDP, ModelParallel, Strategy
 from trainkit.training.setup.arguments import make_precision
 
 HANDLERS = (
@@ -188,10 +189,17 @@ def chosen_strategy(
     if given is None and (said := sharding()) is not None:
         given = FSDP(**said)
     chosen: Strategy | None = given
-    if chosen is not None and chosen.name in ("model_parallel", "deepspeed"):
+    if chosen is not None and chosen.name == "deepspeed":
         raise ConfigError(
-            f'`Accelerator` cannot train by `strategy="{chosen.name}"`. Use a `Trainer`, or '
-            "`strategy=FSDP()`; for DeepSpeed `Accelerator(deepspeed_plugin=DeepSpeedPlugin())`."
+            "For DeepSpeed pass `Accelerator(deepspeed_plugin=DeepSpeedPlugin())` instead of a "
+            "`strategy`."
+        )
+    if isinstance(chosen, ModelParallel):
+        chosen = LoopModelParallel(device=chosen.agree_on(None))
+    elif chosen is not None and type(chosen) is not DDP and _reduces_late(chosen):
+        raise ConfigError(
+            f"`{type(chosen).__name__}` averages gradients where a window ends, of which only a "
+            "`Trainer` tells it. Use one, or a hook of `DistributedDataParallelKwargs`."
         )
     if parallelism is not None:
         chosen = parallelism.strategy(chosen)
@@ -201,6 +209,10 @@ def chosen_strategy(
             f"strategy is `{chosen.name}`. Leave one of the two out."
         )
     return chosen
+
+
+def _reduces_late(strategy: Strategy) -> bool:
+    return type(strategy).finish_reduction is not Strategy.finish_reduction
 
 
 def chosen_device(device: Any, *, cpu: bool) -> Any:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainkit.accelerator.accumulation import Accumulation
+from trainkit.accelerator.parallel_loop import LoopModelParallel
 from trainkit.accelerator.zero_loop import LoopDeepSpeed
 from trainkit.basics.torch_internals import unscaled_optimizers
 from trainkit.errors import ConfigError
@@ -54,7 +55,7 @@ class Gradients:
         """Whether a backward came after the latest step or `zero_grad` of one of them."""
         self._accumulation = accumulation
         self._strategy = strategy
-        self._zero = strategy if isinstance(strategy, LoopDeepSpeed) else None
+        self._zero = strategy if isinstance(strategy, LoopDeepSpeed | LoopModelParallel) else None
         self._unscaled: dict[int, tuple[int, bool]] = {}  # the window, and whether they overflowed
 
     @property
@@ -142,7 +143,8 @@ class Gradients:
             return self._strategy.clip_grad_norm(found, max_norm)
         if self._zero is not None:
             raise ConfigError(
-                f"DeepSpeed clips by the L2 norm, but `norm_type` is {norm_type!r}. Leave it out."
+                f'`strategy="{self._strategy.name}"` clips by the L2 norm, but `norm_type` is '
+                f"{norm_type!r}. Leave it out."
             )
         norm = nn.utils.get_total_norm(gradient_values(found), norm_type)
         nn.utils.clip_grads_with_norm_(found, max_norm, norm)

@@ -125,9 +125,9 @@ class ParallelismConfig:
         if self.non_data_parallel_size > 1:
             raise ConfigError(
                 f"`Accelerator` cannot train with {' and '.join(self.non_dp_dim_names)} above 1 "
-                "in `ParallelismConfig`: it gives each process samples of its own. Shard by "
-                "`dp_shard_size`, or load the model parallel and use "
-                '`Trainer(strategy="model_parallel")`.'
+                "in `ParallelismConfig`: it makes no model parallel. Shard by `dp_shard_size`, or "
+                "load the model parallel, and pass `strategy=ModelParallel()` of "
+                "`trainkit.strategies` in place of the configuration."
             )
         if self.total_size == 1:
             if given is None:

@@ -22,6 +22,7 @@ from trainkit.accelerator.communication import register
 from trainkit.accelerator.gradients import Gradients
 from trainkit.accelerator.loader import SharedLoader, Sharing, SkippedLoader
 from trainkit.accelerator.optimizer import PreparedOptimizer
+from trainkit.accelerator.parallel_loop import LoopModelParallel
 from trainkit.accelerator.scheduler import PreparedScheduler
 from trainkit.accelerator.settings import AutocastKwargs, DistributedDataParallelKwargs
 from trainkit.accelerator.zero_loop import LoopDeepSpeed, schedules
@@ -151,6 +152,7 @@ class Preparer:
             if self.sharing.processes.size > 1:
                 _look_for_data(thing, index)
         self.check_alike(objects)
+        self.adopt(objects)
         if isinstance(self.strategy, LoopDeepSpeed):
             split = self.sharing.configuration.split_batches
             steps = self.accumulation.num_steps
@@ -168,6 +170,17 @@ class Preparer:
                     results[index] = prepared = make(thing, moved)
                     setattr(prepared, _MARK, True)
         return results
+
+    def adopt(self, objects: Sequence[Any]) -> None:
+        """Share samples out over those that have some of their own, as a model that comes tells."""
+        models = [thing for thing in objects if isinstance(thing, nn.Module)]
+        if isinstance(self.strategy, LoopModelParallel) and models and not self.registry.models:
+            if self.registry.loaders:
+                raise ConfigError(
+                    "A model that comes parallel says who sees which samples. Prepare it before "
+                    "the loaders, or in one call with them."
+                )
+            self.sharing.processes = self.strategy.adopt(models[0])
 
     def check_alike(self, objects: Sequence[Any]) -> None:
         """Raise, on all processes, where loaders, or what trains a model held together, differ."""
