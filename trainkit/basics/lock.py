@@ -7,7 +7,6 @@ import warnings
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 from weakref import WeakSet, WeakValueDictionary
 
@@ -132,12 +131,7 @@ class RunLock:
     def __enter__(self) -> Self:
         return self.acquire()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
     def _lock(self, descriptor: int) -> None:
