@@ -13,7 +13,7 @@ from tests.helpers.ranks import run_ranks
 from tests.strategies.test_model_parallel import data, net, plain, sharded, tensor
 from tests.strategies.toys import full
 from trainkit import Accelerator, ConfigError, load_checkpoint_in_model
-from trainkit.strategies import DDP, ModelParallel
+from trainkit.strategies import DDP, FSDP, ModelParallel, Strategy
 
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
 Make = Callable[[nn.Module, tuple[int, int]], nn.Module]
@@ -114,6 +114,52 @@ def test_a_loop_on_two_processes_that_hold_a_model_together_trains_as_one(tmp_pa
 def test_groups_of_such_processes_share_the_samples_of_a_loop(tmp_path: Path) -> None:
     compare(4, tmp_path, (tensor, (2, 2)), (sharded, (2, 2)))
     run_ranks(2, refused)
+
+
+@pytest.mark.e2e
+def test_gradients_that_a_loop_clears_inside_of_a_window_are_not_trained() -> None:
+    run_ranks(2, dropped)
+
+
+def kept(rank: int, strategy: Strategy | None, precision: str = "no") -> dict[str, Tensor]:
+    """Train three micro-batches a window, of which the loop drops some; return the weights."""
+    accelerator = Accelerator(
+        cpu=True, strategy=strategy, gradient_accumulation_steps=3, mixed_precision=precision
+    )
+    module = net()
+    if isinstance(strategy, ModelParallel):
+        module = sharded(module, (2, 1))
+    made = torch.optim.SGD(module.parameters(), lr=0.5)
+    model, optimizer = accelerator.prepare(module, made)
+
+    def backward(number: int) -> None:
+        inputs, labels = data(torch.float32)[2 * number + 20 * rank : 2 * number + 20 * rank + 2]
+        accelerator.backward(nn.functional.cross_entropy(model(inputs), labels))
+
+    for number in range(6):
+        with accelerator.accumulate(model):
+            backward(number)
+            if number in (1, 3):
+                model.zero_grad(set_to_none=number == 1)
+            optimizer.step()
+            optimizer.zero_grad()
+    for number in range(6, 9):  # windows of the loop's own
+        with accelerator.no_sync(model):
+            backward(number)
+        if number == 7:
+            optimizer.zero_grad()
+    backward(9)
+    optimizer.step()
+    return {name: full(p) for name, p in accelerator.unwrap_model(model).named_parameters()}
+
+
+def dropped(rank: int) -> None:
+    for precision, limit in (("no", 1e-6), ("bf16", 1e-3)):
+        expected = kept(rank, None, precision)
+        for strategy in (FSDP(), ModelParallel()):
+            difference = apart(expected, kept(rank, strategy, precision))
+            print(strategy.name, precision, difference)
+            assert difference < limit, (strategy.name, precision, difference)
 
 
 class OwnDDP(DDP):

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from importlib.util import find_spec
+from itertools import chain
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from trainkit.accelerator.settings import AutocastKwargs, DistributedDataParalle
 from trainkit.accelerator.zero_loop import LoopDeepSpeed, schedules
 from trainkit.basics import rng
 from trainkit.basics.device import move_module
-from trainkit.basics.torch_internals import was_called
+from trainkit.basics.torch_internals import sharded_groups, was_called
 from trainkit.data import training_loader
 from trainkit.data.batch_sources import Presharded
 from trainkit.errors import ConfigError
@@ -259,6 +260,8 @@ class Preparer:
         joins = self.strategy.sharded or (self._joins(model) and not evaluation_mode)
         if joins and not stays:
             wrapped = self.strategy.wrap(model, self.precision)
+            for module in wrapped.modules() if self.strategy.sharded else ():
+                vars(module)["zero_grad"] = partial(_zero_grad, module, [wrapped])
         if not evaluation_mode:
             self.registry.models.append(wrapped)
         return wrapped
@@ -299,6 +302,8 @@ class Preparer:
             self.strategy.rebind_optimizer(optimizer, self.strategy.unwrap(model))
         if isinstance(self.strategy, LoopDeepSpeed):
             self.strategy.check_bound()
+        elif self.strategy.sharded:
+            vars(optimizer)["zero_grad"] = partial(_zero_grad, optimizer, self.registry.models)
         for group in optimizer.param_groups if self._moves(moved) else ():
             counts = group.get("fused") or group.get("capturable")  # on the device, as torch wants
             for parameter in group["params"]:
@@ -346,6 +351,17 @@ class Preparer:
 
 def _is_raw_loader(thing: Any) -> bool:
     return isinstance(thing, DataLoader) and not isinstance(thing, PREPARED)
+
+
+def _zero_grad(thing: Any, models: Sequence[nn.Module], set_to_none: bool = True) -> None:
+    """Clear the gradients of a module or optimizer, also those that wait to be reduced."""
+    type(thing).zero_grad(thing, set_to_none)
+    groups = getattr(thing, "param_groups", None)
+    held = {*(thing.parameters() if groups is None else (p for g in groups for p in g["params"]))}
+    for _, parameters, parts in chain.from_iterable(map(sharded_groups, models)):
+        for p, part in zip(parameters, parts, strict=True):  # `p` may be gathered now
+            if not held.isdisjoint((p, part.sharded_param)) and hasattr(part, "unsharded_param"):
+                part.unsharded_accumulated_grad = part.unsharded_param.grad = None
 
 
 def _look_for_data(thing: Any, index: int) -> None:

@@ -63,6 +63,9 @@ class ModelParallel(ShardedStrategy):
         self._trained: set[tuple[bool, ...]] = set()  # what the processes have compared
         self._aside: list[tuple[nn.Parameter, Tensor]] = []  # gradients, during a backward
         self._holders: dict[Any, tuple[int, ...]] = {}
+        self._adds_up = False  # whether each backward sums up what earlier ones have left, too
+        self._waiting: weakref.WeakSet[Any] = weakref.WeakSet()  # what `fully_shard` reduces
+        self._others: list[weakref.ref[nn.Parameter]] = []  # whose gradients nobody else averages
 
     @property
     @override
@@ -93,6 +96,7 @@ class ModelParallel(ShardedStrategy):
                 f'`precision="bf16"` or "fp32" instead of "{precision.name}".'
             )
         self.adopt(model)
+        self._note_reductions(model)
         self._trained.clear()
         self._holders.clear()
         self._aside.clear()
@@ -127,13 +131,13 @@ class ModelParallel(ShardedStrategy):
     @override
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        self._let_wait(model, True)
+        self._let_wait(True)
         self._set_aside(model)
         try:
             yield
         finally:
             self._put_together()
-            self._let_wait(model, False)
+            self._let_wait(False)
 
     @override
     def begin_reduction(self, model: nn.Module) -> None:
@@ -151,18 +155,18 @@ class ModelParallel(ShardedStrategy):
             if is_sharded(p) and p.grad is not None and p.grad.placements != p.placements:  # type: ignore[attr-defined]
                 p.grad = p.grad.redistribute(placements=p.placements)  # type: ignore[attr-defined]
         if self.data_processes.size > 1:
-            self._average([p for p in self._unreduced(model).values() if p.requires_grad])
+            self._average([p for p in self._unreduced() if p.requires_grad])
             self.share_buffers(model)
         return model
 
     @override
     @contextmanager
     def gradients_apart(self, model: nn.Module) -> Iterator[None]:
-        self._let_wait(model, False)  # what waits for its reduction is out of reach
+        self._let_wait(False)  # what waits for its reduction is out of reach
         try:
             yield
         finally:
-            self._let_wait(model, True)
+            self._let_wait(True)
 
     @override
     @contextmanager
@@ -222,10 +226,20 @@ class ModelParallel(ShardedStrategy):
         """The tensor group of this process."""
         return self._part(self._layout.tensor)
 
-    def _unreduced(self, model: nn.Module) -> dict[str, nn.Parameter]:
+    def _note_reductions(self, model: nn.Module) -> None:
+        """Note who averages which gradients, as the model has come."""
+        from torch.distributed.fsdp import FSDPModule
+
+        plans = [getattr(module, "_tp_plan", None) or {} for module in model.modules()]
+        self._adds_up = self._group.size > 1 and any(_OWN_SUM in plan.values() for plan in plans)
+        waiting = [m for m in model.modules() if isinstance(m, FSDPModule) and not self._adds_up]
+        self._waiting = weakref.WeakSet(waiting)
+        known = {id(p) for _, parameters, _ in sharded_groups(model) for p in parameters}
+        self._others = [weakref.ref(p) for p in model.parameters() if id(p) not in known]
+
+    def _unreduced(self) -> list[nn.Parameter]:
         """Return the parameters whose gradients nobody else averages over the data."""
-        known = {id(p) for _, parameters in sharded_groups(model) for p in parameters}
-        return {name: p for name, p in model.named_parameters() if id(p) not in known}
+        return [p for other in self._others if (p := other()) is not None]
 
     def _begin_alike(self, model: nn.Module) -> None:
         """Take the values of the first data group's processes; compare what a tensor group shares.
@@ -242,7 +256,7 @@ class ModelParallel(ShardedStrategy):
                 "`parallelize_module` does."
             )
         if self.data_processes.size > 1:
-            for p in self._unreduced(model).values():
+            for p in self._unreduced():
                 self.data_processes.broadcast(local_part(p.detach()))
 
     def _apart(self, tensors: Mapping[str, Tensor], tolerance: float = 0.0) -> list[str]:
@@ -280,7 +294,7 @@ class ModelParallel(ShardedStrategy):
     def _set_aside(self, model: nn.Module) -> None:
         """Let what sums gradients up in a backward see those of the next one alone."""
         self._put_together()
-        if self._sums_itself(model):
+        if self._adds_up:
             self._aside = [(p, p.grad) for p in model.parameters() if p.grad is not None]
             for p, _ in self._aside:
                 p.grad = None
@@ -302,18 +316,10 @@ class ModelParallel(ShardedStrategy):
         for p, is_anywhere in zip(parameters, anywhere.wait().tolist(), strict=True):
             p.grad = p.grad if is_anywhere else None
 
-    def _let_wait(self, model: nn.Module, waits: bool) -> None:
+    def _let_wait(self, waits: bool) -> None:
         """Say whether what `fully_shard` reduces waits for a later backward than the next."""
-        from torch.distributed.fsdp import FSDPModule
-
-        for module in () if self._sums_itself(model) else model.modules():
-            if isinstance(module, FSDPModule):
-                module.set_requires_gradient_sync(not waits, recurse=False)
-
-    def _sums_itself(self, model: nn.Module) -> bool:
-        """Return whether each backward sums up what earlier ones have left, too."""
-        plans = [getattr(module, "_tp_plan", None) or {} for module in model.modules()]
-        return self._group.size > 1 and any(_OWN_SUM in plan.values() for plan in plans)
+        for module in self._waiting:
+            module.set_requires_gradient_sync(not waits, recurse=False)
 
 
 def _other_inputs(of_all: Sequence[Any]) -> ConfigError:
