@@ -358,8 +358,8 @@ def _zero_grad(thing: Any, models: Sequence[nn.Module], set_to_none: bool = True
     type(thing).zero_grad(thing, set_to_none)
     groups = getattr(thing, "param_groups", None)
     held = {*(thing.parameters() if groups is None else (p for g in groups for p in g["params"]))}
-    for _, parameters, parts in chain.from_iterable(map(sharded_groups, models)):
-        for p, part in zip(parameters, parts, strict=True):  # `p` may be gathered now
+    for _, parts in chain.from_iterable(map(sharded_groups, models)):
+        for p, part in parts.items():  # `p` may be gathered now
             if not held.isdisjoint((p, part.sharded_param)) and hasattr(part, "unsharded_param"):
                 part.unsharded_accumulated_grad = part.unsharded_param.grad = None
 

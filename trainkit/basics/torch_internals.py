@@ -266,14 +266,13 @@ def start_sharded(model: nn.Module) -> None:
     state._lazy_init()
 
 
-def sharded_groups(model: nn.Module) -> Iterator[tuple[Any, list[nn.Parameter], list[Any]]]:
+def sharded_groups(model: nn.Module) -> Iterator[tuple[Any, dict[nn.Parameter, Any]]]:
     """Yield the meshes of `fully_shard`, with the parameters there, and what torch has of each."""
     for module in model.modules():
         state: Any = getattr(module, "_get_fsdp_state", lambda: None)()
         if (group := getattr(state, "_fsdp_param_group", None)) is not None:
-            places = [each._module_info for each in group.fsdp_params]
-            parameters = [getattr(at.module, at.param_name) for at in places]
-            yield group.mesh_info.mesh, parameters, group.fsdp_params
+            places = [(p, p._module_info) for p in group.fsdp_params]
+            yield group.mesh_info.mesh, {getattr(at.module, at.param_name): p for p, at in places}
 
 
 # Process groups. `torch.distributed` has a time-out for new groups alone, and no number of what

@@ -78,7 +78,7 @@ def find_layout(model: nn.Module, processes: Processes) -> MeshLayout:
 
 def _own_groups(model: nn.Module, size: int) -> tuple[Ranks, Ranks]:
     """Return the data group of this process, else its tensor group; the other one is empty."""
-    by_data = sorted({_ranks(mesh) for mesh, *_ in sharded_groups(model)}, key=len)
+    by_data = sorted({_ranks(mesh) for mesh, _ in sharded_groups(model)}, key=len)
     found = by_data or sorted({_ranks(mesh) for _, mesh in _meshes(model)}, key=len)
     if not found and size == 1:
         return (0,), ()

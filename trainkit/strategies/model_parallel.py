@@ -234,7 +234,7 @@ class ModelParallel(ShardedStrategy):
         self._adds_up = self._group.size > 1 and any(_OWN_SUM in plan.values() for plan in plans)
         waiting = [m for m in model.modules() if isinstance(m, FSDPModule) and not self._adds_up]
         self._waiting = weakref.WeakSet(waiting)
-        known = {id(p) for _, parameters, _ in sharded_groups(model) for p in parameters}
+        known = {id(p) for _, parameters in sharded_groups(model) for p in parameters}
         self._others = [weakref.ref(p) for p in model.parameters() if id(p) not in known]
 
     def _unreduced(self) -> list[nn.Parameter]:
