@@ -3,6 +3,7 @@
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -104,6 +105,33 @@ def _late(rank: int, folder: Path, late: int | None) -> None:
             if rank == late:
                 time.sleep(0.7)
             accelerator.save_state(folder)
+
+
+def _dropped_and_open_windows(rank: int, folder: Path, strategy: Any, savers: list[int]) -> Any:
+    """Return what is said at saves inside windows that the loop counts, every other one dropped."""
+    accelerator, told = Accelerator(cpu=True, strategy=strategy), []
+    model, optimizer, _, loader = prepared(accelerator)
+    warnings.simplefilter("ignore")
+    for number, batch in zip(range(4), loader):  # noqa: B905
+        with accelerator.no_sync(model) if number == 3 else nullcontext():
+            accelerator.backward(model(batch[0]).pow(2).mean())
+        if number in (0, 2):
+            model.zero_grad()
+        if rank in savers:
+            try:
+                told.append(bool(accelerator.save_state(folder / f"{strategy}-{number}")))
+            except ConfigError as error:
+                told.append("inside a window" not in str(error))
+    optimizer.step()
+    accelerator.end_training()
+    return told
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(("strategy", "savers"), [(None, [0]), (FSDP(device="cpu"), [0, 1])])
+def test_a_window_that_was_dropped_is_not_open(tmp_path: Path, strategy: Any, savers: Any) -> None:
+    told = run_ranks(2, _dropped_and_open_windows, tmp_path, strategy, savers)
+    assert [told[rank] for rank in savers] == [[True, False, True, False]] * len(savers)
 
 
 def _contents(folder: Path) -> dict[str, bytes]:

@@ -707,3 +707,31 @@ def test_gradients_of_a_window_that_the_loop_counts_are_saved(tmp_path: Path) ->
     train(range(2), save=True)
     assert torch.equal(train(range(2, 5), load=True, save=True), train(range(5)))
     assert torch.equal(train(range(5, 6), load=True), whole)
+
+
+def test_gradients_of_one_optimizer_are_saved_while_another_makes_its_steps(
+    tmp_path: Path,
+) -> None:
+    def train(numbers: range, *, load: bool = False, save: bool = False) -> list[list[float]]:
+        torch.manual_seed(0)
+        accelerator, rare, often = Accelerator(cpu=True), nn.Linear(4, 1), nn.Linear(4, 1)
+        one, two, slow, fast = accelerator.prepare(
+            rare, often, *(torch.optim.Adam(each.parameters()) for each in (rare, often))
+        )
+        if load:
+            accelerator.load_state(tmp_path / "state")
+        for number in numbers:
+            sample = torch.full((4,), 1.0 + number)
+            accelerator.backward(one(sample).square().sum() / 3)
+            if number % 3 == 2:
+                slow.step()
+                slow.zero_grad()
+            accelerator.backward(two(sample).square().sum())
+            fast.step()
+            fast.zero_grad()
+        if save:
+            accelerator.save_state(tmp_path / "state")
+        return [each.weight.detach().flatten().tolist() for each in (rare, often)]
+
+    train(range(2), save=True)
+    assert train(range(2, 6), load=True) == train(range(6))

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from trainkit.accelerator.accumulation import Accumulation
 from trainkit.accelerator.parallel_loop import LoopModelParallel
 from trainkit.accelerator.zero_loop import LoopDeepSpeed
-from trainkit.basics.torch_internals import unscaled_optimizers
+from trainkit.basics.torch_internals import has_unreduced_shards, unscaled_optimizers
 from trainkit.errors import ConfigError
 from trainkit.precision import FP16, Precision
 from trainkit.precision.fp16 import scaled_loss
@@ -51,8 +51,7 @@ class Gradients:
         self._loss = torch.tensor(math.nan)  # the latest, not scaled
         self.optimizers: list[Optimizer] = []
         """Those that were prepared."""
-        self.are_unused = False
-        """Whether a backward came after the latest step or `zero_grad` of one of them."""
+        self._used: set[int] = set()  # those that used or cleared what the latest backward left
         self._accumulation = accumulation
         self._strategy = strategy
         self._zero = strategy if isinstance(strategy, LoopDeepSpeed | LoopModelParallel) else None
@@ -66,6 +65,18 @@ class Gradients:
     @scaler.setter
     def scaler(self, value: torch.amp.GradScaler | None) -> None:
         self._scaler = value if value is not None and value.is_enabled() else None
+
+    @property
+    def are_unused(self) -> bool:
+        """Whether there are gradients, and no optimizer has used or cleared its own."""
+        waits = any(map(has_unreduced_shards, self._models))
+        return not self._used and bool(self.optimizers and (waits or self.unused()))
+
+    def unused(self) -> list[Tensor]:
+        """Return the parameters whose gradients an optimizer has not used since a backward."""
+        waiting = [each for each in self.optimizers if id(each) not in self._used]
+        found = [p for each in waiting for group in each.param_groups for p in group["params"]]
+        return [p for p in found if p.grad is not None]
 
     def backward(self, loss: Any, **kwargs: Any) -> None:
         """Add the gradients of `loss`, divided by the size of the window, to the others.
@@ -91,7 +102,7 @@ class Gradients:
         loss.backward(**kwargs)
         if self._zero is not None:
             self._zero.after_backward()
-        self.are_unused = bool(self.optimizers)
+        self._used.clear()
 
     def unscale_once(self, optimizer: Optimizer) -> bool:
         """Make the gradients of an optimizer final, once a window; return whether they overflowed.
@@ -121,7 +132,7 @@ class Gradients:
 
     def mark_used(self, optimizer: Optimizer) -> None:
         """Note that an optimizer has made its step, or has left it out."""
-        self.are_unused = False
+        self._used.add(id(optimizer))
         self._unscaled.pop(id(optimizer), None)
         if self._scaler is not None and not self._unscaled:
             unscaled = unscaled_optimizers(self._scaler)
@@ -131,6 +142,7 @@ class Gradients:
     def forget(self) -> None:
         """Begin anew: what was made final no longer counts."""
         self._unscaled.clear()
+        self._used.clear()
         if self._scaler is not None:
             unscaled_optimizers(self._scaler).clear()
 

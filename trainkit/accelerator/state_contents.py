@@ -76,6 +76,7 @@ _PROCESS = {
     "sparse_gradients?": {
         str: {"indices": Tensor, "values": Tensor, "size": [int], "is_coalesced": bool}
     },
+    "is_open?": bool,
     "loaders?": [_LOADER],
     "accumulation?": _WINDOWS,
     "objects?": {str: Any},
@@ -173,7 +174,7 @@ class StateContents:
     def of_main(self, take_models: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return what process 0 writes where it saves alone."""
         with collective_guard.only("save_state"):  # also what hooks and objects call
-            parts = take_models() | {process_part(0): self._own()} | self._common()
+            parts = take_models() | {process_part(0): self._own(alone=True)} | self._common()
             return parts | {name: thing.state_dict() for name, thing in self._objects().items()}
 
     def read(self, path: Path, models: Mapping[str, nn.Module], strict: bool = True) -> LoadedState:
@@ -236,6 +237,8 @@ class StateContents:
                 )
         unfit += self._problems(parts, models, parameters, position, goes_on=same_size)
         refuse(path, unfit)
+        if not same_size and any(map(_open_gradients, ranks.values())):
+            news.append("gradients that an optimizer had not used yet are left out.")
         lost = {} if same_size else self._lost(parts["loop"]["loaders"])
         news += [f"the loader {index} begins a new pass: {why}." for index, why in lost.items()]
         anew = frozenset(lost)
@@ -369,9 +372,7 @@ class StateContents:
         parameters = self._parameters()
         for parameter in parameters.values():
             parameter.grad = None
-        gradients = _open_gradients(own)
-        self.gradients.are_unused = bool(gradients)
-        for name, gradient in gradients.items():
+        for name, gradient in _open_gradients(own).items():
             parameter = parameters[name]
             there = gradient.to(parameter.device)
             parameter.grad = there if there.is_sparse else as_parameter(there, parameter)
@@ -388,7 +389,7 @@ class StateContents:
             rank, files = self.processes.rank, sorted(checkpoint.manifest.files.items())
             digests = [info.xxh3_128 for _, info in files]
             return [ranks.get(rank) or {"seed": rng.derive(rank, *digests), "gradients": {}}]
-        if any(part["gradients"] or part.get("sparse_gradients") for part in ranks.values()):
+        if any(part.get("is_open", True) and _open_gradients(part) for part in ranks.values()):
             raise CheckpointError(
                 f"The state `{checkpoint.path}` was saved inside a window by {trained} processes, "
                 "which others cannot complete. Load it on as many.",
@@ -396,20 +397,28 @@ class StateContents:
             )
         return list(ranks.values())
 
-    def _own(self) -> dict[str, Any]:
-        """Return what this process saves for itself, with the open gradients of a window."""
+    def _own(self, *, alone: bool = False) -> dict[str, Any]:
+        """Return what this process saves for itself, with the gradients that are still to be used.
+
+        Where one optimizer has made its step and another has not, nobody knows whether the other
+        will use or clear its gradients. They are saved where every process can save its own.
+        """
         if self.is_open and self.strategy.sharded:
             raise ConfigError(
                 "A state of a sharded model cannot be saved inside a window. Save it "
                 "`if accelerator.sync_gradients:`."
             )
-        found = self._parameters() if self.is_open else {}
-        open_ = {name: p.grad for name, p in found.items() if p.grad is not None}
+        kept = {} if alone or self.strategy.sharded else self._parameters()
+        if not self.accumulation.is_open:
+            unused = set(map(id, self.gradients.unused()))
+            kept = {name: p for name, p in kept.items() if id(p) in unused}
+        open_ = {name: p.grad for name, p in kept.items() if p.grad is not None}
         return rng.state_dict(self.device) | {
             "gradients": {name: one for name, one in open_.items() if not one.is_sparse},
             "sparse_gradients": {
                 name: sparse_parts(one) for name, one in open_.items() if one.is_sparse
             },
+            "is_open": self.is_open,
             "loaders": [loader.state_dict() for loader in self.registry.loaders],
             "accumulation": self.accumulation.state_dict(),
         }
