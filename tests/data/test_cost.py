@@ -1,13 +1,20 @@
 """What the hot path costs (rule 36)."""
 
 import sys
+from collections import Counter
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import pytest
 import torch
-from torch.utils.data import TensorDataset
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset, default_collate
+from typing_extensions import override
 
 from tests.data.toys import Numbers, loader_of, prepare
+from trainkit import Callback, StepResult, Trainer
+from trainkit.training.run import Run
 
 
 def _calls_of_a_window(loader: Any, accumulation: int) -> list[str]:
@@ -48,3 +55,47 @@ def test_a_sample_takes_one_call_beside_the_data_sets_own() -> None:
     )
     own = 3  # `__getitem__`, and `append` and `tensor` inside of it
     assert len(large) - len(small) <= 20 * (own + 1)
+
+
+class _Counts(Callback):
+    """Counts the calls that lines of trainkit make or are, between two updates."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.calls: Counter[str] = Counter()
+
+    @override
+    def on_step_end(self, run: Run, result: StepResult) -> None:
+        sys.setprofile(self._record if run.state.step == self.step else None)
+
+    def _record(self, frame: FrameType, event: str, argument: Any) -> None:
+        if event.endswith("call") and "trainkit" in Path(frame.f_code.co_filename).parts:
+            self.calls[frame.f_code.co_qualname] += 1
+
+
+def _collate(samples: list[Any]) -> Any:
+    return default_collate(samples)
+
+
+@pytest.mark.parametrize(
+    ("collate", "step", "limit"),
+    [
+        (None, 4, 53),
+        (None, 8, 152),  # the last of an epoch
+        (default_collate, 4, 57),
+        (default_collate, 8, 156),
+        (_collate, 4, 100),  # it may draw random numbers, and leave samples out
+    ],
+)
+def test_a_step_takes_few_calls(collate: Any, step: int, limit: int) -> None:
+    data: Any = TensorDataset(torch.randn(64, 4), torch.randn(64, 1))
+    if collate is not None:
+        data = [data[index] for index in range(64)]
+    counts, model = _Counts(step), nn.Linear(4, 1)
+    Trainer(max_epochs=2, callbacks=[counts]).fit(
+        model,
+        DataLoader(data, batch_size=8, collate_fn=collate),
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        loss_fn=nn.functional.mse_loss,
+    )
+    assert counts.calls.total() <= limit, counts.calls

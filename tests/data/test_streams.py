@@ -85,7 +85,7 @@ def test_a_closed_standard_stream_ends_no_training(tmp_path: Path) -> None:
             )
         )
     for number, (way, process) in enumerate(zip(WAYS, started, strict=True)):
-        _, errors = process.communicate(timeout=120)
+        _, errors = process.communicate(timeout=600)
         assert process.returncode == 0, (way, errors[-2000:])
         assert "Exception ignored" not in errors, way
         notes = errors.count("trainkit: stdout cannot be written to")

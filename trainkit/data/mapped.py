@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from trainkit.data.fetch import counted, fetch_for
+from trainkit.data.fetch import Recounted, counted, fetch_for
 from trainkit.data.loader import EpochLength, LoaderContext, PreparedLoader
 from trainkit.data.order import KeyedOrder, divide, length_of, set_epoch_on
 from trainkit.data.plan import BatchPlan, FlatPlan, Plan
@@ -136,8 +136,10 @@ class MappedLoader(PreparedLoader):
                     size = padding.size
                 else:
                     if self.rows_vary:
-                        data, size = counted(data, plan.local_size(index - 1))
-                        count = self._real_rows(plan, epoch, index - 1, size)
+                        size = plan.local_size(index - 1)
+                        if type(data) is Recounted:
+                            data, size = data
+                            count = self._real_rows(plan, epoch, index - 1, size)
                     if index in lacking and self.repeats_last:
                         padding.keep(data, size)
                 # Before it is handed out: whoever uses it asks for the batch under way.
